@@ -1,0 +1,83 @@
+"""One line a step for people, the same numbers as JSON records for programs, and progress bars.
+
+    python -c "import run_log; print(run_log.read_records('out/train_log.jsonl')[-1])"
+
+Floor 0. What each number means is defined once, in docs/metrics.md.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from runtime import UserError, write_text
+
+
+def progress(total: int, description: str, unit: str = "it", initial: int = 0) -> tqdm:
+    """A progress bar with rate and time left; on a terminal it moves, in a log file it prints every 30 seconds."""
+    interval = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(total=total, desc=description, unit=unit, initial=initial, mininterval=interval, dynamic_ncols=True)
+
+
+def say(line: str = "") -> None:
+    """Print a line without breaking a progress bar that is on the screen."""
+    tqdm.write(line)
+
+
+def format_metrics(metrics: dict[str, Any]) -> str:
+    """`name value` pairs, floats to four significant digits."""
+    parts = []
+    for name, value in metrics.items():
+        if isinstance(value, str):
+            continue  # texts are for the records
+        parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    return " | ".join(parts)
+
+
+class RunLog:
+    """Writes a run's numbers: a printed line and a JSON record a step.
+
+    The file is begun anew, or continued with the records up to `resume_step` (later ones belong to work that an
+    interruption threw away).
+    """
+
+    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        kept = [] if resume_step is None else [r for r in read_records(self.path) if r.get("step", 0) <= resume_step]
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
+        self._start = time.monotonic()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
+        """Append the record of a step and, unless `quiet`, print its line. Values: int, float, bool, str or list."""
+        record = {"step": step, "seconds": round(time.monotonic() - self._start, 3), **metrics}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if not quiet:
+            say(f"step {step} | " + format_metrics(metrics))
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a log file; none where the file does not exist. A last line cut short is left out."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    records = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number != len(lines) - 1:
+                raise UserError(f"ERROR: {path}, line {number + 1} is no JSON record") from None
+    return records

@@ -1,0 +1,224 @@
+"""The machine under the scripts: device, dtype, seeds, whole files, and errors told to people.
+
+    python -c "import runtime; print(runtime.select_device('auto'))"
+
+Floor 0: imports nothing of the project. Every script runs its main() through `run_main`, so that bad input ends in one
+clear line and exit status 2, Ctrl-C in 130, and SIGTERM in 143.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class UserError(ValueError):
+    """Bad input: the message says what is wrong, with the value, the rule and the way out."""
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. A BaseException, like KeyboardInterrupt, so that no `except Exception` swallows it."""
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script's main(); turn what a user can cause into one line on stderr and an exit status."""
+
+    def on_sigterm(signum, frame):
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        main()
+    except UserError as error:
+        _exit(str(error), EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        _exit("Interrupted. What was finished is kept; run the same command again to go on.", EXIT_INTERRUPTED)
+    except Terminated:
+        _exit("Terminated. What was finished is kept; run the same command again to go on.", EXIT_TERMINATED)
+    except BrokenPipeError:
+        # The reader of our output went away (`... | head`): nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_BAD_INPUT)
+    except torch.OutOfMemoryError as error:
+        _exit(f"ERROR: out of device memory: {str(error).splitlines()[0]} Use a smaller batch.", EXIT_BAD_INPUT)
+    except MemoryError as error:
+        _exit(f"ERROR: out of memory: {error}. Use a smaller batch or dataset.", EXIT_BAD_INPUT)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        _exit(f"ERROR: {error.strerror or error}{where}", EXIT_BAD_INPUT)
+
+
+def _exit(message: str, status: int) -> None:
+    print(message, file=sys.stderr)
+    sys.exit(status)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# device, dtype, seeds
+
+
+def select_device(name: str) -> torch.device:
+    """'auto' (cuda, else mps, else cpu) or a device name; raises UserError for a device this machine lacks."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"ERROR: device={name!r} is no device name: use auto, cpu, cuda, cuda:N or mps") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"ERROR: device={name!r}, but this machine has no usable CUDA device: use --device cpu or auto"
+            )
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise UserError(f"ERROR: device={name!r}, but this machine has {torch.cuda.device_count()} CUDA device(s)")
+    elif device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"ERROR: device={name!r}, but this machine has no MPS device: use --device cpu or auto")
+    elif device.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"ERROR: device={name!r} is not supported: use auto, cpu, cuda, cuda:N or mps")
+    return device
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def select_dtype(name: str, device: torch.device) -> torch.dtype:
+    """'auto' (bfloat16 where a CUDA device has it, else float32) or one of DTYPES."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return DTYPES[name]
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Mixed precision for a forward pass; does nothing in float32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type=device.type, dtype=dtype)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's global generators (weights, dropout). Data order has generators of its own: see `generator`."""
+    torch.manual_seed(seed)
+
+
+def random_stream(seed: int, *purpose: str | int) -> np.random.Generator:
+    """A NumPy generator that depends on the seed and on what it is for, and on nothing else.
+
+    Streams of different purposes are independent, and the n-th step's stream can be made without the n-1 before it:
+    that is what makes exact resumption and any division of the work possible.
+    """
+    key = hashlib.sha256(json.dumps([seed, *purpose]).encode()).digest()
+    return np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], dtype=np.uint64)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files that appear whole or not at all
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a path beside `path` to write to; on success fsync it and rename it to `path`, else remove it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        fsync_file(partial)
+        os.replace(partial, path)
+        fsync_directory(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write `text` to `path`, whole or not at all."""
+    with atomic_path(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike, value) -> None:
+    """Write `value` as JSON to `path`, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: str | os.PathLike):
+    """The value in a JSON file; raises UserError where it is unreadable."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"ERROR: cannot read {path}: {error}") from None
+
+
+def publish_directory(staging: str | os.PathLike, final: str | os.PathLike) -> None:
+    """Give a finished staging folder its final name; what stood there before is removed only after that."""
+    staging, final = Path(staging), Path(final)
+    for file in staging.iterdir():
+        fsync_file(file)
+    fsync_directory(staging)
+    old = final.with_name(f".{final.name}.{os.getpid()}.old")
+    if final.exists():
+        os.replace(final, old)
+    os.replace(staging, final)
+    fsync_directory(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def fsync_file(path: Path) -> None:
+    """Bring a file's bytes to the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def fsync_directory(path: Path) -> None:
+    """Bring a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_writable(path: str | os.PathLike) -> str | None:
+    """What stands in the way of creating `path` (a file or folder), as a sentence, or None."""
+    path = Path(path).absolute()
+    ancestor = path
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if ancestor != path and not ancestor.is_dir():
+        return f"{ancestor} is a file, so {path} cannot be created below it"
+    if not os.access(ancestor, os.W_OK):
+        return f"no permission to write to {ancestor}"
+    return None
+
+
+def hash_file(path: str | os.PathLike) -> str:
+    """sha256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_tokens(tokens: np.ndarray) -> str:
+    """sha256 of the tokens as uint16 bytes: the same for a memory-mapped .bin file and for its text, encoded."""
+    digest = hashlib.sha256()
+    for start in range(0, len(tokens), 1 << 22):
+        digest.update(np.ascontiguousarray(tokens[start : start + (1 << 22)], dtype="<u2"))
+    return digest.hexdigest()
+
+
+def warn(message: str) -> None:
+    """One warning line for people, on stderr."""
+    print(f"WARNING: {message}", file=sys.stderr)

@@ -1,0 +1,202 @@
+"""Command lines and settings files: one dataclass a script becomes options, help and checks.
+
+    python -c "import settings; print(settings.read_config('config/shakespeare_char_cpu.py'))"
+
+Floor 0. A settings file has nanoGPT's form, plain assignments, and is read as data: nothing in it is executed. A dict
+named after a script (`train = dict(max_iters=300)`) is for that script alone, so that one file can hold a whole cycle.
+"""
+
+import ast
+import dataclasses
+import difflib
+import math
+import operator
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from runtime import UserError
+
+Settings = TypeVar("Settings")
+
+CONFIG_HELP = """
+
+A settings file of plain assignments (nanoGPT's form) can come first or by --config FILE; options override it."""
+
+
+class Problems:
+    """Collects everything that is wrong with some settings, so that all of it can be told at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.suggestions: list[str] = []
+
+    def require(self, holds: bool, error: str, suggestion: str = "") -> bool:
+        """Note `error` (and what would mend it) unless `holds`; returns `holds`."""
+        if not holds:
+            self.errors.append(error)
+            if suggestion and suggestion not in self.suggestions:
+                self.suggestions.append(suggestion)
+        return holds
+
+    def check_range(
+        self,
+        settings: object,
+        *names: str,
+        minimum: float = -math.inf,
+        maximum: float = math.inf,
+        above: float = -math.inf,
+        below: float = math.inf,
+    ) -> None:
+        """Note each named setting that is not within [minimum, maximum] and (above, below), or not finite.
+
+        None passes: an optional setting that is absent has no range.
+        """
+        rules = [
+            f"{sign} {bound:g}"
+            for sign, bound in ((">=", minimum), ("<=", maximum), (">", above), ("<", below))
+            if math.isfinite(bound)
+        ]
+        rule = "must be " + (" and ".join(rules) if rules else "finite")
+        for name in names:
+            value = getattr(settings, name)
+            # Written so that NaN fails: every comparison with it is false.
+            within = value is None or (minimum <= value <= maximum and above < value < below)
+            finite = value is None or math.isfinite(value)
+            self.require(
+                within and finite, f"{name}={value}: {rule}", f"Give --{name} a value that is in range: {rule}"
+            )
+
+    def raise_if_any(self) -> None:
+        """Raise one UserError that tells every problem, in the form of the reward-data documents."""
+        if self.errors:
+            lines = ["Validation Errors:", *(f"  ERROR: {error}" for error in self.errors)]
+            if self.suggestions:
+                lines += ["", "Suggested fixes:", *(f"  SUGGESTION: {suggestion}" for suggestion in self.suggestions)]
+            raise UserError("\n".join(lines))
+
+
+def parse_settings(settings_class: type[Settings], script: str, argv: list[str] | None = None) -> Settings:
+    """The settings of a script, from its command line and settings file, checked.
+
+    `settings_class` is a dataclass; where it has a method `problems() -> Problems`, that is called after parsing.
+    `script` is the script's name without .py: the name of its section in a settings file. Raises UserError for
+    settings out of range; for a misspelt or badly typed option tyro explains and exits with status 2.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    config_path, argv = _take_config_path(argv)
+    if config_path is not None:
+        argv = _as_arguments(read_config(config_path), settings_class, script, config_path) + argv
+    settings = tyro.cli(
+        settings_class,
+        args=argv,
+        description=(settings_class.__doc__ or "") + CONFIG_HELP,
+        config=(tyro.conf.FlagConversionOff,),
+        use_underscores=True,
+    )
+    if hasattr(settings, "problems"):
+        settings.problems().raise_if_any()
+    return settings
+
+
+def _take_config_path(argv: list[str]) -> tuple[str | None, list[str]]:
+    if argv and not argv[0].startswith("-"):
+        return argv[0], argv[1:]
+    for position, argument in enumerate(argv):
+        if argument.startswith("--config="):
+            return argument.removeprefix("--config="), argv[:position] + argv[position + 1 :]
+        if argument == "--config":
+            if position + 1 == len(argv):
+                raise UserError("ERROR: --config needs the path of a settings file")
+            return argv[position + 1], argv[:position] + argv[position + 2 :]
+    return None, argv
+
+
+def _as_arguments(config: dict[str, Any], settings_class: type, script: str, path: str) -> list[str]:
+    """The settings file's values as options, so that one parser checks the types of both."""
+    values = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    values |= config.get(script, {})
+    known = [field.name for field in dataclasses.fields(settings_class) if field.init]
+    arguments = []
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(f"ERROR: {path}: {script}.py has no setting {name!r}{hint}")
+        arguments += [f"--{name}", *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+    return arguments
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# settings files
+
+
+ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The assignments of a settings file, read as data.
+
+    Values are numbers, strings, True, False, None, tuples, lists and dicts of these, names assigned further up, and
+    + - * / // of numbers. Raises UserError, with the line, for anything else.
+    """
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"ERROR: cannot read settings file {path}: {error.strerror}") from None
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        raise UserError(f"ERROR: settings file {path}{f', line {line}' if line else ''}: {error}") from None
+    values: dict[str, Any] = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # a docstring
+        try:
+            if not isinstance(statement, ast.Assign):
+                raise ValueError
+            value = _evaluate(statement.value, values)
+            for target in statement.targets:
+                if not isinstance(target, ast.Name):
+                    raise ValueError
+                values[target.id] = value
+        except ZeroDivisionError:
+            raise UserError(f"ERROR: settings file {path}, line {statement.lineno}: division by zero") from None
+        except ValueError:
+            raise UserError(
+                f"ERROR: settings file {path}, line {statement.lineno}: only plain assignments `name = value` are read "
+                f"(nothing is executed), not `{ast.unparse(statement).splitlines()[0]}`"
+            ) from None
+    return values
+
+
+def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.Tuple | ast.List):
+        return [_evaluate(element, names) for element in node.elts]
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        return {key.value: _evaluate(value, names) for key, value in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
+        return {keyword.arg: _evaluate(keyword.value, names) for keyword in node.keywords if keyword.arg}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(_evaluate(node.operand, names))
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        left, right = _number(_evaluate(node.left, names)), _number(_evaluate(node.right, names))
+        return ARITHMETIC[type(node.op)](left, right)
+    raise ValueError
+
+
+def _number(value: Any) -> int | float:
+    if not isinstance(value, int | float):
+        raise ValueError
+    return value
