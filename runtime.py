@@ -110,19 +110,23 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     return torch.autocast(device_type=device.type, dtype=dtype)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed torch's global generators (weights, dropout). Data order has generators of its own: see `generator`."""
-    torch.manual_seed(seed)
-
-
 def random_stream(seed: int, *purpose: str | int) -> np.random.Generator:
     """A NumPy generator that depends on the seed and on what it is for, and on nothing else.
 
     Streams of different purposes are independent, and the n-th step's stream can be made without the n-1 before it:
     that is what makes exact resumption and any division of the work possible.
     """
-    key = hashlib.sha256(json.dumps([seed, *purpose]).encode()).digest()
-    return np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], dtype=np.uint64)))
+    key = np.frombuffer(_digest(seed, purpose)[:16], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+def seed_step(seed: int, *purpose: str | int) -> None:
+    """Seed torch's global generators (weights, dropout) as `random_stream` does its own."""
+    torch.manual_seed(int.from_bytes(_digest(seed, purpose)[:8]) >> 1)
+
+
+def _digest(seed: int, purpose: tuple[str | int, ...]) -> bytes:
+    return hashlib.sha256(json.dumps([seed, *purpose]).encode()).digest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

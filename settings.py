@@ -85,8 +85,7 @@ def parse_settings(settings_class: type[Settings], script: str, argv: list[str] 
     `script` is the script's name without .py: the name of its section in a settings file. Raises UserError for
     settings out of range; for a misspelt or badly typed option tyro explains and exits with status 2.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    config_path, argv = _take_config_path(argv)
+    config_path, argv = split_config(list(sys.argv[1:] if argv is None else argv))
     if config_path is not None:
         argv = _as_arguments(read_config(config_path), settings_class, script, config_path) + argv
     settings = tyro.cli(
@@ -101,7 +100,13 @@ def parse_settings(settings_class: type[Settings], script: str, argv: list[str] 
     return settings
 
 
-def _take_config_path(argv: list[str]) -> tuple[str | None, list[str]]:
+def find_config(argv: list[str]) -> str | None:
+    """The settings file that a command line names, first or by --config; None where it names none."""
+    return split_config(argv)[0]
+
+
+def split_config(argv: list[str]) -> tuple[str | None, list[str]]:
+    """The settings file that a command line names, and the other arguments."""
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
     for position, argument in enumerate(argv):

@@ -1,0 +1,39 @@
+# The commands of the project; `make` lists them. ARGS passes options on: make run ARGS="--out_dir other"
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/requirements.installed
+CONFIG := config/shakespeare_char_cpu.py
+ARGS :=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint format clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: ## make .venv and install requirements.txt (again only when that file has changed)
+# The stamp, a copy of what was installed, comes last: a set-up that was interrupted begins anew from nothing (--clear).
+	@cmp -s requirements.txt $(STAMP) || { set -ex; \
+		python3 -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: " + sys.version'; \
+		python3 -m venv --clear $(VENV); \
+		$(PYTHON) -m pip install --disable-pip-version-check -r requirements.txt; \
+		cp requirements.txt $(STAMP); }
+
+run: setup ## train, detect, improve: the whole cycle on Shakespeare
+	$(PYTHON) run_cycles.py --config $(CONFIG) $(ARGS)
+
+test: setup ## run the tests
+	$(PYTHON) -m pytest $(ARGS)
+
+lint: setup ## check style and formatting
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: setup ## mend what the linter can mend, and format
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+clean: ## remove .venv and caches; results and data stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

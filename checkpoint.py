@@ -1,0 +1,143 @@
+"""Checkpoints: one file from which a model, its tokenizer and its history can be rebuilt.
+
+    python -c "import checkpoint; print(checkpoint.load_checkpoint('logs/model_checkpoint.pt')['config'])"
+
+Floor 3. A checkpoint is a dict: `model` (state dict), `config` (GPTConfig), `tokenization` (enough to rebuild the
+tokenizer), `data` (hashes of the tokens it was trained with) and `training` (settings and figures of the run).
+It is read with torch.load(weights_only=True): nothing in a checkpoint is executed.
+"""
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from model import GPT, GPTConfig
+from runtime import UserError, atomic_path, hash_tokens
+
+FORMAT_VERSION = 1
+HEADS = ("lm_head.", "reward_head.")
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    tokenization: Mapping[str, Any] | None,
+    data: Mapping[str, Any] | None,
+    training: Mapping[str, Any],
+) -> None:
+    """Write a checkpoint, whole or not at all. The mappings hold plain values only."""
+    contents = {
+        "format_version": FORMAT_VERSION,
+        "model": {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()},
+        "config": replace(model.config),
+        "tokenization": tokenization,
+        "data": data,
+        "training": dict(training),
+    }
+    save_state(path, contents)
+
+
+def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
+    """torch.save to `path`, whole or not at all."""
+    with atomic_path(path) as partial:
+        torch.save(dict(contents), partial)
+
+
+def load_state(path: str | Path) -> dict[str, Any]:
+    """torch.load of a dict of tensors and plain values, executing nothing; raises UserError for anything else."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"ERROR: Model file not found: {path}")
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""
+        )
+        raise UserError(
+            f"ERROR: {path} holds something else than tensors and settings; nothing was executed. {reason}"
+        ) from None
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
+        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {str(error).splitlines()[0]}") from None
+    if not isinstance(contents, dict):
+        raise UserError(f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint")
+    return contents
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """A checkpoint's dict, checked: known version, possible config, finite weights that fit the config.
+
+    `tokenization`, `data` and `training` are None where the file (a user's own, or nanoGPT's) does not have them.
+    """
+    contents = load_state(path)
+    if "model_args" in contents:
+        contents = _from_nanogpt(contents)
+    for key in ("model", "config"):
+        if key not in contents:
+            raise UserError(f"ERROR: {path} has no {key!r}: a checkpoint is a dict with 'model' and 'config'")
+    if not isinstance(contents["config"], GPTConfig) or not isinstance(contents["model"], dict):
+        raise UserError(f"ERROR: {path}: 'config' must be a GPTConfig and 'model' a state dict")
+    version = contents.get("format_version", FORMAT_VERSION)
+    if version != FORMAT_VERSION:
+        raise UserError(f"ERROR: {path} has format_version {version}; this program reads version {FORMAT_VERSION}")
+    if problem := contents["config"].problem():
+        raise UserError(f"ERROR: {path}: impossible config: {problem}")
+    _check_weights(path, contents["model"], contents["config"])
+    return {"tokenization": None, "data": None, "training": None, **contents}
+
+
+def _from_nanogpt(contents: dict[str, Any]) -> dict[str, Any]:
+    """nanoGPT's checkpoint, whose `config` is a dict of settings and whose model may have been compiled."""
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in contents["model"].items()}
+    state = {name: tensor for name, tensor in state.items() if not name.endswith(".attn.bias")}
+    return {"model": state, "config": GPTConfig(position="learned", **contents["model_args"])}
+
+
+def _check_weights(path: str | Path, state: dict[str, torch.Tensor], config: GPTConfig) -> None:
+    with torch.device("meta"):
+        expected = GPT(config).state_dict()
+    missing, unknown = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    if missing or unknown:
+        first = f"{missing[0]!r} is missing" if missing else f"{unknown[0]!r} is unknown"
+        raise UserError(f"ERROR: {path}: the weights do not fit the config ({config.mode} mode): {first}")
+    for name, tensor in state.items():
+        if tensor.shape != expected[name].shape:
+            raise UserError(
+                f"ERROR: {path}: {name} has shape {tuple(tensor.shape)}, its config wants {tuple(expected[name].shape)}"
+            )
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"ERROR: {path}: {name} holds NaN or infinite values; take an earlier checkpoint")
+
+
+def build_model(contents: Mapping[str, Any], mode: str, path: str | Path, device: torch.device | str = "cpu") -> GPT:
+    """The model of a loaded checkpoint in evaluation mode.
+
+    A generator's checkpoint also gives a reward model: its trunk, under a head that is new. A reward model's checkpoint
+    gives no generator: UserError.
+    """
+    config = contents["config"]
+    if mode == "generator" and config.mode != "generator":
+        raise UserError(f"ERROR: {path} holds a {config.mode} model, but a generator is needed here")
+    model = GPT(replace(config, mode=mode))
+    if mode == config.mode:
+        model.load_state_dict(contents["model"])
+    else:
+        missing, unexpected = model.load_state_dict(contents["model"], strict=False)
+        assert all(name.startswith(HEADS) for name in missing + unexpected)
+    return model.to(device).eval()
+
+
+def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
+    """What a checkpoint remembers of its data: sizes and hashes of both splits' tokens."""
+    return {
+        "train_tokens": len(train),
+        "val_tokens": len(val),
+        "train_sha256": hash_tokens(train),
+        "val_sha256": hash_tokens(val),
+    }

@@ -1,0 +1,48 @@
+# Shakespeare by characters on two CPU cores: the whole loop in under ten minutes.
+#
+#     python run_cycles.py --config config/shakespeare_char_cpu.py
+#     python train.py --config config/shakespeare_char_cpu.py        (its first stage alone)
+#
+# Each script reads the section named after it.
+
+run_cycles = dict(
+    out_dir="out/shakespeare_char_cpu",
+    dataset="shakespeare_char",
+    num_cycles=2,
+)
+
+train = dict(
+    out_dir="out/shakespeare_char_cpu",
+    dataset="shakespeare_char",
+    n_layer=4,
+    n_head=4,
+    n_embd=128,
+    block_size=128,
+    batch_size=16,
+    optimizer="muon",
+    muon_learning_rate=0.03,
+    learning_rate=6e-3,
+    weight_decay=0.1,
+    max_iters=800,
+    warmup_iters=20,
+    eval_interval=200,
+    patience=5,
+    min_delta=0.001,
+)
+
+prepare_reward_data = dict(
+    samples_per_chunk=10,
+    max_blocks=1000,
+)
+
+train_reward_model = dict(
+    max_epochs=20,
+    patience=3,
+)
+
+train_grpo = dict(
+    prompts_per_step=16,
+    group_size=8,
+    max_steps=60,
+    learning_rate=1e-4,
+)

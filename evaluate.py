@@ -1,0 +1,100 @@
+"""Perplexity of checkpoints over a whole split, side by side.
+
+    python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare
+
+Floor 4. In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table, and JSON with --output_path.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from checkpoint import build_model, load_checkpoint
+from data_loader import WholeSplitBatches, dataset_folder, open_token_file
+from objectives import language_model_loss
+from run_log import progress, say
+from runtime import run_main, select_device, write_json
+from settings import Problems, parse_settings
+
+
+@dataclass
+class EvaluateSettings:
+    """Measure the perplexity of checkpoints."""
+
+    checkpoints: list[str] = field(default_factory=list)
+    """generators' checkpoints (required)"""
+    dataset: str = "shakespeare_char"
+    """folder of train.bin and val.bin: a path, or a name below data/"""
+    split: Literal["val", "train"] = "val"
+    """which split"""
+    batch_size: int = 64
+    """sequences in a batch"""
+    output_path: str | None = None
+    """also write the figures here, as JSON"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps"""
+
+    def problems(self) -> Problems:
+        """What is wrong with the settings."""
+        problems = Problems()
+        problems.require(bool(self.checkpoints), "checkpoints is required", "Name at least one with --checkpoints")
+        for path in self.checkpoints:
+            problems.require(
+                Path(path).is_file(),
+                f"Model file not found: {path}",
+                "Check that the model checkpoint file exists and the path is correct",
+            )
+        problems.check_range(self, "batch_size", minimum=1)
+        return problems
+
+
+def calculate_perplexity(
+    model: nn.Module, data_loader: Iterable[tuple[Tensor, Tensor]], device: torch.device | str
+) -> float:
+    """exp of the mean cross-entropy over all target tokens of (inputs, targets) batches, each (B, T) int64.
+
+    Every token weighs the same, also where batches differ in size. An empty loader gives infinity. The model's mode
+    (training or evaluation) is as before afterwards.
+    """
+    batches = ((inputs.to(device), targets.to(device)) for inputs, targets in data_loader)
+    return math.exp(language_model_loss(model, batches))
+
+
+def counted(batches: WholeSplitBatches, bar: tqdm) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches, each moving the bar as it is done."""
+    for batch in batches:
+        yield batch
+        bar.update()
+
+
+def main() -> None:
+    settings = parse_settings(EvaluateSettings, "evaluate")
+    device = select_device(settings.device)
+    folder = dataset_folder(settings.dataset)
+    results = {}
+    for path in settings.checkpoints:
+        model = build_model(load_checkpoint(path), "generator", path, device)
+        known = model.config.num_tokens or model.config.vocab_size
+        tokens = open_token_file(folder / f"{settings.split}.bin", settings.split, known, 2)
+        batches = WholeSplitBatches(tokens, model.config.block_size, settings.batch_size, device)
+        with progress(len(batches), f"Evaluating {Path(path).name}", "batch") as bar:
+            perplexity = calculate_perplexity(model, counted(batches, bar), device)
+        results[path] = {"loss": math.log(perplexity), "perplexity": perplexity, "tokens": len(tokens) - 1}
+
+    width = max(len(path) for path in results)
+    say(f"{settings.split} split of {folder}, {len(tokens):,} tokens")
+    say(f"{'checkpoint':<{width}}  {'loss':>8}  {'perplexity':>10}")
+    for path, figures in results.items():
+        say(f"{path:<{width}}  {figures['loss']:8.4f}  {figures['perplexity']:10.4f}")
+    if settings.output_path is not None:
+        write_json(settings.output_path, results)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,233 @@
+"""Tokens from a model: KV cache, sampling, crossover completions and rollouts.
+
+    python -c "import torch, model; print(model.GPT(model.GPTConfig(n_layer=1)).generate(torch.zeros(1, 1).long(), 9))"
+
+Floor 1. Ids in, ids out: no tokenizer, no files. The engine knows a model by its calling convention alone,
+`model(idx, kv_cache=cache) -> (logits, None)` and `model.config`: so it stands below model.py, whose `generate` is a
+caller.
+
+Shapes: P prompts (natural blocks), G completions of each, R = P * G rows, N positions, V token ids.
+
+One idea serves reward data and GRPO alike: a row keeps the first K tokens of its natural block and the model writes the
+rest. Rows are sorted by K and decoding goes by position: at position t the rows with K <= t are active, and being the
+first rows they are one contiguous slice. No padding, no masks, no token computed in vain.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from runtime import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from the logits; temperature 0 takes the likeliest (greedy)."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature={self.temperature}: must be finite and >= 0 (0 is greedy)")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k={self.top_k}: must be >= 1, or None for no limit")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p}: must be > 0 and <= 1, or None for no limit")
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Rows in the caller's order. The log-probabilities are 0 at natural positions."""
+
+    ids: Tensor  # (P, G, N) int64: K natural tokens, then the model's
+    log_probs: Tensor  # (P, G, N) float32, under the distribution that was sampled from
+    model_log_probs: Tensor  # (P, G, N) float32, under the model's own (temperature 1, all tokens)
+
+
+class KVCache:
+    """Keys and values of every layer, written position by position.
+
+    keys[layer], values[layer]: (R, n_head, N, head_dim). `position` is the next position to be written; the first
+    `active_rows` rows take part in a forward pass.
+    """
+
+    def __init__(self, config, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (rows, config.n_head, length, config.n_embd // config.n_head)
+        self.keys = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.values = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.position = 0
+        self.active_rows = rows
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write (R, H, T, D) keys and values at the current position; return all of the layer's up to there."""
+        end = self.position + keys.size(2)
+        self.keys[layer][: self.active_rows, :, self.position : end] = keys
+        self.values[layer][: self.active_rows, :, self.position : end] = values
+        return self.keys[layer][: self.active_rows, :, :end], self.values[layer][: self.active_rows, :, :end]
+
+    def fill_from(self, shared: "KVCache", source_rows: Tensor, length: int) -> None:
+        """Copy the first `length` positions of `shared`, row source_rows[r] for row r."""
+        for mine, theirs in zip(self.keys + self.values, shared.keys + shared.values, strict=True):
+            mine[:, :, :length] = theirs[source_rows, :, :length]
+
+
+def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probabilities (R, V), float32, of the distribution that `sampling` draws from; excluded tokens have -inf."""
+    logits = logits.float()
+    if sampling.temperature == 0:
+        best = F.one_hot(logits.argmax(-1), logits.size(-1)).bool()
+        return torch.zeros_like(logits).masked_fill(~best, -torch.inf)
+    if sampling.temperature != 1:
+        # Subtract the maximum before dividing: a tiny temperature must not overflow.
+        logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.size(-1):
+        # By rank, not by value: ties at the border must not let more than k tokens in.
+        kept = logits.topk(sampling.top_k).indices
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
+    if sampling.top_p is not None and sampling.top_p < 1:
+        ordered, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        outside = ordered.cumsum(-1) - ordered >= sampling.top_p  # the token that crosses top_p still belongs
+        logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+    return logits.log_softmax(-1)
+
+
+def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token a row by inverting the distribution function at `uniforms`.
+
+    logits: (R, V); uniforms: (R,) in [0, 1), float32. Returns ids (R,) int64, their log-probabilities (R,) under the
+    distribution sampled from and (R,) under the model's own. The same uniforms give the same ids, whoever asks.
+    """
+    model_log_probs = logits.float().log_softmax(-1)
+    plain = sampling == Sampling()
+    log_probs = model_log_probs if plain else sampling_distribution(logits, sampling)
+    cumulative = log_probs.exp().cumsum(-1)  # (R, V)
+    # The first index whose cumulative probability exceeds u * total: its own probability cannot be 0.
+    threshold = uniforms.unsqueeze(-1) * cumulative[:, -1:]
+    ids = torch.searchsorted(cumulative, threshold, right=True).clamp_max_(logits.size(-1) - 1)  # (R, 1)
+    return ids.squeeze(-1), log_probs.gather(-1, ids).squeeze(-1), model_log_probs.gather(-1, ids).squeeze(-1)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and back on afterwards if it was on; no gradients."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def complete(
+    model: nn.Module,
+    natural: Tensor,
+    prefix_lengths: Tensor,
+    uniforms: Tensor,
+    sampling: Sampling,
+    use_cache: bool = True,
+) -> Completions:
+    """Keep the first K tokens of natural text and let the model write the rest, G times for every block.
+
+    natural: (P, N) int64, of which row p is read up to its largest K; prefix_lengths: (P, G) int64, 1 <= K <= N (K = N
+    writes nothing); uniforms: (P, G, N) float32 in [0, 1), of which entry t decides the token at position t.
+    `use_cache=False` runs the whole prefix again for every token: slow, and the reference for tests. Raises UserError
+    for lengths out of range or more positions than the model has.
+    """
+    prompts, length = natural.shape
+    group = prefix_lengths.size(1)
+    if length > model.config.block_size:
+        raise UserError(f"{length} positions asked for, but the model's block_size is {model.config.block_size}")
+    if prefix_lengths.min() < 1 or prefix_lengths.max() > length:
+        raise UserError(f"prefix lengths must lie in [1, {length}]")
+
+    device = natural.device
+    with evaluating(model):
+        order = prefix_lengths.flatten().argsort(stable=True)  # (R,)
+        prefixes = prefix_lengths.flatten()[order].tolist()
+        ids = natural[order // group]  # (R, N), a copy
+        uniforms = uniforms.reshape(-1, length)[order].to(device)
+        log_probs = torch.zeros(ids.shape, device=device)
+        model_log_probs = torch.zeros(ids.shape, device=device)
+        cache = _prefilled_cache(model, natural, order // group, prefixes) if use_cache else None
+
+        active = 0
+        for position in range(prefixes[0], length):
+            while active < len(prefixes) and prefixes[active] <= position:
+                active += 1
+            if cache is None:
+                logits, _ = model(ids[:active, :position])
+            else:
+                cache.position, cache.active_rows = position - 1, active
+                logits, _ = model(ids[:active, position - 1 : position], kv_cache=cache)
+            drawn = sample_tokens(logits[:, -1], uniforms[:active, position], sampling)
+            ids[:active, position], log_probs[:active, position], model_log_probs[:active, position] = drawn
+
+        inverse = order.argsort()
+        shape = (prompts, group, length)
+        return Completions(*(rows[inverse].view(shape) for rows in (ids, log_probs, model_log_probs)))
+
+
+def _prefilled_cache(model: nn.Module, natural: Tensor, block_of_row: Tensor, prefixes: list[int]) -> KVCache:
+    """A cache that holds every row's natural prefix; each block's is computed once and copied to its rows.
+
+    Positions from K - 1 on are written by the row itself, so natural text beyond its prefix is never attended to.
+    """
+    parameter = next(model.parameters())
+    cache = KVCache(model.config, len(prefixes), natural.size(1), natural.device, parameter.dtype)
+    prefill = prefixes[-1] - 1  # the last natural token of a row is its first decoding step
+    if prefill > 0:
+        shared = KVCache(model.config, natural.size(0), prefill, natural.device, parameter.dtype)
+        model(natural[:, :prefill], kv_cache=shared)
+        cache.fill_from(shared, block_of_row, prefill)
+    return cache
+
+
+def generate(
+    model: nn.Module,
+    idx: Tensor,
+    max_new_tokens: int | None = None,
+    sampling: Sampling | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continue every row of `idx` (B, T) int64 by `max_new_tokens` (None: up to block_size); returns (B, T + new).
+
+    Within the block this is `complete`; beyond it the oldest tokens leave the window and the whole window is computed
+    again for every token, as the positions of all tokens have changed. Raises UserError for an empty prompt, ids that
+    the model does not know, or a prompt longer than the block where no number of tokens is given.
+    """
+    config, sampling = model.config, sampling or Sampling()
+    if idx.ndim != 2 or idx.size(1) == 0:
+        raise UserError(f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token")
+    check_ids(idx, config.num_tokens or config.vocab_size)
+    length = config.block_size if max_new_tokens is None else idx.size(1) + max_new_tokens
+    if length < idx.size(1):
+        raise UserError(f"a prompt of {idx.size(1)} tokens does not fit block_size {config.block_size}")
+
+    uniforms = torch.rand(idx.size(0), length, generator=generator)  # on the CPU: the same numbers for every device
+    within = min(length, config.block_size)
+    if idx.size(1) < within:
+        natural = F.pad(idx, (0, within - idx.size(1)))
+        prefix_lengths = torch.full((idx.size(0), 1), idx.size(1))
+        completions = complete(model, natural, prefix_lengths, uniforms[:, None, :within], sampling)
+        idx = completions.ids.squeeze(1)
+    with evaluating(model):
+        for position in range(idx.size(1), length):
+            logits, _ = model(idx[:, -config.block_size :])
+            drawn, _, _ = sample_tokens(logits[:, -1], uniforms[:, position].to(idx.device), sampling)
+            idx = torch.cat((idx, drawn[:, None]), dim=1)
+    return idx
+
+
+def check_ids(ids: Tensor, num_tokens: int) -> None:
+    """Raise UserError for ids outside [0, num_tokens): a model's padding ids are never input."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_tokens:
+        raise UserError(
+            f"token ids span [{int(ids.min())}, {int(ids.max())}], but this model knows [0, {num_tokens - 1}]"
+        )

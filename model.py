@@ -1,0 +1,251 @@
+"""A GPT with a generator head or a reward head on one trunk.
+
+    python -c "from model import GPT, GPTConfig; print(GPT(GPTConfig(n_layer=2)).num_parameters())"
+
+Floor 2. No I/O. Names follow nanoGPT, so that its checkpoints load (position='learned').
+
+Shapes: B batch, T positions, C = n_embd channels, H = n_head, D = C / H, V = vocab_size.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import generation
+from runtime import UserError
+
+
+@dataclass
+class GPTConfig:
+    """Everything that says what a GPT is; stored in every checkpoint."""
+
+    block_size: int = 1024
+    vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True
+    mode: str = "generator"  # 'generator' or 'reward'
+    reward_head_hidden_dim: int = 256
+    position: str = "rope"  # 'rope' (inside attention) or 'learned' (transformer.wpe: nanoGPT, GPT-2)
+    num_tokens: int | None = None  # ids that the tokenizer uses; the others are padding. None: all of vocab_size
+
+    def problem(self) -> str | None:
+        """What makes this configuration impossible, as one sentence, or None."""
+        counts = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "reward_head_hidden_dim")
+        for name in counts:
+            if getattr(self, name) < 1:
+                return f"{name}={getattr(self, name)}: must be >= 1"
+        if self.n_embd % self.n_head:
+            return f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
+        if self.position == "rope" and (self.n_embd // self.n_head) % 2:
+            return f"rotary positions need an even head size, not n_embd / n_head = {self.n_embd // self.n_head}"
+        if not 0 <= self.dropout < 1:
+            return f"dropout={self.dropout}: must be >= 0 and < 1"
+        if self.mode not in ("generator", "reward"):
+            return f"mode={self.mode!r}: mode must be 'generator' or 'reward'"
+        if self.position not in ("rope", "learned"):
+            return f"position={self.position!r}: must be 'rope' or 'learned'"
+        if self.num_tokens is not None and not 1 <= self.num_tokens <= self.vocab_size:
+            return f"num_tokens={self.num_tokens}: must be >= 1 and <= vocab_size={self.vocab_size}"
+        return None
+
+
+# A checkpoint's config can so be read with torch.load's safe default, which executes nothing.
+torch.serialization.add_safe_globals([GPTConfig])
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention to the past and the present."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+        self.dropout = config.dropout
+        self.n_head = config.n_head
+        self.layer = layer
+
+    def forward(self, x: Tensor, rotation: Tensor | None, kv_cache: "generation.KVCache | None") -> Tensor:
+        B, T, C = x.shape
+        # (B, T, 3C) -> 3 of (B, H, T, D)
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        mask = None
+        if kv_cache is not None:
+            k, v = kv_cache.append(self.layer, k, v)
+            if 1 < T < k.size(2):
+                mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None and T > 1,
+        )
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+
+
+class MLP(nn.Module):
+    """Two layers with GELU between, four times as wide inside."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.gelu = nn.GELU()
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added after."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotation: Tensor | None, kv_cache: "generation.KVCache | None") -> Tensor:
+        x = x + self.attn(self.ln_1(x), rotation, kv_cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """The dual-mode model: `config.mode` decides which head stands on the trunk."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        if problem := config.problem():
+            raise UserError(problem)
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.vocab_size, config.n_embd),
+                "drop": nn.Dropout(config.dropout),
+                "h": nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)]),
+                "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
+            }
+        )
+        if config.position == "learned":
+            self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        else:
+            angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
+            self.register_buffer("rotation", angles, persistent=False)
+        if config.mode == "generator":
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.transformer.wte.weight = self.lm_head.weight
+        else:
+            self.reward_head = nn.Sequential(
+                nn.Linear(config.n_embd, config.reward_head_hidden_dim),
+                nn.ReLU(),
+                nn.Linear(config.reward_head_hidden_dim, 2),  # scores of [natural, synthetic]
+                nn.Softmax(dim=-1),
+            )
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """GPT-2's initialisation: normal 0.02, residual projections scaled down by depth; He for the reward head."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("reward_head"):
+                continue
+            if parameter.dim() >= 2:
+                depth = math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 1.0
+                nn.init.normal_(parameter, mean=0.0, std=0.02 / depth)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        if self.config.mode == "reward":
+            hidden, scores = self.reward_head[0], self.reward_head[2]
+            nn.init.kaiming_normal_(hidden.weight, nonlinearity="relu")
+            nn.init.normal_(scores.weight, std=0.02)  # begin near [0.5, 0.5], where softmax is not saturated
+            nn.init.zeros_(hidden.bias)
+            nn.init.zeros_(scores.bias)
+
+    def num_parameters(self) -> int:
+        """Number of parameters; position embeddings are not counted, as in nanoGPT."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        return total - (self.transformer.wpe.weight.numel() if self.config.position == "learned" else 0)
+
+    def trunk(self, idx: Tensor, kv_cache: "generation.KVCache | None" = None) -> Tensor:
+        """Hidden states (B, T, C), after the last normalisation, of token ids (B, T).
+
+        With a `kv_cache`, idx holds the T tokens that follow what the cache has, and is added to it.
+        """
+        T = idx.size(1)
+        start = 0 if kv_cache is None else kv_cache.position
+        if start + T > self.config.block_size:
+            raise UserError(f"a sequence of {start + T} tokens does not fit block_size {self.config.block_size}")
+        x = self.transformer.wte(idx)  # (B, T, C)
+        rotation = None
+        if self.config.position == "learned":
+            x = x + self.transformer.wpe(torch.arange(start, start + T, device=idx.device))
+        else:
+            rotation = self.rotation[:, start : start + T]
+        x = self.transformer.drop(x)
+        for block in self.transformer.h:
+            x = block(x, rotation, kv_cache)
+        return self.transformer.ln_f(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits (B, T, V) of hidden states; those of padding ids are the dtype's lowest number."""
+        logits = self.lm_head(hidden)
+        if self.config.num_tokens is not None and self.config.num_tokens < self.config.vocab_size:
+            logits[..., self.config.num_tokens :] = torch.finfo(logits.dtype).min
+        return logits
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, kv_cache: "generation.KVCache | None" = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Generator: (logits, loss); reward: (probabilities, loss). The loss is None where there are no targets.
+
+        Generator: targets (B, T) int64, -1 ignored; logits are (B, T, V) with targets and (B, 1, V), those of the last
+        position, without; the loss is the mean cross-entropy in nats. Reward: probabilities (B, 2) are
+        [P(natural), P(synthetic)]; targets (B, 2) float; the loss is their mean squared error.
+        """
+        x = self.trunk(idx, kv_cache)
+        if self.config.mode == "reward":
+            probabilities = self.reward_head(x[:, -1])  # (B, 2)
+            return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
+        if targets is None:
+            return self.logits(x[:, [-1]]), None
+        logits = self.logits(x)
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
+
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue idx (B, T) by `max_new_tokens` (None: fill the block); see generation.generate."""
+        if self.config.mode != "generator":
+            raise UserError("a reward model cannot generate: load the checkpoint of a generator")
+        return generation.generate(self, idx, max_new_tokens, generation.Sampling(temperature, top_k, top_p), generator)
+
+
+def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """cos and sin (2, T, D) of the rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34)."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies).repeat(1, 2)  # (T, D)
+    return torch.stack((angles.cos(), angles.sin())).float()
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn queries or keys (B, H, T, D) by their positions' angles; pairs are dimensions d and d + D/2."""
+    cos, sin = rotation.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

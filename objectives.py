@@ -1,0 +1,354 @@
+"""Formulas of the three trainings: log-probabilities, reward losses and skill, advantages, KL, policy losses.
+
+    python -c "import torch, objectives; print(objectives.group_advantages(torch.tensor([0.9, 0.1, 0.3, 0.4]), 2))"
+
+Floor 1: pure functions of tensors; no I/O, no state. Shapes: B sequences of T tokens over a vocabulary of V; P prompts
+with G completions each, the G of one prompt side by side. Formulas are in float32 or better, whatever dtype comes in.
+
+Papers: GRPO (DeepSeekMath, arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), CISPO (MiniMax-M1, 2506.13585),
+GSPO (2507.18071), PPO (1707.06347), KL estimators (J. Schulman, "Approximating KL Divergence", 2020). BNPO here is the
+token mean over a batch. Normalisers are those of TRL's GRPO trainer.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from runtime import UserError
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+# Beyond this many nats a difference of log-probabilities of sampled tokens is a fault, not information: e^20 = 5e8.
+MAX_EXPONENT = 20.0
+# A log-probability no token comes near; stands in for -inf, which times a probability of 0 would be NaN.
+LOWEST_LOGIT = -1e9
+
+
+def _choose(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(f"ERROR: {name}={value!r} is not known: use one of {', '.join(known)}")
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a policy says of tokens
+
+
+def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities (B, T) float32 of token ids (B, T) int64 under logits (B, T, V): x_id - log sum exp x.
+
+    No (B, T, V) tensor is made beside a float32 copy of logits that are not float32 already.
+    """
+    chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    return chosen.float() - logits.float().logsumexp(-1)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy (B, T) float32 in nats, -sum p log p, of the distributions with logits (B, T, V).
+
+    Logits of ids that cannot occur may be -inf or the dtype's lowest number; they count nothing.
+    """
+    log_p = logits.float().clamp(min=LOWEST_LOGIT).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+@torch.no_grad()
+def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Mean cross-entropy in nats over all targets of batches (x, y), each (B, T) int64, every target weighing the same.
+
+    `model(x, y)` returns (logits, mean loss). It is asked without dropout, and left in the mode it came in.
+    """
+    was_training = model.training
+    model.eval()
+    total, count = 0.0, 0
+    try:
+        for x, y in batches:
+            total += float(model(x, y)[1]) * y.numel()
+            count += y.numel()
+    finally:
+        model.train(was_training)
+    if count == 0:
+        raise UserError("ERROR: there is no token to predict: the split needs at least 2")
+    return total / count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reward model: losses and skill
+
+
+def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
+    """Loss () of a reward model from its scores (B, 2) before the softmax and its targets (B, 2), rows [K/N, (N-K)/N].
+
+    'mse': mean squared error of the probabilities softmax(scores). 'cross_entropy': -sum target log softmax(scores),
+    mean over B; least, like the other, where the probabilities are the targets. Log-probabilities serve as scores too
+    (their softmax is the probabilities); probabilities do not.
+    """
+    _choose("loss", loss, ("mse", "cross_entropy"))
+    if loss == "mse":
+        return F.mse_loss(scores.softmax(-1), targets)
+    return F.cross_entropy(scores, targets)
+
+
+def _pair(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as float64 vectors of one length: (n,) against (n, 1) would broadcast into nonsense."""
+    prediction, target = (torch.as_tensor(x).detach().double() for x in (prediction, target))
+    if prediction.shape != target.shape or prediction.dim() != 1 or len(target) == 0:
+        shapes = f"{tuple(prediction.shape)} and {tuple(target.shape)}"
+        raise UserError(f"ERROR: predictions and targets have shapes {shapes}: both must be (n,) with n >= 1")
+    return prediction, target
+
+
+def r_squared(prediction: Tensor, target: Tensor) -> float:
+    """R^2 of predictions (n,) of targets (n,): 1 - squared error / squared error of the targets' mean.
+
+    1 is perfect, 0 is as good as the best constant, below 0 is worse. NaN (undefined) where all targets are equal.
+    """
+    prediction, target = _pair(prediction, target)
+    if target.min() == target.max():
+        return math.nan
+    return float(1 - (prediction - target).square().sum() / (target - target.mean()).square().sum())
+
+
+def bootstrap_r_squared(
+    prediction: Tensor, target: Tensor, blocks: Tensor, seed: int, num_resamples: int = 1000, level: float = 0.95
+) -> tuple[float, float]:
+    """Percentile interval (low, high) of R^2 when whole blocks are drawn anew, with replacement.
+
+    prediction, target (n,); blocks (n,) says which natural block each row is from. Rows of one block share their text,
+    so that only blocks are independent. With a single block the interval is all there is: (-inf, 1).
+    """
+    prediction, target = _pair(prediction, target)
+    ids, block = torch.as_tensor(blocks).unique(return_inverse=True)
+    if len(ids) < 2:
+        return -math.inf, 1.0
+    centred = target - target.mean()  # the sums of squares below keep their digits
+    per_row = torch.stack([torch.ones_like(target), centred, centred**2, (prediction - target) ** 2], 1)
+    sums = torch.zeros(len(ids), 4, dtype=torch.float64).index_add(0, block, per_row)
+    generator = torch.Generator().manual_seed(seed)
+    picks = (torch.randint(len(ids), (len(ids),), generator=generator) for _ in range(num_resamples))
+    count, first, second, error = torch.stack([sums[pick].sum(0) for pick in picks]).unbind(1)  # (num_resamples,)
+    spread = second - first**2 / count
+    figures = torch.where(spread > 1e-12, 1 - error / spread, math.nan)
+    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = figures.nanquantile(tails).tolist()
+    return low, high
+
+
+def mean_absolute_error(prediction: Tensor, target: Tensor) -> float:
+    """Mean |prediction - target| of two vectors (n,)."""
+    prediction, target = _pair(prediction, target)
+    return float((prediction - target).abs().mean())
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """The predictions in [lower, upper), or [lower, 1] in the last bin: how many, their mean, their targets' mean."""
+
+    lower: float
+    upper: float
+    count: int
+    mean_prediction: float
+    mean_target: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A reliability table (bins without predictions left out) and its expected calibration error."""
+
+    bins: list[CalibrationBin]
+    expected_error: float
+
+
+def calibration(prediction: Tensor, target: Tensor, num_bins: int = 10) -> Calibration:
+    """Reliability table of predicted P(natural) (n,) in [0, 1] against the true K/N (n,), in bins of equal width.
+
+    The expected calibration error is the bins' |mean prediction - mean target|, weighted by their counts (Guo et al.,
+    "On Calibration of Modern Neural Networks", arXiv 1706.04599, equation 3, with means of K/N for accuracies).
+    """
+    prediction, target = _pair(prediction, target)
+    if not bool(((prediction >= 0) & (prediction <= 1)).all()):
+        raise UserError("ERROR: calibration needs predictions that are probabilities, in [0, 1]")
+    bin_of = (prediction * num_bins).long().clamp(max=num_bins - 1)
+    bins = []
+    for index in range(num_bins):
+        inside = bin_of == index
+        if inside.any():
+            means = float(prediction[inside].mean()), float(target[inside].mean())
+            bins.append(CalibrationBin(index / num_bins, (index + 1) / num_bins, int(inside.sum()), *means))
+    error = sum(b.count * abs(b.mean_prediction - b.mean_target) for b in bins) / len(prediction)
+    return Calibration(bins, error)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# advantages
+
+
+def _grouped(rewards: Tensor, group_size: int) -> Tensor:
+    """Rewards (P * G,) as float (P, G), checked."""
+    if group_size < 2:
+        raise UserError(f"ERROR: group_size={group_size}: need at least 2 completions to compare")
+    if rewards.dim() != 1 or len(rewards) == 0 or len(rewards) % group_size:
+        raise UserError(f"ERROR: rewards of shape {tuple(rewards.shape)} do not divide into groups of {group_size}")
+    if not bool(rewards.isfinite().all()):
+        raise UserError(f"ERROR: {int((~rewards.isfinite()).sum())} of {len(rewards)} rewards are NaN or infinite")
+    return _at_least_float32(rewards).view(-1, group_size)
+
+
+def groups_without_spread(rewards: Tensor, group_size: int, tolerance: float = 1e-6) -> Tensor:
+    """Whether each group's rewards are all the same, bool (P,), from rewards (P * G,): range <= tolerance.
+
+    The range of equal rewards is exactly 0; their standard deviation often is not, because their mean is rounded.
+    """
+    groups = _grouped(rewards, group_size)
+    return groups.amax(1) - groups.amin(1) <= tolerance
+
+
+def group_advantages(
+    rewards: Tensor, group_size: int, scale: str = "group", eps: float = 1e-4, tolerance: float = 1e-6
+) -> Tensor:
+    """Advantages (P * G,) of rewards (P * G,): reward - its group's mean, over a standard deviation + eps.
+
+    scale 'group': of the group (GRPO, section 4.1.2); 'batch': of all rewards; 'none': not divided (Dr. GRPO). Standard
+    deviations have Bessel's correction. Groups whose range is <= tolerance get exactly 0: dividing their rounding noise
+    by its own size would make it a signal. Raises UserError for NaN rewards and sizes that do not fit.
+    """
+    _choose("scale", scale, ("group", "batch", "none"))
+    groups = _grouped(rewards, group_size)
+    advantages = groups - groups.mean(1, keepdim=True)  # (P, G)
+    if scale == "group":
+        advantages = advantages / (groups.std(1, keepdim=True) + eps)
+    elif scale == "batch":
+        advantages = advantages / (groups.std() + eps)
+    flat = groups_without_spread(rewards, group_size, tolerance)
+    return advantages.masked_fill(flat.unsqueeze(1), 0.0).flatten()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# policy losses
+
+
+def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = "k3") -> Tensor:
+    """KL(policy || reference) per token, in the inputs' shape, from log-probabilities of tokens the policy sampled.
+
+    With d = reference_log_prob - log_prob: k1 = -d (unbiased, high variance); k2 = d^2 / 2 (biased); k3 = e^d - 1 - d
+    (unbiased, never negative). For k3, d is clamped to at most MAX_EXPONENT: beyond it the value stays near 5e8, with
+    gradient 0, instead of overflowing; d far below 0 is left alone, where k3 is harmless and its gradient needed.
+    """
+    _choose("estimator", estimator, ("k1", "k2", "k3"))
+    difference = _at_least_float32(reference_log_probs) - _at_least_float32(log_probs)
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    difference = difference.clamp(max=MAX_EXPONENT)
+    return difference.expm1() - difference  # expm1: e^d - 1 keeps its digits where d is small
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    loss_type: str = "grpo",
+    epsilon_low: float = 0.2,
+    epsilon_high: float | None = None,
+    importance_level: str = "token",
+    reference_log_probs: Tensor | None = None,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    max_completion_length: int | None = None,
+    num_sequences: int | None = None,
+    num_tokens: float | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss () to minimise, and metrics () without gradient.
+
+    log_probs, old_log_probs, reference_log_probs (B, T): of the completions' tokens under the policy, under the policy
+    that sampled them (None: this very policy, so every ratio is 1), and under the KL reference. advantages (B,) or
+    (B, T). mask (B, T): 1 or True for tokens that count; what stands at the others is ignored, NaN and -inf included.
+
+    Per token, with ratio r = exp(log_prob - old_log_prob) and advantage A (GRPO, equation 3; PPO, equation 7):
+      all but cispo   -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL;  epsilon_high None: as low
+      cispo           -stop_gradient(min(r, epsilon_high)) A log_prob + beta KL;  epsilon_high must be given (TRL: 5)
+    importance_level 'sequence' (GSPO, equation 7): the log of r is its mean over the sequence's tokens. The logarithm
+    of r is clamped to +-MAX_EXPONENT. Then the mean over
+      grpo            each sequence's tokens, then over sequences
+      bnpo            all tokens of this call
+      dr_grpo         num_sequences * max_completion_length, a constant (Dr. GRPO, section 3.2)
+      dapo, cispo     num_tokens (DAPO, equation 8)
+    num_sequences and num_tokens are those of the whole update (default: of this call): the losses of an update's
+    micro-batches then add up to the update's loss. (For bnpo a call weighs B / num_sequences.)
+
+    Metrics: ratio_mean, approx_kl (k3 of old || new), kl (where there is a reference) are means over tokens; clip_low
+    and clip_high the share of tokens (of sequences, for level 'sequence') whose gradient the clip at that side stopped,
+    clip_share both; clip_low_min and clip_high_max the extremes over sequences. For cispo: the share whose weight was
+    capped, A > 0. On-policy (r = 1 throughout) the loss is near 0 and nothing is clipped: the gradient is what counts.
+    """
+    _choose("loss_type", loss_type, LOSS_TYPES)
+    _choose("importance_level", importance_level, ("token", "sequence"))
+    if beta != 0 and reference_log_probs is None:
+        raise UserError(f"ERROR: beta={beta}: the KL penalty needs reference_log_probs")
+    if loss_type == "dr_grpo" and max_completion_length is None:
+        raise UserError("ERROR: loss_type=dr_grpo divides by max_completion_length: give it")
+    if epsilon_high is None:
+        if loss_type == "cispo":
+            raise UserError("ERROR: loss_type=cispo caps the ratio itself at epsilon_high: give it (5 is usual)")
+        epsilon_high = epsilon_low
+    if log_probs.dim() != 2 or mask.shape != log_probs.shape:
+        raise UserError(f"ERROR: log_probs {tuple(log_probs.shape)} and mask {tuple(mask.shape)} must both be (B, T)")
+    if advantages.shape not in (log_probs.shape, log_probs.shape[:1]):
+        raise UserError(f"ERROR: advantages {tuple(advantages.shape)} are neither (B,) nor (B, T)")
+
+    counts = mask != 0
+    log_probs = _at_least_float32(log_probs).masked_fill(~counts, 0.0)
+    old_log_probs = log_probs.detach() if old_log_probs is None else old_log_probs.masked_fill(~counts, 0.0)
+    advantages = advantages.view(len(log_probs), -1).expand_as(log_probs).masked_fill(~counts, 0.0)
+    mask = counts.to(log_probs.dtype)  # (B, T)
+    lengths = mask.sum(1).clamp(min=1)  # (B,)
+
+    log_ratio = (log_probs - old_log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    weight_log = log_ratio if importance_level == "token" else (log_ratio.sum(1) / lengths).unsqueeze(1)
+    ratio = weight_log.exp().expand_as(log_probs)  # (B, T)
+    if loss_type == "cispo":
+        per_token = -ratio.detach().clamp(max=epsilon_high) * advantages * log_probs
+        low, high = torch.zeros_like(counts), (ratio > epsilon_high) & (advantages > 0)
+    else:
+        clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+        per_token = -torch.min(ratio * advantages, clipped * advantages)
+        low = (ratio < 1 - epsilon_low) & (advantages < 0)
+        high = (ratio > 1 + epsilon_high) & (advantages > 0)
+
+    total = mask.sum().clamp(min=1)
+    metrics = {
+        "ratio_mean": (log_ratio.exp() * mask).sum() / total,
+        "approx_kl": (kl_estimate(old_log_probs, log_probs) * mask).sum() / total,
+    }
+    if reference_log_probs is not None:
+        kl = kl_estimate(log_probs, reference_log_probs.masked_fill(~counts, 0.0), kl_estimator) * mask
+        metrics["kl"] = kl.sum() / total
+        per_token = per_token + beta * kl
+
+    sums = (per_token * mask).sum(1)  # (B,)
+    num_sequences = len(sums) if num_sequences is None else num_sequences
+    if loss_type == "grpo":
+        loss = (sums / lengths).sum() / num_sequences
+    elif loss_type == "bnpo":
+        loss = sums.sum() / total * (len(sums) / num_sequences)
+    elif loss_type == "dr_grpo":
+        loss = sums.sum() / (num_sequences * max_completion_length)
+    else:
+        loss = sums.sum() / (total if num_tokens is None else num_tokens)
+
+    # Shares of each sequence's tokens, (B,). At level 'token' all tokens weigh the same, at 'sequence' all sequences.
+    low, high = ((side * mask).sum(1) / lengths for side in (low, high))
+    weights = mask.sum(1) if importance_level == "token" else counts.any(1).to(mask.dtype)
+    weights = weights / weights.sum().clamp(min=1)
+    metrics |= {"clip_low": low @ weights, "clip_high": high @ weights, "clip_share": (low + high) @ weights}
+    metrics |= {"clip_low_min": low.min(), "clip_high_max": high.max()}
+    return loss, {name: value.detach() for name, value in metrics.items()}

@@ -1,0 +1,212 @@
+"""What moves weights: parameter groups, optimizers, learning-rate schedule, gradient clipping, early stopping.
+
+    python -c "import optimization; print(optimization.learning_rate_factor(50, 100, 2000, 0.1))"
+
+Floor 1: knows nothing of models but parameter names; no I/O.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from runtime import UserError
+
+# Names of the trunk's blocks, bare or behind the prefix of a wrapper (torch.compile, DDP).
+HIDDEN = "transformer.h."
+
+
+def split_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[list, list]:
+    """(decayed, not decayed) of the parameters that require gradients: matrices decay; biases and norms do not."""
+    trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    return [p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]
+
+
+class Optimizers:
+    """One or several torch optimizers behind one interface, so that training loops do not tell them apart."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        self._learning_rates = [group["lr"] for group in self._groups]
+
+    @property
+    def _groups(self) -> list[dict]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def set_learning_rate_factor(self, factor: float) -> None:
+        """Make every learning rate `factor` times the one it was made with."""
+        for group, learning_rate in zip(self._groups, self._learning_rates, strict=True):
+            group["lr"] = learning_rate * factor
+
+    @property
+    def learning_rate(self) -> float:
+        """The current learning rate of the last optimizer, AdamW: the one for logs."""
+        return self._groups[-1]["lr"]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Move the weights; with a float16 gradient scaler, through it, and update it."""
+        for optimizer in self.optimizers:
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+
+    def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        """Divide the gradients by the float16 scaler's factor: before they are clipped."""
+        for optimizer in self.optimizers:
+            scaler.unscale_(optimizer)
+
+    def state_dict(self) -> dict:
+        """Plain containers and tensors: moments and step counts, for `load_state_dict`."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restore moments and step counts. Rates, decay and the like stay as they are set now: settings rule.
+
+        Raises UserError where the state is that of other optimizers or parameters.
+        """
+        states = state["optimizers"]
+        if len(states) != len(self.optimizers):
+            raise UserError(
+                f"ERROR: the saved state has {len(states)} optimizer(s), these settings {len(self.optimizers)}"
+            )
+        for optimizer, saved in zip(self.optimizers, states, strict=True):
+            settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            try:
+                optimizer.load_state_dict(saved)
+            except ValueError as error:
+                raise UserError(f"ERROR: the saved optimizer state does not fit this model: {error}") from None
+            for group, own in zip(optimizer.param_groups, settings, strict=True):
+                group.update(own)
+
+
+def make_optimizers(
+    model: nn.Module,
+    optimizer: str = "adamw",
+    learning_rate: float = 1e-3,
+    muon_learning_rate: float = 0.02,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    device_type: str = "cpu",
+) -> Optimizers:
+    """Optimizers for the model's parameters that require gradients.
+
+    'adamw': AdamW for all. 'muon': Muon (K. Jordan, 2024), at muon_learning_rate, for the matrices in
+    `transformer.h.*`; AdamW for embeddings, heads, norms and biases. Weight decay goes to tensors of two or more
+    dimensions. Raises UserError where nothing is trainable, or 'muon' finds no matrix.
+    """
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
+        raise UserError("ERROR: no parameter of the model requires gradients: nothing to train; unfreeze a part of it")
+    made: list[torch.optim.Optimizer] = []
+    if optimizer == "muon":
+        hidden = [parameter for name, parameter in named if HIDDEN in name and parameter.dim() == 2]
+        if not hidden:
+            raise UserError(f"ERROR: optimizer=muon found no trainable matrix in {HIDDEN}*: use optimizer=adamw")
+        made.append(torch.optim.Muon(hidden, lr=muon_learning_rate, weight_decay=weight_decay))
+        named = [(name, parameter) for name, parameter in named if HIDDEN not in name or parameter.dim() != 2]
+    elif optimizer != "adamw":
+        raise UserError(f"ERROR: optimizer={optimizer!r} is not known: use adamw or muon")
+    decayed, not_decayed = split_parameters(named)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if groups:
+        # One fused kernel for all tensors: on two CPU cores, a third of the loop's time for a small model.
+        fused = device_type in ("cuda", "cpu")
+        made.append(torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused))
+    return Optimizers(made)
+
+
+def learning_rate_factor(step: int, warmup_steps: int, decay_steps: int, min_factor: float) -> float:
+    """What to multiply the learning rate by at a step, counted from 0 (nanoGPT's convention).
+
+    (step + 1) / (warmup_steps + 1) while step < warmup_steps, then half a cosine from 1 down to min_factor at
+    decay_steps, and min_factor from there on.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if step >= decay_steps:
+        return min_factor
+    progress = (step - warmup_steps) / (decay_steps - warmup_steps)
+    return min_factor + (1 - min_factor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def clip_gradients(
+    parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]], max_norm: float, error_if_nonfinite: bool = True
+) -> float:
+    """Scale gradients in place so that their joint 2-norm is at most max_norm (0: leave them); the norm before that.
+
+    Takes `model.parameters()` or, for errors that name the culprit, `model.named_parameters()`. Raises UserError for a
+    gradient that is NaN or infinite, before anything is scaled. error_if_nonfinite=False is for float16 with a
+    gradient scaler alone, which skips such steps itself; the gradients are then left as they are.
+    """
+    named = [item if isinstance(item, tuple) else (f"parameter {i}", item) for i, item in enumerate(parameters)]
+    named = [(name, parameter) for name, parameter in named if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([parameter.grad for _, parameter in named])
+    value = float(norm)
+    if not math.isfinite(value):
+        if error_if_nonfinite:
+            bad = [f"{name} {tuple(p.shape)}" for name, p in named if not bool(p.grad.isfinite().all())]
+            what = f"the gradient of {bad[0]}" if bad else "the norm of the gradients"
+            more = f" (and of {len(bad) - 1} more)" if len(bad) > 1 else ""
+            raise UserError(f"ERROR: {what}{more} is not finite: lower the learning rate, or use float32 or bfloat16")
+    elif max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in named], max_norm, norm)
+    return value
+
+
+class EarlyStopping:
+    """Says when to stop: the value has not improved by at least `min_delta` over the last `patience` evaluations.
+
+    `best` is the value of the last improvement, and the bar for the next: small steps that add up to min_delta within
+    the patience count. patience None never stops. Equal values never improve, not even at min_delta 0. A value that is
+    NaN or infinite raises UserError: the weights behind it will not recover, so waiting would only hide the fault.
+    """
+
+    def __init__(self, patience: int | None, min_delta: float = 0.0, mode: str = "min") -> None:
+        if mode not in ("min", "max"):
+            raise UserError(f"ERROR: mode={mode!r} is not known: use min or max")
+        if patience is not None and patience < 1:
+            raise UserError(f"ERROR: patience={patience}: must be >= 1, or None to never stop")
+        if not 0 <= min_delta < math.inf:
+            raise UserError(f"ERROR: min_delta={min_delta}: must be finite and >= 0")
+        self.patience, self.min_delta, self.mode = patience, min_delta, mode
+        self.best: float | None = None
+        self.num_without_improvement = 0
+
+    def update(self, value: float) -> bool:
+        """Note an evaluation; returns whether it is an improvement (the first always is)."""
+        value = float(value)
+        if not math.isfinite(value):
+            raise UserError(f"ERROR: the value watched for early stopping is {value}: training has diverged")
+        if self.best is not None:
+            gain = self.best - value if self.mode == "min" else value - self.best
+            # 2.0 - 1.999 is a hair under 0.001 in binary, and meant to be 0.001.
+            enough = gain >= self.min_delta or math.isclose(gain, self.min_delta, rel_tol=1e-9)
+            if not (gain > 0 and enough):
+                self.num_without_improvement += 1
+                return False
+        self.best = value
+        self.num_without_improvement = 0
+        return True
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the patience has run out."""
+        return self.patience is not None and self.num_without_improvement >= self.patience
+
+    def state_dict(self) -> dict[str, float | int | None]:
+        """Best value and counter; patience, min_delta and mode are settings."""
+        return {"best": self.best, "num_without_improvement": self.num_without_improvement}
+
+    def load_state_dict(self, state: dict[str, float | int | None]) -> None:
+        """Go on from a `state_dict()`."""
+        self.best, self.num_without_improvement = state["best"], state["num_without_improvement"]

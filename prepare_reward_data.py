@@ -1,0 +1,489 @@
+"""Makes a reward dataset: natural text up to a random crossover K, the model's own from there on, and the label K/N.
+
+    python prepare_reward_data.py --model_path logs/model_checkpoint.pt --data_path data/shakespeare/input.txt
+
+Floor 4. In: a generator's checkpoint and a corpus (text, or train.bin and val.bin). Out, in output_dir: for each split
+x.bin (uint16, samples x block_size), y.bin (float32, samples x 2), metadata.txt, under their final name when whole.
+Every sample depends on (seed, split, block, sample) alone, so an interrupted run goes on and ends in the same bytes.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint import build_model, data_record, load_checkpoint
+from data_loader import TokenSplits, load_binary, load_text
+from generation import Sampling, complete, generate
+from model import GPT, GPTConfig
+from reward_data_config import RewardDataConfig, TokenizationInfo
+from reward_dataset_loader import FORMAT_VERSION, read_metadata, write_metadata
+from run_log import progress, say
+from runtime import (
+    UserError,
+    atomic_path,
+    hash_file,
+    publish_directory,
+    random_stream,
+    read_json,
+    run_main,
+    select_device,
+    warn,
+    write_json,
+)
+from settings import parse_settings
+from tokenization_manager import TokenizationManager
+
+SPLITS = {"train": "Training", "val": "Validation"}
+SAMPLES_PER_BATCH = 256  # a few hundred rows keep the matrix products busy and the cache of keys and values near
+FLUSH_SECONDS = 5.0  # work that a power cut may undo
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """What decides the contents of a sample, beside the model and the text."""
+
+    samples_per_chunk: int = 10
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 42
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# samples
+
+
+def crossovers_and_uniforms(
+    settings: SampleSettings, split: str, block: int, block_size: int
+) -> tuple[np.ndarray, ...]:
+    """All the randomness of one block's samples.
+
+    Returns K (G,) int64, uniform on [1, block_size - 1], and the uniforms (G, N) float32 that decide every token.
+    Sample g's numbers do not depend on how many samples follow it.
+    """
+    stream = random_stream(settings.seed, "reward_data", split, block)
+    uniforms = stream.random((settings.samples_per_chunk, block_size + 1), dtype=np.float32)
+    crossovers = 1 + np.floor(uniforms[:, 0].astype(np.float64) * (block_size - 1)).astype(np.int64)
+    return crossovers, uniforms[:, 1:]
+
+
+def make_samples(
+    model: GPT, tokens: np.ndarray, block_indices: np.ndarray, split: str, settings: SampleSettings
+) -> tuple[np.ndarray, np.ndarray]:
+    """The samples of some blocks of a split: x (P * G, N) uint16 and y (P * G, 2) float32, in the blocks' order.
+
+    Where memory runs out, the work is halved and tried again. Raises UserError where the model yields NaN or one sample
+    does not fit.
+    """
+    N = model.config.block_size
+    blocks = np.stack([tokens[block * N : (block + 1) * N] for block in block_indices])  # (P, N)
+    draws = [crossovers_and_uniforms(settings, split, int(block), N) for block in block_indices]
+    crossovers, uniforms = (np.stack(parts) for parts in zip(*draws, strict=True))  # (P, G), (P, G, N)
+    x = _complete_or_halve(model, blocks, crossovers, uniforms, settings.sampling)
+    natural = crossovers.reshape(-1, 1).astype(np.float64)
+    y = np.hstack((natural / N, (N - natural) / N)).astype(np.float32)
+    return x.reshape(-1, N), y
+
+
+def _complete_or_halve(
+    model: GPT, blocks: np.ndarray, crossovers: np.ndarray, uniforms: np.ndarray, sampling: Sampling
+) -> np.ndarray:
+    device = next(model.parameters()).device
+    try:
+        completions = complete(
+            model,
+            torch.from_numpy(blocks.astype(np.int64)).to(device),
+            torch.from_numpy(crossovers),
+            torch.from_numpy(uniforms),
+            sampling,
+        )
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "memory" not in str(error):
+            raise
+        prompts, group = crossovers.shape
+        if prompts * group == 1:
+            raise UserError(
+                "ERROR: memory does not suffice for a single sample; use a smaller model or device"
+            ) from None
+        warn(f"out of memory with {prompts * group} samples at a time; going on with half as many")
+        axis, middle = (0, prompts // 2) if prompts > 1 else (1, group // 2)
+        parts = zip(*(np.split(array, [middle], axis) for array in (crossovers, uniforms)), strict=True)
+        halves = np.split(blocks, [middle]) if prompts > 1 else (blocks, blocks)
+        done = [_complete_or_halve(model, b, k, u, sampling) for b, (k, u) in zip(halves, parts, strict=True)]
+        return np.concatenate(done, axis)
+    if not torch.isfinite(completions.model_log_probs).all():
+        raise UserError("ERROR: the model yields NaN on this text; take an earlier checkpoint")
+    return completions.ids.cpu().numpy().astype(np.uint16)
+
+
+def split_into_blocks(tokens: np.ndarray, block_size: int, max_blocks: int | None) -> np.ndarray:
+    """Numbers of the blocks to use: all consecutive ones that are whole, or `max_blocks` of them, evenly spaced."""
+    total = len(tokens) // block_size
+    if total == 0:
+        raise UserError(
+            f"ERROR: {len(tokens):,} tokens are shorter than one block of {block_size}; use a longer corpus"
+        )
+    count = total if max_blocks is None else min(max_blocks, total)
+    return np.arange(count, dtype=np.int64) * total // count
+
+
+def batches_of(block_indices: np.ndarray, samples_per_chunk: int) -> list[np.ndarray]:
+    """The blocks divided into batches of whole blocks; the division depends on nothing but the arguments."""
+    size = max(1, SAMPLES_PER_BATCH // samples_per_chunk)
+    return [block_indices[first : first + size] for first in range(0, len(block_indices), size)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+
+class StagedDataset:
+    """A dataset in the making beside its final place, with marks for what is done.
+
+    `FINAL.partial/` holds the settings it belongs to, the files as they grow, and one byte a batch: 1 once that batch
+    is on the disk.
+    """
+
+    def __init__(self, output_dir: str | Path, identity: Mapping[str, Any], overwrite: bool) -> None:
+        self.final = Path(output_dir)
+        self.folder = self.final.with_name(self.final.name + ".partial")
+        self.dataset = self.folder / "dataset"
+        identity_path = self.folder / "identity.json"
+        if identity_path.is_file():
+            differences = differing_settings(read_json(identity_path), identity)
+            if differences and not overwrite:
+                raise UserError(
+                    f"ERROR: {self.folder} holds unfinished work of other settings ({differences}); "
+                    "use those settings to finish it, --overwrite to drop it, or another --output_dir"
+                )
+            if differences:
+                shutil.rmtree(self.folder)
+        self.dataset.mkdir(parents=True, exist_ok=True)
+        write_json(identity_path, identity)
+
+    def open_array(self, name: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
+        """A memory-mapped file of the dataset, kept if it is there, its space on the disk reserved."""
+        path = self.dataset / name if dtype is not np.uint8 else self.folder / name
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if not path.is_file() or path.stat().st_size != size:
+            with open(path, "wb") as file:
+                if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a signal in mid-write
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+        return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
+
+    def publish(self) -> None:
+        """Give the finished dataset its final name."""
+        publish_directory(self.dataset, self.final)
+        shutil.rmtree(self.folder)
+
+
+def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two identities, as text; empty where nothing does."""
+    names = [name for name in now if str(then.get(name)) != str(now[name])]
+    return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
+
+
+def is_complete(output_dir: str | Path, identity: Mapping[str, Any], overwrite: bool) -> bool:
+    """Whether the dataset lies finished in `output_dir`; raises UserError where something else does."""
+    folder = Path(output_dir)
+    if not folder.exists() or not any(folder.iterdir()):
+        return False
+    ours = {f"{split}_{part}" for split in SPLITS for part in ("x.bin", "y.bin", "metadata.txt")}
+    foreign = sorted({path.name for path in folder.iterdir()} - ours)
+    if foreign:
+        raise UserError(f"ERROR: {folder} holds other files ({foreign[0]}); give the data its own --output_dir")
+    if not all((folder / name).is_file() for name in ours):
+        if overwrite:
+            return False
+        raise UserError(f"ERROR: {folder} holds an incomplete dataset; use --overwrite True or another --output_dir")
+    differences = differing_settings(read_metadata(folder / "train_metadata.txt"), identity)
+    if differences and not overwrite:
+        raise UserError(
+            f"ERROR: {folder} holds a dataset of other settings ({differences}); "
+            "use --overwrite True to replace it, or another --output_dir"
+        )
+    return not differences
+
+
+def write_split(
+    staged: StagedDataset, model: GPT, tokens: np.ndarray, split: str, settings: SampleSettings, max_blocks: int | None
+) -> int:
+    """Generate one split's samples into its memory-mapped files; returns their number."""
+    N, G = model.config.block_size, settings.samples_per_chunk
+    block_indices = split_into_blocks(tokens, N, max_blocks)
+    batches = batches_of(block_indices, G)
+    count = len(block_indices) * G
+    x = staged.open_array(f"{split}_x.bin", np.uint16, (count, N))
+    y = staged.open_array(f"{split}_y.bin", np.float32, (count, 2))
+    done = staged.open_array(f"{split}_done.bin", np.uint8, (len(batches),))
+    fresh: list[int] = []  # batches written but not yet known to be on the disk
+    last_flush = time.monotonic()
+
+    def flush() -> None:
+        x.flush()
+        y.flush()
+        done[fresh] = 1
+        done.flush()
+        fresh.clear()
+
+    finished = sum(len(batches[index]) for index in np.flatnonzero(done))
+    if finished:
+        say(f"Going on with work that was interrupted: {finished:,} of {len(block_indices):,} blocks are there")
+    try:
+        with progress(len(block_indices), "Processing blocks", initial=finished) as bar:
+            for index in np.flatnonzero(done == 0):
+                first = int(index) * len(batches[0]) * G
+                rows = slice(first, first + len(batches[index]) * G)
+                x[rows], y[rows] = make_samples(model, tokens, batches[index], split, settings)
+                fresh.append(int(index))
+                bar.update(len(batches[index]))
+                if time.monotonic() - last_flush > FLUSH_SECONDS:
+                    flush()
+                    last_flush = time.monotonic()
+    finally:
+        flush()
+    return count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the script
+
+
+def main() -> None:
+    config = parse_settings(RewardDataConfig, "prepare_reward_data")
+    say("Configuration validation passed")
+    device = select_device(config.device)
+    say(f"Using device: {device}")
+
+    say(f"Loading base model from {config.model_path}")
+    checkpoint = load_checkpoint(config.model_path)
+    model = build_model(checkpoint, "generator", config.model_path, device)
+    say(f"Loaded model with {model.num_parameters() / 1e6:.2f}M parameters")
+
+    tokenizer = choose_tokenizer(config, checkpoint)
+    splits = load_splits(config, tokenizer, model.config)
+    say("Data loaded successfully:")
+    say(f"  Tokenization: {tokenizer.method}")
+    say(f"  Vocab size: {tokenizer.vocab_size}")
+    say(f"  Train tokens: {len(splits.train):,}")
+    say(f"  Val tokens: {len(splits.val):,}")
+    check_same_splits(checkpoint["data"], data_record(splits.train, splits.val), config.allow_split_mismatch)
+
+    settings = SampleSettings(config.samples_per_chunk, Sampling(config.temperature, config.top_k), config.seed)
+    identity = describe_identity(config, model.config, splits, device)
+    if is_complete(config.output_dir, identity, config.overwrite):
+        say(f"\n{config.output_dir} already holds exactly this dataset: nothing to do")
+        return
+    staged = StagedDataset(config.output_dir, identity, config.overwrite)
+
+    say(f"\nGenerating reward dataset with block_size={model.config.block_size}")
+    say(f"Tokenization method: {tokenizer.method}")
+    say(f"Vocab size: {tokenizer.vocab_size}")
+    say(f"Samples per chunk: {config.samples_per_chunk}")
+    say(f"Temperature: {config.temperature}")
+    if config.top_k is not None:
+        say(f"Top-k: {config.top_k}")
+    counts = {}
+    for split, title in SPLITS.items():
+        say(f"\n=== Generating {title} Samples ===")
+        counts[split] = write_split(staged, model, getattr(splits, split), split, settings, config.max_blocks)
+        say(f"Created {counts[split]:,} reward model samples")
+
+    say(f"\n=== Saving to {config.output_dir} ===")
+    N = model.config.block_size
+    for split, count in counts.items():
+        entries = dataset_entries(count, N, tokenizer.info())
+        write_metadata(staged.dataset / f"{split}_metadata.txt", {**entries, "split": split, **identity})
+    staged.publish()
+    for split, count in counts.items():
+        say(f"Saved {split} data:")
+        say(f"  X: {Path(config.output_dir, f'{split}_x.bin')} ({count}, {N})")
+        say(f"  Y: {Path(config.output_dir, f'{split}_y.bin')} ({count}, 2)")
+
+    say("\n=== Dataset Creation Complete ===")
+    say(f"Training samples: {counts['train']:,}")
+    say(f"Validation samples: {counts['val']:,}")
+    say(f"Block size: {N}")
+    say(f"Output directory: {config.output_dir}")
+    say(f"Tokenization: {tokenizer.info().describe()}")
+
+
+def choose_tokenizer(config: RewardDataConfig, checkpoint: Mapping[str, Any]) -> TokenizationManager:
+    """The tokenizer that the settings name, held against the one the model was trained with."""
+    corpus = config.data_path if config.input_mode == "text" else config.train_bin
+    tokenizer = TokenizationManager(config.tokenization, data_path=corpus, meta_path=config.meta_path)
+    record = checkpoint["tokenization"]
+    if record is not None:
+        trained = TokenizationManager.from_record(record)
+        tokenizer.info().check_compatible(trained.info())
+        if tokenizer.to_record()["chars"] != record["chars"]:
+            raise UserError(
+                f"ERROR: {tokenizer.meta_path} numbers its {tokenizer.vocab_size} characters otherwise than the model; "
+                "use the meta.pkl that the model was trained with"
+            )
+    known = checkpoint["config"].num_tokens or checkpoint["config"].vocab_size
+    if tokenizer.vocab_size > known:
+        raise UserError(
+            f"ERROR: the data's vocabulary ({tokenizer.info().describe()}) exceeds the model's {known} tokens; "
+            "check --tokenization and --meta_path"
+        )
+    return tokenizer
+
+
+def load_splits(config: RewardDataConfig, tokenizer: TokenizationManager, model_config: GPTConfig) -> TokenSplits:
+    """The corpus as two splits of tokens, from text or from binary files."""
+    if model_config.block_size < 2:
+        raise UserError("ERROR: block_size=1: a crossover needs a block of at least 2 tokens")
+    if config.input_mode == "text":
+        return load_text(config.data_path, tokenizer, config.train_split)
+    return load_binary(config.train_bin, config.val_bin, tokenizer.vocab_size, model_config.block_size)
+
+
+def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any], allow_mismatch: bool) -> None:
+    """Raise UserError where the model was trained on other splits: its validation text may be training text here."""
+    if trained is None:
+        warn(
+            "this checkpoint has no record of its training data; make sure that it used the same train/validation split"
+        )
+    elif trained != data:
+        differing = [name for name in SPLITS if trained[f"{name}_sha256"] != data[f"{name}_sha256"]]
+        told = ", ".join(
+            f"{split} {trained[f'{split}_tokens']:,} tokens then, {data[f'{split}_tokens']:,} now"
+            for split in differing
+        )
+        if not allow_mismatch:
+            raise UserError(
+                f"ERROR: the model was trained on another train/validation split ({told}): the reward model would be "
+                "judged on text that the generator knows. Use the same data, or --allow_split_mismatch True"
+            )
+        warn(f"the model was trained on another train/validation split ({told}), as allowed")
+
+
+def describe_identity(
+    config: RewardDataConfig, model_config: GPTConfig, splits: TokenSplits, device: torch.device
+) -> dict[str, Any]:
+    """Everything that decides the bytes of a dataset; two datasets of the same identity are the same."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "block_size": model_config.block_size,
+        "seed": config.seed,
+        "temperature": float(config.temperature),
+        "top_k": config.top_k,
+        "samples_per_chunk": config.samples_per_chunk,
+        "max_blocks": config.max_blocks,
+        "model_sha256": hash_file(config.model_path),
+        **data_record(splits.train, splits.val),
+        "device_type": device.type,
+    }
+
+
+def dataset_entries(count: int, block_size: int, info: TokenizationInfo | None) -> dict[str, Any]:
+    """The first lines of a split's metadata."""
+    entries = {
+        "num_samples": count,
+        "block_size": block_size,
+        "x_shape": (count, block_size),
+        "y_shape": (count, 2),
+        "x_dtype": "uint16",
+        "y_dtype": "float32",
+    }
+    if info is not None:
+        entries |= {"tokenization_method": info.method, "vocab_size": info.vocab_size, "meta_path": info.meta_path}
+    return entries
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# for scripts of one's own
+
+
+def load_base_model(model_path: str, device: torch.device | str = "cpu") -> tuple[GPT, GPTConfig]:
+    """The generator in a checkpoint, in evaluation mode, and its configuration."""
+    model = build_model(load_checkpoint(model_path), "generator", model_path, device)
+    return model, model.config
+
+
+def load_and_split_data(data_path: str, train_split: float = 0.9) -> tuple[np.ndarray, np.ndarray, TokenizationManager]:
+    """Train and validation tokens (uint16) of a text, and the tokenizer that auto-detection chose for it."""
+    tokenizer = TokenizationManager(data_path=data_path)
+    splits = load_text(data_path, tokenizer, train_split)
+    return splits.train, splits.val, tokenizer
+
+
+def generate_completion(
+    model: GPT,
+    context: np.ndarray,
+    target_length: int,
+    device: torch.device | str = "cpu",
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 42,
+) -> np.ndarray:
+    """Continue `context` (T,) to exactly `target_length` tokens, uint16; a longer context is cut off there."""
+    idx = torch.from_numpy(np.asarray(context[:target_length], dtype=np.int64))[None].to(device)
+    generator = torch.Generator().manual_seed(seed)
+    ids = generate(model, idx, target_length - idx.size(1), Sampling(temperature, top_k), generator)
+    return ids[0].cpu().numpy().astype(np.uint16)
+
+
+def create_reward_samples(
+    tokens: np.ndarray,
+    model: GPT,
+    config: GPTConfig,
+    device: torch.device | str = "cpu",
+    samples_per_chunk: int = 10,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 42,
+    split: str = "train",
+    max_blocks: int | None = None,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Reward samples of every block of `tokens`: a list of x (block_size,) uint16 and a list of y (2,) float32.
+
+    The very samples that the script writes for the same seed and split.
+    """
+    settings = SampleSettings(samples_per_chunk, Sampling(temperature, top_k), seed)
+    model = model.to(device)
+    samples_x: list[np.ndarray] = []
+    samples_y: list[np.ndarray] = []
+    block_indices = split_into_blocks(tokens, config.block_size, max_blocks)
+    with progress(len(block_indices), "Processing blocks") as bar:
+        for batch in batches_of(block_indices, samples_per_chunk):
+            x, y = make_samples(model, tokens, batch, split, settings)
+            samples_x.extend(x)
+            samples_y.extend(y)
+            bar.update(len(batch))
+    say(f"Created {len(samples_x):,} reward model samples")
+    return samples_x, samples_y
+
+
+def save_reward_dataset(
+    samples_x: list[np.ndarray],
+    samples_y: list[np.ndarray],
+    output_dir: str,
+    split_name: str,
+    tokenization_info: TokenizationInfo | None = None,
+) -> None:
+    """Write one split's x.bin, y.bin and metadata.txt into `output_dir`, each whole or not at all."""
+    x, y = np.stack(samples_x).astype(np.uint16), np.stack(samples_y).astype(np.float32)
+    folder = Path(output_dir)
+    for part, array in (("x", x), ("y", y)):
+        with atomic_path(folder / f"{split_name}_{part}.bin") as partial:
+            array.tofile(partial)
+    entries = dataset_entries(len(x), x.shape[1], tokenization_info)
+    write_metadata(
+        folder / f"{split_name}_metadata.txt", {**entries, "split": split_name, "format_version": FORMAT_VERSION}
+    )
+    say(f"Saved {split_name} data:")
+    say(f"  X: {folder / f'{split_name}_x.bin'} {x.shape}")
+    say(f"  Y: {folder / f'{split_name}_y.bin'} {y.shape}")
+
+
+if __name__ == "__main__":
+    run_main(main)

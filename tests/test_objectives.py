@@ -1,0 +1,485 @@
+"""objectives.py: hand-computed values, TRL's figures (tests/data/grpo_losses.json), finite differences, properties."""
+
+import ast
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import objectives
+from objectives import group_advantages, groups_without_spread, kl_estimate, policy_loss
+from runtime import UserError
+
+REFERENCE = json.loads((Path(__file__).parent / "data" / "grpo_losses.json").read_text())
+INPUTS = REFERENCE["inputs"]
+LOSSES = [name for name in REFERENCE if "|" in name]
+
+
+def reference_tensors(dtype=torch.float32):
+    """logp, old, ref, mask (4, 5) of the reference, and advantages (4,)."""
+    tensors = [torch.tensor(INPUTS[name], dtype=dtype) for name in ("logp", "old", "ref", "mask")]
+    return *tensors, group_advantages(torch.tensor(INPUTS["rewards"], dtype=dtype), INPUTS["G"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# log-probabilities and entropy
+
+
+def test_token_log_probs_by_hand():
+    logits = torch.tensor([[[0.0, math.log(3.0)], [1.0, 1.0]]])
+    expected = torch.tensor([[math.log(0.75), math.log(0.5)]])
+    torch.testing.assert_close(objectives.token_log_probs(logits, torch.tensor([[1, 0]])), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_log_probs_equal_log_softmax_with_gradient(dtype):
+    torch.manual_seed(0)
+    logits, ids = torch.randn(3, 5, 11).mul(4).to(dtype), torch.randint(11, (3, 5))
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    result = objectives.token_log_probs(ours, ids)
+    expected = plain.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, expected)
+    weights = torch.randn(3, 5)
+    (result * weights).sum().backward()
+    (expected * weights).sum().backward()
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(ours.grad, plain.grad, **tolerance)
+
+
+def test_entropy_by_hand():
+    logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf]]])
+    expected = torch.tensor([[math.log(4), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]])
+    torch.testing.assert_close(objectives.entropy(logits), expected)
+
+
+@pytest.mark.parametrize("padding", [-math.inf, torch.finfo(torch.float32).min])
+def test_entropy_ignores_padding_and_has_a_finite_gradient(padding):
+    logits = torch.tensor([[[30.0, 29.0, 28.5]]])
+    padded = torch.cat([logits, torch.full((1, 1, 2), padding)], -1).requires_grad_()
+    result = objectives.entropy(padded)
+    torch.testing.assert_close(result, objectives.entropy(logits))
+    (1000 * result.sum()).backward()
+    assert padded.grad.isfinite().all()
+    assert padded.grad[..., 3:].abs().max() == 0
+
+
+def test_entropy_of_a_far_offset_and_of_certainty():
+    near, far = objectives.entropy(torch.tensor([[[0.0, 1.0]]])), objectives.entropy(torch.tensor([[[4096.0, 4097.0]]]))
+    torch.testing.assert_close(near, far)
+    assert objectives.entropy(torch.tensor([[[0.0, 1e4]]])).item() == 0
+
+
+class Constant(torch.nn.Module):
+    """Loss: the mean of the targets, plus 100 when training."""
+
+    def forward(self, x, y):
+        return None, y.float().mean() + 100 * self.training
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_language_model_loss_weighs_every_target_the_same(training):
+    model = Constant().train(training)
+    batches = [(torch.zeros(2, 3).long(), torch.full((2, 3), 1)), (torch.zeros(1, 2).long(), torch.full((1, 2), 5))]
+    assert objectives.language_model_loss(model, iter(batches)) == pytest.approx((6 * 1 + 2 * 5) / 8)
+    assert model.training == training
+    with pytest.raises(UserError, match="no token to predict"):
+        objectives.language_model_loss(model, [])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reward models
+
+
+def test_reward_losses_by_hand():
+    scores, targets = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.5, 0.5]])  # probabilities 1/4, 3/4
+    assert objectives.reward_loss(scores, targets).item() == pytest.approx(0.0625)
+    by_hand = -0.5 * (math.log(0.25) + math.log(0.75))
+    assert objectives.reward_loss(scores, targets, "cross_entropy").item() == pytest.approx(by_hand)
+
+
+def test_reward_losses_take_scores_or_log_probabilities():
+    torch.manual_seed(0)
+    scores, natural = torch.randn(7, 2), torch.rand(7, 1)
+    targets = torch.cat([natural, 1 - natural], 1)
+    for loss in ("mse", "cross_entropy"):
+        from_log_probs = objectives.reward_loss(scores.log_softmax(-1), targets, loss)
+        torch.testing.assert_close(objectives.reward_loss(scores, targets, loss), from_log_probs)
+    assert objectives.reward_loss(scores, targets).equal(F.mse_loss(scores.softmax(-1), targets))
+    with pytest.raises(UserError, match="loss='l1' is not known: use one of mse, cross_entropy"):
+        objectives.reward_loss(scores, targets, "l1")
+
+
+def test_skill_by_hand():
+    target = torch.tensor([0.0, 0.5, 1.0])
+    assert objectives.r_squared(target, target) == 1
+    assert objectives.r_squared(torch.full((3,), 0.5), target) == 0
+    assert objectives.r_squared([0.25, 0.5, 1.0], target) == pytest.approx(1 - 0.0625 / 0.5)
+    assert objectives.r_squared(1 - target, target) == pytest.approx(-3)
+    assert math.isnan(objectives.r_squared(target, torch.full((3,), 0.3)))
+    assert objectives.mean_absolute_error([0.25, 0.5, 0.5], target) == pytest.approx(0.25)
+
+
+def test_bootstrap_interval_holds_the_figure_and_sees_that_blocks_are_not_rows():
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.arange(40).repeat_interleave(10)
+    target = torch.rand(400, generator=generator)
+    shift = torch.randn(40, generator=generator).repeat_interleave(10)  # an error that all rows of a block share
+    prediction = target + 0.2 * shift
+    low, high = objectives.bootstrap_r_squared(prediction, target, blocks, seed=1)
+    assert low < objectives.r_squared(prediction, target) < high
+    row_low, row_high = objectives.bootstrap_r_squared(prediction, target, torch.arange(400), seed=1)
+    assert high - low > 1.5 * (row_high - row_low)
+    assert objectives.bootstrap_r_squared(prediction, target, blocks, seed=1) == (low, high)
+    assert objectives.bootstrap_r_squared(target, target, blocks, seed=1) == (1.0, 1.0)
+    constant = torch.full_like(target, target.mean().item())
+    low, high = objectives.bootstrap_r_squared(constant, target, blocks, seed=1)
+    assert -0.05 < low < high <= 0
+    assert objectives.bootstrap_r_squared(prediction, target, torch.zeros(400), seed=1) == (-math.inf, 1.0)
+
+
+def test_skill_refuses_shapes_that_would_broadcast():
+    with pytest.raises(UserError, match=r"shapes \(3,\) and \(3, 1\)"):
+        objectives.r_squared(torch.zeros(3), torch.zeros(3, 1))
+    with pytest.raises(UserError, match="n >= 1"):
+        objectives.mean_absolute_error([], [])
+
+
+def test_calibration_by_hand():
+    table = objectives.calibration([0.1, 0.3, 0.7, 1.0], [0.0, 0.2, 1.0, 0.5], num_bins=2)
+    first, second = table.bins
+    assert (first.lower, first.upper, first.count) == (0, 0.5, 2)
+    assert (first.mean_prediction, first.mean_target) == (pytest.approx(0.2), pytest.approx(0.1))
+    assert (second.count, second.mean_prediction, second.mean_target) == (2, pytest.approx(0.85), pytest.approx(0.75))
+    assert table.expected_error == pytest.approx(0.5 * 0.1 + 0.5 * 0.1)
+    assert len(objectives.calibration([0.05, 0.95], [0.0, 1.0]).bins) == 2  # empty bins are left out
+    for bad in ([1.5], [math.nan]):
+        with pytest.raises(UserError, match=r"in \[0, 1\]"):
+            objectives.calibration(bad, [0.5])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30), st.integers(1, 20))
+def test_calibration_counts_everything_and_is_bounded_by_the_mean_absolute_error(pairs, num_bins):
+    prediction, target = zip(*pairs, strict=True)
+    table = objectives.calibration(prediction, target, num_bins)
+    assert sum(b.count for b in table.bins) == len(pairs)
+    assert table.expected_error <= objectives.mean_absolute_error(prediction, target) + 1e-12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# advantages
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_equal_the_reference(scale):
+    ours = group_advantages(torch.tensor(INPUTS["rewards"]), INPUTS["G"], scale)
+    torch.testing.assert_close(ours, torch.tensor(REFERENCE[f"advantages/{scale}"]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_groups_without_spread_get_exactly_zero(scale):
+    # 0.1 is one of many float32 values whose standard deviation over 8 copies is not 0.
+    equal = torch.full((8,), 0.1)
+    assert (equal - equal.mean()).abs().max() > 0 or equal.std() > 0
+    noisy = torch.tensor([0.5, 0.5 + 6e-8] * 4)
+    varied = torch.linspace(0, 1, 8)
+    rewards = torch.cat([equal, varied, noisy])
+    assert groups_without_spread(rewards, 8).tolist() == [True, False, True]
+    advantages = group_advantages(rewards, 8, scale).view(3, 8)
+    assert advantages[0].abs().max() == 0 and advantages[2].abs().max() == 0
+    assert advantages[1].abs().min() > 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 4), st.integers(2, 9), st.integers(0, 2**31), st.sampled_from(["group", "batch", "none"]))
+def test_advantages_have_mean_zero_and_do_not_see_a_constant(num_prompts, group_size, seed, scale):
+    rewards = torch.rand(num_prompts * group_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    advantages = group_advantages(rewards, group_size, scale)
+    torch.testing.assert_close(advantages.view(-1, group_size).mean(1), torch.zeros(num_prompts).double())
+    torch.testing.assert_close(group_advantages(rewards + 3, group_size, scale), advantages, rtol=1e-7, atol=1e-9)
+
+
+def test_advantages_of_whole_numbers():
+    by_hand = torch.tensor([-1.0, 1.0]) * 0.5 / (math.sqrt(0.5) + 1e-4)
+    torch.testing.assert_close(group_advantages(torch.tensor([0, 1]), 2), by_hand)
+
+
+def test_advantages_refuse_bad_input():
+    with pytest.raises(UserError, match="group_size=1: need at least 2"):
+        group_advantages(torch.rand(4), 1)
+    with pytest.raises(UserError, match=r"\(5,\) do not divide into groups of 2"):
+        group_advantages(torch.rand(5), 2)
+    with pytest.raises(UserError, match="1 of 4 rewards are NaN"):
+        group_advantages(torch.tensor([0.1, math.nan, 0.2, 0.3]), 2)
+    with pytest.raises(UserError, match="scale='std' is not known"):
+        group_advantages(torch.rand(4), 2, "std")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# KL
+
+
+def test_kl_estimates_by_hand():
+    policy, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
+    assert kl_estimate(policy, reference, "k1").item() == pytest.approx(math.log(2))
+    assert kl_estimate(policy, reference, "k2").item() == pytest.approx(math.log(2) ** 2 / 2)
+    assert kl_estimate(policy, reference, "k3").item() == pytest.approx(0.5 - 1 + math.log(2))
+
+
+def test_k1_and_k3_have_the_kl_as_their_mean():
+    torch.manual_seed(0)
+    policy, reference = (torch.randn(6, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    true = (policy.exp() * (policy - reference)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((policy.exp() * kl_estimate(policy, reference, estimator)).sum(), true)
+
+
+@settings(deadline=None)
+@given(st.floats(-(2.0**100), 0, width=32), st.floats(-(2.0**100), 0, width=32))
+def test_k3_is_finite_and_never_negative(log_prob, reference):
+    policy = torch.tensor([log_prob], requires_grad=True)
+    value = kl_estimate(policy, torch.tensor([reference]))
+    value.backward()
+    assert value.isfinite() and value >= 0 and policy.grad.isfinite()
+
+
+def test_k3_keeps_small_values():
+    value = kl_estimate(torch.tensor([-1e-4]), torch.tensor([0.0]))
+    assert value.item() == pytest.approx(0.5e-8, rel=1e-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# policy losses
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_policy_loss_equals_the_reference(name):
+    loss_type, options = name.split("|")
+    beta = ast.literal_eval(options)["beta"]
+    expected = REFERENCE[name]
+    log_probs, old, ref, mask, advantages = reference_tensors()
+    log_probs.requires_grad_()
+    loss, metrics = policy_loss(
+        log_probs,
+        old,
+        advantages,
+        mask,
+        loss_type=loss_type,
+        beta=beta,
+        reference_log_probs=ref if beta else None,
+        max_completion_length=INPUTS["max_completion_length"],
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
+    torch.testing.assert_close(log_probs.grad, torch.tensor(expected["grad"]), rtol=0, atol=1e-6)
+    names = {
+        "kl": "kl",
+        "clip_ratio/low_mean": "clip_low",
+        "clip_ratio/high_mean": "clip_high",
+        "clip_ratio/region_mean": "clip_share",
+        "clip_ratio/low_min": "clip_low_min",
+        "clip_ratio/high_max": "clip_high_max",
+    }
+    for theirs, value in expected["metrics"].items():
+        assert metrics[names[theirs]].item() == pytest.approx(value, abs=1e-6), theirs
+    assert ("kl" in metrics) == bool(beta)
+
+
+def plain_loss(log_probs, held, old, ref, mask, advantages, loss_type, low, high, level, beta, estimator):
+    """The formulas again, token by token in plain Python; `held` is log_probs where gradients are stopped."""
+    num_sequences, length = mask.shape
+    per_sequence = []
+    for b in range(num_sequences):
+        tokens = [t for t in range(length) if mask[b, t]]
+
+        def ratios(values, b=b, tokens=tokens):
+            logs = [float(values[b, t] - old[b, t]) for t in tokens]
+            mean = sum(logs) / len(logs)
+            return [math.exp(mean if level == "sequence" else log) for log in logs]
+
+        terms = []
+        for t, ratio, held_ratio in zip(tokens, ratios(log_probs), ratios(held), strict=True):
+            advantage, log_prob = float(advantages[b, t]), float(log_probs[b, t])
+            if loss_type == "cispo":
+                term = -min(held_ratio, high) * advantage * log_prob
+            else:
+                term = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+            d = float(ref[b, t]) - log_prob
+            terms.append(term + beta * {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[estimator])
+        per_sequence.append(terms)
+    total = sum(map(sum, per_sequence))
+    if loss_type == "grpo":
+        return sum(sum(terms) / len(terms) for terms in per_sequence) / num_sequences
+    return total / (num_sequences * 8 if loss_type == "dr_grpo" else sum(map(len, per_sequence)))
+
+
+@pytest.mark.parametrize("per_token_advantages", [False, True])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("loss_type", objectives.LOSS_TYPES)
+def test_policy_loss_and_gradient_by_finite_differences(loss_type, estimator, level, per_token_advantages):
+    log_probs, old, ref, mask, advantages = reference_tensors(torch.float64)
+    if per_token_advantages:
+        advantages = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    low, high = 0.2, 1.2 if loss_type == "cispo" else 0.28
+    log_probs.requires_grad_()
+    loss, _ = policy_loss(
+        log_probs,
+        old,
+        advantages,
+        mask,
+        loss_type=loss_type,
+        epsilon_low=low,
+        epsilon_high=high,
+        importance_level=level,
+        reference_log_probs=ref,
+        beta=0.04,
+        kl_estimator=estimator,
+        max_completion_length=8,
+    )
+    loss.backward()
+    held = log_probs.detach()
+    every = advantages if per_token_advantages else advantages[:, None].expand(4, 5)
+
+    def value(at):
+        return plain_loss(at, held, old, ref, mask, every, loss_type, low, high, level, 0.04, estimator)
+
+    assert loss.item() == pytest.approx(value(held), abs=1e-12)
+    h, numeric = 1e-6, torch.zeros(4, 5, dtype=torch.float64)
+    for b, t in mask.nonzero().tolist():
+        step = torch.zeros_like(held)
+        step[b, t] = h
+        numeric[b, t] = (value(held + step) - value(held - step)) / (2 * h)
+    torch.testing.assert_close(log_probs.grad, numeric, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", objectives.LOSS_TYPES)
+def test_micro_batches_add_up(loss_type, level):
+    log_probs, old, ref, mask, advantages = reference_tensors(torch.float64)
+    options = {
+        "loss_type": loss_type,
+        "importance_level": level,
+        "epsilon_high": 3.0,
+        "beta": 0.04,
+        "max_completion_length": 8,
+    }
+    whole, _ = policy_loss(log_probs, old, advantages, mask, reference_log_probs=ref, **options)
+    totals = {"num_sequences": 4, "num_tokens": mask.sum()}
+    parts = sum(
+        policy_loss(
+            log_probs[rows], old[rows], advantages[rows], mask[rows], reference_log_probs=ref[rows], **options, **totals
+        )[0]
+        for rows in (slice(0, 2), slice(2, 4))
+    )
+    if loss_type == "bnpo":  # the mean over its own tokens is what bnpo is
+        halves = [
+            policy_loss(
+                *(x[rows] for x in (log_probs, old, advantages, mask)), reference_log_probs=ref[rows], **options
+            )[0]
+            for rows in (slice(0, 2), slice(2, 4))
+        ]
+        whole = sum(halves) / 2
+    torch.testing.assert_close(parts, whole)
+
+
+def test_metrics_by_hand():
+    old = torch.zeros(2, 2)
+    log_probs = torch.tensor([[math.log(1.5), 0.0], [math.log(0.5), -9.0]])
+    mask, advantages = torch.tensor([[True, True], [True, False]]), torch.tensor([1.0, -1.0])
+    loss, metrics = policy_loss(log_probs, old, advantages, mask, reference_log_probs=log_probs)
+    assert loss.item() == pytest.approx((-(1.2 + 1) / 2 + 0.8) / 2)
+    by_hand = {
+        "ratio_mean": 1.0,
+        "approx_kl": (0.5 - math.log(1.5) + 0.0 - 0.5 - math.log(0.5)) / 3,
+        "kl": 0.0,
+        "clip_low": 1 / 3,
+        "clip_high": 1 / 3,
+        "clip_share": 2 / 3,
+        "clip_low_min": 0.0,
+        "clip_high_max": 0.5,
+    }
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(by_hand)
+    # By sequences: exp(log 1.5 / 2) = 1.22 is clipped above, 0.5 below.
+    _, metrics = policy_loss(log_probs, old, advantages, mask, importance_level="sequence")
+    assert [metrics[name].item() for name in ("clip_low", "clip_high", "clip_share")] == [0.5, 0.5, 1.0]
+    # CISPO caps one side only: the ratio 1.5 of a token that is wanted.
+    _, metrics = policy_loss(log_probs, old, advantages, mask, loss_type="cispo", epsilon_high=1.4)
+    assert [metrics[name].item() for name in ("clip_low", "clip_high")] == [0.0, pytest.approx(1 / 3)]
+
+
+def test_on_policy_the_gradient_is_the_policy_gradient():
+    log_probs, _, _, mask, advantages = reference_tensors()
+    for loss_type in objectives.LOSS_TYPES:
+        leaf = log_probs.clone().requires_grad_()
+        loss, metrics = policy_loss(
+            leaf, None, advantages, mask, loss_type=loss_type, epsilon_high=5.0, max_completion_length=5
+        )
+        loss.backward()
+        assert metrics["ratio_mean"] == 1 and metrics["clip_share"] == 0 and metrics["approx_kl"] == 0
+        weight = {"grpo": 4 * mask.sum(1), "dr_grpo": torch.full((4,), 20.0)}.get(loss_type, mask.sum().expand(4))
+        torch.testing.assert_close(leaf.grad, -(advantages / weight)[:, None] * mask)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", objectives.LOSS_TYPES)
+def test_what_is_masked_does_not_matter(loss_type, level):
+    log_probs, old, ref, mask, advantages = reference_tensors()
+    mask[2] = 0  # and a sequence without any token
+    options = {"loss_type": loss_type, "importance_level": level, "epsilon_high": 2.0, "beta": 0.1}
+    results = []
+    for filling in (0.0, math.nan, -math.inf):
+        filled = [x.masked_fill(mask == 0, filling) for x in (log_probs, old, ref)]
+        leaf = filled[0].requires_grad_()
+        loss, metrics = policy_loss(
+            leaf, filled[1], advantages, mask, reference_log_probs=filled[2], max_completion_length=8, **options
+        )
+        loss.backward()
+        results.append(torch.cat([loss.detach()[None], leaf.grad.flatten(), torch.stack(list(metrics.values()))]))
+    assert results[0].isfinite().all()
+    assert results[0].equal(results[1]) and results[0].equal(results[2])
+    loss, _ = policy_loss(
+        log_probs, old, advantages, torch.zeros_like(mask), max_completion_length=8, **options | {"beta": 0}
+    )
+    assert loss == 0
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_extreme_ratios_stay_finite(advantage):
+    log_probs = torch.tensor([[-1.0, -2000.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[-2000.0, -1.0, -1.0]])
+    options = {"reference_log_probs": old, "beta": 0.04}
+    loss, metrics = policy_loss(log_probs, old, torch.tensor([advantage]), torch.ones(1, 3), **options)
+    loss.backward()
+    assert loss.isfinite() and log_probs.grad.isfinite().all()
+    assert all(value.isfinite() for value in metrics.values())
+
+
+def test_half_precision_is_computed_in_float32():
+    log_probs, old, _, mask, advantages = reference_tensors()
+    loss, _ = policy_loss(log_probs.bfloat16(), old, advantages, mask)
+    assert loss.dtype == torch.float32
+
+
+def test_policy_loss_refuses_what_it_cannot_mean():
+    log_probs, old, _, mask, advantages = reference_tensors()
+    for options, message in (
+        ({"loss_type": "ppo"}, "loss_type='ppo' is not known: use one of grpo"),
+        ({"loss_type": "cispo"}, "give it"),
+        ({"loss_type": "dr_grpo"}, "max_completion_length"),
+        ({"importance_level": "word"}, "importance_level='word'"),
+        ({"beta": 0.04}, "needs reference_log_probs"),
+        ({"beta": 0.04, "reference_log_probs": old, "kl_estimator": "k4"}, "estimator='k4'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            policy_loss(log_probs, old, advantages, mask, **options)
+    with pytest.raises(UserError, match=r"advantages \(5,\)"):
+        policy_loss(log_probs, old, torch.ones(5), mask)
+    with pytest.raises(UserError, match=r"mask \(4,\)"):
+        policy_loss(log_probs, old, advantages, torch.ones(4))

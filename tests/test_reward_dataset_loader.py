@@ -1,0 +1,509 @@
+"""Reward datasets: what is written is read back, what is damaged is told, and the reports are the documented ones."""
+
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import reward_dataset_loader as loader
+from reward_data_config import TokenizationInfo
+from reward_dataset_loader import (
+    RewardDataset,
+    check_model_compatibility,
+    create_reward_dataloaders,
+    print_dataset_info,
+    print_quality_report,
+    read_metadata,
+    write_metadata,
+)
+from runtime import UserError, run_main
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_split(folder: Path, split: str, x: np.ndarray, y: np.ndarray, drop: tuple[str, ...] = (), **changes) -> None:
+    folder.mkdir(exist_ok=True, parents=True)
+    x.astype("<u2").tofile(folder / f"{split}_x.bin")
+    y.astype("<f4").tofile(folder / f"{split}_y.bin")
+    entries = {
+        "num_samples": x.shape[0],
+        "block_size": x.shape[1],
+        "x_shape": x.shape,
+        "y_shape": y.shape,
+        "x_dtype": "uint16",
+        "y_dtype": "float32",
+        "tokenization_method": "char",
+        "vocab_size": 65,
+        "meta_path": "data/shakespeare_char/meta.pkl",
+        "format_version": 1,
+        "seed": 42,
+    } | changes
+    write_metadata(folder / f"{split}_metadata.txt", {key: value for key, value in entries.items() if key not in drop})
+
+
+def make_arrays(num_samples: int, block_size: int, vocab_size: int = 65) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and the labels of every crossover point in turn."""
+    x = np.arange(num_samples * block_size).reshape(num_samples, block_size) % vocab_size
+    k = 1 + np.arange(num_samples) % (block_size - 1)
+    return x, np.stack([k / block_size, (block_size - k) / block_size], axis=1).astype(np.float32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "reward_dataset"
+    write_split(folder, "train", *make_arrays(18, 8))
+    write_split(folder, "val", *make_arrays(2, 8))
+    return folder
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "reward_dataset_loader.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", timeout=120)
+
+
+def call_main(monkeypatch, *arguments: str) -> int:
+    """main() as the shell sees it: its exit status."""
+    monkeypatch.setattr(sys, "argv", ["reward_dataset_loader.py", *arguments])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    try:
+        run_main(loader.main)
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# metadata
+
+
+keys = st.text(st.characters(categories=["Ll", "Lu", "Nd"], include_characters="_"), min_size=1, max_size=20)
+values = st.text(max_size=30) | st.integers() | st.floats() | st.booleans()
+
+
+@given(entries=st.dictionaries(keys, values, max_size=15))
+def test_metadata_round_trip_or_refusal(tmp_path_factory, entries):
+    path = tmp_path_factory.getbasetemp() / "metadata.txt"
+    path.unlink(missing_ok=True)
+    entries.pop("format_version", None)
+    try:
+        write_metadata(path, entries)
+    except UserError:
+        assert not path.exists()
+        assert any(str(value).strip() != str(value) or len(str(value).splitlines()) > 1 for value in entries.values())
+    else:
+        assert read_metadata(path) == {key: str(value) for key, value in entries.items()}
+
+
+def test_metadata_lines_have_the_documented_form_and_order(tmp_path):
+    entries = {
+        "note": "any: text",
+        "meta_path": "data/shakespeare_char/meta.pkl",
+        "vocab_size": 65,
+        "tokenization_method": "char",
+        "y_dtype": "float32",
+        "x_dtype": "uint16",
+        "y_shape": (17560, 2),
+        "x_shape": (17560, 1024),
+        "block_size": 1024,
+        "num_samples": 17560,
+        "absent": None,
+    }
+    write_metadata(tmp_path / "m.txt", entries)
+    assert (tmp_path / "m.txt").read_text() == (
+        "num_samples: 17560\nblock_size: 1024\nx_shape: (17560, 1024)\ny_shape: (17560, 2)\nx_dtype: uint16\n"
+        "y_dtype: float32\ntokenization_method: char\nvocab_size: 65\nmeta_path: data/shakespeare_char/meta.pkl\n"
+        "note: any: text\n"
+    )
+
+
+@pytest.mark.parametrize("value", ["two\nlines", "two\u2028lines", " space", "lone surrogate \ud800"])
+def test_values_that_would_not_be_read_back_are_refused(tmp_path, value):
+    with pytest.raises(UserError, match="single lines of plain text"):
+        write_metadata(tmp_path / "m.txt", {"meta_path": value})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"format_version: 2\n", "has format_version 2; this program reads version 1"),
+        (b"num_samples 5\n", "line 1 is not `key: value`"),
+        (b"a: 1\na: 2\n", "line 2 gives a a second time"),
+        (b"\xff\xfe\n", "no UTF-8"),
+    ],
+)
+def test_bad_metadata(tmp_path, content, reason):
+    path = tmp_path / "m.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=reason):
+        read_metadata(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# datasets
+
+
+def test_samples_types_and_attributes(folder):
+    dataset = RewardDataset(folder)
+    x, y = dataset[3]
+    expected_x, expected_y = make_arrays(18, 8)
+    assert (x.dtype, x.shape, y.dtype, y.shape) == (torch.int64, (8,), torch.float32, (2,))
+    assert x.tolist() == expected_x[3].tolist() and y.tolist() == expected_y[3].tolist()
+    assert (len(dataset), dataset.num_samples, dataset.block_size) == (18, 18, 8)
+    assert dataset.metadata["seed"] == "42"
+    assert dataset.get_tokenization_info() == TokenizationInfo("char", 65, "data/shakespeare_char/meta.pkl")
+    assert isinstance(dataset.x, np.memmap) and isinstance(dataset.y, np.memmap)
+    assert len(list(dataset)) == 18 and len(RewardDataset(str(folder), split="val")) == 2
+
+
+@given(st.data())
+def test_binary_round_trip(tmp_path_factory, data):
+    folder = tmp_path_factory.getbasetemp() / "round_trip"
+    shape = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 6)))
+    x = data.draw(hnp.arrays(np.uint16, shape))
+    y = data.draw(hnp.arrays(np.float32, (shape[0], 2), elements=st.floats(0, 1, width=32)))
+    write_split(folder, "train", x, y)
+    dataset = RewardDataset(folder)
+    for row in range(len(dataset)):
+        assert dataset[row][0].tolist() == x[row].tolist() and dataset[row][1].tolist() == y[row].tolist()
+    stats = dataset.get_stats()
+    wide = y.astype(np.float64)
+    np.testing.assert_allclose(stats["y_mean"], wide.mean(axis=0), atol=1e-12)
+    np.testing.assert_allclose(stats["y_std"], wide.std(axis=0), atol=1e-7)
+    np.testing.assert_array_equal([stats["y_min"], stats["y_max"]], [wide.min(axis=0), wide.max(axis=0)])
+
+
+def test_stats_do_not_depend_on_the_chunks(folder, monkeypatch):
+    whole = RewardDataset(folder).get_stats()
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 24)
+    for key, value in RewardDataset(folder).get_stats().items():
+        if isinstance(value, str):
+            assert value == whole[key]
+        else:
+            np.testing.assert_allclose(value, whole[key], rtol=1e-12)
+    assert whole["prob_sum_mean"] == whole["prob_sum_min"] == whole["prob_sum_max"] == 1.0
+    assert (whole["tokenization_method"], whole["vocab_size"]) == ("char", 65)
+    assert (whole["num_samples"], whole["block_size"]) == (18, 8)
+
+
+def test_memory_stays_flat(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "large"
+    write_split(folder, "train", *make_arrays(40_000, 64))
+    write_split(folder, "val", *make_arrays(1000, 64))
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 1 << 14)
+    tracemalloc.start()
+    try:
+        assert print_quality_report(folder) == []
+        RewardDataset(folder).get_stats()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000 < (folder / "train_x.bin").stat().st_size
+
+
+def test_expected_tokenization(folder):
+    RewardDataset(folder, "train", TokenizationInfo("char", 65, "elsewhere/meta.pkl"))
+    with pytest.raises(ValueError, match="^Tokenization method mismatch: dataset uses 'char' but expected 'bpe'$"):
+        RewardDataset(folder, "train", TokenizationInfo("bpe", 50257))
+    with pytest.raises(ValueError, match="^Vocabulary size mismatch: dataset uses 65 but expected 84$"):
+        create_reward_dataloaders(folder, expected_tokenization_info=TokenizationInfo("char", 84))
+
+
+def test_unknown_split(folder):
+    with pytest.raises(UserError, match="split='test'"):
+        RewardDataset(folder, "test")
+
+
+def test_missing_files_name_the_command_that_makes_them(folder, tmp_path):
+    with pytest.raises(UserError) as raised:
+        RewardDataset(tmp_path / "nowhere")
+    assert f"Reward dataset not found: {tmp_path / 'nowhere'}" in str(raised.value)
+    assert "python prepare_reward_data.py --model_path" in str(raised.value)
+    (folder / "train_x.bin").unlink()
+    (folder / "train_metadata.txt").unlink()
+    with pytest.raises(UserError) as raised:
+        RewardDataset(folder)
+    for name in ("train_x.bin", "train_metadata.txt"):
+        assert f"ERROR: Dataset file not found: {folder / name}" in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "size"), [("x", 288), ("y", 144)])
+def test_files_cut_short(folder, name, size):
+    cut(folder / f"train_{name}.bin", 3)
+    with pytest.raises(UserError, match=f"train_{name}.bin has {size - 3} bytes, but .* needs {size} bytes"):
+        RewardDataset(folder)
+
+
+@pytest.mark.parametrize("lacking", [("num_samples",), ("block_size", "x_dtype"), tuple(loader.METADATA_KEYS[:6])])
+def test_missing_sizes_are_derived_and_said(folder, capsys, lacking):
+    write_split(folder, "train", *make_arrays(18, 8), drop=lacking)
+    dataset = RewardDataset(folder)
+    assert (dataset.num_samples, dataset.block_size, dataset.x.shape) == (18, 8, (18, 8))
+    note = capsys.readouterr().err
+    assert "taken from the file sizes" in note and all(f"{key}=" in note for key in lacking)
+
+
+@pytest.mark.parametrize("key", ["tokenization_method", "vocab_size"])
+def test_what_sizes_cannot_tell_is_an_error(folder, key):
+    write_split(folder, "train", *make_arrays(18, 8), drop=(key,))
+    with pytest.raises(UserError, match=f"incomplete tokenization information: {key} missing"):
+        RewardDataset(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"x_shape": "(17, 8)"}, r"x_shape=\(17, 8\), but by its other lines it is \(18, 8\)"),
+        ({"y_dtype": "float64"}, "y_dtype=float64"),
+        ({"num_samples": "many"}, "num_samples=many: must be a whole number >= 1"),
+        ({"num_samples": 0}, "num_samples=0: must be"),
+        ({"vocab_size": -1}, "vocab_size=-1: must be"),
+        ({"tokenization_method": "words"}, "method='words'"),
+        ({"format_version": 2}, "format_version 2"),
+    ],
+)
+def test_metadata_that_disagree(folder, changes, reason):
+    write_split(folder, "train", *make_arrays(18, 8), **changes)
+    with pytest.raises(UserError, match=reason):
+        RewardDataset(folder)
+
+
+def test_empty_files(folder):
+    write_split(folder, "train", *make_arrays(18, 8), drop=("num_samples", "block_size"))
+    for name in "xy":
+        (folder / f"train_{name}.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="hold no samples"):
+        RewardDataset(folder)
+
+
+def test_failed_allocation_names_the_size(folder, monkeypatch):
+    def fail(*arguments, **options):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "memmap", fail)
+        with pytest.raises(UserError, match="could not allocate 288 bytes for a memory map of .*train_x.bin"):
+            RewardDataset(folder)
+    train_loader, _ = create_reward_dataloaders(folder, batch_size=4)
+    monkeypatch.setattr(loader, "default_collate", fail)
+    with pytest.raises(UserError, match="could not allocate 288 bytes for a batch of 4 samples"):  # 4 * (8 * 8 + 2 * 4)
+        next(iter(train_loader))
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory():
+    with pytest.raises(RuntimeError, match="^something else$"), loader._allocating(1, "nothing"):
+        raise RuntimeError("something else")
+
+
+def test_pickling_takes_no_copy_of_the_data(tmp_path):
+    write_split(tmp_path, "train", *make_arrays(1000, 64))
+    dataset = RewardDataset(tmp_path)
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 5000
+    assert torch.equal(pickle.loads(pickled)[7][0], dataset[7][0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# loaders
+
+
+def test_loaders(folder):
+    train_loader, val_loader = create_reward_dataloaders(folder, batch_size=4)
+    batches = list(train_loader)
+    assert [len(x) for x, _ in batches] == [4, 4, 4, 4, 2] and len(val_loader) == 1
+    x, y = batches[0]
+    assert (x.dtype, x.shape, y.dtype, y.shape) == (torch.int64, (4, 8), torch.float32, (4, 2))
+    assert sorted(row for x, _ in batches for row in x[:, 0].tolist()) == sorted(make_arrays(18, 8)[0][:, 0].tolist())
+
+
+def test_order_depends_on_the_seed_alone(folder):
+    def order(**options) -> list[int]:
+        return [row for x, _ in create_reward_dataloaders(folder, 4, **options)[0] for row in x[:, 0].tolist()]
+
+    first = order(seed=1)
+    torch.rand(3)
+    assert order(seed=1) == first != order(seed=2)
+    assert order(seed=1, num_workers=1) == first
+    assert order(shuffle=False) == make_arrays(18, 8)[0][:, 0].tolist()
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 0}, {"num_workers": -1}])
+def test_bad_loader_settings(folder, options):
+    with pytest.raises(UserError, match="must be"):
+        create_reward_dataloaders(folder, **options)
+
+
+def test_splits_that_do_not_fit_together(folder):
+    write_split(folder, "val", *make_arrays(2, 4), tokenization_method="bpe", vocab_size=50257)
+    with pytest.raises(UserError) as raised:
+        create_reward_dataloaders(folder)
+    assert "Tokenization mismatch detected:\n    Train: char (vocab_size=65)\n    Val: bpe (vocab_size=50257)" in str(
+        raised.value
+    )
+    assert "train has block_size 8, val has block_size 4" in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# compatibility with a model
+
+
+@dataclass
+class ModelConfig:
+    vocab_size: int
+    block_size: int
+    num_tokens: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("info", "config"),
+    [
+        (TokenizationInfo("bpe", 50257), ModelConfig(50304, 1024)),
+        (TokenizationInfo("bpe", 50257), ModelConfig(50304, 2048, num_tokens=50257)),
+        (TokenizationInfo("char", 65), ModelConfig(65, 1024)),
+    ],
+)
+def test_compatible_models(info, config):
+    check_model_compatibility(info, 1024, config)
+
+
+def test_incompatible_models_name_both_values():
+    info = TokenizationInfo("char", 65)
+    with pytest.raises(UserError) as raised:
+        check_model_compatibility(info, 1024, ModelConfig(50304, 256))
+    assert "dataset uses 65 but model uses 50304" in str(raised.value)
+    assert "dataset uses 1024 but model takes at most 256" in str(raised.value)
+    with pytest.raises(UserError, match="dataset uses 65 but model uses 84"):
+        check_model_compatibility(info, 256, ModelConfig(128, 256, num_tokens=84))
+    with pytest.raises(UserError, match="dataset uses 65 but model uses 64"):
+        check_model_compatibility(info, 256, ModelConfig(64, 256))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reports
+
+
+def expected_split(title: str, samples: str) -> str:
+    return (
+        f"{title} SET:\n  Samples: {samples}\n  Block size: 1024\n  Tokenization: bpe (vocab_size=50257)\n"
+        "  Y statistics:\n    Min: [0.0009766 0.0009766]\n    Max: [0.999023 0.999023]\n    Mean: [0.5 0.5]\n"
+        "    Std: [0.2884 0.2884]\n  Probability sums:\n    Min: 1.000000\n    Max: 1.000000\n    Mean: 1.000000\n\n"
+    )
+
+
+def test_report_is_the_documented_one(tmp_path):
+    folder = tmp_path / "reward_dataset"
+    bpe = {"tokenization_method": "bpe", "vocab_size": 50257, "meta_path": None}
+    write_split(folder, "train", *make_arrays(2046, 1024), **bpe)
+    write_split(folder, "val", *make_arrays(1023, 1024), **bpe)
+    result = run_script("--data_dir", str(folder))
+    assert (result.returncode, result.stderr) == (0, "")
+    info, loader_test = result.stdout.split("\n=== DataLoader Test ===\n")
+    assert info == (
+        f"=== Reward Dataset Info: {folder} ===\n\n"
+        + expected_split("TRAIN", "2,046")
+        + expected_split("VAL", "1,023")
+        + "✅ Tokenization consistency: Both splits use bpe with vocab_size=50257\n"
+    )
+    *sizes, sample = loader_test.splitlines()[:5]
+    assert sizes == [
+        "Train batches: 512",
+        "Val batches: 256",
+        "Batch X shape: torch.Size([4, 1024])",
+        "Batch Y shape: torch.Size([4, 2])",
+    ]
+    assert sample.startswith("Batch Y sample: tensor([0.")
+    assert loader_test.splitlines()[5:] == [
+        "",
+        "Dataset Quality Validation:",
+        "✅ Probability sums: All samples sum to 1.000000",
+        "✅ Token ranges: All tokens within vocab bounds",
+        "✅ Split consistency: 66.7% train, 33.3% validation",
+        "✅ Tokenization: Consistent across all samples",
+        "✅ File integrity: All binary files valid",
+        "✅ Metadata: Complete tokenization information",
+    ]
+
+
+def test_print_dataset_info_is_what_the_script_prints_first(folder, monkeypatch, capsys):
+    print_dataset_info(folder)
+    info = capsys.readouterr().out
+    assert call_main(monkeypatch, "--data_dir", str(folder)) == 0
+    assert capsys.readouterr().out.startswith(info + "\n=== DataLoader Test ===")
+
+
+def test_mismatch_is_shown_in_the_documented_form(folder, monkeypatch, capsys):
+    write_split(folder, "val", *make_arrays(2, 8), tokenization_method="bpe", vocab_size=50257, meta_path=None)
+    assert call_main(monkeypatch, "--data_dir", str(folder)) == 2
+    output = capsys.readouterr().out
+    assert (
+        "\n⚠️ Tokenization mismatch detected:\n    Train: char (vocab_size=65)\n    Val: bpe (vocab_size=50257)\n"
+        in output
+    )
+    assert "⚠️ Tokenization: " in output and "DataLoader Test" not in output
+
+
+def test_splits_with_different_vocabulary_files(folder, capsys):
+    write_split(folder, "val", *make_arrays(2, 8), meta_path="other/meta.pkl")
+    print_dataset_info(folder)
+    assert "Val: char (vocab_size=65) from other/meta.pkl" in capsys.readouterr().out
+
+
+def test_everything_wrong_is_told_before_exit_status_2(folder, monkeypatch, capsys):
+    x, y = make_arrays(18, 8)
+    x[5, 2], y[3], y[7] = 65, (0.5, np.nan), (1.25, -0.25)
+    write_split(folder, "train", x, y)
+    cut(folder / "val_x.bin", 1)
+    assert call_main(monkeypatch, "--data_dir", str(folder)) == 2
+    output = capsys.readouterr()
+    for line in (
+        "VAL SET:\n  ⚠️ ",
+        "⚠️ Probability sums: 2 train samples do not sum to 1 within [0, 1], the first: row 3 is [0.5, nan]",
+        "⚠️ Token ranges: 1 train samples exceed vocab_size=65, the first: row 5 holds token 65",
+        "⚠️ File integrity: ",
+        "✅ Metadata: Complete tokenization information",
+    ):
+        assert line in output.out
+    assert "val_x.bin has 31 bytes" in output.err and "row 3" in output.err and "token 65" in output.err
+
+
+def test_damage_in_a_later_chunk_is_found(folder, monkeypatch, capsys):
+    x, y = make_arrays(18, 8)
+    x[13, 7], y[16] = 300, (0.5, 0.4)
+    write_split(folder, "train", x, y)
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 40)
+    sentences = [sentence for _, sentence in print_quality_report(folder)]
+    assert len(sentences) == 2 and "row 16 is" in sentences[0] and "row 13 holds token 300" in sentences[1]
+
+
+def test_metadata_problems_stand_in_their_line(folder, capsys):
+    write_split(folder, "val", *make_arrays(2, 8), drop=("vocab_size",))
+    print_quality_report(folder)
+    output = capsys.readouterr().out
+    assert "⚠️ Metadata: " in output and "incomplete tokenization information" in output
+    assert "✅ Probability sums: All train samples sum to 1.000000" in output
+
+
+def test_no_dataset(tmp_path):
+    result = run_script("--data_dir", str(tmp_path / "nowhere"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 2 and "Traceback" not in result.stderr
+    assert f"Reward dataset not found: {tmp_path / 'nowhere'}" in result.stderr
+    assert f"--output_dir {tmp_path / 'nowhere'}" in result.stderr
+
+
+def test_bad_batch_size(folder, monkeypatch, capsys):
+    assert call_main(monkeypatch, "--data_dir", str(folder), "--batch_size", "0") == 2
+    assert "batch_size=0: must be >= 1" in capsys.readouterr().err

@@ -1,0 +1,348 @@
+"""Trains the policy: GRPO moves the generator toward text that the frozen reward model takes for natural.
+
+    python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
+
+Floor 4. In: a generator, a reward model, and natural text for prompts. Out: the improved generator and one JSON record
+a step. Group Relative Policy Optimization: Shao et al. 2024, arXiv:2402.03300.
+
+Shapes: P prompts, G completions each, R = P * G rows, N positions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from checkpoint import build_model, load_checkpoint, save_checkpoint
+from data_loader import WholeSplitBatches, dataset_folder, open_token_file
+from generation import Completions, Sampling, complete
+from model import GPT
+from objectives import (
+    entropy,
+    group_advantages,
+    groups_without_spread,
+    language_model_loss,
+    policy_loss,
+    token_log_probs,
+)
+from optimization import EarlyStopping, clip_gradients, make_optimizers
+from run_log import RunLog, progress, say
+from runtime import UserError, check_writable, hash_file, random_stream, run_main, select_device, warn
+from settings import Problems, parse_settings
+from tokenization_manager import TokenizationManager
+
+ROWS_AT_A_TIME = 64  # a micro-batch: small enough that its activations stay near the processor
+
+
+@dataclass
+class GRPOSettings:
+    """Move a generator toward text that a frozen reward model takes for natural (GRPO)."""
+
+    base_model_path: str | None = None
+    """checkpoint of the generator: the starting policy, and the reference of the KL penalty (required)"""
+    reward_model_path: str | None = None
+    """checkpoint of the reward model (required)"""
+    output_path: str = "logs/grpo_model.pt"
+    """where the improved generator is written; records go beside it (.jsonl)"""
+    dataset: str = "shakespeare_char"
+    """folder of train.bin (prompts) and val.bin (perplexity): a path, or a name below data/"""
+
+    prompts_per_step: int = 16
+    """groups in a step"""
+    group_size: int = 8
+    """completions of each prompt, compared with each other"""
+    max_steps: int = 100
+    """steps, at most"""
+    updates_per_step: int = 2
+    """passes over a step's completions; from the second on, the clipped ratio matters"""
+    learning_rate: float = 1e-4
+    """learning rate of AdamW, constant"""
+    weight_decay: float = 0.0
+    """decoupled weight decay of matrices"""
+    grad_clip: float = 1.0
+    """largest gradient norm; 0: no clipping"""
+
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
+    """how the tokens' losses are averaged and clipped"""
+    importance_level: Literal["token", "sequence"] = "token"
+    """ratios per token, or one per sequence (GSPO)"""
+    epsilon: float = 0.2
+    """the ratio is clipped below 1 - epsilon"""
+    epsilon_high: float | None = None
+    """the ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo, the largest weight"""
+    advantage_scale: Literal["group", "batch", "none"] = "group"
+    """standard deviation that divides the advantages"""
+    beta: float = 0.04
+    """weight of the KL penalty to the starting policy"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """estimator of that KL"""
+
+    reward_threshold: float = 0.9
+    """stop when the mean reward reaches this"""
+    plateau_window: int = 10
+    """steps whose mean reward counts as one evaluation of the plateau"""
+    plateau_patience: int = 5
+    """stop after this many windows without improvement"""
+    plateau_min_delta: float = 0.001
+    """a smaller rise of the mean reward is no improvement"""
+    update_kl_cap: float = 0.05
+    """end a step's updates when the KL from the policy that sampled exceeds this (nats a token)"""
+    start_kl_cap: float = 0.5
+    """end the training when the KL from the starting policy exceeds this (nats a token)"""
+    eval_interval: int = 10
+    """steps between evaluations on natural validation text"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps"""
+    seed: int = 42
+    """seed of prompts and completions"""
+
+    def problems(self) -> Problems:
+        """What is wrong with the settings."""
+        problems = Problems()
+        for name in ("base_model_path", "reward_model_path"):
+            path = getattr(self, name)
+            if problems.require(path is not None, f"{name} is required", f"Name the checkpoint with --{name}"):
+                problems.require(
+                    Path(path).is_file(),
+                    f"Model file not found: {path}",
+                    "Check that the model checkpoint file exists and the path is correct",
+                )
+        problems.check_range(self, "prompts_per_step", "max_steps", "updates_per_step", minimum=1)
+        problems.check_range(self, "plateau_window", "plateau_patience", "eval_interval", minimum=1)
+        problems.require(self.group_size >= 2, f"group_size={self.group_size}: need at least 2 completions to compare")
+        problems.check_range(self, "learning_rate", "epsilon", "epsilon_high", above=0)
+        problems.check_range(self, "update_kl_cap", "start_kl_cap", above=0)
+        problems.check_range(self, "weight_decay", "grad_clip", "beta", "plateau_min_delta", "seed", minimum=0)
+        problems.check_range(self, "reward_threshold", minimum=0, maximum=1)
+        problems.require(
+            self.loss_type != "cispo" or self.epsilon_high is not None,
+            "loss_type=cispo needs epsilon_high, the largest weight of a token",
+            "Add --epsilon_high 5.0",
+        )
+        if obstacle := check_writable(self.output_path):
+            problems.require(False, obstacle, "Choose a place you may write to with --output_path")
+        return problems
+
+
+def main() -> None:
+    settings = parse_settings(GRPOSettings, "train_grpo")
+    device = select_device(settings.device)
+
+    # models: the policy, its frozen start, and the frozen judge. All stay in evaluation mode: dropout would make the
+    # policy that is scored another one than the policy that sampled.
+    checkpoint = load_checkpoint(settings.base_model_path)
+    judge = load_checkpoint(settings.reward_model_path)
+    check_judge(settings, checkpoint, judge)
+    policy = build_model(checkpoint, "generator", settings.base_model_path, device)
+    reference = build_model(checkpoint, "generator", settings.base_model_path, device).requires_grad_(False)
+    reward_model = build_model(judge, "reward", settings.reward_model_path, device).requires_grad_(False)
+    optimizers = make_optimizers(
+        policy, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=device.type
+    )
+
+    # natural text: prompts from the training split, perplexity on the validation split
+    N = policy.config.block_size
+    folder = dataset_folder(settings.dataset)
+    num_tokens = policy.config.num_tokens or policy.config.vocab_size
+    train_tokens = open_token_file(folder / "train.bin", "train", num_tokens, N)
+    val_tokens = open_token_file(folder / "val.bin", "val", num_tokens, 2)
+
+    def natural_loss() -> float:
+        return language_model_loss(policy, WholeSplitBatches(val_tokens, N, ROWS_AT_A_TIME, device))
+
+    say(f"Using device: {device}")
+    say(f"Policy: {settings.base_model_path}, {policy.num_parameters() / 1e6:.2f}M parameters, block_size {N}")
+    say(f"Judge: {settings.reward_model_path}; prompts: {folder}")
+    rows = settings.prompts_per_step * settings.group_size
+    say(f"Each step: {settings.prompts_per_step} prompts x {settings.group_size} completions = {rows} sequences")
+
+    plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
+    window: list[float] = []
+    first_reward = reward = None
+    reason = f"step limit: {settings.max_steps}"
+    with (
+        RunLog(Path(settings.output_path).with_suffix(".jsonl")) as log,
+        progress(settings.max_steps, "GRPO", "step") as bar,
+    ):
+        val_loss = natural_loss()
+        log.log(0, val_loss=val_loss)
+        for step in range(1, settings.max_steps + 1):
+            # sample
+            completions, mask = rollout(policy, train_tokens, settings, step, device)
+            ids = completions.ids.flatten(0, 1)  # (R, N)
+            old_log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
+
+            # score
+            rewards = score(reward_model, ids)  # (R,)
+            with torch.no_grad():
+                reference_log_probs = torch.cat(
+                    [log_probs_of(reference, part)[0] for part in ids.split(ROWS_AT_A_TIME)]
+                )
+
+            # advantage
+            advantages = group_advantages(rewards, settings.group_size, settings.advantage_scale)  # (R,)
+
+            # loss and step, several times on the same completions
+            figures: dict[str, float] = {}
+            updates = 0
+            for _ in range(settings.updates_per_step):
+                figures = accumulate_gradients(
+                    policy, ids, old_log_probs, reference_log_probs, advantages, mask, settings
+                )
+                if updates and figures["kl_update"] > settings.update_kl_cap:
+                    break  # measured before this update's step: the policy has moved far enough
+                figures["gradient_norm"] = clip_gradients(policy.named_parameters(), settings.grad_clip)
+                optimizers.step()
+                optimizers.zero_grad()
+                updates += 1
+            optimizers.zero_grad()
+
+            reward = rewards.mean().item()
+            first_reward = reward if first_reward is None else first_reward
+            flat = groups_without_spread(rewards, settings.group_size).float().mean().item()
+            record = {"reward": reward, "reward_std": rewards.std().item(), "flat_groups": flat, **figures}
+            if step % settings.eval_interval == 0 or step == settings.max_steps:
+                record["val_loss"] = val_loss = natural_loss()
+            log.log(step, quiet=step % settings.eval_interval != 0, updates=updates, **record)
+            bar.set_postfix(reward=f"{reward:.3f}", kl=f"{figures['kl_start']:.3f}")
+            bar.update()
+
+            # stop?
+            window.append(reward)
+            if reward >= settings.reward_threshold:
+                reason = f"reward threshold: {reward:.3f} >= {settings.reward_threshold}"
+                break
+            if figures["kl_start"] > settings.start_kl_cap:
+                reason = f"KL cap: {figures['kl_start']:.3f} > {settings.start_kl_cap} nats a token from the start"
+                break
+            if len(window) == settings.plateau_window:
+                plateau.update(float(np.mean(window)))
+                window.clear()
+                if plateau.should_stop:
+                    reason = f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
+                    break
+        if "val_loss" not in record:
+            val_loss = natural_loss()
+            log.log(step, quiet=True, val_loss=val_loss)
+
+    training = {"steps": step, "stop_reason": reason, "first_reward": first_reward, "last_reward": reward}
+    training |= {"val_loss": val_loss, "kl_start": figures["kl_start"], "settings": asdict(settings)}
+    save_checkpoint(settings.output_path, policy, checkpoint["tokenization"], checkpoint["data"], training)
+    say(f"\nStopped after {step} steps by {reason}")
+    say(f"Mean reward: {first_reward:.4f} at the first step, {reward:.4f} at the last")
+    say(f"Saved {settings.output_path}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# parts
+
+
+def check_judge(settings: GRPOSettings, checkpoint: dict, judge: dict) -> None:
+    """Raise UserError where policy and reward model do not read the same tokens; warn where they are strangers."""
+    if judge["config"].mode != "reward":
+        raise UserError(f"ERROR: {settings.reward_model_path} holds a {judge['config'].mode} model, not a reward model")
+    for name in ("vocab_size", "num_tokens", "block_size"):
+        ours, theirs = getattr(checkpoint["config"], name), getattr(judge["config"], name)
+        if ours != theirs:
+            raise UserError(
+                f"ERROR: {name} is {ours} in the policy and {theirs} in the reward model: they do not match"
+            )
+    records = checkpoint["tokenization"], judge["tokenization"]
+    if None not in records:
+        policy_tokenizer, judge_tokenizer = (TokenizationManager.from_record(record) for record in records)
+        judge_tokenizer.info().check_compatible(policy_tokenizer.info())
+        if records[0]["chars"] != records[1]["chars"]:
+            raise UserError("ERROR: policy and reward model number their characters differently: they do not match")
+    trained_against = (judge["training"] or {}).get("generator_sha256")
+    if trained_against is not None and trained_against != hash_file(settings.base_model_path):
+        warn(f"{settings.reward_model_path} was trained against another generator than {settings.base_model_path}")
+
+
+def rollout(
+    policy: GPT, tokens: np.ndarray, settings: GRPOSettings, step: int, device: torch.device
+) -> tuple[Completions, Tensor]:
+    """Completions (P, G, N) of natural prompts, and the mask (R, N - 1) of the tokens that the policy wrote.
+
+    A prompt's place is uniform over the split, its length uniform on [1, N / 2]; a group shares both. Sampling is at
+    temperature 1 over all tokens: the very distribution that the formulas score.
+    """
+    N, P, G = policy.config.block_size, settings.prompts_per_step, settings.group_size
+    draw = random_stream(settings.seed, "rollout", step)
+    offsets = draw.integers(0, len(tokens) - N + 1, size=P)
+    lengths = draw.integers(1, max(1, N // 2) + 1, size=P)
+    natural = torch.from_numpy(np.stack([tokens[offset : offset + N] for offset in offsets]).astype(np.int64))
+    prefix_lengths = torch.from_numpy(lengths)[:, None].expand(P, G)
+    uniforms = torch.from_numpy(draw.random((P, G, N), dtype=np.float32))
+    completions = complete(policy, natural.to(device), prefix_lengths, uniforms, Sampling())
+    written = torch.arange(1, N)[None] >= prefix_lengths.reshape(-1, 1)  # (R, N - 1): of the token that is predicted
+    return completions, written.to(device)
+
+
+@torch.no_grad()
+def score(reward_model: GPT, ids: Tensor) -> Tensor:
+    """P(natural) (R,) of sequences (R, N)."""
+    return torch.cat([reward_model(part)[0][:, 0] for part in ids.split(ROWS_AT_A_TIME)]).float()
+
+
+def log_probs_of(model: GPT, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (R, N - 1) of the tokens after the first, and the logits (R, N - 1, V) behind them."""
+    logits = model.logits(model.trunk(ids[:, :-1]))
+    return token_log_probs(logits, ids[:, 1:]), logits
+
+
+def accumulate_gradients(
+    policy: GPT,
+    ids: Tensor,
+    old_log_probs: Tensor,
+    reference_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    settings: GRPOSettings,
+) -> dict[str, float]:
+    """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens."""
+    total_tokens, figures = mask.sum(), {}
+    for rows in micro_batches(len(ids)):
+        log_probs, logits = log_probs_of(policy, ids[rows])
+        loss, metrics = policy_loss(
+            log_probs,
+            old_log_probs[rows],
+            advantages[rows],
+            mask[rows],
+            loss_type=settings.loss_type,
+            epsilon_low=settings.epsilon,
+            epsilon_high=settings.epsilon_high,
+            importance_level=settings.importance_level,
+            reference_log_probs=reference_log_probs[rows],
+            beta=settings.beta,
+            kl_estimator=settings.kl_estimator,
+            max_completion_length=policy.config.block_size - 1,
+            num_sequences=len(ids),
+            num_tokens=total_tokens,
+        )
+        loss.backward()
+        share = float(mask[rows].sum() / total_tokens)
+        means = {
+            "kl_start": metrics["kl"],
+            "kl_update": metrics["approx_kl"],
+            "clip_share": metrics["clip_share"],
+            "ratio_mean": metrics["ratio_mean"],
+            "entropy": (entropy(logits.detach()) * mask[rows]).sum() / mask[rows].sum(),
+        }
+        figures["loss"] = figures.get("loss", 0.0) + loss.item()
+        for name, value in means.items():
+            figures[name] = figures.get(name, 0.0) + value.item() * share
+    return figures
+
+
+def micro_batches(num_rows: int) -> Iterator[slice]:
+    """Slices of at most ROWS_AT_A_TIME rows."""
+    for first in range(0, num_rows, ROWS_AT_A_TIME):
+        yield slice(first, first + ROWS_AT_A_TIME)
+
+
+if __name__ == "__main__":
+    run_main(main)
