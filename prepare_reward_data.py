@@ -384,19 +384,19 @@ def describe_identity(
     }
 
 
-def dataset_entries(count: int, block_size: int, info: TokenizationInfo | None) -> dict[str, Any]:
+def dataset_entries(count: int, block_size: int, info: TokenizationInfo) -> dict[str, Any]:
     """The first lines of a split's metadata."""
-    entries = {
+    return {
         "num_samples": count,
         "block_size": block_size,
         "x_shape": (count, block_size),
         "y_shape": (count, 2),
         "x_dtype": "uint16",
         "y_dtype": "float32",
+        "tokenization_method": info.method,
+        "vocab_size": info.vocab_size,
+        "meta_path": info.meta_path,
     }
-    if info is not None:
-        entries |= {"tokenization_method": info.method, "vocab_size": info.vocab_size, "meta_path": info.meta_path}
-    return entries
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -470,7 +470,11 @@ def save_reward_dataset(
     split_name: str,
     tokenization_info: TokenizationInfo | None = None,
 ) -> None:
-    """Write one split's x.bin, y.bin and metadata.txt into `output_dir`, each whole or not at all."""
+    """Write one split's x.bin, y.bin and metadata.txt into `output_dir`, each whole or not at all.
+
+    `tokenization_info` None means GPT-2's BPE, the default of data preparation.
+    """
+    tokenization_info = tokenization_info or TokenizationInfo("bpe", 50257)
     x, y = np.stack(samples_x).astype(np.uint16), np.stack(samples_y).astype(np.float32)
     folder = Path(output_dir)
     for part, array in (("x", x), ("y", y)):
@@ -486,4 +490,4 @@ def save_reward_dataset(
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, way_on="Finished samples are kept; run the same command again to go on.")

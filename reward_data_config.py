@@ -87,8 +87,6 @@ class RewardDataConfig:
     """the same seed on the same machine gives the same bytes"""
     max_blocks: int | None = None
     """at most this many blocks of each split, evenly spaced; None: all"""
-    batch_size: int = 256
-    """samples written at a time; halved when memory runs out"""
     overwrite: bool = False
     """replace a dataset that lies in output_dir"""
     allow_split_mismatch: bool = False
@@ -117,7 +115,7 @@ class RewardDataConfig:
         self._check_output(problems)
         problems.check_range(self, "train_split", above=0, below=1)
         problems.check_range(self, "temperature", "seed", minimum=0)
-        problems.check_range(self, "samples_per_chunk", "top_k", "max_blocks", "batch_size", minimum=1)
+        problems.check_range(self, "samples_per_chunk", "top_k", "max_blocks", minimum=1)
         try:
             select_device(self.device)
         except UserError as error:

@@ -478,21 +478,20 @@ def print_dataset_info(data_dir: str | Path) -> None:
 
 
 def _print_info(data_dir: str | Path, datasets: dict[str, RewardDataset], problems: list[Problem]) -> None:
-    print(f"=== Reward Dataset Info: {data_dir} ===\n")
+    print(f"=== Reward Dataset Info: {data_dir} ===")
     for split in SPLITS:
-        print(f"{split.upper()} SET:")
+        print(f"\n{split.upper()} SET:")
         if split in datasets:
             _print_split(datasets[split])
         else:
             for _, sentence in problems:
                 print(f"  ⚠️ {sentence}")
-        print()
     tokenization = next((text for check, text in _find_disagreements(datasets) if check == "Tokenization"), None)
     if tokenization:
-        print(f"⚠️ {tokenization}")
+        print(f"\n⚠️ {tokenization}")
     elif len(datasets) == len(SPLITS):
         info = datasets["train"].get_tokenization_info()
-        print(f"✅ Tokenization consistency: Both splits use {info.method} with vocab_size={info.vocab_size}")
+        print(f"\n✅ Tokenization consistency: Both splits use {info.method} with vocab_size={info.vocab_size}")
 
 
 def _print_split(dataset: RewardDataset) -> None:
@@ -531,24 +530,24 @@ def print_quality_report(data_dir: str | Path) -> list[Problem]:
 
 
 def _print_quality(datasets: dict[str, RewardDataset], problems: list[Problem]) -> list[Problem]:
-    sizes = [datasets[split].num_samples if split in datasets else 0 for split in SPLITS]
-    shares = [size / max(sum(sizes), 1) for size in sizes]
     whole = len(datasets) == len(SPLITS)
-    subject = "samples" if whole else f"{' and '.join(datasets) or 'no'} samples"
+    unread = [split for split in SPLITS if split not in datasets]
+    sizes = [datasets[split].num_samples if split in datasets else 0 for split in SPLITS]
+    train_share, val_share = (size / max(sum(sizes), 1) for size in sizes)
+    lines = {
+        "Probability sums": "All samples sum to 1.000000",
+        "Token ranges": "All tokens within vocab bounds",
+        "Split consistency": f"{train_share:.1%} train, {val_share:.1%} validation",
+        "Tokenization": "Consistent across all samples",
+        "File integrity": "All binary files valid",
+        "Metadata": "Complete tokenization information",
+    }
     print("\nDataset Quality Validation:")
-    for check, good in (
-        ("Probability sums", f"All {subject} sum to 1.000000"),
-        ("Token ranges", "All tokens within vocab bounds" if whole else f"All tokens of {subject} within vocab bounds"),
-        ("Split consistency", f"{shares[0]:.1%} train, {shares[1]:.1%} validation"),
-        ("Tokenization", f"Consistent across all {subject}"),
-        ("File integrity", "All binary files valid"),
-        ("Metadata", "Complete tokenization information"),
-    ):
+    for check, good in lines.items():
         found = [sentence for name, sentence in problems if name == check]
-        if not found:
-            print(f"✅ {check}: {good}")
-        for sentence in found:
-            print(f"⚠️ {check}: {sentence}")
+        if not whole and not found and check not in ("File integrity", "Metadata"):
+            found = [f"Not checked for {' and '.join(unread)}, which cannot be read"]
+        print("\n".join(f"⚠️ {check}: {sentence}" for sentence in found) or f"✅ {check}: {good}")
     return problems
 
 

@@ -3,7 +3,8 @@
     python run_cycles.py --config config/shakespeare_char_cpu.py
 
 Floor 5. Starts the scripts of floor 4 one after the other, each in a process of its own. Out, in out_dir:
-base_model_v1.pt, then for every cycle n reward_data_vn/, reward_model_vn.pt and base_model_v(n+1).pt; and cycles.json. An interrupted run goes on at the stage where it stopped; a finished one says so.
+base_model_v1.pt, then for every cycle n reward_data_vn/, reward_model_vn.pt and base_model_v(n+1).pt; and cycles.json.
+An interrupted run goes on at the stage where it stopped; a finished one says so.
 """
 
 import os
@@ -284,4 +285,4 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, way_on="Finished stages are kept; run the same command again to go on.")

@@ -8,6 +8,7 @@ Floor 0. What each number means is defined once, in docs/metrics.md.
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,15 +43,22 @@ class RunLog:
     """Writes a run's numbers: a printed line and a JSON record a step.
 
     The file is begun anew, or continued with the records up to `resume_step` (later ones belong to work that an
-    interruption threw away).
+    interruption threw away). `unit` is what the lines call a step; `tracker` gets every record too.
     """
 
-    def __init__(self, path: str | Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        resume_step: int | None = None,
+        unit: str = "step",
+        tracker: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
         self.path = Path(path)
         kept = [] if resume_step is None else [r for r in read_records(self.path) if r.get("step", 0) <= resume_step]
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         self._start = time.monotonic()
+        self._unit, self._tracker = unit, tracker
 
     def __enter__(self) -> "RunLog":
         return self
@@ -63,8 +71,20 @@ class RunLog:
         record = {"step": step, "seconds": round(time.monotonic() - self._start, 3), **metrics}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        if self._tracker is not None:
+            self._tracker(record)
         if not quiet:
-            say(f"step {step} | " + format_metrics(metrics))
+            say(f"{self._unit} {step} | " + format_metrics(metrics))
+
+
+def wandb_tracker(project: str, run_name: str, settings: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """Sends records to Weights & Biases; raises UserError where its package is not installed."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("ERROR: wandb_log=True needs a package: `pip install wandb`, or --wandb_log False") from None
+    run = wandb.init(project=project, name=run_name, config=settings)
+    return lambda record: run.log(record, step=record["step"])
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

@@ -32,8 +32,11 @@ class Terminated(BaseException):
     """SIGTERM arrived. A BaseException, like KeyboardInterrupt, so that no `except Exception` swallows it."""
 
 
-def run_main(main: Callable[[], None]) -> None:
-    """Run a script's main(); turn what a user can cause into one line on stderr and an exit status."""
+def run_main(main: Callable[[], None], way_on: str = "Run the same command again.") -> None:
+    """Run a script's main(); turn what a user can cause into one line on stderr and an exit status.
+
+    `way_on` tells somebody who interrupted the script how to go on.
+    """
 
     def on_sigterm(signum, frame):
         raise Terminated
@@ -44,9 +47,9 @@ def run_main(main: Callable[[], None]) -> None:
     except UserError as error:
         _exit(str(error), EXIT_BAD_INPUT)
     except KeyboardInterrupt:
-        _exit("Interrupted. What was finished is kept; run the same command again to go on.", EXIT_INTERRUPTED)
+        _exit(f"Interrupted. {way_on}", EXIT_INTERRUPTED)
     except Terminated:
-        _exit("Terminated. What was finished is kept; run the same command again to go on.", EXIT_TERMINATED)
+        _exit(f"Terminated. {way_on}", EXIT_TERMINATED)
     except BrokenPipeError:
         # The reader of our output went away (`... | head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -47,7 +47,8 @@ class SampleSettings:
         """What is wrong with the settings."""
         problems = Problems()
         problems.check_range(self, "num_samples", "top_k", minimum=1)
-        problems.check_range(self, "max_new_tokens", "temperature", "seed", minimum=0)
+        problems.check_range(self, "max_new_tokens", "temperature", minimum=0)
+        problems.check_range(self, "seed", minimum=0, maximum=2**63 - 1)
         problems.check_range(self, "top_p", above=0, maximum=1)
         return problems
 

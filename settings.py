@@ -64,7 +64,7 @@ class Problems:
             value = getattr(settings, name)
             # Written so that NaN fails: every comparison with it is false.
             within = value is None or (minimum <= value <= maximum and above < value < below)
-            finite = value is None or math.isfinite(value)
+            finite = value is None or isinstance(value, int) or math.isfinite(value)
             self.require(
                 within and finite, f"{name}={value}: {rule}", f"Give --{name} a value that is in range: {rule}"
             )

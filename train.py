@@ -20,7 +20,7 @@ from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token
 from model import GPT, GPTConfig
 from objectives import language_model_loss
 from optimization import EarlyStopping, clip_gradients, learning_rate_factor, make_optimizers
-from run_log import RunLog, progress, say
+from run_log import RunLog, progress, say, wandb_tracker
 from runtime import UserError, autocast, check_writable, random_stream, run_main, seed_step, select_device, select_dtype
 from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
@@ -194,8 +194,9 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     first_step, best_val_loss = 0, float("inf")
+    resumed = settings.init_from == "resume"
 
-    if settings.init_from == "resume":
+    if resumed:
         state = load_resume_state(settings, data)
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
@@ -225,13 +226,17 @@ def main() -> None:
         say(f"val_loss {evaluate():.4f}")
         return
 
+    tracker = None
+    if settings.wandb_log:
+        tracker = wandb_tracker(settings.wandb_project, settings.wandb_run_name, asdict(settings))
     with (
-        RunLog(settings.log_path, resume_step=first_step if settings.init_from == "resume" else None) as log,
+        RunLog(settings.log_path, first_step if resumed else None, tracker=tracker) as log,
         progress(settings.max_iters, "Training", "step", initial=first_step) as bar,
     ):
         step_time, step_count, running_loss = 0.0, 0, 0.0
         for step in range(first_step, settings.max_iters + 1):
-            if step % settings.eval_interval == 0 or step == settings.max_iters:
+            due = step % settings.eval_interval == 0 or step == settings.max_iters
+            if due and not (resumed and step == first_step):  # a resumed run has this evaluation behind it
                 val_loss = evaluate()
                 log.log(step, val_loss=val_loss)
                 if not math.isfinite(val_loss):
@@ -240,7 +245,8 @@ def main() -> None:
                         f"{settings.checkpoint_path}. Lower --learning_rate or --muon_learning_rate"
                     )
                 stopping.update(val_loss)
-                if val_loss < best_val_loss or settings.always_save_checkpoint:
+                # Nothing is written before the first step: a run begun by mistake must not replace a trained model.
+                if (val_loss < best_val_loss or settings.always_save_checkpoint) and (step or not settings.max_iters):
                     best_val_loss = min(val_loss, best_val_loss)
                     figures = {"step": step, "val_loss": val_loss, "settings": asdict(settings)}
                     save_checkpoint(settings.checkpoint_path, model, tokenizer.to_record(), data, figures)
@@ -254,10 +260,11 @@ def main() -> None:
                     "settings": asdict(settings),
                     "data": data,
                 }
-                save_state(settings.state_path, state)
-                if stopping.should_stop:
-                    say(f"Stopped at step {step}: no fall of {settings.min_delta} in {settings.patience} evaluations")
-                    break
+                if step:
+                    save_state(settings.state_path, state)
+            if stopping.should_stop:
+                say(f"Stopped at step {step}: no fall of {settings.min_delta} in {settings.patience} evaluations")
+                break
             if step == settings.max_iters:
                 break
 
@@ -322,4 +329,4 @@ def load_resume_state(settings: TrainSettings, data: dict) -> dict:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, way_on="Go on from the last evaluation with --init_from resume.")

@@ -187,15 +187,14 @@ def main() -> None:
             advantages = group_advantages(rewards, settings.group_size, settings.advantage_scale)  # (R,)
 
             # loss and step, several times on the same completions
-            figures: dict[str, float] = {}
-            updates = 0
+            gradient_norm, updates = 0.0, 0
             for _ in range(settings.updates_per_step):
                 figures = accumulate_gradients(
                     policy, ids, old_log_probs, reference_log_probs, advantages, mask, settings
                 )
                 if updates and figures["kl_update"] > settings.update_kl_cap:
                     break  # measured before this update's step: the policy has moved far enough
-                figures["gradient_norm"] = clip_gradients(policy.named_parameters(), settings.grad_clip)
+                gradient_norm = clip_gradients(policy.named_parameters(), settings.grad_clip)
                 optimizers.step()
                 optimizers.zero_grad()
                 updates += 1
@@ -205,9 +204,10 @@ def main() -> None:
             first_reward = reward if first_reward is None else first_reward
             flat = groups_without_spread(rewards, settings.group_size).float().mean().item()
             record = {"reward": reward, "reward_std": rewards.std().item(), "flat_groups": flat, **figures}
+            record |= {"gradient_norm": gradient_norm, "updates": updates}
             if step % settings.eval_interval == 0 or step == settings.max_steps:
                 record["val_loss"] = val_loss = natural_loss()
-            log.log(step, quiet=step % settings.eval_interval != 0, updates=updates, **record)
+            log.log(step, quiet=step % settings.eval_interval != 0, **record)
             bar.set_postfix(reward=f"{reward:.3f}", kl=f"{figures['kl_start']:.3f}")
             bar.update()
 

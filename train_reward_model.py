@@ -125,7 +125,7 @@ def main() -> None:
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     best_state, best_epoch, best_loss = None, 0, float("inf")
     steps = -(-len(train_set) // settings.batch_size)
-    with RunLog(Path(settings.output_path).with_suffix(".jsonl")) as log:
+    with RunLog(Path(settings.output_path).with_suffix(".jsonl"), unit="epoch") as log:
         for epoch in range(1, settings.max_epochs + 1):
             model.train(trained_layers != 0)
             seed_step(settings.seed, "dropout", epoch)

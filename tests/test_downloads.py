@@ -2,7 +2,7 @@
 
     pytest tests/test_downloads.py
 
-No test needs the network: what would be fetched is replaced, except in the last one, which asks pip and skips without it.
+No test needs the network: what would be fetched is replaced; only the last one asks pip, and skips without it.
 """
 
 import hashlib

@@ -42,7 +42,7 @@ def test_good_settings_have_no_problems(text_config, files, tmp_path):
     assert errors(text_config, data_path=str(tmp_path)) == []  # a folder that holds input.txt
     assert errors(text_config, tokenization="char", meta_path=files["meta.pkl"]) == []
     assert errors(text_config, temperature=0.0, seed=0, top_k=1, max_blocks=1) == []
-    binary = dict(input_mode="binary", data_path=None, train_bin=files["train.bin"], val_bin=files["val.bin"])
+    binary = {"input_mode": "binary", "data_path": None, "train_bin": files["train.bin"], "val_bin": files["val.bin"]}
     assert errors(text_config, **binary, tokenization="bpe") == []
 
 
@@ -141,7 +141,13 @@ def test_values_that_are_not_finite(text_config, name, value):
 
 
 def test_all_problems_are_told_at_once(text_config):
-    changes = dict(model_path=None, data_path="nowhere", tokenization="char", temperature=float("nan"), top_k=0)
+    changes = {
+        "model_path": None,
+        "data_path": "nowhere",
+        "tokenization": "char",
+        "temperature": float("nan"),
+        "top_k": 0,
+    }
     assert len(errors(text_config, **changes)) == 5
 
 
