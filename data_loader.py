@@ -100,8 +100,9 @@ def write_token_files(folder: str | Path, splits: TokenSplits) -> None:
             raise BinaryFileError(f"Token range incompatible in {name} data: token files are uint16, 0 to 65535")
     folder = Path(folder)
     with atomic_path(folder / "train.bin") as train_path, atomic_path(folder / "val.bin") as val_path:
-        splits.train.astype(TOKEN_DTYPE, copy=False).tofile(train_path)
-        splits.val.astype(TOKEN_DTYPE, copy=False).tofile(val_path)
+        # Not `tofile`, which does not say why a write failed.
+        train_path.write_bytes(np.ascontiguousarray(splits.train, dtype=TOKEN_DTYPE))
+        val_path.write_bytes(np.ascontiguousarray(splits.val, dtype=TOKEN_DTYPE))
 
 
 def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: int = 1) -> np.memmap:

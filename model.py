@@ -37,21 +37,24 @@ class GPTConfig:
     def problem(self) -> str | None:
         """What makes this configuration impossible, as one sentence, or None."""
         counts = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "reward_head_hidden_dim")
-        for name in counts:
+        for name in (*counts, *(["num_tokens"] if self.num_tokens is not None else [])):
+            # A checkpoint may come from anywhere: its config can hold any type.
+            if type(getattr(self, name)) is not int:
+                return f"{name}={getattr(self, name)!r}: must be a whole number"
             if getattr(self, name) < 1:
                 return f"{name}={getattr(self, name)}: must be >= 1"
         if self.n_embd % self.n_head:
             return f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
         if self.position == "rope" and (self.n_embd // self.n_head) % 2:
             return f"rotary positions need an even head size, not n_embd / n_head = {self.n_embd // self.n_head}"
-        if not 0 <= self.dropout < 1:
-            return f"dropout={self.dropout}: must be >= 0 and < 1"
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            return f"dropout={self.dropout!r}: must be >= 0 and < 1"
         if self.mode not in ("generator", "reward"):
             return f"mode={self.mode!r}: mode must be 'generator' or 'reward'"
         if self.position not in ("rope", "learned"):
             return f"position={self.position!r}: must be 'rope' or 'learned'"
-        if self.num_tokens is not None and not 1 <= self.num_tokens <= self.vocab_size:
-            return f"num_tokens={self.num_tokens}: must be >= 1 and <= vocab_size={self.vocab_size}"
+        if self.num_tokens is not None and self.num_tokens > self.vocab_size:
+            return f"num_tokens={self.num_tokens}: must be <= vocab_size={self.vocab_size}"
         return None
 
 

@@ -124,7 +124,6 @@ BAD_VALUES = {
     "top_k": [0, -3],
     "samples_per_chunk": [0],
     "max_blocks": [0],
-    "batch_size": [0],
 }
 
 

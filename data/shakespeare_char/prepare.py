@@ -37,6 +37,7 @@ def main() -> None:
     text = read_text(ensure_corpus(settings.out_dir, settings.source))
     tokenizer = TokenizationManager.from_text(text)
     splits = split_and_encode(text, tokenizer)
+    # First, because token files without their meta.pkl could be taken for BPE.
     save_meta(Path(settings.out_dir, "meta.pkl"), tokenizer.chars)
     write_token_files(settings.out_dir, splits)
     print(f"length of dataset in characters: {len(text):,}")

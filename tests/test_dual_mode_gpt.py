@@ -1,0 +1,359 @@
+"""model.py: both heads on one trunk, against a forward pass written out by hand.  `pytest tests/test_dual_mode_gpt.py`"""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import model as model_module
+from model import GPT, GPTConfig, rotary_angles, rotate
+from runtime import UserError
+
+TINY = {"block_size": 12, "vocab_size": 11, "n_layer": 2, "n_head": 2, "n_embd": 8}
+
+
+def tiny_model(seed: int = 0, lively: bool = False, **changes) -> GPT:
+    """A tiny model; a lively one has weights so large that every part of it shows in the output."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**{**TINY, **changes})).eval()
+    if lively:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+    return model
+
+
+def some_ids(*shape: int, vocab_size: int = TINY["vocab_size"], seed: int = 1) -> torch.Tensor:
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def trunk_names(bias: bool, position: str, n_layer: int = 2) -> set[str]:
+    """The trunk's state-dict names as nanoGPT has them."""
+    names = {"transformer.wte.weight", "transformer.ln_f.weight"}
+    names |= {"transformer.wpe.weight"} if position == "learned" else set()
+    names |= {"transformer.ln_f.bias"} if bias else set()
+    for layer in range(n_layer):
+        for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
+            names.add(f"transformer.h.{layer}.{part}.weight")
+            if bias:
+                names.add(f"transformer.h.{layer}.{part}.bias")
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the seeds promise of GPTConfig and of the two modes
+
+
+def test_config_fields_and_defaults_of_the_seeds_come_first():
+    promised = {
+        "block_size": 1024,
+        "vocab_size": 50304,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "dropout": 0.0,
+        "bias": True,
+        "mode": "generator",
+        "reward_head_hidden_dim": 256,
+    }
+    defaults = [(field.name, field.default) for field in dataclasses.fields(GPTConfig)]
+    assert defaults[: len(promised)] == list(promised.items())
+    assert all(default is not dataclasses.MISSING for _, default in defaults)
+
+
+@pytest.mark.parametrize("hidden", [None, 1, 128, 256, 512])
+def test_configurable_reward_head_hidden_dim(hidden):
+    changes = {} if hidden is None else {"reward_head_hidden_dim": hidden}
+    model, width = tiny_model(mode="reward", **changes), hidden or 256
+    shapes = {name: tuple(p.shape) for name, p in model.state_dict().items() if name.startswith("reward_head")}
+    assert shapes == {
+        "reward_head.0.weight": (width, 8),
+        "reward_head.0.bias": (width,),
+        "reward_head.2.weight": (2, width),
+        "reward_head.2.bias": (2,),
+    }
+    assert [type(layer).__name__ for layer in model.reward_head] == ["Linear", "ReLU", "Linear", "Softmax"]
+    probabilities, _ = model(some_ids(3, 5))
+    assert probabilities.shape == (3, 2)
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_state_dict_names(position, bias):
+    generator = tiny_model(position=position, bias=bias)
+    assert set(generator.state_dict()) == trunk_names(bias, position) | {"lm_head.weight"}
+    assert generator.transformer.wte.weight is generator.lm_head.weight
+
+    reward = tiny_model(position=position, bias=bias, mode="reward")
+    head = {f"reward_head.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")}
+    assert set(reward.state_dict()) == trunk_names(bias, position) | head
+    assert not hasattr(reward, "lm_head") and not hasattr(generator, "reward_head")
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_generator_weights_load_into_a_reward_model(position):
+    generator = tiny_model(seed=0, position=position)
+    reward = tiny_model(seed=1, position=position, mode="reward")
+    idx = some_ids(2, 7)
+    assert not torch.allclose(reward.trunk(idx), generator.trunk(idx))
+    missing, unexpected = reward.load_state_dict(generator.state_dict(), strict=False)
+    assert all(name.startswith("reward_head.") for name in missing) and len(missing) == 4
+    assert unexpected == ["lm_head.weight"]
+    assert torch.equal(reward.trunk(idx), generator.trunk(idx))
+
+
+def test_num_parameters_counts_tied_weights_once_and_positions_never():
+    # wte 11*8; a layer: norms 2*16, c_attn 24*9, c_proj 8*9, c_fc 32*9, c_proj 8*33; ln_f 16
+    layer = 2 * 16 + 24 * 9 + 8 * 9 + 32 * 9 + 8 * 33
+    assert tiny_model().num_parameters() == 11 * 8 + 2 * layer + 16
+    assert tiny_model(position="learned").num_parameters() == tiny_model().num_parameters()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the forward pass, written out
+
+
+def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
+    """The trunk's output in float64, position by position and head by head; rotary positions as complex numbers."""
+    config, weights = model.config, {name: tensor.double() for name, tensor in model.state_dict().items()}
+    head_dim, T = config.n_embd // config.n_head, idx.size(1)
+
+    def linear(name, x):
+        y = x @ weights[f"{name}.weight"].T
+        return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+    def norm(name, x):
+        x = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
+        x = x * weights[f"{name}.weight"]
+        return x + weights[f"{name}.bias"] if f"{name}.bias" in weights else x
+
+    def turned(x, t):  # (B, D) -> (B, D)
+        half = head_dim // 2
+        angle = t * 10000.0 ** (-2 * torch.arange(half, dtype=torch.float64) / head_dim)
+        z = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((z.real, z.imag), dim=1)
+
+    x = weights["transformer.wte.weight"][idx]
+    if config.position == "learned":
+        x = x + weights["transformer.wpe.weight"][:T]
+    for layer in range(config.n_layer):
+        name = f"transformer.h.{layer}"
+        q, k, v = linear(f"{name}.attn.c_attn", norm(f"{name}.ln_1", x)).split(config.n_embd, dim=-1)
+        y = torch.zeros_like(x)
+        for head in range(config.n_head):
+            part = slice(head * head_dim, (head + 1) * head_dim)
+            for t in range(T):
+                place = turned if config.position == "rope" else lambda vector, _: vector
+                query = place(q[:, t, part], t)
+                scores = [(query * place(k[:, s, part], s)).sum(-1) / math.sqrt(head_dim) for s in range(t + 1)]
+                attention = torch.stack(scores, dim=1).softmax(dim=1)  # (B, t + 1)
+                y[:, t, part] = (attention[:, :, None] * v[:, : t + 1, part]).sum(1)
+        x = x + linear(f"{name}.attn.c_proj", y)
+        h = linear(f"{name}.mlp.c_fc", norm(f"{name}.ln_2", x))
+        x = x + linear(f"{name}.mlp.c_proj", h * 0.5 * (1 + torch.erf(h / math.sqrt(2))))
+    return norm("transformer.ln_f", x)
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_generator_equals_the_forward_pass_by_hand(position, bias):
+    model, idx, targets = tiny_model(lively=True, position=position, bias=bias), some_ids(3, 9), some_ids(3, 9, seed=2)
+    targets[1, 4:] = -1
+    expected = hidden_states_by_hand(model, idx) @ model.lm_head.weight.double().T
+    log_probs = expected.log_softmax(-1)
+    kept = [(b, t) for b in range(3) for t in range(9) if targets[b, t] != -1]
+    expected_loss = -sum(log_probs[b, t, targets[b, t]] for b, t in kept) / len(kept)
+
+    logits, loss = model(idx, targets)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-4)
+    last, no_loss = model(idx)
+    assert last.shape == (3, 1, 11) and no_loss is None
+    torch.testing.assert_close(last[:, 0], logits[:, -1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_reward_model_equals_the_forward_pass_by_hand(position):
+    model, idx = tiny_model(lively=True, mode="reward", position=position), some_ids(3, 9)
+    hidden, _, scores, _ = model.reward_head.double()
+    last = hidden_states_by_hand(model, idx)[:, -1]  # pooling is the last token
+    inner = (last @ hidden.weight.T + hidden.bias).clamp(min=0)
+    expected = (inner @ scores.weight.T + scores.bias).softmax(-1)
+    model.float()
+
+    probabilities, no_loss = model(idx)
+    assert no_loss is None
+    torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(3))
+    assert probabilities.std(0).min() > 1e-3  # it does read its input
+
+
+def test_reward_loss_is_the_mean_squared_error_by_hand():
+    model, idx = tiny_model(lively=True, mode="reward"), some_ids(2, 4)
+    targets = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
+    probabilities, loss = model(idx, targets)
+    by_hand = sum((probabilities[b, c].item() - targets[b, c].item()) ** 2 for b in range(2) for c in range(2)) / 4
+    assert loss.item() == pytest.approx(by_hand, rel=1e-5)
+    loss.backward()
+    assert model.reward_head[0].weight.grad.abs().sum() > 0 and model.transformer.wte.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_the_future_does_not_show(position):
+    model, idx = tiny_model(lively=True, position=position), some_ids(2, 10)
+    changed = idx.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % 11
+    before, after = model.trunk(idx), model.trunk(changed)
+    assert torch.equal(before[:, :6], after[:, :6])
+    assert not torch.allclose(before[:, 6:], after[:, 6:])
+
+
+@given(query=st.integers(0, 40), key=st.integers(0, 40), shift=st.integers(0, 23), seed=st.integers(0, 99))
+def test_rotary_scores_depend_on_the_distance_alone(query, key, shift, seed):
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(seed))
+    angles = rotary_angles(64, 8)
+
+    def score(t, s):
+        return (rotate(q, angles[:, t : t + 1]) * rotate(k, angles[:, s : s + 1])).sum()
+
+    torch.testing.assert_close(score(query, key), score(query + shift, key + shift), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rotate(q, angles[:, query : query + 1]).norm(), q.norm())  # it only turns
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("mode", ["generator", "reward"])
+def test_sequences_longer_than_the_block_are_refused(position, mode):
+    model = tiny_model(position=position, mode=mode)
+    model(some_ids(1, 12))
+    with pytest.raises(UserError, match="13 tokens does not fit block_size 12"):
+        model(some_ids(1, 13))
+
+
+def test_dropout_works_in_training_only():
+    model, idx = tiny_model(lively=True, dropout=0.5), some_ids(2, 6)
+    assert torch.equal(model(idx)[0], model(idx)[0])
+    model.train()
+    assert not torch.allclose(model(idx)[0], model(idx)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# padding ids
+
+
+def test_padding_ids_have_no_probability_and_change_nothing_else():
+    model, targets = tiny_model(lively=True, vocab_size=16, num_tokens=11), some_ids(2, 6, seed=2)
+    with torch.no_grad():
+        model.lm_head.weight[11:] = 50 * model.lm_head.weight[:5]  # padding that would win
+    logits, loss = model(some_ids(2, 6), targets)
+    assert logits.shape == (2, 6, 16) and torch.isfinite(logits).all()
+    assert (logits.softmax(-1)[..., 11:] == 0).all()
+    plain = F.cross_entropy(logits[..., :11].reshape(-1, 11), targets.reshape(-1))
+    torch.testing.assert_close(loss, plain)
+    loss.backward()
+    assert torch.isfinite(model.lm_head.weight.grad).all()
+    assert (model.lm_head.weight.grad[11:] == 0).all()
+    assert (model(some_ids(2, 6))[0].softmax(-1)[..., 11:] == 0).all()
+
+
+def test_padding_ids_are_no_prompt():
+    model = tiny_model(vocab_size=16, num_tokens=11)
+    model.generate(torch.tensor([[10]]), 1)
+    with pytest.raises(UserError, match=r"span \[3, 11\], but this model knows \[0, 10\]"):
+        model.generate(torch.tensor([[3, 11]]))
+    with pytest.raises(UserError, match=r"\[-1, -1\]"):
+        model.generate(torch.tensor([[-1]]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# initialisation
+
+
+@pytest.mark.parametrize("mode", ["generator", "reward"])
+def test_initialisation(mode):
+    torch.manual_seed(0)
+    config = GPTConfig(
+        block_size=64, vocab_size=200, n_layer=3, n_head=4, n_embd=128, mode=mode, position="learned"
+    )
+    model = GPT(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        elif ".ln_" in name:
+            assert (parameter == 1).all(), name
+        else:
+            expected = 0.02
+            if name.endswith("c_proj.weight"):
+                expected /= math.sqrt(2 * 3)
+            elif name == "reward_head.0.weight":
+                expected = math.sqrt(2 / 128)
+            assert parameter.std().item() == pytest.approx(expected, rel=0.12), name
+            assert abs(parameter.mean().item()) < 0.1 * expected, name
+    idx = some_ids(8, 32, vocab_size=200)
+    if mode == "generator":
+        assert model(idx, some_ids(8, 32, vocab_size=200, seed=5))[1].item() == pytest.approx(math.log(200), rel=0.05)
+    else:
+        probabilities = model(idx)[0]
+        assert (probabilities - 0.5).abs().max() < 0.3  # not saturated: it can learn
+        assert probabilities.std(0).min() > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# impossible configurations
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 0}, "block_size=0: must be >= 1"),
+        ({"vocab_size": -3}, "vocab_size=-3"),
+        ({"n_layer": 0}, "n_layer=0"),
+        ({"n_head": 0}, "n_head=0"),
+        ({"n_embd": 0}, "n_embd=0"),
+        ({"reward_head_hidden_dim": 0}, "reward_head_hidden_dim=0"),
+        ({"n_embd": 9}, "n_embd=9 is not a multiple of n_head=2"),
+        ({"n_embd": 6}, "even head size"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": -0.1}, "dropout=-0.1"),
+        ({"dropout": math.nan}, "dropout=nan"),
+        ({"mode": "critic"}, "mode must be 'generator' or 'reward'"),
+        ({"position": "alibi"}, "position='alibi'"),
+        ({"num_tokens": 0}, "num_tokens=0"),
+        ({"num_tokens": 12}, "num_tokens=12"),
+        ({"n_layer": 2.0}, "n_layer=2.0: must be a whole number"),
+        ({"block_size": "12"}, "block_size='12': must be a whole number"),
+        ({"vocab_size": None}, "vocab_size=None: must be a whole number"),
+        ({"num_tokens": "5"}, "num_tokens='5': must be a whole number"),
+        ({"dropout": "0.1"}, "dropout='0.1'"),
+    ],
+)
+def test_impossible_configs_are_told(changes, message):
+    with pytest.raises(UserError) as caught:
+        GPT(GPTConfig(**{**TINY, **changes}))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_odd_head_size_is_fine_with_learned_positions():
+    GPT(GPTConfig(**{**TINY, "n_embd": 6}, position="learned"))
+
+
+def test_a_reward_model_cannot_generate():
+    with pytest.raises(UserError, match="reward model cannot generate"):
+        tiny_model(mode="reward").generate(some_ids(1, 1))
+
+
+def test_gpt_config_is_read_at_torch_load_s_safe_default(tmp_path):
+    config = GPTConfig(**TINY, mode="reward")
+    torch.save(config, tmp_path / "config.pt")
+    assert torch.load(tmp_path / "config.pt") == config
+    assert model_module.GPTConfig in torch.serialization.get_safe_globals()
+
+
+def test_models_can_be_copied():
+    model = tiny_model(lively=True)
+    assert torch.equal(copy.deepcopy(model)(some_ids(1, 3))[0], model(some_ids(1, 3))[0])
