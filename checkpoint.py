@@ -8,8 +8,9 @@ It is read with torch.load(weights_only=True): nothing in a checkpoint is execut
 """
 
 import pickle
+import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from torch import nn
 
 from model import GPT, GPTConfig
-from runtime import UserError, atomic_path, hash_tokens
+from runtime import UserError, atomic_path, hash_tokens, warn
+from tokenization_manager import TokenizationManager
 
 FORMAT_VERSION = 1
 HEADS = ("lm_head.", "reward_head.")
@@ -44,9 +46,15 @@ def save_checkpoint(
 
 
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
-    """torch.save to `path`, whole or not at all."""
-    with atomic_path(path) as partial:
-        torch.save(dict(contents), partial)
+    """torch.save to `path`, whole or not at all; raises UserError where it cannot be written (a full disk)."""
+    with atomic_path(path) as partial, open(partial, "wb") as file:
+        try:
+            torch.save(dict(contents), file)
+        except RuntimeError as error:
+            # torch's writer tells a failed write as its own error, raised while it handles the system's.
+            if not isinstance(error.__context__, OSError):
+                raise
+            raise UserError(f"ERROR: cannot write {path}: {error.__context__.strerror}") from None
 
 
 def load_state(path: str | Path) -> dict[str, Any]:
@@ -55,7 +63,8 @@ def load_state(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"ERROR: Model file not found: {path}")
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # torch's remarks on foreign files; the error below says it
+            contents = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = next(
             (line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""
@@ -63,8 +72,11 @@ def load_state(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"ERROR: {path} holds something else than tensors and settings; nothing was executed. {reason}"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, IndexError, TypeError) as error:
-        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {str(error).splitlines()[0]}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged bytes can make the reader stumble in any way; a cut file gives an OSError
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {reason}") from None
     if not isinstance(contents, dict):
         raise UserError(f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint")
     return contents
@@ -77,12 +89,15 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     contents = load_state(path)
     if "model_args" in contents:
-        contents = _from_nanogpt(contents)
+        contents = _from_nanogpt(path, contents)
     for key in ("model", "config"):
         if key not in contents:
             raise UserError(f"ERROR: {path} has no {key!r}: a checkpoint is a dict with 'model' and 'config'")
     if not isinstance(contents["config"], GPTConfig) or not isinstance(contents["model"], dict):
         raise UserError(f"ERROR: {path}: 'config' must be a GPTConfig and 'model' a state dict")
+    for name, tensor in contents["model"].items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise UserError(f"ERROR: {path}: 'model' must be a state dict, but {name!r} is no tensor with a name")
     version = contents.get("format_version", FORMAT_VERSION)
     if version != FORMAT_VERSION:
         raise UserError(f"ERROR: {path} has format_version {version}; this program reads version {FORMAT_VERSION}")
@@ -92,11 +107,16 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     return {"tokenization": None, "data": None, "training": None, **contents}
 
 
-def _from_nanogpt(contents: dict[str, Any]) -> dict[str, Any]:
+def _from_nanogpt(path: str | Path, contents: dict[str, Any]) -> dict[str, Any]:
     """nanoGPT's checkpoint, whose `config` is a dict of settings and whose model may have been compiled."""
-    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in contents["model"].items()}
+    arguments, weights = contents["model_args"], contents.get("model")
+    known = {field.name for field in fields(GPTConfig)} - {"position"}
+    if not isinstance(arguments, dict) or not isinstance(weights, dict) or not arguments.keys() <= known:
+        raise UserError(f"ERROR: {path}: 'model_args' and 'model' are not those of a nanoGPT checkpoint")
+    state = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
+    # Old versions keep their causal mask among the weights.
     state = {name: tensor for name, tensor in state.items() if not name.endswith(".attn.bias")}
-    return {"model": state, "config": GPTConfig(position="learned", **contents["model_args"])}
+    return {"model": state, "config": GPTConfig(position="learned", **arguments)}
 
 
 def _check_weights(path: str | Path, state: dict[str, torch.Tensor], config: GPTConfig) -> None:
@@ -141,3 +161,41 @@ def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
         "train_sha256": hash_tokens(train),
         "val_sha256": hash_tokens(val),
     }
+
+
+def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any], allow_mismatch: bool) -> None:
+    """Raise UserError where the model was trained on other splits: its validation text may be training text here."""
+    if trained is None:
+        warn(
+            "this checkpoint has no record of its training data; make sure that it used the same train/validation split"
+        )
+    elif trained != data:
+        differing = [name for name in ("train", "val") if trained[f"{name}_sha256"] != data[f"{name}_sha256"]]
+        told = ", ".join(
+            f"{split} {trained[f'{split}_tokens']:,} tokens then, {data[f'{split}_tokens']:,} now"
+            for split in differing
+        )
+        if not allow_mismatch:
+            raise UserError(
+                f"ERROR: the model was trained on another train/validation split ({told}): the reward model would be "
+                "judged on text that the generator knows. Use the same data, or --allow_split_mismatch True"
+            )
+        warn(f"the model was trained on another train/validation split ({told}), as allowed")
+
+
+def check_tokenizer(contents: Mapping[str, Any], tokenizer: TokenizationManager) -> None:
+    """Raise UserError where a loaded checkpoint's model reads other tokens than `tokenizer` makes."""
+    record, config = contents["tokenization"], contents["config"]
+    if record is not None:
+        tokenizer.info().check_compatible(TokenizationManager.from_record(record).info())
+        if tokenizer.to_record()["chars"] != record["chars"]:
+            raise UserError(
+                f"ERROR: {tokenizer.meta_path} numbers its {tokenizer.vocab_size} characters otherwise than the model; "
+                "use the meta.pkl that the model was trained with"
+            )
+    known = config.num_tokens or config.vocab_size
+    if tokenizer.vocab_size > known:
+        raise UserError(
+            f"ERROR: the data's vocabulary ({tokenizer.info().describe()}) exceeds the model's {known} tokens; "
+            "check --tokenization and --meta_path"
+        )

@@ -5,7 +5,6 @@
 Floor 4. In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table, and JSON with --output_path.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint import build_model, load_checkpoint
+from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file
-from objectives import language_model_loss
+from objectives import language_model_loss, perplexity
 from run_log import progress, say
-from runtime import run_main, select_device, write_json
+from runtime import check_writable, run_main, select_device, write_json
 from settings import Problems, parse_settings
+from tokenization_manager import TokenizationManager
 
 
 @dataclass
@@ -51,6 +51,8 @@ class EvaluateSettings:
                 "Check that the model checkpoint file exists and the path is correct",
             )
         problems.check_range(self, "batch_size", minimum=1)
+        if self.output_path is not None and (obstacle := check_writable(self.output_path, is_file=True)):
+            problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
 
 
@@ -63,7 +65,7 @@ def calculate_perplexity(
     (training or evaluation) is as before afterwards.
     """
     batches = ((inputs.to(device), targets.to(device)) for inputs, targets in data_loader)
-    return math.exp(language_model_loss(model, batches))
+    return perplexity(language_model_loss(model, batches))
 
 
 def counted(batches: WholeSplitBatches, bar: tqdm) -> Iterator[tuple[Tensor, Tensor]]:
@@ -77,15 +79,17 @@ def main() -> None:
     settings = parse_settings(EvaluateSettings, "evaluate")
     device = select_device(settings.device)
     folder = dataset_folder(settings.dataset)
+    tokenizer = TokenizationManager(data_path=folder)
+    tokens = open_token_file(folder / f"{settings.split}.bin", settings.split, tokenizer.vocab_size, 2)
     results = {}
     for path in settings.checkpoints:
-        model = build_model(load_checkpoint(path), "generator", path, device)
-        known = model.config.num_tokens or model.config.vocab_size
-        tokens = open_token_file(folder / f"{settings.split}.bin", settings.split, known, 2)
+        checkpoint = load_checkpoint(path)
+        check_tokenizer(checkpoint, tokenizer)
+        model = build_model(checkpoint, "generator", path, device)
         batches = WholeSplitBatches(tokens, model.config.block_size, settings.batch_size, device)
         with progress(len(batches), f"Evaluating {Path(path).name}", "batch") as bar:
-            perplexity = calculate_perplexity(model, counted(batches, bar), device)
-        results[path] = {"loss": math.log(perplexity), "perplexity": perplexity, "tokens": len(tokens) - 1}
+            loss = language_model_loss(model, counted(batches, bar))
+        results[path] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens) - 1}
 
     width = max(len(path) for path in results)
     say(f"{settings.split} split of {folder}, {len(tokens):,} tokens")

@@ -79,13 +79,15 @@ class KVCache:
 
 def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """Log-probabilities (R, V), float32, of the distribution that `sampling` draws from; excluded tokens have -inf."""
+    # So GPT.logits marks padding ids; no temperature, however high, may bring them back.
+    padding = logits == torch.finfo(logits.dtype).min
     logits = logits.float()
     if sampling.temperature == 0:
         best = F.one_hot(logits.argmax(-1), logits.size(-1)).bool()
         return torch.zeros_like(logits).masked_fill(~best, -torch.inf)
     if sampling.temperature != 1:
         # Subtract the maximum before dividing: a tiny temperature must not overflow.
-        logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+        logits = ((logits - logits.amax(-1, keepdim=True)) / sampling.temperature).masked_fill(padding, -torch.inf)
     if sampling.top_k is not None and sampling.top_k < logits.size(-1):
         # By rank, not by value: ties at the border must not let more than k tokens in.
         kept = logits.topk(sampling.top_k).indices
@@ -200,9 +202,11 @@ def generate(
 
     Within the block this is `complete`; beyond it the oldest tokens leave the window and the whole window is computed
     again for every token, as the positions of all tokens have changed. Raises UserError for an empty prompt, ids that
-    the model does not know, or a prompt longer than the block where no number of tokens is given.
+    the model does not know, a negative number of tokens, or a prompt longer than the block where none is given.
     """
     config, sampling = model.config, sampling or Sampling()
+    if max_new_tokens is not None and max_new_tokens < 0:
+        raise UserError(f"max_new_tokens={max_new_tokens}: must be >= 0, or None to fill the block")
     if idx.ndim != 2 or idx.size(1) == 0:
         raise UserError(f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token")
     check_ids(idx, config.num_tokens or config.vocab_size)

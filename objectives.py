@@ -62,7 +62,8 @@ def entropy(logits: Tensor) -> Tensor:
 def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Mean cross-entropy in nats over all targets of batches (x, y), each (B, T) int64, every target weighing the same.
 
-    `model(x, y)` returns (logits, mean loss). It is asked without dropout, and left in the mode it came in.
+    `model(x, y)` returns (logits, mean loss). It is asked without dropout, and left in the mode it came in. Infinity
+    where there is no target.
     """
     was_training = model.training
     model.eval()
@@ -73,9 +74,12 @@ def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor
             count += y.numel()
     finally:
         model.train(was_training)
-    if count == 0:
-        raise UserError("ERROR: there is no token to predict: the split needs at least 2")
-    return total / count
+    return total / count if count else math.inf
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean cross-entropy in nats; infinity where that exceeds what a float holds."""
+    return math.exp(loss) if loss < 709 else math.inf
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoint import build_model, data_record, load_checkpoint
+from checkpoint import build_model, check_same_splits, check_tokenizer, data_record, load_checkpoint
 from data_loader import TokenSplits, load_binary, load_text
 from generation import Sampling, complete, generate
 from model import GPT, GPTConfig
@@ -94,6 +94,7 @@ def _complete_or_halve(
     model: GPT, blocks: np.ndarray, crossovers: np.ndarray, uniforms: np.ndarray, sampling: Sampling
 ) -> np.ndarray:
     device = next(model.parameters()).device
+    completions = None
     try:
         completions = complete(
             model,
@@ -105,11 +106,10 @@ def _complete_or_halve(
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "memory" not in str(error):
             raise
+    if completions is None:  # not within `except`: the error holds on to the tensors of the attempt that failed
         prompts, group = crossovers.shape
         if prompts * group == 1:
-            raise UserError(
-                "ERROR: memory does not suffice for a single sample; use a smaller model or device"
-            ) from None
+            raise UserError("ERROR: memory does not suffice for a single sample; use a smaller model or device")
         warn(f"out of memory with {prompts * group} samples at a time; going on with half as many")
         axis, middle = (0, prompts // 2) if prompts > 1 else (1, group // 2)
         parts = zip(*(np.split(array, [middle], axis) for array in (crossovers, uniforms)), strict=True)
@@ -159,10 +159,16 @@ class StagedDataset:
             if differences and not overwrite:
                 raise UserError(
                     f"ERROR: {self.folder} holds unfinished work of other settings ({differences}); "
-                    "use those settings to finish it, --overwrite to drop it, or another --output_dir"
+                    "use those settings to finish it, --overwrite True to drop it, or another --output_dir"
                 )
             if differences:
                 shutil.rmtree(self.folder)
+        elif self.folder.exists():  # a run was killed while it removed this folder; a stranger's is left alone
+            known = {"dataset", *(f"{split}_done.bin" for split in SPLITS)}
+            foreign = sorted({path.name for path in self.folder.iterdir()} - known)
+            if foreign:
+                raise UserError(f"ERROR: {self.folder} is in the way (it holds {foreign[0]}); use another --output_dir")
+            shutil.rmtree(self.folder)
         self.dataset.mkdir(parents=True, exist_ok=True)
         write_json(identity_path, identity)
 
@@ -171,6 +177,9 @@ class StagedDataset:
         path = self.dataset / name if dtype is not np.uint8 else self.folder / name
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if not path.is_file() or path.stat().st_size != size:
+            # Marks that outlived their data (a run killed while it tidied up) would pass zeros off as samples.
+            split = name.split("_")[0]
+            (self.folder / f"{split}_done.bin").unlink(missing_ok=True)
             with open(path, "wb") as file:
                 if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a signal in mid-write
                     os.posix_fallocate(file.fileno(), 0, size)
@@ -319,21 +328,7 @@ def choose_tokenizer(config: RewardDataConfig, checkpoint: Mapping[str, Any]) ->
     """The tokenizer that the settings name, held against the one the model was trained with."""
     corpus = config.data_path if config.input_mode == "text" else config.train_bin
     tokenizer = TokenizationManager(config.tokenization, data_path=corpus, meta_path=config.meta_path)
-    record = checkpoint["tokenization"]
-    if record is not None:
-        trained = TokenizationManager.from_record(record)
-        tokenizer.info().check_compatible(trained.info())
-        if tokenizer.to_record()["chars"] != record["chars"]:
-            raise UserError(
-                f"ERROR: {tokenizer.meta_path} numbers its {tokenizer.vocab_size} characters otherwise than the model; "
-                "use the meta.pkl that the model was trained with"
-            )
-    known = checkpoint["config"].num_tokens or checkpoint["config"].vocab_size
-    if tokenizer.vocab_size > known:
-        raise UserError(
-            f"ERROR: the data's vocabulary ({tokenizer.info().describe()}) exceeds the model's {known} tokens; "
-            "check --tokenization and --meta_path"
-        )
+    check_tokenizer(checkpoint, tokenizer)
     return tokenizer
 
 
@@ -344,26 +339,6 @@ def load_splits(config: RewardDataConfig, tokenizer: TokenizationManager, model_
     if config.input_mode == "text":
         return load_text(config.data_path, tokenizer, config.train_split)
     return load_binary(config.train_bin, config.val_bin, tokenizer.vocab_size, model_config.block_size)
-
-
-def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any], allow_mismatch: bool) -> None:
-    """Raise UserError where the model was trained on other splits: its validation text may be training text here."""
-    if trained is None:
-        warn(
-            "this checkpoint has no record of its training data; make sure that it used the same train/validation split"
-        )
-    elif trained != data:
-        differing = [name for name in SPLITS if trained[f"{name}_sha256"] != data[f"{name}_sha256"]]
-        told = ", ".join(
-            f"{split} {trained[f'{split}_tokens']:,} tokens then, {data[f'{split}_tokens']:,} now"
-            for split in differing
-        )
-        if not allow_mismatch:
-            raise UserError(
-                f"ERROR: the model was trained on another train/validation split ({told}): the reward model would be "
-                "judged on text that the generator knows. Use the same data, or --allow_split_mismatch True"
-            )
-        warn(f"the model was trained on another train/validation split ({told}), as allowed")
 
 
 def describe_identity(

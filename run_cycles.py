@@ -19,7 +19,7 @@ from typing import Any
 from checkpoint import load_checkpoint
 from data_loader import dataset_folder
 from run_log import say
-from runtime import UserError, check_writable, read_json, run_main, write_json
+from runtime import UserError, check_writable, read_json, run_main, select_device, write_json
 from settings import Problems, find_config, parse_settings, read_config
 
 ROOT = Path(__file__).resolve().parent
@@ -155,6 +155,7 @@ class Runner:
 
 def main() -> None:
     settings = parse_settings(CycleSettings, "run_cycles")
+    select_device(settings.device)  # a device that is not there is told now, not by a stage
     config_path = find_config(sys.argv[1:])
     out = Path(settings.out_dir)
     folder = dataset_folder(settings.dataset)

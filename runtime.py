@@ -199,14 +199,17 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_writable(path: str | os.PathLike) -> str | None:
-    """What stands in the way of creating `path` (a file or folder), as a sentence, or None."""
+def check_writable(path: str | os.PathLike, is_file: bool = False) -> str | None:
+    """What stands in the way of creating or replacing `path`, a folder or a file, as a sentence, or None."""
     path = Path(path).absolute()
+    if is_file and path.is_dir():
+        return f"{path} is a folder, not a file"
+    path = path.parent if is_file else path
     ancestor = path
     while not ancestor.exists():
         ancestor = ancestor.parent
-    if ancestor != path and not ancestor.is_dir():
-        return f"{ancestor} is a file, so {path} cannot be created below it"
+    if not ancestor.is_dir():
+        return f"{ancestor} is a file, not a folder"
     if not os.access(ancestor, os.W_OK):
         return f"no permission to write to {ancestor}"
     return None

@@ -6,14 +6,14 @@ Floor 4. In: a generator's checkpoint (its tokenizer is in it). Out: text, and a
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from checkpoint import build_model, load_checkpoint
+from data_loader import read_text
 from generation import Sampling, generate
 from run_log import say
-from runtime import UserError, run_main, select_device, write_text
+from runtime import UserError, check_writable, run_main, select_device, write_text
 from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
 
@@ -50,6 +50,8 @@ class SampleSettings:
         problems.check_range(self, "max_new_tokens", "temperature", minimum=0)
         problems.check_range(self, "seed", minimum=0, maximum=2**63 - 1)
         problems.check_range(self, "top_p", above=0, maximum=1)
+        if self.output_path is not None and (obstacle := check_writable(self.output_path, is_file=True)):
+            problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
 
 
@@ -66,7 +68,7 @@ def main() -> None:
 
     start = settings.start
     if start.startswith("FILE:"):
-        start = Path(start.removeprefix("FILE:")).read_text(encoding="utf-8")
+        start = read_text(start.removeprefix("FILE:"))
     prompt = torch.from_numpy(tokenizer.encode(start).astype("int64"))
     if len(prompt) == 0:
         raise UserError("ERROR: start is empty: give at least one character to continue")

@@ -130,7 +130,8 @@ def _as_arguments(config: dict[str, Any], settings_class: type, script: str, pat
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UserError(f"ERROR: {path}: {script}.py has no setting {name!r}{hint}")
-        arguments += [f"--{name}", *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+        # One word `--name=value`, so that a value may begin with dashes; several values need words of their own.
+        arguments += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
     return arguments
 
 
@@ -157,9 +158,10 @@ def read_config(path: str) -> dict[str, Any]:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"ERROR: cannot read settings file {path}: {error.strerror}") from None
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deep
         line = getattr(error, "lineno", None)
-        raise UserError(f"ERROR: settings file {path}{f', line {line}' if line else ''}: {error}") from None
+        reason = str(error) or "nested too deep"
+        raise UserError(f"ERROR: settings file {path}{f', line {line}' if line else ''}: {reason}") from None
     values: dict[str, Any] = {}
     for statement in tree.body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -174,6 +176,8 @@ def read_config(path: str) -> dict[str, Any]:
                 values[target.id] = value
         except ZeroDivisionError:
             raise UserError(f"ERROR: settings file {path}, line {statement.lineno}: division by zero") from None
+        except RecursionError:
+            raise UserError(f"ERROR: settings file {path}, line {statement.lineno}: nested too deep") from None
         except ValueError:
             raise UserError(
                 f"ERROR: settings file {path}, line {statement.lineno}: only plain assignments `name = value` are read "
@@ -192,7 +196,9 @@ def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         return {key.value: _evaluate(value, names) for key, value in zip(node.keys, node.values, strict=True)}
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
-        return {keyword.arg: _evaluate(keyword.value, names) for keyword in node.keywords if keyword.arg}
+        if not all(keyword.arg for keyword in node.keywords):
+            raise ValueError  # dict(**other)
+        return {keyword.arg: _evaluate(keyword.value, names) for keyword in node.keywords}
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(_evaluate(node.operand, names))
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
@@ -202,6 +208,7 @@ def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
 
 
 def _number(value: Any) -> int | float:
-    if not isinstance(value, int | float):
+    # Without the bound a few lines of squarings would be a number that fills the memory.
+    if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > 2**64):
         raise ValueError
     return value

@@ -18,7 +18,7 @@ import torch
 from checkpoint import build_model, data_record, load_checkpoint, load_state, save_checkpoint, save_state
 from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token_file
 from model import GPT, GPTConfig
-from objectives import language_model_loss
+from objectives import language_model_loss, perplexity
 from optimization import EarlyStopping, clip_gradients, learning_rate_factor, make_optimizers
 from run_log import RunLog, progress, say, wandb_tracker
 from runtime import UserError, autocast, check_writable, random_stream, run_main, seed_step, select_device, select_dtype
@@ -295,7 +295,7 @@ def main() -> None:
                 bar.set_postfix(loss=f"{running_loss:.3f}", tok_s=f"{rate:,.0f}")
                 step_time, step_count = 0.0, 0
             bar.update()
-    say(f"Best validation loss: {best_val_loss:.4f} (perplexity {math.exp(best_val_loss):.3f})")
+    say(f"Best validation loss: {best_val_loss:.4f} (perplexity {perplexity(best_val_loss):.3f})")
     say(f"Saved {settings.checkpoint_path}")
 
 

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import build_model, load_checkpoint, save_checkpoint
+from checkpoint import (
+    build_model,
+    check_same_splits,
+    check_tokenizer,
+    data_record,
+    load_checkpoint,
+    save_checkpoint,
+)
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file
 from generation import Completions, Sampling, complete
 from model import GPT
@@ -123,7 +130,7 @@ class GRPOSettings:
             "loss_type=cispo needs epsilon_high, the largest weight of a token",
             "Add --epsilon_high 5.0",
         )
-        if obstacle := check_writable(self.output_path):
+        if obstacle := check_writable(self.output_path, is_file=True):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
 
@@ -147,9 +154,11 @@ def main() -> None:
     # natural text: prompts from the training split, perplexity on the validation split
     N = policy.config.block_size
     folder = dataset_folder(settings.dataset)
-    num_tokens = policy.config.num_tokens or policy.config.vocab_size
-    train_tokens = open_token_file(folder / "train.bin", "train", num_tokens, N)
-    val_tokens = open_token_file(folder / "val.bin", "val", num_tokens, 2)
+    tokenizer = TokenizationManager(data_path=folder)
+    check_tokenizer(checkpoint, tokenizer)
+    train_tokens = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, N)
+    val_tokens = open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
+    check_same_splits(checkpoint["data"], data_record(train_tokens, val_tokens), allow_mismatch=True)
 
     def natural_loss() -> float:
         return language_model_loss(policy, WholeSplitBatches(val_tokens, N, ROWS_AT_A_TIME, device))

@@ -78,7 +78,7 @@ class RewardModelSettings:
         problems.check_range(self, "unfreeze_layers", minimum=-1)
         problems.check_range(self, "learning_rate", above=0)
         problems.check_range(self, "weight_decay", "grad_clip", "min_delta", "seed", minimum=0)
-        if obstacle := check_writable(self.output_path):
+        if obstacle := check_writable(self.output_path, is_file=True):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
 

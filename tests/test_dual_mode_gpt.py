@@ -1,4 +1,4 @@
-"""model.py: both heads on one trunk, against a forward pass written out by hand.  `pytest tests/test_dual_mode_gpt.py`"""
+"""model.py: two heads on one trunk, against a forward pass by hand.  `pytest tests/test_dual_mode_gpt.py`"""
 
 import copy
 import dataclasses
@@ -179,7 +179,8 @@ def test_generator_equals_the_forward_pass_by_hand(position, bias):
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
 def test_reward_model_equals_the_forward_pass_by_hand(position):
-    model, idx = tiny_model(lively=True, mode="reward", position=position), some_ids(3, 9)
+    model = tiny_model(lively=True, mode="reward", reward_head_hidden_dim=6, position=position)
+    idx = some_ids(3, 9)
     hidden, _, scores, _ = model.reward_head.double()
     last = hidden_states_by_hand(model, idx)[:, -1]  # pooling is the last token
     inner = (last @ hidden.weight.T + hidden.bias).clamp(min=0)
@@ -194,7 +195,7 @@ def test_reward_model_equals_the_forward_pass_by_hand(position):
 
 
 def test_reward_loss_is_the_mean_squared_error_by_hand():
-    model, idx = tiny_model(lively=True, mode="reward"), some_ids(2, 4)
+    model, idx = tiny_model(lively=True, mode="reward", reward_head_hidden_dim=6), some_ids(2, 4)
     targets = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
     probabilities, loss = model(idx, targets)
     by_hand = sum((probabilities[b, c].item() - targets[b, c].item()) ** 2 for b in range(2) for c in range(2)) / 4
@@ -276,9 +277,7 @@ def test_padding_ids_are_no_prompt():
 @pytest.mark.parametrize("mode", ["generator", "reward"])
 def test_initialisation(mode):
     torch.manual_seed(0)
-    config = GPTConfig(
-        block_size=64, vocab_size=200, n_layer=3, n_head=4, n_embd=128, mode=mode, position="learned"
-    )
+    config = GPTConfig(block_size=64, vocab_size=200, n_layer=3, n_head=4, n_embd=128, mode=mode, position="learned")
     model = GPT(config)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

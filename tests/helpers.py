@@ -1,0 +1,181 @@
+"""What the tests of whole scripts share: ways to run a script, and to make tiny corpora and models.
+
+    python -m pytest tests/test_end_to_end.py
+
+The artefacts of one tiny run, as fixtures, are in tiny_run.py.
+"""
+
+import contextlib
+import importlib
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoint import save_checkpoint
+from data_loader import TokenSplits, split_and_encode, write_token_files
+from model import GPT, GPTConfig
+from runtime import run_main
+from tokenization_manager import TokenizationManager, save_meta
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY_MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
+TINY_TRAIN = {**TINY_MODEL, "batch_size": 8, "max_iters": 20, "eval_interval": 5, "warmup_iters": 2, "device": "cpu"}
+TINY_GRPO = {"prompts_per_step": 4, "group_size": 4, "eval_interval": 2, "device": "cpu"}
+
+# One thread: the sums of a test are then the same in this process and in one that it starts.
+torch.set_num_threads(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# running scripts
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a script ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+def as_arguments(options: dict[str, Any]) -> list[str]:
+    """`--name value` for every option; a list gives several values."""
+    arguments = []
+    for name, value in options.items():
+        arguments += [f"--{name}", *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+    return arguments
+
+
+def call(script: str, *arguments: str, **options: Any) -> Finished:
+    """Run a script's main() in this process, as `python script.py ...` would but for the start of Python."""
+    module = importlib.import_module(script)
+    out, err = io.StringIO(), io.StringIO()
+    argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
+    status = 0
+    try:
+        sys.argv = [f"{script}.py", *arguments, *as_arguments(options)]
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            run_main(module.main)
+    except SystemExit as end:
+        status = end.code or 0
+    finally:
+        sys.argv = argv
+        signal.signal(signal.SIGTERM, handler)
+    return Finished(status, out.getvalue(), err.getvalue())
+
+
+def succeed(script: str, *arguments: str, **options: Any) -> str:
+    """What a script that must succeed prints, run in this process."""
+    finished = call(script, *arguments, **options)
+    assert finished.status == 0, finished.err
+    return finished.out
+
+
+def refuse(script: str, *arguments: str, **options: Any) -> str:
+    """What a script that must refuse its input says on stderr: exit status 2 and no traceback."""
+    finished = call(script, *arguments, **options)
+    assert finished.status == 2, (finished.out, finished.err)
+    assert finished.err.strip(), "it ended without a word"
+    assert "Traceback" not in finished.err
+    return finished.err
+
+
+def refuse_in_one_line(script: str, *arguments: str, **options: Any) -> str:
+    """As `refuse`; what is said, progress bars aside, is a single line."""
+    lines = [line for line in refuse(script, *arguments, **options).splitlines() if line.strip()]
+    lines = [line for line in lines if "it/s" not in line and "%|" not in line and not line.startswith("WARNING")]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def start(*command: Any, **keywords: Any) -> subprocess.Popen:
+    """Start Python on a command from the root, in a group of processes of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **keywords,
+    )
+
+
+def run(script: str, *arguments: Any, **options: Any) -> Finished:
+    """Run a script as people do: a process of its own."""
+    process = start(ROOT / script, *arguments, *as_arguments(options))
+    out, err = process.communicate(timeout=120)
+    return Finished(process.returncode, out, err)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+
+def make_text(num_words: int, seed: int = 0) -> str:
+    """Lines of made-up words: few characters, and enough order for a tiny model to learn some of it."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("aehilmnorst", k=draw.randint(2, 6))) for _ in range(30)]
+    lines = [" ".join(draw.choices(words, k=7)).capitalize() + ".\n" for _ in range(num_words // 7)]
+    return "".join(lines)
+
+
+def make_corpus(folder: Path, text: str) -> Path:
+    """A corpus as data/shakespeare_char/prepare.py leaves it."""
+    folder.mkdir(parents=True)
+    (folder / "input.txt").write_text(text, encoding="utf-8")
+    tokenizer = TokenizationManager.from_text(text)
+    save_meta(folder / "meta.pkl", tokenizer.chars)
+    write_token_files(folder, split_and_encode(text, tokenizer))
+    return folder
+
+
+def make_checkpoint(path: Path, vocab_size: int, tokenization: dict | None = None, **config: Any) -> Path:
+    """An untrained model's checkpoint, without a record of training data."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=vocab_size, **{**TINY_MODEL, **config}))
+    save_checkpoint(path, model, tokenization, None, {})
+    return path
+
+
+def make_tokens(folder: Path, num_train: int, num_val: int, vocab_size: int) -> Path:
+    """Token files of random tokens; without a meta.pkl."""
+    draw = np.random.default_rng(0)
+    sizes = (num_train, num_val)
+    write_token_files(folder, TokenSplits(*(draw.integers(vocab_size, size=n).astype(np.uint16) for n in sizes)))
+    return folder
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict in a checkpoint."""
+    return torch.load(path, weights_only=True)["model"]
+
+
+def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Equal to the last bit."""
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def prepare_options(corpus: Path, generator: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Options of prepare_reward_data.py in text mode; a change to None leaves an option out."""
+    options = {"model_path": generator, "data_path": corpus / "input.txt", "output_dir": output_dir}
+    options |= {"samples_per_chunk": 4, "device": "cpu", **changes}
+    return {name: value for name, value in options.items() if value is not None}

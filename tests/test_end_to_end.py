@@ -1,0 +1,369 @@
+"""Every script as people start it, a process of its own, on a corpus of a few kilobytes; and the whole loop.
+
+The loop in one process for its variants, in processes of its own where one of them is killed.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    ROOT,
+    TINY_TRAIN,
+    as_arguments,
+    assert_same_weights,
+    call,
+    folder_bytes,
+    make_text,
+    prepare_options,
+    refuse_in_one_line,
+    run,
+    start,
+    succeed,
+    weights,
+)
+
+import run_cycles
+from reward_dataset_loader import RewardDataset
+from run_log import read_records
+from runtime import hash_file
+from tokenization_manager import TokenizationManager
+
+pytest_plugins = ["tiny_run"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# every script, one after the other
+
+
+def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):
+    """prepare.py, train.py, prepare_reward_data.py, reward_dataset_loader.py, train_reward_model.py, train_grpo.py."""
+    corpus = tmp_path / "tiny_char"
+    corpus.mkdir()
+    text = make_text(600)
+    (corpus / "input.txt").write_text(text)
+
+    def must(script: str, **options) -> str:
+        finished = run(script, **options)
+        assert finished.status == 0, finished.err
+        assert "Traceback" not in finished.err
+        return finished.out
+
+    out = must("data/shakespeare_char/prepare.py", out_dir=corpus)
+    assert f"length of dataset in characters: {len(text):,}" in out
+    assert f"train has {int(len(text) * 0.9):,} tokens" in out
+    assert sorted(path.name for path in corpus.iterdir()) == ["input.txt", "meta.pkl", "train.bin", "val.bin"]
+
+    must("train.py", dataset=corpus, out_dir=tmp_path / "logs", **{**TINY_TRAIN, "learning_rate": 1e-2})
+    generator = tmp_path / "logs" / "model_checkpoint.pt"
+
+    out = must("prepare_reward_data.py", **prepare_options(corpus, generator, tmp_path / "reward_dataset"))
+    samples = re.findall(r"Created ([\d,]+) reward model samples", out)
+    counts = [int(len(part) // 16 * 4) for part in (text[: int(len(text) * 0.9)], text[int(len(text) * 0.9) :])]
+    assert samples == [f"{count:,}" for count in counts]
+
+    out = must("reward_dataset_loader.py", data_dir=tmp_path / "reward_dataset")
+    assert f"=== Reward Dataset Info: {tmp_path / 'reward_dataset'} ===" in out
+    assert f"  Samples: {samples[0]}" in out
+    assert "✅ Tokenization consistency: Both splits use char with vocab_size=" in out
+    assert "Batch X shape: torch.Size([4, 16])" in out
+    assert "⚠️" not in out
+
+    reward_model = tmp_path / "logs" / "reward_model.pt"
+    options = {"base_model_path": generator, "output_path": reward_model, "device": "cpu", "max_epochs": 2}
+    out = must("train_reward_model.py", data_dir=tmp_path / "reward_dataset", **options)
+    assert "R2" in out
+    assert "MAE" in out
+    assert torch.load(reward_model, weights_only=True)["config"].mode == "reward"
+
+    policy = tmp_path / "logs" / "grpo.pt"
+    options = {"base_model_path": generator, "reward_model_path": reward_model, "output_path": policy, "device": "cpu"}
+    out = must("train_grpo.py", dataset=corpus, **options, max_steps=2, prompts_per_step=2, group_size=4)
+    assert "Stopped after 2 steps by step limit: 2" in out
+
+    figures = tmp_path / "perplexity.json"
+    out = must("evaluate.py", checkpoints=[generator, policy], dataset=corpus, output_path=figures, device="cpu")
+    results = json.loads(figures.read_text())
+    assert list(results) == [str(generator), str(policy)]
+    for path, result in results.items():
+        assert 1 < result["perplexity"] < len(set(text))
+        assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+        assert f"{result['perplexity']:.4f}" in next(line for line in out.splitlines() if line.startswith(path))
+    out = must("sample.py", checkpoint_path=policy, num_samples=1, max_new_tokens=20, start="A", device="cpu")
+    assert re.fullmatch(r"A[A-Za-z .\n]{20}\n-+\n", out)
+    last = read_records(tmp_path / "logs" / "grpo.jsonl")[-1]
+    assert results[str(policy)]["loss"] == pytest.approx(last["val_loss"], abs=1e-5)
+
+
+def test_sample(tmp_path, corpus, generator):
+    options = {"checkpoint_path": generator, "num_samples": 3, "max_new_tokens": 40, "device": "cpu"}
+    out = succeed("sample", **options, start="The ", output_path=tmp_path / "sample.txt")
+    texts = (tmp_path / "sample.txt").read_text().rstrip("\n").split("\n---------------\n")
+    assert len(texts) == 3
+    assert len(set(texts)) == 3
+    chars = TokenizationManager(data_path=corpus).chars
+    for text in texts:
+        assert text.startswith("The ")
+        assert len(text) == 44
+        assert set(text) <= set(chars)
+        assert text in out
+    assert succeed("sample", **options, start="The ") == out
+    assert succeed("sample", **options, start="The ", seed=1) != out
+    (tmp_path / "start.txt").write_text("The")
+    assert succeed("sample", **options, start=f"FILE:{tmp_path / 'start.txt'}").startswith("The")
+    greedy = succeed("sample", **options, start="The ", temperature=0.0).split("\n---------------\n")
+    assert greedy[0] == greedy[1] == greedy[2]
+
+
+def test_nanogpts_own_settings_file_works_as_it_is(tmp_path, corpus):
+    """The names of nanoGPT's config/train_shakespeare_char.py, first on the command line; options override it."""
+    config = tmp_path / "nano.py"
+    config.write_text(
+        "# a settings file in nanoGPT's form\n"
+        f"out_dir = {str(tmp_path / 'out')!r}\n"
+        "eval_interval = 250 # keep frequent\neval_iters = 200\nlog_interval = 10\n\n"
+        "always_save_checkpoint = False\n\n"
+        "wandb_log = False\nwandb_project = 'shakespeare-char'\nwandb_run_name = 'mini-gpt'\n\n"
+        f"dataset = {str(corpus)!r}\ngradient_accumulation_steps = 1\nbatch_size = 64\nblock_size = 256\n\n"
+        "n_layer = 6\nn_head = 6\nn_embd = 384\ndropout = 0.2\n\n"
+        "learning_rate = 1e-3\nmax_iters = 5000\nlr_decay_iters = 5000\nmin_lr = 1e-4\nbeta2 = 0.99\n\n"
+        "warmup_iters = 100\n"
+    )
+    small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_size": 2, "max_iters": 3, "eval_iters": 2}
+    for arguments in ([str(config)], ["--config", str(config)], [f"--config={config}"]):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        succeed("train", *arguments, **small, device="cpu")
+        training = torch.load(tmp_path / "out" / "model_checkpoint.pt", weights_only=True)["training"]["settings"]
+        assert (training["lr_decay_iters"], training["warmup_iters"], training["dropout"]) == (5000, 100, 0.2)
+        assert training["n_embd"] == 8
+
+
+def test_the_projects_settings_files_are_read():
+    """Every section of every file under config/ names settings that its script has."""
+    for path in sorted((ROOT / "config").glob("*.py")):
+        for script in ("train", "run_cycles", "prepare_reward_data", "train_reward_model", "train_grpo"):
+            if path.name.startswith("train_") and script != "train":
+                continue
+            finished = call(script, str(path), device="no-such-device")
+            assert finished.status == 2
+            assert "has no setting" not in finished.err, finished.err
+            assert "no-such-device" in finished.err or "is required" in finished.err, finished.err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the whole loop
+
+CONFIG = """
+train = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=8, max_iters=20, eval_interval=5, warmup_iters=2)
+prepare_reward_data = dict(samples_per_chunk=4, max_blocks=40)
+train_reward_model = dict(max_epochs=2)
+train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2)
+"""
+STAGES = [
+    "base_model_v1",
+    "perplexity_base_model_v1",
+    "reward_data_v1",
+    "reward_model_v1",
+    "base_model_v2",
+    "perplexity_base_model_v2",
+]
+
+
+class InThisProcess:
+    """Stands in for subprocess.Popen: the stage runs at once, in this process. `started` lists the scripts."""
+
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, command: list[str]) -> None:
+        assert command[0] == sys.executable
+        script, arguments = Path(command[1]).stem, command[2:]
+        self.started.append(script)
+        self.finished = call(script, *arguments)
+        sys.stderr.write(self.finished.err)
+
+    def wait(self) -> int:
+        return self.finished.status
+
+    def terminate(self) -> None:
+        pass
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(InThisProcess, "started", [])
+    monkeypatch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
+    return InThisProcess.started
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "tiny.py"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, corpus, config):
+    """Two cycles without interruption: the folder, and what was printed."""
+    out = tmp_path_factory.mktemp("cycles") / "unbroken"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
+        options = {"out_dir": out, "dataset": corpus, "num_cycles": 2, "sample_tokens": 30, "device": "cpu"}
+        printed = succeed("run_cycles", str(config), **options)
+    return out, printed
+
+
+def cycle_options(corpus: Path, out: Path, **changes) -> dict:
+    return {"out_dir": out, "dataset": corpus, "num_cycles": 2, "sample_tokens": 30, "device": "cpu", **changes}
+
+
+def test_artefacts_and_ledger(unbroken, corpus):
+    out, printed = unbroken
+    names = {path.name for path in out.iterdir()}
+    assert {f"base_model_v{n}.pt" for n in (1, 2, 3)} <= names
+    assert {f"reward_model_v{n}.pt" for n in (1, 2)} <= names
+    assert {"reward_data_v1", "reward_data_v2", "cycles.json"} <= names
+    assert not any("partial" in name for name in names)
+    ledger = json.loads((out / "cycles.json").read_text())
+    assert list(ledger["stages"])[:6] == STAGES
+    assert ledger["outcome"] == "all 2 cycles done"
+    for version in (1, 2, 3):
+        perplexity = ledger["stages"][f"perplexity_base_model_v{version}"]["perplexity"]
+        assert 1 < perplexity < 26
+        assert f"{perplexity:.4f}" in printed
+        assert f"base_model_v{version}" in printed
+    for cycle in (1, 2):
+        policy = ledger["stages"][f"base_model_v{cycle + 1}"]
+        assert policy["stop_reason"].startswith(("step limit", "reward", "plateau", "KL"))
+        assert f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}" in printed
+        assert f"{ledger['stages'][f'reward_model_v{cycle}']['skill']['r2']:.3f}" in printed
+    for path in out.iterdir():
+        assert str(path) in printed
+    for name in ("base_model_v1", "base_model_v3"):
+        assert (out / f"sample_{name}.txt").read_text().strip() in printed
+
+
+def test_each_cycle_starts_from_the_one_before(unbroken):
+    """The chain of hashes: every dataset and every reward model name the generator they belong to."""
+    out, _ = unbroken
+    for cycle in (1, 2):
+        base = hash_file(out / f"base_model_v{cycle}.pt")
+        assert RewardDataset(out / f"reward_data_v{cycle}").metadata["model_sha256"] == base
+        judge = torch.load(out / f"reward_model_v{cycle}.pt", weights_only=True)
+        assert judge["training"]["generator_sha256"] == base
+        policy = torch.load(out / f"base_model_v{cycle + 1}.pt", weights_only=True)
+        assert policy["training"]["settings"]["base_model_path"] == str(out / f"base_model_v{cycle}.pt")
+    firsts = [weights(out / f"base_model_v{n}.pt")["lm_head.weight"] for n in (1, 2, 3)]
+    assert not torch.equal(firsts[0], firsts[1])
+    assert not torch.equal(firsts[1], firsts[2])
+
+
+def test_a_second_run_finds_nothing_to_do(unbroken, corpus, config, in_this_process):
+    out, printed = unbroken
+    before = folder_bytes(out)
+    again = succeed("run_cycles", str(config), **cycle_options(corpus, out))
+    assert in_this_process == []
+    assert "Nothing to do" in again
+    assert "Nothing to do" not in printed
+    assert folder_bytes(out) == before
+    table = printed[printed.index("##### Cycles") :].split("\n\n")[0]
+    assert table in again
+
+
+def test_another_cycle_goes_on_from_the_last(tmp_path, unbroken, corpus, config, in_this_process):
+    shutil.copytree(unbroken[0], tmp_path / "out")
+    ledger = json.loads((tmp_path / "out" / "cycles.json").read_text())
+    succeed("run_cycles", str(config), **cycle_options(corpus, tmp_path / "out", num_cycles=3))
+    assert in_this_process == ["prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"]
+    after = json.loads((tmp_path / "out" / "cycles.json").read_text())
+    assert after["stages"]["base_model_v3"] == ledger["stages"]["base_model_v3"]
+    assert (tmp_path / "out" / "base_model_v4.pt").is_file()
+
+
+def test_an_artefact_that_is_gone_is_made_again(tmp_path, unbroken, corpus, config, in_this_process):
+    shutil.copytree(unbroken[0], tmp_path / "out")
+    (tmp_path / "out" / "reward_model_v2.pt").unlink()
+    succeed("run_cycles", str(config), **cycle_options(corpus, tmp_path / "out"))
+    assert in_this_process[0] == "train_reward_model"
+    assert_same_weights(weights(tmp_path / "out" / "reward_model_v2.pt"), weights(unbroken[0] / "reward_model_v2.pt"))
+
+
+def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, corpus, config, in_this_process):
+    """Perplexities of 9, 8, 8.5, 8.2: with a patience of 2, cycle 3 is the last of 5."""
+    figures = iter([9.0, 8.0, 8.5, 8.2, 7.0, 6.0])
+    monkeypatch.setattr(run_cycles, "measure_perplexity", lambda *_: next(figures))
+    monkeypatch.setattr(run_cycles, "cycle_table", lambda *_: "")
+    options = cycle_options(corpus, tmp_path / "out", num_cycles=5, perplexity_patience=2)
+    printed = succeed("run_cycles", str(config), **options)
+    assert "Ended after cycle 3" in printed
+    assert (tmp_path / "out" / "base_model_v4.pt").is_file()
+    assert not (tmp_path / "out" / "base_model_v5.pt").exists()
+    assert json.loads((tmp_path / "out" / "cycles.json").read_text())["outcome"].startswith("ended after cycle 3")
+
+
+def test_a_run_of_other_settings_is_refused(tmp_path, unbroken, corpus, config, in_this_process):
+    other = tmp_path / "other.py"
+    other.write_text(CONFIG.replace("max_epochs=2", "max_epochs=3"))
+    before = folder_bytes(unbroken[0])
+    line = refuse_in_one_line("run_cycles", str(other), **cycle_options(corpus, unbroken[0]))
+    assert "run of other settings" in line
+    assert "--out_dir" in line
+    assert in_this_process == []
+    assert folder_bytes(unbroken[0]) == before
+
+
+def test_a_stage_that_fails_is_named_and_taken_up_again(tmp_path, corpus, config, in_this_process):
+    broken = tmp_path / "broken_char"
+    shutil.copytree(corpus, broken)
+    (broken / "val.bin").write_bytes(b"\1\0" * 3)  # enough to train with, too little for a block
+    options = cycle_options(broken, tmp_path / "out", num_cycles=1)
+    finished = call("run_cycles", str(config), **options)
+    assert finished.status == 2
+    assert "reward_data_v1 ended with status 2" in finished.err
+    assert list(json.loads((tmp_path / "out" / "cycles.json").read_text())["stages"]) == STAGES[:2]
+    assert not (tmp_path / "out" / "reward_data_v1").exists()
+
+
+def test_killed_in_the_middle_and_continued(monkeypatch, tmp_path, corpus, config, unbroken):
+    """Real processes, all killed in the first stage, and interrupted by Ctrl-C in a later one."""
+    out = tmp_path / "out"
+    arguments = [ROOT / "run_cycles.py", config, *as_arguments(cycle_options(corpus, out, num_cycles=1))]
+
+    def start_and_stop(when: Path, how: int) -> subprocess.Popen:
+        process = start(*arguments)
+        deadline = time.monotonic() + 90
+        while not when.exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, how)
+        printed = process.communicate(timeout=60)
+        assert "Traceback" not in printed[1]
+        return process
+
+    assert start_and_stop(out / "base_model_v1.resume", signal.SIGKILL).returncode == -signal.SIGKILL
+    assert not (out / "cycles.json").exists()
+    assert start_and_stop(out / "reward_data_v1.partial", signal.SIGINT).returncode == 130
+    assert list(json.loads((out / "cycles.json").read_text())["stages"]) == STAGES[:2]
+
+    monkeypatch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
+    printed = succeed("run_cycles", *map(str, arguments[1:]))
+    assert "base_model_v1: train.py" not in printed  # finished before
+    assert "reward_data_v1: prepare_reward_data.py" in printed
+    for name in ("base_model_v1.pt", "base_model_v2.pt", "reward_model_v1.pt"):
+        assert_same_weights(weights(out / name), weights(unbroken[0] / name))
+    for name in ("train_x.bin", "train_y.bin", "val_x.bin", "val_y.bin"):
+        ours, theirs = (np.fromfile(folder / "reward_data_v1" / name, np.uint8) for folder in (out, unbroken[0]))
+        assert np.array_equal(ours, theirs)
+    assert not (out / "reward_data_v1.partial").exists()

@@ -1,0 +1,385 @@
+"""generation.py: the cache against no cache, draws against exact probabilities.  `pytest tests/test_generation.py`"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from generation import Completions, Sampling, complete, generate, sample_tokens
+from model import GPT, GPTConfig
+from runtime import UserError, random_stream
+
+N, V = 10, 13
+LARGEST_UNIFORM = 1 - 2**-24  # the largest float32 below 1
+GREEDY = Sampling(temperature=0)
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.5),
+    Sampling(temperature=2.0),
+    Sampling(top_k=3),
+    Sampling(top_p=0.7),
+    Sampling(temperature=1.5, top_k=5, top_p=0.8),
+]
+
+
+class RecordingGPT(GPT):
+    """A GPT that keeps the last position's logits of every forward pass."""
+
+    def forward(self, *arguments, **options):
+        logits, loss = super().forward(*arguments, **options)
+        self.recorded.append(logits[:, -1].clone())
+        return logits, loss
+
+
+def tiny_model(position: str = "rope", scale: float = 0.3, **changes) -> RecordingGPT:
+    """A model whose distributions are far from uniform."""
+    torch.manual_seed(3)
+    shape = {"block_size": N, "vocab_size": V, "n_layer": 2, "n_head": 2, "n_embd": 16, "position": position}
+    model = RecordingGPT(GPTConfig(**{**shape, **changes})).eval()
+    model.recorded = []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=scale)
+    return model
+
+
+def blocks(prompts: int, length: int = N, vocab_size: int = V) -> torch.Tensor:
+    return torch.from_numpy(random_stream(5, "blocks").integers(vocab_size, size=(prompts, length)))
+
+
+def draws(*shape: int, purpose: str = "uniforms") -> torch.Tensor:
+    return torch.from_numpy(random_stream(5, purpose).random(shape, dtype=np.float32))
+
+
+def lengths(prompts: int, group: int, purpose: str = "lengths") -> torch.Tensor:
+    return torch.from_numpy(random_stream(5, purpose).integers(1, N, size=(prompts, group)))
+
+
+def exact_distribution(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
+    """What `sampling` draws from, token by token in plain float64 Python: (V,) logits -> (V,) probabilities."""
+    logits = logits.detach().double().numpy()
+    if sampling.temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    weights = np.exp((logits - logits.max()) / sampling.temperature)
+    ranked = sorted(range(len(weights)), key=lambda token: -weights[token])
+    ranked = ranked[: sampling.top_k or len(ranked)]
+    total, sum_so_far, kept = weights[ranked].sum(), 0.0, []
+    for token in ranked:  # the smallest set of likeliest tokens that has top_p
+        kept.append(token)
+        sum_so_far += weights[token] / total
+        if sampling.top_p is not None and sum_so_far >= sampling.top_p:
+            break
+    probabilities = np.zeros(len(weights))
+    probabilities[kept] = weights[kept] / weights[kept].sum()
+    return probabilities
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# with the cache as without it
+
+
+def assert_cache_changes_nothing(model, natural, prefixes, sampling=GREEDY):
+    uniforms = draws(*prefixes.shape, natural.size(1))
+    results, logits = [], []
+    for use_cache in (True, False):
+        model.recorded.clear()
+        results.append(complete(model, natural, prefixes, uniforms, sampling, use_cache))
+        steps = natural.size(1) - int(prefixes.min())
+        logits.append(model.recorded[-steps:] if steps else [])  # what comes before is the prefix
+    for cached, uncached in zip(*logits, strict=True):
+        assert cached.shape == uncached.shape
+        torch.testing.assert_close(cached, uncached, rtol=0, atol=1e-4)
+    assert torch.equal(results[0].ids, results[1].ids)
+    torch.testing.assert_close(results[0].log_probs, results[1].log_probs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(results[0].model_log_probs, results[1].model_log_probs, rtol=0, atol=1e-4)
+    return results[0]
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("k", range(1, N))
+def test_cached_equals_uncached_for_every_crossover(position, k):
+    result = assert_cache_changes_nothing(tiny_model(position), blocks(3), torch.full((3, 1), k))
+    assert k > N - 3 or len(set(map(tuple, result.ids[:, 0, k:].tolist()))) > 1  # the rows do differ
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize(("prompts", "group"), [(1, 1), (1, 5), (3, 1), (5, 3), (7, 2)])
+def test_cached_equals_uncached_for_mixed_crossovers_and_odd_sizes(position, prompts, group):
+    model = tiny_model(position)
+    assert_cache_changes_nothing(model, blocks(prompts), lengths(prompts, group))
+    assert_cache_changes_nothing(model, blocks(prompts), lengths(prompts, group), Sampling(temperature=0.8, top_k=6))
+
+
+def test_blocks_shorter_than_the_model_s():
+    assert_cache_changes_nothing(tiny_model(), blocks(3, length=4), torch.tensor([[1], [2], [3]]))
+
+
+@pytest.mark.parametrize("length", [1, 2, N])
+def test_a_whole_natural_block_stays_as_it_is(length):
+    natural = blocks(2, length)
+    result = assert_cache_changes_nothing(tiny_model(), natural, torch.full((2, 3), length))
+    assert torch.equal(result.ids, natural[:, None].expand(2, 3, length))
+    assert (result.log_probs == 0).all() and (result.model_log_probs == 0).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what comes out
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_prefixes_are_natural_and_log_probs_are_a_fresh_pass_s(sampling, use_cache):
+    model, natural, prefixes = tiny_model(), blocks(4), lengths(4, 3)
+    result = complete(model, natural, prefixes, draws(4, 3, N), sampling, use_cache)
+    assert isinstance(result, Completions) and result.ids.dtype == torch.int64
+    assert result.log_probs.dtype == result.model_log_probs.dtype == torch.float32
+
+    rows = result.ids.view(-1, N)
+    logits, _ = model(rows, targets=rows)  # (R, N, V): all positions, no cache
+    checked = 0
+    for row, k in enumerate(prefixes.flatten().tolist()):
+        p, g = divmod(row, 3)
+        assert torch.equal(result.ids[p, g, :k], natural[p, :k])
+        assert (result.log_probs[p, g, :k] == 0).all() and (result.model_log_probs[p, g, :k] == 0).all()
+        for t in range(k, N):
+            token = rows[row, t]
+            exact = exact_distribution(logits[row, t - 1], sampling)[token]
+            assert result.log_probs[p, g, t].item() == pytest.approx(math.log(exact), abs=1e-3)
+            own = logits[row, t - 1].log_softmax(-1)[token]
+            assert result.model_log_probs[p, g, t].item() == pytest.approx(own.item(), abs=1e-3)
+            checked += 1
+    assert checked > 40
+
+
+def test_natural_text_beyond_the_prefix_is_never_read():
+    model, natural, prefixes, uniforms = tiny_model(), blocks(4), lengths(4, 1), draws(4, 1, N)
+    other = natural.clone()
+    for row, k in enumerate(prefixes.flatten().tolist()):
+        other[row, k:] = (other[row, k:] + 1) % V
+    first = complete(model, natural, prefixes, uniforms, Sampling())
+    second = complete(model, other, prefixes, uniforms, Sampling())
+    assert torch.equal(first.ids, second.ids) and torch.equal(first.log_probs, second.log_probs)
+
+
+def test_inputs_are_left_as_they_are_and_the_model_keeps_its_mode():
+    model, natural, prefixes, uniforms = tiny_model(dropout=0.5), blocks(3), lengths(3, 2), draws(3, 2, N)
+    copies = natural.clone(), prefixes.clone(), uniforms.clone()
+    still = complete(model, natural, prefixes, uniforms, Sampling())
+    model.train()
+    result = complete(model, natural, prefixes, uniforms, Sampling())
+    assert model.training
+    assert torch.equal(still.ids, result.ids)  # dropout is off meanwhile
+    assert not result.log_probs.requires_grad
+    for before, after in zip(copies, (natural, prefixes, uniforms), strict=True):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_same_uniforms_same_ids_whatever_the_group_size(sampling):
+    model, natural, prefixes, uniforms = tiny_model(), blocks(3), lengths(3, 4), draws(3, 4, N)
+    together = complete(model, natural, prefixes, uniforms, sampling).ids
+    for p in range(3):
+        for g in range(4):
+            alone = complete(model, natural[[p]], prefixes[[p], g : g + 1], uniforms[[p], g : g + 1], sampling).ids
+            assert torch.equal(alone[0, 0], together[p, g])
+    apart = complete(
+        model, natural.repeat_interleave(4, 0), prefixes.view(12, 1), uniforms.view(12, 1, N), sampling
+    ).ids
+    assert torch.equal(apart.view(3, 4, N), together)
+    other = complete(model, natural, prefixes, draws(3, 4, N, purpose="others"), sampling).ids
+    assert not torch.equal(other, together)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# frequencies
+
+
+def chi_square_p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """The probability of counts this far off or farther; cells that expect fewer than 5 are put together."""
+    expected = probabilities * counts.sum()
+    assert (counts[expected == 0] == 0).all(), "a token came that cannot come"
+    small = expected < 5
+    counts = np.append(counts[~small], counts[small].sum())
+    expected = np.append(expected[~small], expected[small].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    assert len(counts) > 3
+    halves = torch.tensor([(len(counts) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return torch.special.gammaincc(*halves).item()
+
+
+def two_token_counts_and_probabilities(sampled_with: Sampling, compared_with: Sampling, rows: int = 6000):
+    """How often each pair of tokens follows a prompt, and its exact probability: (V * V,) each."""
+    vocab_size = 6
+    model = tiny_model(block_size=3, vocab_size=vocab_size, n_layer=1)
+    prompt = torch.tensor([[2, 0, 0]])
+    ids = complete(model, prompt, torch.ones(1, rows, dtype=torch.int64), draws(1, rows, 3), sampled_with).ids[0]
+    assert (ids[:, 0] == 2).all()
+    counts = np.bincount(ids[:, 1] * vocab_size + ids[:, 2], minlength=vocab_size**2)
+
+    first = exact_distribution(model(torch.tensor([[2]]))[0][0, 0], compared_with)
+    second = [
+        exact_distribution(model(torch.tensor([[2, token]]))[0][0, 0], compared_with) for token in range(vocab_size)
+    ]
+    return counts, (first[:, None] * np.stack(second)).ravel()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_sampled_frequencies_are_the_exact_probabilities(sampling):
+    assert chi_square_p_value(*two_token_counts_and_probabilities(sampling, sampling)) > 1e-3
+
+
+@pytest.mark.parametrize("wrong", [Sampling(temperature=1.15), Sampling(temperature=0.9)])
+def test_the_frequency_test_would_notice_a_wrong_temperature(wrong):
+    assert chi_square_p_value(*two_token_counts_and_probabilities(Sampling(), wrong)) < 1e-3
+
+
+EXTREMES = st.sampled_from([0.0, 2**-24, 0.5, LARGEST_UNIFORM])
+
+
+@given(
+    logits=st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=9),
+    uniform=EXTREMES | st.integers(0, 2**24 - 1).map(lambda n: n / 2**24),
+    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 7.0, 1e38]),
+    top_k=st.none() | st.integers(1, 12),
+    top_p=st.none() | st.sampled_from([1e-9, 0.3, 0.9, 1.0]),
+)
+def test_a_drawn_token_is_always_one_that_may_come(logits, uniform, temperature, top_k, top_p):
+    logits, sampling = torch.tensor([logits]), Sampling(temperature, top_k, top_p)
+    ids, log_probs, model_log_probs = sample_tokens(logits, torch.tensor([uniform]), sampling)
+    token = int(ids)
+    assert 0 <= token < logits.size(1)
+    assert math.isfinite(log_probs) and log_probs <= 1e-6
+    assert float(model_log_probs) == pytest.approx(float(logits.log_softmax(-1)[0, token]))
+    if top_k is not None:
+        assert int((logits[0] > logits[0, token]).sum()) < top_k
+    if temperature == 0 or top_k == 1:
+        assert logits[0, token] == logits.max()
+
+
+def test_ties_do_not_let_more_than_top_k_in():
+    logits, uniforms = torch.zeros(200, 8), torch.arange(200) / 200
+    ids, log_probs, _ = sample_tokens(logits, uniforms, Sampling(top_k=3))
+    assert len(ids.unique()) == 3
+    torch.testing.assert_close(log_probs, torch.full((200,), math.log(1 / 3)))
+
+
+def test_top_p_keeps_the_token_that_crosses_it():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(1000, 1)
+    for top_p, kept in [(0.01, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.96, 4), (1.0, 4)]:
+        ids, _, _ = sample_tokens(logits, torch.arange(1000) / 1000, Sampling(top_p=top_p))
+        assert ids.unique().tolist() == list(range(kept)), top_p
+
+
+@pytest.mark.parametrize(
+    "sampling", [*SAMPLINGS, GREEDY, Sampling(temperature=1e38), Sampling(temperature=1e38, top_k=16, top_p=1.0)]
+)
+def test_padding_ids_are_never_drawn(sampling):
+    model = tiny_model(vocab_size=16, num_tokens=5)
+    with torch.no_grad():
+        model.lm_head.weight[5:] = 9 * model.lm_head.weight[:11]  # padding that would win
+    uniforms = draws(40, 3, N)
+    uniforms[0], uniforms[1] = 0.0, LARGEST_UNIFORM
+    natural = blocks(40, vocab_size=5)
+    ids = complete(model, natural, lengths(40, 3), uniforms, sampling).ids
+    assert ids.min() >= 0 and ids.max() < 5
+    assert sampling == GREEDY or len(ids.unique()) == 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"top_p": math.nan}, "top_p=nan"),
+    ],
+)
+def test_impossible_samplings_are_told(options, message):
+    with pytest.raises(UserError, match=message):
+        Sampling(**options)
+
+
+def test_impossible_completions_are_told():
+    model = tiny_model()
+    for k in (0, N + 1):
+        with pytest.raises(UserError, match=rf"prefix lengths must lie in \[1, {N}\]"):
+            complete(model, blocks(1), torch.tensor([[k]]), draws(1, 1, N), Sampling())
+    with pytest.raises(UserError, match="11 positions asked for, but the model's block_size is 10"):
+        complete(model, blocks(1, N + 1), torch.tensor([[1]]), draws(1, 1, N + 1), Sampling())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPT.generate
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def continued_by_hand(model, idx, new, sampling, uniforms):
+    """Token by token without a cache, on the last block_size tokens."""
+    rows = [row.tolist() for row in idx]
+    for row, ids in enumerate(rows):
+        for _ in range(new):
+            logits = model(torch.tensor([ids[-model.config.block_size :]]))[0][0, 0]
+            cumulative = exact_distribution(logits, sampling).cumsum()
+            ids.append(int(np.searchsorted(cumulative, float(uniforms[row, len(ids)]), side="right")))
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(temperature=0.7, top_k=4, top_p=0.9)])
+@pytest.mark.parametrize(("start", "new"), [(1, 4), (3, 7), (4, 15), (10, 3), (13, 4)])
+def test_generate_within_the_block_and_sliding_beyond_it(position, sampling, start, new):
+    model, idx = tiny_model(position), blocks(3, start)
+    result = model.generate(idx, new, sampling.temperature, sampling.top_k, sampling.top_p, generator())
+    uniforms = torch.rand(3, start + new, generator=generator())
+    assert torch.equal(result, continued_by_hand(model, idx, new, sampling, uniforms))
+
+
+def test_generate_fills_the_block_when_no_number_is_given():
+    model = tiny_model()
+    for start in (1, 4, N):
+        idx = blocks(2, start)
+        result = model.generate(idx)
+        assert result.shape == (2, N) and torch.equal(result[:, :start], idx)
+    filled = model.generate(blocks(2, 4), generator=generator())
+    assert torch.equal(filled, model.generate(blocks(2, 4), N - 4, generator=generator()))
+    assert torch.equal(filled, generate(model, blocks(2, 4), generator=generator()))
+    assert torch.equal(model.generate(blocks(2, 4), 0), blocks(2, 4))
+
+
+def test_generate_depends_on_the_generator_s_seed_alone():
+    model, idx = tiny_model(), blocks(4, 2)
+    assert torch.equal(model.generate(idx, generator=generator(1)), model.generate(idx, generator=generator(1)))
+    assert not torch.equal(model.generate(idx, generator=generator(1)), model.generate(idx, generator=generator(2)))
+
+
+@pytest.mark.parametrize(
+    ("idx", "options", "message"),
+    [
+        (torch.zeros(1, N + 1, dtype=torch.int64), {}, "11 tokens does not fit block_size 10"),
+        (torch.zeros(1, 0, dtype=torch.int64), {}, "at least one token"),
+        (torch.zeros(3, dtype=torch.int64), {}, r"shape \(3,\)"),
+        (torch.tensor([[V]]), {}, r"span \[13, 13\], but this model knows \[0, 12\]"),
+        (torch.tensor([[-1, 2]]), {}, r"span \[-1, 2\]"),
+        (torch.tensor([[1]]), {"max_new_tokens": -1}, "max_new_tokens=-1: must be >= 0"),
+        (torch.tensor([[1]]), {"temperature": -1.0}, "temperature=-1.0"),
+        (torch.tensor([[1]]), {"top_k": 0}, "top_k=0"),
+    ],
+)
+def test_generate_tells_what_is_wrong(idx, options, message):
+    with pytest.raises(UserError, match=message):
+        tiny_model().generate(idx, **options)

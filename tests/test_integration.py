@@ -1,0 +1,561 @@
+"""The stages together: tokenization, training that goes on after a stop, GRPO's figures, and the guides' examples."""
+
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    TINY_GRPO,
+    TINY_TRAIN,
+    assert_same_weights,
+    call,
+    make_corpus,
+    make_text,
+    prepare_options,
+    refuse,
+    refuse_in_one_line,
+    run,
+    start,
+    succeed,
+    weights,
+)
+
+import prepare_reward_data
+import train
+from checkpoint import build_model, load_checkpoint
+from data_loader import WholeSplitBatches, load_binary, load_text
+from evaluate import calculate_perplexity
+from reward_data_config import TokenizationInfo
+from reward_dataset_loader import RewardDataset, create_reward_dataloaders
+from run_log import read_records
+from runtime import UserError
+from tokenization_manager import TokenizationManager
+
+pytest_plugins = ["tiny_run"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenization across the components
+
+
+def test_every_component_names_the_same_tokenization(corpus, generator, reward_data, reward_model):
+    info = TokenizationManager(data_path=corpus).info()
+    assert info.method == "char"
+    for split in ("train", "val"):
+        assert RewardDataset(reward_data, split).get_tokenization_info() == info
+    for path in (generator, reward_model):
+        checkpoint = load_checkpoint(path)
+        recorded = TokenizationManager.from_record(checkpoint["tokenization"])
+        assert recorded.info() == info
+        assert checkpoint["config"].vocab_size == info.vocab_size
+
+
+def test_tokens_of_reward_data_are_text_again(corpus, reward_data):
+    """What the generator read, the dataset holds and the tokenizer in the checkpoint decodes is the corpus."""
+    tokenizer = TokenizationManager(data_path=corpus)
+    text = (corpus / "input.txt").read_text()
+    train_text, val_text = text[: int(len(text) * 0.9)], text[int(len(text) * 0.9) :]
+    for split, natural in (("train", train_text), ("val", val_text)):
+        dataset = RewardDataset(reward_data, split)
+        for row in range(0, len(dataset), 11):
+            x, y = dataset[row]
+            K, start_of_block = round(float(y[0]) * 16), row // 4 * 16
+            decoded = tokenizer.decode(x.tolist())
+            assert decoded[:K] == natural[start_of_block : start_of_block + K]
+            assert np.array_equal(tokenizer.encode(decoded), x.numpy())
+
+
+def test_text_mode_and_binary_mode_have_the_same_tokens(corpus):
+    tokenizer = TokenizationManager(data_path=corpus)
+    text = load_text(corpus, tokenizer)
+    binary = load_binary(corpus / "train.bin", corpus / "val.bin", tokenizer.vocab_size)
+    assert np.array_equal(text.train, binary.train)
+    assert np.array_equal(text.val, binary.val)
+
+
+def test_a_mismatch_is_refused_wherever_it_shows(tmp_path, corpus, generator, reward_data, reward_model):
+    wrong = TokenizationInfo("bpe", 50257)
+    with pytest.raises(UserError, match="Tokenization method mismatch: dataset uses 'char' but expected 'bpe'"):
+        create_reward_dataloaders(str(reward_data), expected_tokenization_info=wrong)
+
+    other = make_corpus(tmp_path / "other_char", make_text(700) + "Xyz")
+    succeed("train", dataset=other, out_dir=tmp_path, **{**TINY_TRAIN, "max_iters": 1})
+    stranger = tmp_path / "model_checkpoint.pt"
+    options = {"base_model_path": stranger, "output_path": tmp_path / "out.pt", "device": "cpu"}
+    assert "vocab" in refuse_in_one_line("train_reward_model", **options, data_dir=reward_data).lower()
+    line = refuse_in_one_line("train_grpo", **options, reward_model_path=reward_model, dataset=corpus)
+    assert "vocab_size is 28 in the policy and 25 in the reward model" in line
+    data = prepare_options(other, generator, tmp_path / "data")
+    assert "Vocabulary size mismatch: dataset uses 28 but expected 25" in refuse_in_one_line(
+        "prepare_reward_data", **data
+    )
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_reward_model_takes_the_generators_trunk(generator, reward_model):
+    """The trunk is frozen by default: only the head was trained."""
+    ours, theirs = weights(reward_model), weights(generator)
+    trunk = {name for name in theirs if name.startswith("transformer.")}
+    assert {name for name in ours if not name.startswith("reward_head.")} == trunk
+    assert all(torch.equal(ours[name], theirs[name]) for name in trunk)
+
+
+def test_unfrozen_layers_are_trained(tmp_path, generator, reward_data):
+    options = {"base_model_path": generator, "data_dir": reward_data, "max_epochs": 1, "device": "cpu"}
+    succeed("train_reward_model", **options, output_path=tmp_path / "all.pt", unfreeze_layers=-1)
+    ours, theirs = weights(tmp_path / "all.pt"), weights(generator)
+    assert not any(torch.equal(ours[name], theirs[name]) for name in theirs if name in ours)
+    line = refuse_in_one_line("train_reward_model", **options, output_path=tmp_path / "x.pt", unfreeze_layers=9)
+    assert "unfreeze_layers=9, but the model has 1 blocks" in line
+
+
+def test_the_skill_of_a_reward_model(tmp_path, generator, reward_data):
+    options = {"base_model_path": generator, "data_dir": reward_data, "max_epochs": 3, "device": "cpu"}
+    out = succeed("train_reward_model", **options, output_path=tmp_path / "reward.pt")
+    records = read_records(tmp_path / "reward.jsonl")
+    assert [record["step"] for record in records[:3]] == [1, 2, 3]
+    for record in records[:3]:
+        assert {"train_loss", "val_loss", "r2", "mae", "calibration_error"} <= record.keys()
+        assert 0 <= record["mae"] <= 1
+    final = records[-1]
+    assert final["final"]
+    assert final["r2_low"] <= final["r2"] <= final["r2_high"]
+    # An R2 interval that holds 0 is told, another is not.
+    assert ("NO BETTER THAN A CONSTANT" in out) == (final["r2_low"] <= 0)
+
+
+def test_a_reward_model_that_sees_nothing_says_so(tmp_path, corpus, generator):
+    """Sequences that are all alike but for their labels: there is nothing to learn."""
+    draw = np.random.default_rng(0)
+    for split, rows in (("train", 40), ("val", 40)):
+        share = draw.integers(1, 16, size=rows) / 16
+        labels = list(np.stack([share, 1 - share], axis=1).astype(np.float32))
+        info = TokenizationManager(data_path=corpus).info()
+        prepare_reward_data.save_reward_dataset([np.ones(16)] * rows, labels, str(tmp_path / "data"), split, info)
+    options = {"base_model_path": generator, "data_dir": tmp_path / "data", "output_path": tmp_path / "blind.pt"}
+    assert "NO BETTER THAN A CONSTANT" in succeed("train_reward_model", **options, max_epochs=1, device="cpu")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train.py
+
+
+def test_training_learns_and_keeps_the_best(tmp_path, corpus):
+    out = succeed("train", dataset=corpus, out_dir=tmp_path, **{**TINY_TRAIN, "learning_rate": 0.02})
+    records = read_records(tmp_path / "model_checkpoint.jsonl")
+    losses = [record["val_loss"] for record in records if "val_loss" in record]
+    assert len(losses) == 5  # at 0, 5, 10, 15, 20
+    assert losses[0] == pytest.approx(math.log(25), rel=0.05)
+    assert min(losses) < losses[0] - 0.2
+    checkpoint = load_checkpoint(tmp_path / "model_checkpoint.pt")
+    assert checkpoint["training"]["val_loss"] == min(losses)
+    assert f"Best validation loss: {min(losses):.4f}" in out
+    model = build_model(checkpoint, "generator", "it")
+    tokens = load_binary(corpus / "train.bin", corpus / "val.bin", 25).val
+    perplexity = calculate_perplexity(model, WholeSplitBatches(tokens, 16, 4), "cpu")
+    assert math.log(perplexity) == pytest.approx(min(losses), abs=1e-5)
+
+
+STOPPED_AT = [(1, False), (13, True), (20, True)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("batch", "resumable"), STOPPED_AT)
+def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus, optimizer, batch, resumable):
+    options = {**TINY_TRAIN, "dataset": corpus, "optimizer": optimizer, "dropout": 0.1, "patience": 3}
+    succeed("train", **options, out_dir=tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "get_batch", interrupt_at(batch, train.get_batch))
+        finished = call("train", **options, out_dir=tmp_path / "parts")
+        assert finished.status == 130
+    if not resumable:  # nothing was written yet
+        line = refuse_in_one_line("train", **options, out_dir=tmp_path / "parts", init_from="resume")
+        assert "nothing to resume" in line
+        return
+    succeed("train", **options, out_dir=tmp_path / "parts", init_from="resume")
+    name = "model_checkpoint"
+    whole, parts = (load_checkpoint(tmp_path / run / f"{name}.pt") for run in ("whole", "parts"))
+    assert_same_weights(whole["model"], parts["model"])
+    states = [torch.load(tmp_path / run / f"{name}.resume", weights_only=True) for run in ("whole", "parts")]
+    assert_same_weights(states[0]["model"], states[1]["model"])
+    assert states[0]["stopping"] == states[1]["stopping"]
+    records = [read_records(tmp_path / run / f"{name}.jsonl") for run in ("whole", "parts")]
+    for log in records:
+        for record in log:
+            record.pop("seconds"), record.pop("tokens_per_second", None)
+    assert records[0] == records[1]
+
+
+def test_training_killed_and_resumed(tmp_path, corpus, generator):
+    """A process of its own, killed without warning at its second evaluation or later."""
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path}
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    slow = "import time, train, runtime; batch = train.get_batch\n"
+    slow += "def slow(*a): time.sleep(0.02); return batch(*a)\n"
+    process = start("-c", slow + "train.get_batch = slow; runtime.run_main(train.main)", *arguments)
+    while process.poll() is None and not (tmp_path / "model_checkpoint.resume").exists():
+        pass
+    process.kill()
+    process.communicate()
+    assert process.returncode == -9
+    succeed("train", **options, init_from="resume")
+    assert_same_weights(weights(tmp_path / "model_checkpoint.pt"), weights(generator))
+
+
+def test_resume_refuses_changed_settings(tmp_path, corpus, generator):
+    for name in ("model_checkpoint.pt", "model_checkpoint.resume", "model_checkpoint.jsonl"):
+        shutil.copy(generator.with_name(name), tmp_path / name)
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "init_from": "resume"}
+    line = refuse_in_one_line("train", **{**options, "learning_rate": 0.5, "batch_size": 3})
+    assert "learning_rate was 0.001, now 0.5" in line
+    assert "batch_size was 8, now 3" in line
+    other = make_corpus(tmp_path / "tiny_char", make_text(1000, seed=1))
+    assert refuse("train", **{**options, "dataset": other})
+    out = succeed("train", **{**options, "max_iters": 25})  # longer is allowed, and told
+    assert "max_iters=25 (was 20)" in out
+    assert torch.load(tmp_path / "model_checkpoint.resume", weights_only=True)["step"] == 25
+
+
+def test_early_stopping(tmp_path, corpus):
+    """A demand that no step can meet: the first evaluation sets the bar, two more end the run."""
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "patience": 2, "min_delta": 50.0}
+    out = succeed("train", **{**options, "max_iters": 100})
+    assert "Stopped at step 10: no fall of 50.0 in 2 evaluations" in out
+    steps = [record["step"] for record in read_records(tmp_path / "model_checkpoint.jsonl") if "val_loss" in record]
+    assert steps == [0, 5, 10]
+
+
+def test_early_stopping_counts_on_after_a_resume(monkeypatch, tmp_path, corpus):
+    """Interrupted with one of two evaluations without improvement behind it: the next one is the last."""
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "patience": 2, "min_delta": 50.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "clip_gradients", interrupt_at(7, train.clip_gradients))
+        assert call("train", **options).status == 130
+    assert "Stopped at step 10:" in succeed("train", **options, init_from="resume")
+
+
+def interrupt_at(number, function):
+    """`function`, whose call of that number is met by Ctrl-C."""
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    return interrupted
+
+
+def test_eval_only(generator, corpus):
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": generator.parent, "eval_only": True}
+    before = {path.name: path.stat().st_mtime_ns for path in generator.parent.iterdir()}
+    out = succeed("train", **options)
+    assert f"val_loss {load_checkpoint(generator)['training']['val_loss']:.4f}" in out
+    assert {path.name: path.stat().st_mtime_ns for path in generator.parent.iterdir()} == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train_grpo.py
+
+
+@pytest.fixture(scope="module")
+def grpo(corpus, generator, reward_model):
+    """Runs train_grpo.py on the tiny models; gives its checkpoint, its records by step, and what it printed."""
+
+    def run_grpo(path: Path, **options):
+        paths = {"base_model_path": generator, "reward_model_path": reward_model, "output_path": path}
+        settings = {**TINY_GRPO, "max_steps": 3, "reward_threshold": 1.0, **options}
+        out = succeed("train_grpo", **paths, dataset=corpus, **settings)
+        return load_checkpoint(path), read_records(path.with_suffix(".jsonl")), out
+
+    return run_grpo
+
+
+METRICS = ("reward", "reward_std", "flat_groups", "kl_start", "kl_update", "clip_share", "entropy")
+
+
+def test_grpo_moves_the_policy_and_logs_every_metric(tmp_path, grpo, generator):
+    checkpoint, records, out = grpo(tmp_path / "policy.pt", learning_rate=1e-2, max_steps=5)
+    steps = [record for record in records if "reward" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    for record in steps:
+        assert all(math.isfinite(record[name]) for name in METRICS)
+        assert 0 <= record["reward"] <= 1
+        assert 0 <= record["flat_groups"] <= 1
+        assert 0 <= record["clip_share"] <= 1
+        assert 0 < record["entropy"] <= math.log(25) + 1e-4
+    evaluated = [record["step"] for record in records if "val_loss" in record]
+    assert evaluated == [0, 2, 4, 5]
+    assert steps[-1]["kl_start"] > 0
+    assert "Stopped after 5 steps by step limit: 5" in out
+    ours, theirs = checkpoint["model"], weights(generator)
+    assert any(not torch.equal(ours[name], theirs[name]) for name in theirs)
+    start_record = load_checkpoint(generator)
+    assert checkpoint["data"] == start_record["data"]  # the record of the training data is passed on
+    assert checkpoint["tokenization"] == start_record["tokenization"]
+    training = checkpoint["training"]
+    assert (training["first_reward"], training["last_reward"]) == (steps[0]["reward"], steps[-1]["reward"])
+
+
+def test_grpo_raises_its_reward(tmp_path, grpo):
+    """Twenty steps without a penalty: the judge is climbed. Means of five steps, as one step's is noisy."""
+    options = {"max_steps": 25, "learning_rate": 3e-3, "beta": 0.0, "start_kl_cap": 100.0, "prompts_per_step": 8}
+    _, records, _ = grpo(tmp_path / "policy.pt", **options, group_size=8)
+    rewards = [record["reward"] for record in records if "reward" in record]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5])
+
+
+def test_grpo_is_the_same_again(tmp_path, grpo):
+    one, _, _ = grpo(tmp_path / "one.pt")
+    again, _, _ = grpo(tmp_path / "again.pt")
+    other, _, _ = grpo(tmp_path / "other.pt", seed=1)
+    assert_same_weights(one["model"], again["model"])
+    assert any(not torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
+
+
+@pytest.mark.parametrize(
+    ("reason", "steps", "options"),
+    [
+        ("reward threshold", 1, {"reward_threshold": 0.0}),
+        ("plateau", 3, {"plateau_window": 1, "plateau_patience": 2, "plateau_min_delta": 1.0, "max_steps": 9}),
+        ("plateau", 6, {"plateau_window": 2, "plateau_patience": 2, "plateau_min_delta": 1.0, "max_steps": 9}),
+        ("KL cap", 1, {"start_kl_cap": 1e-12, "learning_rate": 1e-2, "update_kl_cap": 9.0}),
+        ("step limit", 2, {"max_steps": 2}),
+    ],
+)
+def test_grpo_says_why_it_stopped(tmp_path, grpo, reason, steps, options):
+    checkpoint, records, out = grpo(tmp_path / "policy.pt", **options)
+    assert f"Stopped after {steps} steps by {reason}" in out
+    assert checkpoint["training"]["stop_reason"].startswith(reason)
+    assert checkpoint["training"]["steps"] == steps
+    assert "val_loss" in records[-1]  # also where it stops between evaluations
+    assert records[-1]["step"] == steps
+
+
+def test_the_update_kl_cap_ends_the_inner_updates(tmp_path, grpo):
+    options = {"learning_rate": 1e-2, "updates_per_step": 4, "max_steps": 2, "start_kl_cap": 99.0}
+    _, capped, _ = grpo(tmp_path / "capped.pt", **options, update_kl_cap=1e-12)
+    _, free, _ = grpo(tmp_path / "free.pt", **options, update_kl_cap=99.0)
+    assert [record["updates"] for record in capped if "reward" in record] == [1, 1]
+    assert [record["updates"] for record in free if "reward" in record] == [4, 4]
+
+
+def test_groups_that_all_agree_are_told(tmp_path, grpo, generator, reward_model, corpus):
+    """A judge that gives everything the same reward: no group has spread, and nothing moves."""
+    contents = torch.load(reward_model, weights_only=True)
+    for name in ("reward_head.2.weight", "reward_head.2.bias"):
+        contents["model"][name].zero_()
+    torch.save(contents, tmp_path / "blind.pt")
+    paths = {"base_model_path": generator, "reward_model_path": tmp_path / "blind.pt", "dataset": corpus}
+    succeed("train_grpo", **paths, output_path=tmp_path / "p.pt", **TINY_GRPO, max_steps=1)
+    record = next(r for r in read_records(tmp_path / "p.jsonl") if "reward" in r)
+    assert record["reward"] == pytest.approx(0.5)
+    assert record["reward_std"] == pytest.approx(0, abs=1e-6)
+    assert record["flat_groups"] == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the guides' examples, as printed but for the paths
+
+
+@pytest.fixture
+def guide_paths(monkeypatch, tmp_path, generator, reward_data):
+    """The places that the guide names, in a folder of the test's own."""
+    (tmp_path / "logs").mkdir()
+    shutil.copy(generator, tmp_path / "logs" / "model_checkpoint.pt")
+    shutil.copytree(reward_data, tmp_path / "data" / "reward_dataset")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TRAINING_EXAMPLE = """
+# train_reward_model.py
+import torch
+import torch.nn.functional as F
+from model import GPT, GPTConfig
+from reward_dataset_loader import create_reward_dataloaders
+
+def train_reward_model():
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    
+    # Load base model and switch to reward mode
+    checkpoint = torch.load('logs/model_checkpoint.pt', map_location=device)
+    config = checkpoint['config']
+    config.mode = 'reward'
+    config.reward_head_hidden_dim = 256  # Configurable
+    
+    model = GPT(config)
+    model.load_state_dict(checkpoint['model'], strict=False)
+    model.to(device)
+    
+    # Freeze transformer trunk (recommended)
+    for param in model.transformer.parameters():
+        param.requires_grad = False
+    
+    # Create data loaders
+    train_loader, val_loader = create_reward_dataloaders(
+        'data/reward_dataset', 
+        batch_size=32
+    )
+    
+    # Setup training
+    optimizer = torch.optim.Adam(model.reward_head.parameters(), lr=1e-4)
+    
+    # Training loop
+    for epoch in range(10):
+        model.train()
+        total_loss = 0
+        
+        for batch_x, batch_y in train_loader:
+            batch_x, batch_y = batch_x.to(device), batch_y.to(device)
+            
+            probs, _ = model(batch_x)
+            loss = F.mse_loss(probs, batch_y)
+            
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            
+            total_loss += loss.item()
+        
+        # Validation
+        model.eval()
+        val_loss = 0
+        with torch.no_grad():
+            for batch_x, batch_y in val_loader:
+                batch_x, batch_y = batch_x.to(device), batch_y.to(device)
+                probs, _ = model(batch_x)
+                val_loss += F.mse_loss(probs, batch_y).item()
+        
+        print(f"Epoch {epoch+1}: Train Loss: {total_loss/len(train_loader):.4f}, "
+              f"Val Loss: {val_loss/len(val_loader):.4f}")
+    
+    # Save reward model
+    torch.save({
+        'model': model.state_dict(),
+        'config': config,
+    }, 'logs/reward_model.pt')
+
+if __name__ == '__main__':
+    train_reward_model()
+"""  # noqa: W293, W291 (as printed)
+
+
+def test_training_example_of_the_guide(guide_paths, corpus, capsys):
+    exec(compile(TRAINING_EXAMPLE, "example", "exec"), {"__name__": "__main__"})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"Epoch {epoch}" for epoch in range(1, 11)]
+    losses = [float(line.split("Train Loss: ")[1].split(",")[0]) for line in lines]
+    assert losses[-1] < losses[0]
+    # What it saves is a checkpoint like any other: train_grpo.py takes it for its judge.
+    options = {"base_model_path": "logs/model_checkpoint.pt", "reward_model_path": "logs/reward_model.pt"}
+    succeed("train_grpo", **options, dataset=corpus, output_path="logs/grpo.pt", **TINY_GRPO, max_steps=1)
+
+
+DATASET_EXAMPLE = """
+from reward_dataset_loader import RewardDataset
+from reward_data_config import TokenizationInfo
+
+# Load dataset with tokenization validation
+expected_tokenization = TokenizationInfo(method='char', vocab_size=25, meta_path='data/shakespeare_char/meta.pkl')
+dataset = RewardDataset('data/reward_dataset', split='train', expected_tokenization_info=expected_tokenization)
+
+# Access samples
+x, y = dataset[0]  # x: LongTensor, y: FloatTensor
+
+# Get statistics including tokenization info
+stats = dataset.get_stats()
+print(f"Dataset size: {len(dataset)}")
+print(f"Tokenization: {stats['tokenization_method']} (vocab_size={stats['vocab_size']})")
+print(f"Probability sums: {stats['prob_sum_mean']:.6f}")
+"""  # the corpus of the test has 25 characters where the guide's has 65
+
+
+def test_dataset_example_of_the_guide(guide_paths, capsys):
+    names = {}
+    exec(compile(DATASET_EXAMPLE, "example", "exec"), names)
+    count = len(RewardDataset(guide_paths / "data" / "reward_dataset"))
+    assert capsys.readouterr().out.splitlines() == [
+        f"Dataset size: {count}",
+        "Tokenization: char (vocab_size=25)",
+        "Probability sums: 1.000000",
+    ]
+    assert isinstance(names["x"], torch.LongTensor)
+    assert isinstance(names["y"], torch.FloatTensor)
+
+
+def test_dataset_example_with_the_wrong_vocabulary(guide_paths):
+    example = DATASET_EXAMPLE.replace("vocab_size=25", "vocab_size=65")
+    with pytest.raises(ValueError, match="Vocabulary size mismatch: dataset uses 25 but expected 65"):
+        exec(compile(example, "example", "exec"), {})
+
+
+def test_loader_example_of_the_guide(guide_paths):
+    expected_tokenization = TokenizationInfo(method="char", vocab_size=25)
+    train_loader, val_loader = create_reward_dataloaders(
+        data_dir="data/reward_dataset",
+        batch_size=32,
+        num_workers=1,
+        expected_tokenization_info=expected_tokenization,
+    )
+    for loader in (train_loader, val_loader):
+        batch_x, batch_y = next(iter(loader))
+        assert (batch_x.shape, batch_x.dtype) == (torch.Size([32, 16]), torch.int64)
+        assert (batch_y.shape, batch_y.dtype) == (torch.Size([32, 2]), torch.float32)
+
+
+def test_grpo_fragment_of_the_guide(generator, reward_model, corpus):
+    """Completions by `generate(prompts)` fill the block, and the reward is P(natural)."""
+    base_model = build_model(load_checkpoint(generator), "generator", generator)
+    judge = build_model(load_checkpoint(reward_model), "reward", reward_model)
+    prompts = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16)[:20].astype(np.int64)).view(4, 5)
+    completions = base_model.generate(prompts)
+    assert completions.shape == (4, 16)
+    assert torch.equal(completions[:, :5], prompts)
+    with torch.no_grad():
+        rewards, _ = judge(completions)
+        reward_scores = rewards[:, 0]
+    assert reward_scores.shape == (4,)
+    assert ((reward_scores > 0) & (reward_scores < 1)).all()
+
+
+def test_legacy_function_of_the_guide(corpus):
+    from prepare_reward_data import load_and_split_data
+
+    train_tokens, val_tokens, tokenizer = load_and_split_data(corpus / "input.txt", train_split=0.9)
+    assert len(train_tokens) + len(val_tokens) == len((corpus / "input.txt").read_text())
+    assert tokenizer.vocab_size == 25
+
+
+def test_scripts_import_without_doing_anything(monkeypatch):
+    """Importing a script must not parse arguments or start work."""
+    monkeypatch.setattr(sys, "argv", ["pytest", "--no-such-option"])
+    code = "import sys; sys.argv.append('--nonsense')\n"
+    code += "import train, prepare_reward_data, train_reward_model, train_grpo, evaluate, sample, run_cycles"
+    process = start("-c", code)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
+
+
+def test_perplexity_restores_the_models_mode(generator, corpus):
+    model = build_model(load_checkpoint(generator), "generator", generator)
+    tokens = load_binary(corpus / "train.bin", corpus / "val.bin", 25).val
+    batches = WholeSplitBatches(tokens, 16, 8)
+    model.train()
+    first = calculate_perplexity(model, batches, "cpu")
+    assert model.training
+    assert calculate_perplexity(model.eval(), batches, "cpu") == pytest.approx(first)
+    assert not model.training
+    assert calculate_perplexity(model, [], "cpu") == math.inf
+
+
+def test_help_describes_every_setting():
+    finished = run("train_grpo.py", "--help")
+    assert finished.status == 0
+    assert "completions of each prompt" in finished.out
+    assert "--update_kl_cap" in finished.out

@@ -1,0 +1,100 @@
+"""run_log.py: what is logged is read back, resumed runs forget what came later.  `pytest tests/test_run_log.py`"""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from run_log import RunLog, format_metrics, progress, read_records
+from runtime import UserError
+
+VALUES = st.integers(-(10**9), 10**9) | st.floats(allow_nan=False) | st.booleans() | st.text() | st.lists(st.integers())
+METRICS = st.dictionaries(st.from_regex("[a-z]{3,9}_", fullmatch=True), VALUES, max_size=4)
+
+
+def steps_of(path) -> list[int]:
+    return [record["step"] for record in read_records(path)]
+
+
+def write_steps(path, steps) -> None:
+    with RunLog(path) as log:
+        for step in steps:
+            log.log(step, quiet=True, loss=1 / step)
+
+
+@given(logged=st.lists(METRICS, max_size=4))
+def test_what_is_logged_is_read_back(logged, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "round_trip.jsonl"
+    with RunLog(path) as log:
+        for step, metrics in enumerate(logged):
+            log.log(step, quiet=True, **metrics)
+            assert len(read_records(path)) == step + 1  # at once, not when the run ends
+    records = read_records(path)
+    assert [record.pop("step") for record in records] == list(range(len(logged)))
+    assert all(record.pop("seconds") >= 0 for record in records)
+    assert records == logged
+
+
+def test_a_line_for_people_unless_quiet(tmp_path, capsys):
+    with RunLog(tmp_path / "log.jsonl") as log:
+        log.log(3, loss=0.123456, tokens=5000000, sample="To be")
+        log.log(4, quiet=True, loss=9.0)
+    assert capsys.readouterr().out == "step 3 | loss 0.1235 | tokens 5000000\n"
+    assert read_records(tmp_path / "log.jsonl")[0]["loss"] == 0.123456  # records are not rounded
+
+
+def test_format_metrics():
+    assert format_metrics({"a": 1.0, "b": 1e-9, "text": "left out", "c": 7}) == "a 1 | b 1e-09 | c 7"
+
+
+def test_a_new_run_begins_anew(tmp_path):
+    path = tmp_path / "deep" / "log.jsonl"
+    write_steps(path, [1, 2, 3])
+    write_steps(path, [1])
+    assert steps_of(path) == [1]
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(0, []), (2, [1, 2]), (3, [1, 2, 3]), (99, [1, 2, 3, 4])])
+def test_a_resumed_run_keeps_the_records_up_to_its_step(tmp_path, resume_step, kept):
+    path = tmp_path / "log.jsonl"
+    write_steps(path, [1, 2, 3, 4])
+    with RunLog(path, resume_step=resume_step) as log:
+        assert steps_of(path) == kept
+        log.log(100, quiet=True)
+    assert steps_of(path) == [*kept, 100]
+
+
+def test_resuming_without_a_log_begins_one(tmp_path):
+    with RunLog(tmp_path / "log.jsonl", resume_step=5) as log:
+        log.log(6, quiet=True)
+    assert steps_of(tmp_path / "log.jsonl") == [6]
+
+
+def test_a_last_line_cut_short_is_left_out_and_a_resumed_run_mends_it(tmp_path):
+    path = tmp_path / "log.jsonl"
+    write_steps(path, [1, 2, 3])
+    whole = path.read_text()
+    last = whole.splitlines(keepends=True)[-1]
+    for cut in range(2, len(last)):
+        path.write_text(whole[:-cut])
+        assert steps_of(path) == [1, 2]
+    with RunLog(path, resume_step=3) as log:
+        log.log(3, quiet=True)
+    assert steps_of(path) == [1, 2, 3]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_damage_elsewhere_is_told_with_its_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"log\.jsonl, line 2 is no JSON record"):
+        read_records(path)
+    assert read_records(tmp_path / "absent.jsonl") == []
+
+
+def test_progress_counts_from_where_a_run_goes_on(capsys):
+    with progress(10, "Training", "step", initial=4) as bar:
+        bar.update(3)
+        assert (bar.n, bar.total) == (7, 10)
+    assert "Training" in capsys.readouterr().err

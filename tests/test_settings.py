@@ -1,0 +1,370 @@
+"""settings.py: options and settings files are read as data, and all problems told.  `pytest tests/test_settings.py`"""
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import train
+from runtime import UserError
+from settings import Problems, find_config, parse_settings, read_config, split_config
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Walk:
+    """Take a walk."""
+
+    steps: int = 100
+    """how many"""
+    length: float = 0.7
+    """metres"""
+    name: str = "hill"
+    """which way"""
+    gait: Literal["slow", "fast"] = "slow"
+    """how"""
+    dog: bool = False
+    """who"""
+    rests: int | None = None
+    """how often"""
+    stops: list[str] = field(default_factory=list)
+    """where"""
+
+    def problems(self) -> Problems:
+        problems = Problems()
+        problems.check_range(self, "steps", "rests", minimum=1)
+        problems.check_range(self, "length", above=0, maximum=2)
+        problems.require(self.name != "nowhere", "nowhere is no way", "Choose a --name")
+        return problems
+
+
+def parse(*argv: str, script: str = "walk") -> Walk:
+    return parse_settings(Walk, script, list(argv))
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a settings file and returns its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "config.py"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# options
+
+
+def test_defaults_and_options():
+    assert parse() == Walk()
+    expected = Walk(3, 0.5, "moor", "fast", True, 2, ["inn", "pub"])
+    words = "--steps 3 --length=0.5 --name moor --gait=fast --dog True --rests 2 --stops inn pub"
+    assert parse(*words.split()) == expected
+    assert parse("--dog=False", "--rests", "None", "--length", "1e-3") == Walk(length=1e-3)
+
+
+def test_a_setting_may_be_negative_or_begin_with_dashes(config):
+    @dataclass
+    class Plain:
+        offset: int = 0
+        text: str = ""
+
+    assert parse_settings(Plain, "plain", ["--offset", "-3", "--text=--deep"]) == Plain(-3, "--deep")
+    assert parse_settings(Plain, "plain", [config("offset = -3\ntext = '--deep'")]) == Plain(-3, "--deep")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--step", "3"], ["--steps", "many"], ["--steps", "1.5"], ["--gait", "hop"], ["--dog"], ["--dog", "perhaps"]],
+)
+def test_misspelt_or_badly_typed_options_end_in_status_2(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(*argv)
+    assert caught.value.code == 2
+    assert argv[0].strip("-") in "".join(capsys.readouterr())
+
+
+def test_help_shows_what_each_setting_is(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("Take a walk", "--length", "metres", "how often", "--config FILE"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# settings files
+
+
+def test_a_settings_file_comes_first_or_by_config_and_options_override_it(config):
+    path = config("steps = 7\nname = 'moor'\nstops = ['inn', 'pub']\ndog = True\nrests = None\n")
+    expected = Walk(steps=7, name="moor", stops=["inn", "pub"], dog=True)
+    assert parse(path) == parse("--config", path) == parse(f"--config={path}") == expected
+    assert parse("--length", "1", "--config", path).length == 1
+    overridden = Walk(steps=9, name="moor", stops=["bench"], dog=False)
+    assert parse(path, "--steps=9", "--stops", "bench", "--dog", "False") == overridden
+    assert parse("--steps", "9", "--stops", "bench", "--dog", "False", "--config", path) == overridden
+
+
+def test_sections_are_for_their_script_alone(config):
+    path = config("steps = 5\nlength = 1.5\nwalk = dict(steps=7)\nrun = {'steps': 9, 'speed': 3}\n")
+    assert parse(path) == Walk(steps=7, length=1.5)
+    assert parse(path, script="swim") == Walk(steps=5, length=1.5)
+    with pytest.raises(UserError, match=r"run\.py has no setting 'speed'"):
+        parse(path, script="run")
+
+
+def test_find_config():
+    assert find_config([]) is None and find_config(["--steps", "3"]) is None
+    assert find_config(["a.py", "--steps", "3"]) == find_config(["--steps", "3", "--config=a.py"]) == "a.py"
+    assert split_config(["--x", "1", "--config", "a.py", "--y"]) == ("a.py", ["--x", "1", "--y"])
+    with pytest.raises(UserError, match="--config needs the path"):
+        find_config(["--config"])
+
+
+def test_an_unknown_setting_is_told_with_a_hint(config):
+    with pytest.raises(UserError, match=r"config\.py: walk\.py has no setting 'stepz'; did you mean steps\?"):
+        parse(config("stepz = 3"))
+    with pytest.raises(UserError, match=r"has no setting 'zzz'$"):
+        parse(config("zzz = 3"))
+
+
+def test_types_of_a_settings_file_are_checked(config, capsys):
+    for text in ("steps = 'many'", "steps = 1.5", "gait = 'hop'", "dog = 3", "length = None"):
+        with pytest.raises(SystemExit) as caught:
+            parse(config(text))
+        assert caught.value.code == 2
+        assert text.split()[0] in "".join(capsys.readouterr())
+
+
+def test_values_and_arithmetic(config):
+    text = '''"""A docstring."""
+    # nanoGPT's files do such things
+    a = b = 2
+    c = 5 * 8 + a - 1
+    d = -a / 4
+    e = 7 // 2
+    f = (1, 2.5, [a, None]), {'x': True, "y": dict(z='w')}
+    g = -0.5e-3
+    a = 'later'
+    '''.replace("\n    ", "\n")
+    assert read_config(config(text)) == {
+        "a": "later",
+        "b": 2,
+        "c": 41,
+        "d": -0.5,
+        "e": 3,
+        "f": [[1, 2.5, [2, None]], {"x": True, "y": {"z": "w"}}],
+        "g": -0.0005,
+    }
+
+
+PLAIN = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    PLAIN | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(values=st.dictionaries(st.from_regex("[a-z]{4,8}_", fullmatch=True), VALUES, max_size=4))
+def test_what_is_assigned_is_what_is_read(values, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "round_trip.py"
+    path.write_bytes("".join(f"{name} = {value!r}\n" for name, value in values.items()).encode("utf-8"))
+    assert read_config(path) == values
+
+
+HOSTILE = [
+    "import os",
+    "import os; os.system('touch MARK')",
+    "steps = open('MARK', 'w')",
+    "steps = __import__('os').system('touch MARK')",
+    "steps = [open('MARK', 'w') for _ in range(1)]",
+    "steps = (lambda: open('MARK', 'w'))()",
+    'steps = f\'{open("MARK", "w")}\'',
+    'exec(\'open("MARK", "w")\')',
+    "open('MARK', 'w')",
+    "steps: int = open('MARK', 'w')",
+    "def steps(x=open('MARK', 'w')): pass",
+    "class steps:\n    open('MARK', 'w')",
+    "if True:\n    steps = open('MARK', 'w')",
+    "with open('MARK', 'w') as steps: pass",
+    "@open('MARK', 'w')\ndef steps(): pass",
+    "steps = 3 if open('MARK', 'w') else 4",
+    "walk = dict(steps=open('MARK', 'w'))",
+    "walk = {'steps': open('MARK', 'w')}",
+    "walk = dict([('steps', 3)])",
+    "walk = dict(**other)",
+    "other = dict(steps=3)\nwalk = dict(**other)",
+    "other = dict(steps=3)\nwalk = {**other}",
+    "steps[0] = 3",
+    "steps.x = 3",
+    "steps, length = 3, 4",
+    "steps += 3",
+    "steps = unknown",
+    "steps = 2 ** 99999999",
+    "name = 'a' * 999999999",
+    "name = 'a' + 'b'",
+    "steps = not True",
+    "steps = b'3'",
+    "steps = 3j",
+    "steps = ...",
+    "steps = 1 / 0",
+    "steps = 1" + "0" * 400 + " / 3",
+    "steps = 9" + "\nsteps = steps * steps" * 60,
+    "steps = 1" + "+1" * 2000,
+    "steps = " + "-" * 9000 + "1",
+    "steps = " + "(" * 600 + "1" + ")" * 600,
+    "steps = " + "[" * 90 + "]" * 90 + "\nsteps = = 3",
+    "steps = 3\n  length = 4",
+    "steps = 1" + "0" * 5000,
+    "steps = '\0'",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=[text[:40] for text in HOSTILE])
+def test_nothing_in_a_settings_file_is_executed(config, tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        parse(config(text))
+    message = str(caught.value)
+    assert message.startswith("ERROR: ") and "config.py" in message and "\n" not in message
+    assert os.listdir(tmp_path) == ["config.py"]
+
+
+def test_the_line_at_fault_is_told(config):
+    with pytest.raises(UserError, match=r"line 2: only plain assignments .*not `import os`"):
+        read_config(config("steps = 3\nimport os\n"))
+
+
+def test_unreadable_settings_files_are_told(tmp_path):
+    for path in (tmp_path / "absent.py", tmp_path):
+        with pytest.raises(UserError, match="cannot read settings file"):
+            parse(str(path))
+    (tmp_path / "latin.py").write_bytes(b"name = '\xe9'")
+    with pytest.raises(UserError, match=r"settings file .*latin\.py"):
+        parse(str(tmp_path / "latin.py"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ranges
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(UserError) as caught:
+        parse("--steps", "0", "--length", "3", "--rests", "-2", "--name", "nowhere")
+    assert str(caught.value).splitlines() == [
+        "Validation Errors:",
+        "  ERROR: steps=0: must be >= 1",
+        "  ERROR: rests=-2: must be >= 1",
+        "  ERROR: length=3.0: must be <= 2 and > 0",
+        "  ERROR: nowhere is no way",
+        "",
+        "Suggested fixes:",
+        "  SUGGESTION: Give --steps a value that is in range: must be >= 1",
+        "  SUGGESTION: Give --rests a value that is in range: must be >= 1",
+        "  SUGGESTION: Give --length a value that is in range: must be <= 2 and > 0",
+        "  SUGGESTION: Choose a --name",
+    ]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "-1", "2.0001"])
+def test_what_is_out_of_range_or_no_number_is_refused(value):
+    with pytest.raises(UserError, match=f"length={float(value)}"):
+        parse("--length", value)
+
+
+@pytest.mark.parametrize("value", ["1e-9", "2"])
+def test_the_edges_of_a_range(value):
+    assert parse("--length", value).length == float(value)
+
+
+def test_a_range_without_bounds_still_wants_finite_numbers():
+    for value in (math.nan, math.inf, -math.inf):
+        problems = Problems()
+        problems.check_range(Walk(length=value), "length")
+        assert problems.errors == [f"length={value}: must be finite"]
+    problems = Problems()
+    problems.check_range(Walk(length=-5.0, rests=None), "length", "rests")
+    problems.check_range(Walk(steps=10**400), "steps", minimum=1)  # an int is finite, however long
+    assert problems.errors == []
+    problems.raise_if_any()
+
+
+def test_require_returns_what_holds_and_tells_a_suggestion_once():
+    problems = Problems()
+    assert problems.require(True, "no") is True
+    assert problems.require(False, "first", "mend") is False and problems.require(False, "second", "mend") is False
+    assert (problems.errors, problems.suggestions) == (["first", "second"], ["mend"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the scripts
+
+
+# The assignments of nanoGPT's config/train_shakespeare_char.py.
+NANOGPT = {
+    "out_dir": "out-shakespeare-char",
+    "eval_interval": 250,
+    "eval_iters": 200,
+    "log_interval": 10,
+    "always_save_checkpoint": False,
+    "wandb_log": False,
+    "wandb_project": "shakespeare-char",
+    "wandb_run_name": "mini-gpt",
+    "dataset": "shakespeare_char",
+    "gradient_accumulation_steps": 1,
+    "batch_size": 64,
+    "block_size": 256,
+    "n_layer": 6,
+    "n_head": 6,
+    "n_embd": 384,
+    "dropout": 0.2,
+    "learning_rate": 1e-3,
+    "max_iters": 5000,
+    "lr_decay_iters": 5000,
+    "min_lr": 1e-4,
+    "beta2": 0.99,
+    "warmup_iters": 100,
+}
+
+
+@pytest.mark.parametrize("option", [[], ["--config"]])
+def test_nanogpt_s_settings_file_is_read_as_it_is(config, tmp_path, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    path = config("# a comment\n" + "".join(f"{name} = {value!r}  # why\n" for name, value in NANOGPT.items()))
+    settings = parse_settings(train.TrainSettings, "train", [*option, path])
+    for name in (setting.name for setting in fields(settings)):
+        expected = NANOGPT.get(name, getattr(train.TrainSettings(), name))
+        assert getattr(settings, name) == expected, name
+        assert type(getattr(settings, name)) is type(expected), name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.name)
+def test_our_own_settings_files_are_read(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parse_settings(train.TrainSettings, "train", [str(path)])
+
+
+def run_script(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_a_script_ends_in_status_2_and_tells_all_problems(config):
+    path = config("batch_size = 0\ndropout = 1.5\n")
+    result = run_script("train.py", path, "--learning_rate", "nan")
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("Validation Errors:\n") and "Traceback" not in result.stderr
+    for problem in ("batch_size=0: must be >= 1", "learning_rate=nan: must be > 0", "dropout=1.5: must be >= 0"):
+        assert f"  ERROR: {problem}" in result.stderr
