@@ -193,7 +193,7 @@ def check_tokenizer(contents: Mapping[str, Any], tokenizer: TokenizationManager)
                 f"ERROR: {tokenizer.meta_path} numbers its {tokenizer.vocab_size} characters otherwise than the model; "
                 "use the meta.pkl that the model was trained with"
             )
-    known = config.num_tokens or config.vocab_size
+    known = config.num_real_tokens
     if tokenizer.vocab_size > known:
         raise UserError(
             f"ERROR: the data's vocabulary ({tokenizer.info().describe()}) exceeds the model's {known} tokens; "

@@ -209,7 +209,7 @@ def generate(
         raise UserError(f"max_new_tokens={max_new_tokens}: must be >= 0, or None to fill the block")
     if idx.ndim != 2 or idx.size(1) == 0:
         raise UserError(f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token")
-    check_ids(idx, config.num_tokens or config.vocab_size)
+    check_ids(idx, config.num_real_tokens)
     length = config.block_size if max_new_tokens is None else idx.size(1) + max_new_tokens
     if length < idx.size(1):
         raise UserError(f"a prompt of {idx.size(1)} tokens does not fit block_size {config.block_size}")

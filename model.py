@@ -32,7 +32,13 @@ class GPTConfig:
     mode: str = "generator"  # 'generator' or 'reward'
     reward_head_hidden_dim: int = 256
     position: str = "rope"  # 'rope' (inside attention) or 'learned' (transformer.wpe: nanoGPT, GPT-2)
-    num_tokens: int | None = None  # ids that the tokenizer uses; the others are padding. None: all of vocab_size
+    num_tokens: int | None = None  # ids that the tokenizer uses; the others are padding. None: see num_real_tokens
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Ids below this are tokens, the others padding. GPT-2's padded vocabulary is known by its size."""
+        padded = {50304: 50257}
+        return self.num_tokens or padded.get(self.vocab_size, self.vocab_size)
 
     def problem(self) -> str | None:
         """What makes this configuration impossible, as one sentence, or None."""
@@ -203,8 +209,8 @@ class GPT(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits (B, T, V) of hidden states; those of padding ids are the dtype's lowest number."""
         logits = self.lm_head(hidden)
-        if self.config.num_tokens is not None and self.config.num_tokens < self.config.vocab_size:
-            logits[..., self.config.num_tokens :] = torch.finfo(logits.dtype).min
+        if self.config.num_real_tokens < self.config.vocab_size:
+            logits[..., self.config.num_real_tokens :] = torch.finfo(logits.dtype).min
         return logits
 
     def forward(

@@ -179,7 +179,12 @@ def publish_directory(staging: str | os.PathLike, final: str | os.PathLike) -> N
     old = final.with_name(f".{final.name}.{os.getpid()}.old")
     if final.exists():
         os.replace(final, old)
-    os.replace(staging, final)
+    try:
+        os.replace(staging, final)
+    except OSError:
+        if old.exists():
+            os.replace(old, final)
+        raise
     fsync_directory(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -21,6 +21,12 @@ from runtime import UserError
 
 Settings = TypeVar("Settings")
 
+# The scripts that a section of a settings file can be for.
+SCRIPTS = (
+    *("train", "prepare_reward_data", "train_reward_model", "train_grpo", "run_cycles"),
+    *("evaluate", "sample", "reward_dataset_loader", "prepare"),
+)
+
 CONFIG_HELP = """
 
 A settings file of plain assignments (nanoGPT's form) can come first or by --config FILE; options override it."""
@@ -62,12 +68,9 @@ class Problems:
         rule = "must be " + (" and ".join(rules) if rules else "finite")
         for name in names:
             value = getattr(settings, name)
-            # Written so that NaN fails: every comparison with it is false.
+            # Written so that NaN fails: every comparison with it is false. Infinity is not below the default bound.
             within = value is None or (minimum <= value <= maximum and above < value < below)
-            finite = value is None or isinstance(value, int) or math.isfinite(value)
-            self.require(
-                within and finite, f"{name}={value}: {rule}", f"Give --{name} a value that is in range: {rule}"
-            )
+            self.require(within, f"{name}={value}: {rule}", f"Give --{name} a value that is in range: {rule}")
 
     def raise_if_any(self) -> None:
         """Raise one UserError that tells every problem, in the form of the reward-data documents."""
@@ -121,6 +124,9 @@ def split_config(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def _as_arguments(config: dict[str, Any], settings_class: type, script: str, path: str) -> list[str]:
     """The settings file's values as options, so that one parser checks the types of both."""
+    for name, value in config.items():
+        if isinstance(value, dict) and name not in SCRIPTS:
+            raise UserError(f"ERROR: {path}: section {name!r} is for no script; sections are {', '.join(SCRIPTS)}")
     values = {name: value for name, value in config.items() if not isinstance(value, dict)}
     values |= config.get(script, {})
     known = [field.name for field in dataclasses.fields(settings_class) if field.init]

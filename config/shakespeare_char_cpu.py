@@ -23,16 +23,16 @@ train = dict(
     muon_learning_rate=0.03,
     learning_rate=6e-3,
     weight_decay=0.1,
-    max_iters=800,
+    max_iters=500,
     warmup_iters=20,
-    eval_interval=200,
+    eval_interval=250,
     patience=5,
     min_delta=0.001,
 )
 
 prepare_reward_data = dict(
     samples_per_chunk=10,
-    max_blocks=1000,
+    max_blocks=500,
 )
 
 train_reward_model = dict(
@@ -41,8 +41,8 @@ train_reward_model = dict(
 )
 
 train_grpo = dict(
-    prompts_per_step=16,
+    prompts_per_step=8,
     group_size=8,
-    max_steps=60,
+    max_steps=40,
     learning_rate=1e-4,
 )

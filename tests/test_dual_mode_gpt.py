@@ -356,3 +356,12 @@ def test_gpt_config_is_read_at_torch_load_s_safe_default(tmp_path):
 def test_models_can_be_copied():
     model = tiny_model(lively=True)
     assert torch.equal(copy.deepcopy(model)(some_ids(1, 3))[0], model(some_ids(1, 3))[0])
+
+
+def test_the_padding_of_gpt2s_vocabulary_is_known_by_its_size():
+    assert GPTConfig().num_real_tokens == 50257
+    assert GPTConfig(vocab_size=65).num_real_tokens == 65
+    assert GPTConfig(vocab_size=128, num_tokens=100).num_real_tokens == 100
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4))
+    logits, _ = model(torch.zeros(1, 2, dtype=torch.long))
+    assert logits[..., 50257:].max() == torch.finfo(logits.dtype).min < logits[..., :50257].min()

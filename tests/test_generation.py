@@ -1,5 +1,6 @@
 """generation.py: the cache against no cache, draws against exact probabilities.  `pytest tests/test_generation.py`"""
 
+import itertools
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generation import Completions, Sampling, complete, generate, sample_tokens
+from generation import Completions, KVCache, Sampling, complete, generate, sample_tokens
 from model import GPT, GPTConfig
 from runtime import UserError, random_stream
 
@@ -124,6 +125,17 @@ def test_a_whole_natural_block_stays_as_it_is(length):
     result = assert_cache_changes_nothing(tiny_model(), natural, torch.full((2, 3), length))
     assert torch.equal(result.ids, natural[:, None].expand(2, 3, length))
     assert (result.log_probs == 0).all() and (result.model_log_probs == 0).all()
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("cuts", [[0, 1, N], [0, 3, 7, N], [0, 4, 5, 9, N]])
+def test_a_sequence_in_pieces_of_several_tokens_gives_the_same_hidden_states(position, cuts):
+    model, idx = tiny_model(position), blocks(2)
+    cache, pieces = KVCache(model.config, 2, N, idx.device, torch.float32), []
+    for start, end in itertools.pairwise(cuts):
+        cache.position = start
+        pieces.append(model.trunk(idx[:, start:end], cache))
+    torch.testing.assert_close(torch.cat(pieces, 1), model.trunk(idx), rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -45,6 +45,9 @@ def test_a_write_replaces_the_whole_file_and_makes_folders(tmp_path):
     runtime.write_text(path, "a long first text")
     runtime.write_text(path, "ä\n")
     assert path.read_bytes() == "ä\n".encode()
+    with open(path, "rb") as reader:
+        runtime.write_text(path, "newer")
+        assert reader.read() == "ä\n".encode()  # who reads meanwhile sees the old file, whole
     assert os.listdir(path.parent) == ["file.txt"]
 
 
@@ -257,6 +260,15 @@ def test_what_a_user_can_cause_is_one_line_and_a_status(same_handler_afterwards,
     assert caught.value.code == status
     told = capsys.readouterr()
     assert told.err.startswith(message) and len(told.err.splitlines()) == 1 and told.out == ""
+
+
+def test_who_interrupts_is_told_the_way_on(same_handler_afterwards, capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        runtime.run_main(main, way_on="Go on with --init_from resume.")
+    assert capsys.readouterr().err == "Interrupted. Go on with --init_from resume.\n"
 
 
 def test_run_main_hides_no_bug_and_changes_no_other_status(same_handler_afterwards):

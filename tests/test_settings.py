@@ -118,11 +118,13 @@ def test_a_settings_file_comes_first_or_by_config_and_options_override_it(config
 
 
 def test_sections_are_for_their_script_alone(config):
-    path = config("steps = 5\nlength = 1.5\nwalk = dict(steps=7)\nrun = {'steps': 9, 'speed': 3}\n")
-    assert parse(path) == Walk(steps=7, length=1.5)
-    assert parse(path, script="swim") == Walk(steps=5, length=1.5)
-    with pytest.raises(UserError, match=r"run\.py has no setting 'speed'"):
-        parse(path, script="run")
+    path = config("steps = 5\nlength = 1.5\ntrain = dict(steps=7)\nsample = {'steps': 9, 'speed': 3}\n")
+    assert parse(path, script="train") == Walk(steps=7, length=1.5)
+    assert parse(path) == Walk(steps=5, length=1.5)
+    with pytest.raises(UserError, match=r"sample\.py has no setting 'speed'"):
+        parse(path, script="sample")
+    with pytest.raises(UserError, match="section 'trian' is for no script; sections are train, "):
+        parse(config("trian = dict(steps=7)"))
 
 
 def test_find_config():
