@@ -82,10 +82,9 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor | None, kv_cache: "generation.KVCache | None") -> Tensor:
         B, T, C = x.shape
-        # (B, T, 3C) -> 3 of (B, H, T, D)
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
+        q, k = qkv[:2] if rotation is None else rotate(qkv[:2], rotation)
+        v = qkv[2]
         mask = None
         if kv_cache is not None:
             k, v = kv_cache.append(self.layer, k, v)
@@ -247,14 +246,14 @@ class GPT(nn.Module):
 
 
 def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
-    """cos and sin (2, T, D) of the rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34)."""
+    """cos and signed sin (2, T, D) of the rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34)."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies).repeat(1, 2)  # (T, D)
-    return torch.stack((angles.cos(), angles.sin())).float()
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)  # (T, D / 2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).float()
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn queries or keys (B, H, T, D) by their positions' angles; pairs are dimensions d and d + D/2."""
-    cos, sin = rotation.to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    """Turn queries and keys (..., T, D) by their positions' angles; pairs are dimensions d and d + D/2."""
+    cos, signed_sin = rotation.to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), signed_sin)

@@ -44,5 +44,6 @@ train_grpo = dict(
     prompts_per_step=8,
     group_size=8,
     max_steps=40,
+    eval_interval=20,
     learning_rate=1e-4,
 )
