@@ -7,8 +7,6 @@ x.bin (uint16, samples x block_size), y.bin (float32, samples x 2), metadata.txt
 Every sample depends on (seed, split, block, sample) alone, so an interrupted run goes on and ends in the same bytes.
 """
 
-import os
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,18 +24,18 @@ from reward_data_config import RewardDataConfig, TokenizationInfo
 from reward_dataset_loader import FORMAT_VERSION, read_metadata, write_metadata
 from run_log import progress, say
 from runtime import (
+    Ranks,
     UserError,
     atomic_path,
     hash_file,
-    publish_directory,
     random_stream,
-    read_json,
     run_main,
     select_device,
+    start_ranks,
     warn,
-    write_json,
 )
 from settings import parse_settings
+from staging import RowWriter, StagedFolder, differing_settings
 from tokenization_manager import TokenizationManager
 
 SPLITS = {"train": "Training", "val": "Validation"}
@@ -142,63 +140,6 @@ def batches_of(block_indices: np.ndarray, samples_per_chunk: int) -> list[np.nda
 # files
 
 
-class StagedDataset:
-    """A dataset in the making beside its final place, with marks for what is done.
-
-    `FINAL.partial/` holds the settings it belongs to, the files as they grow, and one byte a batch: 1 once that batch
-    is on the disk.
-    """
-
-    def __init__(self, output_dir: str | Path, identity: Mapping[str, Any], overwrite: bool) -> None:
-        self.final = Path(output_dir)
-        self.folder = self.final.with_name(self.final.name + ".partial")
-        self.dataset = self.folder / "dataset"
-        identity_path = self.folder / "identity.json"
-        if identity_path.is_file():
-            differences = differing_settings(read_json(identity_path), identity)
-            if differences and not overwrite:
-                raise UserError(
-                    f"ERROR: {self.folder} holds unfinished work of other settings ({differences}); "
-                    "use those settings to finish it, --overwrite True to drop it, or another --output_dir"
-                )
-            if differences:
-                shutil.rmtree(self.folder)
-        elif self.folder.exists():  # a run was killed while it removed this folder; a stranger's is left alone
-            known = {"dataset", *(f"{split}_done.bin" for split in SPLITS)}
-            foreign = sorted({path.name for path in self.folder.iterdir()} - known)
-            if foreign:
-                raise UserError(f"ERROR: {self.folder} is in the way (it holds {foreign[0]}); use another --output_dir")
-            shutil.rmtree(self.folder)
-        self.dataset.mkdir(parents=True, exist_ok=True)
-        write_json(identity_path, identity)
-
-    def open_array(self, name: str, dtype: type, shape: tuple[int, ...]) -> np.memmap:
-        """A memory-mapped file of the dataset, kept if it is there, its space on the disk reserved."""
-        path = self.dataset / name if dtype is not np.uint8 else self.folder / name
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        if not path.is_file() or path.stat().st_size != size:
-            # Marks that outlived their data (a run killed while it tidied up) would pass zeros off as samples.
-            split = name.split("_")[0]
-            (self.folder / f"{split}_done.bin").unlink(missing_ok=True)
-            with open(path, "wb") as file:
-                if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a signal in mid-write
-                    os.posix_fallocate(file.fileno(), 0, size)
-                else:
-                    file.truncate(size)
-        return np.memmap(path, dtype=dtype, mode="r+", shape=shape)
-
-    def publish(self) -> None:
-        """Give the finished dataset its final name."""
-        publish_directory(self.dataset, self.final)
-        shutil.rmtree(self.folder)
-
-
-def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs between two identities, as text; empty where nothing does."""
-    names = [name for name in now if str(then.get(name)) != str(now[name])]
-    return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
-
-
 def is_complete(output_dir: str | Path, identity: Mapping[str, Any], overwrite: bool) -> bool:
     """Whether the dataset lies finished in `output_dir`; raises UserError where something else does."""
     folder = Path(output_dir)
@@ -222,42 +163,46 @@ def is_complete(output_dir: str | Path, identity: Mapping[str, Any], overwrite: 
 
 
 def write_split(
-    staged: StagedDataset, model: GPT, tokens: np.ndarray, split: str, settings: SampleSettings, max_blocks: int | None
+    staged: StagedFolder,
+    ranks: Ranks,
+    model: GPT,
+    tokens: np.ndarray,
+    split: str,
+    settings: SampleSettings,
+    max_blocks: int | None,
 ) -> int:
-    """Generate one split's samples into its memory-mapped files; returns their number."""
+    """Generate one split's samples into its files, this rank its share of them; returns the number of all."""
     N, G = model.config.block_size, settings.samples_per_chunk
     block_indices = split_into_blocks(tokens, N, max_blocks)
     batches = batches_of(block_indices, G)
     count = len(block_indices) * G
-    x = staged.open_array(f"{split}_x.bin", np.uint16, (count, N))
-    y = staged.open_array(f"{split}_y.bin", np.float32, (count, 2))
-    done = staged.open_array(f"{split}_done.bin", np.uint8, (len(batches),))
-    fresh: list[int] = []  # batches written but not yet known to be on the disk
-    last_flush = time.monotonic()
-
-    def flush() -> None:
-        x.flush()
-        y.flush()
-        done[fresh] = 1
-        done.flush()
-        fresh.clear()
-
-    finished = sum(len(batches[index]) for index in np.flatnonzero(done))
+    sizes = {f"{split}_x.bin": count * N * 2, f"{split}_y.bin": count * 2 * 4}
+    if ranks.rank == 0:
+        for name, size in sizes.items():
+            staged.reserve(name, size, work=split)
+    ranks.wait()
+    finished = staged.finished(split)
+    ranks.wait()  # nobody adds to a journal before all have read them
     if finished:
-        say(f"Going on with work that was interrupted: {finished:,} of {len(block_indices):,} blocks are there")
-    try:
-        with progress(len(block_indices), "Processing blocks", initial=finished) as bar:
-            for index in np.flatnonzero(done == 0):
-                first = int(index) * len(batches[0]) * G
-                rows = slice(first, first + len(batches[index]) * G)
-                x[rows], y[rows] = make_samples(model, tokens, batches[index], split, settings)
-                fresh.append(int(index))
-                bar.update(len(batches[index]))
-                if time.monotonic() - last_flush > FLUSH_SECONDS:
-                    flush()
-                    last_flush = time.monotonic()
-    finally:
-        flush()
+        found = sum(len(batches[index]) for index in finished)
+        say(f"Going on with work that was interrupted: {found:,} of {len(block_indices):,} blocks are there")
+
+    share = range(ranks.rank, len(batches), ranks.world_size)
+    last_flush = time.monotonic()
+    with (
+        RowWriter(staged, split, sizes, ranks.rank) as writer,
+        progress(sum(len(batches[index]) for index in share), "Processing blocks") as bar,
+    ):
+        for index in share:
+            if index not in finished:
+                x, y = make_samples(model, tokens, batches[index], split, settings)
+                first_row = index * len(batches[0]) * G
+                writer.write(index, first_row, {f"{split}_x.bin": x, f"{split}_y.bin": y})
+            bar.update(len(batches[index]))
+            if time.monotonic() - last_flush > FLUSH_SECONDS:
+                writer.flush()
+                last_flush = time.monotonic()
+    ranks.wait()
     return count
 
 
@@ -268,8 +213,8 @@ def write_split(
 def main() -> None:
     config = parse_settings(RewardDataConfig, "prepare_reward_data")
     say("Configuration validation passed")
-    device = select_device(config.device)
-    say(f"Using device: {device}")
+    ranks, device = start_ranks(select_device(config.device))
+    say(f"Using device: {device}" + (f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""))
 
     say(f"Loading base model from {config.model_path}")
     checkpoint = load_checkpoint(config.model_path)
@@ -287,10 +232,11 @@ def main() -> None:
 
     settings = SampleSettings(config.samples_per_chunk, Sampling(config.temperature, config.top_k), config.seed)
     identity = describe_identity(config, model.config, splits, device)
-    if is_complete(config.output_dir, identity, config.overwrite):
+    if ranks.on_main(lambda: is_complete(config.output_dir, identity, config.overwrite)):
         say(f"\n{config.output_dir} already holds exactly this dataset: nothing to do")
         return
-    staged = StagedDataset(config.output_dir, identity, config.overwrite)
+    staged = StagedFolder(config.output_dir)
+    ranks.on_main(lambda: staged.claim(identity, config.overwrite))
 
     say(f"\nGenerating reward dataset with block_size={model.config.block_size}")
     say(f"Tokenization method: {tokenizer.method}")
@@ -302,15 +248,20 @@ def main() -> None:
     counts = {}
     for split, title in SPLITS.items():
         say(f"\n=== Generating {title} Samples ===")
-        counts[split] = write_split(staged, model, getattr(splits, split), split, settings, config.max_blocks)
+        tokens = getattr(splits, split)
+        counts[split] = write_split(staged, ranks, model, tokens, split, settings, config.max_blocks)
         say(f"Created {counts[split]:,} reward model samples")
 
     say(f"\n=== Saving to {config.output_dir} ===")
     N = model.config.block_size
-    for split, count in counts.items():
-        entries = dataset_entries(count, N, tokenizer.info())
-        write_metadata(staged.dataset / f"{split}_metadata.txt", {**entries, "split": split, **identity})
-    staged.publish()
+
+    def publish() -> None:
+        for split, count in counts.items():
+            entries = dataset_entries(count, N, tokenizer.info())
+            write_metadata(staged.contents / f"{split}_metadata.txt", {**entries, "split": split, **identity})
+        staged.publish()
+
+    ranks.on_main(publish)
     for split, count in counts.items():
         say(f"Saved {split} data:")
         say(f"  X: {Path(config.output_dir, f'{split}_x.bin')} ({count}, {N})")

@@ -15,18 +15,27 @@ from typing import Any
 
 from tqdm import tqdm
 
-from runtime import UserError, write_text
+from runtime import UserError, is_main_rank, write_text
 
 
 def progress(total: int, description: str, unit: str = "it", initial: int = 0) -> tqdm:
     """A progress bar with rate and time left; on a terminal it moves, in a log file it prints every 30 seconds."""
     interval = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(total=total, desc=description, unit=unit, initial=initial, mininterval=interval, dynamic_ncols=True)
+    return tqdm(
+        total=total,
+        desc=description,
+        unit=unit,
+        initial=initial,
+        mininterval=interval,
+        dynamic_ncols=True,
+        disable=not is_main_rank(),
+    )
 
 
 def say(line: str = "") -> None:
-    """Print a line without breaking a progress bar that is on the screen."""
-    tqdm.write(line)
+    """Print a line, from rank 0 alone, without breaking a progress bar that is on the screen."""
+    if is_main_rank():
+        tqdm.write(line)
 
 
 def format_metrics(metrics: dict[str, Any]) -> str:

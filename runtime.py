@@ -14,7 +14,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,8 +46,12 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     signal.signal(signal.SIGTERM, on_sigterm)
     try:
         main()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     except UserError as error:
-        _exit(str(error), EXIT_BAD_INPUT)
+        # Before they are joined, all ranks find the same fault, and one tells it.
+        told = is_main_rank() or torch.distributed.is_initialized()
+        _exit(str(error) if told else "", EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         _exit(f"Interrupted. {way_on}", EXIT_INTERRUPTED)
     except Terminated:
@@ -64,7 +70,8 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
 
 
 def _exit(message: str, status: int) -> None:
-    print(message, file=sys.stderr)
+    if message:
+        print(message, file=sys.stderr)
     sys.exit(status)
 
 
@@ -130,6 +137,64 @@ def seed_step(seed: int, *purpose: str | int) -> None:
 
 def _digest(seed: int, purpose: tuple[str | int, ...]) -> bytes:
     return hashlib.sha256(json.dumps([seed, *purpose]).encode()).digest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ranks: the processes that torchrun started
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among those that torchrun started; a process on its own is rank 0 of 1."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def on_main(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, done on rank 0 alone and told to all; its UserError is raised on every rank."""
+        if self.world_size == 1:
+            return work()
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = work()
+            except UserError as error:
+                outcome[1] = str(error)
+        torch.distributed.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise UserError(outcome[1] if self.rank == 0 else "")  # one rank tells it
+        return outcome[0]
+
+    def wait(self) -> None:
+        """Return once every rank has come here."""
+        if self.world_size > 1:
+            torch.distributed.barrier()
+
+
+def is_main_rank() -> bool:
+    """Whether this process is the one that speaks: rank 0 of those that torchrun started, or one on its own."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def start_ranks(device: torch.device) -> tuple[Ranks, torch.device]:
+    """Join the processes that torchrun started (gloo on the CPU, nccl on CUDA); this rank's place and device.
+
+    With CUDA every rank of a machine takes the device of its local number. Raises UserError where there are too few.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size == 1:
+        return Ranks(), device
+    if device.type == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"ERROR: local rank {local_rank}, but this machine has {torch.cuda.device_count()} CUDA device(s): "
+                "start at most one process a device (--nproc_per_node)"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return Ranks(torch.distributed.get_rank(), world_size), device
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,5 +300,6 @@ def hash_tokens(tokens: np.ndarray) -> str:
 
 
 def warn(message: str) -> None:
-    """One warning line for people, on stderr."""
-    print(f"WARNING: {message}", file=sys.stderr)
+    """One warning line for people, on stderr; from rank 0 alone."""
+    if is_main_rank():
+        print(f"WARNING: {message}", file=sys.stderr)

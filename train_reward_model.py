@@ -272,8 +272,8 @@ def print_skill(skill: dict[str, float], table, epoch: int) -> None:
     for row in table.bins:
         say(f"  {row.mean_prediction:.3f}           {row.mean_target:.3f}    {row.count:,}")
     if skill["r2_low"] <= 0:
-        say("This reward model is NO BETTER THAN A CONSTANT: its interval is not above 0. A policy that climbs it climbs")
-        say("noise. Fresher or more data may help, or --unfreeze_layers -1; see docs/reward_model_training3.md.")
+        say("This reward model is NO BETTER THAN A CONSTANT: its interval is not above 0. A policy that climbs it")
+        say("climbs noise. Fresher or more data may help, or --unfreeze_layers -1; see docs/reward_model_training3.md.")
 
 
 if __name__ == "__main__":

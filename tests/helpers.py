@@ -120,6 +120,14 @@ def run(script: str, *arguments: Any, **options: Any) -> Finished:
     return Finished(process.returncode, out, err)
 
 
+def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
+    """Run a script as torchrun does, in several processes on this machine."""
+    launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}")
+    process = start(*launch, ROOT / script, *as_arguments(options))
+    out, err = process.communicate(timeout=240)
+    return Finished(process.returncode, out, err)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # files
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["runtime", "settings", "run_log"],
-    ["generation", "objectives", "optimization", "downloads", "reward_data_config", "data_loader"],
+    ["generation", "objectives", "optimization", "downloads", "reward_data_config", "data_loader", "staging"],
     ["model", "tokenization_manager"],
     ["checkpoint", "reward_dataset_loader"],
     ["train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],

@@ -20,6 +20,7 @@ from helpers import (
     make_tokens,
     prepare_options,
     refuse_in_one_line,
+    run_ranks,
     start,
     succeed,
 )
@@ -27,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare_reward_data as prep
+import staging
 from checkpoint import build_model, load_checkpoint
 from data_loader import load_text, read_text
 from generation import Sampling
@@ -34,6 +36,7 @@ from model import GPT, GPTConfig
 from reward_data_config import TokenizationInfo
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
 from runtime import UserError
+from staging import StagedFolder
 from tokenization_manager import TokenizationManager, save_meta
 
 pytest_plugins = ["tiny_run"]
@@ -395,9 +398,9 @@ run_main(prep.main)
 def test_killed_and_resumed_ends_in_the_same_bytes(tmp_path, corpus, generator, reward_data, small_batches):
     options = prepare_options(corpus, generator, tmp_path / "killed")
     process = start("-c", SLOW, *as_arguments(options))
-    marks = tmp_path / "killed.partial" / "train_done.bin"
+    marks = tmp_path / "killed.partial" / "train.0.journal"
     deadline = time.monotonic() + 60
-    while not (marks.is_file() and any(marks.read_bytes())):
+    while not (marks.is_file() and marks.stat().st_size):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -407,9 +410,9 @@ def test_killed_and_resumed_ends_in_the_same_bytes(tmp_path, corpus, generator, 
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed").exists()
     # What lies beyond the marks may be anything after a power cut.
-    done = np.fromfile(marks, dtype=np.uint8)
-    x = np.memmap(tmp_path / "killed.partial" / "dataset" / "train_x.bin", np.uint16, "r+").reshape(-1, N)
-    x[np.repeat(done == 0, 16)[: len(x)]] = 65535
+    done = StagedFolder(tmp_path / "killed").finished("train")
+    x = np.memmap(tmp_path / "killed.partial" / "contents" / "train_x.bin", np.uint16, "r+").reshape(-1, N)
+    x[[row for row in range(len(x)) if row // 16 not in done]] = 65535
     del x
     out = succeed("prepare_reward_data", **options)
     assert "Going on with work that was interrupted" in out
@@ -431,7 +434,7 @@ def test_ctrl_c_and_again(monkeypatch, tmp_path, corpus, generator, reward_data,
 
         patch.setattr(prep, "make_samples", interrupted)
         if moment == "publish":
-            patch.setattr(prep, "publish_directory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(staging, "publish_directory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         finished = call("prepare_reward_data", **options)
     assert finished.status == 130
     assert "Traceback" not in finished.err
@@ -448,7 +451,7 @@ def test_marks_without_their_data_are_not_believed(tmp_path, corpus, generator, 
     """A run killed after its dataset got its final name, but before its working folder was gone."""
     options = prepare_options(corpus, generator, tmp_path / "out")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prep.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(staging.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert call("prepare_reward_data", **options).status == 130
     (tmp_path / "out").rename(tmp_path / "moved away")
     succeed("prepare_reward_data", **options)
@@ -458,13 +461,26 @@ def test_marks_without_their_data_are_not_believed(tmp_path, corpus, generator, 
 def test_unfinished_work_of_other_settings_is_refused(monkeypatch, tmp_path, corpus, generator, reward_data):
     options = prepare_options(corpus, generator, tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(prep, "publish_directory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(staging, "publish_directory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert call("prepare_reward_data", **options, seed=7, temperature=0.5).status == 130
     line = refuse_in_one_line("prepare_reward_data", **options)
     assert "seed was 7, now 42" in line
     assert "temperature was 0.5, now 1.0" in line
     succeed("prepare_reward_data", **options, overwrite=True)
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_give_the_same_bytes(tmp_path, corpus, generator, reward_data, num_ranks):
+    options = prepare_options(corpus, generator, tmp_path / "out")
+    finished = run_ranks(num_ranks, "prepare_reward_data.py", **options)
+    assert finished.status == 0, finished.err
+    assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
+    assert finished.out.count("Configuration validation passed") == 1, "one rank speaks"
+    # What one rank refuses ends all of them, and is told once.
+    refused = run_ranks(num_ranks, "prepare_reward_data.py", **{**options, "seed": 7})
+    assert refused.status != 0
+    assert refused.err.count("holds a dataset of other settings (seed was 42, now 7)") == 1
 
 
 def test_finished_data(tmp_path, corpus, generator, reward_data):

@@ -1,0 +1,139 @@
+"""A folder in the making: beside its final place until it is whole, with a journal of the work that is finished.
+
+    python -c "import staging; print(staging.StagedFolder('data/reward_dataset').finished('train'))"
+
+Floor 1. Knows neither models nor datasets: work is numbered tasks, and files are rows of fixed size. An interrupted run
+finds its finished tasks again; several processes, also on several machines sharing a disk, can work on one,
+as each writes rows and a journal of its own.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime import UserError, publish_directory, read_json, write_json
+
+JOURNAL_DTYPE = np.dtype("<i8")
+
+
+def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two identities, as text; empty where nothing does."""
+    names = [name for name in now if str(then.get(name)) != str(now[name])]
+    return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
+
+
+class StagedFolder:
+    """`FINAL.partial/`: identity.json (what it will be), contents/ (the files as they grow), and journals."""
+
+    def __init__(self, final: str | Path) -> None:
+        self.final = Path(final)
+        self.folder = self.final.with_name(self.final.name + ".partial")
+        self.contents = self.folder / "contents"
+
+    def claim(self, identity: Mapping[str, Any], overwrite: bool = False) -> None:
+        """Make the folder, or take up unfinished work of the same identity.
+
+        Raises UserError, with both settings, for work of another identity (`overwrite` drops that), and for a folder
+        that is not ours.
+        """
+        identity_path = self.folder / "identity.json"
+        if identity_path.is_file():
+            differences = differing_settings(read_json(identity_path), identity)
+            if differences and not overwrite:
+                raise UserError(
+                    f"ERROR: {self.folder} holds unfinished work of other settings ({differences}); "
+                    "use those settings to finish it, --overwrite True to drop it, or another --output_dir"
+                )
+            if differences:
+                shutil.rmtree(self.folder)
+        elif self.folder.exists():  # a run was killed while it removed this folder; a stranger's is left alone
+            foreign = [
+                path.name for path in self.folder.iterdir() if path.name != "contents" and path.suffix != ".journal"
+            ]
+            if foreign:
+                raise UserError(f"ERROR: {self.folder} is in the way (it holds {foreign[0]}); use another --output_dir")
+            shutil.rmtree(self.folder)
+        self.contents.mkdir(parents=True, exist_ok=True)
+        write_json(identity_path, identity)
+
+    def reserve(self, name: str, size: int, work: str) -> None:
+        """Make a file of `size` bytes, its space on the disk reserved, unless it is there.
+
+        Where it has to be made, the journals of `work` are dropped: marks that outlived their data would pass zeros off
+        as results.
+        """
+        path = self.contents / name
+        if path.is_file() and path.stat().st_size == size:
+            return
+        for journal in self._journals(work):
+            journal.unlink()
+        try:
+            with open(path, "wb") as file:
+                if hasattr(os, "posix_fallocate"):  # a full disk is told now, not after hours of work
+                    os.posix_fallocate(file.fileno(), 0, size)
+                else:
+                    file.truncate(size)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+    def finished(self, work: str) -> set[int]:
+        """The tasks of `work` that any process has finished."""
+        tasks: set[int] = set()
+        for journal in self._journals(work):
+            data = journal.read_bytes()
+            whole = len(data) // JOURNAL_DTYPE.itemsize * JOURNAL_DTYPE.itemsize  # a last entry may be cut short
+            tasks.update(np.frombuffer(data[:whole], JOURNAL_DTYPE).tolist())
+        return tasks
+
+    def _journals(self, work: str) -> list[Path]:
+        return sorted(self.folder.glob(f"{work}.*.journal"))
+
+    def publish(self) -> None:
+        """Give the finished contents their final name."""
+        publish_directory(self.contents, self.final)
+        shutil.rmtree(self.folder)
+
+
+class RowWriter:
+    """Writes tasks' rows into reserved files, and into this process's journal once they are on the disk."""
+
+    def __init__(self, staged: StagedFolder, work: str, names: Iterable[str], rank: int = 0) -> None:
+        self._files = {name: open(staged.contents / name, "r+b") for name in names}  # noqa: SIM115 (closed by __exit__)
+        self._journal = open(staged.folder / f"{work}.{rank}.journal", "ab")  # noqa: SIM115
+        # An entry that an interruption cut short would put all later ones out of step.
+        size = self._journal.tell()
+        self._journal.truncate(size - size % JOURNAL_DTYPE.itemsize)
+        self._fresh: list[int] = []  # tasks that are written but perhaps not yet on the disk
+
+    def write(self, task: int, first_row: int, rows: Mapping[str, np.ndarray]) -> None:
+        """Write the rows of each named file, from number `first_row` on: what a task comes to."""
+        for name, array in rows.items():
+            self._files[name].seek(first_row * array[0].nbytes)
+            self._files[name].write(np.ascontiguousarray(array))
+        self._fresh.append(task)
+
+    def flush(self) -> None:
+        """Bring what was written to the disk, then mark its tasks as finished."""
+        if self._fresh:
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+            self._journal.write(np.array(self._fresh, JOURNAL_DTYPE))
+            self._journal.flush()
+            os.fsync(self._journal.fileno())
+            self._fresh.clear()
+
+    def __enter__(self) -> "RowWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.flush()
+        finally:
+            for file in (*self._files.values(), self._journal):
+                file.close()

@@ -1,0 +1,86 @@
+"""A folder in the making: python -m pytest tests/test_staging.py"""
+
+import numpy as np
+import pytest
+
+from runtime import UserError, write_json
+from staging import RowWriter, StagedFolder
+
+
+@pytest.fixture
+def staged(tmp_path):
+    folder = StagedFolder(tmp_path / "final")
+    folder.claim({"seed": 1})
+    folder.reserve("rows.bin", 4 * 3 * 2, work="rows")
+    return folder
+
+
+def rows(*first: int) -> dict[str, np.ndarray]:
+    return {"rows.bin": np.array([[number, number + 1, number + 2] for number in first], np.uint16)}
+
+
+def test_tasks_count_as_finished_once_they_are_on_the_disk(staged):
+    with RowWriter(staged, "rows", ["rows.bin"]) as writer:
+        writer.write(1, 2, rows(30, 40))
+        assert staged.finished("rows") == set()
+        writer.flush()
+        assert staged.finished("rows") == {1}
+        writer.write(0, 0, rows(10, 20))
+    assert staged.finished("rows") == {0, 1}
+    staged.publish()
+    assert not staged.folder.exists()
+    written = np.fromfile(staged.final / "rows.bin", np.uint16).reshape(4, 3)
+    assert written[:, 0].tolist() == [10, 20, 30, 40]
+
+
+def test_several_processes_write_side_by_side(staged):
+    with (
+        RowWriter(staged, "rows", ["rows.bin"], rank=0) as one,
+        RowWriter(staged, "rows", ["rows.bin"], rank=1) as other,
+    ):
+        one.write(0, 0, rows(10))
+        other.write(3, 3, rows(40))
+        other.flush()
+        one.write(1, 1, rows(20))
+    assert staged.finished("rows") == {0, 1, 3}
+    assert np.fromfile(staged.contents / "rows.bin", np.uint16).reshape(4, 3)[:, 0].tolist() == [10, 20, 0, 40]
+
+
+def test_an_entry_cut_short_is_not_believed_and_not_in_the_way(staged):
+    with RowWriter(staged, "rows", ["rows.bin"]) as writer:
+        writer.write(2, 2, rows(30))
+    (journal,) = staged.folder.glob("*.journal")
+    journal.write_bytes(journal.read_bytes() + b"\x01\x00\x00")
+    assert staged.finished("rows") == {2}
+    with RowWriter(staged, "rows", ["rows.bin"]) as writer:
+        writer.write(0, 0, rows(10))
+    assert staged.finished("rows") == {0, 2}
+
+
+def test_marks_do_not_outlive_their_data(staged):
+    with RowWriter(staged, "rows", ["rows.bin"]) as writer:
+        writer.write(0, 0, rows(10))
+    staged.reserve("rows.bin", 24, work="rows")
+    assert staged.finished("rows") == {0}
+    (staged.contents / "rows.bin").unlink()
+    staged.reserve("rows.bin", 24, work="rows")
+    assert staged.finished("rows") == set()
+
+
+def test_only_work_of_the_same_identity_is_taken_up(staged):
+    with RowWriter(staged, "rows", ["rows.bin"]) as writer:
+        writer.write(0, 0, rows(10))
+    StagedFolder(staged.final).claim({"seed": 1})
+    assert staged.finished("rows") == {0}
+    with pytest.raises(UserError, match="seed was 1, now 2"):
+        StagedFolder(staged.final).claim({"seed": 2})
+    assert staged.finished("rows") == {0}
+    StagedFolder(staged.final).claim({"seed": 2}, overwrite=True)
+    assert staged.finished("rows") == set()
+
+
+def test_a_strangers_folder_is_left_alone(tmp_path):
+    write_json(tmp_path / "final.partial" / "notes.json", {})
+    with pytest.raises(UserError, match=r"in the way \(it holds notes.json\)"):
+        StagedFolder(tmp_path / "final").claim({"seed": 1}, overwrite=True)
+    assert (tmp_path / "final.partial" / "notes.json").is_file()
