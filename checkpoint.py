@@ -23,6 +23,15 @@ from runtime import UserError, atomic_path, hash_tokens, warn
 from tokenization_manager import TokenizationManager
 
 FORMAT_VERSION = 1
+MAX_SIZE = 2**24  # of anything that a config counts; far beyond any model, and no product of two overflows
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# What each field of a config may be, where that is not its default's type alone.
+CONFIG_TYPES = {"dropout": (float, int), "num_tokens": (int, type(None))}
+# What the records must hold: code further on relies on it.
+RECORDS = {
+    "tokenization": {"method": str, "vocab_size": int, "meta_path": str | None, "chars": str | None},
+    "data": {"train_tokens": int, "val_tokens": int, "train_sha256": str, "val_sha256": str},
+}
 HEADS = ("lm_head.", "reward_head.")
 
 
@@ -83,7 +92,7 @@ def load_state(path: str | Path) -> dict[str, Any]:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A checkpoint's dict, checked: known version, possible config, finite weights that fit the config.
+    """A checkpoint's dict, checked: known version, possible config and records, finite weights that fit the config.
 
     `tokenization`, `data` and `training` are None where the file (a user's own, or nanoGPT's) does not have them.
     """
@@ -99,12 +108,15 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise UserError(f"ERROR: {path}: 'model' must be a state dict, but {name!r} is no tensor with a name")
     version = contents.get("format_version", FORMAT_VERSION)
-    if version != FORMAT_VERSION:
-        raise UserError(f"ERROR: {path} has format_version {version}; this program reads version {FORMAT_VERSION}")
-    if problem := contents["config"].problem():
-        raise UserError(f"ERROR: {path}: impossible config: {problem}")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise UserError(
+            f"ERROR: {path} has format_version {_shown(version)}; this program reads version {FORMAT_VERSION}"
+        )
+    contents = {"tokenization": None, "data": None, "training": None, **contents}
+    contents["config"] = _checked_config(path, contents["config"], len(contents["model"]))
     _check_weights(path, contents["model"], contents["config"])
-    return {"tokenization": None, "data": None, "training": None, **contents}
+    _check_records(path, contents)
+    return contents
 
 
 def _from_nanogpt(path: str | Path, contents: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +131,53 @@ def _from_nanogpt(path: str | Path, contents: dict[str, Any]) -> dict[str, Any]:
     return {"model": state, "config": GPTConfig(position="learned", **arguments)}
 
 
+def _shown(value: Any) -> str:
+    """A value from a file, in a few words on one line."""
+    if type(value) is int and value.bit_length() > 64 or not isinstance(value, int | float | str | None):
+        return f"a {type(value).__name__}" + (" of many digits" if type(value) is int else "")
+    return f"{value!r:.60}"
+
+
+def _checked_config(path: str | Path, config: GPTConfig, num_weights: int) -> GPTConfig:
+    """A new config from the fields of one in a file: onto that anything may have been hung, methods of its own too."""
+    known = {field.name: CONFIG_TYPES.get(field.name, (type(field.default),)) for field in fields(GPTConfig)}
+    for name, value in vars(config).items():
+        if name not in known:
+            raise UserError(f"ERROR: {path}: impossible config: {_shown(name)} is no field of it")
+        if type(value) not in known[name]:
+            kinds = " or ".join(kind.__name__ for kind in known[name])
+            raise UserError(f"ERROR: {path}: impossible config: {name}={_shown(value)}: must be of type {kinds}")
+        if type(value) is int and value > MAX_SIZE:
+            raise UserError(f"ERROR: {path}: impossible config: {name}={_shown(value)}: must be <= {MAX_SIZE}")
+    config = GPTConfig(**vars(config))
+    problem = config.problem()
+    if not problem and config.n_layer > num_weights:
+        problem = f"n_layer={config.n_layer}, but the file has {num_weights} weights"
+    if problem:
+        raise UserError(f"ERROR: {path}: impossible config: {problem}")
+    return config
+
+
+def _check_records(path: str | Path, contents: Mapping[str, Any]) -> None:
+    if not isinstance(contents["training"], dict | None):
+        raise UserError(f"ERROR: {path}: 'training' must be a dict, not {_shown(contents['training'])}")
+    for name, kinds in RECORDS.items():
+        record = contents[name]
+        if record is None:
+            continue
+        if not isinstance(record, dict) or record.keys() != kinds.keys():
+            raise UserError(f"ERROR: {path}: {name!r} must be None or a dict of {', '.join(kinds)}")
+        for key, kind in kinds.items():
+            value = record[key]
+            if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**63):
+                raise UserError(f"ERROR: {path}: {name!r} has an impossible {key}: {_shown(value)}")
+    if contents["tokenization"] is not None:
+        try:
+            TokenizationManager.from_record(contents["tokenization"])
+        except UserError as error:
+            raise UserError(f"ERROR: {path}: {str(error).removeprefix('ERROR: ')}") from None
+
+
 def _check_weights(path: str | Path, state: dict[str, torch.Tensor], config: GPTConfig) -> None:
     with torch.device("meta"):
         expected = GPT(config).state_dict()
@@ -131,6 +190,8 @@ def _check_weights(path: str | Path, state: dict[str, torch.Tensor], config: GPT
             raise UserError(
                 f"ERROR: {path}: {name} has shape {tuple(tensor.shape)}, its config wants {tuple(expected[name].shape)}"
             )
+        if tensor.dtype not in WEIGHT_DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+            raise UserError(f"ERROR: {path}: {name} is no plain tensor of floating-point numbers")
         if not torch.isfinite(tensor).all():
             raise UserError(f"ERROR: {path}: {name} holds NaN or infinite values; take an earlier checkpoint")
 

@@ -33,8 +33,8 @@ class EvaluateSettings:
     """folder of train.bin and val.bin: a path, or a name below data/"""
     split: Literal["val", "train"] = "val"
     """which split"""
-    batch_size: int = 64
-    """sequences in a batch"""
+    batch_size: int | None = None
+    """sequences in a batch; None: as many as take about a gigabyte, 64 at most"""
     output_path: str | None = None
     """also write the figures here, as JSON"""
     device: str = "auto"
@@ -86,7 +86,9 @@ def main() -> None:
         checkpoint = load_checkpoint(path)
         check_tokenizer(checkpoint, tokenizer)
         model = build_model(checkpoint, "generator", path, device)
-        batches = WholeSplitBatches(tokens, model.config.block_size, settings.batch_size, device)
+        batches = WholeSplitBatches(
+            tokens, model.config.block_size, settings.batch_size or model.rows_at_a_time(), device
+        )
         with progress(len(batches), f"Evaluating {Path(path).name}", "batch") as bar:
             loss = language_model_loss(model, counted(batches, bar))
         results[path] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens) - 1}

@@ -80,14 +80,15 @@ class KVCache:
 def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """Log-probabilities (R, V), float32, of the distribution that `sampling` draws from; excluded tokens have -inf."""
     # So GPT.logits marks padding ids; no temperature, however high, may bring them back.
-    padding = logits == torch.finfo(logits.dtype).min
-    logits = logits.float()
+    logits = logits.float().masked_fill(logits == torch.finfo(logits.dtype).min, -torch.inf)
     if sampling.temperature == 0:
         best = F.one_hot(logits.argmax(-1), logits.size(-1)).bool()
         return torch.zeros_like(logits).masked_fill(~best, -torch.inf)
     if sampling.temperature != 1:
-        # Subtract the maximum before dividing: a tiny temperature must not overflow.
-        logits = ((logits - logits.amax(-1, keepdim=True)) / sampling.temperature).masked_fill(padding, -torch.inf)
+        # Subtract the maximum before dividing: a tiny temperature must not overflow. Beyond the bounds, where nothing
+        # changes but what float32 makes of the temperature (0 or infinity), 0 / 0 would be NaN.
+        temperature = min(max(sampling.temperature, 1e-30), 1e30)
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if sampling.top_k is not None and sampling.top_k < logits.size(-1):
         # By rank, not by value: ties at the border must not let more than k tokens in.
         kept = logits.topk(sampling.top_k).indices
@@ -103,15 +104,19 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
     """Draw one token a row by inverting the distribution function at `uniforms`.
 
     logits: (R, V); uniforms: (R,) in [0, 1), float32. Returns ids (R,) int64, their log-probabilities (R,) under the
-    distribution sampled from and (R,) under the model's own. The same uniforms give the same ids, whoever asks.
+    distribution sampled from and (R,) under the model's own. The same uniforms give the same ids, whoever asks. For
+    logits that are NaN the log-probabilities are NaN: see `check_drawn`.
     """
     model_log_probs = logits.float().log_softmax(-1)
     plain = sampling == Sampling()
     log_probs = model_log_probs if plain else sampling_distribution(logits, sampling)
-    cumulative = log_probs.exp().cumsum(-1)  # (R, V)
-    # The first index whose cumulative probability exceeds u * total: its own probability cannot be 0.
+    probabilities = log_probs.exp()
+    cumulative = probabilities.cumsum(-1)  # (R, V)
+    # The first index whose cumulative probability exceeds u * total. Its own probability can be 0 only where a parallel
+    # sum is rounded otherwise from one index to the next; then the likeliest token is taken.
     threshold = uniforms.unsqueeze(-1) * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, threshold, right=True).clamp_max_(logits.size(-1) - 1)  # (R, 1)
+    ids = torch.where(probabilities.gather(-1, ids) > 0, ids, probabilities.argmax(-1, keepdim=True))
     return ids.squeeze(-1), log_probs.gather(-1, ids).squeeze(-1), model_log_probs.gather(-1, ids).squeeze(-1)
 
 
@@ -140,7 +145,7 @@ def complete(
     natural: (P, N) int64, of which row p is read up to its largest K; prefix_lengths: (P, G) int64, 1 <= K <= N (K = N
     writes nothing); uniforms: (P, G, N) float32 in [0, 1), of which entry t decides the token at position t.
     `use_cache=False` runs the whole prefix again for every token: slow, and the reference for tests. Raises UserError
-    for lengths out of range or more positions than the model has.
+    for lengths out of range, more positions than the model has, or logits that are NaN.
     """
     prompts, length = natural.shape
     group = prefix_lengths.size(1)
@@ -170,6 +175,7 @@ def complete(
                 logits, _ = model(ids[:active, position - 1 : position], kv_cache=cache)
             drawn = sample_tokens(logits[:, -1], uniforms[:active, position], sampling)
             ids[:active, position], log_probs[:active, position], model_log_probs[:active, position] = drawn
+        check_drawn(log_probs)
 
         inverse = order.argsort()
         shape = (prompts, group, length)
@@ -202,7 +208,8 @@ def generate(
 
     Within the block this is `complete`; beyond it the oldest tokens leave the window and the whole window is computed
     again for every token, as the positions of all tokens have changed. Raises UserError for an empty prompt, ids that
-    the model does not know, a negative number of tokens, or a prompt longer than the block where none is given.
+    the model does not know, a negative number of tokens, a prompt longer than the block where none is given, or logits
+    that are NaN.
     """
     config, sampling = model.config, sampling or Sampling()
     if max_new_tokens is not None and max_new_tokens < 0:
@@ -224,9 +231,16 @@ def generate(
     with evaluating(model):
         for position in range(idx.size(1), length):
             logits, _ = model(idx[:, -config.block_size :])
-            drawn, _, _ = sample_tokens(logits[:, -1], uniforms[:, position].to(idx.device), sampling)
+            drawn, log_probs, _ = sample_tokens(logits[:, -1], uniforms[:, position].to(idx.device), sampling)
+            check_drawn(log_probs)
             idx = torch.cat((idx, drawn[:, None]), dim=1)
     return idx
+
+
+def check_drawn(log_probs: Tensor) -> None:
+    """Raise UserError where tokens were drawn from logits that were NaN or infinite: such tokens mean nothing."""
+    if not bool(log_probs.isfinite().all()):
+        raise UserError("ERROR: the model's logits are NaN or infinite: it is damaged, or its numbers overflow --dtype")
 
 
 def check_ids(ids: Tensor, num_tokens: int) -> None:

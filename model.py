@@ -185,6 +185,11 @@ class GPT(nn.Module):
         total = sum(parameter.numel() for parameter in self.parameters())
         return total - (self.transformer.wpe.weight.numel() if self.config.position == "learned" else 0)
 
+    def rows_at_a_time(self, most: int = 64, budget: int = 2**30) -> int:
+        """Sequences of full length whose logits, with the few copies that formulas make, take about `budget` bytes."""
+        copies = 5
+        return max(1, min(most, budget // (copies * 4 * self.config.block_size * self.config.vocab_size)))
+
     def trunk(self, idx: Tensor, kv_cache: "generation.KVCache | None" = None) -> Tensor:
         """Hidden states (B, T, C), after the last normalisation, of token ids (B, T).
 

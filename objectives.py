@@ -62,16 +62,19 @@ def entropy(logits: Tensor) -> Tensor:
 def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Mean cross-entropy in nats over all targets of batches (x, y), each (B, T) int64, every target weighing the same.
 
-    `model(x, y)` returns (logits, mean loss). It is asked without dropout, and left in the mode it came in. Infinity
-    where there is no target.
+    Targets of -1 are none. `model(x, y)` returns (logits, mean loss over the targets). It is asked without dropout, and
+    left in the mode it came in. Infinity where there is no target.
     """
     was_training = model.training
     model.eval()
     total, count = 0.0, 0
     try:
         for x, y in batches:
-            total += float(model(x, y)[1]) * y.numel()
-            count += y.numel()
+            targets = int((y != -1).sum())
+            loss = model(x, y)[1] if targets else None  # a mean over no targets would be NaN
+            if loss is not None:
+                total += float(loss) * targets
+                count += targets
     finally:
         model.train(was_training)
     return total / count if count else math.inf

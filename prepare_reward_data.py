@@ -102,7 +102,8 @@ def _complete_or_halve(
             sampling,
         )
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "memory" not in str(error):
+        told = any(words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory"))
+        if not told and not isinstance(error, torch.OutOfMemoryError | MemoryError):
             raise
     if completions is None:  # not within `except`: the error holds on to the tensors of the attempt that failed
         prompts, group = crossovers.shape
@@ -258,7 +259,8 @@ def main() -> None:
     def publish() -> None:
         for split, count in counts.items():
             entries = dataset_entries(count, N, tokenizer.info())
-            write_metadata(staged.contents / f"{split}_metadata.txt", {**entries, "split": split, **identity})
+            entries |= {"split": split, **identity, **describe_sources(config)}
+            write_metadata(staged.contents / f"{split}_metadata.txt", entries)
         staged.publish()
 
     ranks.on_main(publish)
@@ -308,6 +310,13 @@ def describe_identity(
         **data_record(splits.train, splits.val),
         "device_type": device.type,
     }
+
+
+def describe_sources(config: RewardDataConfig) -> dict[str, Any]:
+    """Where model and text lay: with the identity, all that the command needs to make the data again."""
+    names = ("model_path", "input_mode", "data_path", "train_bin", "val_bin", "tokenization")
+    sources = {name: getattr(config, name) for name in names}
+    return sources | ({"train_split": config.train_split} if config.input_mode == "text" else {})
 
 
 def dataset_entries(count: int, block_size: int, info: TokenizationInfo) -> dict[str, Any]:

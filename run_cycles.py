@@ -8,6 +8,7 @@ An interrupted run goes on at the stage where it stopped; a finished one says so
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint import load_checkpoint
-from data_loader import dataset_folder
+from checkpoint import data_record, load_checkpoint
+from data_loader import dataset_folder, open_token_file
+from reward_data_config import MAX_VOCAB_SIZE
 from run_log import say
-from runtime import UserError, check_writable, read_json, run_main, select_device, write_json
+from runtime import STAGE_VARIABLE, UserError, check_writable, read_json, run_main, select_device, write_json
 from settings import Problems, find_config, parse_settings, read_config
 
 ROOT = Path(__file__).resolve().parent
@@ -109,48 +111,57 @@ class Runner:
 
         `figures` reads what the stage found from what it made. Raises UserError where the script fails.
         """
-        if name in self.ledger.stages and artefact.exists():
-            return self.ledger.stages[name]
+        # Not where things lie: a run that was moved or copied as a whole is still finished.
+        told = {option: v for option, v in options.items() if isinstance(v, int | str) and option != "init_from"}
+        entry = self.ledger.stages.get(name)
+        if entry is not None and entry["options"] == told and artefact.exists():
+            return entry
         say(f"\n##### {name}: {script}")
         command = [sys.executable, str(ROOT / script)]
         if self.config_path is not None:
             command += ["--config", self.config_path]
         for option, value in {**options, "device": self.settings.device}.items():
             command += [f"--{option}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-        self._run(name, command)
-        return self._finish(name, self._seconds, figures())
-
-    def prepare_corpus(self, folder: Path) -> None:
-        """Make train.bin and val.bin where they are missing."""
-        if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
-            return
-        script = folder / "prepare.py"
-        if not script.is_file():
-            raise UserError(f"ERROR: {folder} has no train.bin and val.bin, and no prepare.py that would make them")
-        say(f"\n##### corpus: {script}")
-        self._run("corpus", [sys.executable, str(script)])
-        self._finish("corpus", self._seconds, {})
-
-    def _run(self, name: str, command: list[str]) -> None:
-        start = time.monotonic()
-        process = subprocess.Popen(command)
-        try:
-            status = process.wait()
-        except BaseException:
-            # Ctrl-C reaches the stage as well; SIGTERM only us. Either way it gets to finish what it is writing.
-            process.terminate()
-            process.wait()
-            raise
-        if status == 130:
-            raise KeyboardInterrupt
-        if status != 0:
-            raise UserError(f"ERROR: {name} ended with status {status}; mend the cause and run the same command again")
-        self._seconds = time.monotonic() - start
-
-    def _finish(self, name: str, seconds: float, figures: dict[str, Any]) -> dict[str, Any]:
-        self.ledger.finish(name, seconds, figures)
+        seconds = run_stage(name, command)
+        self.ledger.finish(name, seconds, {**figures(), "options": told})
         self.ran.append(name)
         return self.ledger.stages[name]
+
+
+def run_stage(name: str, command: list[str]) -> float:
+    """Run a command in a process of its own; the seconds it took. Raises UserError where it fails."""
+    start = time.monotonic()
+    # A stage inherits the blocked signal and so is deaf to Ctrl-C, which reaches us as well: we end it with one SIGTERM.
+    # That ends it without a word while it still loads torch, and later lets it finish what it is writing.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    process = subprocess.Popen(command, env={**os.environ, STAGE_VARIABLE: name})
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        status = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if status != 0:
+        raise UserError(f"ERROR: {name} ended with status {status}; mend the cause and run the same command again")
+    return time.monotonic() - start
+
+
+def prepare_corpus(folder: Path) -> None:
+    """Make train.bin and val.bin where they are missing."""
+    if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
+        return
+    script = folder / "prepare.py"
+    if not script.is_file():
+        raise UserError(f"ERROR: {folder} has no train.bin and val.bin, and no prepare.py that would make them")
+    say(f"\n##### corpus: {script}")
+    run_stage("corpus", [sys.executable, str(script)])
+
+
+def corpus_record(folder: Path) -> dict[str, Any]:
+    """Sizes and hashes of the corpus: a run belongs to one."""
+    train, val = (open_token_file(folder / f"{name}.bin", name, MAX_VOCAB_SIZE) for name in ("train", "val"))
+    return data_record(train, val)
 
 
 def main() -> None:
@@ -159,16 +170,16 @@ def main() -> None:
     config_path = find_config(sys.argv[1:])
     out = Path(settings.out_dir)
     folder = dataset_folder(settings.dataset)
-    identity = {"dataset": settings.dataset, "sections": read_config(config_path) if config_path else {}}
+    prepare_corpus(folder)
+    identity = {"corpus": corpus_record(folder), "sections": read_config(config_path) if config_path else {}}
     identity["sections"].pop("run_cycles", None)  # more cycles, or another place, may be asked of the same run
     ledger = Ledger(out / "cycles.json", identity)
     out.mkdir(parents=True, exist_ok=True)
     runner = Runner(settings, config_path, ledger)
 
-    runner.prepare_corpus(folder)
     base_models = [out / "base_model_v1.pt"]
     train_options = {"dataset": folder, "out_dir": out, "checkpoint_name": base_models[0].name}
-    if base_models[0].with_suffix(".resume").is_file():
+    if base_models[0].is_file() and base_models[0].with_suffix(".resume").is_file():
         train_options["init_from"] = "resume"
     runner.stage(
         "base_model_v1", "train.py", base_models[0], train_options, lambda: trained(base_models[0], "val_loss")

@@ -41,9 +41,11 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     """
 
     def on_sigterm(signum, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off is to be left to finish
         raise Terminated
 
     signal.signal(signal.SIGTERM, on_sigterm)
+    signal.signal(signal.SIGHUP, on_sigterm)
     try:
         main()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -53,9 +55,9 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
         told = is_main_rank() or torch.distributed.is_initialized()
         _exit(str(error) if told else "", EXIT_BAD_INPUT)
     except KeyboardInterrupt:
-        _exit(f"Interrupted. {way_on}", EXIT_INTERRUPTED)
+        _exit("" if is_stage() else f"Interrupted. {way_on}", EXIT_INTERRUPTED)
     except Terminated:
-        _exit(f"Terminated. {way_on}", EXIT_TERMINATED)
+        _exit("" if is_stage() else f"Terminated. {way_on}", EXIT_TERMINATED)
     except BrokenPipeError:
         # The reader of our output went away (`... | head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -67,6 +69,14 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         _exit(f"ERROR: {error.strerror or error}{where}", EXIT_BAD_INPUT)
+
+
+STAGE_VARIABLE = "CROSSOVER_STAGE"
+
+
+def is_stage() -> bool:
+    """Whether run_cycles.py started this process, and tells people itself how to go on."""
+    return STAGE_VARIABLE in os.environ
 
 
 def _exit(message: str, status: int) -> None:

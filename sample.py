@@ -2,18 +2,22 @@
 
     python sample.py --checkpoint_path logs/model_checkpoint.pt --start "ROMEO:" --num_samples 2
 
-Floor 4. In: a generator's checkpoint (its tokenizer is in it). Out: text, and a file of it with --output_path.
+Floor 4. In: a generator's checkpoint, with its tokenizer in it; for one from elsewhere, nanoGPT's for instance,
+--tokenization or --meta_path names the tokenizer. Out: text, and a file of it with --output_path.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from checkpoint import build_model, load_checkpoint
+from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import read_text
 from generation import Sampling, generate
 from run_log import say
-from runtime import UserError, check_writable, run_main, select_device, write_text
+from runtime import UserError, autocast, check_writable, run_main, select_device, select_dtype, write_text
 from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
 
@@ -22,8 +26,14 @@ from tokenization_manager import TokenizationManager
 class SampleSettings:
     """Write text with a trained generator."""
 
-    checkpoint_path: str = "out/model_checkpoint.pt"
-    """the generator"""
+    out_dir: str = "out"
+    """folder of the generator's model_checkpoint.pt; of no account where checkpoint_path is given"""
+    checkpoint_path: str | None = None
+    """the generator; None: model_checkpoint.pt in out_dir"""
+    tokenization: Literal["auto", "bpe", "char"] = "auto"
+    """auto: as the checkpoint says, or char with a meta_path; a checkpoint from elsewhere may say nothing"""
+    meta_path: str | None = None
+    """meta.pkl with the characters"""
     start: str = "\n"
     """the text to continue, or FILE:path for the text in a file"""
     num_samples: int = 10
@@ -40,6 +50,10 @@ class SampleSettings:
     """also write the texts here"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """arithmetic of the passes; auto: bfloat16 on CUDA, else float32"""
+    compile: bool = False
+    """compile the model with torch.compile"""
     seed: int = 1337
     """seed of the draws"""
 
@@ -50,21 +64,46 @@ class SampleSettings:
         problems.check_range(self, "max_new_tokens", "temperature", minimum=0)
         problems.check_range(self, "seed", minimum=0, maximum=2**63 - 1)
         problems.check_range(self, "top_p", above=0, maximum=1)
+        problems.require(
+            self.tokenization != "char" or self.meta_path is not None,
+            "meta_path is required when tokenization is 'char'",
+            "Name the meta.pkl that the model was trained with: --meta_path data/NAME/meta.pkl",
+        )
+        problems.require(
+            self.tokenization != "bpe" or self.meta_path is None,
+            "meta_path is ignored when tokenization is 'bpe'",
+            "Leave out --meta_path, or use --tokenization char",
+        )
         if self.output_path is not None and (obstacle := check_writable(self.output_path, is_file=True)):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
+
+    @property
+    def path(self) -> Path:
+        return Path(self.out_dir, "model_checkpoint.pt") if self.checkpoint_path is None else Path(self.checkpoint_path)
+
+
+def choose_tokenizer(settings: SampleSettings, checkpoint: Mapping[str, Any]) -> TokenizationManager:
+    """The tokenizer that the settings name, else the checkpoint's; raises UserError for none, or for another's."""
+    if settings.tokenization != "auto" or settings.meta_path is not None:
+        tokenizer = TokenizationManager(settings.tokenization, meta_path=settings.meta_path)
+        check_tokenizer(checkpoint, tokenizer)
+        return tokenizer
+    if checkpoint["tokenization"] is None:
+        raise UserError(
+            f"ERROR: {settings.path} does not say how its text is tokenized: give --tokenization bpe, or --meta_path "
+            "with its meta.pkl"
+        )
+    return TokenizationManager.from_record(checkpoint["tokenization"])
 
 
 def main() -> None:
     settings = parse_settings(SampleSettings, "sample")
     device = select_device(settings.device)
-    checkpoint = load_checkpoint(settings.checkpoint_path)
-    if checkpoint["tokenization"] is None:
-        raise UserError(
-            f"ERROR: {settings.checkpoint_path} does not say how its text is tokenized; train it with train.py"
-        )
-    model = build_model(checkpoint, "generator", settings.checkpoint_path, device)
-    tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
+    dtype = select_dtype(settings.dtype, device)
+    checkpoint = load_checkpoint(settings.path)
+    tokenizer = choose_tokenizer(settings, checkpoint)
+    model = build_model(checkpoint, "generator", settings.path, device)
 
     start = settings.start
     if start.startswith("FILE:"):
@@ -75,7 +114,9 @@ def main() -> None:
     generator = torch.Generator().manual_seed(settings.seed)
     idx = prompt[None].repeat(settings.num_samples, 1).to(device)  # (B, T)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
-    rows = generate(model, idx, settings.max_new_tokens, sampling, generator)
+    forward = torch.compile(model) if settings.compile else model
+    with autocast(device, dtype):
+        rows = generate(forward, idx, settings.max_new_tokens, sampling, generator)
     texts = [tokenizer.decode(row.tolist()) for row in rows]
     for text in texts:
         say(text + "\n---------------")

@@ -125,6 +125,8 @@ def split_config(argv: list[str]) -> tuple[str | None, list[str]]:
 def _as_arguments(config: dict[str, Any], settings_class: type, script: str, path: str) -> list[str]:
     """The settings file's values as options, so that one parser checks the types of both."""
     for name, value in config.items():
+        if name in SCRIPTS and not isinstance(value, dict):
+            raise UserError(f"ERROR: {path}: {name} is a script's section: write {name} = dict(NAME=VALUE)")
         if isinstance(value, dict) and name not in SCRIPTS:
             raise UserError(f"ERROR: {path}: section {name!r} is for no script; sections are {', '.join(SCRIPTS)}")
     values = {name: value for name, value in config.items() if not isinstance(value, dict)}
@@ -157,11 +159,12 @@ ARITHMETIC = {
 def read_config(path: str) -> dict[str, Any]:
     """The assignments of a settings file, read as data.
 
-    Values are numbers, strings, True, False, None, tuples, lists and dicts of these, names assigned further up, and
-    + - * / // of numbers. Raises UserError, with the line, for anything else.
+    Values are numbers, strings, True, False, None, tuples, lists and dicts of these (the keys are strings), names
+    assigned further up, and + - * / // of numbers. Raises UserError, with the line, for anything else.
     """
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+        source = Path(path).read_text(encoding="utf-8")
+        tree = ast.parse(source)
     except OSError as error:
         raise UserError(f"ERROR: cannot read settings file {path}: {error.strerror}") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deep
@@ -187,19 +190,21 @@ def read_config(path: str) -> dict[str, Any]:
         except ValueError:
             raise UserError(
                 f"ERROR: settings file {path}, line {statement.lineno}: only plain assignments `name = value` are read "
-                f"(nothing is executed), not `{ast.unparse(statement).splitlines()[0]}`"
+                f"(nothing is executed), not `{ast.get_source_segment(source, statement).splitlines()[0]:.100}`"
             ) from None
     return values
 
 
 def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
-        return node.value
+        return _number(node.value) if isinstance(node.value, int) else node.value
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.Tuple | ast.List):
         return [_evaluate(element, names) for element in node.elts]
-    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+    if isinstance(node, ast.Dict):
+        if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys):
+            raise ValueError
         return {key.value: _evaluate(value, names) for key, value in zip(node.keys, node.values, strict=True)}
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
         if not all(keyword.arg for keyword in node.keywords):
@@ -214,7 +219,7 @@ def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
 
 
 def _number(value: Any) -> int | float:
-    # Without the bound a few lines of squarings would be a number that fills the memory.
+    # Without the bound a few lines of squarings would be a number that fills the memory, or that Python will not print.
     if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > 2**64):
         raise ValueError
     return value

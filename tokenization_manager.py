@@ -101,7 +101,9 @@ def _meta_problem(meta: Any) -> str | None:
             return f"{key!r} is a {type(meta[key]).__name__}, not a {kind.__name__}"
     stoi, itos, size = meta["stoi"], meta["itos"], meta["vocab_size"]
     if not 1 <= size <= MAX_VOCAB_SIZE:
-        return f"vocab_size={size}: must be >= 1 and <= {MAX_VOCAB_SIZE}"
+        # Python refuses to write out a number of thousands of digits.
+        shown = size if size.bit_length() <= 64 else f"a number of {size.bit_length():,} bits"
+        return f"vocab_size={shown}: must be >= 1 and <= {MAX_VOCAB_SIZE}"
     if not size == len(stoi) == len(itos):
         return f"vocab_size={size}, but 'stoi' has {len(stoi)} entries and 'itos' {len(itos)}"
     for token in range(size):

@@ -198,6 +198,8 @@ def main() -> None:
 
     if resumed:
         state = load_resume_state(settings, data)
+        if not settings.checkpoint_path.is_file():
+            raise UserError(f"ERROR: {settings.checkpoint_path}, the best model so far, is gone; start from scratch")
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         scaler.load_state_dict(state["scaler"])
@@ -226,6 +228,8 @@ def main() -> None:
         say(f"val_loss {evaluate():.4f}")
         return
 
+    if not resumed:
+        settings.state_path.unlink(missing_ok=True)  # an earlier run's state must not pass for this one's
     tracker = None
     if settings.wandb_log:
         tracker = wandb_tracker(settings.wandb_project, settings.wandb_run_name, asdict(settings))

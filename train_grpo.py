@@ -32,6 +32,7 @@ from objectives import (
     entropy,
     group_advantages,
     groups_without_spread,
+    kl_estimate,
     language_model_loss,
     policy_loss,
     token_log_probs,
@@ -42,7 +43,7 @@ from runtime import UserError, check_writable, hash_file, random_stream, run_mai
 from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
 
-ROWS_AT_A_TIME = 64  # a micro-batch: small enough that its activations stay near the processor
+ROWS_TO_SCORE = 64  # sequences the reward model reads at a time
 
 
 @dataclass
@@ -89,9 +90,9 @@ class GRPOSettings:
     """estimator of that KL"""
 
     reward_threshold: float = 0.9
-    """stop when the mean reward reaches this"""
+    """stop when a window's mean reward reaches this"""
     plateau_window: int = 10
-    """steps whose mean reward counts as one evaluation of the plateau"""
+    """steps in a window, whose mean reward is what threshold and plateau look at"""
     plateau_patience: int = 5
     """stop after this many windows without improvement"""
     plateau_min_delta: float = 0.001
@@ -161,7 +162,7 @@ def main() -> None:
     check_same_splits(checkpoint["data"], data_record(train_tokens, val_tokens), allow_mismatch=True)
 
     def natural_loss() -> float:
-        return language_model_loss(policy, WholeSplitBatches(val_tokens, N, ROWS_AT_A_TIME, device))
+        return language_model_loss(policy, WholeSplitBatches(val_tokens, N, policy.rows_at_a_time(), device))
 
     say(f"Using device: {device}")
     say(f"Policy: {settings.base_model_path}, {policy.num_parameters() / 1e6:.2f}M parameters, block_size {N}")
@@ -170,8 +171,7 @@ def main() -> None:
     say(f"Each step: {settings.prompts_per_step} prompts x {settings.group_size} completions = {rows} sequences")
 
     plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
-    window: list[float] = []
-    first_reward = reward = None
+    reward_means: list[float] = []  # one a step
     reason = f"step limit: {settings.max_steps}"
     with (
         RunLog(Path(settings.output_path).with_suffix(".jsonl")) as log,
@@ -187,10 +187,7 @@ def main() -> None:
 
             # score
             rewards = score(reward_model, ids)  # (R,)
-            with torch.no_grad():
-                reference_log_probs = torch.cat(
-                    [log_probs_of(reference, part)[0] for part in ids.split(ROWS_AT_A_TIME)]
-                )
+            reference_log_probs = log_probs_in_parts(reference, ids)  # (R, N - 1)
 
             # advantage
             advantages = group_advantages(rewards, settings.group_size, settings.advantage_scale)  # (R,)
@@ -201,36 +198,42 @@ def main() -> None:
                 figures = accumulate_gradients(
                     policy, ids, old_log_probs, reference_log_probs, advantages, mask, settings
                 )
-                if updates and figures["kl_update"] > settings.update_kl_cap:
-                    break  # measured before this update's step: the policy has moved far enough
+                moved = figures.pop("approx_kl")
+                if updates and moved > settings.update_kl_cap:
+                    break  # the steps so far have moved the policy far enough
                 gradient_norm = clip_gradients(policy.named_parameters(), settings.grad_clip)
                 optimizers.step()
                 optimizers.zero_grad()
                 updates += 1
             optimizers.zero_grad()
 
-            reward = rewards.mean().item()
-            first_reward = reward if first_reward is None else first_reward
+            log_probs = log_probs_in_parts(policy, ids)  # where the steps have led
+            kl = {
+                "kl_start": masked_mean(kl_estimate(log_probs, reference_log_probs, settings.kl_estimator), mask),
+                "kl_update": masked_mean(kl_estimate(old_log_probs, log_probs), mask),
+            }
+
+            reward_means.append(rewards.mean().item())
             flat = groups_without_spread(rewards, settings.group_size).float().mean().item()
-            record = {"reward": reward, "reward_std": rewards.std().item(), "flat_groups": flat, **figures}
-            record |= {"gradient_norm": gradient_norm, "updates": updates}
+            record = {"reward": reward_means[-1], "reward_std": rewards.std().item(), "flat_groups": flat, **kl}
+            record |= {**figures, "gradient_norm": gradient_norm, "updates": updates}
             if step % settings.eval_interval == 0 or step == settings.max_steps:
                 record["val_loss"] = val_loss = natural_loss()
             log.log(step, quiet=step % settings.eval_interval != 0, **record)
-            bar.set_postfix(reward=f"{reward:.3f}", kl=f"{figures['kl_start']:.3f}")
+            bar.set_postfix(reward=f"{reward_means[-1]:.3f}", kl=f"{kl['kl_start']:.3f}")
             bar.update()
 
-            # stop?
-            window.append(reward)
-            if reward >= settings.reward_threshold:
-                reason = f"reward threshold: {reward:.3f} >= {settings.reward_threshold}"
+            # stop? One step's mean reward is noise: windows of steps are compared
+            if kl["kl_start"] > settings.start_kl_cap:
+                reason = f"KL cap: {kl['kl_start']:.3f} > {settings.start_kl_cap} nats a token from the start"
                 break
-            if figures["kl_start"] > settings.start_kl_cap:
-                reason = f"KL cap: {figures['kl_start']:.3f} > {settings.start_kl_cap} nats a token from the start"
-                break
-            if len(window) == settings.plateau_window:
-                plateau.update(float(np.mean(window)))
-                window.clear()
+            if step >= settings.plateau_window:
+                window_mean = float(np.mean(reward_means[-settings.plateau_window :]))
+                if window_mean >= settings.reward_threshold:
+                    reason = f"reward threshold: {window_mean:.3f} >= {settings.reward_threshold}"
+                    break
+                if step % settings.plateau_window == 0:
+                    plateau.update(window_mean)
                 if plateau.should_stop:
                     reason = f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
                     break
@@ -238,11 +241,14 @@ def main() -> None:
             val_loss = natural_loss()
             log.log(step, quiet=True, val_loss=val_loss)
 
-    training = {"steps": step, "stop_reason": reason, "first_reward": first_reward, "last_reward": reward}
-    training |= {"val_loss": val_loss, "kl_start": figures["kl_start"], "settings": asdict(settings)}
+    first_reward = float(np.mean(reward_means[: settings.plateau_window]))
+    last_reward = float(np.mean(reward_means[-settings.plateau_window :]))
+    training = {"steps": step, "stop_reason": reason, "first_reward": first_reward, "last_reward": last_reward}
+    training |= {"val_loss": val_loss, "kl_start": kl["kl_start"], "settings": asdict(settings)}
     save_checkpoint(settings.output_path, policy, checkpoint["tokenization"], checkpoint["data"], training)
     say(f"\nStopped after {step} steps by {reason}")
-    say(f"Mean reward: {first_reward:.4f} at the first step, {reward:.4f} at the last")
+    span = f"{min(step, settings.plateau_window)} steps"
+    say(f"Mean reward: {first_reward:.4f} over the first {span}, {last_reward:.4f} over the last {span}")
     say(f"Saved {settings.output_path}")
 
 
@@ -294,7 +300,18 @@ def rollout(
 @torch.no_grad()
 def score(reward_model: GPT, ids: Tensor) -> Tensor:
     """P(natural) (R,) of sequences (R, N)."""
-    return torch.cat([reward_model(part)[0][:, 0] for part in ids.split(ROWS_AT_A_TIME)]).float()
+    return torch.cat([reward_model(part)[0][:, 0] for part in ids.split(ROWS_TO_SCORE)]).float()
+
+
+@torch.no_grad()
+def log_probs_in_parts(model: GPT, ids: Tensor) -> Tensor:
+    """Log-probabilities (R, N - 1) of the tokens after the first, without gradients."""
+    return torch.cat([log_probs_of(model, part)[0] for part in ids.split(model.rows_at_a_time())])
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> float:
+    """Mean of the values where the mask is set, both of one shape."""
+    return values[mask].mean().item()
 
 
 def log_probs_of(model: GPT, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,7 +331,7 @@ def accumulate_gradients(
 ) -> dict[str, float]:
     """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens."""
     total_tokens, figures = mask.sum(), {}
-    for rows in micro_batches(len(ids)):
+    for rows in micro_batches(len(ids), policy.rows_at_a_time()):
         log_probs, logits = log_probs_of(policy, ids[rows])
         loss, metrics = policy_loss(
             log_probs,
@@ -335,8 +352,7 @@ def accumulate_gradients(
         loss.backward()
         share = float(mask[rows].sum() / total_tokens)
         means = {
-            "kl_start": metrics["kl"],
-            "kl_update": metrics["approx_kl"],
+            "approx_kl": metrics["approx_kl"],
             "clip_share": metrics["clip_share"],
             "ratio_mean": metrics["ratio_mean"],
             "entropy": (entropy(logits.detach()) * mask[rows]).sum() / mask[rows].sum(),
@@ -347,10 +363,10 @@ def accumulate_gradients(
     return figures
 
 
-def micro_batches(num_rows: int) -> Iterator[slice]:
-    """Slices of at most ROWS_AT_A_TIME rows."""
-    for first in range(0, num_rows, ROWS_AT_A_TIME):
-        yield slice(first, first + ROWS_AT_A_TIME)
+def micro_batches(num_rows: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` rows: as many as fit in memory and, with a small model, near the processor."""
+    for first in range(0, num_rows, size):
+        yield slice(first, first + size)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from helpers import (
     assert_same_weights,
     call,
     folder_bytes,
+    make_corpus,
     make_text,
     prepare_options,
     refuse_in_one_line,
@@ -185,7 +186,7 @@ class InThisProcess:
 
     started: ClassVar[list[str]] = []
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], **_: object) -> None:
         assert command[0] == sys.executable
         script, arguments = Path(command[1]).stem, command[2:]
         self.started.append(script)
@@ -293,10 +294,41 @@ def test_another_cycle_goes_on_from_the_last(tmp_path, unbroken, corpus, config,
 
 def test_an_artefact_that_is_gone_is_made_again(tmp_path, unbroken, corpus, config, in_this_process):
     shutil.copytree(unbroken[0], tmp_path / "out")
-    (tmp_path / "out" / "reward_model_v2.pt").unlink()
-    succeed("run_cycles", str(config), **cycle_options(corpus, tmp_path / "out"))
-    assert in_this_process[0] == "train_reward_model"
-    assert_same_weights(weights(tmp_path / "out" / "reward_model_v2.pt"), weights(unbroken[0] / "reward_model_v2.pt"))
+    for name, script in (("reward_model_v2.pt", "train_reward_model"), ("base_model_v1.pt", "train")):
+        (tmp_path / "out" / name).unlink()
+        in_this_process.clear()
+        succeed("run_cycles", str(config), **cycle_options(corpus, tmp_path / "out"))
+        assert in_this_process[0] == script
+        assert_same_weights(weights(tmp_path / "out" / name), weights(unbroken[0] / name))
+
+
+def test_a_stage_asked_for_otherwise_is_run_again(tmp_path, unbroken, corpus, config, in_this_process):
+    shutil.copytree(unbroken[0], tmp_path / "out")
+    options = cycle_options(corpus, tmp_path / "out")
+    assert "Nothing to do" in succeed("run_cycles", str(config), **options)
+    succeed("run_cycles", str(config), **{**options, "sample_tokens": 7})
+    assert in_this_process == ["sample", "sample"]
+
+
+def test_a_run_belongs_to_one_corpus(tmp_path, unbroken, corpus, config, in_this_process):
+    other = make_corpus(tmp_path / "other_char", make_text(900, seed=9))
+    line = refuse_in_one_line("run_cycles", str(config), **cycle_options(other, unbroken[0]))
+    assert "corpus was" in line
+    assert in_this_process == []
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0, 1.5])
+def test_ctrl_c_at_any_moment_of_a_stage(tmp_path, corpus, config, seconds):
+    process = start(ROOT / "run_cycles.py", config, *as_arguments(cycle_options(corpus, tmp_path / "out")))
+    while "#####" not in (line := process.stdout.readline()):
+        assert line, process.communicate()
+    time.sleep(seconds)  # the stage loads torch, or is at work
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert err.count("Interrupted.") == 1
+    assert "Terminated" not in err
 
 
 def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, corpus, config, in_this_process):

@@ -299,7 +299,20 @@ def test_grpo_moves_the_policy_and_logs_every_metric(tmp_path, grpo, generator):
     assert checkpoint["data"] == start_record["data"]  # the record of the training data is passed on
     assert checkpoint["tokenization"] == start_record["tokenization"]
     training = checkpoint["training"]
-    assert (training["first_reward"], training["last_reward"]) == (steps[0]["reward"], steps[-1]["reward"])
+    mean = np.mean([record["reward"] for record in steps])  # fewer steps than a window: both are the mean of all
+    assert training["first_reward"] == training["last_reward"] == pytest.approx(mean)
+    assert training["kl_start"] == steps[-1]["kl_start"]
+
+
+def test_grpo_measures_its_kl_after_the_last_update(tmp_path, grpo):
+    _, records, _ = grpo(tmp_path / "policy.pt", learning_rate=1e-2, updates_per_step=1, max_steps=1)
+    assert records[1]["kl_start"] > 0
+    assert records[1]["kl_update"] > 0
+
+
+def test_one_lucky_step_is_no_beaten_judge(tmp_path, grpo):
+    checkpoint, _, _ = grpo(tmp_path / "policy.pt", reward_threshold=0.0, plateau_window=3, max_steps=9)
+    assert checkpoint["training"]["steps"] == 3
 
 
 def test_grpo_raises_its_reward(tmp_path, grpo):
@@ -321,7 +334,7 @@ def test_grpo_is_the_same_again(tmp_path, grpo):
 @pytest.mark.parametrize(
     ("reason", "steps", "options"),
     [
-        ("reward threshold", 1, {"reward_threshold": 0.0}),
+        ("reward threshold", 1, {"reward_threshold": 0.0, "plateau_window": 1}),
         ("plateau", 3, {"plateau_window": 1, "plateau_patience": 2, "plateau_min_delta": 1.0, "max_steps": 9}),
         ("plateau", 6, {"plateau_window": 2, "plateau_patience": 2, "plateau_min_delta": 1.0, "max_steps": 9}),
         ("KL cap", 1, {"start_kl_cap": 1e-12, "learning_rate": 1e-2, "update_kl_cap": 9.0}),

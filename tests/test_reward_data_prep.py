@@ -1,11 +1,13 @@
 """prepare_reward_data.py: what is in a reward dataset, and that it is the same however it came about."""
 
+import dataclasses
 import inspect
 import random
 import re
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ from checkpoint import build_model, load_checkpoint
 from data_loader import load_text, read_text
 from generation import Sampling
 from model import GPT, GPTConfig
-from reward_data_config import TokenizationInfo
+from reward_data_config import RewardDataConfig, TokenizationInfo
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
 from runtime import UserError
 from staging import StagedFolder
@@ -286,19 +288,24 @@ def test_another_seed_another_dataset(tmp_path, corpus, generator, reward_data):
     assert all(ours[name] != theirs[name] for name in theirs)
 
 
+def bin_bytes(folder: Path) -> dict[str, bytes]:
+    """The data without the metadata, which also say where they came from."""
+    return {name: contents for name, contents in folder_bytes(folder).items() if name.endswith(".bin")}
+
+
 def test_binary_mode_gives_the_same_data(tmp_path, corpus, generator, reward_data):
     binary = {"input_mode": "binary", "train_bin": corpus / "train.bin", "val_bin": corpus / "val.bin"}
     out = succeed(
         "prepare_reward_data", **prepare_options(corpus, generator, tmp_path / "binary", data_path=None, **binary)
     )
     assert "Tokenization: char" in out
-    assert folder_bytes(tmp_path / "binary") == folder_bytes(reward_data)
+    assert bin_bytes(tmp_path / "binary") == bin_bytes(reward_data)
 
 
 def test_a_folder_as_data_path_gives_the_same_data(tmp_path, corpus, generator, reward_data):
     options = prepare_options(corpus, generator, tmp_path / "folder", data_path=corpus)
     succeed("prepare_reward_data", **options, tokenization="char", meta_path=corpus / "meta.pkl")
-    assert folder_bytes(tmp_path / "folder") == folder_bytes(reward_data)
+    assert bin_bytes(tmp_path / "folder") == bin_bytes(reward_data)
 
 
 def test_create_reward_samples_gives_the_scripts_rows(generator, reward_data, splits):
@@ -540,6 +547,15 @@ def test_the_metadata_tell_how_to_make_the_data_again(corpus, generator, reward_
     assert metadata["samples_per_chunk"] == "4"
     assert metadata["meta_path"] == str(corpus / "meta.pkl")
     assert re.fullmatch("[0-9a-f]{64}", metadata["model_sha256"])
+
+
+def test_the_command_can_be_rebuilt_from_the_metadata(tmp_path, corpus, generator):
+    options = {**prepare_options(corpus, generator, tmp_path / "one"), "temperature": 0.7, "top_k": 5, "max_blocks": 3}
+    succeed("prepare_reward_data", **options)
+    metadata = RewardDataset(tmp_path / "one").metadata
+    names = {field.name for field in dataclasses.fields(RewardDataConfig)} & metadata.keys()
+    succeed("prepare_reward_data", **{name: metadata[name] for name in names}, output_dir=tmp_path / "two")
+    assert folder_bytes(tmp_path / "one") == folder_bytes(tmp_path / "two")
 
 
 def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator):
