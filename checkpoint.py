@@ -133,7 +133,7 @@ def _from_nanogpt(path: str | Path, contents: dict[str, Any]) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     """A value from a file, in a few words on one line."""
-    if type(value) is int and value.bit_length() > 64 or not isinstance(value, int | float | str | None):
+    if (type(value) is int and value.bit_length() > 64) or not isinstance(value, int | float | str | None):
         return f"a {type(value).__name__}" + (" of many digits" if type(value) is int else "")
     return f"{value!r:.60}"
 

@@ -84,15 +84,16 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0:
         best = F.one_hot(logits.argmax(-1), logits.size(-1)).bool()
         return torch.zeros_like(logits).masked_fill(~best, -torch.inf)
+    if sampling.top_k is not None and sampling.top_k < logits.size(-1):
+        # By rank, not by value: ties at the border must not let more than k tokens in. Before the temperature, whose
+        # rounding can make ties.
+        kept = logits.topk(sampling.top_k).indices
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
     if sampling.temperature != 1:
         # Subtract the maximum before dividing: a tiny temperature must not overflow. Beyond the bounds, where nothing
         # changes but what float32 makes of the temperature (0 or infinity), 0 / 0 would be NaN.
         temperature = min(max(sampling.temperature, 1e-30), 1e30)
         logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if sampling.top_k is not None and sampling.top_k < logits.size(-1):
-        # By rank, not by value: ties at the border must not let more than k tokens in.
-        kept = logits.topk(sampling.top_k).indices
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
     if sampling.top_p is not None and sampling.top_p < 1:
         ordered, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
         outside = ordered.cumsum(-1) - ordered >= sampling.top_p  # the token that crosses top_p still belongs
@@ -104,8 +105,8 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
     """Draw one token a row by inverting the distribution function at `uniforms`.
 
     logits: (R, V); uniforms: (R,) in [0, 1), float32. Returns ids (R,) int64, their log-probabilities (R,) under the
-    distribution sampled from and (R,) under the model's own. The same uniforms give the same ids, whoever asks. For
-    logits that are NaN the log-probabilities are NaN: see `check_drawn`.
+    distribution sampled from and (R,) under the model's own. The same uniforms give the same ids, whoever asks. Of
+    logits with a NaN the latter are NaN: see `check_drawn`.
     """
     model_log_probs = logits.float().log_softmax(-1)
     plain = sampling == Sampling()
@@ -175,7 +176,7 @@ def complete(
                 logits, _ = model(ids[:active, position - 1 : position], kv_cache=cache)
             drawn = sample_tokens(logits[:, -1], uniforms[:active, position], sampling)
             ids[:active, position], log_probs[:active, position], model_log_probs[:active, position] = drawn
-        check_drawn(log_probs)
+        check_drawn(model_log_probs)
 
         inverse = order.argsort()
         shape = (prompts, group, length)
@@ -231,16 +232,16 @@ def generate(
     with evaluating(model):
         for position in range(idx.size(1), length):
             logits, _ = model(idx[:, -config.block_size :])
-            drawn, log_probs, _ = sample_tokens(logits[:, -1], uniforms[:, position].to(idx.device), sampling)
+            drawn, _, log_probs = sample_tokens(logits[:, -1], uniforms[:, position].to(idx.device), sampling)
             check_drawn(log_probs)
             idx = torch.cat((idx, drawn[:, None]), dim=1)
     return idx
 
 
-def check_drawn(log_probs: Tensor) -> None:
+def check_drawn(model_log_probs: Tensor) -> None:
     """Raise UserError where tokens were drawn from logits that were NaN or infinite: such tokens mean nothing."""
-    if not bool(log_probs.isfinite().all()):
-        raise UserError("ERROR: the model's logits are NaN or infinite: it is damaged, or its numbers overflow --dtype")
+    if not bool(model_log_probs.isfinite().all()):
+        raise UserError("ERROR: the model's logits are NaN or infinite: it is damaged, or float16 is too small for it")
 
 
 def check_ids(ids: Tensor, num_tokens: int) -> None:

@@ -25,6 +25,8 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 MAX_EXPONENT = 20.0
 # A log-probability no token comes near; stands in for -inf, which times a probability of 0 would be NaN.
 LOWEST_LOGIT = -1e9
+# Resampling B blocks shows their variance short by a share of 1/B: below this many an interval would be too narrow.
+MIN_BLOCKS = 10
 
 
 def _choose(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -124,16 +126,17 @@ def r_squared(prediction: Tensor, target: Tensor) -> float:
 
 def bootstrap_r_squared(
     prediction: Tensor, target: Tensor, blocks: Tensor, seed: int, num_resamples: int = 1000, level: float = 0.95
-) -> tuple[float, float]:
+) -> tuple[float, float] | tuple[None, None]:
     """Percentile interval (low, high) of R^2 when whole blocks are drawn anew, with replacement.
 
     prediction, target (n,); blocks (n,) says which natural block each row is from. Rows of one block share their text,
-    so that only blocks are independent. With a single block the interval is all there is: (-inf, 1).
+    so that only blocks are independent. (None, None), no interval, where there are fewer than MIN_BLOCKS blocks, or R^2
+    is undefined (equal targets) in more draws than a tail of the interval holds.
     """
     prediction, target = _pair(prediction, target)
     ids, block = torch.as_tensor(blocks).unique(return_inverse=True)
-    if len(ids) < 2:
-        return -math.inf, 1.0
+    if len(ids) < MIN_BLOCKS:
+        return None, None
     centred = target - target.mean()  # the sums of squares below keep their digits
     per_row = torch.stack([torch.ones_like(target), centred, centred**2, (prediction - target) ** 2], 1)
     sums = torch.zeros(len(ids), 4, dtype=torch.float64).index_add(0, block, per_row)
@@ -143,8 +146,21 @@ def bootstrap_r_squared(
     spread = second - first**2 / count
     figures = torch.where(spread > 1e-12, 1 - error / spread, math.nan)
     tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    if figures.isnan().double().mean() > tails[0]:
+        return None, None
     low, high = figures.nanquantile(tails).tolist()
     return low, high
+
+
+def better_than_constant(r2_low: float | None) -> bool:
+    """Whether an R^2 interval's lower end shows that predictions beat the best constant; no interval shows nothing."""
+    return r2_low is not None and r2_low > 0
+
+
+def format_r_squared(r2: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
+    """R^2 and its interval for people: `0.123 (0.100 to 0.146)`, or what there is of it."""
+    figure = "undefined" if r2 is None else f"{r2:.{digits}f}"
+    return f"{figure} (no interval)" if low is None else f"{figure} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def mean_absolute_error(prediction: Tensor, target: Tensor) -> float:

@@ -21,7 +21,7 @@ from data_loader import TokenSplits, load_binary, load_text
 from generation import Sampling, complete, generate
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig, TokenizationInfo
-from reward_dataset_loader import FORMAT_VERSION, read_metadata, write_metadata
+from reward_dataset_loader import FORMAT_VERSION, format_metadata, read_metadata, write_metadata
 from run_log import progress, say
 from runtime import (
     Ranks,
@@ -233,6 +233,8 @@ def main() -> None:
 
     settings = SampleSettings(config.samples_per_chunk, Sampling(config.temperature, config.top_k), config.seed)
     identity = describe_identity(config, model.config, splits, device)
+    # What the metadata cannot hold is told now, not after hours of work.
+    format_metadata(dataset_entries(0, model.config.block_size, tokenizer.info()) | identity | describe_sources(config))
     if ranks.on_main(lambda: is_complete(config.output_dir, identity, config.overwrite)):
         say(f"\n{config.output_dir} already holds exactly this dataset: nothing to do")
         return
@@ -404,11 +406,18 @@ def save_reward_dataset(
     output_dir: str,
     split_name: str,
     tokenization_info: TokenizationInfo | None = None,
+    samples_per_chunk: int | None = None,
 ) -> None:
     """Write one split's x.bin, y.bin and metadata.txt into `output_dir`, each whole or not at all.
 
-    `tokenization_info` None means GPT-2's BPE, the default of data preparation.
+    `tokenization_info` None means GPT-2's BPE, the default of data preparation. `samples_per_chunk` says how many
+    samples in a row are of one natural block; without it train_reward_model.py takes each for a block of its own.
+    Raises UserError where the samples do not divide into such blocks.
     """
+    if samples_per_chunk is not None and (samples_per_chunk < 1 or len(samples_x) % samples_per_chunk):
+        raise UserError(
+            f"ERROR: samples_per_chunk={samples_per_chunk}: must be >= 1 and divide the {len(samples_x)} samples"
+        )
     tokenization_info = tokenization_info or TokenizationInfo("bpe", 50257)
     x, y = np.stack(samples_x).astype(np.uint16), np.stack(samples_y).astype(np.float32)
     folder = Path(output_dir)
@@ -416,9 +425,8 @@ def save_reward_dataset(
         with atomic_path(folder / f"{split_name}_{part}.bin") as partial:
             array.tofile(partial)
     entries = dataset_entries(len(x), x.shape[1], tokenization_info)
-    write_metadata(
-        folder / f"{split_name}_metadata.txt", {**entries, "split": split_name, "format_version": FORMAT_VERSION}
-    )
+    entries |= {"split": split_name, "format_version": FORMAT_VERSION, "samples_per_chunk": samples_per_chunk}
+    write_metadata(folder / f"{split_name}_metadata.txt", entries)
     say(f"Saved {split_name} data:")
     say(f"  X: {folder / f'{split_name}_x.bin'} {x.shape}")
     say(f"  Y: {folder / f'{split_name}_y.bin'} {y.shape}")

@@ -27,6 +27,9 @@ from runtime import UserError, run_main, warn, write_text
 from settings import Problems, parse_settings
 
 FORMAT_VERSION = 1
+SIZES = ("num_samples", "block_size", "samples_per_chunk", "max_blocks", "train_tokens", "val_tokens")
+# What both splits of one dataset have the same, where it is told.
+COMMON_KEYS = ("model_sha256", "temperature", "train_tokens", "val_tokens", "train_sha256", "val_sha256")
 SPLITS = ("train", "val")
 X_DTYPE, Y_DTYPE = np.dtype("<u2"), np.dtype("<f4")
 CHUNK_BYTES = 1 << 24
@@ -84,8 +87,8 @@ def _allocating(num_bytes: int, purpose: str) -> Iterator[None]:
 # metadata
 
 
-def write_metadata(path: str | Path, entries: Mapping[str, Any]) -> None:
-    """Write `key: value` lines, METADATA_KEYS first and in their order, whole or not at all.
+def format_metadata(entries: Mapping[str, Any]) -> str:
+    """`key: value` lines, METADATA_KEYS first and in their order.
 
     Entries that are None are left out. Raises UserError for a key or value that would not be read back the same.
     """
@@ -100,9 +103,17 @@ def write_metadata(path: str | Path, entries: Mapping[str, Any]) -> None:
         except ValueError:
             faithful = False
         if not faithful:
-            raise UserError(f"ERROR: cannot write {line!r} to {path}: keys and values are single lines of plain text")
+            raise UserError(
+                f"ERROR: metadata cannot hold {line!r}: keys and values are single lines of plain text without spaces "
+                "at their ends; rename what is called so"
+            )
         lines.append(line + "\n")
-    write_text(path, "".join(lines))
+    return "".join(lines)
+
+
+def write_metadata(path: str | Path, entries: Mapping[str, Any]) -> None:
+    """Write what `format_metadata` makes of the entries, whole or not at all."""
+    write_text(path, format_metadata(entries))
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
@@ -143,6 +154,7 @@ class _Layout:
     metadata: dict[str, str]
     num_samples: int
     block_size: int
+    samples_per_chunk: int | None
     tokenization: TokenizationInfo
     derived: tuple[str, ...]  # `key=value` of what the metadata lack
 
@@ -162,7 +174,7 @@ def _inspect(data_dir: Path, split: str) -> tuple[_Layout | None, list[Problem]]
     tokenization, sentence = _read_tokenization(metadata)
     if tokenization is None:
         problems.append(("Metadata", f"{metadata_path}: {sentence}"))
-    stated = {key: _whole_number(metadata[key]) for key in ("num_samples", "block_size") if key in metadata}
+    stated = {key: _whole_number(metadata[key]) for key in SIZES if key in metadata}
     for key, number in stated.items():
         if number is None:
             problems.append(("Metadata", f"{metadata_path}: {key}={metadata[key]}: must be a whole number >= 1"))
@@ -201,7 +213,7 @@ def _inspect(data_dir: Path, split: str) -> tuple[_Layout | None, list[Problem]]
     if problems:
         return None, problems
     derived = tuple(f"{key}={fact}" for key, fact in facts.items() if key not in metadata)
-    return _Layout(metadata, num_samples, block_size, tokenization, derived), []
+    return _Layout(metadata, num_samples, block_size, stated.get("samples_per_chunk"), tokenization, derived), []
 
 
 def _whole_number(text: str) -> int | None:
@@ -231,7 +243,8 @@ class RewardDataset(Dataset):
     """One split of a reward dataset. dataset[i] is x: LongTensor (block_size,), y: FloatTensor (2,).
 
     `x` and `y` are the memory maps: (num_samples, block_size) uint16 and (num_samples, 2) float32; `metadata` is the
-    metadata file's dict. Raises UserError, with everything that is wrong, for a dataset that cannot be read or whose
+    metadata file's dict; row r is of the `r // samples_per_chunk`-th natural block, where that is told (else None).
+    Raises UserError, with everything that is wrong, for a dataset that cannot be read or whose
     tokenization is not `expected_tokenization_info`. What the metadata lack and the file sizes tell is warned of.
     """
 
@@ -252,6 +265,7 @@ class RewardDataset(Dataset):
             warn(f"{self.data_dir / f'{split}_metadata.txt'} is incomplete; taken from the file sizes: {lacking}")
         self.metadata = layout.metadata
         self.num_samples, self.block_size = layout.num_samples, layout.block_size
+        self.samples_per_chunk = layout.samples_per_chunk
         self._tokenization = layout.tokenization
         if expected_tokenization_info is not None:
             self._tokenization.check_compatible(expected_tokenization_info)
@@ -420,11 +434,46 @@ def _open_splits(data_dir: str | Path) -> tuple[dict[str, RewardDataset], list[P
     return datasets, problems
 
 
-def _find_disagreements(datasets: dict[str, RewardDataset]) -> list[Problem]:
-    """What keeps the two splits from being one dataset."""
-    if len(datasets) < len(SPLITS):
+def open_checked_splits(data_dir: str | Path) -> tuple[RewardDataset, RewardDataset]:
+    """(train, val), every label and token of them checked. Raises UserError with everything that is wrong."""
+    datasets, problems = _open_splits(data_dir)
+    problems += _find_disagreements(datasets)
+    for dataset in datasets.values():
+        problems += _check_contents(dataset)
+    if problems:
+        raise _error(data_dir, problems)
+    return datasets["train"], datasets["val"]
+
+
+def _check_size(dataset: RewardDataset) -> list[Problem]:
+    """Whether the split has as many rows as its metadata's tokens, block size and samples a block come to."""
+    split, per_block, metadata = dataset.split, dataset.samples_per_chunk, dataset.metadata
+    if metadata.get("split", split) != split:
+        return [("Split consistency", f"{split}_metadata.txt says split={metadata['split']}: it is of the other split")]
+    if per_block is None:
         return []
-    problems = []
+    if f"{split}_tokens" in metadata:
+        tokens = int(metadata[f"{split}_tokens"])
+        blocks = min(tokens // dataset.block_size, int(metadata.get("max_blocks", tokens)))
+        told = f"{tokens:,} tokens in blocks of {dataset.block_size}" + (
+            f", at most {metadata['max_blocks']} of them," if "max_blocks" in metadata else ""
+        )
+    else:
+        blocks, told = -(-dataset.num_samples // per_block), "whole blocks"
+    if dataset.num_samples == blocks * per_block:
+        return []
+    sentence = (
+        f"{split} has {dataset.num_samples:,} samples, but {told} with samples_per_chunk={per_block} "
+        f"are {blocks * per_block:,}"
+    )
+    return [("Split consistency", sentence)]
+
+
+def _find_disagreements(datasets: dict[str, RewardDataset]) -> list[Problem]:
+    """Splits of another size than their metadata tell, and what keeps the two from being one dataset."""
+    problems = [problem for dataset in datasets.values() for problem in _check_size(dataset)]
+    if len(datasets) < len(SPLITS):
+        return problems
     train, val = (datasets[split].get_tokenization_info() for split in SPLITS)
     if train != val:
         # Where method and size agree, the vocabularies' files do not: then these are named too.
@@ -435,6 +484,11 @@ def _find_disagreements(datasets: dict[str, RewardDataset]) -> list[Problem]:
     if datasets["train"].block_size != datasets["val"].block_size:
         sizes = (f"{split} has block_size {datasets[split].block_size}" for split in SPLITS)
         problems.append(("Split consistency", ", ".join(sizes)))
+    for key in COMMON_KEYS:
+        told = [datasets[split].metadata.get(key) for split in SPLITS]
+        if None not in told and told[0] != told[1]:
+            sentence = f"train and val are not of one dataset: {key} is {told[0]} in train, {told[1]} in val"
+            problems.append(("Split consistency", sentence))
     return problems
 
 

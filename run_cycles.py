@@ -19,6 +19,7 @@ from typing import Any
 
 from checkpoint import data_record, load_checkpoint
 from data_loader import dataset_folder, open_token_file
+from objectives import better_than_constant
 from reward_data_config import MAX_VOCAB_SIZE
 from run_log import say
 from runtime import STAGE_VARIABLE, UserError, check_writable, read_json, run_main, select_device, write_json
@@ -281,13 +282,15 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
         skill = stages[f"reward_model_v{cycle}"]["skill"]
         names = (f"reward_data_v{cycle}", f"reward_model_v{cycle}", name)
         seconds = sum(stages[stage]["seconds"] for stage in names)
-        r2 = f"{skill['r2']:.3f} ({skill['r2_low']:.3f} to {skill['r2_high']:.3f})"
+        interval = "no interval" if skill["r2_low"] is None else f"{skill['r2_low']:.3f} to {skill['r2_high']:.3f}"
+        r2 = f"{skill['r2']:.3f} ({interval})"
         rewards = f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}"
         lines.append(
             f"{cycle:>5}  {name:<14} {perplexity(cycle + 1):10.4f}  {r2:<24} {rewards:<21} "
             f"{policy['kl_start']:6.3f}  {seconds:7.0f}  {policy['stop_reason']}"
         )
-    blind = [cycle for cycle in range(1, num_cycles + 1) if stages[f"reward_model_v{cycle}"]["skill"]["r2_low"] <= 0]
+    lows = {cycle: stages[f"reward_model_v{cycle}"]["skill"]["r2_low"] for cycle in range(1, num_cycles + 1)}
+    blind = [cycle for cycle, low in lows.items() if not better_than_constant(low)]
     if blind:
         lines.append(
             f"In cycle {', '.join(map(str, blind))} the reward model was no better than a constant: "

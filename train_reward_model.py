@@ -6,6 +6,7 @@ Floor 4. In: a generator's checkpoint and a reward dataset made with it. Out: th
 selection half of the validation blocks, its skill measured on the other half, and one JSON record an epoch.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +18,19 @@ from torch import Tensor
 
 from checkpoint import build_model, load_checkpoint, save_checkpoint
 from model import GPT
-from objectives import bootstrap_r_squared, calibration, mean_absolute_error, r_squared, reward_loss
+from objectives import (
+    MIN_BLOCKS,
+    Calibration,
+    better_than_constant,
+    bootstrap_r_squared,
+    calibration,
+    format_r_squared,
+    mean_absolute_error,
+    r_squared,
+    reward_loss,
+)
 from optimization import EarlyStopping, clip_gradients, make_optimizers
-from reward_dataset_loader import RewardDataset, check_model_compatibility
+from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits
 from run_log import RunLog, progress, say
 from runtime import UserError, check_writable, hash_file, random_stream, run_main, seed_step, select_device, warn
 from settings import Problems, parse_settings
@@ -89,17 +100,19 @@ def main() -> None:
 
     # model: the generator's trunk, frozen but for what is to be trained
     checkpoint = load_checkpoint(settings.base_model_path)
+    if (mode := checkpoint["config"].mode) != "generator":
+        raise UserError(f"ERROR: {settings.base_model_path} holds a {mode} model, but a generator is needed here")
     checkpoint["config"].reward_head_hidden_dim = settings.reward_head_hidden_dim
     seed_step(settings.seed, "reward_head")
     model = build_model(checkpoint, "reward", settings.base_model_path, device)
     trained_layers = freeze_trunk(model, settings.unfreeze_layers)
 
     # data
-    train_set, val_set = RewardDataset(settings.data_dir, "train"), RewardDataset(settings.data_dir, "val")
+    train_set, val_set = open_checked_splits(settings.data_dir)
     for dataset in (train_set, val_set):
         check_model_compatibility(dataset.get_tokenization_info(), dataset.block_size, model.config)
     check_origin(settings, train_set.metadata, checkpoint["tokenization"], train_set)
-    select_rows, report_rows = halves_by_block(val_set)
+    select_rows, report_rows, judged_on = halves_by_block(val_set)
 
     say(f"Using device: {device}")
     say(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
@@ -143,6 +156,10 @@ def main() -> None:
                     loss_sum += loss.item() * len(rows)
                     bar.update()
             select_loss, selected = evaluate(scores, val_inputs, val_set.y, select_rows, model, settings.loss, device)
+            if not math.isfinite(select_loss):
+                raise UserError(
+                    f"ERROR: val_loss is {select_loss} in epoch {epoch}: the training diverged; lower the learning_rate"
+                )
             improved = select_loss < best_loss
             log.log(epoch, train_loss=loss_sum / len(order), val_loss=select_loss, **skill_figures(*selected))
             if improved:
@@ -165,7 +182,7 @@ def main() -> None:
     training = {"epoch": best_epoch, "val_loss": best_loss, "skill": skill, "settings": asdict(settings)}
     training["generator_sha256"] = hash_file(settings.base_model_path)
     save_checkpoint(settings.output_path, model, checkpoint["tokenization"], checkpoint["data"], training)
-    print_skill(skill, calibration(*reported), best_epoch)
+    print_skill(skill, calibration(*reported), f"epoch {best_epoch} on {judged_on}")
     say(f"Saved {settings.output_path}")
 
 
@@ -198,19 +215,25 @@ def check_origin(
 
 
 def samples_per_block(dataset: RewardDataset) -> int:
-    """How many rows share a natural block; 1 where the metadata does not say."""
-    return int(dataset.metadata.get("samples_per_chunk", 1))
+    """How many rows share a natural block; 1 where the metadata do not say."""
+    return dataset.samples_per_chunk or 1
 
 
-def halves_by_block(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the first and of the second half of the blocks: one selects, the other reports."""
+def halves_by_block(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
+    """Rows of the first and of the second half of the blocks: one selects, the other reports; and its name."""
     rows, per_block = np.arange(len(dataset)), samples_per_block(dataset)
-    num_blocks = -(-len(dataset) // per_block)
+    num_blocks = len(dataset) // per_block
     if num_blocks < 2:
         warn("a single validation block: it both selects the model and reports its skill, which is so too favourable")
-        return rows, rows
-    middle = num_blocks // 2 * per_block
-    return rows[:middle], rows[middle:]
+        return rows, rows, "the validation block that also selected it"
+    middle, name = num_blocks // 2 * per_block, "validation blocks that did not select it"
+    if dataset.samples_per_chunk is None:
+        warn(
+            f"{dataset.data_dir / 'val_metadata.txt'} has no samples_per_chunk: halves and interval go by rows, not by "
+            "natural blocks; where rows share a block, the skill is too favourable and its interval too narrow"
+        )
+        name = "validation rows that did not select it (but may share text with some that did)"
+    return rows[:middle], rows[middle:], name
 
 
 def to_device(array: np.ndarray | Tensor, rows: np.ndarray, device: torch.device) -> Tensor:
@@ -253,27 +276,35 @@ def evaluate(
     return total / len(rows), (torch.cat(predictions), torch.from_numpy(targets[rows, 0]))
 
 
-def skill_figures(prediction: Tensor, target: Tensor) -> dict[str, float]:
-    """R2 against the best constant, MAE (as a share of the sequence) and expected calibration error."""
+def skill_figures(prediction: Tensor, target: Tensor) -> dict[str, float | None]:
+    """R2 against the best constant (None where undefined), MAE (share of the sequence), expected calibration error."""
+    r2 = r_squared(prediction, target)
     return {
-        "r2": r_squared(prediction, target),
+        "r2": None if math.isnan(r2) else r2,  # NaN is no JSON
         "mae": mean_absolute_error(prediction, target),
         "calibration_error": calibration(prediction, target).expected_error,
     }
 
 
-def print_skill(skill: dict[str, float], table, epoch: int) -> None:
+def print_skill(skill: dict[str, float | None], table: Calibration, of_what: str) -> None:
     """Tell how well the reward model sees, and plainly so where it does not."""
-    say(f"\nSkill of epoch {epoch} on validation blocks that did not select it:")
-    say(f"  R2 {skill['r2']:.4f} (95% interval {skill['r2_low']:.4f} to {skill['r2_high']:.4f}; a constant has 0)")
+    low, high = skill["r2_low"], skill["r2_high"]
+    say(f"\nSkill of {of_what}:")
+    say(f"  R2 {format_r_squared(skill['r2'], low, high)}, in brackets the 95% interval; a constant has 0")
     say(f"  MAE {skill['mae']:.4f} of the sequence (a constant has about 0.25)")
     say(f"  Calibration error {skill['calibration_error']:.4f}")
     say("  predicted        true    samples")
     for row in table.bins:
         say(f"  {row.mean_prediction:.3f}           {row.mean_target:.3f}    {row.count:,}")
-    if skill["r2_low"] <= 0:
-        say("This reward model is NO BETTER THAN A CONSTANT: its interval is not above 0. A policy that climbs it")
-        say("climbs noise. Fresher or more data may help, or --unfreeze_layers -1; see docs/reward_model_training3.md.")
+    if not better_than_constant(low):
+        why = (
+            f"these samples give no interval (fewer than {MIN_BLOCKS} blocks, or labels that are alike)"
+            if low is None
+            else "its interval is not above 0"
+        )
+        say(f"This reward model is NO BETTER THAN A CONSTANT as far as is shown: {why}.")
+        say("A policy that climbs it may climb noise. More data may help, fresher data, or --unfreeze_layers -1;")
+        say("see docs/reward_model_training3.md.")
 
 
 if __name__ == "__main__":

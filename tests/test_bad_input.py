@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -219,12 +220,7 @@ BAD_CHECKPOINTS += ("other shape", "impossible", "later format", "reward model")
 
 @pytest.mark.parametrize(
     ("script", "kind"),
-    [
-        (script, kind)
-        for script in MODEL_OPTION
-        for kind in BAD_CHECKPOINTS
-        if (script, kind) != ("train_reward_model", "reward model")  # which may be trained further
-    ],
+    [(script, kind) for script in MODEL_OPTION for kind in BAD_CHECKPOINTS],
 )
 def test_bad_checkpoints(script, kind, good, tmp_path, generator, reward_model):
     path = tmp_path / "bad.pt"
@@ -392,6 +388,23 @@ def test_a_sample_that_cannot_start(good, tmp_path):
     assert "not UTF-8" in line
 
 
+def test_a_sample_by_another_tokenizer(good, corpus, tmp_path):
+    (tmp_path / "meta.pkl").write_bytes((corpus / "meta.pkl").read_bytes())
+    for options, told in (
+        ({"tokenization": "char"}, "meta_path is required when tokenization is 'char'"),
+        ({"tokenization": "bpe", "meta_path": corpus / "meta.pkl"}, "meta_path is ignored when tokenization is 'bpe'"),
+        ({"tokenization": "words"}, "words"),
+        ({"dtype": "int8"}, "int8"),
+    ):
+        assert told in refuse("sample", **{**good["sample"], **options})
+    for options, told in (
+        ({"tokenization": "bpe"}, "mismatch"),
+        ({"meta_path": tmp_path / "absent.pkl"}, "Meta file not found"),
+    ):
+        assert told in refuse_in_one_line("sample", **{**good["sample"], **options})
+    assert left_behind(tmp_path) == ["meta.pkl"]
+
+
 @pytest.mark.parametrize("kind", ["missing folder", "missing file", "truncated", "other block_size"])
 def test_bad_reward_data(kind, good, tmp_path, reward_data):
     bad = tmp_path / "bad"
@@ -406,12 +419,54 @@ def test_bad_reward_data(kind, good, tmp_path, reward_data):
         for split in ("train", "val"):
             path = bad / f"{split}_metadata.txt"
             rows = (bad / f"{split}_y.bin").stat().st_size // 8
-            path.write_text(path.read_text().replace("block_size: 16", "block_size: 32").replace(", 16)", ", 32)"))
+            text = path.read_text().replace("block_size: 16", "block_size: 32").replace(", 16)", ", 32)")
+            path.write_text(re.sub("(?m)^(train|val)_tokens: .*\n", "", text))  # which would tell the swindle
             (bad / f"{split}_x.bin").write_bytes(b"\1\0" * 32 * rows)
     message = refuse("train_reward_model", **{**good["train_reward_model"], "data_dir": bad})
     told = {"missing folder": str(bad), "missing file": "val_y.bin", "truncated": "train_x.bin"}
     assert told.get(kind, "Block size mismatch: dataset uses 32") in message
     assert not (tmp_path / "out").exists()
+
+
+def test_reward_data_is_checked_before_training(good, tmp_path, reward_data):
+    """All that is wrong with contents and metadata at once, as the inspection tells it, and no model."""
+    bad = tmp_path / "bad"
+    shutil.copytree(reward_data, bad)
+    x = np.memmap(bad / "train_x.bin", np.uint16, "r+")
+    x[16 * 3] = 25
+    y = np.memmap(bad / "val_y.bin", np.float32, "r+")
+    y[2 * 7] = np.nan
+    x.flush(), y.flush()
+    path = bad / "val_metadata.txt"
+    path.write_text(re.sub("model_sha256: .*", "model_sha256: another", path.read_text()))
+    message = refuse("train_reward_model", **{**good["train_reward_model"], "data_dir": bad})
+    assert "1 train samples exceed vocab_size=25, the first: row 3 holds token 25" in message
+    assert "1 val samples do not sum to 1 within [0, 1], the first: row 7 is [nan" in message
+    assert "train and val are not of one dataset: model_sha256 is" in message
+    assert len(message.splitlines()) == 4  # the last says how to make data
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", ["0", "many", "-4", "3"])
+def test_an_impossible_samples_per_chunk(number, good, tmp_path, reward_data):
+    bad = tmp_path / "bad"
+    shutil.copytree(reward_data, bad)
+    path = bad / "val_metadata.txt"
+    path.write_text(path.read_text().replace("samples_per_chunk: 4", f"samples_per_chunk: {number}"))
+    message = refuse("train_reward_model", **{**good["train_reward_model"], "data_dir": bad})
+    assert f"samples_per_chunk={number}" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_metadata_cannot_hold_is_told_before_generation(good, tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(prepare_reward_data, "make_samples", None)  # not to be called
+    strange = tmp_path / "two\nlines_char"
+    shutil.copytree(corpus, strange)
+    options = {**good["prepare_reward_data"], "data_path": strange / "input.txt"}
+    line = refuse_in_one_line("prepare_reward_data", **options)
+    assert "two\\nlines_char" in line
+    assert "single lines of plain text" in line
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_learning_that_diverges(good, tmp_path):
@@ -421,6 +476,9 @@ def test_learning_that_diverges(good, tmp_path):
     wild = {"learning_rate": 1e30, "grad_clip": 0.0}
     refuse_in_one_line("train_grpo", **{**good["train_grpo"], **wild, "max_steps": 4, "start_kl_cap": 1e30})
     assert not (tmp_path / "out" / "policy.pt").exists()
+    wild["batch_size"] = 10_000  # the one step of an epoch is harmful, and no gradient comes after it to tell
+    line = refuse_in_one_line("train_reward_model", **{**good["train_reward_model"], **wild})
+    assert "diverged" in line
     for path in (tmp_path / "out").glob("*.pt"):
         load_checkpoint(path)  # what is there has finite weights
 

@@ -217,6 +217,17 @@ def state(**changes) -> dict:
     return {name: tensor for name, tensor in changed.items() if tensor is not None}
 
 
+def config(**changes) -> GPTConfig:
+    """A config with attributes as a hand-made file can have them, fields or not."""
+    made = dataclasses.replace(CONFIG)
+    vars(made).update(changes)
+    return made
+
+
+TOKENIZATION = TokenizationManager.from_text("hello world").to_record()
+DATA = data_record(np.arange(5, dtype=np.uint16), np.arange(3, dtype=np.uint16))
+HUGE = 1 << 2000  # too long to be shown
+
 WRONG = [
     ([1, 2], "holds a list, not the dict of a checkpoint"),
     (torch.zeros(3), "holds a Tensor"),
@@ -240,12 +251,52 @@ WRONG = [
     (contents(model=state(lm_head__weight=[1.0])), "'lm_head.weight' is no tensor"),
     (contents(model=state(lm_head__weight=torch.full((11, 8), torch.nan))), "lm_head.weight holds NaN or infinite"),
     (contents(model=state(transformer__ln_f__bias=torch.full((8,), -torch.inf))), "ln_f.bias holds NaN or infinite"),
+    (contents(model=state(transformer__ln_f__bias=torch.zeros(8).long())), "ln_f.bias is no plain tensor"),
+    (contents(model=state(transformer__ln_f__bias=torch.zeros(8).to_sparse())), "ln_f.bias is no plain tensor"),
+    (contents(model=state(transformer__ln_f__bias=torch.zeros(8, device="meta"))), "ln_f.bias is no plain tensor"),
+    (contents(format_version=HUGE), "has format_version a int of many digits"),
+    (contents(format_version=torch.zeros(2)), "has format_version a Tensor"),
+    (contents(config=config(extra=1)), "impossible config: 'extra' is no field of it"),
+    (contents(config=config(problem=None)), "impossible config: 'problem' is no field of it"),
+    (contents(config=config(**{"a\nb" * 99: 1})), "is no field of it"),
+    (contents(config=config(bias="no")), "impossible config: bias='no': must be of type bool"),
+    (contents(config=config(bias=1)), "impossible config: bias=1: must be of type bool"),
+    (contents(config=config(n_head=True)), "impossible config: n_head=True: must be of type int"),
+    (contents(config=config(dropout=torch.zeros(2, 2))), "dropout=a Tensor: must be of type float or int"),
+    (contents(config=config(num_tokens="5")), "num_tokens='5': must be of type int or NoneType"),
+    (contents(config=config(block_size=HUGE)), "block_size=a int of many digits: must be <= 16777216"),
+    (contents(config=config(block_size=1 << 40)), "block_size=1099511627776: must be <= 16777216"),
+    (contents(config=config(n_layer=1 << 24)), "n_layer=16777216, but the file has 28 weights"),
+    (contents(training=[1]), "'training' must be a dict, not a list"),
+    (contents(tokenization="char"), "'tokenization' must be None or a dict of method, vocab_size, meta_path, chars"),
+    (contents(tokenization={"method": "bpe", "vocab_size": 50257}), "'tokenization' must be None or a dict of"),
+    (contents(tokenization={**TOKENIZATION, "more": 1}), "'tokenization' must be None or a dict of"),
+    (contents(tokenization={**TOKENIZATION, "chars": list("abc")}), "'tokenization' has an impossible chars: a list"),
+    (contents(tokenization={**TOKENIZATION, "meta_path": 5}), "'tokenization' has an impossible meta_path: 5"),
+    (contents(tokenization={**TOKENIZATION, "vocab_size": HUGE}), "impossible vocab_size: a int of many digits"),
+    (contents(tokenization={**TOKENIZATION, "vocab_size": 3}), "tokenizer record: vocab_size=3 is not 8"),
+    (contents(tokenization={**TOKENIZATION, "chars": "aa"}), "a character stands twice"),
+    (contents(tokenization={**TOKENIZATION, "method": "words"}), "tokenizer record: method='words'"),
+    (contents(data=[1]), "'data' must be None or a dict of train_tokens, val_tokens, train_sha256, val_sha256"),
+    (contents(data={"train_sha256": "0"}), "'data' must be None or a dict of"),
+    (contents(data={**DATA, "val_tokens": "many"}), "'data' has an impossible val_tokens: 'many'"),
+    (contents(data={**DATA, "val_tokens": -HUGE}), "'data' has an impossible val_tokens: a int"),
+    (contents(data={**DATA, "train_sha256": None}), "'data' has an impossible train_sha256: None"),
 ]
 
 
 @pytest.mark.parametrize(("value", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_what_does_not_fit_is_told(tmp_path, value, message):
     assert message in refusal(tmp_path / "wrong.pt", value)
+
+
+def test_a_config_without_a_newer_field_loads(tmp_path):
+    """A file from before a field existed means its default."""
+    older = config()
+    del vars(older)["num_tokens"], vars(older)["position"]
+    torch.save(contents(config=older), tmp_path / "older.pt")
+    loaded = load_checkpoint(tmp_path / "older.pt")["config"]
+    assert loaded == CONFIG and vars(loaded) == vars(CONFIG)
 
 
 def test_one_nan_anywhere_is_found(tmp_path):

@@ -68,7 +68,8 @@ SHRINK = {
     "run_cycles": "--sample_tokens 20 --device cpu",
     "benchmarks/loading": "--num_runs 1",
 }
-NOT_OURS = {"config", "help", "cov"}  # options of every script, and pytest's
+TORCHRUN = {"nproc_per_node", "nnodes", "node_rank", "master_addr"}
+NOT_OURS = {"config", "help", "cov", *TORCHRUN}  # options of every script, of pytest and of torchrun
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -222,6 +223,11 @@ def run_command(words: list[str]) -> None:
         assert all(Path(ROOT, word).exists() for word in words[3:] if not word.startswith("-")), words
     elif words[0] == "python" and words[1].endswith(".py"):
         run_script(words[1], words[2:])
+    elif words[0] == "torchrun":
+        # In one process here; tests/test_reward_data_prep.py starts several.
+        script = next(index for index, word in enumerate(words) if word.endswith(".py"))
+        assert all(word.split("=")[0].removeprefix("--") in TORCHRUN for word in words[1:script]), words
+        run_script(words[script], words[script + 1 :])
     else:
         raise AssertionError(f"{words}: this test does not know such a command; teach it, or leave the command out")
 

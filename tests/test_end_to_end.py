@@ -20,11 +20,13 @@ import pytest
 import torch
 from helpers import (
     ROOT,
+    TINY_MODEL,
     TINY_TRAIN,
     as_arguments,
     assert_same_weights,
     call,
     folder_bytes,
+    make_checkpoint,
     make_corpus,
     make_text,
     prepare_options,
@@ -125,6 +127,43 @@ def test_sample(tmp_path, corpus, generator):
     assert succeed("sample", **options, start=f"FILE:{tmp_path / 'start.txt'}").startswith("The")
     greedy = succeed("sample", **options, start="The ", temperature=0.0).split("\n---------------\n")
     assert greedy[0] == greedy[1] == greedy[2]
+
+
+def test_sample_as_in_nanogpt(tmp_path, generator, monkeypatch):
+    """--out_dir names the model; --dtype and --compile change how it is computed, not what may come out."""
+    options = {"num_samples": 2, "max_new_tokens": 5, "start": "The ", "device": "cpu"}
+    out = succeed("sample", checkpoint_path=generator, **options)
+    assert succeed("sample", out_dir=generator.parent, **options) == out
+    assert succeed("sample", out_dir=tmp_path, checkpoint_path=generator, **options) == out
+    for dtype in ("float32", "bfloat16"):
+        assert succeed("sample", checkpoint_path=generator, dtype=dtype, **options).count("The ") == 2
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)  # a real one takes a minute
+    assert succeed("sample", checkpoint_path=generator, compile=True, **options) == out and len(compiled) == 1
+    message = refuse_in_one_line("sample", out_dir=tmp_path, **options)
+    assert f"Model file not found: {tmp_path / 'model_checkpoint.pt'}" in message
+
+
+@pytest.mark.parametrize("form", ["seeds", "nanoGPT"])
+def test_sample_of_a_checkpoint_that_does_not_name_its_tokenizer(tmp_path, corpus, generator, form):
+    trained = torch.load(generator, weights_only=True)
+    contents = {"model": trained["model"], "config": trained["config"]}
+    if form == "nanoGPT":
+        tokens = TokenizationManager(data_path=corpus).vocab_size
+        make_checkpoint(tmp_path / "own.pt", tokens, position="learned")
+        contents["model"] = weights(tmp_path / "own.pt")
+        contents["model_args"] = {**TINY_MODEL, "vocab_size": tokens, "bias": True, "dropout": 0.0}
+        contents["config"] = {"dataset": "tiny_char"}
+    torch.save(contents, tmp_path / "ckpt.pt")
+    options = {"checkpoint_path": tmp_path / "ckpt.pt", "num_samples": 1, "max_new_tokens": 30, "start": "The "}
+    options["device"] = "cpu"
+    assert "does not say how its text is tokenized" in refuse_in_one_line("sample", **options)
+    assert "exceeds the model's" in refuse_in_one_line("sample", **options, tokenization="bpe")
+    out = succeed("sample", **options, meta_path=corpus / "meta.pkl")
+    assert out.startswith("The ") and len(out) > 34
+    assert succeed("sample", **options, tokenization="char", meta_path=corpus / "meta.pkl") == out
+    if form == "seeds":
+        assert succeed("sample", **{**options, "checkpoint_path": generator}) == out
 
 
 def test_nanogpts_own_settings_file_works_as_it_is(tmp_path, corpus):

@@ -273,11 +273,41 @@ def test_a_drawn_token_is_always_one_that_may_come(logits, uniform, temperature,
         assert logits[0, token] == logits.max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-45, 1e-38, 1e-20, 1e20, 1e50, 1.7e308])
+@pytest.mark.parametrize("top", [{}, {"top_k": 6}, {"top_p": 0.99}])
+def test_the_ends_of_the_temperature_scale(dtype, temperature, top):
+    """The smallest is greedy, the largest uniform; neither is NaN, nor draws padding."""
+    logits = torch.tensor([[-2.0, 3.0, 2.0, 1.0, 1e4, 1e4]]).to(dtype).repeat(200, 1)
+    logits[:, 4:] = torch.finfo(dtype).min  # as GPT.logits marks padding
+    ids, log_probs, model_log_probs = sample_tokens(logits, torch.arange(200) / 200, Sampling(temperature, **top))
+    assert ids.unique().tolist() == ([1] if temperature < 1 else [0, 1, 2, 3])
+    torch.testing.assert_close(log_probs, torch.full((200,), 0.0 if temperature < 1 else math.log(1 / 4)))
+    assert model_log_probs.isfinite().all()
+
+
+def test_a_sum_that_is_rounded_unevenly_draws_no_impossible_token(monkeypatch):
+    """A GPU sums in parallel: the sum at a padding id can come out a little above the one before it."""
+    logits = torch.tensor([[0.0, 1.0, 0.0, torch.finfo(torch.float32).min]])
+    cumsum = torch.Tensor.cumsum
+    uneven = torch.tensor([0.0, 0.0, -1e-6, 0.0])
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) + uneven)
+    ids, log_probs, _ = sample_tokens(logits, torch.tensor([LARGEST_UNIFORM]), Sampling())
+    assert ids.tolist() == [1] and log_probs.isfinite().all()
+
+
 def test_ties_do_not_let_more_than_top_k_in():
     logits, uniforms = torch.zeros(200, 8), torch.arange(200) / 200
     ids, log_probs, _ = sample_tokens(logits, uniforms, Sampling(top_k=3))
     assert len(ids.unique()) == 3
     torch.testing.assert_close(log_probs, torch.full((200,), math.log(1 / 3)))
+
+
+def test_top_k_comes_before_rounding():
+    """Beside 1, the 5e-23 would be rounded to a tie with the zeros."""
+    logits = torch.tensor([[0.0, 0.0, 1.0, 1.0, 5e-23]]).repeat(100, 1)
+    ids, _, _ = sample_tokens(logits, torch.arange(100) / 100, Sampling(temperature=0.3, top_k=3))
+    assert ids.unique().tolist() == [2, 3, 4]
 
 
 def test_top_p_keeps_the_token_that_crosses_it():
@@ -321,6 +351,18 @@ def test_padding_ids_are_never_drawn(sampling):
 def test_impossible_samplings_are_told(options, message):
     with pytest.raises(UserError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), GREEDY, Sampling(temperature=0.5, top_k=3)])
+def test_logits_that_are_nan_are_told(sampling):
+    """Any token drawn from them would look like text."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[4, 0] = torch.nan
+    with pytest.raises(UserError, match="logits are NaN or infinite"):
+        complete(model, blocks(2), lengths(2, 2), draws(2, 2, N), sampling)
+    with pytest.raises(UserError, match="logits are NaN or infinite"):
+        generate(model, torch.zeros(1, N, dtype=torch.int64), 1, sampling)
 
 
 def test_impossible_completions_are_told():

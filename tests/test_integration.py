@@ -1,5 +1,6 @@
 """The stages together: tokenization, training that goes on after a stop, GRPO's figures, and the guides' examples."""
 
+import json
 import math
 import shutil
 import sys
@@ -115,7 +116,7 @@ def test_unfrozen_layers_are_trained(tmp_path, generator, reward_data):
 
 def test_the_skill_of_a_reward_model(tmp_path, generator, reward_data):
     options = {"base_model_path": generator, "data_dir": reward_data, "max_epochs": 3, "device": "cpu"}
-    out = succeed("train_reward_model", **options, output_path=tmp_path / "reward.pt")
+    succeed("train_reward_model", **options, output_path=tmp_path / "reward.pt")
     records = read_records(tmp_path / "reward.jsonl")
     assert [record["step"] for record in records[:3]] == [1, 2, 3]
     for record in records[:3]:
@@ -124,20 +125,71 @@ def test_the_skill_of_a_reward_model(tmp_path, generator, reward_data):
     final = records[-1]
     assert final["final"]
     assert final["r2_low"] <= final["r2"] <= final["r2_high"]
-    # An R2 interval that holds 0 is told, another is not.
-    assert ("NO BETTER THAN A CONSTANT" in out) == (final["r2_low"] <= 0)
 
 
-def test_a_reward_model_that_sees_nothing_says_so(tmp_path, corpus, generator):
+def save_marked_data(folder, info, rng, visible: bool, samples_per_chunk=4, labels=None) -> None:
+    """Sequences of tokens 2 to 24 up to their crossover and, where `visible`, of token 1 alone from there on."""
+    for split, rows in (("train", 400), ("val", 160)):
+        K = rng.integers(1, 16, size=(rows, 1))
+        natural = rng.integers(2, 25, size=(rows, 16)) if visible else np.ones((rows, 16), np.int64)
+        x = np.where(np.arange(16) < K, natural, 1)
+        y = np.hstack((K, 16 - K)) / 16 if labels is None else np.tile(labels, (rows, 1))
+        prepare_reward_data.save_reward_dataset(list(x), list(y), str(folder), split, info, samples_per_chunk)
+
+
+@pytest.fixture
+def judge(tmp_path, corpus, generator):
+    """Trains a reward model, whole trunk, on marked data; returns its stdout, its stderr and its final record."""
+
+    def train_on(**kind) -> tuple[str, str, dict]:
+        save_marked_data(
+            tmp_path / "data", TokenizationManager(data_path=corpus).info(), np.random.default_rng(0), **kind
+        )
+        options = {"base_model_path": generator, "data_dir": tmp_path / "data", "output_path": tmp_path / "judge.pt"}
+        finished = call(
+            "train_reward_model", **options, unfreeze_layers=-1, learning_rate=1e-2, max_epochs=5, device="cpu"
+        )
+        assert finished.status == 0, finished.err
+
+        def refuse_constant(name: str) -> None:
+            raise AssertionError(f"{name} is no JSON")
+
+        lines = (tmp_path / "judge.jsonl").read_text().splitlines()
+        return finished.out, finished.err, [json.loads(line, parse_constant=refuse_constant) for line in lines][-1]
+
+    return train_on
+
+
+def test_a_reward_model_that_sees_is_not_called_blind(judge):
+    out, err, final = judge(visible=True)
+    assert final["r2_low"] > 0.3
+    assert "CONSTANT" not in out
+    assert "validation blocks that did not select it" in out
+    assert "WARNING" not in err
+
+
+def test_a_reward_model_that_sees_nothing_says_so(judge):
     """Sequences that are all alike but for their labels: there is nothing to learn."""
-    draw = np.random.default_rng(0)
-    for split, rows in (("train", 40), ("val", 40)):
-        share = draw.integers(1, 16, size=rows) / 16
-        labels = list(np.stack([share, 1 - share], axis=1).astype(np.float32))
-        info = TokenizationManager(data_path=corpus).info()
-        prepare_reward_data.save_reward_dataset([np.ones(16)] * rows, labels, str(tmp_path / "data"), split, info)
-    options = {"base_model_path": generator, "data_dir": tmp_path / "data", "output_path": tmp_path / "blind.pt"}
-    assert "NO BETTER THAN A CONSTANT" in succeed("train_reward_model", **options, max_epochs=1, device="cpu")
+    out, _, final = judge(visible=False)
+    assert final["r2_low"] <= final["r2"] <= 0
+    assert "NO BETTER THAN A CONSTANT as far as is shown: its interval is not above 0." in out
+
+
+@pytest.mark.parametrize("kind", [{"labels": [0.25, 0.75]}, {"samples_per_chunk": 16}])
+def test_a_reward_model_without_an_interval_is_not_called_seeing(judge, kind):
+    """Labels that are all alike, or 5 blocks to report on."""
+    out, _, final = judge(visible=True, **kind)
+    assert (final["r2_low"], final["r2_high"]) == (None, None)
+    assert (final["r2"] is None) == ("labels" in kind)
+    assert "(no interval)" in out
+    assert "NO BETTER THAN A CONSTANT as far as is shown: these samples give no interval" in out
+
+
+def test_rows_of_unknown_blocks_are_told(judge):
+    out, err, final = judge(visible=True, samples_per_chunk=None)
+    assert "has no samples_per_chunk: halves and interval go by rows" in err
+    assert "validation rows that did not select it (but may share text with some that did)" in out
+    assert final["r2_low"] > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import objectives
+from model import GPT, GPTConfig
 from objectives import group_advantages, groups_without_spread, kl_estimate, policy_loss
 from runtime import UserError
 
@@ -91,6 +92,29 @@ def test_language_model_loss_weighs_every_target_the_same(training):
     assert objectives.language_model_loss(model, []) == math.inf
 
 
+def test_language_model_loss_leaves_ignored_targets_out():
+    """Targets of -1 weigh nothing, a batch of them alone (whose mean loss is NaN) neither, nor one without a loss."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=4, vocab_size=7, n_layer=1, n_head=1, n_embd=8))
+    x, y = torch.randint(7, (2, 3, 4))
+    ignored = torch.full_like(y, -1)
+    partly = torch.where(torch.rand(y.shape) < 0.5, -1, y)
+    batches = [(x, partly), (x, ignored), (x[:1], y[:1])]
+    counts = [int((y != -1).sum()) for _, y in batches]
+    with torch.no_grad():
+        expected = sum(float(model(*batches[i])[1]) * counts[i] for i in (0, 2)) / sum(counts)
+    assert objectives.language_model_loss(model, batches) == pytest.approx(expected)
+    assert objectives.language_model_loss(model, [(x, ignored)]) == math.inf
+    assert objectives.language_model_loss(WithoutLoss(), [(x, y)]) == math.inf
+
+
+class WithoutLoss(torch.nn.Module):
+    """As a model that was given nothing to learn."""
+
+    def forward(self, x, y):
+        return None, None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # reward models
 
@@ -139,7 +163,28 @@ def test_bootstrap_interval_holds_the_figure_and_sees_that_blocks_are_not_rows()
     constant = torch.full_like(target, target.mean().item())
     low, high = objectives.bootstrap_r_squared(constant, target, blocks, seed=1)
     assert -0.05 < low < high <= 0
-    assert objectives.bootstrap_r_squared(prediction, target, torch.zeros(400), seed=1) == (-math.inf, 1.0)
+
+
+def test_no_interval_where_the_data_give_none():
+    target = torch.rand(400, generator=torch.Generator().manual_seed(0))
+    bootstrap = objectives.bootstrap_r_squared
+    assert bootstrap(target, target, torch.arange(400) % 9, seed=1) == (None, None)
+    assert bootstrap(target, target, torch.arange(400) % 10, seed=1) == (1.0, 1.0)
+    alike = torch.full((400,), 0.3)
+    assert bootstrap(target, alike, torch.arange(400), seed=1) == (None, None)
+    alike[0] = 0.7  # one row of 400 differs: a third of the draws miss it
+    assert bootstrap(alike, alike, torch.arange(400), seed=1) == (None, None)
+
+
+def test_only_an_interval_above_0_is_better_than_a_constant():
+    better = [low for low in (None, math.nan, -math.inf, -0.1, 0.0, 1e-9, 0.5) if objectives.better_than_constant(low)]
+    assert better == [1e-9, 0.5]
+
+
+def test_r_squared_for_people():
+    assert objectives.format_r_squared(0.12341, 0.1, 0.15) == "0.1234 (0.1000 to 0.1500)"
+    assert objectives.format_r_squared(0.5, None, None, digits=3) == "0.500 (no interval)"
+    assert objectives.format_r_squared(None, None, None) == "undefined (no interval)"
 
 
 def test_skill_refuses_shapes_that_would_broadcast():

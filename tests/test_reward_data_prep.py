@@ -619,6 +619,17 @@ def test_save_reward_dataset(tmp_path, capsys):
     assert f"  X: {tmp_path}/made/here/train_x.bin (3, 4)" in capsys.readouterr().out
 
 
+def test_save_reward_dataset_tells_the_blocks(tmp_path):
+    rows, labels = [np.arange(4)] * 6, [np.array([0.25, 0.75])] * 6
+    info = TokenizationInfo("char", 65, "meta.pkl")
+    prep.save_reward_dataset(rows, labels, str(tmp_path), "val", info, samples_per_chunk=3)
+    assert RewardDataset(tmp_path, "val").samples_per_chunk == 3
+    for wrong in (0, -1, 4):
+        with pytest.raises(UserError, match=f"samples_per_chunk={wrong}: must be >= 1 and divide the 6 samples"):
+            prep.save_reward_dataset(rows, labels, str(tmp_path / "wrong"), "val", info, samples_per_chunk=wrong)
+    assert not (tmp_path / "wrong").exists()
+
+
 def test_signatures_are_the_promised_ones():
     promised = {
         prep.load_base_model: ["model_path", "device"],

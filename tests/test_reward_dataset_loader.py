@@ -496,6 +496,49 @@ def test_metadata_problems_stand_in_their_line(folder, capsys):
     assert "⚠️ Probability sums: Not checked for val, which cannot be read" in output
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"train_tokens": 50, "samples_per_chunk": 3}, None),  # 6 blocks of 8, and a rest
+        ({"train_tokens": 1000, "samples_per_chunk": 3, "max_blocks": 6}, None),
+        ({"samples_per_chunk": 9}, None),
+        ({"train_tokens": 56, "samples_per_chunk": 3}, "train has 18 samples, but 56 tokens in blocks of 8 with"),
+        (
+            {"train_tokens": 50, "samples_per_chunk": 3, "max_blocks": 5},
+            "at most 5 of them, with samples_per_chunk=3 are 15",
+        ),
+        ({"samples_per_chunk": 4}, "whole blocks with samples_per_chunk=4 are 20"),
+        ({"train_sha256": "another"}, "train_sha256 is another in train, one in val"),
+    ],
+)
+def test_sizes_are_held_against_what_the_metadata_tell(folder, capsys, changes, told):
+    write_split(folder, "val", *make_arrays(2, 8), train_sha256="one")
+    write_split(folder, "train", *make_arrays(18, 8), **{"train_sha256": "one", **changes})
+    problems = print_quality_report(folder)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "Split consistency" in line)
+    if told is None:
+        assert (problems, line) == ([], "✅ Split consistency: 90.0% train, 10.0% validation")
+        loader.open_checked_splits(folder)
+    else:
+        assert [check for check, _ in problems] == ["Split consistency"]
+        assert line.startswith("⚠️") and told in line
+        with pytest.raises(UserError, match="ERROR: "):
+            loader.open_checked_splits(folder)
+
+
+def test_a_split_in_the_place_of_the_other(folder):
+    with open(folder / "val_metadata.txt", "a") as metadata:
+        metadata.write("split: train\n")
+    with pytest.raises(UserError, match="val_metadata.txt says split=train: it is of the other split"):
+        loader.open_checked_splits(folder)
+
+
+def test_checked_splits(folder):
+    train, val = loader.open_checked_splits(folder)
+    assert (train.split, len(train), val.split, len(val)) == ("train", 18, "val", 2)
+    assert train.samples_per_chunk is None
+
+
 def test_no_dataset(tmp_path):
     result = run_script("--data_dir", str(tmp_path / "nowhere"))
     assert (result.returncode, result.stdout) == (2, "")

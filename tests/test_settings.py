@@ -127,6 +127,21 @@ def test_sections_are_for_their_script_alone(config):
         parse(config("trian = dict(steps=7)"))
 
 
+@pytest.mark.parametrize("script", ["train", "evaluate"])
+@pytest.mark.parametrize("value", ["5", "'all'", "[1, 2]", "None"])
+def test_a_section_that_is_no_dict_is_told(config, script, value):
+    with pytest.raises(UserError, match=rf"{script} is a script's section: write {script} = dict\(") as caught:
+        parse_settings(Walk, "train", [config(f"{script} = {value}\n")])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["train = {1: 2}", "train = {None: 2}", f"n = 0x{'f' * 5000}", f"n = -0x{'f' * 5000}"])
+def test_keys_are_names_and_numbers_can_be_printed(config, text):
+    with pytest.raises(UserError, match="line 1: only plain assignments") as caught:
+        parse_settings(Walk, "train", [config(text)])
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
 def test_find_config():
     assert find_config([]) is None and find_config(["--steps", "3"]) is None
     assert find_config(["a.py", "--steps", "3"]) == find_config(["--steps", "3", "--config=a.py"]) == "a.py"

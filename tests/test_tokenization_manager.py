@@ -340,6 +340,8 @@ GOOD = {"vocab_size": 2, "itos": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}
         (GOOD | {"vocab_size": True}, "'vocab_size' is a bool"),
         (GOOD | {"vocab_size": 0, "itos": {}, "stoi": {}}, "vocab_size=0: must be >= 1"),
         (GOOD | {"vocab_size": 65537}, "vocab_size=65537: must be >= 1 and <= 65536"),
+        (GOOD | {"vocab_size": 1 << 20000}, "vocab_size=a number of 20,001 bits: must be >= 1 and <= 65536"),
+        (GOOD | {"vocab_size": -(1 << 20000)}, "vocab_size=a number of 20,001 bits"),
         (GOOD | {"vocab_size": 3}, "'stoi' has 2 entries"),
         (GOOD | {"itos": {0: "a", 2: "b"}}, "no character for id 1"),
         (GOOD | {"itos": {0: "a", 1: "bc"}}, "no character for id 1"),
