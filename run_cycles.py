@@ -19,7 +19,7 @@ from typing import Any
 
 from checkpoint import data_record, load_checkpoint
 from data_loader import dataset_folder, open_token_file
-from objectives import better_than_constant
+from objectives import better_than_constant, format_r_squared
 from reward_data_config import MAX_VOCAB_SIZE
 from run_log import say
 from runtime import STAGE_VARIABLE, UserError, check_writable, read_json, run_main, select_device, write_json
@@ -132,8 +132,8 @@ class Runner:
 def run_stage(name: str, command: list[str]) -> float:
     """Run a command in a process of its own; the seconds it took. Raises UserError where it fails."""
     start = time.monotonic()
-    # A stage inherits the blocked signal and so is deaf to Ctrl-C, which reaches us as well: we end it with one SIGTERM.
-    # That ends it without a word while it still loads torch, and later lets it finish what it is writing.
+    # A stage inherits the blocked signal and so is deaf to Ctrl-C, which reaches us as well: we end it with SIGTERM. That
+    # ends it without a word while it still loads torch, and later lets it finish what it is writing.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process = subprocess.Popen(command, env={**os.environ, STAGE_VARIABLE: name})
     try:
@@ -282,8 +282,7 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
         skill = stages[f"reward_model_v{cycle}"]["skill"]
         names = (f"reward_data_v{cycle}", f"reward_model_v{cycle}", name)
         seconds = sum(stages[stage]["seconds"] for stage in names)
-        interval = "no interval" if skill["r2_low"] is None else f"{skill['r2_low']:.3f} to {skill['r2_high']:.3f}"
-        r2 = f"{skill['r2']:.3f} ({interval})"
+        r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
         rewards = f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}"
         lines.append(
             f"{cycle:>5}  {name:<14} {perplexity(cycle + 1):10.4f}  {r2:<24} {rewards:<21} "
@@ -293,8 +292,8 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
     blind = [cycle for cycle, low in lows.items() if not better_than_constant(low)]
     if blind:
         lines.append(
-            f"In cycle {', '.join(map(str, blind))} the reward model was no better than a constant: "
-            "what GRPO did there is noise."
+            f"In cycle {', '.join(map(str, blind))} the reward model was not shown to be better than a constant: "
+            "what GRPO did there may be noise."
         )
     return "\n".join(lines)
 

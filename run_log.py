@@ -76,7 +76,7 @@ class RunLog:
         self._file.close()
 
     def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
-        """Append the record of a step and, unless `quiet`, print its line. Values: int, float, bool, str or list."""
+        """Append the record of a step and, unless `quiet`, print its line. Values are what JSON has."""
         record = {"step": step, "seconds": round(time.monotonic() - self._start, 3), **metrics}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()

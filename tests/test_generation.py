@@ -305,9 +305,9 @@ def test_ties_do_not_let_more_than_top_k_in():
 
 def test_top_k_comes_before_rounding():
     """Beside 1, the 5e-23 would be rounded to a tie with the zeros."""
-    logits = torch.tensor([[0.0, 0.0, 1.0, 1.0, 5e-23]]).repeat(100, 1)
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 5e-23]]).repeat(100, 1)
     ids, _, _ = sample_tokens(logits, torch.arange(100) / 100, Sampling(temperature=0.3, top_k=3))
-    assert ids.unique().tolist() == [2, 3, 4]
+    assert ids.unique().tolist() == [4, 5, 6]
 
 
 def test_top_p_keeps_the_token_that_crosses_it():

@@ -529,7 +529,7 @@ def test_sizes_are_held_against_what_the_metadata_tell(folder, capsys, changes, 
 def test_a_split_in_the_place_of_the_other(folder):
     with open(folder / "val_metadata.txt", "a") as metadata:
         metadata.write("split: train\n")
-    with pytest.raises(UserError, match="val_metadata.txt says split=train: it is of the other split"):
+    with pytest.raises(UserError, match=r"val_metadata\.txt says split=train: it is of the other split"):
         loader.open_checked_splits(folder)
 
 
