@@ -61,8 +61,8 @@ def calculate_perplexity(
 ) -> float:
     """exp of the mean cross-entropy over all target tokens of (inputs, targets) batches, each (B, T) int64.
 
-    Every token weighs the same, also where batches differ in size; targets of -1 are none. An empty loader gives infinity. The model's mode
-    (training or evaluation) is as before afterwards.
+    Every token weighs the same, also where batches differ in size; targets of -1 are none. An empty loader gives
+    infinity. The model's mode (training or evaluation) is as before afterwards.
     """
     batches = ((inputs.to(device), targets.to(device)) for inputs, targets in data_loader)
     return perplexity(language_model_loss(model, batches))

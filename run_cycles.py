@@ -132,8 +132,8 @@ class Runner:
 def run_stage(name: str, command: list[str]) -> float:
     """Run a command in a process of its own; the seconds it took. Raises UserError where it fails."""
     start = time.monotonic()
-    # A stage inherits the blocked signal and so is deaf to Ctrl-C, which reaches us as well: we end it with SIGTERM. That
-    # ends it without a word while it still loads torch, and later lets it finish what it is writing.
+    # A stage inherits the blocked signal and so is deaf to Ctrl-C, which reaches us as well: we end it with SIGTERM.
+    # That ends it without a word while it still loads torch, and later lets it finish what it is writing.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process = subprocess.Popen(command, env={**os.environ, STAGE_VARIABLE: name})
     try:
