@@ -13,7 +13,6 @@ import dataclasses
 import importlib
 import importlib.util
 import io
-import json
 import re
 import runpy
 import shlex
@@ -492,9 +491,6 @@ def test_every_module_stands_on_a_floor_of_the_architecture():
         assert (ROOT / name).exists(), name
 
 
-def test_placeholders_for_figures_are_well_formed():
-    """Comments that wait for measurements are closed, so that no text hides behind them."""
+def test_no_figure_is_left_to_be_filled_in():
     for name in NAMES:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        assert text.count("<!--") == text.count("-->"), name
-        assert json.dumps(text).count("FIGURES:") == text.count("<!-- FIGURES:"), name
+        assert "<!--" not in (ROOT / name).read_text(encoding="utf-8"), name
