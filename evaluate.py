@@ -43,13 +43,7 @@ class EvaluateSettings:
     def problems(self) -> Problems:
         """What is wrong with the settings."""
         problems = Problems()
-        problems.require(bool(self.checkpoints), "checkpoints is required", "Name at least one with --checkpoints")
-        for path in self.checkpoints:
-            problems.require(
-                Path(path).is_file(),
-                f"Model file not found: {path}",
-                "Check that the model checkpoint file exists and the path is correct",
-            )
+        problems.check_model_files(self, "checkpoints")
         problems.check_range(self, "batch_size", minimum=1)
         if self.output_path is not None and (obstacle := check_writable(self.output_path, is_file=True)):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")

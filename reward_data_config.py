@@ -95,14 +95,7 @@ class RewardDataConfig:
     def problems(self) -> Problems:
         """Everything that is wrong with these settings, as far as it shows without reading the files."""
         problems = Problems()
-        if problems.require(
-            bool(self.model_path), "model_path is required", "Specify --model_path, the base model's checkpoint"
-        ):
-            problems.require(
-                Path(self.model_path).is_file(),
-                f"Model file not found: {self.model_path}",
-                "Check that the model checkpoint file exists and the path is correct",
-            )
+        problems.check_model_files(self, "model_path")
         if self.input_mode == "text":
             self._check_text_mode(problems)
         elif problems.require(

@@ -72,6 +72,18 @@ class Problems:
             within = value is None or (minimum <= value <= maximum and above < value < below)
             self.require(within, f"{name}={value}: {rule}", f"Give --{name} a value that is in range: {rule}")
 
+    def check_model_files(self, settings: object, *names: str) -> None:
+        """Note each named setting that names no checkpoint (a path, or a list of them) or one that is not there."""
+        for name in names:
+            value = getattr(settings, name)
+            self.require(bool(value), f"{name} is required", f"Name the checkpoint with --{name}")
+            for path in value if isinstance(value, list) else [value] if value else []:
+                self.require(
+                    Path(path).is_file(),
+                    f"Model file not found: {path}",
+                    "Check that the model checkpoint file exists and the path is correct",
+                )
+
     def raise_if_any(self) -> None:
         """Raise one UserError that tells every problem, in the form of the reward-data documents."""
         if self.errors:

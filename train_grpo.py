@@ -111,14 +111,7 @@ class GRPOSettings:
     def problems(self) -> Problems:
         """What is wrong with the settings."""
         problems = Problems()
-        for name in ("base_model_path", "reward_model_path"):
-            path = getattr(self, name)
-            if problems.require(path is not None, f"{name} is required", f"Name the checkpoint with --{name}"):
-                problems.require(
-                    Path(path).is_file(),
-                    f"Model file not found: {path}",
-                    "Check that the model checkpoint file exists and the path is correct",
-                )
+        problems.check_model_files(self, "base_model_path", "reward_model_path")
         problems.check_range(self, "prompts_per_step", "max_steps", "updates_per_step", minimum=1)
         problems.check_range(self, "plateau_window", "plateau_patience", "eval_interval", minimum=1)
         problems.require(self.group_size >= 2, f"group_size={self.group_size}: need at least 2 completions to compare")

@@ -77,14 +77,7 @@ class RewardModelSettings:
     def problems(self) -> Problems:
         """What is wrong with the settings."""
         problems = Problems()
-        if problems.require(
-            self.base_model_path is not None, "base_model_path is required", "Name the generator with --base_model_path"
-        ):
-            problems.require(
-                Path(self.base_model_path).is_file(),
-                f"Model file not found: {self.base_model_path}",
-                "Check that the model checkpoint file exists and the path is correct",
-            )
+        problems.check_model_files(self, "base_model_path")
         problems.check_range(self, "reward_head_hidden_dim", "batch_size", "max_epochs", "patience", minimum=1)
         problems.check_range(self, "unfreeze_layers", minimum=-1)
         problems.check_range(self, "learning_rate", above=0)

@@ -13,7 +13,10 @@ import torch
 import checkpoint
 import data_loader
 import tokenization_manager
+from downloads import ensure_gpt2_bpe_files
 from model import GPT, GPTConfig
+from runtime import UserError
+from tokenization_manager import TokenizationManager
 
 hypothesis.settings.register_profile("crossover", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("crossover")
@@ -66,3 +69,13 @@ def generator_checkpoint(char_corpus: Path, tmp_path_factory: pytest.TempPathFac
     data = checkpoint.data_record(splits.train, splits.val)
     checkpoint.save_checkpoint(path, model, tokenizer.to_record(), data, {"step": 0})
     return path
+
+
+@pytest.fixture(scope="session")
+def bpe():
+    """GPT-2's tokenizer, where its files can be had."""
+    try:
+        ensure_gpt2_bpe_files()
+    except UserError as error:
+        pytest.skip(f"GPT-2's BPE files cannot be had here: {error}")
+    return TokenizationManager("bpe")

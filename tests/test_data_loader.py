@@ -31,7 +31,7 @@ from data_loader import (
     split_and_encode,
     write_token_files,
 )
-from downloads import TINY_SHA256, ensure_gpt2_bpe_files
+from downloads import TINY_SHA256
 from runtime import UserError, hash_file
 from tokenization_manager import TokenizationManager
 
@@ -45,16 +45,6 @@ def uint16(values):
 
 def splits_equal(one, other):
     return np.array_equal(one.train, other.train) and np.array_equal(one.val, other.val)
-
-
-@pytest.fixture(scope="session")
-def bpe():
-    """GPT-2's tokenizer, where its files can be had."""
-    try:
-        ensure_gpt2_bpe_files()
-    except UserError as error:
-        pytest.skip(f"GPT-2's BPE files cannot be had here: {error}")
-    return TokenizationManager("bpe")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenization_manager
-from downloads import ensure_gpt2_bpe_files
 from runtime import UserError
 from tokenization_manager import (
     MetaFileError,
@@ -28,16 +27,6 @@ from tokenization_manager import (
 )
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n"
-
-
-@pytest.fixture(scope="session")
-def bpe():
-    """GPT-2's tokenizer, where its files can be had."""
-    try:
-        ensure_gpt2_bpe_files()
-    except UserError as error:
-        pytest.skip(f"GPT-2's BPE files cannot be had here: {error}")
-    return TokenizationManager("bpe")
 
 
 @pytest.fixture
