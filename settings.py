@@ -12,6 +12,7 @@ import difflib
 import math
 import operator
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -183,6 +184,8 @@ def read_config(path: str) -> dict[str, Any]:
         line = getattr(error, "lineno", None)
         reason = str(error) or "nested too deep"
         raise UserError(f"ERROR: settings file {path}{f', line {line}' if line else ''}: {reason}") from None
+    for name, line in _repeated_keys(tree):
+        raise UserError(f"ERROR: settings file {path}, line {line}: {name!r:.60} is given twice in one dict: keep one")
     values: dict[str, Any] = {}
     for statement in tree.body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -205,6 +208,21 @@ def read_config(path: str) -> dict[str, Any]:
                 f"(nothing is executed), not `{ast.get_source_segment(source, statement).splitlines()[0]:.100}`"
             ) from None
     return values
+
+
+def _repeated_keys(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Keys that stand in a dict a second time, with their lines. Python itself would refuse only `dict(a=1, a=2)`."""
+    for node in ast.walk(tree):
+        keys, seen = [], set()
+        if isinstance(node, ast.Call):
+            keys = [(keyword.arg, keyword.lineno) for keyword in node.keywords if keyword.arg]
+        elif isinstance(node, ast.Dict):
+            constants = (key for key in node.keys if isinstance(key, ast.Constant))
+            keys = [(key.value, key.lineno) for key in constants if isinstance(key.value, str)]
+        for name, line in keys:
+            if name in seen:
+                yield name, line
+            seen.add(name)
 
 
 def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:

@@ -265,6 +265,20 @@ def test_the_line_at_fault_is_told(config):
         read_config(config("steps = 3\nimport os\n"))
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "repeated"),
+    [
+        ("walk = dict(\n    steps=3,\n    length=1,\n    steps=4,\n)", 4, "steps"),
+        ("walk = {'steps': 3, 'steps': 3}", 1, "steps"),
+        ("a = 1\na = 2\nwalk = [dict(steps=3), dict(steps=dict(x=1, x=2))]", 3, "x"),
+    ],
+)
+def test_a_name_twice_in_a_dict_is_refused_with_its_line(config, text, line, repeated):
+    with pytest.raises(UserError, match=rf"line {line}: '{repeated}' is given twice in one dict") as caught:
+        read_config(config(text))
+    assert "\n" not in str(caught.value)
+
+
 def test_unreadable_settings_files_are_told(tmp_path):
     for path in (tmp_path / "absent.py", tmp_path):
         with pytest.raises(UserError, match="cannot read settings file"):
