@@ -13,20 +13,35 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from checkpoint import data_record, load_checkpoint
 from data_loader import dataset_folder, open_token_file
+from evaluate import EvaluateSettings
 from objectives import better_than_constant, format_r_squared
-from reward_data_config import MAX_VOCAB_SIZE
+from reward_data_config import MAX_VOCAB_SIZE, RewardDataConfig
 from run_log import say
 from runtime import STAGE_VARIABLE, UserError, check_writable, read_json, run_main, select_device, write_json
-from settings import Problems, find_config, parse_settings, read_config
+from sample import SampleSettings
+from settings import Problems, find_config, parse_settings
+from train import TrainSettings
+from train_grpo import GRPOSettings
+from train_reward_model import RewardModelSettings
 
 ROOT = Path(__file__).resolve().parent
-LEDGER_VERSION = 1
+LEDGER_VERSION = 2
+SETTINGS = {
+    "train": TrainSettings,
+    "prepare_reward_data": RewardDataConfig,
+    "train_reward_model": RewardModelSettings,
+    "train_grpo": GRPOSettings,
+    "evaluate": EvaluateSettings,
+    "sample": SampleSettings,
+}
+# Where a stage runs and how it goes on make no other run of it.
+NO_IDENTITY = ("device", "init_from", "overwrite")
 
 
 @dataclass
@@ -57,24 +72,77 @@ class CycleSettings:
         return problems
 
 
-class Ledger:
-    """cycles.json: which stages are finished, how long they took, and their figures."""
+@dataclass(frozen=True)
+class Stage:
+    """One run of a script: what it makes, from what, and what it is asked for beyond its section."""
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.path = path
-        self.contents: dict[str, Any] = {"format_version": LEDGER_VERSION, "settings": identity, "stages": {}}
+    name: str
+    script: str
+    artefact: Path
+    inputs: dict[str, Path]
+    """options that name what earlier stages, or prepare.py, have made"""
+    options: dict[str, Any]
+    figures: Callable[[], dict[str, Any]] = dict
+    """reads what the stage found from what it made"""
+
+    def arguments(self, config_path: str | None, device: str) -> list[str]:
+        """The command line of the script."""
+        options = {**self.inputs, **self.options, "device": device}
+        # One word `--name=value`, so that a value may begin with dashes.
+        return [
+            *([] if config_path is None else ["--config", config_path]),
+            *(f"--{n}={v}" for n, v in options.items()),
+        ]
+
+
+def checked_settings(stages: list[Stage], config_path: str | None, device: str) -> dict[str, dict[str, Any]]:
+    """Each script's own settings, parsed as its stage will parse them: paths and what run_cycles.py decides left out.
+
+    Raises UserError that tells what is out of range in any of them: not after an hour, when the stage is reached.
+    """
+    problems, own = Problems(), {}
+    for stage in stages:
+        # That an input is not made yet is no fault of the settings: a file that is there stands in for it.
+        parsed = replace(stage, inputs=dict.fromkeys(stage.inputs, Path(__file__)))
+        settings = parse_settings(
+            SETTINGS[stage.script], stage.script, parsed.arguments(config_path, device), check=False
+        )
+        for error in settings.problems().errors:
+            remedy = f"Mend that script's section of {config_path}" if config_path else ""
+            problems.require(False, f"{stage.script}: {error}", remedy)
+        decided = {*stage.inputs, *stage.options, *NO_IDENTITY}
+        own[stage.script] = {name: value for name, value in asdict(settings).items() if name not in decided}
+    problems.raise_if_any()
+    return own
+
+
+class Ledger:
+    """cycles.json: the corpus, the finished stages with their times and figures, and the settings they ran with."""
+
+    def __init__(self, path: Path, corpus: dict[str, Any], settings: dict[str, dict[str, Any]]) -> None:
+        self.path, self.settings = path, settings
+        self.contents: dict[str, Any] = {
+            "format_version": LEDGER_VERSION,
+            "corpus": corpus,
+            "settings": {},  # of scripts that have finished a stage; the others' may still change
+            "stages": {},
+        }
         if path.is_file():
             self.contents = read_json(path)
             if self.contents.get("format_version") != LEDGER_VERSION:
                 raise UserError(
                     f"ERROR: {path} has another format than version {LEDGER_VERSION}; use another --out_dir"
                 )
-            then = self.contents["settings"]
-            changed = sorted(name for name in {*then, *identity} if then.get(name) != identity.get(name))
+            then, now = {"corpus": self.contents["corpus"], **self.contents["settings"]}, {"corpus": corpus, **settings}
+            changed = [
+                f"{section}.{name} was {value!r}, now {now[section][name]!r}"
+                for section, values in then.items()
+                for name, value in values.items()
+                if now[section].get(name, value) != value
+            ]
             if changed:
-                told = "; ".join(f"{name} was {then.get(name)}, now {identity.get(name)}" for name in changed)
                 raise UserError(
-                    f"ERROR: {path.parent} holds a run of other settings ({told}); "
+                    f"ERROR: {path.parent} holds a run of other settings ({'; '.join(changed)}); "
                     "use those settings to go on with it, or another --out_dir to start anew"
                 )
 
@@ -82,9 +150,10 @@ class Ledger:
     def stages(self) -> dict[str, Any]:
         return self.contents["stages"]
 
-    def finish(self, name: str, seconds: float, figures: dict[str, Any]) -> None:
+    def finish(self, stage: Stage, seconds: float, entry: dict[str, Any]) -> None:
         """Note a finished stage."""
-        self.stages[name] = {"seconds": round(seconds, 1), **figures}
+        self.stages[stage.name] = {"seconds": round(seconds, 1), **entry}
+        self.contents["settings"][stage.script] = self.settings[stage.script]
         write_json(self.path, self.contents)
 
     def conclude(self, outcome: str) -> None:
@@ -96,37 +165,23 @@ class Ledger:
 class Runner:
     """Runs a stage unless the ledger says that it is finished and what it made is there."""
 
-    def __init__(self, settings: CycleSettings, config_path: str | None, ledger: Ledger) -> None:
-        self.settings, self.config_path, self.ledger = settings, config_path, ledger
+    def __init__(self, config_path: str | None, device: str, ledger: Ledger) -> None:
+        self.config_path, self.device, self.ledger = config_path, device, ledger
         self.ran: list[str] = []
 
-    def stage(
-        self,
-        name: str,
-        script: str,
-        artefact: Path,
-        options: dict[str, Any],
-        figures: Callable[[], dict[str, Any]] = dict,
-    ) -> dict[str, Any]:
-        """The ledger's entry of a stage, after running `script` with `options` if need be.
-
-        `figures` reads what the stage found from what it made. Raises UserError where the script fails.
-        """
+    def run(self, stage: Stage) -> dict[str, Any]:
+        """The ledger's entry of a stage, after running its script if need be. Raises UserError where that fails."""
         # Not where things lie: a run that was moved or copied as a whole is still finished.
-        told = {option: v for option, v in options.items() if isinstance(v, int | str) and option != "init_from"}
-        entry = self.ledger.stages.get(name)
-        if entry is not None and entry["options"] == told and artefact.exists():
+        told = {name: v for name, v in stage.options.items() if isinstance(v, int | str) and name not in NO_IDENTITY}
+        entry = self.ledger.stages.get(stage.name)
+        if entry is not None and entry["options"] == told and stage.artefact.exists():
             return entry
-        say(f"\n##### {name}: {script}")
-        command = [sys.executable, str(ROOT / script)]
-        if self.config_path is not None:
-            command += ["--config", self.config_path]
-        for option, value in {**options, "device": self.settings.device}.items():
-            command += [f"--{option}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-        seconds = run_stage(name, command)
-        self.ledger.finish(name, seconds, {**figures(), "options": told})
-        self.ran.append(name)
-        return self.ledger.stages[name]
+        say(f"\n##### {stage.name}: {stage.script}.py")
+        script = ROOT / f"{stage.script}.py"
+        seconds = run_stage(stage.name, [sys.executable, str(script), *stage.arguments(self.config_path, self.device)])
+        self.ledger.finish(stage, seconds, {**stage.figures(), "options": told})
+        self.ran.append(stage.name)
+        return self.ledger.stages[stage.name]
 
 
 def run_stage(name: str, command: list[str]) -> float:
@@ -171,35 +226,36 @@ def main() -> None:
     config_path = find_config(sys.argv[1:])
     out = Path(settings.out_dir)
     folder = dataset_folder(settings.dataset)
+    first_of_each = [
+        train_stage(folder, out),
+        *cycle_stages(1, folder, out),
+        perplexity_stage(1, folder, out),
+        sample_stage(1, settings, out),
+    ]
+    own_settings = checked_settings(first_of_each, config_path, settings.device)
     prepare_corpus(folder)
-    identity = {"corpus": corpus_record(folder), "sections": read_config(config_path) if config_path else {}}
-    identity["sections"].pop("run_cycles", None)  # more cycles, or another place, may be asked of the same run
-    ledger = Ledger(out / "cycles.json", identity)
+    ledger = Ledger(out / "cycles.json", corpus_record(folder), own_settings)
     out.mkdir(parents=True, exist_ok=True)
-    runner = Runner(settings, config_path, ledger)
+    runner = Runner(config_path, settings.device, ledger)
 
-    base_models = [out / "base_model_v1.pt"]
-    train_options = {"dataset": folder, "out_dir": out, "checkpoint_name": base_models[0].name}
-    if base_models[0].is_file() and base_models[0].with_suffix(".resume").is_file():
-        train_options["init_from"] = "resume"
-    runner.stage(
-        "base_model_v1", "train.py", base_models[0], train_options, lambda: trained(base_models[0], "val_loss")
-    )
-    perplexities = [measure_perplexity(runner, base_models[0], folder)]
-
+    runner.run(train_stage(folder, out))
+    perplexities = [measure_perplexity(runner, 1, folder, out)]  # of version 1, 2, ...
     outcome = f"all {settings.num_cycles} cycles done"
     for cycle in range(1, settings.num_cycles + 1):
-        base_models.append(run_cycle(runner, cycle, base_models[-1], folder, out))
-        perplexities.append(measure_perplexity(runner, base_models[-1], folder))
+        for stage in cycle_stages(cycle, folder, out):
+            runner.run(stage)
+        perplexities.append(measure_perplexity(runner, cycle + 1, folder, out))
         since_best = len(perplexities) - 1 - perplexities.index(min(perplexities))
         if settings.perplexity_patience is not None and since_best >= settings.perplexity_patience:
             outcome = f"ended after cycle {cycle}: perplexity has not fallen for {since_best} cycle(s)"
             break
 
-    samples = {path: write_sample(runner, path, out) for path in (base_models[0], base_models[-1])}
+    samples = [sample_stage(version, settings, out) for version in (1, len(perplexities))]
+    for stage in samples:
+        runner.run(stage)
     ledger.conclude(outcome)
-    for path, sample in samples.items():
-        say(f"\n##### Text from {path}\n{sample.read_text(encoding='utf-8')}")
+    for stage in samples:
+        say(f"\n##### Text from {stage.inputs['checkpoint_path']}\n{stage.artefact.read_text(encoding='utf-8')}")
     say(cycle_table(ledger, len(perplexities) - 1))
     say(f"\n{outcome[0].upper()}{outcome[1:]}. Everything is in {out}:")
     for path in sorted(out.iterdir()):
@@ -208,31 +264,80 @@ def main() -> None:
         say("\nNothing to do: this run was finished already. Start anew with --out_dir OTHER.")
 
 
-def run_cycle(runner: Runner, cycle: int, base_model: Path, folder: Path, out: Path) -> Path:
-    """One cycle: reward data, reward model, GRPO; returns the path of the next base model."""
+# ---------------------------------------------------------------------------------------------------------------------
+# the stages
+
+
+def base_model(out: Path, version: int) -> Path:
+    return out / f"base_model_v{version}.pt"
+
+
+def train_stage(folder: Path, out: Path) -> Stage:
+    """The first base model, gone on with where its training was interrupted."""
+    model = base_model(out, 1)
+    begun = model.is_file() and model.with_suffix(".resume").is_file()
+    options = {"dataset": folder, "out_dir": out, "checkpoint_name": model.name}
+    options["init_from"] = "resume" if begun else "scratch"
+    return Stage(model.stem, "train", model, {}, options, lambda: trained(model, "val_loss"))
+
+
+def cycle_stages(cycle: int, folder: Path, out: Path) -> list[Stage]:
+    """One cycle: reward data, reward model, GRPO, from one base model to the next."""
+    model, next_model = base_model(out, cycle), base_model(out, cycle + 1)
     reward_data, reward_model = out / f"reward_data_v{cycle}", out / f"reward_model_v{cycle}.pt"
-    next_model = out / f"base_model_v{cycle + 1}.pt"
-    data_options: dict[str, Any] = {
-        "model_path": base_model,
-        "input_mode": "binary",
-        "train_bin": folder / "train.bin",
-        "val_bin": folder / "val.bin",
-        "output_dir": reward_data,
-    }
-    runner.stage(reward_data.name, "prepare_reward_data.py", reward_data, data_options)
-    model_options = {"base_model_path": base_model, "data_dir": reward_data, "output_path": reward_model}
-    runner.stage(
-        reward_model.stem, "train_reward_model.py", reward_model, model_options, lambda: trained(reward_model, "skill")
-    )
-    policy_options = {
-        "base_model_path": base_model,
-        "reward_model_path": reward_model,
-        "output_path": next_model,
-        "dataset": folder,
-    }
     names = ("steps", "stop_reason", "first_reward", "last_reward", "kl_start", "val_loss")
-    runner.stage(next_model.stem, "train_grpo.py", next_model, policy_options, lambda: trained(next_model, *names))
-    return next_model
+    return [
+        Stage(
+            reward_data.name,
+            "prepare_reward_data",
+            reward_data,
+            {"model_path": model, "train_bin": folder / "train.bin", "val_bin": folder / "val.bin"},
+            {"input_mode": "binary", "output_dir": reward_data},
+        ),
+        Stage(
+            reward_model.stem,
+            "train_reward_model",
+            reward_model,
+            {"base_model_path": model, "data_dir": reward_data},
+            {"output_path": reward_model},
+            lambda: trained(reward_model, "skill"),
+        ),
+        Stage(
+            next_model.stem,
+            "train_grpo",
+            next_model,
+            {"base_model_path": model, "reward_model_path": reward_model},
+            {"output_path": next_model, "dataset": folder},
+            lambda: trained(next_model, *names),
+        ),
+    ]
+
+
+def perplexity_stage(version: int, folder: Path, out: Path) -> Stage:
+    """Perplexity of a base model over the whole validation split."""
+    model = base_model(out, version)
+    artefact = out / f"perplexity_{model.stem}.json"
+    return Stage(
+        artefact.stem,
+        "evaluate",
+        artefact,
+        {"checkpoints": model},
+        {"dataset": folder, "output_path": artefact},
+        lambda: read_json(artefact)[str(model)],
+    )
+
+
+def sample_stage(version: int, settings: CycleSettings, out: Path) -> Stage:
+    """Sample text of a base model, in a file."""
+    model = base_model(out, version)
+    artefact = out / f"sample_{model.stem}.txt"
+    options = {
+        "output_path": artefact,
+        "num_samples": 1,
+        "max_new_tokens": settings.sample_tokens,
+        "start": settings.sample_start,
+    }
+    return Stage(artefact.stem, "sample", artefact, {"checkpoint_path": model}, options)
 
 
 def trained(path: Path, *names: str) -> dict[str, Any]:
@@ -241,26 +346,9 @@ def trained(path: Path, *names: str) -> dict[str, Any]:
     return {name: training[name] for name in names}
 
 
-def measure_perplexity(runner: Runner, base_model: Path, folder: Path) -> float:
-    """Perplexity of a base model over the whole validation split."""
-    artefact = base_model.with_name(f"perplexity_{base_model.stem}.json")
-    options = {"checkpoints": [base_model], "dataset": folder, "output_path": artefact}
-    entry = runner.stage(artefact.stem, "evaluate.py", artefact, options, lambda: read_json(artefact)[str(base_model)])
-    return entry["perplexity"]
-
-
-def write_sample(runner: Runner, base_model: Path, out: Path) -> Path:
-    """Sample text of a base model, in a file."""
-    artefact = out / f"sample_{base_model.stem}.txt"
-    options = {
-        "checkpoint_path": base_model,
-        "output_path": artefact,
-        "num_samples": 1,
-        "max_new_tokens": runner.settings.sample_tokens,
-        "start": runner.settings.sample_start,
-    }
-    runner.stage(artefact.stem, "sample.py", artefact, options)
-    return artefact
+def measure_perplexity(runner: Runner, version: int, folder: Path, out: Path) -> float:
+    """Perplexity of a base model, measured if need be."""
+    return runner.run(perplexity_stage(version, folder, out))["perplexity"]
 
 
 def cycle_table(ledger: Ledger, num_cycles: int) -> str:

@@ -94,24 +94,29 @@ class Problems:
             raise UserError("\n".join(lines))
 
 
-def parse_settings(settings_class: type[Settings], script: str, argv: list[str] | None = None) -> Settings:
+def parse_settings(
+    settings_class: type[Settings], script: str, argv: list[str] | None = None, check: bool = True
+) -> Settings:
     """The settings of a script, from its command line and settings file, checked.
 
-    `settings_class` is a dataclass; where it has a method `problems() -> Problems`, that is called after parsing.
+    `settings_class` is a dataclass; where it has a method `problems() -> Problems`, that is called after parsing,
+    unless `check` is False.
     `script` is the script's name without .py: the name of its section in a settings file. Raises UserError for
     settings out of range; for a misspelt or badly typed option tyro explains and exits with status 2.
     """
+    prog = None if argv is None else f"{script}.py"  # parsed for another script: its name is what an error needs
     config_path, argv = split_config(list(sys.argv[1:] if argv is None else argv))
     if config_path is not None:
         argv = _as_arguments(read_config(config_path), settings_class, script, config_path) + argv
     settings = tyro.cli(
         settings_class,
+        prog=prog,
         args=argv,
         description=(settings_class.__doc__ or "") + CONFIG_HELP,
         config=(tyro.conf.FlagConversionOff,),
         use_underscores=True,
     )
-    if hasattr(settings, "problems"):
+    if check and hasattr(settings, "problems"):
         settings.problems().raise_if_any()
     return settings
 

@@ -352,7 +352,7 @@ def test_a_stage_asked_for_otherwise_is_run_again(tmp_path, unbroken, corpus, co
 def test_a_run_belongs_to_one_corpus(tmp_path, unbroken, corpus, config, in_this_process):
     other = make_corpus(tmp_path / "other_char", make_text(900, seed=9))
     line = refuse_in_one_line("run_cycles", str(config), **cycle_options(other, unbroken[0]))
-    assert "corpus was" in line
+    assert re.search(r"\(corpus\.train_tokens was \d+, now \d+; ", line)
     assert in_this_process == []
 
 
@@ -383,12 +383,64 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
     assert json.loads((tmp_path / "out" / "cycles.json").read_text())["outcome"].startswith("ended after cycle 3")
 
 
+def write_config(path: Path, **changes: str) -> Path:
+    """The settings file of these tests with further settings, written as code, in the sections named."""
+    text = CONFIG
+    for section, more in changes.items():
+        assert f"{section} = dict(" in text
+        text = text.replace(f"{section} = dict(", f"{section} = dict({more}, ")
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"train_grpo": "max_stepz=3"}, ["train_grpo.py has no setting 'max_stepz'; did you mean max_steps?"]),
+        ({"train_grpo": "learning_rate='high'"}, ["--learning_rate", "train_grpo.py"]),
+        (
+            {"train_grpo": "beta=-1", "train_reward_model": "patience=0", "prepare_reward_data": "top_k=0"},
+            [
+                *("train_grpo: beta=-1.0: must be >= 0", "train_reward_model: patience=0: must be >= 1"),
+                *("prepare_reward_data: top_k=0: must be >= 1", "Mend that script's section of "),
+            ],
+        ),
+    ],
+)
+def test_settings_of_every_stage_are_checked_before_the_first(tmp_path, corpus, in_this_process, changes, told, capsys):
+    path = write_config(tmp_path / "wrong.py", **changes)
+    finished = call("run_cycles", str(path), **cycle_options(corpus, tmp_path / "out"))
+    assert finished.status == 2
+    for words in told:
+        assert words in finished.out + finished.err
+    assert "not found" not in finished.err  # of what is yet to be made
+    assert in_this_process == [] and not (tmp_path / "out").exists()
+
+
+def test_settings_may_change_until_their_stage_is_finished(tmp_path, unbroken, corpus, in_this_process):
+    """After a GRPO that failed: its section may be mended, those of finished stages may not."""
+    out = shutil.copytree(unbroken[0], tmp_path / "out")
+    ledger = json.loads((out / "cycles.json").read_text())
+    ledger["stages"] = {name: ledger["stages"][name] for name in STAGES[:4]}
+    del ledger["settings"]["train_grpo"], ledger["settings"]["sample"]
+    (out / "cycles.json").write_text(json.dumps(ledger))
+    changes = {"train_grpo": "beta=0.1", "train_reward_model": "patience=7", "train": "seed=3"}
+    path = write_config(tmp_path / "changed.py", **changes)
+    line = refuse_in_one_line("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
+    assert "(train.seed was 1337, now 3; train_reward_model.patience was 3, now 7); use those settings" in line
+    assert "beta" not in line and in_this_process == []
+    path = write_config(tmp_path / "changed.py", train_grpo="beta=0.1")
+    succeed("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
+    assert in_this_process == ["train_grpo", "evaluate", "sample", "sample"]
+    assert json.loads((out / "cycles.json").read_text())["settings"]["train_grpo"]["beta"] == 0.1
+
+
 def test_a_run_of_other_settings_is_refused(tmp_path, unbroken, corpus, config, in_this_process):
     other = tmp_path / "other.py"
     other.write_text(CONFIG.replace("max_epochs=2", "max_epochs=3"))
     before = folder_bytes(unbroken[0])
     line = refuse_in_one_line("run_cycles", str(other), **cycle_options(corpus, unbroken[0]))
-    assert "run of other settings" in line
+    assert f"{unbroken[0]} holds a run of other settings (train_reward_model.max_epochs was 2, now 3);" in line
     assert "--out_dir" in line
     assert in_this_process == []
     assert folder_bytes(unbroken[0]) == before
