@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from reward_data_config import MAX_VOCAB_SIZE, RewardDataConfig
 from run_log import say
 from runtime import STAGE_VARIABLE, UserError, check_writable, read_json, run_main, select_device, write_json
 from sample import SampleSettings
-from settings import Problems, find_config, parse_settings
+from settings import Problems, parse_settings, split_config
 from train import TrainSettings
 from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
@@ -114,6 +114,22 @@ def checked_settings(stages: list[Stage], config_path: str | None, device: str) 
         own[stage.script] = {name: value for name, value in asdict(settings).items() if name not in decided}
     problems.raise_if_any()
     return own
+
+
+def refuse_options_of_stages(words: list[str]) -> None:
+    """Raise UserError, with the way out, for an option that is not ours but a stage's."""
+    ours = {field.name for field in fields(CycleSettings)}
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        scripts = [
+            script for script, settings in SETTINGS.items() if name in {field.name for field in fields(settings)}
+        ]
+        if word.startswith("--") and name not in ours and scripts:
+            owners = ", ".join(f"{script}.py" for script in scripts)
+            raise UserError(
+                f"ERROR: --{name} is no option of run_cycles.py but of {owners}: give it to that stage in the settings "
+                f"file, {scripts[0]} = dict({name}=VALUE)"
+            )
 
 
 class Ledger:
@@ -221,9 +237,10 @@ def corpus_record(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    config_path, options = split_config(sys.argv[1:])
+    refuse_options_of_stages(options)
     settings = parse_settings(CycleSettings, "run_cycles")
     select_device(settings.device)  # a device that is not there is told now, not by a stage
-    config_path = find_config(sys.argv[1:])
     out = Path(settings.out_dir)
     folder = dataset_folder(settings.dataset)
     first_of_each = [

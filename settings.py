@@ -121,13 +121,8 @@ def parse_settings(
     return settings
 
 
-def find_config(argv: list[str]) -> str | None:
-    """The settings file that a command line names, first or by --config; None where it names none."""
-    return split_config(argv)[0]
-
-
 def split_config(argv: list[str]) -> tuple[str | None, list[str]]:
-    """The settings file that a command line names, and the other arguments."""
+    """The settings file that a command line names, first or by --config, or None; and the other arguments."""
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
     for position, argument in enumerate(argv):

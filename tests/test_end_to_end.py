@@ -417,6 +417,16 @@ def test_settings_of_every_stage_are_checked_before_the_first(tmp_path, corpus, 
     assert in_this_process == [] and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("option", ["--max_iters=5", "--max-iters"])
+def test_an_option_of_a_stage_is_sent_to_its_section(tmp_path, corpus, config, in_this_process, option):
+    line = refuse_in_one_line("run_cycles", str(config), option, "5", **cycle_options(corpus, tmp_path / "out"))
+    assert "--max_iters is no option of run_cycles.py but of train.py" in line
+    assert "train = dict(max_iters=VALUE)" in line
+    line = refuse_in_one_line("run_cycles", "--batch_size", "5", "--config", str(config))
+    assert "train.py, train_reward_model.py, evaluate.py: " in line
+    assert in_this_process == []
+
+
 def test_settings_may_change_until_their_stage_is_finished(tmp_path, unbroken, corpus, in_this_process):
     """After a GRPO that failed: its section may be mended, those of finished stages may not."""
     out = shutil.copytree(unbroken[0], tmp_path / "out")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import train
 from runtime import UserError
-from settings import Problems, find_config, parse_settings, read_config, split_config
+from settings import Problems, parse_settings, read_config, split_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -142,12 +142,12 @@ def test_keys_are_names_and_numbers_can_be_printed(config, text):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_find_config():
-    assert find_config([]) is None and find_config(["--steps", "3"]) is None
-    assert find_config(["a.py", "--steps", "3"]) == find_config(["--steps", "3", "--config=a.py"]) == "a.py"
+def test_split_config():
+    assert split_config([]) == (None, []) and split_config(["--steps", "3"]) == (None, ["--steps", "3"])
+    assert split_config(["a.py", "--steps", "3"]) == split_config(["--steps", "3", "--config=a.py"])
     assert split_config(["--x", "1", "--config", "a.py", "--y"]) == ("a.py", ["--x", "1", "--y"])
     with pytest.raises(UserError, match="--config needs the path"):
-        find_config(["--config"])
+        split_config(["--config"])
 
 
 def test_an_unknown_setting_is_told_with_a_hint(config):
