@@ -23,7 +23,16 @@ from evaluate import EvaluateSettings
 from objectives import better_than_constant, format_r_squared
 from reward_data_config import MAX_VOCAB_SIZE, RewardDataConfig
 from run_log import say
-from runtime import STAGE_VARIABLE, UserError, check_writable, read_json, run_main, select_device, write_json
+from runtime import (
+    STAGE_VARIABLE,
+    UserError,
+    check_writable,
+    interruption_tells,
+    read_json,
+    run_main,
+    select_device,
+    write_json,
+)
 from sample import SampleSettings
 from settings import Problems, parse_settings, split_config
 from train import TrainSettings
@@ -194,10 +203,17 @@ class Runner:
             return entry
         say(f"\n##### {stage.name}: {stage.script}.py")
         script = ROOT / f"{stage.script}.py"
-        seconds = run_stage(stage.name, [sys.executable, str(script), *stage.arguments(self.config_path, self.device)])
+        with interruption_tells(self.way_on):
+            seconds = run_stage(
+                stage.name, [sys.executable, str(script), *stage.arguments(self.config_path, self.device)]
+            )
         self.ledger.finish(stage, seconds, {**stage.figures(), "options": told})
         self.ran.append(stage.name)
         return self.ledger.stages[stage.name]
+
+    def way_on(self) -> str:
+        """What somebody who interrupts a stage is told."""
+        return ("Finished stages are kept; run" if self.ledger.stages else "Run") + " the same command again to go on."
 
 
 def run_stage(name: str, command: list[str]) -> float:
@@ -404,4 +420,4 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main, way_on="Finished stages are kept; run the same command again to go on.")
+    run_main(main)

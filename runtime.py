@@ -37,7 +37,7 @@ class Terminated(BaseException):
 def run_main(main: Callable[[], None], way_on: str = "Run the same command again.") -> None:
     """Run a script's main(); turn what a user can cause into one line on stderr and an exit status.
 
-    `way_on` tells somebody who interrupted the script how to go on.
+    `way_on` tells somebody who interrupted the script how to go on, where `interruption_tells` says nothing better.
     """
 
     def on_sigterm(signum, frame):
@@ -54,10 +54,10 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
         # Before they are joined, all ranks find the same fault, and one tells it.
         told = is_main_rank() or torch.distributed.is_initialized()
         _exit(str(error) if told else "", EXIT_BAD_INPUT)
-    except KeyboardInterrupt:
-        _exit("" if is_stage() else f"Interrupted. {way_on}", EXIT_INTERRUPTED)
-    except Terminated:
-        _exit("" if is_stage() else f"Terminated. {way_on}", EXIT_TERMINATED)
+    except (KeyboardInterrupt, Terminated) as error:
+        by_key = isinstance(error, KeyboardInterrupt)
+        told = f"{'Interrupted' if by_key else 'Terminated'}. {getattr(error, '__notes__', [way_on])[0]}"
+        _exit("" if is_stage() else told, EXIT_INTERRUPTED if by_key else EXIT_TERMINATED)
     except BrokenPipeError:
         # The reader of our output went away (`... | head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,6 +69,16 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         _exit(f"ERROR: {error.strerror or error}{where}", EXIT_BAD_INPUT)
+
+
+@contextlib.contextmanager
+def interruption_tells(way_on: Callable[[], str]) -> Iterator[None]:
+    """Whoever interrupts the work within is told what `way_on` says then: what is kept depends on the moment."""
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as interruption:
+        interruption.add_note(way_on())
+        raise
 
 
 STAGE_VARIABLE = "CROSSOVER_STAGE"

@@ -21,7 +21,17 @@ from model import GPT, GPTConfig
 from objectives import language_model_loss, perplexity
 from optimization import EarlyStopping, clip_gradients, learning_rate_factor, make_optimizers
 from run_log import RunLog, progress, say, wandb_tracker
-from runtime import UserError, autocast, check_writable, random_stream, run_main, seed_step, select_device, select_dtype
+from runtime import (
+    UserError,
+    autocast,
+    check_writable,
+    interruption_tells,
+    random_stream,
+    run_main,
+    seed_step,
+    select_device,
+    select_dtype,
+)
 from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
 
@@ -155,6 +165,12 @@ class TrainSettings:
     def log_path(self) -> Path:
         return self.checkpoint_path.with_suffix(".jsonl")
 
+    def way_on(self) -> str:
+        """What somebody who interrupts the training is told; the first state is there after the first evaluation."""
+        if self.state_path.is_file():
+            return "Go on from the last evaluation with --init_from resume."
+        return "Nothing was saved yet: run the same command again."
+
 
 # A resumed run may go on longer, evaluate or log otherwise, or run elsewhere; all else would make it another run.
 CHANGEABLE = {
@@ -235,6 +251,7 @@ def main() -> None:
         tracker = wandb_tracker(settings.wandb_project, settings.wandb_run_name, asdict(settings))
     with (
         RunLog(settings.log_path, first_step if resumed else None, tracker=tracker) as log,
+        interruption_tells(settings.way_on),
         progress(settings.max_iters, "Training", "step", initial=first_step) as bar,
     ):
         step_time, step_count, running_loss = 0.0, 0, 0.0
@@ -321,7 +338,10 @@ def load_resume_state(settings: TrainSettings, data: dict) -> dict:
     changed = [name for name in now if name not in CHANGEABLE and then.get(name) != now[name]]
     if changed:
         differences = "; ".join(f"{name} was {then.get(name)!r}, now {now[name]!r}" for name in changed)
-        raise UserError(f"ERROR: {settings.state_path} is of another run ({differences}); use its settings, or scratch")
+        raise UserError(
+            f"ERROR: {settings.state_path} is of another run ({differences}); use its settings, or delete it and start "
+            "from scratch"
+        )
     if state["data"] != data:
         raise UserError(
             f"ERROR: {settings.state_path} was trained on other data; resume with that, or start from scratch"
@@ -333,4 +353,4 @@ def load_resume_state(settings: TrainSettings, data: dict) -> dict:
 
 
 if __name__ == "__main__":
-    run_main(main, way_on="Go on from the last evaluation with --init_from resume.")
+    run_main(main)

@@ -366,7 +366,7 @@ def test_ctrl_c_at_any_moment_of_a_stage(tmp_path, corpus, config, seconds):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert err.count("Interrupted.") == 1
+    assert err.count("Interrupted. Run the same command again to go on.") == 1  # no stage is finished yet
     assert "Terminated" not in err
 
 
@@ -483,6 +483,7 @@ def test_killed_in_the_middle_and_continued(monkeypatch, tmp_path, corpus, confi
         os.killpg(process.pid, how)
         printed = process.communicate(timeout=60)
         assert "Traceback" not in printed[1]
+        assert ("Finished stages are kept; run the same command" in printed[1]) == (how == signal.SIGINT)
         return process
 
     assert start_and_stop(out / "base_model_v1.resume", signal.SIGKILL).returncode == -signal.SIGKILL

@@ -224,7 +224,9 @@ def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus
         patch.setattr(train, "get_batch", interrupt_at(batch, train.get_batch))
         finished = call("train", **options, out_dir=tmp_path / "parts")
         assert finished.status == 130
-    if not resumable:  # nothing was written yet
+        assert ("with --init_from resume" in finished.err) == resumable
+        assert ("Nothing was saved yet: run the same command again." in finished.err) != resumable
+    if not resumable:
         line = refuse_in_one_line("train", **options, out_dir=tmp_path / "parts", init_from="resume")
         assert "nothing to resume" in line
         return

@@ -271,6 +271,22 @@ def test_who_interrupts_is_told_the_way_on(same_handler_afterwards, capsys):
     assert capsys.readouterr().err == "Interrupted. Go on with --init_from resume.\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyboardInterrupt(), "Interrupted. 2 saved.\n"), (runtime.Terminated(), "Terminated. 2 saved.\n")],
+)
+def test_what_an_interruption_tells_is_true_at_its_moment(same_handler_afterwards, capsys, error, told):
+    def main():
+        saved = 0
+        with runtime.interruption_tells(lambda: f"{saved} saved."):
+            saved = 2
+            raise error
+
+    with pytest.raises(SystemExit):
+        runtime.run_main(main, way_on="Nothing is known.")
+    assert capsys.readouterr().err == told
+
+
 def test_run_main_hides_no_bug_and_changes_no_other_status(same_handler_afterwards):
     assert runtime.run_main(lambda: None) is None
     with pytest.raises(KeyError):
