@@ -221,6 +221,7 @@ def main() -> None:
         scaler.load_state_dict(state["scaler"])
         stopping.load_state_dict(state["stopping"])
         first_step, best_val_loss = state["step"], state["best_val_loss"]
+        say(f"Resuming {settings.state_path} at iteration {first_step}")
     elif settings.eval_only and settings.checkpoint_path.is_file():
         model = build_model(load_checkpoint(settings.checkpoint_path), "generator", settings.checkpoint_path, device)
 

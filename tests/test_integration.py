@@ -230,8 +230,10 @@ def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus
         line = refuse_in_one_line("train", **options, out_dir=tmp_path / "parts", init_from="resume")
         assert "nothing to resume" in line
         return
-    succeed("train", **options, out_dir=tmp_path / "parts", init_from="resume")
+    out = succeed("train", **options, out_dir=tmp_path / "parts", init_from="resume")
     name = "model_checkpoint"
+    last_evaluation = (batch - 1) // 5 * 5
+    assert f"Resuming {tmp_path / 'parts' / name}.resume at iteration {last_evaluation}\n" in out
     whole, parts = (load_checkpoint(tmp_path / run / f"{name}.pt") for run in ("whole", "parts"))
     assert_same_weights(whole["model"], parts["model"])
     states = [torch.load(tmp_path / run / f"{name}.resume", weights_only=True) for run in ("whole", "parts")]
