@@ -234,13 +234,12 @@ def main() -> None:
             val_loss = natural_loss()
             log.log(step, quiet=True, val_loss=val_loss)
 
-    first_reward = float(np.mean(reward_means[: settings.plateau_window]))
-    last_reward = float(np.mean(reward_means[-settings.plateau_window :]))
+    first_reward, last_reward, window = first_and_last(reward_means, settings.plateau_window)
     training = {"steps": step, "stop_reason": reason, "first_reward": first_reward, "last_reward": last_reward}
     training |= {"val_loss": val_loss, "kl_start": kl["kl_start"], "settings": asdict(settings)}
     save_checkpoint(settings.output_path, policy, checkpoint["tokenization"], checkpoint["data"], training)
     say(f"\nStopped after {step} steps by {reason}")
-    span = f"{min(step, settings.plateau_window)} steps"
+    span = f"{window} step{'s' if window > 1 else ''}"
     say(f"Mean reward: {first_reward:.4f} over the first {span}, {last_reward:.4f} over the last {span}")
     say(f"Saved {settings.output_path}")
 
@@ -288,6 +287,15 @@ def rollout(
     completions = complete(policy, natural.to(device), prefix_lengths, uniforms, Sampling())
     written = torch.arange(1, N)[None] >= prefix_lengths.reshape(-1, 1)  # (R, N - 1): of the token that is predicted
     return completions, written.to(device)
+
+
+def first_and_last(values: list[float], window: int) -> tuple[float, float, int]:
+    """Means of the first and of the last values, and of how many each: `window`, or half of them where they are few.
+
+    Windows that shared values would hide a change. A single value is both.
+    """
+    size = max(1, min(window, len(values) // 2))
+    return float(np.mean(values[:size])), float(np.mean(values[-size:])), size
 
 
 @torch.no_grad()

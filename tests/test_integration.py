@@ -35,6 +35,7 @@ from reward_dataset_loader import RewardDataset, create_reward_dataloaders
 from run_log import read_records
 from runtime import UserError
 from tokenization_manager import TokenizationManager
+from train_grpo import first_and_last
 
 pytest_plugins = ["tiny_run"]
 
@@ -355,9 +356,19 @@ def test_grpo_moves_the_policy_and_logs_every_metric(tmp_path, grpo, generator):
     assert checkpoint["data"] == start_record["data"]  # the record of the training data is passed on
     assert checkpoint["tokenization"] == start_record["tokenization"]
     training = checkpoint["training"]
-    mean = np.mean([record["reward"] for record in steps])  # fewer steps than a window: both are the mean of all
-    assert training["first_reward"] == training["last_reward"] == pytest.approx(mean)
+    rewards = [record["reward"] for record in steps]  # fewer than two windows: the first and the last half
+    assert training["first_reward"] == pytest.approx(np.mean(rewards[:2]))
+    assert training["last_reward"] == pytest.approx(np.mean(rewards[3:]))
+    assert f"{training['first_reward']:.4f} over the first 2 steps, {training['last_reward']:.4f} over the last" in out
     assert training["kl_start"] == steps[-1]["kl_start"]
+
+
+@pytest.mark.parametrize(
+    ("values", "window", "expected"),
+    [([5], 3, (5, 5, 1)), ([1, 2], 3, (1, 2, 1)), ([1, 2, 9, 4, 6], 3, (1.5, 5, 2)), ([1, 3, 9, 6, 8], 2, (2, 7, 2))],
+)
+def test_first_and_last_rewards_share_no_step(values, window, expected):
+    assert first_and_last(values, window) == expected
 
 
 def test_grpo_measures_its_kl_after_the_last_update(tmp_path, grpo):
