@@ -187,7 +187,10 @@ def main() -> None:
     # data
     folder = dataset_folder(settings.dataset)
     if not (folder / "train.bin").is_file():
-        raise UserError(f"ERROR: {folder}/train.bin not found: make it with `python {folder}/prepare.py`")
+        remedy = "name a folder that holds it, or a name below data/, with --dataset"
+        if (folder / "prepare.py").is_file():
+            remedy = f"make it with `python {folder}/prepare.py`"
+        raise UserError(f"ERROR: {folder}/train.bin not found: {remedy}")
     tokenizer = TokenizationManager(data_path=folder)
     vocab_size = tokenizer.vocab_size
     train_tokens = open_token_file(folder / "train.bin", "train", vocab_size, settings.block_size + 1)

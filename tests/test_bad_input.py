@@ -357,6 +357,15 @@ def test_bad_token_files(script, kind, good, tmp_path, corpus):
     assert not list(tmp_path.glob("out*/*"))
 
 
+def test_a_missing_corpus_is_to_be_made_only_where_that_can_be_done(good, tmp_path):
+    (tmp_path / "own").mkdir()
+    line = refuse_in_one_line("train", **{**good["train"], "dataset": tmp_path / "own"})
+    assert line.endswith("own/train.bin not found: name a folder that holds it, or a name below data/, with --dataset")
+    (tmp_path / "own" / "prepare.py").touch()
+    line = refuse_in_one_line("train", **{**good["train"], "dataset": tmp_path / "own"})
+    assert line.endswith(f"own/train.bin not found: make it with `python {tmp_path}/own/prepare.py`")
+
+
 def test_a_block_larger_than_the_data(good, tmp_path, corpus):
     line = refuse_in_one_line("train", **{**good["train"], "block_size": 100_000})
     assert "use a smaller block_size or more data" in line
