@@ -71,7 +71,8 @@ class Problems:
             value = getattr(settings, name)
             # Written so that NaN fails: every comparison with it is false. Infinity is not below the default bound.
             within = value is None or (minimum <= value <= maximum and above < value < below)
-            self.require(within, f"{name}={value}: {rule}", f"Give --{name} a value that is in range: {rule}")
+            default = type(settings).__dataclass_fields__[name].default
+            self.require(within, f"{name}={value}: {rule}", f"Leave out {name} for its default, {default}")
 
     def check_model_files(self, settings: object, *names: str) -> None:
         """Note each named setting that names no checkpoint (a path, or a list of them) or one that is not there."""

@@ -133,8 +133,11 @@ class TrainSettings:
         problems.check_range(self, "learning_rate", "muon_learning_rate", above=0)
         problems.check_range(self, "min_lr", "weight_decay", "grad_clip", "min_delta", minimum=0)
         problems.check_range(self, "dropout", "beta1", "beta2", minimum=0, below=1)
-        if not problems.errors and (problem := self.model_config(vocab_size=1).problem()):
-            problems.require(False, problem)
+        # Asked of heads and width alone, so that it is told beside whatever else is wrong.
+        heads = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
+        if (problem := heads.problem()) and problem not in problems.errors:
+            width = self.n_head * 2 * max(1, round(self.n_embd / self.n_head / 2))
+            problems.require(False, problem, f"Change --n_head or --n_embd, for instance to --n_embd {width}")
         if obstacle := check_writable(self.out_dir):
             problems.require(False, obstacle, "Choose a folder you may write to with --out_dir")
         return problems

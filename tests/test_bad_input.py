@@ -132,6 +132,23 @@ def test_all_problems_are_told_at_once(script, wrong, good, tmp_path):
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("heads", "problem", "width"),
+    [
+        ({"n_embd": 10, "n_head": 3}, "n_embd=10 is not a multiple of n_head=3", 12),
+        ({"n_embd": 15, "n_head": 3}, "rotary positions need an even head size, not n_embd / n_head = 5", 12),
+        ({"n_embd": 3, "n_head": 4, "position": "learned"}, "n_embd=3 is not a multiple of n_head=4", 8),
+    ],
+)
+def test_an_impossible_model_is_told_with_the_other_problems(good, heads, problem, width):
+    message = refuse("train", **{**good["train"], **heads, "batch_size": 0, "n_layer": 0})
+    told = [line for line in message.splitlines() if line.startswith("  ERROR: ")]
+    assert len(told) == 3 and f"  ERROR: {problem}" in told
+    assert f"  SUGGESTION: Change --n_head or --n_embd, for instance to --n_embd {width}\n" in message
+    message = refuse("train", **{**good["train"], "n_head": 0})
+    assert message.count("n_head=0") == 1
+
+
 @pytest.mark.parametrize("script", ["prepare_reward_data", "train_reward_model", "train_grpo", "evaluate"])
 def test_required_options(script):
     required = {"train_grpo": ["base_model_path", "reward_model_path"]}.get(script, [MODEL_OPTION[script]])

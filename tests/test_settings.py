@@ -303,9 +303,9 @@ def test_all_problems_are_told_at_once():
         "  ERROR: nowhere is no way",
         "",
         "Suggested fixes:",
-        "  SUGGESTION: Give --steps a value that is in range: must be >= 1",
-        "  SUGGESTION: Give --rests a value that is in range: must be >= 1",
-        "  SUGGESTION: Give --length a value that is in range: must be <= 2 and > 0",
+        "  SUGGESTION: Leave out steps for its default, 100",
+        "  SUGGESTION: Leave out rests for its default, None",
+        "  SUGGESTION: Leave out length for its default, 0.7",
         "  SUGGESTION: Choose a --name",
     ]
 
