@@ -5,19 +5,18 @@
 Floor 4. In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table, and JSON with --output_path.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file
 from objectives import language_model_loss, perplexity
-from run_log import progress, say
+from run_log import counted, say
 from runtime import check_writable, run_main, select_device, write_json
 from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
@@ -62,13 +61,6 @@ def calculate_perplexity(
     return perplexity(language_model_loss(model, batches))
 
 
-def counted(batches: WholeSplitBatches, bar: tqdm) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches, each moving the bar as it is done."""
-    for batch in batches:
-        yield batch
-        bar.update()
-
-
 def main() -> None:
     settings = parse_settings(EvaluateSettings, "evaluate")
     device = select_device(settings.device)
@@ -83,8 +75,8 @@ def main() -> None:
         batches = WholeSplitBatches(
             tokens, model.config.block_size, settings.batch_size or model.rows_at_a_time(), device
         )
-        with progress(len(batches), f"Evaluating {Path(path).name}", "batch") as bar:
-            loss = language_model_loss(model, counted(batches, bar))
+        title = f"Evaluating {Path(path).name}"
+        loss = language_model_loss(model, counted(batches, len(batches), title, passing=False))
         results[path] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens) - 1}
 
     width = max(len(path) for path in results)

@@ -8,18 +8,23 @@ Floor 0. What each number means is defined once, in docs/metrics.md.
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from runtime import UserError, is_main_rank, write_text
 
+T = TypeVar("T")
 
-def progress(total: int, description: str, unit: str = "it", initial: int = 0) -> tqdm:
-    """A progress bar with rate and time left; on a terminal it moves, in a log file it prints every 30 seconds."""
+
+def progress(total: int, description: str, unit: str = "it", initial: int = 0, passing: bool = False) -> tqdm:
+    """A progress bar with rate and time left; on a terminal it moves, in a log file it prints every 30 seconds.
+
+    A `passing` one, for a pause in the work of another, shows only if it lasts that long, and leaves nothing behind.
+    """
     interval = 0.1 if sys.stderr.isatty() else 30
     return tqdm(
         total=total,
@@ -27,15 +32,31 @@ def progress(total: int, description: str, unit: str = "it", initial: int = 0) -
         unit=unit,
         initial=initial,
         mininterval=interval,
+        delay=interval if passing else 0,
+        leave=not passing,
         dynamic_ncols=True,
         disable=not is_main_rank(),
     )
+
+
+def counted(batches: Iterable[T], total: int, description: str, passing: bool = True) -> Iterator[T]:
+    """The batches, each of which moves a progress bar when it is done."""
+    with progress(total, description, "batch", passing=passing) as bar:
+        for batch in batches:
+            yield batch
+            bar.update()
 
 
 def say(line: str = "") -> None:
     """Print a line, from rank 0 alone, without breaking a progress bar that is on the screen."""
     if is_main_rank():
         tqdm.write(line)
+
+
+def format_size(num_parameters: int) -> str:
+    """`10.65M parameters`; below a million `803.1K parameters`, so that a small model is not 0.00M."""
+    size = f"{num_parameters / 1e6:.2f}M" if num_parameters >= 1e6 else f"{num_parameters / 1e3:.1f}K"
+    return f"{size} parameters"
 
 
 def format_metrics(metrics: dict[str, Any]) -> str:

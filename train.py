@@ -20,7 +20,7 @@ from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token
 from model import GPT, GPTConfig
 from objectives import language_model_loss, perplexity
 from optimization import EarlyStopping, clip_gradients, learning_rate_factor, make_optimizers
-from run_log import RunLog, progress, say, wandb_tracker
+from run_log import RunLog, counted, format_size, progress, say, wandb_tracker
 from runtime import (
     UserError,
     autocast,
@@ -234,18 +234,20 @@ def main() -> None:
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
     say(f"Using device: {device} ({str(dtype).removeprefix('torch.')})")
     say(f"Data: {folder} ({tokenizer.info().describe()}), {len(train_tokens):,} + {len(val_tokens):,} tokens")
-    say(f"Model: {model.num_parameters() / 1e6:.2f}M parameters; {tokens_per_step:,} tokens a step")
+    say(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
     forward = torch.compile(model) if settings.compile else model
 
     def evaluate() -> float:
         if settings.eval_iters is None:
             batches = WholeSplitBatches(val_tokens, settings.block_size, settings.batch_size, device)
+            total = len(batches)
         else:
             size = min(settings.block_size, len(val_tokens) - 1)
             draws = (random_stream(settings.seed, "val", index) for index in range(settings.eval_iters))
             batches = (get_batch(val_tokens, size, settings.batch_size, draw, device) for draw in draws)
+            total = settings.eval_iters
         with autocast(device, dtype):
-            return language_model_loss(model, batches)
+            return language_model_loss(model, counted(batches, total, "Evaluating"))
 
     if settings.eval_only:
         say(f"val_loss {evaluate():.4f}")

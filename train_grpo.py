@@ -38,7 +38,7 @@ from objectives import (
     token_log_probs,
 )
 from optimization import EarlyStopping, clip_gradients, make_optimizers
-from run_log import RunLog, progress, say
+from run_log import RunLog, counted, format_size, progress, say
 from runtime import UserError, check_writable, hash_file, random_stream, run_main, select_device, warn
 from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
@@ -155,10 +155,11 @@ def main() -> None:
     check_same_splits(checkpoint["data"], data_record(train_tokens, val_tokens), allow_mismatch=True)
 
     def natural_loss() -> float:
-        return language_model_loss(policy, WholeSplitBatches(val_tokens, N, policy.rows_at_a_time(), device))
+        batches = WholeSplitBatches(val_tokens, N, policy.rows_at_a_time(), device)
+        return language_model_loss(policy, counted(batches, len(batches), "Evaluating"))
 
     say(f"Using device: {device}")
-    say(f"Policy: {settings.base_model_path}, {policy.num_parameters() / 1e6:.2f}M parameters, block_size {N}")
+    say(f"Policy: {settings.base_model_path}, {format_size(policy.num_parameters())}, block_size {N}")
     say(f"Judge: {settings.reward_model_path}; prompts: {folder}")
     rows = settings.prompts_per_step * settings.group_size
     say(f"Each step: {settings.prompts_per_step} prompts x {settings.group_size} completions = {rows} sequences")

@@ -27,6 +27,7 @@ from helpers import (
 
 import prepare_reward_data
 import train
+import train_grpo
 from checkpoint import build_model, load_checkpoint
 from data_loader import WholeSplitBatches, load_binary, load_text
 from evaluate import calculate_perplexity
@@ -35,7 +36,6 @@ from reward_dataset_loader import RewardDataset, create_reward_dataloaders
 from run_log import read_records
 from runtime import UserError
 from tokenization_manager import TokenizationManager
-from train_grpo import first_and_last
 
 pytest_plugins = ["tiny_run"]
 
@@ -213,6 +213,23 @@ def test_training_learns_and_keeps_the_best(tmp_path, corpus):
     assert math.log(perplexity) == pytest.approx(min(losses), abs=1e-5)
 
 
+def spy_on_bars(monkeypatch, module) -> list[tuple[int, str]]:
+    """Lengths and titles of the bars over batches that a script shows from now on."""
+    shown = []
+    monkeypatch.setattr(module, "counted", lambda batches, *bar: shown.append(bar) or batches)
+    return shown
+
+
+@pytest.mark.parametrize("eval_iters", [None, 7])
+def test_evaluations_within_the_training_are_shown(monkeypatch, tmp_path, corpus, eval_iters):
+    shown = spy_on_bars(monkeypatch, train)
+    options = {**TINY_TRAIN, "max_iters": 5, "eval_iters": eval_iters}
+    out = succeed("train", dataset=corpus, out_dir=tmp_path, **options)
+    tokens = load_binary(corpus / "train.bin", corpus / "val.bin", 25).val
+    assert shown == [(eval_iters or len(WholeSplitBatches(tokens, 16, 8)), "Evaluating")] * 2
+    assert "Model: 3.5K parameters; 128 tokens a step" in out
+
+
 STOPPED_AT = [(1, False), (13, True), (20, True)]
 
 
@@ -368,7 +385,14 @@ def test_grpo_moves_the_policy_and_logs_every_metric(tmp_path, grpo, generator):
     [([5], 3, (5, 5, 1)), ([1, 2], 3, (1, 2, 1)), ([1, 2, 9, 4, 6], 3, (1.5, 5, 2)), ([1, 3, 9, 6, 8], 2, (2, 7, 2))],
 )
 def test_first_and_last_rewards_share_no_step(values, window, expected):
-    assert first_and_last(values, window) == expected
+    assert train_grpo.first_and_last(values, window) == expected
+
+
+def test_grpo_shows_its_evaluations(monkeypatch, tmp_path, grpo):
+    shown = spy_on_bars(monkeypatch, train_grpo)
+    _, _, out = grpo(tmp_path / "policy.pt", max_steps=1)
+    assert [title for _, title in shown] == ["Evaluating"] * 2
+    assert ", 3.5K parameters, block_size 16" in out
 
 
 def test_grpo_measures_its_kl_after_the_last_update(tmp_path, grpo):

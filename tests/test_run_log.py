@@ -1,12 +1,13 @@
 """run_log.py: what is logged is read back, resumed runs forget what came later.  `pytest tests/test_run_log.py`"""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from run_log import RunLog, format_metrics, progress, read_records
+from run_log import RunLog, counted, format_metrics, format_size, progress, read_records
 from runtime import UserError
 
 VALUES = st.integers(-(10**9), 10**9) | st.floats(allow_nan=False) | st.booleans() | st.text() | st.lists(st.integers())
@@ -98,3 +99,24 @@ def test_progress_counts_from_where_a_run_goes_on(capsys):
         bar.update(3)
         assert (bar.n, bar.total) == (7, 10)
     assert "Training" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("slow", "shown"), [(True, True), (False, False)])
+def test_a_pause_that_lasts_shows_a_bar_that_goes_away(monkeypatch, capsys, slow, shown):
+    """An evaluation within a training: a bar of its own once it takes longer than the bar's interval."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with progress(10, "Training", "step") as bar:
+        batches = counted((time.sleep(0.15 * slow) or n for n in range(3)), 3, "Evaluating")
+        assert list(batches) == [0, 1, 2]
+        assert (bar.n, bar.total) == (0, 10)
+    told = capsys.readouterr().err
+    assert ("Evaluating:  67%" in told) == shown
+    assert "Evaluating" not in told.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(3_410, "3.4K"), (999_949, "999.9K"), (1_000_000, "1.00M"), (10_650_000, "10.65M")],
+)
+def test_the_size_of_a_model(count, told):
+    assert format_size(count) == f"{told} parameters"
