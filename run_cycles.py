@@ -33,8 +33,9 @@ from runtime import (
     select_device,
     write_json,
 )
-from sample import SampleSettings
+from sample import SampleSettings, encode_start
 from settings import Problems, parse_settings, split_config
+from tokenization_manager import TokenizationManager
 from train import TrainSettings
 from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
@@ -267,6 +268,7 @@ def main() -> None:
     ]
     own_settings = checked_settings(first_of_each, config_path, settings.device)
     prepare_corpus(folder)
+    encode_start(TokenizationManager(data_path=folder), settings.sample_start, "sample_start")
     ledger = Ledger(out / "cycles.json", corpus_record(folder), own_settings)
     out.mkdir(parents=True, exist_ok=True)
     runner = Runner(config_path, settings.device, ledger)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import read_text
 from generation import Sampling, generate
 from run_log import say
-from runtime import UserError, autocast, check_writable, run_main, select_device, select_dtype, write_text
+from runtime import UserError, autocast, check_writable, is_stage, run_main, select_device, select_dtype, write_text
 from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
 
@@ -97,20 +98,36 @@ def choose_tokenizer(settings: SampleSettings, checkpoint: Mapping[str, Any]) ->
     return TokenizationManager.from_record(checkpoint["tokenization"])
 
 
+def encode_start(tokenizer: TokenizationManager, start: str, option: str) -> np.ndarray:
+    """The tokens, uint16, of the text to continue, or of that in FILE:path.
+
+    Raises UserError, naming the option, where it is empty or has characters that are not the tokenizer's: a trained
+    model can be taught no more of them.
+    """
+    if start.startswith("FILE:"):
+        start = read_text(start.removeprefix("FILE:"))
+    if not start:
+        raise UserError(f"ERROR: {option} is empty: give at least one character to continue")
+    known = tokenizer.chars
+    if known is not None and (unknown := sorted(set(start) - set(known))):
+        raise UserError(
+            f"ERROR: {option} has {''.join(unknown)!r:.100}, but the model knows only its {len(known)} characters, "
+            f"{known!r:.200}: change --{option}"
+        )
+    return tokenizer.encode(start)
+
+
 def main() -> None:
     settings = parse_settings(SampleSettings, "sample")
     device = select_device(settings.device)
     dtype = select_dtype(settings.dtype, device)
+    if not settings.path.is_file():
+        raise UserError(f"ERROR: Model file not found: {settings.path}: name the generator with --checkpoint_path")
     checkpoint = load_checkpoint(settings.path)
     tokenizer = choose_tokenizer(settings, checkpoint)
     model = build_model(checkpoint, "generator", settings.path, device)
 
-    start = settings.start
-    if start.startswith("FILE:"):
-        start = read_text(start.removeprefix("FILE:"))
-    prompt = torch.from_numpy(tokenizer.encode(start).astype("int64"))
-    if len(prompt) == 0:
-        raise UserError("ERROR: start is empty: give at least one character to continue")
+    prompt = torch.from_numpy(encode_start(tokenizer, settings.start, "start").astype("int64"))
     generator = torch.Generator().manual_seed(settings.seed)
     idx = prompt[None].repeat(settings.num_samples, 1).to(device)  # (B, T)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
@@ -118,8 +135,9 @@ def main() -> None:
     with autocast(device, dtype):
         rows = generate(forward, idx, settings.max_new_tokens, sampling, generator)
     texts = [tokenizer.decode(row.tolist()) for row in rows]
-    for text in texts:
-        say(text + "\n---------------")
+    if not is_stage():  # run_cycles.py shows the text itself, when all is done
+        for text in texts:
+            say(text + "\n---------------")
     if settings.output_path is not None:
         write_text(settings.output_path, "\n---------------\n".join(texts) + "\n")
 

@@ -80,9 +80,10 @@ class Problems:
             value = getattr(settings, name)
             self.require(bool(value), f"{name} is required", f"Name the checkpoint with --{name}")
             for path in value if isinstance(value, list) else [value] if value else []:
+                option = "" if name == "model_path" else f" (--{name})"  # without, as the reward-data documents have it
                 self.require(
                     Path(path).is_file(),
-                    f"Model file not found: {path}",
+                    f"Model file not found: {path}{option}",
                     "Check that the model checkpoint file exists and the path is correct",
                 )
 

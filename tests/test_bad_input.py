@@ -406,9 +406,20 @@ def test_bad_texts(kind, good, tmp_path, corpus):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_missing_model_is_told_with_its_option(good, tmp_path):
+    for script, names in {**MODEL_OPTION, "train_grpo": "base_model_path reward_model_path"}.items():
+        options = dict.fromkeys(names.split(), "nowhere.pt")
+        message = refuse(script, **{**good[script], **options})
+        assert "ERROR: Model file not found: nowhere.pt" in message
+        assert all(f"--{name}" in message for name in options) or script == "prepare_reward_data"
+
+
 def test_a_sample_that_cannot_start(good, tmp_path):
-    for begin, told in (("", "empty"), ("§", "'§' (U+00A7)"), ("FILE:/no/such/file", "/no/such/file")):
+    for begin, told in (("", "empty"), ("FILE:/no/such/file", "/no/such/file")):
         assert told in refuse_in_one_line("sample", **{**good["sample"], "start": begin})
+    line = refuse_in_one_line("sample", **{**good["sample"], "start": "a§é"})
+    assert line.startswith(r"ERROR: start has '§é', but the model knows only its 25 characters, '\n .A")
+    assert line.endswith("': change --start") and "meta.pkl" not in line
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
     line = refuse_in_one_line("sample", **{**good["sample"], "start": f"FILE:{tmp_path / 'latin1.txt'}"})
     assert "not UTF-8" in line

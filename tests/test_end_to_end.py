@@ -221,15 +221,21 @@ STAGES = [
 
 
 class InThisProcess:
-    """Stands in for subprocess.Popen: the stage runs at once, in this process. `started` lists the scripts."""
+    """Stands in for subprocess.Popen: the stage runs at once, in this process. `started` lists the scripts.
+
+    What a stage prints on stdout is printed.
+    """
 
     started: ClassVar[list[str]] = []
 
-    def __init__(self, command: list[str], **_: object) -> None:
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
         assert command[0] == sys.executable
         script, arguments = Path(command[1]).stem, command[2:]
         self.started.append(script)
-        self.finished = call(script, *arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(run_cycles.STAGE_VARIABLE, env[run_cycles.STAGE_VARIABLE])
+            self.finished = call(script, *arguments)
+        sys.stdout.write(self.finished.out)
         sys.stderr.write(self.finished.err)
 
     def wait(self) -> int:
@@ -291,7 +297,7 @@ def test_artefacts_and_ledger(unbroken, corpus):
     for path in out.iterdir():
         assert str(path) in printed
     for name in ("base_model_v1", "base_model_v3"):
-        assert (out / f"sample_{name}.txt").read_text().strip() in printed
+        assert printed.count((out / f"sample_{name}.txt").read_text().strip()) == 1
 
 
 def test_each_cycle_starts_from_the_one_before(unbroken):
@@ -425,6 +431,14 @@ def test_an_option_of_a_stage_is_sent_to_its_section(tmp_path, corpus, config, i
     line = refuse_in_one_line("run_cycles", "--batch_size", "5", "--config", str(config))
     assert "train.py, train_reward_model.py, evaluate.py: " in line
     assert in_this_process == []
+
+
+def test_a_sample_that_cannot_start_is_told_before_the_first_stage(tmp_path, corpus, config, in_this_process):
+    options = {**cycle_options(corpus, tmp_path / "out"), "sample_start": "a§"}
+    line = refuse_in_one_line("run_cycles", str(config), **options)
+    assert "sample_start has '§', but the model knows only its 25 characters" in line
+    assert line.endswith("change --sample_start")
+    assert in_this_process == [] and not (tmp_path / "out").exists()
 
 
 def test_settings_may_change_until_their_stage_is_finished(tmp_path, unbroken, corpus, in_this_process):
