@@ -14,14 +14,18 @@ first rows they are one contiguous slice. No padding, no masks, no token compute
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runtime import UserError
+from runtime import UserError, free_memory, warn
+
+DEFAULT_CPU_ROWS, DEFAULT_CPU_MB = 1024, 1024
 
 
 @dataclass(frozen=True)
@@ -53,28 +57,52 @@ class Completions:
 class KVCache:
     """Keys and values of every layer, written position by position.
 
-    keys[layer], values[layer]: (R, n_head, N, head_dim). `position` is the next position to be written; the first
-    `active_rows` rows take part in a forward pass.
+    keys[layer], values[layer]: (R, n_head, N, head_dim). What changes from pass to pass is held in tensors, not in
+    numbers: so torch.compile makes one program for all passes.
     """
 
-    def __init__(self, config, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, rows: int, length: int) -> None:
+        config, parameter = model.config, next(model.parameters())
+        if length > config.block_size:
+            raise UserError(f"{length} positions asked for, but the model's block_size is {config.block_size}")
         shape = (rows, config.n_head, length, config.n_embd // config.n_head)
-        self.keys = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-        self.values = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-        self.position = 0
-        self.active_rows = rows
+        like = {"device": parameter.device, "dtype": parameter.dtype}
+        self.keys = [torch.empty(shape, **like) for _ in range(config.n_layer)]
+        self.values = [torch.empty(shape, **like) for _ in range(config.n_layer)]
+        self._all_positions = torch.arange(length, device=parameter.device)
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write (R, H, T, D) keys and values at the current position; return all of the layer's up to there."""
-        end = self.position + keys.size(2)
-        self.keys[layer][: self.active_rows, :, self.position : end] = keys
-        self.values[layer][: self.active_rows, :, self.position : end] = values
-        return self.keys[layer][: self.active_rows, :, :end], self.values[layer][: self.active_rows, :, :end]
+    @staticmethod
+    def bytes_per_row(model: nn.Module, length: int) -> int:
+        """What a row of `length` positions takes."""
+        return 2 * model.config.n_layer * model.config.n_embd * length * next(model.parameters()).element_size()
 
-    def fill_from(self, shared: "KVCache", source_rows: Tensor, length: int) -> None:
-        """Copy the first `length` positions of `shared`, row source_rows[r] for row r."""
-        for mine, theirs in zip(self.keys + self.values, shared.keys + shared.values, strict=True):
-            mine[:, :, :length] = theirs[source_rows, :, :length]
+    def at(self, position: int, length: int, rows: int) -> None:
+        """The next pass adds `length` tokens (T), from `position` on, to the first `rows` rows (A)."""
+        end = position + length
+        self.positions = self._all_positions[position:end]  # (T,)
+        self._active = [
+            (keys[:rows, :, :end], values[:rows, :, :end]) for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Add keys and values (A, H, T, D) and attend to all up to there; returns (A, H, T, D)."""
+        T = queries.size(2)
+        all_keys, all_values = self._active[layer]  # (A, H, S, D)
+        all_keys[:, :, -T:], all_values[:, :, -T:] = keys, values
+        if T == 1 and queries.device.type == "cpu":
+            # With one query a row, two batched products take two thirds of the fused kernel's time.
+            scores = (queries * queries.size(-1) ** -0.5) @ all_keys.transpose(-1, -2)  # (A, H, 1, S)
+            return scores.softmax(-1) @ all_values
+        mask = None if T == 1 else self._all_positions[: all_keys.size(2)] <= self.positions[:, None]  # (T, S)
+        return F.scaled_dot_product_attention(queries, all_keys, all_values, attn_mask=mask)
+
+    def fill_from(self, shared: "KVCache", source_rows: Tensor, lengths: list[int], num_slices: int = 8) -> None:
+        """Copy at least the first lengths[r] positions of `shared`, row source_rows[r], to row r; lengths ascend."""
+        size = -(-len(lengths) // num_slices)  # in slices of rows, so that short prefixes are not copied at full length
+        for first in range(0, len(lengths), size):
+            sources, length = source_rows[first : first + size], lengths[first : first + size][-1]
+            for mine, theirs in zip(self.keys + self.values, shared.keys + shared.values, strict=True):
+                mine[first : first + len(sources), :, :length] = theirs[sources, :, :length]
 
 
 def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -139,12 +167,14 @@ def complete(
     prefix_lengths: Tensor,
     uniforms: Tensor,
     sampling: Sampling,
+    cache: KVCache | None = None,
     use_cache: bool = True,
 ) -> Completions:
     """Keep the first K tokens of natural text and let the model write the rest, G times for every block.
 
     natural: (P, N) int64, of which row p is read up to its largest K; prefix_lengths: (P, G) int64, 1 <= K <= N (K = N
-    writes nothing); uniforms: (P, G, N) float32 in [0, 1), of which entry t decides the token at position t.
+    writes nothing); uniforms: (P, G, N) float32 in [0, 1), of which entry t decides the token at position t. Who calls
+    often passes a `cache` of at least R rows and N positions: fresh memory takes longer. Its contents do not matter.
     `use_cache=False` runs the whole prefix again for every token: slow, and the reference for tests. Raises UserError
     for lengths out of range, more positions than the model has, or logits that are NaN.
     """
@@ -163,16 +193,18 @@ def complete(
         uniforms = uniforms.reshape(-1, length)[order].to(device)
         log_probs = torch.zeros(ids.shape, device=device)
         model_log_probs = torch.zeros(ids.shape, device=device)
-        cache = _prefilled_cache(model, natural, order // group, prefixes) if use_cache else None
+        if use_cache:
+            cache = cache or KVCache(model, len(prefixes), length)
+            _prefill(model, cache, natural, order // group, prefixes)
 
         active = 0
         for position in range(prefixes[0], length):
             while active < len(prefixes) and prefixes[active] <= position:
                 active += 1
-            if cache is None:
+            if not use_cache:
                 logits, _ = model(ids[:active, :position])
             else:
-                cache.position, cache.active_rows = position - 1, active
+                cache.at(position - 1, 1, active)
                 logits, _ = model(ids[:active, position - 1 : position], kv_cache=cache)
             drawn = sample_tokens(logits[:, -1], uniforms[:active, position], sampling)
             ids[:active, position], log_probs[:active, position], model_log_probs[:active, position] = drawn
@@ -183,19 +215,78 @@ def complete(
         return Completions(*(rows[inverse].view(shape) for rows in (ids, log_probs, model_log_probs)))
 
 
-def _prefilled_cache(model: nn.Module, natural: Tensor, block_of_row: Tensor, prefixes: list[int]) -> KVCache:
-    """A cache that holds every row's natural prefix; each block's is computed once and copied to its rows.
+class Completer:
+    """`complete` for any number of rows and calls: at most `rows` at a time, in one cache that serves all of them.
+
+    kv_cache_mb: memory for keys and values, in MiB. None: half of what is free; on a CPU at most DEFAULT_CPU_ROWS rows
+    and DEFAULT_CPU_MB, where more gain nothing. Where memory runs out all the same, half as many rows from then on.
+    The division does not show in what is drawn, but for matrix products that round otherwise for another number of
+    rows: see docs/performance.md. Raises UserError where one row does not fit.
+    """
+
+    def __init__(self, model: nn.Module, length: int, kv_cache_mb: int | None = None) -> None:
+        self.model, self.length = model, length
+        self._cache: KVCache | None = None
+        self._cache_rows = 0
+        device, row = next(model.parameters()).device, KVCache.bytes_per_row(model, length)
+        if kv_cache_mb is not None:
+            self.rows = kv_cache_mb * 2**20 // row
+            if self.rows == 0:
+                raise UserError(
+                    f"ERROR: kv_cache_mb={kv_cache_mb}: keys and values of one sample take {-(-row // 2**20)} MiB; "
+                    "give at least that"
+                )
+        else:
+            self.rows = max(1, free_memory(device) // 2 // row)
+            if device.type == "cpu":
+                self.rows = max(1, min(self.rows, DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // row))
+
+    def __call__(self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling) -> Completions:
+        """See `complete`."""
+        prompts, group = prefix_lengths.shape
+        rows = prompts * group
+        if rows <= self.rows:
+            completions = self._complete_if_it_fits(natural, prefix_lengths, uniforms, sampling)
+            if completions is not None:
+                return completions
+            if rows == 1:
+                raise UserError("ERROR: memory does not suffice for a single sample; use a smaller model or device")
+            self.rows = rows // 2
+            warn(f"out of memory with {rows} samples at a time; going on with {self.rows}")
+        # Whole blocks as long as there are several, then samples of one.
+        axis = 0 if prompts > 1 else 1
+        size = max(1, self.rows // group) if prompts > 1 else self.rows
+        naturals = natural.split(size) if prompts > 1 else itertools.repeat(natural)
+        parts = zip(naturals, prefix_lengths.split(size, axis), uniforms.split(size, axis), strict=False)
+        done = [self(*part, sampling) for part in parts]
+        return Completions(*(torch.cat([getattr(part, f.name) for part in done], axis) for f in fields(Completions)))
+
+    def _complete_if_it_fits(self, natural: Tensor, prefix_lengths: Tensor, *others: Any) -> Completions | None:
+        rows = prefix_lengths.numel()
+        try:
+            if rows > self._cache_rows:
+                self._cache, self._cache_rows = None, 0  # let go of the old one first
+                self._cache, self._cache_rows = KVCache(self.model, rows, self.length), rows
+            return complete(self.model, natural, prefix_lengths, *others, self._cache)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            told = any(words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory"))
+            if not told and not isinstance(error, torch.OutOfMemoryError | MemoryError):
+                raise
+        self._cache, self._cache_rows = None, 0
+        return None
+
+
+def _prefill(model: nn.Module, cache: KVCache, natural: Tensor, block_of_row: Tensor, prefixes: list[int]) -> None:
+    """Put every row's natural prefix into the cache; each block's is computed once and copied to its rows.
 
     Positions from K - 1 on are written by the row itself, so natural text beyond its prefix is never attended to.
     """
-    parameter = next(model.parameters())
-    cache = KVCache(model.config, len(prefixes), natural.size(1), natural.device, parameter.dtype)
-    prefill = prefixes[-1] - 1  # the last natural token of a row is its first decoding step
-    if prefill > 0:
-        shared = KVCache(model.config, natural.size(0), prefill, natural.device, parameter.dtype)
-        model(natural[:, :prefill], kv_cache=shared)
-        cache.fill_from(shared, block_of_row, prefill)
-    return cache
+    longest = prefixes[-1] - 1  # the last natural token of a row is its first decoding step
+    if longest > 0:
+        shared = KVCache(model, natural.size(0), longest)
+        shared.at(0, longest, natural.size(0))
+        model(natural[:, :longest], kv_cache=shared)
+        cache.fill_from(shared, block_of_row, [prefix - 1 for prefix in prefixes])
 
 
 def generate(

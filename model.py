@@ -85,19 +85,11 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
         q, k = qkv[:2] if rotation is None else rotate(qkv[:2], rotation)
         v = qkv[2]
-        mask = None
         if kv_cache is not None:
-            k, v = kv_cache.append(self.layer, k, v)
-            if 1 < T < k.size(2):
-                mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and T > 1,
-        )
+            y = kv_cache.attend(self.layer, q, k, v)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
@@ -193,18 +185,18 @@ class GPT(nn.Module):
     def trunk(self, idx: Tensor, kv_cache: "generation.KVCache | None" = None) -> Tensor:
         """Hidden states (B, T, C), after the last normalisation, of token ids (B, T).
 
-        With a `kv_cache`, idx holds the T tokens that follow what the cache has, and is added to it.
+        With a `kv_cache`, idx holds the tokens of the rows and positions that were told to its `at`.
         """
-        T = idx.size(1)
-        start = 0 if kv_cache is None else kv_cache.position
-        if start + T > self.config.block_size:
-            raise UserError(f"a sequence of {start + T} tokens does not fit block_size {self.config.block_size}")
+        length = idx.size(1)
+        if length > self.config.block_size:
+            raise UserError(f"a sequence of {length} tokens does not fit block_size {self.config.block_size}")
+        positions = slice(length) if kv_cache is None else kv_cache.positions
         x = self.transformer.wte(idx)  # (B, T, C)
         rotation = None
         if self.config.position == "learned":
-            x = x + self.transformer.wpe(torch.arange(start, start + T, device=idx.device))
+            x = x + self.transformer.wpe.weight[positions]
         else:
-            rotation = self.rotation[:, start : start + T]
+            rotation = self.rotation[:, positions]
         x = self.transformer.drop(x)
         for block in self.transformer.h:
             x = block(x, rotation, kv_cache)

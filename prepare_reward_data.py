@@ -18,7 +18,7 @@ import torch
 
 from checkpoint import build_model, check_same_splits, check_tokenizer, data_record, load_checkpoint
 from data_loader import TokenSplits, load_binary, load_text
-from generation import Sampling, complete, generate
+from generation import Completer, Sampling, generate
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig, TokenizationInfo
 from reward_dataset_loader import FORMAT_VERSION, format_metadata, read_metadata, write_metadata
@@ -31,15 +31,14 @@ from runtime import (
     random_stream,
     run_main,
     select_device,
+    select_dtype,
     start_ranks,
-    warn,
 )
 from settings import parse_settings
 from staging import RowWriter, StagedFolder, differing_settings
 from tokenization_manager import TokenizationManager
 
 SPLITS = {"train": "Training", "val": "Validation"}
-SAMPLES_PER_BATCH = 256  # a few hundred rows keep the matrix products busy and the cache of keys and values near
 FLUSH_SECONDS = 5.0  # work that a power cut may undo
 
 
@@ -71,53 +70,23 @@ def crossovers_and_uniforms(
 
 
 def make_samples(
-    model: GPT, tokens: np.ndarray, block_indices: np.ndarray, split: str, settings: SampleSettings
+    completer: Completer, tokens: np.ndarray, block_indices: np.ndarray, split: str, settings: SampleSettings
 ) -> tuple[np.ndarray, np.ndarray]:
     """The samples of some blocks of a split: x (P * G, N) uint16 and y (P * G, 2) float32, in the blocks' order.
 
-    Where memory runs out, the work is halved and tried again. Raises UserError where the model yields NaN or one sample
-    does not fit.
+    Raises UserError where the model yields NaN or one sample does not fit into memory.
     """
-    N = model.config.block_size
+    N = completer.length
     blocks = np.stack([tokens[block * N : (block + 1) * N] for block in block_indices])  # (P, N)
     draws = [crossovers_and_uniforms(settings, split, int(block), N) for block in block_indices]
     crossovers, uniforms = (np.stack(parts) for parts in zip(*draws, strict=True))  # (P, G), (P, G, N)
-    x = _complete_or_halve(model, blocks, crossovers, uniforms, settings.sampling)
-    natural = crossovers.reshape(-1, 1).astype(np.float64)
-    y = np.hstack((natural / N, (N - natural) / N)).astype(np.float32)
+    device = next(completer.model.parameters()).device
+    natural = torch.from_numpy(blocks.astype(np.int64)).to(device)
+    completions = completer(natural, torch.from_numpy(crossovers), torch.from_numpy(uniforms), settings.sampling)
+    x = completions.ids.cpu().numpy().astype(np.uint16)
+    natural_tokens = crossovers.reshape(-1, 1).astype(np.float64)
+    y = np.hstack((natural_tokens / N, (N - natural_tokens) / N)).astype(np.float32)
     return x.reshape(-1, N), y
-
-
-def _complete_or_halve(
-    model: GPT, blocks: np.ndarray, crossovers: np.ndarray, uniforms: np.ndarray, sampling: Sampling
-) -> np.ndarray:
-    device = next(model.parameters()).device
-    completions = None
-    try:
-        completions = complete(
-            model,
-            torch.from_numpy(blocks.astype(np.int64)).to(device),
-            torch.from_numpy(crossovers),
-            torch.from_numpy(uniforms),
-            sampling,
-        )
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        told = any(words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory"))
-        if not told and not isinstance(error, torch.OutOfMemoryError | MemoryError):
-            raise
-    if completions is None:  # not within `except`: the error holds on to the tensors of the attempt that failed
-        prompts, group = crossovers.shape
-        if prompts * group == 1:
-            raise UserError("ERROR: memory does not suffice for a single sample; use a smaller model or device")
-        warn(f"out of memory with {prompts * group} samples at a time; going on with half as many")
-        axis, middle = (0, prompts // 2) if prompts > 1 else (1, group // 2)
-        parts = zip(*(np.split(array, [middle], axis) for array in (crossovers, uniforms)), strict=True)
-        halves = np.split(blocks, [middle]) if prompts > 1 else (blocks, blocks)
-        done = [_complete_or_halve(model, b, k, u, sampling) for b, (k, u) in zip(halves, parts, strict=True)]
-        return np.concatenate(done, axis)
-    if not torch.isfinite(completions.model_log_probs).all():
-        raise UserError("ERROR: the model yields NaN on this text; take an earlier checkpoint")
-    return completions.ids.cpu().numpy().astype(np.uint16)
 
 
 def split_into_blocks(tokens: np.ndarray, block_size: int, max_blocks: int | None) -> np.ndarray:
@@ -131,9 +100,9 @@ def split_into_blocks(tokens: np.ndarray, block_size: int, max_blocks: int | Non
     return np.arange(count, dtype=np.int64) * total // count
 
 
-def batches_of(block_indices: np.ndarray, samples_per_chunk: int) -> list[np.ndarray]:
-    """The blocks divided into batches of whole blocks; the division depends on nothing but the arguments."""
-    size = max(1, SAMPLES_PER_BATCH // samples_per_chunk)
+def batches_of(block_indices: np.ndarray, samples_per_chunk: int, rows: int) -> list[np.ndarray]:
+    """The blocks divided into batches of whole blocks, of at most `rows` samples where that holds one block's."""
+    size = max(1, rows // samples_per_chunk)
     return [block_indices[first : first + size] for first in range(0, len(block_indices), size)]
 
 
@@ -166,16 +135,17 @@ def is_complete(output_dir: str | Path, identity: Mapping[str, Any], overwrite: 
 def write_split(
     staged: StagedFolder,
     ranks: Ranks,
-    model: GPT,
+    completer: Completer,
     tokens: np.ndarray,
     split: str,
     settings: SampleSettings,
     max_blocks: int | None,
 ) -> int:
     """Generate one split's samples into its files, this rank its share of them; returns the number of all."""
-    N, G = model.config.block_size, settings.samples_per_chunk
+    N, G = completer.length, settings.samples_per_chunk
     block_indices = split_into_blocks(tokens, N, max_blocks)
-    batches = batches_of(block_indices, G)
+    # A task is a block's number among these: not a batch's, as a later run may have another amount of memory.
+    batches = batches_of(np.arange(len(block_indices)), G, completer.rows)
     count = len(block_indices) * G
     sizes = {f"{split}_x.bin": count * N * 2, f"{split}_y.bin": count * 2 * 4}
     if ranks.rank == 0:
@@ -185,21 +155,19 @@ def write_split(
     finished = staged.finished(split)
     ranks.wait()  # nobody adds to a journal before all have read them
     if finished:
-        found = sum(len(batches[index]) for index in finished)
-        say(f"Going on with work that was interrupted: {found:,} of {len(block_indices):,} blocks are there")
+        say(f"Going on with work that was interrupted: {len(finished):,} of {len(block_indices):,} blocks are there")
 
-    share = range(ranks.rank, len(batches), ranks.world_size)
+    share = batches[ranks.rank :: ranks.world_size]
     last_flush = time.monotonic()
     with (
         RowWriter(staged, split, sizes, ranks.rank) as writer,
-        progress(sum(len(batches[index]) for index in share), "Processing blocks") as bar,
+        progress(sum(map(len, share)), "Processing blocks") as bar,
     ):
-        for index in share:
-            if index not in finished:
-                x, y = make_samples(model, tokens, batches[index], split, settings)
-                first_row = index * len(batches[0]) * G
-                writer.write(index, first_row, {f"{split}_x.bin": x, f"{split}_y.bin": y})
-            bar.update(len(batches[index]))
+        for tasks in share:
+            if not finished.issuperset(tasks):  # the whole batch again: the same rows together round alike
+                x, y = make_samples(completer, tokens, block_indices[tasks], split, settings)
+                writer.write(tasks, int(tasks[0]) * G, {f"{split}_x.bin": x, f"{split}_y.bin": y})
+            bar.update(len(tasks))
             if time.monotonic() - last_flush > FLUSH_SECONDS:
                 writer.flush()
                 last_flush = time.monotonic()
@@ -219,7 +187,8 @@ def main() -> None:
 
     say(f"Loading base model from {config.model_path}")
     checkpoint = load_checkpoint(config.model_path)
-    model = build_model(checkpoint, "generator", config.model_path, device)
+    dtype = select_dtype(config.dtype, device)
+    model = build_model(checkpoint, "generator", config.model_path, device).to(dtype)
     say(f"Loaded model with {model.num_parameters() / 1e6:.2f}M parameters")
 
     tokenizer = choose_tokenizer(config, checkpoint)
@@ -232,7 +201,11 @@ def main() -> None:
     check_same_splits(checkpoint["data"], data_record(splits.train, splits.val), config.allow_split_mismatch)
 
     settings = SampleSettings(config.samples_per_chunk, Sampling(config.temperature, config.top_k), config.seed)
-    identity = describe_identity(config, model.config, splits, device)
+    identity = describe_identity(config, model.config, splits, device, dtype)
+    compiled = config.compile if config.compile is not None else device.type == "cuda"
+    completer = Completer(
+        torch.compile(model, dynamic=True) if compiled else model, model.config.block_size, config.kv_cache_mb
+    )
     # What the metadata cannot hold is told now, not after hours of work.
     format_metadata(dataset_entries(0, model.config.block_size, tokenizer.info()) | identity | describe_sources(config))
     if ranks.on_main(lambda: is_complete(config.output_dir, identity, config.overwrite)):
@@ -252,7 +225,7 @@ def main() -> None:
     for split, title in SPLITS.items():
         say(f"\n=== Generating {title} Samples ===")
         tokens = getattr(splits, split)
-        counts[split] = write_split(staged, ranks, model, tokens, split, settings, config.max_blocks)
+        counts[split] = write_split(staged, ranks, completer, tokens, split, settings, config.max_blocks)
         say(f"Created {counts[split]:,} reward model samples")
 
     say(f"\n=== Saving to {config.output_dir} ===")
@@ -297,7 +270,11 @@ def load_splits(config: RewardDataConfig, tokenizer: TokenizationManager, model_
 
 
 def describe_identity(
-    config: RewardDataConfig, model_config: GPTConfig, splits: TokenSplits, device: torch.device
+    config: RewardDataConfig,
+    model_config: GPTConfig,
+    splits: TokenSplits,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Everything that decides the bytes of a dataset; two datasets of the same identity are the same."""
     return {
@@ -311,6 +288,7 @@ def describe_identity(
         "model_sha256": hash_file(config.model_path),
         **data_record(splits.train, splits.val),
         "device_type": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 
@@ -386,13 +364,13 @@ def create_reward_samples(
     The very samples that the script writes for the same seed and split.
     """
     settings = SampleSettings(samples_per_chunk, Sampling(temperature, top_k), seed)
-    model = model.to(device)
+    completer = Completer(model.to(device), config.block_size)
     samples_x: list[np.ndarray] = []
     samples_y: list[np.ndarray] = []
     block_indices = split_into_blocks(tokens, config.block_size, max_blocks)
     with progress(len(block_indices), "Processing blocks") as bar:
-        for batch in batches_of(block_indices, samples_per_chunk):
-            x, y = make_samples(model, tokens, batch, split, settings)
+        for batch in batches_of(block_indices, samples_per_chunk, completer.rows):
+            x, y = make_samples(completer, tokens, batch, split, settings)
             samples_x.extend(x)
             samples_y.extend(y)
             bar.update(len(batch))

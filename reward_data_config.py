@@ -83,6 +83,12 @@ class RewardDataConfig:
     """sample from the k likeliest tokens only; None: from all"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of weights and of the cached keys and values; auto: bfloat16 where a CUDA device has it, else float32"""
+    compile: bool | None = None
+    """compile the model: pays on GPUs (the default there); the first minute goes into it"""
+    kv_cache_mb: int | None = None
+    """memory for cached keys and values, MiB; None: half of what is free, on CPUs at most 1024"""
     seed: int = 42
     """the same seed on the same machine gives the same bytes"""
     max_blocks: int | None = None
@@ -108,7 +114,7 @@ class RewardDataConfig:
         self._check_output(problems)
         problems.check_range(self, "train_split", above=0, below=1)
         problems.check_range(self, "temperature", "seed", minimum=0)
-        problems.check_range(self, "samples_per_chunk", "top_k", "max_blocks", minimum=1)
+        problems.check_range(self, "samples_per_chunk", "top_k", "max_blocks", "kv_cache_mb", minimum=1)
         try:
             select_device(self.device)
         except UserError as error:

@@ -133,6 +133,17 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes of memory that a device has left; where the system does not tell, what it has in all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Mixed precision for a forward pass; does nothing in float32."""
     if dtype == torch.float32:

@@ -110,12 +110,12 @@ class RowWriter:
         self._journal.truncate(size - size % JOURNAL_DTYPE.itemsize)
         self._fresh: list[int] = []  # tasks that are written but perhaps not yet on the disk
 
-    def write(self, task: int, first_row: int, rows: Mapping[str, np.ndarray]) -> None:
-        """Write the rows of each named file, from number `first_row` on: what a task comes to."""
+    def write(self, tasks: Iterable[int], first_row: int, rows: Mapping[str, np.ndarray]) -> None:
+        """Write the rows of each named file, from number `first_row` on: what some tasks come to."""
         for name, array in rows.items():
             self._files[name].seek(first_row * array[0].nbytes)
             self._files[name].write(np.ascontiguousarray(array))
-        self._fresh.append(task)
+        self._fresh.extend(tasks)
 
     def flush(self) -> None:
         """Bring what was written to the disk, then mark its tasks as finished."""

@@ -26,7 +26,7 @@ from checkpoint import (
     save_checkpoint,
 )
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file
-from generation import Completions, Sampling, complete
+from generation import Completer, Completions, Sampling
 from model import GPT
 from objectives import (
     entropy,
@@ -164,6 +164,7 @@ def main() -> None:
     rows = settings.prompts_per_step * settings.group_size
     say(f"Each step: {settings.prompts_per_step} prompts x {settings.group_size} completions = {rows} sequences")
 
+    completer = Completer(policy, N)
     plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
     reward_means: list[float] = []  # one a step
     reason = f"step limit: {settings.max_steps}"
@@ -175,7 +176,7 @@ def main() -> None:
         log.log(0, val_loss=val_loss)
         for step in range(1, settings.max_steps + 1):
             # sample
-            completions, mask = rollout(policy, train_tokens, settings, step, device)
+            completions, mask = rollout(completer, train_tokens, settings, step, device)
             ids = completions.ids.flatten(0, 1)  # (R, N)
             old_log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
 
@@ -271,21 +272,21 @@ def check_judge(settings: GRPOSettings, checkpoint: dict, judge: dict) -> None:
 
 
 def rollout(
-    policy: GPT, tokens: np.ndarray, settings: GRPOSettings, step: int, device: torch.device
+    completer: Completer, tokens: np.ndarray, settings: GRPOSettings, step: int, device: torch.device
 ) -> tuple[Completions, Tensor]:
     """Completions (P, G, N) of natural prompts, and the mask (R, N - 1) of the tokens that the policy wrote.
 
     A prompt's place is uniform over the split, its length uniform on [1, N / 2]; a group shares both. Sampling is at
     temperature 1 over all tokens: the very distribution that the formulas score.
     """
-    N, P, G = policy.config.block_size, settings.prompts_per_step, settings.group_size
+    N, P, G = completer.length, settings.prompts_per_step, settings.group_size
     draw = random_stream(settings.seed, "rollout", step)
     offsets = draw.integers(0, len(tokens) - N + 1, size=P)
     lengths = draw.integers(1, max(1, N // 2) + 1, size=P)
     natural = torch.from_numpy(np.stack([tokens[offset : offset + N] for offset in offsets]).astype(np.int64))
     prefix_lengths = torch.from_numpy(lengths)[:, None].expand(P, G)
     uniforms = torch.from_numpy(draw.random((P, G, N), dtype=np.float32))
-    completions = complete(policy, natural.to(device), prefix_lengths, uniforms, Sampling())
+    completions = completer(natural.to(device), prefix_lengths, uniforms, Sampling())
     written = torch.arange(1, N)[None] >= prefix_lengths.reshape(-1, 1)  # (R, N - 1): of the token that is predicted
     return completions, written.to(device)
 

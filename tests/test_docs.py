@@ -66,6 +66,7 @@ SHRINK = {
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--sample_tokens 20 --device cpu",
     "benchmarks/loading": "--num_runs 1",
+    "benchmarks/generation": "--shapes XS --num_runs 1 --headline_blocks 0 --num_processes 1 --device cpu",
 }
 TORCHRUN = {"nproc_per_node", "nnodes", "node_rank", "master_addr"}
 NOT_OURS = {"config", "help", "cov", *TORCHRUN}  # options of every script, of pytest and of torchrun
@@ -204,7 +205,7 @@ def run_script(script: str, arguments: list[str]) -> None:
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def run_command(words: list[str]) -> None:
@@ -215,6 +216,9 @@ def run_command(words: list[str]) -> None:
         assert targets and set(targets) <= make_targets(), words
         for assignment in (word for word in words[1:] if "=" in word):
             name, _, value = assignment.partition("=")
+            if (name, targets) == ("ARGS", ["bench-generation"]):
+                run_script("benchmarks/generation.py", shlex.split(value))
+                continue
             assert (name, targets) == ("ARGS", ["run"]), f"{words}: teach this test to check it"
             config = re.search(r"^CONFIG := (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
             settings.parse_settings(CycleSettings, "run_cycles", ["--config", config[1], *shlex.split(value)])
@@ -366,7 +370,7 @@ def option_names(settings_class: type) -> set[str]:
 
 def test_options_in_the_text_exist():
     known = set(NOT_OURS).union(*(option_names(settings_class) for settings_class in SETTINGS.values()))
-    for path in [*ROOT.glob("data/*/prepare.py"), ROOT / "benchmarks/loading.py"]:
+    for path in [*ROOT.glob("data/*/prepare.py"), *ROOT.glob("benchmarks/*.py")]:
         known |= option_names(dataclass_of_script(path))
     for name in NAMES:
         for option in re.findall(r"(?<![\w-])--([A-Za-z][\w-]*)", (ROOT / name).read_text(encoding="utf-8")):

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generation import Completions, KVCache, Sampling, complete, generate, sample_tokens
+import generation
+from generation import Completer, Completions, KVCache, Sampling, complete, generate, sample_tokens
 from model import GPT, GPTConfig
 from runtime import UserError, random_stream
 
@@ -88,7 +89,7 @@ def assert_cache_changes_nothing(model, natural, prefixes, sampling=GREEDY):
     results, logits = [], []
     for use_cache in (True, False):
         model.recorded.clear()
-        results.append(complete(model, natural, prefixes, uniforms, sampling, use_cache))
+        results.append(complete(model, natural, prefixes, uniforms, sampling, use_cache=use_cache))
         steps = natural.size(1) - int(prefixes.min())
         logits.append(model.recorded[-steps:] if steps else [])  # what comes before is the prefix
     for cached, uncached in zip(*logits, strict=True):
@@ -131,9 +132,9 @@ def test_a_whole_natural_block_stays_as_it_is(length):
 @pytest.mark.parametrize("cuts", [[0, 1, N], [0, 3, 7, N], [0, 4, 5, 9, N]])
 def test_a_sequence_in_pieces_of_several_tokens_gives_the_same_hidden_states(position, cuts):
     model, idx = tiny_model(position), blocks(2)
-    cache, pieces = KVCache(model.config, 2, N, idx.device, torch.float32), []
+    cache, pieces = KVCache(model, 2, N), []
     for start, end in itertools.pairwise(cuts):
-        cache.position = start
+        cache.at(start, end - start, 2)
         pieces.append(model.trunk(idx[:, start:end], cache))
     torch.testing.assert_close(torch.cat(pieces, 1), model.trunk(idx), rtol=0, atol=1e-4)
 
@@ -146,7 +147,7 @@ def test_a_sequence_in_pieces_of_several_tokens_gives_the_same_hidden_states(pos
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_prefixes_are_natural_and_log_probs_are_a_fresh_pass_s(sampling, use_cache):
     model, natural, prefixes = tiny_model(), blocks(4), lengths(4, 3)
-    result = complete(model, natural, prefixes, draws(4, 3, N), sampling, use_cache)
+    result = complete(model, natural, prefixes, draws(4, 3, N), sampling, use_cache=use_cache)
     assert isinstance(result, Completions) and result.ids.dtype == torch.int64
     assert result.log_probs.dtype == result.model_log_probs.dtype == torch.float32
 
@@ -204,6 +205,47 @@ def test_same_uniforms_same_ids_whatever_the_group_size(sampling):
     assert torch.equal(apart.view(3, 4, N), together)
     other = complete(model, natural, prefixes, draws(3, 4, N, purpose="others"), sampling).ids
     assert not torch.equal(other, together)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 100])
+def test_same_ids_however_many_rows_fit(rows):
+    model, natural, prefixes, uniforms = tiny_model(), blocks(3), lengths(3, 4), draws(3, 4, N)
+    together = complete(model, natural, prefixes, uniforms, Sampling())
+    completer = Completer(model, N)
+    completer.rows = rows
+    for _ in range(2):  # the second time in a cache that holds something else
+        completions = completer(natural, prefixes, uniforms, Sampling())
+        assert torch.equal(completions.ids, together.ids)
+        torch.testing.assert_close(completions.log_probs, together.log_probs, rtol=0, atol=1e-5)
+        completer(blocks(2).flip(1), lengths(2, 3), draws(2, 3, N, purpose="others"), Sampling())
+
+
+def test_rows_follow_from_the_memory_allowed():
+    model = tiny_model()
+    row = 2 * model.config.n_layer * model.config.n_embd * N * 4
+    assert KVCache.bytes_per_row(model, N) == row
+    assert sum(t.numel() * 4 for t in (*KVCache(model, 3, N).keys, *KVCache(model, 3, N).values)) == 3 * row
+    assert Completer(model, N, kv_cache_mb=1).rows == 2**20 // row
+    assert Completer(model, N).rows == generation.DEFAULT_CPU_ROWS
+    model.config.n_embd *= 2**20
+    with pytest.raises(UserError, match="kv_cache_mb=1: keys and values of one sample take"):
+        Completer(model, N, kv_cache_mb=1)
+
+
+def test_one_compiled_program_serves_all_positions():
+    """What torch.compile would do again for every position would take longer than it saves."""
+    programs = []
+
+    def backend(graph, _inputs):
+        programs.append(graph)
+        return graph
+
+    model, natural, prefixes, uniforms = tiny_model(), blocks(6), lengths(6, 4), draws(6, 4, N)
+    plain = complete(model, natural, prefixes, uniforms, Sampling())
+    model.__class__ = GPT  # without RecordingGPT's note of logits
+    compiled = complete(torch.compile(model, backend=backend, dynamic=True), natural, prefixes, uniforms, Sampling())
+    assert torch.equal(compiled.ids, plain.ids)
+    assert 1 <= len(programs) <= 4  # the prefix; one row; one position; all others
 
 
 # ---------------------------------------------------------------------------------------------------------------------

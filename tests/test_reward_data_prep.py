@@ -29,11 +29,12 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import generation
 import prepare_reward_data as prep
 import staging
 from checkpoint import build_model, load_checkpoint
 from data_loader import load_text, read_text
-from generation import Sampling
+from generation import Completer, Sampling
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig, TokenizationInfo
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
@@ -166,7 +167,7 @@ def test_counts_of_the_guide():
     for num_tokens, blocks, samples in ((900_000, 878, 17_560), (100_000, 97, 1_940)):
         indices = prep.split_into_blocks(np.zeros(num_tokens, dtype=np.uint16), 1024, None)
         assert indices.tolist() == list(range(blocks))
-        assert sum(len(batch) for batch in prep.batches_of(indices, 20)) * 20 == samples
+        assert sum(len(batch) for batch in prep.batches_of(indices, 20, 256)) * 20 == samples
 
 
 def test_counts_of_the_guide_as_printed(tmp_path):
@@ -244,13 +245,12 @@ def test_max_blocks_are_evenly_spaced(total, wanted):
     assert len(gaps) == 0 or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
 
 
-@given(count=st.integers(1, 2000), group=st.integers(1, 600))
+@given(count=st.integers(1, 2000), group=st.integers(1, 600), rows=st.integers(1, 1024))
 @settings(deadline=None)
-def test_batches_hold_every_block_once_and_in_order(count, group):
-    batches = prep.batches_of(np.arange(count), group)
+def test_batches_hold_every_block_once_and_in_order(count, group, rows):
+    batches = prep.batches_of(np.arange(count), group, rows)
     assert np.concatenate(batches).tolist() == list(range(count))
-    assert all(len(batch) == len(batches[0]) for batch in batches[:-1])  # a row's place is computed from that
-    assert all(len(batch) * group <= max(group, prep.SAMPLES_PER_BATCH) for batch in batches)
+    assert all(len(batch) * group <= max(group, rows) for batch in batches)
 
 
 def test_max_blocks_are_the_rows_of_the_whole_dataset(tmp_path, corpus, generator, reward_data, splits):
@@ -334,15 +334,15 @@ def test_sampling_options_reach_the_model(tmp_path, corpus, generator):
 
 @pytest.mark.parametrize("limit", [1, 3, 100])
 def test_memory_that_runs_out_halves_the_work(monkeypatch, generator, reward_data, splits, limit):
-    complete, sizes = prep.complete, []
+    complete, sizes = generation.complete, []
 
-    def scarce(model, natural, prefix_lengths, uniforms, sampling):
+    def scarce(model, natural, prefix_lengths, *others):
         if prefix_lengths.numel() > limit:
             raise torch.OutOfMemoryError("out of memory")
         sizes.append(prefix_lengths.numel())
-        return complete(model, natural, prefix_lengths, uniforms, sampling)
+        return complete(model, natural, prefix_lengths, *others)
 
-    monkeypatch.setattr(prep, "complete", scarce)
+    monkeypatch.setattr(generation, "complete", scarce)
     model, config = prep.load_base_model(str(generator))
     rows, labels = prep.create_reward_samples(splits.train, model, config, samples_per_chunk=G, max_blocks=9)
     assert sum(sizes) == 9 * G
@@ -359,7 +359,7 @@ def test_memory_that_suffices_for_nothing_is_told(monkeypatch, tmp_path, corpus,
     def never(*_):
         raise MemoryError
 
-    monkeypatch.setattr(prep, "complete", never)
+    monkeypatch.setattr(generation, "complete", never)
     line = refuse_in_one_line("prepare_reward_data", **prepare_options(corpus, generator, tmp_path / "out"))
     assert "memory does not suffice for a single sample" in line
     assert not (tmp_path / "out").exists()
@@ -372,7 +372,7 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(monkeypatch, generato
         calls.append(1)
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr(prep, "complete", broken)
+    monkeypatch.setattr(generation, "complete", broken)
     model, config = prep.load_base_model(str(generator))
     with pytest.raises(RuntimeError, match="mat1"):
         prep.create_reward_samples(splits.train, model, config, max_blocks=4)
@@ -386,14 +386,14 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(monkeypatch, generato
 @pytest.fixture
 def small_batches(monkeypatch):
     """Several batches, each known to the disk at once."""
-    monkeypatch.setattr(prep, "SAMPLES_PER_BATCH", 16)
+    monkeypatch.setattr(generation, "DEFAULT_CPU_ROWS", 16)
     monkeypatch.setattr(prep, "FLUSH_SECONDS", 0.0)
 
 
 SLOW = """
-import time, prepare_reward_data as prep
+import time, generation, prepare_reward_data as prep
 from runtime import run_main
-prep.SAMPLES_PER_BATCH, prep.FLUSH_SECONDS, make = 16, 0.0, prep.make_samples
+generation.DEFAULT_CPU_ROWS, prep.FLUSH_SECONDS, make = 16, 0.0, prep.make_samples
 def slow(*arguments):
     time.sleep(0.01)
     return make(*arguments)
@@ -419,12 +419,71 @@ def test_killed_and_resumed_ends_in_the_same_bytes(tmp_path, corpus, generator, 
     # What lies beyond the marks may be anything after a power cut.
     done = StagedFolder(tmp_path / "killed").finished("train")
     x = np.memmap(tmp_path / "killed.partial" / "contents" / "train_x.bin", np.uint16, "r+").reshape(-1, N)
-    x[[row for row in range(len(x)) if row // 16 not in done]] = 65535
+    x[[row for row in range(len(x)) if row // G not in done]] = 65535
     del x
     out = succeed("prepare_reward_data", **options)
     assert "Going on with work that was interrupted" in out
     assert folder_bytes(tmp_path / "killed") == folder_bytes(reward_data)
     assert [path.name for path in tmp_path.iterdir()] == ["killed"]
+
+
+def test_another_amount_of_memory_changes_nothing(tmp_path, corpus, generator, reward_data):
+    """Not even in the middle of the work."""
+    options = prepare_options(corpus, generator, tmp_path / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        make, calls = prep.make_samples, []
+
+        def interrupted(*arguments):
+            calls.append(1)
+            if len(calls) > 2:
+                raise KeyboardInterrupt
+            return make(*arguments)
+
+        patch.setattr(prep, "make_samples", interrupted)
+        patch.setattr(generation, "DEFAULT_CPU_ROWS", 24)
+        assert call("prepare_reward_data", **options).status == 130
+    out = succeed("prepare_reward_data", **options, kv_cache_mb=1)
+    assert "Going on with work that was interrupted: 12 of" in out
+    assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
+
+
+MEASURED = """
+import sys, threading, time, prepare_reward_data as prep
+from runtime import run_main
+def peak():
+    most = 0
+    while True:
+        with open("/proc/self/status") as file:
+            most = max(most, *(int(line.split()[1]) for line in file if line.startswith("RssAnon:")))
+        with open(result, "w") as file:
+            file.write(str(most))
+        time.sleep(0.005)
+result = sys.argv.pop(1)
+threading.Thread(target=peak, daemon=True).start()
+run_main(prep.main)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """10 MB of tokens and 1 GB (a file with a hole: it takes no room on the disk)."""
+    peaks = []
+    for size in (10_000_000, 1_000_000_000):
+        folder = tmp_path / f"{size}_char"
+        folder.mkdir()
+        save_meta(folder / "meta.pkl", "abc")
+        for name, num_bytes in (("train", size), ("val", 10_000)):
+            with open(folder / f"{name}.bin", "wb") as file:
+                file.truncate(num_bytes)
+        model = make_checkpoint(tmp_path / f"{size}.pt", 3)
+        options = {"model_path": model, "input_mode": "binary", "train_bin": folder / "train.bin"}
+        options |= {"val_bin": folder / "val.bin", "output_dir": tmp_path / f"{size}", "max_blocks": 20}
+        options |= {"allow_split_mismatch": True, "device": "cpu"}
+        process = start("-c", MEASURED, tmp_path / "peak", *as_arguments(options))
+        err = process.communicate(timeout=240)[1]
+        assert process.returncode == 0, err
+        peaks.append(int((tmp_path / "peak").read_text()) / 1024)  # MiB
+    assert peaks[1] < peaks[0] + 30, peaks
 
 
 @pytest.mark.parametrize("moment", [1, 2, 30, "val", "publish"])
@@ -450,7 +509,9 @@ def test_ctrl_c_and_again(monkeypatch, tmp_path, corpus, generator, reward_data,
     monkeypatch.setattr(prep, "make_samples", lambda *arguments: remade.append(1) or make(*arguments))
     succeed("prepare_reward_data", **options)
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
-    total = sum(len(prep.batches_of(np.arange(len(RewardDataset(reward_data, s)) // G), G)) for s in ("train", "val"))
+    total = sum(
+        len(prep.batches_of(np.arange(len(RewardDataset(reward_data, s)) // G), G, 16)) for s in ("train", "val")
+    )
     assert len(remade) == total - (len(calls) if moment == "publish" else len(calls) - 1)  # only what was missing
 
 
@@ -653,4 +714,6 @@ def test_sample_settings_of_the_library_are_those_of_the_script(tmp_path, corpus
     assert np.array_equal(np.stack(rows), RewardDataset(tmp_path / "out", "val").x)
     block = np.array([0])
     sample = prep.SampleSettings(G, Sampling(0.7, 4), 5)
-    assert np.array_equal(prep.make_samples(model, splits.val, block, "val", sample)[0], np.stack(rows[:G]))
+    assert np.array_equal(
+        prep.make_samples(Completer(model, N), splits.val, block, "val", sample)[0], np.stack(rows[:G])
+    )

@@ -1,0 +1,282 @@
+"""How fast text is written, against the ways a user would otherwise take: medians of interleaved runs, as ratios.
+
+    python benchmarks/generation.py --num_runs 3
+
+Untrained models, as speed does not depend on what they know; natural text is random. Hugging Face's `generate` is in
+the table where transformers is installed (requirements-bench.txt).
+"""
+
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from generation import Completer, Sampling
+from model import GPT, GPTConfig
+from run_log import say
+from runtime import run_main, select_device, select_dtype
+from settings import Problems, parse_settings
+
+SHAPES = {
+    "XS": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16},  # for a look at the tables
+    "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
+    "M": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
+}
+VOCAB_SIZE = 65
+GROUP = 16  # samples a block
+HF_BATCH = 64
+HEADLINE = {"shape": {**SHAPES["M"], "block_size": 1024}, "blocks": 878 + 97, "group": 20, "seconds": 150}
+GOALS = {"S": (80, 5, 30), "M": (130, 4, 45)}  # times the seeds' way, times Hugging Face, percent of the product rate
+
+
+@dataclass
+class GenerationSettings:
+    """The engine against the other ways."""
+
+    num_runs: int = 3
+    """timed runs of each way, in turns, after a warm-up"""
+    shapes: tuple[str, ...] = ("S", "M")
+    """of XS (2 layers, 2 heads, 32 wide, block 16), S (4, 4, 128, 64) and M (6, 6, 384, 256)"""
+    headline_blocks: int = 2
+    """blocks of the headline job that are really written; 0: leave the job out; 975: all of it"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:N or mps"""
+    compile: bool = False
+    """compile the model for the engine"""
+    num_processes: int | None = None
+    """processes of the row that has several, each with one thread; None: one a core; 1: without that row"""
+
+    def problems(self) -> Problems:
+        """Everything that is wrong with these settings."""
+        problems = Problems()
+        problems.check_range(self, "num_runs", minimum=1)
+        problems.check_range(self, "num_processes", minimum=1)
+        problems.check_range(self, "headline_blocks", minimum=0, maximum=HEADLINE["blocks"])
+        for shape in self.shapes:
+            problems.require(shape in SHAPES, f"shapes: no {shape!r}; there are {', '.join(SHAPES)}")
+        return problems
+
+
+def make_model(shape: dict[str, int], device: torch.device) -> GPT:
+    """An untrained model of a shape."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, bias=False, **shape)).eval()
+    return model.to(device, select_dtype("auto", device))
+
+
+def make_job(model: GPT, blocks: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Natural text (P, N), crossovers (P, G) and uniforms (P, G, N): the same every time."""
+    N, draw = model.config.block_size, torch.Generator().manual_seed(1)
+    natural = torch.randint(VOCAB_SIZE, (blocks, N), generator=draw)
+    crossovers = torch.randint(1, N, (blocks, group), generator=draw)
+    device = next(model.parameters()).device
+    return natural.to(device), crossovers, torch.rand(blocks, group, N, generator=draw)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the ways; each writes some text and returns the number of tokens written
+
+
+@torch.no_grad()
+def whole_prefix_again(model: GPT, idx: Tensor) -> int:
+    """Fill the block of every row of idx (B, T), the whole prefix again for every token."""
+    rows, start = idx.shape
+    while idx.size(1) < model.config.block_size:
+        logits, _ = model(idx)
+        drawn = torch.multinomial(logits[:, -1].float().softmax(-1), 1)
+        idx = torch.cat((idx, drawn), dim=1)
+    return rows * (idx.size(1) - start)
+
+
+def seeds_way(model: GPT, sequences: int) -> Callable[[], int]:
+    """One sequence at a time."""
+    natural, crossovers, _ = make_job(model, 1, sequences)
+    prompts = [natural[:, : int(k)] for k in crossovers[0]]
+    return lambda: sum(whole_prefix_again(model, prompt) for prompt in prompts)
+
+
+def batched_way(model: GPT, rows: int) -> Callable[[], int]:
+    """nanoGPT's `generate`, which needs prompts of one length: here a token."""
+    natural, _, _ = make_job(model, rows, 1)
+    return lambda: whole_prefix_again(model, natural[:, :1])
+
+
+def hugging_face_way(model: GPT) -> Callable[[], int] | None:
+    """Hugging Face's `generate` with its cache, a GPT-2 of the same shape, prompts of a token; None if not there."""
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel, logging
+    except ImportError:
+        return None
+    logging.set_verbosity_error()
+    c = model.config
+    config = GPT2Config(
+        vocab_size=c.vocab_size,
+        n_positions=c.block_size,
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        n_embd=c.n_embd,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    parameter = next(model.parameters())
+    gpt2 = GPT2LMHeadModel(config).eval().to(parameter.device, parameter.dtype)
+    natural, _, _ = make_job(model, HF_BATCH, 1)
+    new_tokens = c.block_size - 1
+
+    @torch.no_grad()
+    def way() -> int:
+        written = gpt2.generate(natural[:, :1], max_new_tokens=new_tokens, do_sample=True, top_k=0, pad_token_id=0)
+        return written[:, 1:].numel()
+
+    return way
+
+
+def engine_way(model: GPT, group: int = GROUP, blocks: int | None = None, compile_it: bool = False):
+    """The engine, with as many blocks in flight as it takes by default."""
+    completer = Completer(torch.compile(model, dynamic=True) if compile_it else model, model.config.block_size)
+    natural, crossovers, uniforms = make_job(model, blocks or max(1, completer.rows // group), group)
+
+    def way() -> int:
+        completer(natural, crossovers, uniforms, Sampling())
+        return int((model.config.block_size - crossovers).sum())
+
+    return way
+
+
+WORKER: dict[str, Callable[[], int]] = {}  # in a process of a pool: the way it has made
+
+
+def engine_in_a_worker(name: str) -> int:
+    """The engine in a process that has one thread."""
+    torch.set_num_threads(1)
+    if name not in WORKER:
+        WORKER[name] = engine_way(make_model(SHAPES[name], torch.device("cpu")))
+    return WORKER[name]()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the measurements
+
+
+def rate(way: Callable[[], int]) -> float:
+    """Tokens a second."""
+    synchronise()
+    start = time.perf_counter()
+    tokens = way()
+    synchronise()
+    return tokens / (time.perf_counter() - start)
+
+
+def synchronise() -> None:
+    """Wait for what a GPU still has to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def product_rate(device: torch.device, size: int = 1024, repetitions: int = 30) -> float:
+    """Floating-point operations a second of square matrix products."""
+    a, b = (torch.randn(size, size, device=device, dtype=select_dtype("auto", device)) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    synchronise()
+    start = time.perf_counter()
+    for _ in range(repetitions):
+        a @ b
+    synchronise()
+    return 2 * size**3 * repetitions / (time.perf_counter() - start)
+
+
+def measure(name: str, settings: GenerationSettings, device: torch.device) -> None:
+    """Measure one shape and print its table."""
+    model = make_model(SHAPES[name], device)
+    processes = (settings.num_processes or os.cpu_count()) if device.type == "cpu" else 1
+    pool = multiprocessing.get_context("spawn").Pool(processes) if processes > 1 else None
+    seeds, hugging_face, engine = "one sequence, whole prefix again (the seeds)", "Hugging Face generate", "engine"
+    rows = 4 if name == "M" else 64
+    ways = {
+        seeds: seeds_way(model, 2 if name == "M" else 8),
+        f"batch of {rows}, whole prefix again (nanoGPT)": batched_way(model, rows),
+        f"{hugging_face}, batch of {HF_BATCH}": hugging_face_way(model),
+        engine: engine_way(model, compile_it=settings.compile),
+    }
+    if pool is not None:
+        ways[f"engine, {processes} processes of a thread"] = lambda: sum(
+            pool.map(engine_in_a_worker, [name] * processes, chunksize=1)
+        )
+    ways = {title: way for title, way in ways.items() if way is not None}
+    for title, way in ways.items():
+        if title != seeds:
+            way()  # the warm-up
+    results: dict[str, list[float]] = {title: [] for title in ways}
+    products = []
+    for _ in range(settings.num_runs):
+        for title, way in ways.items():
+            results[title].append(rate(way))
+        products.append(product_rate(device))
+    if pool is not None:
+        pool.terminate()
+
+    c = model.config
+    flops = 2 * (12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd)
+    bound = statistics.median(products) / flops
+    medians = {title: statistics.median(values) for title, values in results.items()}
+    say(f"\n{name}: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, block {c.block_size}")
+    say(f"{'':<46} {'tokens/s':>10} {'x the seeds':>11} {'of products':>11}   all runs")
+    for title, tokens in medians.items():
+        runs = " ".join(f"{value:,.0f}" for value in results[title])
+        say(f"{title:<46} {tokens:>10,.0f} {tokens / medians[seeds]:>11.1f} {tokens / bound:>10.0%}   {runs}")
+    say(f"{'every matrix product at the measured rate':<46} {bound:>10,.0f} {bound / medians[seeds]:>11.1f} {1:>10.0%}")
+    if name not in GOALS:
+        return
+    rivals = [tokens for title, tokens in medians.items() if title.startswith(hugging_face)]
+    told = f"{medians[engine] / rivals[0]:.1f} times Hugging Face" if rivals else "transformers is not installed"
+    goals = GOALS[name]
+    say(
+        f"The engine: {medians[engine] / medians[seeds]:.0f} times the seeds' way (goal {goals[0]}), {told} "
+        f"(goal {goals[1]}), {medians[engine] / bound:.0%} of the product rate (goal {goals[2]}%)"
+    )
+
+
+def measure_headline(settings: GenerationSettings, device: torch.device) -> None:
+    """The seeds' headline job, or what it would take by the part that was written."""
+    model = make_model(HEADLINE["shape"], device)
+    blocks, group = settings.headline_blocks, HEADLINE["group"]
+    way = engine_way(model, group, blocks, settings.compile)
+    start = time.perf_counter()
+    tokens = way()
+    synchronise()
+    seconds = time.perf_counter() - start
+    whole = seconds * HEADLINE["blocks"] / blocks
+    part = "all of it" if blocks == HEADLINE["blocks"] else f"{blocks} of its {HEADLINE['blocks']} blocks, extrapolated"
+    say(f"\nThe headline job ({model.num_parameters() / 1e6:.2f}M parameters, block 1024, 19,500 samples): {part}")
+    say(f"{tokens / seconds:,.0f} tokens/s; the whole takes {whole:,.0f} s (the seeds' GPU: {HEADLINE['seconds']} s)")
+
+
+def main() -> None:
+    """Measure every shape and print the tables."""
+    settings = parse_settings(GenerationSettings, "generation")
+    device = select_device(settings.device)
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    else:
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    say(f"torch {torch.__version__}, {machine}; median of {settings.num_runs} interleaved runs after a warm-up")
+    say(f"matrix products: {product_rate(device) / 1e9:,.0f} GFLOP/s in {select_dtype('auto', device)}")
+    for name in settings.shapes:
+        measure(name, settings, device)
+    if settings.headline_blocks:
+        measure_headline(settings, device)
+
+
+if __name__ == "__main__":
+    run_main(main)
