@@ -220,8 +220,8 @@ class Completer:
 
     kv_cache_mb: memory for keys and values, in MiB. None: half of what is free; on a CPU at most DEFAULT_CPU_ROWS rows
     and DEFAULT_CPU_MB, where more gain nothing. Where memory runs out all the same, half as many rows from then on.
-    The division does not show in what is drawn, but for matrix products that round otherwise for another number of
-    rows: see docs/performance.md. Raises UserError where one row does not fit.
+    On a CPU the division shows in no bit of the result: see docs/performance.md. Raises UserError where one row does
+    not fit.
     """
 
     def __init__(self, model: nn.Module, length: int, kv_cache_mb: int | None = None) -> None:
@@ -281,11 +281,12 @@ def _prefill(model: nn.Module, cache: KVCache, natural: Tensor, block_of_row: Te
 
     Positions from K - 1 on are written by the row itself, so natural text beyond its prefix is never attended to.
     """
-    longest = prefixes[-1] - 1  # the last natural token of a row is its first decoding step
-    if longest > 0:
-        shared = KVCache(model, natural.size(0), longest)
-        shared.at(0, longest, natural.size(0))
-        model(natural[:, :longest], kv_cache=shared)
+    length = natural.size(1) - 1  # the last token of a row is never attended to
+    if prefixes[-1] > 1 and length > 0:
+        # Of full length, whatever the longest prefix is: the attention's blocks, and so its rounding, depend on it.
+        shared = KVCache(model, natural.size(0), length)
+        shared.at(0, length, natural.size(0))
+        model(natural[:, :length], kv_cache=shared)
         cache.fill_from(shared, block_of_row, [prefix - 1 for prefix in prefixes])
 
 

@@ -164,7 +164,7 @@ def write_split(
         progress(sum(map(len, share)), "Processing blocks") as bar,
     ):
         for tasks in share:
-            if not finished.issuperset(tasks):  # the whole batch again: the same rows together round alike
+            if not finished.issuperset(tasks):
                 x, y = make_samples(completer, tokens, block_indices[tasks], split, settings)
                 writer.write(tasks, int(tasks[0]) * G, {f"{split}_x.bin": x, f"{split}_y.bin": y})
             bar.update(len(tasks))

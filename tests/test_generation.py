@@ -220,6 +220,26 @@ def test_same_ids_however_many_rows_fit(rows):
         completer(blocks(2).flip(1), lengths(2, 3), draws(2, 3, N, purpose="others"), Sampling())
 
 
+@pytest.mark.parametrize("n_embd", [128, 384])
+def test_same_bits_however_many_rows_and_threads(n_embd):
+    """Matrix products of these widths do round otherwise for other numbers of rows and threads: see model.Linear."""
+    length, threads = 24, torch.get_num_threads()
+    model = tiny_model(block_size=length, n_embd=n_embd, n_head=4, scale=0.1)
+    natural, prefixes = blocks(5, length), lengths(5, 8)
+    results = []
+    try:
+        for rows, num_threads in ((40, 1), (40, 2), (17, 2), (8, 2), (3, 1), (1, 2)):
+            torch.set_num_threads(num_threads)
+            completer = Completer(model, length)
+            completer.rows = rows
+            results.append(completer(natural, prefixes, draws(5, 8, length), Sampling()))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert torch.equal(result.ids, results[0].ids)
+        assert torch.equal(result.model_log_probs, results[0].model_log_probs)
+
+
 def test_rows_follow_from_the_memory_allowed():
     model = tiny_model()
     row = 2 * model.config.n_layer * model.config.n_embd * N * 4
