@@ -93,7 +93,11 @@ class KVCache:
             # With one query a row, two batched products take two thirds of the fused kernel's time.
             scores = (queries * queries.size(-1) ** -0.5) @ all_keys.transpose(-1, -2)  # (A, H, 1, S)
             return scores.softmax(-1) @ all_values
-        mask = None if T == 1 else self._all_positions[: all_keys.size(2)] <= self.positions[:, None]  # (T, S)
+        if T == 1:
+            return F.scaled_dot_product_attention(queries, all_keys, all_values)
+        if all_keys.size(2) == T:
+            return F.scaled_dot_product_attention(queries, all_keys, all_values, is_causal=True)
+        mask = self._all_positions[: all_keys.size(2)] <= self.positions[:, None]  # (T, S)
         return F.scaled_dot_product_attention(queries, all_keys, all_values, attn_mask=mask)
 
     def fill_from(self, shared: "KVCache", source_rows: Tensor, lengths: list[int], num_slices: int = 8) -> None:
@@ -172,9 +176,10 @@ def complete(
 ) -> Completions:
     """Keep the first K tokens of natural text and let the model write the rest, G times for every block.
 
-    natural: (P, N) int64, of which row p is read up to its largest K; prefix_lengths: (P, G) int64, 1 <= K <= N (K = N
-    writes nothing); uniforms: (P, G, N) float32 in [0, 1), of which entry t decides the token at position t. Who calls
-    often passes a `cache` of at least R rows and N positions: fresh memory takes longer. Its contents do not matter.
+    natural: (P, N) int64, valid ids throughout, of which row p decides nothing beyond its largest K; prefix_lengths:
+    (P, G) int64, 1 <= K <= N (K = N writes nothing); uniforms: (P, G, N) float32 in [0, 1), of which entry t decides
+    the token at position t. Who calls often passes a `cache` of at least R rows and N positions: fresh memory takes
+    longer. Its contents do not matter.
     `use_cache=False` runs the whole prefix again for every token: slow, and the reference for tests. Raises UserError
     for lengths out of range, more positions than the model has, or logits that are NaN.
     """
@@ -215,13 +220,20 @@ def complete(
         return Completions(*(rows[inverse].view(shape) for rows in (ids, log_probs, model_log_probs)))
 
 
+def compile_model(model: nn.Module) -> nn.Module:
+    """The model as torch.compile makes it, in a few programs that serve all positions and numbers of rows."""
+    torch._dynamo.config.recompile_limit = 64
+    torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal make no program of their own
+    return torch.compile(model, dynamic=True)
+
+
 class Completer:
     """`complete` for any number of rows and calls: at most `rows` at a time, in one cache that serves all of them.
 
-    kv_cache_mb: memory for keys and values, in MiB. None: half of what is free; on a CPU at most DEFAULT_CPU_ROWS rows
-    and DEFAULT_CPU_MB, where more gain nothing. Where memory runs out all the same, half as many rows from then on.
-    On a CPU the division shows in no bit of the result: see docs/performance.md. Raises UserError where one row does
-    not fit.
+    kv_cache_mb: memory for keys and values, in MiB; common prefixes take up to 1/G of it on top. None: half of what is
+    free, without CUDA at most DEFAULT_CPU_ROWS rows and DEFAULT_CPU_MB, where more gain nothing. Where memory runs out
+    all the same, half as many rows from then on. On a CPU the division shows in no bit of the result: see
+    docs/performance.md. Raises UserError where one row does not fit.
     """
 
     def __init__(self, model: nn.Module, length: int, kv_cache_mb: int | None = None) -> None:
@@ -238,7 +250,7 @@ class Completer:
                 )
         else:
             self.rows = max(1, free_memory(device) // 2 // row)
-            if device.type == "cpu":
+            if device.type != "cuda":
                 self.rows = max(1, min(self.rows, DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // row))
 
     def __call__(self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling) -> Completions:
@@ -261,18 +273,28 @@ class Completer:
         done = [self(*part, sampling) for part in parts]
         return Completions(*(torch.cat([getattr(part, f.name) for part in done], axis) for f in fields(Completions)))
 
+    def release(self) -> None:
+        """Let go of the cache's memory until the next call."""
+        self._cache, self._cache_rows = None, 0
+
     def _complete_if_it_fits(self, natural: Tensor, prefix_lengths: Tensor, *others: Any) -> Completions | None:
         rows = prefix_lengths.numel()
         try:
             if rows > self._cache_rows:
-                self._cache, self._cache_rows = None, 0  # let go of the old one first
+                self.release()  # the old one first
                 self._cache, self._cache_rows = KVCache(self.model, rows, self.length), rows
             return complete(self.model, natural, prefix_lengths, *others, self._cache)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            told = any(words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory"))
-            if not told and not isinstance(error, torch.OutOfMemoryError | MemoryError):
+        except (torch.OutOfMemoryError, MemoryError):
+            pass
+        except Exception as error:
+            if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                reason = str(error).strip().splitlines()[0]
+                raise UserError(f"ERROR: torch.compile failed ({reason:.200}); use --compile False") from None
+            if not any(
+                words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory")
+            ):
                 raise
-        self._cache, self._cache_rows = None, 0
+        self.release()
         return None
 
 

@@ -18,7 +18,7 @@ import torch
 
 from checkpoint import build_model, check_same_splits, check_tokenizer, data_record, load_checkpoint
 from data_loader import TokenSplits, load_binary, load_text
-from generation import Completer, Sampling, generate
+from generation import Completer, Sampling, compile_model, generate
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig, TokenizationInfo
 from reward_dataset_loader import FORMAT_VERSION, format_metadata, read_metadata, write_metadata
@@ -39,6 +39,7 @@ from staging import RowWriter, StagedFolder, differing_settings
 from tokenization_manager import TokenizationManager
 
 SPLITS = {"train": "Training", "val": "Validation"}
+SAMPLES_PER_TASK = 256  # the same for all ranks, however much memory each has
 FLUSH_SECONDS = 5.0  # work that a power cut may undo
 
 
@@ -89,21 +90,24 @@ def make_samples(
     return x.reshape(-1, N), y
 
 
-def split_into_blocks(tokens: np.ndarray, block_size: int, max_blocks: int | None) -> np.ndarray:
-    """Numbers of the blocks to use: all consecutive ones that are whole, or `max_blocks` of them, evenly spaced."""
+def count_blocks(tokens: np.ndarray, block_size: int, max_blocks: int | None) -> tuple[int, int]:
+    """How many whole blocks the tokens hold, and how many of them to use."""
     total = len(tokens) // block_size
     if total == 0:
         raise UserError(
             f"ERROR: {len(tokens):,} tokens are shorter than one block of {block_size}; use a longer corpus"
         )
-    count = total if max_blocks is None else min(max_blocks, total)
-    return np.arange(count, dtype=np.int64) * total // count
+    return total, total if max_blocks is None else min(max_blocks, total)
 
 
-def batches_of(block_indices: np.ndarray, samples_per_chunk: int, rows: int) -> list[np.ndarray]:
-    """The blocks divided into batches of whole blocks, of at most `rows` samples where that holds one block's."""
-    size = max(1, rows // samples_per_chunk)
-    return [block_indices[first : first + size] for first in range(0, len(block_indices), size)]
+def evenly_spaced(numbers: np.ndarray, total: int, count: int) -> np.ndarray:
+    """The blocks that are to be used as number 0, 1, ... of `count`: all of `total`, or evenly spaced among them."""
+    return numbers * total // count
+
+
+def blocks_per_task(samples_per_chunk: int) -> int:
+    """Whole blocks that are written and marked as finished together."""
+    return max(1, SAMPLES_PER_TASK // samples_per_chunk)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,35 +147,49 @@ def write_split(
 ) -> int:
     """Generate one split's samples into its files, this rank its share of them; returns the number of all."""
     N, G = completer.length, settings.samples_per_chunk
-    block_indices = split_into_blocks(tokens, N, max_blocks)
-    # A task is a block's number among these: not a batch's, as a later run may have another amount of memory.
-    batches = batches_of(np.arange(len(block_indices)), G, completer.rows)
-    count = len(block_indices) * G
+    total, num_blocks = count_blocks(tokens, N, max_blocks)
+    size = blocks_per_task(G)
+    num_tasks = -(-num_blocks // size)
+    count = num_blocks * G
     sizes = {f"{split}_x.bin": count * N * 2, f"{split}_y.bin": count * 2 * 4}
     if ranks.rank == 0:
-        for name, size in sizes.items():
-            staged.reserve(name, size, work=split)
+        for name, file_size in sizes.items():
+            staged.reserve(name, file_size, work=split)
     ranks.wait()
-    finished = staged.finished(split)
+    done = np.zeros(num_tasks, dtype=bool)
+    done[staged.finished(split)] = True
     ranks.wait()  # nobody adds to a journal before all have read them
-    if finished:
-        say(f"Going on with work that was interrupted: {len(finished):,} of {len(block_indices):,} blocks are there")
+    if done.any():
+        found = min(int(done.sum()) * size, num_blocks)
+        say(f"Going on with work that was interrupted: {found:,} of {num_blocks:,} blocks are there")
 
-    share = batches[ranks.rank :: ranks.world_size]
+    share = np.arange(ranks.rank, num_tasks, ranks.world_size)
+    # As many tasks together as fit, but a few times over a split there is something to mark as finished.
+    together = max(1, min(completer.rows // (size * G), -(-len(share) // 8)))
     last_flush = time.monotonic()
     with (
         RowWriter(staged, split, sizes, ranks.rank) as writer,
-        progress(sum(map(len, share)), "Processing blocks") as bar,
+        progress(len(share) * size, "Processing blocks") as bar,
     ):
-        for tasks in share:
-            if not finished.issuperset(tasks):
-                x, y = make_samples(completer, tokens, block_indices[tasks], split, settings)
-                writer.write(tasks, int(tasks[0]) * G, {f"{split}_x.bin": x, f"{split}_y.bin": y})
-            bar.update(len(tasks))
+        if num_tasks - 1 in share:  # the last may be smaller
+            bar.total -= num_tasks * size - num_blocks
+        todo = share[~done[share]]
+        bar.update((len(share) - len(todo)) * size)
+        for first in range(0, len(todo), together):
+            numbers = [np.arange(t * size, min((t + 1) * size, num_blocks)) for t in todo[first : first + together]]
+            blocks = evenly_spaced(np.concatenate(numbers), total, num_blocks)
+            x, y = make_samples(completer, tokens, blocks, split, settings)
+            cuts = np.cumsum([len(part) * G for part in numbers])[:-1]
+            for task, part_x, part_y in zip(todo[first:], np.split(x, cuts), np.split(y, cuts), strict=False):
+                writer.write(int(task), int(task) * size * G, {f"{split}_x.bin": part_x, f"{split}_y.bin": part_y})
+            bar.update(len(blocks))
             if time.monotonic() - last_flush > FLUSH_SECONDS:
                 writer.flush()
                 last_flush = time.monotonic()
     ranks.wait()
+    finished = ranks.on_main(lambda: len(staged.finished(split)))
+    if finished != num_tasks:  # a fault of ours, but never zeros in place of text
+        raise UserError(f"ERROR: {finished} of {num_tasks} parts of {split} are written; run the same command again")
     return count
 
 
@@ -201,11 +219,12 @@ def main() -> None:
     check_same_splits(checkpoint["data"], data_record(splits.train, splits.val), config.allow_split_mismatch)
 
     settings = SampleSettings(config.samples_per_chunk, Sampling(config.temperature, config.top_k), config.seed)
-    identity = describe_identity(config, model.config, splits, device, dtype)
     compiled = config.compile if config.compile is not None else device.type == "cuda"
-    completer = Completer(
-        torch.compile(model, dynamic=True) if compiled else model, model.config.block_size, config.kv_cache_mb
-    )
+    identity = describe_identity(config, model.config, splits, device) | {
+        "dtype": str(dtype).removeprefix("torch."),
+        "compiled": compiled,
+    }
+    completer = Completer(compile_model(model) if compiled else model, model.config.block_size, config.kv_cache_mb)
     # What the metadata cannot hold is told now, not after hours of work.
     format_metadata(dataset_entries(0, model.config.block_size, tokenizer.info()) | identity | describe_sources(config))
     if ranks.on_main(lambda: is_complete(config.output_dir, identity, config.overwrite)):
@@ -274,7 +293,6 @@ def describe_identity(
     model_config: GPTConfig,
     splits: TokenSplits,
     device: torch.device,
-    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Everything that decides the bytes of a dataset; two datasets of the same identity are the same."""
     return {
@@ -288,7 +306,6 @@ def describe_identity(
         "model_sha256": hash_file(config.model_path),
         **data_record(splits.train, splits.val),
         "device_type": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
     }
 
 
@@ -367,13 +384,15 @@ def create_reward_samples(
     completer = Completer(model.to(device), config.block_size)
     samples_x: list[np.ndarray] = []
     samples_y: list[np.ndarray] = []
-    block_indices = split_into_blocks(tokens, config.block_size, max_blocks)
-    with progress(len(block_indices), "Processing blocks") as bar:
-        for batch in batches_of(block_indices, samples_per_chunk, completer.rows):
-            x, y = make_samples(completer, tokens, batch, split, settings)
+    total, count = count_blocks(tokens, config.block_size, max_blocks)
+    size = max(1, completer.rows // samples_per_chunk)
+    with progress(count, "Processing blocks") as bar:
+        for first in range(0, count, size):
+            blocks = evenly_spaced(np.arange(first, min(first + size, count)), total, count)
+            x, y = make_samples(completer, tokens, blocks, split, settings)
             samples_x.extend(x)
             samples_y.extend(y)
-            bar.update(len(batch))
+            bar.update(len(blocks))
     say(f"Created {len(samples_x):,} reward model samples")
     return samples_x, samples_y
 

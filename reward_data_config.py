@@ -88,7 +88,7 @@ class RewardDataConfig:
     compile: bool | None = None
     """compile the model: pays on GPUs (the default there); the first minute goes into it"""
     kv_cache_mb: int | None = None
-    """memory for cached keys and values, MiB; None: half of what is free, on CPUs at most 1024"""
+    """memory for cached keys and values, MiB a process; None: half of what is free, without CUDA at most 1024"""
     seed: int = 42
     """the same seed on the same machine gives the same bytes"""
     max_blocks: int | None = None

@@ -50,8 +50,8 @@ SETTINGS = {
     "evaluate": EvaluateSettings,
     "sample": SampleSettings,
 }
-# Where a stage runs and how it goes on make no other run of it.
-NO_IDENTITY = ("device", "init_from", "overwrite")
+# Where a stage runs, how it goes on, how much memory it may use and what it tells make no other run of it.
+NO_IDENTITY = ("device", "init_from", "overwrite", "kv_cache_mb", "log_interval")
 
 
 @dataclass

@@ -81,14 +81,11 @@ class StagedFolder:
             path.unlink(missing_ok=True)
             raise
 
-    def finished(self, work: str) -> set[int]:
-        """The tasks of `work` that any process has finished."""
-        tasks: set[int] = set()
-        for journal in self._journals(work):
-            data = journal.read_bytes()
-            whole = len(data) // JOURNAL_DTYPE.itemsize * JOURNAL_DTYPE.itemsize  # a last entry may be cut short
-            tasks.update(np.frombuffer(data[:whole], JOURNAL_DTYPE).tolist())
-        return tasks
+    def finished(self, work: str) -> np.ndarray:
+        """The tasks of `work` that any process has finished, each once, in ascending order."""
+        # A last entry that was cut short is left out.
+        journals = [np.fromfile(journal, JOURNAL_DTYPE) for journal in self._journals(work)]
+        return np.unique(np.concatenate([np.empty(0, JOURNAL_DTYPE), *journals]))
 
     def _journals(self, work: str) -> list[Path]:
         return sorted(self.folder.glob(f"{work}.*.journal"))
@@ -110,12 +107,12 @@ class RowWriter:
         self._journal.truncate(size - size % JOURNAL_DTYPE.itemsize)
         self._fresh: list[int] = []  # tasks that are written but perhaps not yet on the disk
 
-    def write(self, tasks: Iterable[int], first_row: int, rows: Mapping[str, np.ndarray]) -> None:
-        """Write the rows of each named file, from number `first_row` on: what some tasks come to."""
+    def write(self, task: int, first_row: int, rows: Mapping[str, np.ndarray]) -> None:
+        """Write the rows of each named file, from number `first_row` on: what a task comes to."""
         for name, array in rows.items():
             self._files[name].seek(first_row * array[0].nbytes)
             self._files[name].write(np.ascontiguousarray(array))
-        self._fresh.extend(tasks)
+        self._fresh.append(task)
 
     def flush(self) -> None:
         """Bring what was written to the disk, then mark its tasks as finished."""

@@ -177,6 +177,7 @@ def main() -> None:
         for step in range(1, settings.max_steps + 1):
             # sample
             completions, mask = rollout(completer, train_tokens, settings, step, device)
+            completer.release()  # the update needs the memory
             ids = completions.ids.flatten(0, 1)  # (R, N)
             old_log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from generation import Completer, Sampling
+from generation import Completer, Sampling, compile_model
 from model import GPT, GPTConfig
 from run_log import say
 from runtime import run_main, select_device, select_dtype
@@ -51,8 +51,8 @@ class GenerationSettings:
     """blocks of the headline job that are really written; 0: leave the job out; 975: all of it"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
-    compile: bool = False
-    """compile the model for the engine"""
+    compile: bool | None = None
+    """compile the model for the engine; None: on CUDA only, as prepare_reward_data.py does"""
     num_processes: int | None = None
     """processes of the row that has several, each with one thread; None: one a core; 1: without that row"""
 
@@ -141,9 +141,13 @@ def hugging_face_way(model: GPT) -> Callable[[], int] | None:
     return way
 
 
-def engine_way(model: GPT, group: int = GROUP, blocks: int | None = None, compile_it: bool = False):
+def engine_way(
+    model: GPT, group: int = GROUP, blocks: int | None = None, compiled: bool | None = None
+) -> Callable[[], int]:
     """The engine, with as many blocks in flight as it takes by default."""
-    completer = Completer(torch.compile(model, dynamic=True) if compile_it else model, model.config.block_size)
+    if compiled is None:
+        compiled = next(model.parameters()).is_cuda
+    completer = Completer(compile_model(model) if compiled else model, model.config.block_size)
     natural, crossovers, uniforms = make_job(model, blocks or max(1, completer.rows // group), group)
 
     def way() -> int:
@@ -181,10 +185,13 @@ def synchronise() -> None:
     """Wait for what a GPU still has to do."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    elif torch.backends.mps.is_available():
+        torch.mps.synchronize()
 
 
-def product_rate(device: torch.device, size: int = 1024, repetitions: int = 30) -> float:
-    """Floating-point operations a second of square matrix products."""
+def product_rate(device: torch.device, repetitions: int = 30) -> float:
+    """Floating-point operations a second of square matrix products, large enough not to be bound by their launches."""
+    size = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device, dtype=select_dtype("auto", device)) for _ in range(2))
     for _ in range(3):
         a @ b
@@ -207,7 +214,7 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
         seeds: seeds_way(model, 2 if name == "M" else 8),
         f"batch of {rows}, whole prefix again (nanoGPT)": batched_way(model, rows),
         f"{hugging_face}, batch of {HF_BATCH}": hugging_face_way(model),
-        engine: engine_way(model, compile_it=settings.compile),
+        engine: engine_way(model, compiled=settings.compile),
     }
     if pool is not None:
         ways[f"engine, {processes} processes of a thread"] = lambda: sum(
@@ -235,7 +242,8 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
     for title, tokens in medians.items():
         runs = " ".join(f"{value:,.0f}" for value in results[title])
         say(f"{title:<46} {tokens:>10,.0f} {tokens / medians[seeds]:>11.1f} {tokens / bound:>10.0%}   {runs}")
-    say(f"{'every matrix product at the measured rate':<46} {bound:>10,.0f} {bound / medians[seeds]:>11.1f} {1:>10.0%}")
+    title = f"every product at {statistics.median(products) / 1e9:,.0f} GFLOP/s"
+    say(f"{title:<46} {bound:>10,.0f} {bound / medians[seeds]:>11.1f} {1:>10.0%}")
     if name not in GOALS:
         return
     rivals = [tokens for title, tokens in medians.items() if title.startswith(hugging_face)]
@@ -251,7 +259,9 @@ def measure_headline(settings: GenerationSettings, device: torch.device) -> None
     """The seeds' headline job, or what it would take by the part that was written."""
     model = make_model(HEADLINE["shape"], device)
     blocks, group = settings.headline_blocks, HEADLINE["group"]
+    engine_way(model, group, min(blocks, 1), settings.compile)()  # the warm-up
     way = engine_way(model, group, blocks, settings.compile)
+    synchronise()
     start = time.perf_counter()
     tokens = way()
     synchronise()

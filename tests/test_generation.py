@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import generation
-from generation import Completer, Completions, KVCache, Sampling, complete, generate, sample_tokens
+from generation import Completer, Completions, KVCache, Sampling, compile_model, complete, generate, sample_tokens
 from model import GPT, GPTConfig
 from runtime import UserError, random_stream
 
@@ -252,20 +252,36 @@ def test_rows_follow_from_the_memory_allowed():
         Completer(model, N, kv_cache_mb=1)
 
 
-def test_one_compiled_program_serves_all_positions():
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_few_compiled_programs_serve_all_positions(position, monkeypatch):
     """What torch.compile would do again for every position would take longer than it saves."""
-    programs = []
+    programs, original = [], torch.compile
 
     def backend(graph, _inputs):
         programs.append(graph)
         return graph
 
-    model, natural, prefixes, uniforms = tiny_model(), blocks(6), lengths(6, 4), draws(6, 4, N)
-    plain = complete(model, natural, prefixes, uniforms, Sampling())
+    monkeypatch.setattr(torch, "compile", lambda model, **options: original(model, backend=backend, **options))
+    model = tiny_model(position)
     model.__class__ = GPT  # without RecordingGPT's note of logits
-    compiled = complete(torch.compile(model, backend=backend, dynamic=True), natural, prefixes, uniforms, Sampling())
-    assert torch.equal(compiled.ids, plain.ids)
-    assert 1 <= len(programs) <= 4  # the prefix; one row; one position; all others
+    compiled = compile_model(model)
+    for shape in ((6, 4), (3, 5), (1, 3)):
+        natural, prefixes, uniforms = blocks(shape[0]), lengths(*shape), draws(*shape, N)
+        plain = complete(model, natural, prefixes, uniforms, Sampling())
+        again = complete(compiled, natural, prefixes, uniforms, Sampling())
+        assert torch.equal(again.ids, plain.ids)
+    assert 1 <= len(programs) <= 6  # the prefixes; one position, several; one row, several
+
+
+def test_a_failure_to_compile_is_told(monkeypatch):
+    def backend(graph, _inputs):
+        raise FileNotFoundError("no compiler")
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **options: original(model, backend=backend, **options))
+    model = tiny_model()
+    with pytest.raises(UserError, match=r"torch.compile failed .*use --compile False"):
+        Completer(compile_model(model), N)(blocks(2), lengths(2, 2), draws(2, 2, N), Sampling())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
