@@ -167,12 +167,11 @@ def write_split(
     # As many tasks together as fit, but a few times over a split there is something to mark as finished.
     together = max(1, min(completer.rows // (size * G), -(-len(share) // 8)))
     last_flush = time.monotonic()
+    in_share = int(np.minimum((share + 1) * size, num_blocks).sum() - (share * size).sum())  # the last may be smaller
     with (
         RowWriter(staged, split, sizes, ranks.rank) as writer,
-        progress(len(share) * size, "Processing blocks") as bar,
+        progress(in_share, "Processing blocks") as bar,
     ):
-        if num_tasks - 1 in share:  # the last may be smaller
-            bar.total -= num_tasks * size - num_blocks
         todo = share[~done[share]]
         bar.update((len(share) - len(todo)) * size)
         for first in range(0, len(todo), together):
@@ -233,6 +232,8 @@ def main() -> None:
     staged = StagedFolder(config.output_dir)
     ranks.on_main(lambda: staged.claim(identity, config.overwrite))
 
+    if compiled:
+        say("The model is compiled first: a minute or more without progress")
     say(f"\nGenerating reward dataset with block_size={model.config.block_size}")
     say(f"Tokenization method: {tokenizer.method}")
     say(f"Vocab size: {tokenizer.vocab_size}")
