@@ -16,7 +16,7 @@ import torch
 
 from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import read_text
-from generation import Sampling, generate
+from generation import Sampling, compile_model, generate
 from run_log import say
 from runtime import UserError, autocast, check_writable, is_stage, run_main, select_device, select_dtype, write_text
 from settings import Problems, parse_settings
@@ -131,7 +131,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(settings.seed)
     idx = prompt[None].repeat(settings.num_samples, 1).to(device)  # (B, T)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
-    forward = torch.compile(model) if settings.compile else model
+    forward = compile_model(model) if settings.compile else model
     with autocast(device, dtype):
         rows = generate(forward, idx, settings.max_new_tokens, sampling, generator)
     texts = [tokenizer.decode(row.tolist()) for row in rows]

@@ -143,13 +143,14 @@ def hugging_face_way(model: GPT) -> Callable[[], int] | None:
     return way
 
 
-def engine_way(
-    model: GPT, group: int = GROUP, blocks: int | None = None, compiled: bool | None = None
-) -> Callable[[], int]:
+def compiled_if_asked(model: GPT, asked: bool | None) -> nn.Module:
+    """The model for the engine; None: compiled on CUDA only."""
+    return compile_model(model) if asked or (asked is None and next(model.parameters()).is_cuda) else model
+
+
+def engine_way(model: nn.Module, group: int = GROUP, blocks: int | None = None) -> Callable[[], int]:
     """The engine, with as many blocks in flight as it takes by default."""
-    if compiled is None:
-        compiled = next(model.parameters()).is_cuda
-    completer = Completer(compile_model(model) if compiled else model, model.config.block_size)
+    completer = Completer(model, model.config.block_size)
     natural, crossovers, uniforms = make_job(model, blocks or max(1, completer.rows // group), group)
 
     def way() -> int:
@@ -220,7 +221,7 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
         seeds: seeds_way(plain, 2 if name == "M" else 8),
         f"batch of {rows}, whole prefix again (nanoGPT)": batched_way(plain, rows),
         f"{hugging_face}, batch of {HF_BATCH}": hugging_face_way(model),
-        engine: engine_way(model, compiled=settings.compile),
+        engine: engine_way(compiled_if_asked(model, settings.compile)),
     }
     if pool is not None:
         ways[f"engine, {processes} processes of a thread"] = lambda: sum(
@@ -263,20 +264,15 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
 
 def measure_headline(settings: GenerationSettings, device: torch.device) -> None:
     """The seeds' headline job, or what it would take by the part that was written."""
-    model = make_model(HEADLINE["shape"], device)
+    model = compiled_if_asked(make_model(HEADLINE["shape"], device), settings.compile)
     blocks, group = settings.headline_blocks, HEADLINE["group"]
-    engine_way(model, group, min(blocks, 1), settings.compile)()  # the warm-up
-    way = engine_way(model, group, blocks, settings.compile)
-    synchronise()
-    start = time.perf_counter()
-    tokens = way()
-    synchronise()
-    seconds = time.perf_counter() - start
+    engine_way(model, group, 1)()  # the warm-up
+    tokens_per_second = rate(engine_way(model, group, blocks))
     # By tokens: the few crossovers drawn here may lie early or late. On the average half of a block is written.
-    whole = HEADLINE["blocks"] * group * model.config.block_size / 2 / (tokens / seconds)
+    whole = HEADLINE["blocks"] * group * model.config.block_size / 2 / tokens_per_second
     part = "all of it" if blocks == HEADLINE["blocks"] else f"{blocks} of its {HEADLINE['blocks']} blocks, extrapolated"
     say(f"\nThe headline job ({model.num_parameters() / 1e6:.2f}M parameters, block 1024, 19,500 samples): {part}")
-    say(f"{tokens / seconds:,.0f} tokens/s; the whole takes {whole:,.0f} s (the seeds' GPU: {HEADLINE['seconds']} s)")
+    say(f"{tokens_per_second:,.0f} tokens/s; the whole takes {whole:,.0f} s (the seeds' GPU: {HEADLINE['seconds']} s)")
 
 
 def main() -> None:
