@@ -202,13 +202,13 @@ class Runner:
         entry = self.ledger.stages.get(stage.name)
         if entry is not None and entry["options"] == told and stage.artefact.exists():
             return entry
-        say(f"\n##### {stage.name}: {stage.script}.py")
         script = ROOT / f"{stage.script}.py"
-        with interruption_tells(self.way_on):
+        with interruption_tells(self.way_on):  # from its first printed word on
+            say(f"\n##### {stage.name}: {script.name}")
             seconds = run_stage(
                 stage.name, [sys.executable, str(script), *stage.arguments(self.config_path, self.device)]
             )
-        self.ledger.finish(stage, seconds, {**stage.figures(), "options": told})
+            self.ledger.finish(stage, seconds, {**stage.figures(), "options": told})
         self.ran.append(stage.name)
         return self.ledger.stages[stage.name]
 
