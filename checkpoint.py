@@ -2,15 +2,16 @@
 
     python -c "import checkpoint; print(checkpoint.load_checkpoint('logs/model_checkpoint.pt')['config'])"
 
-Floor 3. A checkpoint is a dict: `model` (state dict), `config` (GPTConfig), `tokenization` (enough to rebuild the
-tokenizer), `data` (hashes of the tokens it was trained with) and `training` (settings and figures of the run).
-It is read with torch.load(weights_only=True): nothing in a checkpoint is executed.
+Floor 4. A checkpoint is a dict: `model` (state dict), `config` (GPTConfig), `tokenization` (enough to rebuild the
+tokenizer), `data` (hashes of the tokens it was trained with) and `training` (settings and figures of the run); for a
+likelihood reward model also `generator_config` (GPTConfig) and `sampling` (temperature, top_k, top_p). It is read with
+torch.load(weights_only=True): nothing in a checkpoint is executed.
 """
 
 import pickle
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from generation import Sampling
 from model import GPT, GPTConfig
+from reward_model import LikelihoodRewardModel, make_reward_model
 from runtime import UserError, atomic_path, hash_tokens, warn
 from tokenization_manager import TokenizationManager
 
@@ -51,6 +54,8 @@ def save_checkpoint(
         "data": data,
         "training": dict(training),
     }
+    if isinstance(model, LikelihoodRewardModel):
+        contents |= {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}
     save_state(path, contents)
 
 
@@ -112,9 +117,11 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"ERROR: {path} has format_version {_shown(version)}; this program reads version {FORMAT_VERSION}"
         )
-    contents = {"tokenization": None, "data": None, "training": None, **contents}
+    absent = dict.fromkeys(("tokenization", "data", "training", "generator_config", "sampling"))
+    contents = {**absent, **contents}
     contents["config"] = _checked_config(path, contents["config"], len(contents["model"]))
-    _check_weights(path, contents["model"], contents["config"])
+    _check_likelihood_parts(path, contents)
+    _check_weights(path, contents)
     _check_records(path, contents)
     return contents
 
@@ -178,9 +185,33 @@ def _check_records(path: str | Path, contents: Mapping[str, Any]) -> None:
             raise UserError(f"ERROR: {path}: {str(error).removeprefix('ERROR: ')}") from None
 
 
-def _check_weights(path: str | Path, state: dict[str, torch.Tensor], config: GPTConfig) -> None:
-    with torch.device("meta"):
-        expected = GPT(config).state_dict()
+def _check_likelihood_parts(path: str | Path, contents: dict[str, Any]) -> None:
+    """Check `generator_config` and `sampling` where the config has a likelihood head; None, both, elsewhere."""
+    config, generator_config = contents["config"], contents["generator_config"]
+    if config.mode != "reward" or config.reward_head_type != "likelihood":
+        contents |= {"generator_config": None, "sampling": None}
+        return
+    if not isinstance(generator_config, GPTConfig):
+        raise UserError(f"ERROR: {path}: a likelihood reward model needs the 'generator_config' of its generator")
+    contents["generator_config"] = _checked_config(path, generator_config, len(contents["model"]))
+    try:
+        contents["sampling"] = Sampling(**(contents["sampling"] or {}))
+    except (TypeError, UserError):
+        raise UserError(f"ERROR: {path}: 'sampling' is impossible: {_shown(contents['sampling'])}") from None
+
+
+def _new_model(contents: Mapping[str, Any]) -> GPT | LikelihoodRewardModel:
+    """The model that a checked checkpoint describes, its weights new."""
+    return make_reward_model(contents["config"], contents["generator_config"], contents["sampling"])
+
+
+def _check_weights(path: str | Path, contents: Mapping[str, Any]) -> None:
+    state, config = contents["model"], contents["config"]
+    try:
+        with torch.device("meta"):
+            expected = _new_model(contents).state_dict()
+    except UserError as error:
+        raise UserError(f"ERROR: {path}: {str(error).removeprefix('ERROR: ')}") from None
     missing, unknown = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
     if missing or unknown:
         first = f"{missing[0]!r} is missing" if missing else f"{unknown[0]!r} is unknown"
@@ -196,19 +227,22 @@ def _check_weights(path: str | Path, state: dict[str, torch.Tensor], config: GPT
             raise UserError(f"ERROR: {path}: {name} holds NaN or infinite values; take an earlier checkpoint")
 
 
-def build_model(contents: Mapping[str, Any], mode: str, path: str | Path, device: torch.device | str = "cpu") -> GPT:
+def build_model(
+    contents: Mapping[str, Any], mode: str, path: str | Path, device: torch.device | str = "cpu"
+) -> GPT | LikelihoodRewardModel:
     """The model of a loaded checkpoint in evaluation mode.
 
-    A generator's checkpoint also gives a reward model: its trunk, under a head that is new. A reward model's checkpoint
-    gives no generator: UserError.
+    A generator's checkpoint also gives a reward model: its trunk, under a head that is new ('last' or 'position', as
+    its config's reward_head_type says). A reward model's checkpoint gives no generator: UserError.
     """
     config = contents["config"]
     if mode == "generator" and config.mode != "generator":
         raise UserError(f"ERROR: {path} holds a {config.mode} model, but a generator is needed here")
-    model = GPT(replace(config, mode=mode))
     if mode == config.mode:
+        model = _new_model(contents)
         model.load_state_dict(contents["model"])
     else:
+        model = GPT(replace(config, mode=mode))
         missing, unexpected = model.load_state_dict(contents["model"], strict=False)
         assert all(name.startswith(HEADS) for name in missing + unexpected)
     return model.to(device).eval()

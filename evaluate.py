@@ -2,7 +2,7 @@
 
     python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare
 
-Floor 4. In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table, and JSON with --output_path.
+Floor 5. In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table, and JSON with --output_path.
 """
 
 from collections.abc import Iterable

@@ -8,14 +8,17 @@ Shapes: B batch, T positions, C = n_embd channels, H = n_head, D = C / H, V = vo
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import generation
+from objectives import crossover_log_posterior, natural_probabilities, probability_pair
 from runtime import UserError
+
+REWARD_HEADS = ("last", "position", "likelihood")
 
 
 @dataclass
@@ -33,6 +36,7 @@ class GPTConfig:
     reward_head_hidden_dim: int = 256
     position: str = "rope"  # 'rope' (inside attention) or 'learned' (transformer.wpe: nanoGPT, GPT-2)
     num_tokens: int | None = None  # ids that the tokenizer uses; the others are padding. None: see num_real_tokens
+    reward_head_type: str = "last"  # 'last' or 'position' (here), 'likelihood' (reward_model.LikelihoodRewardModel)
 
     @property
     def num_real_tokens(self) -> int:
@@ -59,6 +63,8 @@ class GPTConfig:
             return f"mode={self.mode!r}: mode must be 'generator' or 'reward'"
         if self.position not in ("rope", "learned"):
             return f"position={self.position!r}: must be 'rope' or 'learned'"
+        if self.reward_head_type not in REWARD_HEADS:
+            return f"reward_head_type={self.reward_head_type!r}: must be one of {', '.join(REWARD_HEADS)}"
         if self.num_tokens is not None and self.num_tokens > self.vocab_size:
             return f"num_tokens={self.num_tokens}: must be <= vocab_size={self.vocab_size}"
         return None
@@ -153,6 +159,8 @@ class GPT(nn.Module):
         super().__init__()
         if problem := config.problem():
             raise UserError(problem)
+        if config.mode == "reward" and config.reward_head_type == "likelihood":
+            raise UserError("a likelihood head stands on two models: make a reward_model.LikelihoodRewardModel")
         self.config = config
         self.transformer = nn.ModuleDict(
             {
@@ -171,12 +179,7 @@ class GPT(nn.Module):
             self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
             self.transformer.wte.weight = self.lm_head.weight
         else:
-            self.reward_head = nn.Sequential(
-                nn.Linear(config.n_embd, config.reward_head_hidden_dim),
-                nn.ReLU(),
-                nn.Linear(config.reward_head_hidden_dim, 2),  # scores of [natural, synthetic]
-                nn.Softmax(dim=-1),
-            )
+            self.reward_head = make_reward_head(config)
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -242,14 +245,38 @@ class GPT(nn.Module):
         position, without; the loss is the mean cross-entropy in nats. Reward: probabilities (B, 2) are
         [P(natural), P(synthetic)]; targets (B, 2) float; the loss is their mean squared error.
         """
-        x = self.trunk(idx, kv_cache)
         if self.config.mode == "reward":
-            probabilities = self.reward_head(x[:, -1])  # (B, 2)
+            if self.config.reward_head_type == "last":
+                probabilities = self.reward_head(self.trunk(idx)[:, -1])  # (B, 2)
+            else:
+                probabilities = probability_pair(self.token_probabilities(idx).mean(1))
             return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
+        x = self.trunk(idx, kv_cache)
         if targets is None:
             return self.logits(x[:, [-1]]), None
         logits = self.logits(x)
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
+
+    def evidence(self, idx: Tensor) -> Tensor:
+        """Every token's evidence (B, T) of being natural, of position heads: see objectives.crossover_log_posterior."""
+        if (self.config.mode, self.config.reward_head_type) != ("reward", "position"):
+            kind = f"a {self.config.mode} model with reward_head_type={self.config.reward_head_type!r}"
+            raise UserError(f"{kind} tells nothing of single tokens: use a 'position' or a 'likelihood' head")
+        return self.reward_head(self.trunk(idx)).squeeze(-1)
+
+    def token_probabilities(self, idx: Tensor) -> Tensor:
+        """P(token t is natural) (B, T) of token ids (B, T), in the light of the whole sequence; for position heads."""
+        return natural_probabilities(crossover_log_posterior(self.evidence(idx)))
+
+    def crop_block_size(self, block_size: int) -> None:
+        """Let the model take sequences of at most `block_size` tokens, fewer than before."""
+        if block_size > self.config.block_size:
+            raise UserError(f"a model of block_size {self.config.block_size} cannot read {block_size} tokens")
+        self.config = replace(self.config, block_size=block_size)
+        if self.config.position == "learned":
+            self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size])
+        else:
+            self.rotation = self.rotation[:, :block_size]
 
     def generate(
         self,
@@ -264,6 +291,15 @@ class GPT(nn.Module):
         if self.config.mode != "generator":
             raise UserError("a reward model cannot generate: load the checkpoint of a generator")
         return generation.generate(self, idx, max_new_tokens, generation.Sampling(temperature, top_k, top_p), generator)
+
+
+def make_reward_head(config: GPTConfig) -> nn.Sequential:
+    """The layers of a head: 'last' gives probabilities (B, 2) of hidden states (B, C), 'position' evidence (..., 1)."""
+    hidden = [nn.Linear(config.n_embd, config.reward_head_hidden_dim), nn.ReLU()]
+    if config.reward_head_type == "position":
+        return nn.Sequential(*hidden, nn.Linear(config.reward_head_hidden_dim, 1))
+    # scores of [natural, synthetic]
+    return nn.Sequential(*hidden, nn.Linear(config.reward_head_hidden_dim, 2), nn.Softmax(dim=-1))
 
 
 def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Formulas of the three trainings: log-probabilities, reward losses and skill, advantages, KL, policy losses.
+"""Formulas of the three trainings: log-probabilities, the posterior over K, reward losses, advantages, policy losses.
 
     python -c "import torch, objectives; print(objectives.group_advantages(torch.tensor([0.9, 0.1, 0.3, 0.4]), 2))"
 
@@ -12,7 +12,6 @@ token mean over a batch. Normalisers are those of TRL's GRPO trainer.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,11 @@ from runtime import UserError
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 # Beyond this many nats a difference of log-probabilities of sampled tokens is a fault, not information: e^20 = 5e8.
 MAX_EXPONENT = 20.0
+# A token is never taken for more than e^10 = 22,026 times likelier under one model than under another: beyond it models
+# err, and where top-k or top-p kept a generator from a token the ratio would be infinite.
+MAX_LOG_RATIO = 10.0
 # A log-probability no token comes near; stands in for -inf, which times a probability of 0 would be NaN.
 LOWEST_LOGIT = -1e9
-# Resampling B blocks shows their variance short by a share of 1/B: below this many an interval would be too narrow.
-MIN_BLOCKS = 10
 
 
 def _choose(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -88,7 +88,7 @@ def perplexity(loss: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# reward model: losses and skill
+# reward model: the posterior over the crossover, and losses
 
 
 def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
@@ -104,108 +104,66 @@ def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
     return F.cross_entropy(scores, targets)
 
 
-def _pair(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as float64 vectors of one length: (n,) against (n, 1) would broadcast into nonsense."""
-    prediction, target = (torch.as_tensor(x).detach().double() for x in (prediction, target))
-    if prediction.shape != target.shape or prediction.dim() != 1 or len(target) == 0:
-        shapes = f"{tuple(prediction.shape)} and {tuple(target.shape)}"
-        raise UserError(f"ERROR: predictions and targets have shapes {shapes}: both must be (n,) with n >= 1")
-    return prediction, target
+def crossover_log_posterior(evidence: Tensor) -> Tensor:
+    """log P(K = k | x), (B, max(T - 1, 1)) for k = 1, 2, ..., from the tokens' evidence (B, T) of being natural.
 
-
-def r_squared(prediction: Tensor, target: Tensor) -> float:
-    """R^2 of predictions (n,) of targets (n,): 1 - squared error / squared error of the targets' mean.
-
-    1 is perfect, 0 is as good as the best constant, below 0 is worse. NaN (undefined) where all targets are equal.
+    Evidence is the log of a likelihood ratio, natural over written, given the tokens before; K is uniform beforehand.
+    Of the product over the tokens t = 0 .. K-1 the first is in every k's, and the last in none: neither counts.
     """
-    prediction, target = _pair(prediction, target)
-    if target.min() == target.max():
-        return math.nan
-    return float(1 - (prediction - target).square().sum() / (target - target.mean()).square().sum())
+    return F.pad(_at_least_float32(evidence)[:, 1:-1].cumsum(1), (1, 0)).log_softmax(1)
 
 
-def bootstrap_r_squared(
-    prediction: Tensor, target: Tensor, blocks: Tensor, seed: int, num_resamples: int = 1000, level: float = 0.95
-) -> tuple[float, float] | tuple[None, None]:
-    """Percentile interval (low, high) of R^2 when whole blocks are drawn anew, with replacement.
+def natural_probabilities(log_posterior: Tensor) -> Tensor:
+    """P(token t is natural) = P(K > t | x), (B, T), from `crossover_log_posterior`; their mean over t is E[K] / T.
 
-    prediction, target (n,); blocks (n,) says which natural block each row is from. Rows of one block share their text,
-    so that only blocks are independent. (None, None), no interval, where there are fewer than MIN_BLOCKS blocks, or R^2
-    is undefined (equal targets) in more draws than a tail of the interval holds.
+    1 at the first token; 0 at the last of several, for K is at most T - 1.
     """
-    prediction, target = _pair(prediction, target)
-    ids, block = torch.as_tensor(blocks).unique(return_inverse=True)
-    if len(ids) < MIN_BLOCKS:
-        return None, None
-    centred = target - target.mean()  # the sums of squares below keep their digits
-    per_row = torch.stack([torch.ones_like(target), centred, centred**2, (prediction - target) ** 2], 1)
-    sums = torch.zeros(len(ids), 4, dtype=torch.float64).index_add(0, block, per_row)
-    generator = torch.Generator().manual_seed(seed)
-    picks = (torch.randint(len(ids), (len(ids),), generator=generator) for _ in range(num_resamples))
-    count, first, second, error = torch.stack([sums[pick].sum(0) for pick in picks]).unbind(1)  # (num_resamples,)
-    spread = second - first**2 / count
-    figures = torch.where(spread > 1e-12, 1 - error / spread, math.nan)
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    if figures.isnan().double().mean() > tails[0]:
-        return None, None
-    low, high = figures.nanquantile(tails).tolist()
-    return low, high
+    at_least = log_posterior.exp().flip(1).cumsum(1).flip(1).clamp(max=1.0)  # (B, T - 1): P(K >= k)
+    return at_least if log_posterior.size(1) == 1 else F.pad(at_least, (0, 1))
 
 
-def better_than_constant(r2_low: float | None) -> bool:
-    """Whether an R^2 interval's lower end shows that predictions beat the best constant; no interval shows nothing."""
-    return r2_low is not None and r2_low > 0
+def natural_share(evidence: Tensor) -> Tensor:
+    """E[K] / T (B,), the expected share of natural tokens, from evidence (B, T)."""
+    return natural_probabilities(crossover_log_posterior(evidence)).mean(1)
 
 
-def format_r_squared(r2: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
-    """R^2 and its interval for people: `0.123 (0.100 to 0.146)`, or what there is of it."""
-    figure = "undefined" if r2 is None else f"{r2:.{digits}f}"
-    return f"{figure} (no interval)" if low is None else f"{figure} ({low:.{digits}f} to {high:.{digits}f})"
+def probability_pair(natural: Tensor) -> Tensor:
+    """[P(natural), P(synthetic)] (B, 2) from P(natural) (B,)."""
+    return torch.stack((natural, 1 - natural), -1)
 
 
-def mean_absolute_error(prediction: Tensor, target: Tensor) -> float:
-    """Mean |prediction - target| of two vectors (n,)."""
-    prediction, target = _pair(prediction, target)
-    return float((prediction - target).abs().mean())
+def crossover_loss(evidence: Tensor, targets: Tensor, loss: str = "nll") -> Tensor:
+    """Loss () of a reward model that tells evidence (B, T), from its targets (B, 2), rows [K/T, (T-K)/T].
 
-
-@dataclass(frozen=True)
-class CalibrationBin:
-    """The predictions in [lower, upper), or [lower, 1] in the last bin: how many, their mean, their targets' mean."""
-
-    lower: float
-    upper: float
-    count: int
-    mean_prediction: float
-    mean_target: float
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """A reliability table (bins without predictions left out) and its expected calibration error."""
-
-    bins: list[CalibrationBin]
-    expected_error: float
-
-
-def calibration(prediction: Tensor, target: Tensor, num_bins: int = 10) -> Calibration:
-    """Reliability table of predicted P(natural) (n,) in [0, 1] against the true K/N (n,), in bins of equal width.
-
-    The expected calibration error is the bins' |mean prediction - mean target|, weighted by their counts (Guo et al.,
-    "On Calibration of Modern Neural Networks", arXiv 1706.04599, equation 3, with means of K/N for accuracies).
+    'mse' and 'cross_entropy': as `reward_loss`, of [E[K]/T, 1 - E[K]/T]. 'nll': -log P(K | x), mean over B. 'token':
+    T - 2 labels a sequence, -log P(K > t | x) of natural and -log P(K <= t | x) of written tokens t = 1 .. T - 2, mean
+    over all. For the last two a K of T counts as T - 1, and of 0 as 1: the posterior knows no others.
     """
-    prediction, target = _pair(prediction, target)
-    if not bool(((prediction >= 0) & (prediction <= 1)).all()):
-        raise UserError("ERROR: calibration needs predictions that are probabilities, in [0, 1]")
-    bin_of = (prediction * num_bins).long().clamp(max=num_bins - 1)
-    bins = []
-    for index in range(num_bins):
-        inside = bin_of == index
-        if inside.any():
-            means = float(prediction[inside].mean()), float(target[inside].mean())
-            bins.append(CalibrationBin(index / num_bins, (index + 1) / num_bins, int(inside.sum()), *means))
-    error = sum(b.count * abs(b.mean_prediction - b.mean_target) for b in bins) / len(prediction)
-    return Calibration(bins, error)
+    _choose("loss", loss, ("mse", "cross_entropy", "token", "nll"))
+    if loss in ("mse", "cross_entropy"):
+        share = natural_share(evidence)
+        return reward_loss(probability_pair(share).clamp(min=torch.finfo(share.dtype).tiny).log(), targets, loss)
+    T, log_posterior = evidence.size(1), crossover_log_posterior(evidence)
+    crossovers = (targets[:, 0] * T).round().long().clamp(1, max(T - 1, 1))  # (B,)
+    if loss == "nll":
+        return F.nll_loss(log_posterior, crossovers - 1)
+    log_written = log_posterior[:, :-1].logcumsumexp(1)  # (B, T - 2): log P(K <= t), t = 1 .. T - 2
+    log_natural = log_posterior.flip(1)[:, :-1].logcumsumexp(1).flip(1)  # (B, T - 2): log P(K > t)
+    positions = torch.arange(1, T - 1, device=evidence.device)
+    return -torch.where(positions < crossovers[:, None], log_natural, log_written).mean()
+
+
+def mixture_loss(log_ratios: Tensor) -> float:
+    """min over w in [0, 1] of the mean of -log(w p/q + 1 - w) in nats, from log p - log q (n,) of natural tokens.
+
+    How much less the best mixture of p and q loses on natural text than q does, with a minus sign: 0 or below.
+    """
+    excess = log_ratios.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()  # p/q - 1
+    low, high = 0.0, 1.0
+    for _ in range(30):  # the mean is concave in w: its slope changes sign once
+        middle = (low + high) / 2
+        low, high = (middle, high) if (excess / (1 + middle * excess)).mean() > 0 else (low, middle)
+    return -(low * excess).log1p().mean().item()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     python prepare_reward_data.py --model_path logs/model_checkpoint.pt --data_path data/shakespeare/input.txt
 
-Floor 4. In: a generator's checkpoint and a corpus (text, or train.bin and val.bin). Out, in output_dir: for each split
+Floor 5. In: a generator's checkpoint and a corpus (text, or train.bin and val.bin). Out, in output_dir: for each split
 x.bin (uint16, samples x block_size), y.bin (float32, samples x 2), metadata.txt, under their final name when whole.
 Every sample depends on (seed, split, block, sample) alone, so an interrupted run goes on and ends in the same bytes.
 """

@@ -2,12 +2,14 @@
 
     python run_cycles.py --config config/shakespeare_char_cpu.py
 
-Floor 5. Starts the scripts of floor 4 one after the other, each in a process of its own. Out, in out_dir:
-base_model_v1.pt, then for every cycle n reward_data_vn/, reward_model_vn.pt and base_model_v(n+1).pt; and cycles.json.
+Floor 6. Starts the scripts of floor 5 one after the other, each in a process of its own. Out, in out_dir:
+base_model_v1.pt, then for every cycle n reward_data_vn/, reward_model_vn.pt, gate_vn.json (does it see?) and
+base_model_v(n+1).pt; and cycles.json.
 An interrupted run goes on at the stage where it stopped; a finished one says so.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +22,12 @@ from typing import Any
 from checkpoint import data_record, load_checkpoint
 from data_loader import dataset_folder, open_token_file
 from evaluate import EvaluateSettings
-from objectives import better_than_constant, format_r_squared
 from reward_data_config import MAX_VOCAB_SIZE, RewardDataConfig
 from run_log import say
 from runtime import (
     STAGE_VARIABLE,
     UserError,
+    atomic_path,
     check_writable,
     interruption_tells,
     read_json,
@@ -35,10 +37,11 @@ from runtime import (
 )
 from sample import SampleSettings, encode_start
 from settings import Problems, parse_settings, split_config
+from skill import better_than_constant, format_r_squared
 from tokenization_manager import TokenizationManager
 from train import TrainSettings
 from train_grpo import GRPOSettings
-from train_reward_model import RewardModelSettings
+from train_reward_model import DEFAULT_LM_ITERS, RewardModelSettings
 
 ROOT = Path(__file__).resolve().parent
 LEDGER_VERSION = 2
@@ -64,6 +67,8 @@ class CycleSettings:
     """folder of the corpus: a path, or a name below data/ (made by its prepare.py where it is missing)"""
     num_cycles: int = 2
     """cycles after the first base model"""
+    reward_attempts: int = 2
+    """tries at a reward model that sees, each on twice the data and training of the one before"""
     perplexity_patience: int | None = None
     """end after this many cycles without a lower perplexity; None: do all cycles"""
     sample_tokens: int = 400
@@ -76,7 +81,8 @@ class CycleSettings:
     def problems(self) -> Problems:
         """What is wrong with the settings."""
         problems = Problems()
-        problems.check_range(self, "num_cycles", "perplexity_patience", "sample_tokens", minimum=1)
+        problems.check_range(self, "num_cycles", "reward_attempts", minimum=1)
+        problems.check_range(self, "perplexity_patience", "sample_tokens", minimum=1)
         if obstacle := check_writable(self.out_dir):
             problems.require(False, obstacle, "Choose a folder you may write to with --out_dir")
         return problems
@@ -182,6 +188,11 @@ class Ledger:
         self.contents["settings"][stage.script] = self.settings[stage.script]
         write_json(self.path, self.contents)
 
+    def carry_on(self, name: str, reason: str) -> None:
+        """Note a base model that is the one before, and why."""
+        self.stages[name] = {"seconds": 0.0, "carried_on": reason}
+        write_json(self.path, self.contents)
+
     def conclude(self, outcome: str) -> None:
         """Note why the run ended."""
         self.contents["outcome"] = outcome
@@ -262,7 +273,8 @@ def main() -> None:
     folder = dataset_folder(settings.dataset)
     first_of_each = [
         train_stage(folder, out),
-        *cycle_stages(1, folder, out),
+        *reward_stages(1, folder, out),
+        policy_stage(1, folder, out, reward_model(out, 1)),
         perplexity_stage(1, folder, out),
         sample_stage(1, settings, out),
     ]
@@ -277,9 +289,15 @@ def main() -> None:
     perplexities = [measure_perplexity(runner, 1, folder, out)]  # of version 1, 2, ...
     outcome = f"all {settings.num_cycles} cycles done"
     for cycle in range(1, settings.num_cycles + 1):
-        for stage in cycle_stages(cycle, folder, out):
-            runner.run(stage)
+        judge, verdict = find_judge(runner, cycle, settings.reward_attempts, folder, out)
+        if judge is None:
+            carry_on(ledger, cycle, verdict, out)
+        else:
+            runner.run(policy_stage(cycle, folder, out, judge))
         perplexities.append(measure_perplexity(runner, cycle + 1, folder, out))
+        if judge is None:
+            outcome = f"ended in cycle {cycle} without GRPO: {verdict}; base model {cycle} is carried on"
+            break
         since_best = len(perplexities) - 1 - perplexities.index(min(perplexities))
         if settings.perplexity_patience is not None and since_best >= settings.perplexity_patience:
             outcome = f"ended after cycle {cycle}: perplexity has not fallen for {since_best} cycle(s)"
@@ -316,36 +334,100 @@ def train_stage(folder: Path, out: Path) -> Stage:
     return Stage(model.stem, "train", model, {}, options, lambda: trained(model, "val_loss"))
 
 
-def cycle_stages(cycle: int, folder: Path, out: Path) -> list[Stage]:
-    """One cycle: reward data, reward model, GRPO, from one base model to the next."""
-    model, next_model = base_model(out, cycle), base_model(out, cycle + 1)
-    reward_data, reward_model = out / f"reward_data_v{cycle}", out / f"reward_model_v{cycle}.pt"
-    names = ("steps", "stop_reason", "first_reward", "last_reward", "kl_start", "val_loss")
+def reward_model(out: Path, cycle: int, attempt: int = 1) -> Path:
+    return out / f"reward_model_v{cycle}{attempt_suffix(attempt)}.pt"
+
+
+def attempt_suffix(attempt: int) -> str:
+    """The first attempt's files have the plain names."""
+    return "" if attempt == 1 else f"_try{attempt}"
+
+
+def reward_stages(
+    cycle: int, folder: Path, out: Path, attempt: int = 1, more: dict[str, dict[str, Any]] | None = None
+) -> list[Stage]:
+    """An attempt at a reward model: its data, its training, and its test on the policy. `more`: options by script."""
+    model, judge = base_model(out, cycle), reward_model(out, cycle, attempt)
+    reward_data = out / f"reward_data_v{cycle}{attempt_suffix(attempt)}"
+    gate = out / f"gate_v{cycle}{attempt_suffix(attempt)}.json"
+    more = more or {}
     return [
         Stage(
             reward_data.name,
             "prepare_reward_data",
             reward_data,
             {"model_path": model, "train_bin": folder / "train.bin", "val_bin": folder / "val.bin"},
-            {"input_mode": "binary", "output_dir": reward_data},
+            {"input_mode": "binary", "output_dir": reward_data, **more.get("prepare_reward_data", {})},
         ),
         Stage(
-            reward_model.stem,
+            judge.stem,
             "train_reward_model",
-            reward_model,
+            judge,
             {"base_model_path": model, "data_dir": reward_data},
-            {"output_path": reward_model},
-            lambda: trained(reward_model, "skill"),
+            {"output_path": judge, **more.get("train_reward_model", {})},
+            lambda: trained(judge, "skill"),
         ),
         Stage(
-            next_model.stem,
+            gate.stem,
             "train_grpo",
-            next_model,
-            {"base_model_path": model, "reward_model_path": reward_model},
-            {"output_path": next_model, "dataset": folder},
-            lambda: trained(next_model, *names),
+            gate,
+            {"base_model_path": model, "reward_model_path": judge},
+            {"dataset": folder, "gate_path": gate},
+            lambda: read_json(gate),
         ),
     ]
+
+
+def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
+    """GRPO, from one base model to the next."""
+    next_model = base_model(out, cycle + 1)
+    names = ("steps", "stop_reason", "first_reward", "last_reward", "kl_start", "val_loss")
+    return Stage(
+        next_model.stem,
+        "train_grpo",
+        next_model,
+        {"base_model_path": base_model(out, cycle), "reward_model_path": judge},
+        {"output_path": next_model, "dataset": folder},
+        lambda: trained(next_model, *names),
+    )
+
+
+def find_judge(runner: Runner, cycle: int, attempts: int, folder: Path, out: Path) -> tuple[Path | None, str]:
+    """A reward model that sees the policy's text, or None after so many attempts; and what the last one's test said."""
+    own = runner.ledger.settings
+    for attempt in range(1, attempts + 1):
+        stages = reward_stages(cycle, folder, out, attempt, larger(own, 2 ** (attempt - 1)))
+        *_, gate = [runner.run(stage) for stage in stages]
+        r2 = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"], digits=3)
+        verdict = f"the reward model was not shown to see, R2 {r2} on the policy's text in attempt {attempt}"
+        if better_than_constant(gate["r2_low"]) or own["train_grpo"]["allow_blind_reward"]:
+            return reward_model(out, cycle, attempt), verdict
+        say(f"\nAttempt {attempt} of {attempts}: {verdict}")
+    return None, verdict
+
+
+def larger(own: dict[str, dict[str, Any]], factor: int) -> dict[str, dict[str, Any]]:
+    """Options by script for `factor` times the data and the training on natural text, and an unfrozen trunk."""
+    if factor == 1:
+        return {}
+    data, model = own["prepare_reward_data"], own["train_reward_model"]
+    amount = "samples_per_chunk" if data["max_blocks"] is None else "max_blocks"
+    if model["head"] == "likelihood":
+        num_lm_iters = RewardModelSettings(trunk=model["trunk"], lm_iters=model["lm_iters"]).num_lm_iters
+        training = {"lm_iters": (num_lm_iters or DEFAULT_LM_ITERS) * factor}
+    else:
+        training = {"unfreeze_layers": -1}
+    return {"prepare_reward_data": {amount: data[amount] * factor}, "train_reward_model": training}
+
+
+def carry_on(ledger: Ledger, cycle: int, reason: str, out: Path) -> None:
+    """Give the base model, unchanged, its next name."""
+    model, next_model = base_model(out, cycle), base_model(out, cycle + 1)
+    if next_model.stem in ledger.stages and next_model.is_file():
+        return
+    with atomic_path(next_model) as partial:
+        shutil.copyfile(model, partial)
+    ledger.carry_on(next_model.stem, reason)
 
 
 def perplexity_stage(version: int, folder: Path, out: Path) -> Stage:
@@ -388,7 +470,7 @@ def measure_perplexity(runner: Runner, version: int, folder: Path, out: Path) ->
 
 def cycle_table(ledger: Ledger, num_cycles: int) -> str:
     """What every cycle did, as a table."""
-    stages = ledger.stages
+    stages, blind = ledger.stages, []
 
     def perplexity(version: int) -> float:
         return stages[f"perplexity_base_model_v{version}"]["perplexity"]
@@ -401,18 +483,26 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
         f"{stages['base_model_v1']['seconds']:7.0f}",
     ]
     for cycle in range(1, num_cycles + 1):
-        policy, name = stages[f"base_model_v{cycle + 1}"], f"base_model_v{cycle + 1}"
-        skill = stages[f"reward_model_v{cycle}"]["skill"]
-        names = (f"reward_data_v{cycle}", f"reward_model_v{cycle}", name)
-        seconds = sum(stages[stage]["seconds"] for stage in names)
-        r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
-        rewards = f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}"
-        lines.append(
-            f"{cycle:>5}  {name:<14} {perplexity(cycle + 1):10.4f}  {r2:<24} {rewards:<21} "
-            f"{policy['kl_start']:6.3f}  {seconds:7.0f}  {policy['stop_reason']}"
+        name = f"base_model_v{cycle + 1}"
+        policy = stages[name]
+        judges = [stage for stage in stages if stage.partition("_try")[0] == f"reward_model_v{cycle}"]
+        seconds = policy["seconds"] + sum(
+            entry["seconds"]
+            for stage, entry in stages.items()
+            if stage.partition("_try")[0] in {f"{kind}_v{cycle}" for kind in ("reward_data", "reward_model", "gate")}
         )
-    lows = {cycle: stages[f"reward_model_v{cycle}"]["skill"]["r2_low"] for cycle in range(1, num_cycles + 1)}
-    blind = [cycle for cycle, low in lows.items() if not better_than_constant(low)]
+        skill = stages[judges[-1]]["skill"]  # of the last attempt
+        r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
+        rewards, kl, reason = "", "", "not started: the reward model is blind"
+        if "carried_on" not in policy:
+            rewards = f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}"
+            kl, reason = f"{policy['kl_start']:.3f}", policy["stop_reason"]
+            if not better_than_constant(skill["r2_low"]):
+                blind.append(cycle)
+        lines.append(
+            f"{cycle:>5}  {name:<14} {perplexity(cycle + 1):10.4f}  {r2:<24} {rewards:<21} {kl:>6}  {seconds:7.0f}  "
+            f"{reason}"
+        )
     if blind:
         lines.append(
             f"In cycle {', '.join(map(str, blind))} the reward model was not shown to be better than a constant: "

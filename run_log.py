@@ -96,15 +96,18 @@ class RunLog:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
 
-    def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
-        """Append the record of a step and, unless `quiet`, print its line. Values are what JSON has."""
+    def log(self, step: int, quiet: bool = False, unit: str | None = None, **metrics: Any) -> None:
+        """Append the record of a step and, unless `quiet`, print its line. Values are what JSON has.
+
+        `unit` is what this line calls a step, where that is not what the others do.
+        """
         record = {"step": step, "seconds": round(time.monotonic() - self._start, 3), **metrics}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._tracker is not None:
             self._tracker(record)
         if not quiet:
-            say(f"{self._unit} {step} | " + format_metrics(metrics))
+            say(f"{unit or self._unit} {step} | " + format_metrics(metrics))
 
 
 def wandb_tracker(project: str, run_name: str, settings: dict[str, Any]) -> Callable[[dict[str, Any]], None]:

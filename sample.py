@@ -2,7 +2,7 @@
 
     python sample.py --checkpoint_path logs/model_checkpoint.pt --start "ROMEO:" --num_samples 2
 
-Floor 4. In: a generator's checkpoint, with its tokenizer in it; for one from elsewhere, nanoGPT's for instance,
+Floor 5. In: a generator's checkpoint, with its tokenizer in it; for one from elsewhere, nanoGPT's for instance,
 --tokenization or --meta_path names the tokenizer. Out: text, and a file of it with --output_path.
 """
 

@@ -2,7 +2,7 @@
 
     python train.py --config config/train_shakespeare.py
 
-Floor 4. In: train.bin and val.bin (made by data/NAME/prepare.py; characters also need meta.pkl). Out, in out_dir: the
+Floor 5. In: train.bin and val.bin (made by data/NAME/prepare.py; characters also need meta.pkl). Out, in out_dir: the
 best model (checkpoint_name), the state from which `--init_from resume` goes on, and one JSON record a step.
 Option names are nanoGPT's.
 """

@@ -2,7 +2,7 @@
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
-Floor 4. In: a generator, a reward model, and natural text for prompts. Out: the improved generator and one JSON record
+Floor 5. In: a generator, a reward model, and natural text for prompts. Out: the improved generator and one JSON record
 a step. Group Relative Policy Optimization: Shao et al. 2024, arXiv:2402.03300.
 
 Shapes: P prompts, G completions each, R = P * G rows, N positions.
@@ -11,7 +11,7 @@ Shapes: P prompts, G completions each, R = P * G rows, N positions.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,12 +38,14 @@ from objectives import (
     token_log_probs,
 )
 from optimization import EarlyStopping, clip_gradients, make_optimizers
+from reward_model import LikelihoodRewardModel
 from run_log import RunLog, counted, format_size, progress, say
-from runtime import UserError, check_writable, hash_file, random_stream, run_main, select_device, warn
+from runtime import UserError, check_writable, hash_file, random_stream, run_main, select_device, warn, write_json
 from settings import Problems, parse_settings
+from skill import better_than_constant, format_r_squared, measure_skill
 from tokenization_manager import TokenizationManager
 
-ROWS_TO_SCORE = 64  # sequences the reward model reads at a time
+GATE_SAMPLES = 4  # of each natural block
 
 
 @dataclass
@@ -58,6 +60,13 @@ class GRPOSettings:
     """where the improved generator is written; records go beside it (.jsonl)"""
     dataset: str = "shakespeare_char"
     """folder of train.bin (prompts) and val.bin (perplexity): a path, or a name below data/"""
+
+    gate_blocks: int = 100
+    """natural blocks whose completions by the policy test the reward model first, 4 of each"""
+    gate_path: str | None = None
+    """measure the reward model on the policy's text, write the figures here (JSON), and stop"""
+    allow_blind_reward: bool = False
+    """go on with a reward model that was not shown to see"""
 
     prompts_per_step: int = 16
     """groups in a step"""
@@ -112,7 +121,7 @@ class GRPOSettings:
         """What is wrong with the settings."""
         problems = Problems()
         problems.check_model_files(self, "base_model_path", "reward_model_path")
-        problems.check_range(self, "prompts_per_step", "max_steps", "updates_per_step", minimum=1)
+        problems.check_range(self, "gate_blocks", "prompts_per_step", "max_steps", "updates_per_step", minimum=1)
         problems.check_range(self, "plateau_window", "plateau_patience", "eval_interval", minimum=1)
         problems.require(self.group_size >= 2, f"group_size={self.group_size}: need at least 2 completions to compare")
         problems.check_range(self, "learning_rate", "epsilon", "epsilon_high", above=0)
@@ -126,6 +135,8 @@ class GRPOSettings:
         )
         if obstacle := check_writable(self.output_path, is_file=True):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
+        if self.gate_path is not None and (obstacle := check_writable(self.gate_path, is_file=True)):
+            problems.require(False, obstacle, "Choose a place you may write to with --gate_path")
         return problems
 
 
@@ -165,6 +176,15 @@ def main() -> None:
     say(f"Each step: {settings.prompts_per_step} prompts x {settings.group_size} completions = {rows} sequences")
 
     completer = Completer(policy, N)
+    skill = skill_on_policy(completer, reward_model, val_tokens, settings, device)
+    r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
+    say(f"R2 of the judge on {skill['num_sequences']} texts of the policy: {r2}")
+    if settings.gate_path is not None:
+        write_json(settings.gate_path, skill)
+        say(f"Saved {settings.gate_path}")
+        return
+    check_gate(settings, skill["r2_low"], r2)
+
     plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
     reward_means: list[float] = []  # one a step
     reason = f"step limit: {settings.max_steps}"
@@ -267,9 +287,56 @@ def check_judge(settings: GRPOSettings, checkpoint: dict, judge: dict) -> None:
         judge_tokenizer.info().check_compatible(policy_tokenizer.info())
         if records[0]["chars"] != records[1]["chars"]:
             raise UserError("ERROR: policy and reward model number their characters differently: they do not match")
-    trained_against = (judge["training"] or {}).get("generator_sha256")
-    if trained_against is not None and trained_against != hash_file(settings.base_model_path):
-        warn(f"{settings.reward_model_path} was trained against another generator than {settings.base_model_path}")
+    theirs, ours = (judge["training"] or {}).get("generator_sha256"), hash_file(settings.base_model_path)
+    if theirs is None:
+        warn(f"{settings.reward_model_path} does not say against which generator it was trained")
+    elif theirs != ours:
+        raise UserError(
+            f"ERROR: {settings.reward_model_path} was trained against another generator (sha256 {theirs:.12}...) than "
+            f"{settings.base_model_path} ({ours:.12}...): it knows that one's traits; make reward data and a reward "
+            "model of this one"
+        )
+
+
+def skill_on_policy(
+    completer: Completer,
+    reward_model: GPT | LikelihoodRewardModel,
+    tokens: np.ndarray,
+    settings: GRPOSettings,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The reward model's skill on fresh text of the policy, K uniform on 1 to N - 1, after unseen natural text.
+
+    The natural blocks are evenly spaced in the second half of the validation split: the half that selected nothing
+    where the reward model was trained. See skill.measure_skill.
+    """
+    N, G = completer.length, GATE_SAMPLES
+    total = len(tokens) // N
+    if total < 2:
+        raise UserError(f"ERROR: {len(tokens)} validation tokens are fewer than two blocks of {N}: use more text")
+    count = min(settings.gate_blocks, total - total // 2)
+    blocks = total // 2 + np.arange(count) * (total - total // 2) // count
+    natural = torch.from_numpy(np.stack([tokens[block * N : (block + 1) * N] for block in blocks]).astype(np.int64))
+    draw = random_stream(settings.seed, "gate")
+    crossovers = torch.from_numpy(draw.integers(1, N, size=(count, G)))
+    uniforms = torch.from_numpy(draw.random((count, G, N), dtype=np.float32))
+    ids = completer(natural.to(device), crossovers, uniforms, Sampling()).ids.flatten(0, 1)
+    completer.release()
+    prediction, truth = score(reward_model, ids).cpu(), crossovers.flatten() / N
+    return measure_skill(prediction, truth, torch.arange(count).repeat_interleave(G), N, settings.seed)
+
+
+def check_gate(settings: GRPOSettings, r2_low: float | None, r2: str) -> None:
+    """Raise UserError for a reward model that was not shown to see, unless that is allowed: then warn."""
+    if better_than_constant(r2_low):
+        return
+    blind = f"{settings.reward_model_path} was not shown to see where this policy's text begins: R2 {r2}"
+    if not settings.allow_blind_reward:
+        raise UserError(
+            f"ERROR: {blind}; train one that sees (train_reward_model.py with --head likelihood, more --lm_iters or a "
+            "--trunk that knows more), or climb noise with --allow_blind_reward True"
+        )
+    warn(f"{blind}; going on, as allowed")
 
 
 def rollout(
@@ -302,9 +369,9 @@ def first_and_last(values: list[float], window: int) -> tuple[float, float, int]
 
 
 @torch.no_grad()
-def score(reward_model: GPT, ids: Tensor) -> Tensor:
+def score(reward_model: GPT | LikelihoodRewardModel, ids: Tensor) -> Tensor:
     """P(natural) (R,) of sequences (R, N)."""
-    return torch.cat([reward_model(part)[0][:, 0] for part in ids.split(ROWS_TO_SCORE)]).float()
+    return torch.cat([reward_model(part)[0][:, 0] for part in ids.split(reward_model.rows_at_a_time())]).float()
 
 
 @torch.no_grad()

@@ -1,42 +1,67 @@
-"""Trains the reward model: the generator's trunk under a new head that reads which share of a text is natural.
+"""Trains the reward model: which share of a text is natural, and which the generator's own, read off its tokens.
 
     python train_reward_model.py --base_model_path logs/model_checkpoint.pt --data_dir data/reward_dataset
 
-Floor 4. In: a generator's checkpoint and a reward dataset made with it. Out: the reward model of least loss on the
-selection half of the validation blocks, its skill measured on the other half, and one JSON record an epoch.
+Floor 5. In: a generator's checkpoint, a reward dataset made with it, and the corpus where it lies. Out: the reward
+model that does best on the selection half of the validation blocks, its skill measured on the other half (also as a
+picture), and JSON records. First the trunk may learn more about natural text; then the head learns from labels.
 """
 
+import copy
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from checkpoint import build_model, load_checkpoint, save_checkpoint
+from data_loader import TokenSplits, WholeSplitBatches, dataset_folder, get_batch, load_binary, load_text
+from generation import Sampling
 from model import GPT
 from objectives import (
+    crossover_loss,
+    mixture_loss,
+    natural_share,
+    reward_loss,
+    token_log_probs,
+)
+from optimization import EarlyStopping, clip_gradients, learning_rate_factor, make_optimizers
+from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits
+from reward_model import LikelihoodRewardModel
+from run_log import RunLog, counted, format_size, progress, say
+from runtime import (
+    UserError,
+    check_writable,
+    hash_file,
+    hash_tokens,
+    random_stream,
+    run_main,
+    seed_step,
+    select_device,
+    warn,
+)
+from settings import Problems, parse_settings
+from skill import (
     MIN_BLOCKS,
-    Calibration,
     better_than_constant,
     bootstrap_r_squared,
-    calibration,
-    format_r_squared,
-    mean_absolute_error,
+    describe_skill,
+    draw_skill,
+    measure_skill,
     r_squared,
-    reward_loss,
+    skill_figures,
 )
-from optimization import EarlyStopping, clip_gradients, make_optimizers
-from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits
-from run_log import RunLog, progress, say
-from runtime import UserError, check_writable, hash_file, random_stream, run_main, seed_step, select_device, warn
-from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
 
 ROWS_AT_A_TIME = 256  # in passes without gradients
+DEFAULT_LOSS = {"last": "mse", "position": "nll", "likelihood": "nll"}
+DEFAULT_LM_ITERS = 400
+LM_WARMUP, LM_FLOOR = 20, 0.05  # steps, and the share of the peak at which the decay ends
+MAX_MIXTURE = 20.0  # a mixture of e^-20 is none at all
 
 
 @dataclass
@@ -48,15 +73,35 @@ class RewardModelSettings:
     data_dir: str = "data/reward_dataset"
     """reward dataset, made by prepare_reward_data.py"""
     output_path: str = "logs/reward_model.pt"
-    """where the reward model is written; records go beside it (.jsonl)"""
+    """where the reward model is written; records (.jsonl) and a picture (.png) go beside it"""
+
+    head: Literal["likelihood", "position", "last"] = "likelihood"
+    """likelihood: a language model of natural text against the generator; position, last: a new head on the trunk"""
+    trunk: str | None = None
+    """checkpoint of a model of natural text to start from, of the same tokenization; None: the generator"""
+    dataset: str | None = None
+    """folder of the corpus's train.bin and val.bin, for lm_iters; None: what the reward data were made from"""
+    lm_iters: int | None = None
+    """steps in which the trunk first learns more natural text; None: 400 for a likelihood head without trunk, else 0"""
+    lm_batch_size: int = 16
+    """sequences in a batch of natural text"""
+    lm_learning_rate: float = 2e-3
+    """peak learning rate of AdamW on natural text; cosine decay to a twentieth"""
+    lm_muon_learning_rate: float = 1e-2
+    """peak learning rate of Muon for the matrices on natural text"""
+    lm_eval_interval: int = 100
+    """steps between evaluations on natural text of the selection half, by which the best is kept"""
+    dropout: float = 0.0
+    """share of activations dropped in training"""
+
     reward_head_hidden_dim: int = 256
-    """width of the head's hidden layer"""
+    """width of the hidden layer of a last or position head"""
     unfreeze_layers: int = 0
-    """train this many of the last transformer blocks too; 0: the head alone, -1: the whole trunk"""
-    loss: Literal["mse", "cross_entropy"] = "mse"
-    """what is minimised between predicted and true [K/N, (N-K)/N]"""
+    """last, position: train this many of the last transformer blocks too; 0: the head alone, -1: the whole trunk"""
+    loss: Literal["mse", "cross_entropy", "token", "nll"] | None = None
+    """what is minimised; token (a label for every token) and nll (-log P(K)) not for last. None: last mse, else nll"""
     learning_rate: float = 1e-3
-    """learning rate of AdamW, constant"""
+    """learning rate of AdamW for head and unfrozen blocks, constant"""
     weight_decay: float = 0.01
     """decoupled weight decay of matrices"""
     grad_clip: float = 1.0
@@ -66,22 +111,54 @@ class RewardModelSettings:
     max_epochs: int = 20
     """passes over the training samples, at most"""
     patience: int = 3
-    """stop after this many epochs without improvement"""
+    """stop after this many epochs (on natural text: evaluations) without improvement"""
     min_delta: float = 1e-5
     """a smaller fall of the selection loss is no improvement"""
+    control: bool = True
+    """train once more on shuffled labels: what that sees is not there"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     seed: int = 42
     """seed of the head's weights and the samples' order"""
 
+    @property
+    def num_lm_iters(self) -> int:
+        """Steps on natural text."""
+        if self.lm_iters is not None:
+            return self.lm_iters
+        return DEFAULT_LM_ITERS if self.head == "likelihood" and self.trunk is None else 0
+
+    @property
+    def loss_name(self) -> str:
+        """What is minimised."""
+        return self.loss or DEFAULT_LOSS[self.head]
+
     def problems(self) -> Problems:
         """What is wrong with the settings."""
         problems = Problems()
-        problems.check_model_files(self, "base_model_path")
+        problems.check_model_files(self, "base_model_path", *(["trunk"] if self.trunk is not None else []))
         problems.check_range(self, "reward_head_hidden_dim", "batch_size", "max_epochs", "patience", minimum=1)
+        problems.check_range(self, "lm_batch_size", "lm_eval_interval", minimum=1)
         problems.check_range(self, "unfreeze_layers", minimum=-1)
-        problems.check_range(self, "learning_rate", above=0)
-        problems.check_range(self, "weight_decay", "grad_clip", "min_delta", "seed", minimum=0)
+        problems.check_range(self, "learning_rate", "lm_learning_rate", "lm_muon_learning_rate", above=0)
+        problems.check_range(self, "lm_iters", "weight_decay", "grad_clip", "min_delta", "seed", minimum=0)
+        problems.check_range(self, "dropout", minimum=0, below=1)
+        problems.require(
+            self.head != "last" or self.loss in (None, "mse", "cross_entropy"),
+            f"loss={self.loss}: a last head knows one share a sequence, nothing of its tokens",
+            "Leave out loss, or choose --head position or likelihood",
+        )
+        if self.head == "likelihood":
+            problems.require(
+                self.unfreeze_layers == 0,
+                f"unfreeze_layers={self.unfreeze_layers} is ignored with a likelihood head: lm_iters trains its trunk",
+                "Leave out unfreeze_layers, or choose --head position or last",
+            )
+            problems.require(
+                self.lm_iters != 0 or self.trunk is not None,
+                "lm_iters=0 without a trunk: a likelihood head would hold the generator against itself",
+                "Let the trunk learn natural text with --lm_iters, or name a model of it with --trunk",
+            )
         if obstacle := check_writable(self.output_path, is_file=True):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
@@ -91,96 +168,114 @@ def main() -> None:
     settings = parse_settings(RewardModelSettings, "train_reward_model")
     device = select_device(settings.device)
 
-    # model: the generator's trunk, frozen but for what is to be trained
+    # the generator, and the trunk to begin with: the generator's own, or another model of natural text
     checkpoint = load_checkpoint(settings.base_model_path)
-    if (mode := checkpoint["config"].mode) != "generator":
-        raise UserError(f"ERROR: {settings.base_model_path} holds a {mode} model, but a generator is needed here")
-    checkpoint["config"].reward_head_hidden_dim = settings.reward_head_hidden_dim
-    seed_step(settings.seed, "reward_head")
-    model = build_model(checkpoint, "reward", settings.base_model_path, device)
-    trained_layers = freeze_trunk(model, settings.unfreeze_layers)
+    generator = build_model(checkpoint, "generator", settings.base_model_path, device)
+    trunk = load_trunk(settings, checkpoint, device)
 
     # data
     train_set, val_set = open_checked_splits(settings.data_dir)
     for dataset in (train_set, val_set):
-        check_model_compatibility(dataset.get_tokenization_info(), dataset.block_size, model.config)
+        check_model_compatibility(dataset.get_tokenization_info(), dataset.block_size, generator.config)
+        check_variety(dataset)
     check_origin(settings, train_set.metadata, checkpoint["tokenization"], train_set)
     select_rows, report_rows, judged_on = halves_by_block(val_set)
 
     say(f"Using device: {device}")
     say(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
-    what = (
-        "the head alone" if trained_layers == 0 else f"the head and {trained_layers} of {model.config.n_layer} blocks"
-    )
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    say(f"Training {what}: {trainable:,} of {model.num_parameters():,} parameters; loss: {settings.loss}")
-
-    if trained_layers == 0:
-        # A frozen trunk says the same in every epoch: its features are computed once.
-        train_inputs, val_inputs = pooled_features(model, train_set, "train"), pooled_features(model, val_set, "val")
-        scores = model.reward_head[:-1]  # without the softmax
-    else:
-        train_inputs, val_inputs = train_set.x, val_set.x
-
-        def scores(tokens: Tensor) -> Tensor:
-            return model.reward_head[:-1](model.trunk(tokens)[:, -1])
-
-    optimizers = make_optimizers(
-        model, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=device.type
-    )
-    stopping = EarlyStopping(settings.patience, settings.min_delta)
-    best_state, best_epoch, best_loss = None, 0, float("inf")
-    steps = -(-len(train_set) // settings.batch_size)
+    say(f"Trunk: {settings.trunk or settings.base_model_path}, {format_size(trunk.num_parameters())}")
     with RunLog(Path(settings.output_path).with_suffix(".jsonl"), unit="epoch") as log:
-        for epoch in range(1, settings.max_epochs + 1):
-            model.train(trained_layers != 0)
-            seed_step(settings.seed, "dropout", epoch)
-            order = random_stream(settings.seed, "order", epoch).permutation(len(train_set))
-            loss_sum = 0.0
-            with progress(steps, f"Epoch {epoch}/{settings.max_epochs}", "step") as bar:
-                for first in range(0, len(order), settings.batch_size):
-                    rows = np.sort(order[first : first + settings.batch_size])  # sorted: a memory map reads forward
-                    inputs, targets = to_device(train_inputs, rows, device), to_device(train_set.y, rows, device)
-                    loss = reward_loss(scores(inputs), targets, settings.loss)
-                    loss.backward()
-                    clip_gradients(model.named_parameters(), settings.grad_clip)
-                    optimizers.step()
-                    optimizers.zero_grad()
-                    loss_sum += loss.item() * len(rows)
-                    bar.update()
-            select_loss, selected = evaluate(scores, val_inputs, val_set.y, select_rows, model, settings.loss, device)
-            if not math.isfinite(select_loss):
-                raise UserError(
-                    f"ERROR: val_loss is {select_loss} in epoch {epoch}: the training diverged; lower the learning_rate"
-                )
-            improved = select_loss < best_loss
-            log.log(epoch, train_loss=loss_sum / len(order), val_loss=select_loss, **skill_figures(*selected))
-            if improved:
-                best_state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-                best_epoch, best_loss = epoch, select_loss
-            stopping.update(select_loss)
-            if stopping.should_stop:
-                say(
-                    f"Stopped after epoch {epoch}: no improvement of {settings.min_delta} in {settings.patience} epochs"
-                )
-                break
+        # the trunk learns natural text
+        if settings.num_lm_iters:
+            splits = natural_text(settings, train_set.metadata, checkpoint)
+            unseen = splits.val[: first_reported_token(val_set, len(splits.val))]
+            learn_natural_text(trunk, generator, splits.train, unseen, settings, log, device)
 
-        model.load_state_dict(best_state)
-        _, reported = evaluate(scores, val_inputs, val_set.y, report_rows, model, settings.loss, device)
-        blocks = report_rows // samples_per_block(val_set)
-        skill = skill_figures(*reported)
-        skill["r2_low"], skill["r2_high"] = bootstrap_r_squared(*reported, torch.from_numpy(blocks), settings.seed)
-        log.log(best_epoch, quiet=True, final=True, **skill)
+        # the head learns labels
+        if settings.head == "likelihood":
+            model = LikelihoodRewardModel(trunk, generator, sampling_of(train_set.metadata)).to(device).eval()
+            learn = learn_mixture
+        else:
+            model, learn = reward_gpt(settings, trunk).to(device), learn_head
+        say(f"Head: {settings.head}; loss: {settings.loss_name}")
+        untrained = copy.deepcopy(model) if settings.control else None
+        learned = learn(model, train_set, val_set, select_rows, settings, device, log)
 
-    training = {"epoch": best_epoch, "val_loss": best_loss, "skill": skill, "settings": asdict(settings)}
+        # skill, on blocks that selected nothing
+        truth = torch.from_numpy(val_set.y[report_rows, 0])
+        blocks = torch.from_numpy(report_rows // samples_per_block(val_set))
+        prediction = predict(model, val_set, report_rows, device)
+        skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
+        if settings.control:
+            learn(untrained, train_set, val_set, select_rows, settings, device, None, learned["epoch"])
+            control = predict(untrained, val_set, report_rows, device)
+            skill["control_r2"] = r_squared(control, truth)
+            bounds = bootstrap_r_squared(control, truth, blocks, settings.seed)
+            skill["control_r2_low"], skill["control_r2_high"] = bounds
+        log.log(learned["epoch"], quiet=True, final=True, **skill)
+
+    training = {**learned, "skill": skill, "settings": asdict(settings)}
     training["generator_sha256"] = hash_file(settings.base_model_path)
     save_checkpoint(settings.output_path, model, checkpoint["tokenization"], checkpoint["data"], training)
-    print_skill(skill, calibration(*reported), f"epoch {best_epoch} on {judged_on}")
-    say(f"Saved {settings.output_path}")
+    picture = Path(settings.output_path).with_suffix(".png")
+    draw_skill(skill, f"{settings.head} head", picture)
+    print_skill(skill, judged_on)
+    say(f"Saved {settings.output_path} and {picture}")
+    if "diverged" in learned:
+        raise UserError(learned["diverged"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# parts
+# models
+
+
+def load_trunk(settings: RewardModelSettings, generator: Mapping[str, Any], device: torch.device) -> GPT:
+    """The model of natural text to begin with, as a generator of the same block size; UserError where it cannot be."""
+    path = settings.trunk or settings.base_model_path
+    contents = load_checkpoint(path)
+    contents["config"] = replace(contents["config"], dropout=settings.dropout)
+    if settings.trunk is not None:
+        for name in ("vocab_size", "num_real_tokens"):
+            ours, theirs = getattr(contents["config"], name), getattr(generator["config"], name)
+            if ours != theirs:
+                raise UserError(f"ERROR: {name} is {ours} in {path} and {theirs} in the generator: they do not match")
+        if contents["config"].block_size < generator["config"].block_size:
+            raise UserError(
+                f"ERROR: block_size is {contents['config'].block_size} in {path} and "
+                f"{generator['config'].block_size} in the generator: a trunk must not read less"
+            )
+        check_same_tokens(contents["tokenization"], generator["tokenization"], path)
+    trunk = build_model(contents, "generator", path, device)
+    trunk.crop_block_size(generator["config"].block_size)
+    return trunk
+
+
+def check_same_tokens(ours: dict | None, theirs: dict | None, path: str) -> None:
+    """Raise UserError where two checkpoints' records tell of different tokenizers."""
+    if ours is None or theirs is None:
+        return
+    TokenizationManager.from_record(theirs).info().check_compatible(TokenizationManager.from_record(ours).info())
+    if ours["chars"] != theirs["chars"]:
+        raise UserError(f"ERROR: {path} numbers its characters otherwise than the generator: they do not match")
+
+
+def reward_gpt(settings: RewardModelSettings, trunk: GPT) -> GPT:
+    """A GPT with a new last or position head on the trunk's weights, frozen but for what is to be trained."""
+    seed_step(settings.seed, "reward_head")
+    model = GPT(
+        replace(
+            trunk.config,
+            mode="reward",
+            reward_head_type=settings.head,
+            reward_head_hidden_dim=settings.reward_head_hidden_dim,
+        )
+    )
+    model.transformer.load_state_dict(trunk.transformer.state_dict())
+    count = freeze_trunk(model, settings.unfreeze_layers)
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    what = "the head alone" if count == 0 else f"the head and {count} of {model.config.n_layer} blocks"
+    say(f"Training {what}: {trainable:,} of {model.num_parameters():,} parameters")
+    return model
 
 
 def freeze_trunk(model: GPT, unfreeze_layers: int) -> int:
@@ -194,6 +289,38 @@ def freeze_trunk(model: GPT, unfreeze_layers: int) -> int:
         model.transformer.h[n_layer - count :].requires_grad_(True)
         model.transformer.ln_f.requires_grad_(True)
     return count
+
+
+def sampling_of(metadata: Mapping[str, str]) -> Sampling:
+    """How the written text of a dataset was sampled; plainly, where its metadata do not say."""
+    top_k = metadata.get("top_k")
+    try:
+        return Sampling(float(metadata.get("temperature", 1.0)), None if top_k is None else int(top_k))
+    except ValueError:
+        raise UserError(
+            f"ERROR: the reward data's metadata have temperature={metadata.get('temperature')} and top_k={top_k}: no "
+            "such sampling is possible"
+        ) from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data
+
+
+def check_variety(dataset: RewardDataset) -> None:
+    """Raise UserError for data in which there is nothing to learn."""
+    name, shares = f"{dataset.data_dir}, {dataset.split} split", dataset.y[:, 0]
+    low, high = float(shares.min()), float(shares.max())
+    remedy = "make the data anew with prepare_reward_data.py"
+    if low == high:
+        kind = {1.0: "all natural", 0.0: "all written"}.get(low, "all natural up to the same place")
+        raise UserError(
+            f"ERROR: {name}: every label is K/N = {low:g}: texts {kind} hold nothing to tell apart; {remedy}"
+        )
+    first = int(dataset.x[0, 0])
+    step = max(1, 2**24 // dataset.block_size)
+    if all((dataset.x[row : row + step] == first).all() for row in range(0, len(dataset), step)):
+        raise UserError(f"ERROR: {name}: every token is {first}: a constant text teaches nothing; {remedy}")
 
 
 def check_origin(
@@ -229,15 +356,255 @@ def halves_by_block(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str
     return rows[:middle], rows[middle:], name
 
 
+def first_reported_token(dataset: RewardDataset, num_tokens: int) -> int:
+    """Where in the validation split of `num_tokens` the blocks begin that report skill; text before that may select."""
+    used = len(dataset) // samples_per_block(dataset)
+    total = num_tokens // dataset.block_size
+    return max(2, used // 2 * total // used * dataset.block_size)
+
+
+def natural_text(
+    settings: RewardModelSettings, metadata: Mapping[str, str], checkpoint: Mapping[str, Any]
+) -> TokenSplits:
+    """The corpus that the reward data were made from; UserError where it is not found, or is another."""
+    vocab_size, mode = checkpoint["config"].num_real_tokens, metadata.get("input_mode")
+    way_out = "name the folder of its train.bin and val.bin with --dataset, or use --lm_iters 0 (and --trunk)"
+    try:
+        if settings.dataset is not None:
+            folder = dataset_folder(settings.dataset)
+            splits = load_binary(folder / "train.bin", folder / "val.bin", vocab_size)
+        elif mode == "binary":
+            splits = load_binary(metadata["train_bin"], metadata["val_bin"], vocab_size)
+        elif mode == "text" and checkpoint["tokenization"] is not None:
+            tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
+            splits = load_text(metadata["data_path"], tokenizer, float(metadata["train_split"]))
+        else:
+            raise UserError("ERROR: the reward data do not say what corpus they were made from")
+    except (UserError, KeyError, ValueError) as error:
+        reason = str(error).removeprefix("ERROR: ").splitlines()[0]
+        raise UserError(f"ERROR: no natural text to learn: {reason}; {way_out}") from None
+    for name in ("train", "val"):
+        ours, theirs = hash_tokens(getattr(splits, name)), metadata.get(f"{name}_sha256")
+        if theirs is not None and theirs != ours:
+            raise UserError(
+                f"ERROR: this is not the corpus that the reward data were made from: the hash of its {name} split is "
+                f"{ours[:12]}..., theirs {theirs[:12]}...; {way_out}"
+            )
+    if len(splits.train) <= checkpoint["config"].block_size:
+        raise UserError(f"ERROR: {len(splits.train)} tokens of natural text are no more than one block: use more text")
+    return splits
+
+
 def to_device(array: np.ndarray | Tensor, rows: np.ndarray, device: torch.device) -> Tensor:
     """Rows of a memory map or a tensor, on the device; token ids as int64."""
     part = array[rows] if isinstance(array, Tensor) else torch.from_numpy(np.asarray(array[rows]))
     return (part.long() if part.dtype == torch.uint16 else part).to(device)
 
 
+def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
+    """The labels (n, 2) in random order."""
+    return targets[random_stream(seed, "control").permutation(len(targets))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# natural text
+
+
+def learn_natural_text(
+    trunk: GPT,
+    generator: GPT,
+    tokens: np.ndarray,
+    unseen: np.ndarray,
+    settings: RewardModelSettings,
+    log: RunLog,
+    device: torch.device,
+) -> None:
+    """Train the trunk as a language model; keeps the weights that know `unseen` text best.
+
+    Of a likelihood head the best mixture with the generator is judged, for that is what it uses: a trunk that is no
+    better than the generator by itself, but knows other things, is of use to it.
+    """
+    num_iters = settings.num_lm_iters
+    optimizers = make_optimizers(
+        trunk,
+        "muon",
+        settings.lm_learning_rate,
+        settings.lm_muon_learning_rate,
+        settings.weight_decay,
+        (0.9, 0.99),
+        device.type,
+    )
+    stopping = EarlyStopping(settings.patience, settings.min_delta)
+    batches = WholeSplitBatches(unseen, trunk.config.block_size, trunk.rows_at_a_time(), device)
+    generator_log_probs = log_probs_of_text(generator, batches)
+    best_state, best_step, best_loss = None, 0, math.inf
+    seed_step(settings.seed, "lm_dropout")
+    with progress(num_iters, "Natural text", "step") as bar:
+        for step in range(num_iters + 1):
+            if step % settings.lm_eval_interval == 0 or step == num_iters:
+                log_probs = log_probs_of_text(trunk, batches)
+                own_loss = loss = -log_probs.mean().item()
+                if settings.head == "likelihood":
+                    loss = mixture_loss(log_probs - generator_log_probs) - generator_log_probs.mean().item()
+                log.log(step, unit="step", phase="natural_text", lm_val_loss=own_loss, lm_select_loss=loss)
+                if not math.isfinite(loss):
+                    if best_state is None:
+                        raise UserError(f"ERROR: the loss on natural text is {loss} at step {step}: nothing is learned")
+                    warn(f"the loss on natural text is {loss} at step {step}: going on with the best, step {best_step}")
+                    break
+                if loss < best_loss:
+                    best_state = {name: tensor.clone() for name, tensor in trunk.state_dict().items()}
+                    best_step, best_loss = step, loss
+                stopping.update(loss)
+                if stopping.should_stop or step == num_iters:
+                    break
+            factor = learning_rate_factor(step, LM_WARMUP, num_iters, LM_FLOOR)
+            optimizers.set_learning_rate_factor(factor)
+            draw = random_stream(settings.seed, "natural_text", step)
+            x, y = get_batch(tokens, trunk.config.block_size, settings.lm_batch_size, draw, device)  # (B, T) each
+            trunk.train()
+            _, loss = trunk(x, y)
+            loss.backward()
+            clip_gradients(trunk.named_parameters(), settings.grad_clip)
+            optimizers.step()
+            optimizers.zero_grad()
+            bar.update()
+    trunk.load_state_dict(best_state)
+    trunk.eval()
+    say(f"Natural text: kept step {best_step}, lm_select_loss {best_loss:.4f}")
+
+
+@torch.no_grad()
+def log_probs_of_text(model: GPT, batches: WholeSplitBatches) -> Tensor:
+    """Log-probabilities (n,) of all targets of the batches, on the CPU."""
+    model.eval()
+    parts = [token_log_probs(model.logits(model.trunk(x)), y).flatten().cpu() for x, y in batches]
+    return torch.cat(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# heads
+
+
+@torch.no_grad()
+def log_ratios(model: LikelihoodRewardModel, x: np.ndarray, rows: np.ndarray, device: torch.device) -> Tensor:
+    """log p - log q (n, N - 1) float32 of the rows' tokens, on the CPU."""
+    parts = []
+    with progress(len(rows), "Log-likelihood ratios", "seq") as bar:
+        for part in np.array_split(rows, -(-len(rows) // model.generator.rows_at_a_time())):
+            natural, written = model.log_probs(to_device(x, part, device))
+            parts.append((natural - written).cpu())
+            bar.update(len(part))
+    return torch.cat(parts)
+
+
+def learn_mixture(
+    model: LikelihoodRewardModel,
+    train_set: RewardDataset,
+    val_set: RewardDataset,
+    rows: np.ndarray,
+    settings: RewardModelSettings,
+    device: torch.device,
+    log: RunLog | None,
+    num_epochs: int | None = None,
+) -> dict[str, Any]:
+    """Fit the one number that a likelihood head learns from labels; those shuffled, without a `log`.
+
+    On the selection rows, not on training rows: what the trunk has learned by heart looks more natural than it is.
+    """
+    targets = torch.from_numpy(val_set.y[rows] if log else shuffled(val_set.y[rows], settings.seed)).to(device)
+    ratios = log_ratios(model, val_set.x, rows, device).to(device)
+    optimizer = torch.optim.LBFGS([model.mixture], max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = crossover_loss(model.calibrated(ratios), targets, settings.loss_name)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with torch.no_grad():
+        model.mixture.clamp_(-MAX_MIXTURE, MAX_MIXTURE)
+    val_loss, weight = closure().item(), model.mixture.sigmoid().item()
+    if not math.isfinite(val_loss):
+        raise UserError(f"ERROR: val_loss is {val_loss}: the models are damaged; take earlier checkpoints")
+    model.requires_grad_(False)
+    if log:
+        log.log(1, val_loss=val_loss, mixture=weight)
+    return {"epoch": 1, "val_loss": val_loss, "mixture": weight}
+
+
+def learn_head(
+    model: GPT,
+    train_set: RewardDataset,
+    val_set: RewardDataset,
+    select_rows: np.ndarray,
+    settings: RewardModelSettings,
+    device: torch.device,
+    log: RunLog | None,
+    num_epochs: int | None = None,
+) -> dict[str, Any]:
+    """Train a last or position head and the unfrozen blocks; keeps the epoch of least loss on the selection rows.
+
+    Without a `log`: on shuffled labels, and `num_epochs` of them whatever comes out.
+    """
+    targets = train_set.y if log else shuffled(train_set.y, settings.seed)
+    frozen = not any(parameter.requires_grad for parameter in model.transformer.parameters())
+    # A frozen trunk says the same in every epoch: what a last head reads of it is computed once.
+    cached = frozen and settings.head == "last"
+    train_inputs = pooled_features(model, train_set, "train") if cached else train_set.x
+    val_inputs = pooled_features(model, val_set, "val") if cached else val_set.x
+    optimizers = make_optimizers(
+        model, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=device.type
+    )
+    stopping = EarlyStopping(settings.patience, settings.min_delta)
+    best_state, learned = None, {"epoch": 0, "val_loss": math.inf}
+    max_epochs = num_epochs or settings.max_epochs
+    for epoch in range(1, max_epochs + 1):
+        seed_step(settings.seed, "dropout", epoch)
+        order = random_stream(settings.seed, "order", epoch).permutation(len(train_set))
+        loss_sum = 0.0
+        model.train(not frozen)
+        try:
+            with progress(-(-len(order) // settings.batch_size), f"Epoch {epoch}/{max_epochs}", "step") as bar:
+                for first in range(0, len(order), settings.batch_size):
+                    rows = np.sort(order[first : first + settings.batch_size])  # sorted: a memory map reads forward
+                    output = head_output(model, to_device(train_inputs, rows, device), cached)
+                    loss = head_loss(output, to_device(targets, rows, device), settings)
+                    loss.backward()
+                    clip_gradients(model.named_parameters(), settings.grad_clip)
+                    optimizers.step()
+                    optimizers.zero_grad()
+                    loss_sum += loss.item() * len(rows)
+                    bar.update()
+            val_loss, prediction = evaluate(model, val_inputs, val_set.y, select_rows, settings, device, cached)
+            if not math.isfinite(val_loss):
+                raise UserError(f"ERROR: val_loss is {val_loss} in epoch {epoch}: the training diverged")
+        except UserError as error:
+            if best_state is None:
+                raise UserError(f"{error}; lower the learning_rate") from None
+            learned["diverged"] = f"{error}; saved is the model of epoch {learned['epoch']}; lower the learning_rate"
+            break
+        if log is None:
+            continue
+        figures = skill_figures(prediction, torch.from_numpy(val_set.y[select_rows, 0]), val_set.block_size)
+        log.log(epoch, train_loss=loss_sum / len(order), val_loss=val_loss, **figures)
+        if val_loss < learned["val_loss"]:
+            best_state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            learned = {"epoch": epoch, "val_loss": val_loss}
+        stopping.update(val_loss)
+        if stopping.should_stop:
+            say(f"Stopped after epoch {epoch}: no improvement of {settings.min_delta} in {settings.patience} epochs")
+            break
+    if log:
+        model.load_state_dict(best_state)
+    model.eval()
+    return learned
+
+
 @torch.no_grad()
 def pooled_features(model: GPT, dataset: RewardDataset, name: str) -> Tensor:
-    """What the head reads, (n, C) float32 on the CPU: the trunk's hidden state at every sample's last token."""
+    """What a last head reads, (n, C) float32 on the CPU: the trunk's hidden state at every sample's last token."""
     device = next(model.parameters()).device
     features = torch.empty(len(dataset), model.config.n_embd)
     with progress(len(dataset), f"Features ({name})", "seq") as bar:
@@ -248,56 +615,63 @@ def pooled_features(model: GPT, dataset: RewardDataset, name: str) -> Tensor:
     return features
 
 
+def head_output(model: GPT, inputs: Tensor, cached: bool) -> Tensor:
+    """A last head's scores (B, 2) before the softmax, of tokens or `cached` features; a position head's evidence."""
+    if model.config.reward_head_type == "position":
+        return model.evidence(inputs)
+    return model.reward_head[:-1](inputs if cached else model.trunk(inputs)[:, -1])
+
+
+def head_loss(output: Tensor, targets: Tensor, settings: RewardModelSettings) -> Tensor:
+    """The loss () of what `head_output` gives, against targets (B, 2)."""
+    return (reward_loss if settings.head == "last" else crossover_loss)(output, targets, settings.loss_name)
+
+
 @torch.no_grad()
 def evaluate(
-    scores: Callable[[Tensor], Tensor],
+    model: GPT,
     inputs: np.ndarray | Tensor,
     targets: np.ndarray,
     rows: np.ndarray,
-    model: GPT,
-    loss: str,
+    settings: RewardModelSettings,
     device: torch.device,
-) -> tuple[float, tuple[Tensor, Tensor]]:
-    """Mean loss over the rows, and (predicted, true) P(natural), each (n,)."""
+    cached: bool,
+) -> tuple[float, Tensor]:
+    """Mean loss over the rows, and P(natural) (n,) of each."""
     model.eval()
     total, predictions = 0.0, []
     for first in range(0, len(rows), ROWS_AT_A_TIME):
         part = rows[first : first + ROWS_AT_A_TIME]
-        output, target = scores(to_device(inputs, part, device)), to_device(targets, part, device)
-        total += reward_loss(output, target, loss).item() * len(part)
-        predictions.append(output.softmax(-1)[:, 0].cpu())
-    return total / len(rows), (torch.cat(predictions), torch.from_numpy(targets[rows, 0]))
+        output = head_output(model, to_device(inputs, part, device), cached)
+        total += head_loss(output, to_device(targets, part, device), settings).item() * len(part)
+        natural = output.softmax(-1)[:, 0] if settings.head == "last" else natural_share(output)
+        predictions.append(natural.cpu())
+    return total / len(rows), torch.cat(predictions)
 
 
-def skill_figures(prediction: Tensor, target: Tensor) -> dict[str, float | None]:
-    """R2 against the best constant (None where undefined), MAE (share of the sequence), expected calibration error."""
-    r2 = r_squared(prediction, target)
-    return {
-        "r2": None if math.isnan(r2) else r2,  # NaN is no JSON
-        "mae": mean_absolute_error(prediction, target),
-        "calibration_error": calibration(prediction, target).expected_error,
-    }
+@torch.no_grad()
+def predict(
+    model: GPT | LikelihoodRewardModel, dataset: RewardDataset, rows: np.ndarray, device: torch.device
+) -> Tensor:
+    """P(natural) (n,) of some rows, as whoever uses the model sees it."""
+    parts = np.array_split(rows, -(-len(rows) // model.rows_at_a_time()))
+    predictions = (model(to_device(dataset.x, part, device))[0][:, 0].cpu() for part in parts)
+    return torch.cat(list(counted(predictions, len(parts), "Skill")))
 
 
-def print_skill(skill: dict[str, float | None], table: Calibration, of_what: str) -> None:
+def print_skill(skill: dict[str, Any], of_what: str) -> None:
     """Tell how well the reward model sees, and plainly so where it does not."""
-    low, high = skill["r2_low"], skill["r2_high"]
-    say(f"\nSkill of {of_what}:")
-    say(f"  R2 {format_r_squared(skill['r2'], low, high)}, in brackets the 95% interval; a constant has 0")
-    say(f"  MAE {skill['mae']:.4f} of the sequence (a constant has about 0.25)")
-    say(f"  Calibration error {skill['calibration_error']:.4f}")
-    say("  predicted        true    samples")
-    for row in table.bins:
-        say(f"  {row.mean_prediction:.3f}           {row.mean_target:.3f}    {row.count:,}")
-    if not better_than_constant(low):
+    say(f"\nSkill on {of_what}:")
+    say(describe_skill(skill))
+    if not better_than_constant(skill["r2_low"]):
         why = (
             f"these samples give no interval (fewer than {MIN_BLOCKS} blocks, or labels that are alike)"
-            if low is None
+            if skill["r2_low"] is None
             else "its interval is not above 0"
         )
         say(f"This reward model is NO BETTER THAN A CONSTANT as far as is shown: {why}.")
-        say("A policy that climbs it may climb noise. More data may help, fresher data, or --unfreeze_layers -1;")
-        say("see docs/reward_model_training3.md.")
+        say("A policy that climbs it may climb noise, and train_grpo.py will refuse it. What to try is in")
+        say("docs/reward_model_training3.md: --head likelihood, more --lm_iters, a --trunk that knows more, more data.")
 
 
 if __name__ == "__main__":

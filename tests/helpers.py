@@ -29,7 +29,14 @@ from tokenization_manager import TokenizationManager, save_meta
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
 TINY_TRAIN = {**TINY_MODEL, "batch_size": 8, "max_iters": 20, "eval_interval": 5, "warmup_iters": 2, "device": "cpu"}
-TINY_GRPO = {"prompts_per_step": 4, "group_size": 4, "eval_interval": 2, "device": "cpu"}
+TINY_REWARD = {"head": "last", "max_epochs": 2, "control": False, "device": "cpu"}
+TINY_GRPO = {
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "eval_interval": 2,
+    "allow_blind_reward": True,
+    "device": "cpu",
+}
 
 # One thread: the sums of a test are then the same in this process and in one that it starts.
 torch.set_num_threads(1)

@@ -9,14 +9,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["runtime", "settings", "run_log"],
-    ["generation", "objectives", "optimization", "downloads", "reward_data_config", "data_loader", "staging"],
+    ["generation", "objectives", "skill", "optimization", "downloads", "reward_data_config", "data_loader", "staging"],
     ["model", "tokenization_manager"],
-    ["checkpoint", "reward_dataset_loader"],
+    ["reward_model", "reward_dataset_loader"],
+    ["checkpoint"],
     ["train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
     ["run_cycles"],
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
-PREPARE_FLOOR = 4  # data/*/prepare.py
+PREPARE_FLOOR = 5  # data/*/prepare.py
 GROUND = "runtime"  # what the rest of floor 0 stands on
 
 # Tests that are named after what they show; `test_MODULE.py` is named after its module.
@@ -84,7 +85,7 @@ def test_the_floor_test_would_notice():
     )
     imported = imported_modules(source)
     assert imported == {"os", "train", "model", ".", "tests"}
-    assert faults("checkpoint", 3, imported) == [".", "tests", "train"]
+    assert faults("checkpoint", 4, imported) == [".", "tests", "train"]
     assert faults("data_loader", 1, {"objectives", "runtime", "numpy"}) == ["objectives"]
     assert faults("settings", 0, {"runtime"}) == faults("runtime", 0, set()) == []
     assert faults("settings", 0, {"run_log"}) == ["run_log"]

@@ -8,7 +8,7 @@ A test module takes them by `pytest_plugins = ["tiny_run"]`. A test that wants t
 from pathlib import Path
 
 import pytest
-from helpers import TINY_TRAIN, make_corpus, make_text, prepare_options, succeed
+from helpers import TINY_REWARD, TINY_TRAIN, make_corpus, make_text, prepare_options, succeed
 
 
 @pytest.fixture(scope="session")
@@ -38,5 +38,5 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory, generator: Path, rewa
     """A reward model of the generator."""
     path = tmp_path_factory.mktemp("reward_model") / "reward_model.pt"
     options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path}
-    succeed("train_reward_model", **options, max_epochs=2, device="cpu")
+    succeed("train_reward_model", **options, **TINY_REWARD)
     return path
