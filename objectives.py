@@ -210,6 +210,54 @@ def group_advantages(
     return advantages.masked_fill(flat.unsqueeze(1), 0.0).flatten()
 
 
+def rewards_to_go(rewards: Tensor, mask: Tensor, discount: float) -> Tensor:
+    """Discounted sums (B, T) of the rewards (B, T) of each token and of those after it: sum over s >= t of d^(s-t) r_s.
+
+    Tokens outside the mask (B, T) count nothing and get 0. A discount of 0 leaves each token its own reward.
+    """
+    if not 0 <= discount <= 1:
+        raise UserError(f"ERROR: discount={discount}: must be >= 0 and <= 1")
+    sums = _at_least_float32(rewards).masked_fill(~mask.bool(), 0.0)
+    if discount:
+        for position in range(rewards.size(1) - 2, -1, -1):
+            sums[:, position] += discount * sums[:, position + 1]
+    return sums.masked_fill(~mask.bool(), 0.0)
+
+
+def token_advantages(
+    rewards: Tensor,
+    mask: Tensor,
+    group_size: int,
+    discount: float = 0.0,
+    scale: str = "group",
+    eps: float = 1e-4,
+    tolerance: float = 1e-6,
+) -> Tensor:
+    """Advantages (P * G, T) of tokens: rewards to go, less their mean over the group's tokens at the same position.
+
+    rewards (P * G, T) of single tokens; mask (P * G, T), the same for all of a group, says which were written. scale
+    'group': divided by the standard deviation of all the group's advantages (around 0, their mean); 'batch':
+    of the whole batch's; 'none': not divided. A group whose values differ by no more than the tolerance gets 0.
+    """
+    _choose("scale", scale, ("group", "batch", "none"))
+    if rewards.dim() != 2 or rewards.shape != mask.shape:
+        raise UserError(f"ERROR: rewards {tuple(rewards.shape)} and mask {tuple(mask.shape)} must both be (B, T)")
+    written = mask.bool()
+    _grouped(rewards.masked_fill(~written, 0.0).sum(1), group_size)  # checks sizes and finiteness
+    values = rewards_to_go(rewards, mask, discount).view(-1, group_size, rewards.size(1))  # (P, G, T)
+    written = written.view_as(values)
+    counts = written.sum(1, keepdim=True).clamp(min=1)
+    means = values.sum(1, keepdim=True) / counts
+    advantages = (values - means).masked_fill(~written, 0.0)  # (P, G, T)
+    flat = advantages.abs().amax((1, 2), keepdim=True) <= tolerance
+    if scale != "none":
+        over = (1, 2) if scale == "group" else (0, 1, 2)
+        number = written.sum(over, keepdim=True)
+        deviation = (advantages.square().sum(over, keepdim=True) / (number - 1).clamp(min=1)).sqrt()
+        advantages = advantages / (deviation + eps)
+    return advantages.masked_fill(flat, 0.0).flatten(0, 1)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # policy losses
 

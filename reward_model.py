@@ -10,7 +10,7 @@ variables", Biometrika 62, 1975, section 2). q is at hand; p has to be learned, 
 Shapes: B sequences of T tokens.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,68 @@ class LikelihoodRewardModel(nn.Module):
         """(probabilities, loss) as GPT's in reward mode: (B, 2) [P(natural), P(synthetic)], mean squared error."""
         probabilities = probability_pair(self.token_probabilities(idx).mean(1))
         return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge says of R sequences of N tokens."""
+
+    natural: Tensor  # (R,) P(natural)
+    evidence: Tensor | None  # (R, N - 1) of all tokens but the first being natural; None where the head knows no tokens
+    by_token: Tensor | None  # (R, N - 1) P(token is natural); None likewise
+    reference_log_probs: Tensor  # (R, N - 1) under the starting policy, of all tokens but the first
+
+
+class Judge:
+    """A frozen reward model and the policy's start (the reference of the KL), asked together.
+
+    Where one is part of the other, one pass serves both: a likelihood model's generator, and the trunk that a last head
+    stands on, are the start itself.
+    """
+
+    def __init__(self, reward_model: GPT | LikelihoodRewardModel, reference: GPT) -> None:
+        self.reward_model, self.reference = reward_model.requires_grad_(False), reference.requires_grad_(False)
+        likelihood = isinstance(reward_model, LikelihoodRewardModel)
+        self.is_start = likelihood and reward_model.sampling == Sampling() and _same(reward_model.generator, reference)
+        self.stands_on_start = (
+            not likelihood
+            and reward_model.config.reward_head_type == "last"
+            and _same(reward_model.transformer, reference.transformer)
+        )
+        self.knows_tokens = likelihood or reward_model.config.reward_head_type == "position"
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> Verdict:
+        """Read sequences (R, N), as many at a time as fit."""
+        parts = [self._read(part) for part in ids.split(self.reference.rows_at_a_time())]
+        columns = zip(*parts, strict=True)
+        return Verdict(*(None if column[0] is None else torch.cat(column) for column in columns))
+
+    def _read(self, ids: Tensor) -> tuple[Tensor | None, ...]:
+        if self.stands_on_start:
+            hidden = self.reference.trunk(ids)  # (R, N, C)
+            natural = self.reward_model.reward_head(hidden[:, -1])[:, 0]
+            return natural, None, None, token_log_probs(self.reference.logits(hidden[:, :-1]), ids[:, 1:])
+        reference = None
+        if self.is_start:
+            own, reference = self.reward_model.log_probs(ids)
+            evidence = self.reward_model.calibrated(own - reference)
+        elif self.knows_tokens:
+            evidence = self.reward_model.evidence(ids)
+        if reference is None:
+            reference = token_log_probs(self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:])
+        if not self.knows_tokens:
+            return self.reward_model(ids)[0][:, 0].float(), None, None, reference
+        by_token = natural_probabilities(crossover_log_posterior(evidence))  # (R, N)
+        return by_token.mean(1), evidence[:, 1:], by_token[:, 1:], reference
+
+
+def _same(ours: nn.Module, theirs: nn.Module) -> bool:
+    """Whether two modules have the same weights."""
+    states = ours.state_dict(), theirs.state_dict()
+    return states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][name], states[1][name]) for name in states[0]
+    )
 
 
 def make_reward_model(

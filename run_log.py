@@ -63,8 +63,8 @@ def format_metrics(metrics: dict[str, Any]) -> str:
     """`name value` pairs, floats to four significant digits."""
     parts = []
     for name, value in metrics.items():
-        if isinstance(value, str):
-            continue  # texts are for the records
+        if isinstance(value, str | list | dict):
+            continue  # texts and tables are for the records
         parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return " | ".join(parts)
 

@@ -3,13 +3,13 @@
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
 Floor 5. In: a generator, a reward model, and natural text for prompts. Out: the improved generator and one JSON record
-a step. Group Relative Policy Optimization: Shao et al. 2024, arXiv:2402.03300.
+a step, and a picture of the training. Group Relative Policy Optimization: Shao et al. 2024, arXiv:2402.03300.
 
 Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,27 +25,41 @@ from checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from data_loader import WholeSplitBatches, dataset_folder, open_token_file
+from data_loader import dataset_folder, get_batch, open_token_file
 from generation import Completer, Completions, Sampling
 from model import GPT
 from objectives import (
-    entropy,
     group_advantages,
     groups_without_spread,
     kl_estimate,
-    language_model_loss,
     policy_loss,
+    token_advantages,
     token_log_probs,
 )
 from optimization import EarlyStopping, clip_gradients, make_optimizers
-from reward_model import LikelihoodRewardModel
-from run_log import RunLog, counted, format_size, progress, say
-from runtime import UserError, check_writable, hash_file, random_stream, run_main, select_device, warn, write_json
+from reward_model import Judge, Verdict
+from rollouts import Instruments, draw_prompts, masked_mean, written_mask
+from run_log import RunLog, format_size, progress, read_records, say
+from runtime import (
+    UserError,
+    atomic_path,
+    check_writable,
+    hash_file,
+    random_stream,
+    run_main,
+    select_device,
+    warn,
+    write_json,
+)
 from settings import Problems, parse_settings
 from skill import better_than_constant, format_r_squared, measure_skill
 from tokenization_manager import TokenizationManager
 
 GATE_SAMPLES = 4  # of each natural block
+KEPT_FIGURES = (
+    *("val_loss", "kl_now", "fresh_reward", "natural_reward", "distinct_1", "distinct_2", "distinct_3"),
+    *("repetition", "longest_copy"),
+)
 
 
 @dataclass
@@ -74,14 +88,25 @@ class GRPOSettings:
     """completions of each prompt, compared with each other"""
     max_steps: int = 100
     """steps, at most"""
-    updates_per_step: int = 2
+    updates_per_step: int = 1
     """passes over a step's completions; from the second on, the clipped ratio matters"""
-    learning_rate: float = 1e-4
+    learning_rate: float = 3e-4
     """learning rate of AdamW, constant"""
     weight_decay: float = 0.0
     """decoupled weight decay of matrices"""
     grad_clip: float = 1.0
     """largest gradient norm; 0: no clipping"""
+
+    reward: Literal["auto", "natural", "evidence"] = "auto"
+    """natural: P(natural); evidence: the log of the likelihood ratio; auto: evidence where the judge tells it"""
+    credit: Literal["auto", "token", "sequence"] = "auto"
+    """one advantage for every token or for a sequence; auto: token where the judge knows single tokens"""
+    discount: float = 0.0
+    """with credit for tokens: what the next token's reward counts; 0: each token has its own alone"""
+    kl_in_reward: float | None = None
+    """the KL to the start (k1, per token) times this is taken off the reward; None: 1 with evidence, else 0"""
+    lm_coef: float = 0.0
+    """weight of the language-model loss on natural text in every update"""
 
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
     """how the tokens' losses are averaged and clipped"""
@@ -93,8 +118,8 @@ class GRPOSettings:
     """the ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo, the largest weight"""
     advantage_scale: Literal["group", "batch", "none"] = "group"
     """standard deviation that divides the advantages"""
-    beta: float = 0.04
-    """weight of the KL penalty to the starting policy"""
+    beta: float | None = None
+    """weight of the KL penalty to the starting policy in the loss; None: 0 with evidence, else 0.04"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """estimator of that KL"""
 
@@ -110,8 +135,14 @@ class GRPOSettings:
     """end a step's updates when the KL from the policy that sampled exceeds this (nats a token)"""
     start_kl_cap: float = 0.5
     """end the training when the KL from the starting policy exceeds this (nats a token)"""
+    natural_loss_cap: float = 0.3
+    """end the training when the loss on natural text has risen by more than this (nats a token)"""
     eval_interval: int = 10
-    """steps between evaluations on natural validation text"""
+    """steps between evaluations: natural text, fresh completions, their variety, copies"""
+    eval_prompts: int = 16
+    """prompts of an evaluation, group_size completions each"""
+    best_by: Literal["nearest", "val_loss", "last"] = "nearest"
+    """which evaluated policy is kept: its reward nearest to natural text's, the least loss on natural text, the last"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     seed: int = 42
@@ -122,12 +153,13 @@ class GRPOSettings:
         problems = Problems()
         problems.check_model_files(self, "base_model_path", "reward_model_path")
         problems.check_range(self, "gate_blocks", "prompts_per_step", "max_steps", "updates_per_step", minimum=1)
-        problems.check_range(self, "plateau_window", "plateau_patience", "eval_interval", minimum=1)
+        problems.check_range(self, "plateau_window", "plateau_patience", "eval_interval", "eval_prompts", minimum=1)
         problems.require(self.group_size >= 2, f"group_size={self.group_size}: need at least 2 completions to compare")
         problems.check_range(self, "learning_rate", "epsilon", "epsilon_high", above=0)
-        problems.check_range(self, "update_kl_cap", "start_kl_cap", above=0)
+        problems.check_range(self, "update_kl_cap", "start_kl_cap", "natural_loss_cap", above=0)
         problems.check_range(self, "weight_decay", "grad_clip", "beta", "plateau_min_delta", "seed", minimum=0)
-        problems.check_range(self, "reward_threshold", minimum=0, maximum=1)
+        problems.check_range(self, "kl_in_reward", "lm_coef", minimum=0)
+        problems.check_range(self, "reward_threshold", "discount", minimum=0, maximum=1)
         problems.require(
             self.loss_type != "cispo" or self.epsilon_high is not None,
             "loss_type=cispo needs epsilon_high, the largest weight of a token",
@@ -147,11 +179,12 @@ def main() -> None:
     # models: the policy, its frozen start, and the frozen judge. All stay in evaluation mode: dropout would make the
     # policy that is scored another one than the policy that sampled.
     checkpoint = load_checkpoint(settings.base_model_path)
-    judge = load_checkpoint(settings.reward_model_path)
-    check_judge(settings, checkpoint, judge)
+    judge_checkpoint = load_checkpoint(settings.reward_model_path)
+    check_judge(settings, checkpoint, judge_checkpoint)
     policy = build_model(checkpoint, "generator", settings.base_model_path, device)
-    reference = build_model(checkpoint, "generator", settings.base_model_path, device).requires_grad_(False)
-    reward_model = build_model(judge, "reward", settings.reward_model_path, device).requires_grad_(False)
+    reference = build_model(checkpoint, "generator", settings.base_model_path, device)
+    judge = make_judge(judge_checkpoint, reference, settings, device)
+    settings = with_choices_made(settings, judge)
     optimizers = make_optimizers(
         policy, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=device.type
     )
@@ -165,18 +198,21 @@ def main() -> None:
     val_tokens = open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
     check_same_splits(checkpoint["data"], data_record(train_tokens, val_tokens), allow_mismatch=True)
 
-    def natural_loss() -> float:
-        batches = WholeSplitBatches(val_tokens, N, policy.rows_at_a_time(), device)
-        return language_model_loss(policy, counted(batches, len(batches), "Evaluating"))
-
     say(f"Using device: {device}")
     say(f"Policy: {settings.base_model_path}, {format_size(policy.num_parameters())}, block_size {N}")
     say(f"Judge: {settings.reward_model_path}; prompts: {folder}")
     rows = settings.prompts_per_step * settings.group_size
     say(f"Each step: {settings.prompts_per_step} prompts x {settings.group_size} completions = {rows} sequences")
 
+    say(
+        f"Reward: {settings.reward}, credit for each {settings.credit}; KL: {settings.kl_in_reward:g} in the reward, "
+        f"{settings.beta:g} in the loss"
+    )
+    if settings.updates_per_step == 1:
+        say("One update a step: the policy that is scored is the one that sampled, ratios are 1 and nothing is clipped")
+
     completer = Completer(policy, N)
-    skill = skill_on_policy(completer, reward_model, val_tokens, settings, device)
+    skill = skill_on_policy(completer, judge, val_tokens, settings, device)
     r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
     say(f"R2 of the judge on {skill['num_sequences']} texts of the policy: {r2}")
     if settings.gate_path is not None:
@@ -185,15 +221,15 @@ def main() -> None:
         return
     check_gate(settings, skill["r2_low"], r2)
 
-    plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
-    reward_means: list[float] = []  # one a step
-    reason = f"step limit: {settings.max_steps}"
-    with (
-        RunLog(Path(settings.output_path).with_suffix(".jsonl")) as log,
-        progress(settings.max_steps, "GRPO", "step") as bar,
-    ):
-        val_loss = natural_loss()
-        log.log(0, val_loss=val_loss)
+    instruments = Instruments(
+        completer, judge, tokenizer, train_tokens, val_tokens, settings.eval_prompts, settings.group_size, settings.seed
+    )
+    stops = Stops(settings)
+    path = Path(settings.output_path)
+    with RunLog(path.with_suffix(".jsonl")) as log, progress(settings.max_steps, "GRPO", "step") as bar:
+        start = instruments.read()
+        log.log(0, **start)
+        best = Best(settings.best_by)
         for step in range(1, settings.max_steps + 1):
             # sample
             completions, mask = rollout(completer, train_tokens, settings, step, device)
@@ -202,69 +238,57 @@ def main() -> None:
             old_log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
 
             # score
-            rewards = score(reward_model, ids)  # (R,)
-            reference_log_probs = log_probs_in_parts(reference, ids)  # (R, N - 1)
+            verdict = judge(ids)
+            reference_log_probs = verdict.reference_log_probs  # (R, N - 1)
+            figures = figures_of_rollouts(verdict, old_log_probs, mask, settings)
 
             # advantage
-            advantages = group_advantages(rewards, settings.group_size, settings.advantage_scale)  # (R,)
+            advantages = advantages_of(verdict, old_log_probs, mask, settings)  # (R,) or (R, N - 1)
 
             # loss and step, several times on the same completions
-            gradient_norm, updates = 0.0, 0
-            for _ in range(settings.updates_per_step):
-                figures = accumulate_gradients(
+            updates = 0
+            for update in range(settings.updates_per_step):
+                losses = accumulate_gradients(
                     policy, ids, old_log_probs, reference_log_probs, advantages, mask, settings
                 )
-                moved = figures.pop("approx_kl")
-                if updates and moved > settings.update_kl_cap:
+                if updates and losses["kl_update"] > settings.update_kl_cap:
                     break  # the steps so far have moved the policy far enough
-                gradient_norm = clip_gradients(policy.named_parameters(), settings.grad_clip)
+                if settings.lm_coef:
+                    draw = random_stream(settings.seed, "natural", step, update)
+                    losses["lm_loss"] = add_natural_gradients(policy, train_tokens, draw, settings, device)
+                losses["gradient_norm"] = clip_gradients(policy.named_parameters(), settings.grad_clip)
                 optimizers.step()
                 optimizers.zero_grad()
                 updates += 1
             optimizers.zero_grad()
 
-            log_probs = log_probs_in_parts(policy, ids)  # where the steps have led
-            kl = {
-                "kl_start": masked_mean(kl_estimate(log_probs, reference_log_probs, settings.kl_estimator), mask),
-                "kl_update": masked_mean(kl_estimate(old_log_probs, log_probs), mask),
-            }
-
-            reward_means.append(rewards.mean().item())
-            flat = groups_without_spread(rewards, settings.group_size).float().mean().item()
-            record = {"reward": reward_means[-1], "reward_std": rewards.std().item(), "flat_groups": flat, **kl}
-            record |= {**figures, "gradient_norm": gradient_norm, "updates": updates}
-            if step % settings.eval_interval == 0 or step == settings.max_steps:
-                record["val_loss"] = val_loss = natural_loss()
-            log.log(step, quiet=step % settings.eval_interval != 0, **record)
-            bar.set_postfix(reward=f"{reward_means[-1]:.3f}", kl=f"{kl['kl_start']:.3f}")
+            # look, note, stop?
+            record = {**figures, **losses, "updates": updates}
+            reason = stops.after_step(step, figures)
+            if step % settings.eval_interval == 0 or reason:
+                record |= instruments.read()
+                best.offer(step, record, policy)
+                reason = reason or stops.after_evaluation(record["val_loss"] - start["val_loss"])
+                if record["above_natural"]:
+                    say(f"step {step}: completions look more natural than natural text does: the judge is being gamed")
+            log.log(step, quiet="val_loss" not in record, **record)
+            bar.set_postfix(reward=f"{figures['reward']:.3f}", kl=f"{figures['kl_start']:.3f}")
             bar.update()
-
-            # stop? One step's mean reward is noise: windows of steps are compared
-            if kl["kl_start"] > settings.start_kl_cap:
-                reason = f"KL cap: {kl['kl_start']:.3f} > {settings.start_kl_cap} nats a token from the start"
+            if reason:
                 break
-            if step >= settings.plateau_window:
-                window_mean = float(np.mean(reward_means[-settings.plateau_window :]))
-                if window_mean >= settings.reward_threshold:
-                    reason = f"reward threshold: {window_mean:.3f} >= {settings.reward_threshold}"
-                    break
-                if step % settings.plateau_window == 0:
-                    plateau.update(window_mean)
-                if plateau.should_stop:
-                    reason = f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
-                    break
-        if "val_loss" not in record:
-            val_loss = natural_loss()
-            log.log(step, quiet=True, val_loss=val_loss)
 
-    first_reward, last_reward, window = first_and_last(reward_means, settings.plateau_window)
+    policy.load_state_dict(best.state)
+    first_reward, last_reward, window = first_and_last(stops.rewards, settings.plateau_window)
     training = {"steps": step, "stop_reason": reason, "first_reward": first_reward, "last_reward": last_reward}
-    training |= {"val_loss": val_loss, "kl_start": kl["kl_start"], "settings": asdict(settings)}
-    save_checkpoint(settings.output_path, policy, checkpoint["tokenization"], checkpoint["data"], training)
-    say(f"\nStopped after {step} steps by {reason}")
+    training |= {"kept_step": best.step, **{name: best.record[name] for name in KEPT_FIGURES}}
+    training |= {"start": {name: start[name] for name in KEPT_FIGURES}, "settings": asdict(settings)}
+    save_checkpoint(path, policy, checkpoint["tokenization"], checkpoint["data"], training)
+    draw_curves(read_records(path.with_suffix(".jsonl")), path.with_suffix(".png"))
+    say(f"\nStopped after {step} steps by {reason}; kept the policy of step {best.step} (best by {settings.best_by})")
     span = f"{window} step{'s' if window > 1 else ''}"
     say(f"Mean reward: {first_reward:.4f} over the first {span}, {last_reward:.4f} over the last {span}")
-    say(f"Saved {settings.output_path}")
+    say(f"Loss on natural text: {start['val_loss']:.4f} before, {best.record['val_loss']:.4f} after")
+    say(f"Saved {path} and {path.with_suffix('.png')}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,9 +322,29 @@ def check_judge(settings: GRPOSettings, checkpoint: dict, judge: dict) -> None:
         )
 
 
+def make_judge(contents: dict, reference: GPT, settings: GRPOSettings, device: torch.device) -> Judge:
+    """The frozen reward model together with the policy's start."""
+    return Judge(build_model(contents, "reward", settings.reward_model_path, device), reference)
+
+
+def with_choices_made(settings: GRPOSettings, judge: Judge) -> GRPOSettings:
+    """The settings with what is 'auto' or None decided by what the judge can tell; UserError for what it cannot."""
+    reward = settings.reward if settings.reward != "auto" else "evidence" if judge.knows_tokens else "natural"
+    credit = settings.credit if settings.credit != "auto" else "token" if judge.knows_tokens else "sequence"
+    if not judge.knows_tokens and (reward == "evidence" or credit == "token"):
+        raise UserError(
+            f"ERROR: reward={reward}, credit={credit}: {settings.reward_model_path} knows whole sequences alone; use "
+            "--reward natural --credit sequence, or a judge with a likelihood or position head"
+        )
+    ratio = reward == "evidence"
+    kl_in_reward = settings.kl_in_reward if settings.kl_in_reward is not None else float(ratio)
+    beta = settings.beta if settings.beta is not None else 0.0 if ratio else 0.04
+    return replace(settings, reward=reward, credit=credit, kl_in_reward=kl_in_reward, beta=beta)
+
+
 def skill_on_policy(
     completer: Completer,
-    reward_model: GPT | LikelihoodRewardModel,
+    judge: Judge,
     tokens: np.ndarray,
     settings: GRPOSettings,
     device: torch.device,
@@ -322,7 +366,7 @@ def skill_on_policy(
     uniforms = torch.from_numpy(draw.random((count, G, N), dtype=np.float32))
     ids = completer(natural.to(device), crossovers, uniforms, Sampling()).ids.flatten(0, 1)
     completer.release()
-    prediction, truth = score(reward_model, ids).cpu(), crossovers.flatten() / N
+    prediction, truth = judge(ids).natural.cpu(), crossovers.flatten() / N
     return measure_skill(prediction, truth, torch.arange(count).repeat_interleave(G), N, settings.seed)
 
 
@@ -344,19 +388,12 @@ def rollout(
 ) -> tuple[Completions, Tensor]:
     """Completions (P, G, N) of natural prompts, and the mask (R, N - 1) of the tokens that the policy wrote.
 
-    A prompt's place is uniform over the split, its length uniform on [1, N / 2]; a group shares both. Sampling is at
-    temperature 1 over all tokens: the very distribution that the formulas score.
+    Sampling is at temperature 1 over all tokens: the very distribution that the formulas score.
     """
-    N, P, G = completer.length, settings.prompts_per_step, settings.group_size
-    draw = random_stream(settings.seed, "rollout", step)
-    offsets = draw.integers(0, len(tokens) - N + 1, size=P)
-    lengths = draw.integers(1, max(1, N // 2) + 1, size=P)
-    natural = torch.from_numpy(np.stack([tokens[offset : offset + N] for offset in offsets]).astype(np.int64))
-    prefix_lengths = torch.from_numpy(lengths)[:, None].expand(P, G)
-    uniforms = torch.from_numpy(draw.random((P, G, N), dtype=np.float32))
+    amount = completer.length, settings.prompts_per_step, settings.group_size
+    natural, prefix_lengths, uniforms = draw_prompts(tokens, *amount, settings.seed, "rollout", step)
     completions = completer(natural.to(device), prefix_lengths, uniforms, Sampling())
-    written = torch.arange(1, N)[None] >= prefix_lengths.reshape(-1, 1)  # (R, N - 1): of the token that is predicted
-    return completions, written.to(device)
+    return completions, written_mask(prefix_lengths, completer.length).to(device)
 
 
 def first_and_last(values: list[float], window: int) -> tuple[float, float, int]:
@@ -368,27 +405,118 @@ def first_and_last(values: list[float], window: int) -> tuple[float, float, int]
     return float(np.mean(values[:size])), float(np.mean(values[-size:])), size
 
 
-@torch.no_grad()
-def score(reward_model: GPT | LikelihoodRewardModel, ids: Tensor) -> Tensor:
-    """P(natural) (R,) of sequences (R, N)."""
-    return torch.cat([reward_model(part)[0][:, 0] for part in ids.split(reward_model.rows_at_a_time())]).float()
+def figures_of_rollouts(
+    verdict: Verdict, old_log_probs: Tensor, mask: Tensor, settings: GRPOSettings
+) -> dict[str, float]:
+    """What a step's completions tell of the policy that wrote them."""
+    kl = kl_estimate(old_log_probs, verdict.reference_log_probs, settings.kl_estimator)
+    flat = groups_without_spread(verdict.natural, settings.group_size).float().mean().item()
+    figures = {"reward": verdict.natural.mean().item(), "reward_std": verdict.natural.std().item(), "flat_groups": flat}
+    if verdict.evidence is not None:
+        figures["evidence"] = masked_mean(verdict.evidence, mask)
+    # The mean of -log p over samples of p estimates its entropy without another pass over the logits.
+    return figures | {"kl_start": masked_mean(kl, mask), "entropy": -masked_mean(old_log_probs, mask)}
 
 
-@torch.no_grad()
-def log_probs_in_parts(model: GPT, ids: Tensor) -> Tensor:
-    """Log-probabilities (R, N - 1) of the tokens after the first, without gradients."""
-    return torch.cat([log_probs_of(model, part)[0] for part in ids.split(model.rows_at_a_time())])
+def advantages_of(verdict: Verdict, old_log_probs: Tensor, mask: Tensor, settings: GRPOSettings) -> Tensor:
+    """Advantages of sequences (R,) or tokens (R, N - 1), relative to the group, from what the settings call reward.
+
+    The KL in the reward is k1 against the start, log p - log p_start of each token. With evidence, which is a log ratio
+    to the start's probability, a coefficient of 1 makes it one to the current policy's.
+    """
+    penalty = settings.kl_in_reward * kl_estimate(old_log_probs, verdict.reference_log_probs, "k1")  # (R, N - 1)
+    if settings.credit == "token":
+        rewards = (verdict.evidence if settings.reward == "evidence" else verdict.by_token) - penalty
+        return token_advantages(rewards, mask, settings.group_size, settings.discount, settings.advantage_scale)
+    counts = mask.sum(1).clamp(min=1)
+    natural = verdict.natural if settings.reward == "natural" else (verdict.evidence * mask).sum(1) / counts
+    rewards = natural - (penalty * mask).sum(1) / counts  # (R,)
+    return group_advantages(rewards, settings.group_size, settings.advantage_scale)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> float:
-    """Mean of the values where the mask is set, both of one shape."""
-    return values[mask].mean().item()
+def add_natural_gradients(
+    policy: GPT, tokens: np.ndarray, draw: np.random.Generator, settings: GRPOSettings, device: torch.device
+) -> float:
+    """Add the gradients of `lm_coef` times the loss on a batch of natural text; returns that loss."""
+    x, y = get_batch(tokens, policy.config.block_size, settings.prompts_per_step, draw, device)  # (P, N) each
+    _, loss = policy(x, y)
+    (settings.lm_coef * loss).backward()
+    return loss.item()
 
 
-def log_probs_of(model: GPT, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (R, N - 1) of the tokens after the first, and the logits (R, N - 1, V) behind them."""
-    logits = model.logits(model.trunk(ids[:, :-1]))
-    return token_log_probs(logits, ids[:, 1:]), logits
+class Stops:
+    """When to end the training, and why. One step's mean reward is noise: windows of steps are compared."""
+
+    def __init__(self, settings: GRPOSettings) -> None:
+        self.settings = settings
+        self.rewards: list[float] = []  # one a step
+        self.plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
+
+    def after_step(self, step: int, figures: dict[str, float]) -> str | None:
+        """The reason to stop after a step, or None."""
+        settings = self.settings
+        self.rewards.append(figures["reward"])
+        if figures["kl_start"] > settings.start_kl_cap:
+            return f"KL cap: {figures['kl_start']:.3f} > {settings.start_kl_cap} nats a token from the start"
+        if step >= settings.plateau_window:
+            window_mean = float(np.mean(self.rewards[-settings.plateau_window :]))
+            if window_mean >= settings.reward_threshold:
+                return f"reward threshold: {window_mean:.3f} >= {settings.reward_threshold}"
+            if step % settings.plateau_window == 0:
+                self.plateau.update(window_mean)
+            if self.plateau.should_stop:
+                return f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
+        return f"step limit: {settings.max_steps}" if step == settings.max_steps else None
+
+    def after_evaluation(self, rise: float) -> str | None:
+        """The reason to stop when the loss on natural text has risen so much since the start, or None."""
+        cap = self.settings.natural_loss_cap
+        return f"natural-text loss cap: risen by {rise:.3f} > {cap} nats a token" if rise > cap else None
+
+
+class Best:
+    """The best of the evaluated policies, by a named criterion."""
+
+    def __init__(self, criterion: str) -> None:
+        self.criterion, self.step, self.record, self.state = criterion, 0, None, None
+
+    def _value(self, record: dict[str, Any]) -> float:
+        if self.criterion == "nearest":
+            return abs(record["fresh_reward"] - record["natural_reward"])
+        return record["val_loss"] if self.criterion == "val_loss" else 0.0
+
+    def offer(self, step: int, record: dict[str, Any], policy: GPT) -> None:
+        """Keep this policy if it is the best so far (of equals the last)."""
+        if self.record is None or self._value(record) <= self._value(self.record):
+            self.step, self.record = step, record
+            self.state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+
+
+def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
+    """A picture (PNG) of the training: rewards, divergence and natural loss, variety; whole or not at all."""
+    import matplotlib  # here: it takes a while, and only this needs it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    for axes, names in zip(
+        panels,
+        (
+            ("reward", "fresh_reward", "natural_reward"),
+            ("val_loss", "kl_start"),
+            ("distinct_1", "distinct_2", "distinct_3", "repetition"),
+        ),
+        strict=True,
+    ):
+        for name in names:
+            points = [(record["step"], record[name]) for record in records if name in record]
+            axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else None)
+        axes.set(xlabel="step")
+        axes.legend()
+    with atomic_path(path) as partial:
+        figure.savefig(partial, format="png", dpi=110)
+    pyplot.close(figure)
 
 
 def accumulate_gradients(
@@ -403,7 +531,7 @@ def accumulate_gradients(
     """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens."""
     total_tokens, figures = mask.sum(), {}
     for rows in micro_batches(len(ids), policy.rows_at_a_time()):
-        log_probs, logits = log_probs_of(policy, ids[rows])
+        log_probs = token_log_probs(policy.logits(policy.trunk(ids[rows, :-1])), ids[rows, 1:])
         loss, metrics = policy_loss(
             log_probs,
             old_log_probs[rows],
@@ -423,10 +551,9 @@ def accumulate_gradients(
         loss.backward()
         share = float(mask[rows].sum() / total_tokens)
         means = {
-            "approx_kl": metrics["approx_kl"],
+            "kl_update": metrics["approx_kl"],
             "clip_share": metrics["clip_share"],
             "ratio_mean": metrics["ratio_mean"],
-            "entropy": (entropy(logits.detach()) * mask[rows]).sum() / mask[rows].sum(),
         }
         figures["loss"] = figures.get("loss", 0.0) + loss.item()
         for name, value in means.items():

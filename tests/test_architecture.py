@@ -12,7 +12,7 @@ FLOORS = [
     ["generation", "objectives", "skill", "optimization", "downloads", "reward_data_config", "data_loader", "staging"],
     ["model", "tokenization_manager"],
     ["reward_model", "reward_dataset_loader"],
-    ["checkpoint"],
+    ["checkpoint", "rollouts"],
     ["train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
     ["run_cycles"],
 ]
