@@ -27,6 +27,7 @@ NAMED_OTHERWISE = {
     "test_docs": "the documents",
     "test_dual_mode_gpt": "model",
     "test_end_to_end": "every script",
+    "test_grpo_tasks": "train_grpo",
     "test_integration": "tokenization, loading and data preparation together",
     "test_reward_data_prep": "prepare_reward_data",
 }

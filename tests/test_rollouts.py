@@ -1,0 +1,53 @@
+"""rollouts.py: prompts, masks, and the counts that tell a degenerate policy, by hand and by brute force."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts import CopyFinder, distinct_n, draw_prompts, masked_mean, repetition, written_mask
+
+
+def test_prompts_are_a_function_of_seed_and_purpose():
+    tokens = np.arange(1000, dtype=np.uint16)
+    first, again = (draw_prompts(tokens, 16, 5, 3, 7, "rollout", 2) for _ in range(2))
+    other = draw_prompts(tokens, 16, 5, 3, 7, "rollout", 3)
+    for ours, theirs, others in zip(first, again, other, strict=True):
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, others)
+    natural, lengths, uniforms = first
+    assert natural.shape == (5, 16) and uniforms.shape == (5, 3, 16)
+    assert torch.equal(natural, natural[:, :1] + torch.arange(16))  # consecutive text
+    assert lengths.min() >= 1 and lengths.max() <= 8
+    assert torch.equal(lengths, lengths[:, :1].expand(5, 3))  # a group shares its length
+
+
+def test_the_mask_is_of_predicted_tokens():
+    mask = written_mask(torch.tensor([[1, 3]]), 4)
+    assert mask.tolist() == [[True, True, True], [False, False, True]]
+    assert masked_mean(torch.tensor([[1.0, 2.0, 3.0], [9.0, 9.0, 6.0]]), mask) == 3.0
+
+
+def test_variety_by_hand():
+    ids = torch.tensor([[1, 2, 1, 2], [1, 2, 3, 4]])
+    assert distinct_n(ids, 1) == 4 / 8
+    assert distinct_n(ids, 2) == 4 / 6  # 12, 21, 23, 34
+    assert repetition(ids, 2) == pytest.approx((1 / 3 + 0) / 2)
+    assert repetition(torch.ones(2, 8, dtype=torch.int64)) == pytest.approx(4 / 5)
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), min_size=1, max_size=12))
+def test_the_longest_copy_by_brute_force(corpus, ids):
+    def holds(part: list[int]) -> bool:
+        return any(corpus[i : i + len(part)] == part for i in range(len(corpus) - len(part) + 1))
+
+    lengths = [j - i for i in range(len(ids)) for j in range(i + 1, len(ids) + 1) if holds(ids[i:j])]
+    found = CopyFinder(np.array(corpus, dtype=np.uint16)).longest_copy(np.array(ids, dtype=np.int64))
+    assert found == max(lengths, default=0)
+
+
+def test_ids_that_no_text_may_hold_are_searched_too():
+    """Surrogates, from 0xD800 on, are no characters."""
+    corpus = np.array([0xD7FF, 0xD800, 0xDFFF, 0xE000, 0xFFFF], dtype=np.uint16)
+    assert CopyFinder(corpus).longest_copy(np.array([0xD800, 0xDFFF, 0xE000, 1])) == 3
