@@ -2,7 +2,7 @@
 
     python data/shakespeare_char/prepare.py --source auto
 
-Floor 4. In: input.txt beside the outputs, fetched where it is absent. Out: train.bin, val.bin (uint16 tokens), meta.pkl
+Floor 5. In: input.txt beside the outputs, fetched where it is absent. Out: train.bin, val.bin (uint16 tokens), meta.pkl
 (nanoGPT's form: vocab_size, itos, stoi).
 """
 
