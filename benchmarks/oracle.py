@@ -1,0 +1,187 @@
+"""How near reward models come to the best possible: text of a known model p, and a generator q that learned from it.
+
+    python benchmarks/oracle.py
+
+Where p and q are both known, so is the exact posterior over the crossover, and with it the R2 that nothing can exceed
+in expectation: its mean makes the least squared error there is. Every head's regret is measured against it, on the same
+unseen sequences. "Natural" text are blocks of N tokens sampled from p, one independent of the other.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pipeline import Pipeline, markdown, skill_cells
+
+from checkpoint import build_model, load_checkpoint
+from data_loader import TokenSplits, dataset_folder, open_token_file, write_token_files
+from generation import Completer, Sampling
+from model import GPT
+from reward_dataset_loader import RewardDataset
+from reward_model import LikelihoodRewardModel
+from run_log import progress, say
+from runtime import atomic_path, random_stream, run_main
+from settings import Problems, parse_settings
+from skill import measure_skill
+from train_reward_model import MAX_MIXTURE, halves_by_block, predict, samples_per_block
+
+OPTIMIZER = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 6e-3, "batch_size": 16}
+HEADS: dict[str, dict[str, Any]] = {
+    "last, frozen (the seeds')": {"head": "last"},
+    "position, frozen": {"head": "position", "max_epochs": 3},
+    "position, all unfrozen": {"head": "position", "unfreeze_layers": -1, "learning_rate": 3e-4, "max_epochs": 2},
+    "likelihood (the default)": {},
+    "likelihood, 1,600 steps": {"lm_iters": 1600},
+    "likelihood, a trunk of p's size": {"trunk": "large.pt"},
+}
+BLOCKS_AT_A_TIME = 512
+
+
+@dataclass
+class OracleSettings:
+    """Every head against the exact posterior."""
+
+    dataset: str = "shakespeare_char"
+    """corpus that p is trained on: a path, or a name below data/"""
+    block_size: int = 128
+    """tokens in a sequence"""
+    num_tokens: int = 2_000_000
+    """tokens of text that p writes"""
+    p_iters: int = 700
+    """steps of p: 4 layers, 128 wide"""
+    q_iters: int = 700
+    """steps of q: 3 layers, 96 wide"""
+    large_iters: int = 1000
+    """steps, on p's text, of the trunk of p's size"""
+    max_blocks: int = 1000
+    """blocks of each split that q completes, 4 times each"""
+    out_dir: str = "out/benchmarks/oracle"
+    """where everything is made, the picture too (oracle.png)"""
+    seed: int = 42
+    """seed of p's text, the reward data and the reward models"""
+
+    def problems(self) -> Problems:
+        """What is wrong with the settings."""
+        problems = Problems()
+        problems.check_range(self, "block_size", "max_blocks", "p_iters", "q_iters", "large_iters", minimum=1)
+        problems.check_range(self, "seed", minimum=0)
+        problems.require(
+            self.num_tokens >= 400 * self.block_size,
+            f"num_tokens={self.num_tokens}: fewer than 400 blocks of {self.block_size}",
+            "Give more",
+        )
+        return problems
+
+
+def main() -> None:
+    settings = parse_settings(OracleSettings, "oracle")
+    pipeline, N = Pipeline(settings.out_dir), settings.block_size
+    large = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": N, **OPTIMIZER}
+    small = {"n_layer": 3, "n_head": 3, "n_embd": 96, "block_size": N, **OPTIMIZER}
+
+    source = dataset_folder(settings.dataset).resolve()
+    p_path = pipeline.generator("p", source, **large, **until(settings.p_iters))
+    p = build_model(load_checkpoint(p_path), "generator", p_path)
+    corpus = pipeline.out / "corpus"
+    if not (corpus / "train.bin").is_file():
+        write_text_of(p, source, corpus, settings)
+    q_path = pipeline.generator("q", corpus, **small, **until(settings.q_iters))
+    q = build_model(load_checkpoint(q_path), "generator", q_path)
+    pipeline.generator("large", corpus, **large, **until(settings.large_iters))
+    amount = {"samples_per_chunk": 4, "max_blocks": settings.max_blocks, "seed": settings.seed}
+    data = pipeline.reward_data("data", q_path, corpus, **amount)
+
+    best, divergence = exact_skill(p, q, data)
+    rows, shares = [["the exact posterior", *skill_cells(best), "100%", "0"]], {}
+    for name, head in HEADS.items():
+        options = {"control": False, **head, "seed": settings.seed}
+        if "trunk" in options:
+            options["trunk"] = pipeline.out / options["trunk"]
+        file_name = "judge_" + "_".join(word for word in name.replace(",", "").split() if word.isalnum())
+        skill = pipeline.judge(file_name, q_path, data, **options)
+        shares[name] = skill
+        rows.append([name, *skill_cells(skill), f"{skill['r2'] / best['r2']:.0%}", f"{best['r2'] - skill['r2']:.3f}"])
+    say(f"\nPer-token divergence of q from p on p's text: {divergence:.4f} nats; N = {N}")
+    header = ["reward model", "R² (95%)", "MAE, tokens", "AUC", "seconds", "share of the best R²", "regret"]
+    say("\n" + markdown(header, rows))
+    draw(best, shares, f"N = {N}, divergence {divergence:.3f} nats a token", pipeline.out / "oracle.png")
+    say(f"\nSaved {pipeline.out / 'oracle.png'}")
+
+
+def until(iters: int) -> dict[str, int]:
+    """train.py's options for so many steps, evaluated at the end."""
+    return {"max_iters": iters, "eval_interval": iters}
+
+
+def write_text_of(p: GPT, source: Path, corpus: Path, settings: OracleSettings) -> None:
+    """A corpus (train.bin, val.bin, meta.pkl) of blocks sampled from p; first tokens are drawn from p's own corpus."""
+    N, num_blocks = settings.block_size, settings.num_tokens // settings.block_size
+    vocab_size = p.config.num_real_tokens
+    firsts = open_token_file(source / "train.bin", "train", vocab_size)
+    completer, parts = Completer(p, N), []
+    with progress(num_blocks, "Text of p", "block") as bar:
+        for first in range(0, num_blocks, BLOCKS_AT_A_TIME):
+            count = min(BLOCKS_AT_A_TIME, num_blocks - first)
+            draw = random_stream(settings.seed, "oracle", first)
+            natural = torch.zeros(count, N, dtype=torch.int64)
+            natural[:, 0] = torch.from_numpy(firsts[draw.integers(len(firsts), size=count)].astype(np.int64))
+            uniforms = torch.from_numpy(draw.random((count, 1, N), dtype=np.float32))
+            ids = completer(natural, torch.ones(count, 1, dtype=torch.int64), uniforms, Sampling()).ids
+            parts.append(ids.flatten().numpy().astype(np.uint16))
+            bar.update(count)
+    tokens = np.concatenate(parts)
+    boundary = num_blocks * 9 // 10 * N  # whole blocks in either split
+    corpus.mkdir(parents=True, exist_ok=True)
+    if (source / "meta.pkl").is_file():
+        with atomic_path(corpus / "meta.pkl") as partial:
+            shutil.copyfile(source / "meta.pkl", partial)
+    write_token_files(corpus, TokenSplits(tokens[:boundary], tokens[boundary:]))
+
+
+def exact_skill(p: GPT, q: GPT, data: Path) -> tuple[dict[str, Any], float]:
+    """Skill of the exact posterior's mean, and the mean of log p - log q over natural tokens, on the reporting half."""
+    dataset = RewardDataset(data, "val")
+    _, rows, _ = halves_by_block(dataset)
+    exact = LikelihoodRewardModel(p, q).eval().requires_grad_(False)
+    exact.mixture.fill_(MAX_MIXTURE)  # p alone
+    prediction = predict(exact, dataset, rows, torch.device("cpu"))
+    truth, blocks = torch.from_numpy(dataset.y[rows, 0]), torch.from_numpy(rows // samples_per_block(dataset))
+    total, count = 0.0, 0
+    for row in rows:
+        crossover = round(float(dataset.y[row, 0]) * dataset.block_size)
+        natural, written = exact.log_probs(torch.from_numpy(dataset.x[row].astype(np.int64))[None])
+        total += (natural - written)[0, : crossover - 1].sum().item()
+        count += crossover - 1
+    return measure_skill(prediction, truth, blocks, dataset.block_size, seed=42), total / count
+
+
+def draw(best: dict[str, Any], skills: dict[str, Any], title: str, path: Path) -> None:
+    """A picture of every head's R2 against the best possible."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    names = list(skills)[::-1]
+    values = [skills[name]["r2"] for name in names]
+    errors = [
+        [skills[name]["r2"] - skills[name]["r2_low"] for name in names],
+        [skills[name]["r2_high"] - skills[name]["r2"] for name in names],
+    ]
+    axes.barh(names, values, xerr=errors, capsize=3, color="tab:blue", ecolor="0.3")
+    axes.axvline(best["r2"], color="tab:red", label=f"the exact posterior, {best['r2']:.3f}")
+    axes.axvspan(best["r2_low"], best["r2_high"], color="tab:red", alpha=0.15)
+    axes.axvline(0, color="0.5", linewidth=1)
+    axes.set(xlabel="R² on unseen text, 95% intervals", title=title)
+    axes.legend(loc="lower right")
+    with atomic_path(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    run_main(main)

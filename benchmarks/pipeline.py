@@ -1,0 +1,104 @@
+"""Runs the project's scripts for a benchmark, each once: what is made already, with its seconds, is not made again.
+
+    python benchmarks/reward_models.py --quick True
+
+Not run by itself: benchmarks/oracle.py and benchmarks/reward_models.py stand on it. The scripts run as people run them,
+in processes of their own, one at a time.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from checkpoint import load_checkpoint
+from run_log import say
+from runtime import UserError, read_json, write_json
+from skill import format_r_squared
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Pipeline:
+    """Artefacts in a folder, each made by one script."""
+
+    def __init__(self, out_dir: str | Path) -> None:
+        self.out = Path(out_dir)
+
+    def make(self, artefact: str, script: str, **options: Any) -> Path:
+        """The artefact's path, made by `script` with the options unless it was made with them before.
+
+        Raises UserError where the script fails, or where the artefact was made with other options.
+        """
+        path = self.out / artefact
+        note = self.out / f"{artefact}.made.json"
+        told = {name: str(value) for name, value in options.items()}
+        if note.is_file() and path.exists():
+            if read_json(note)["options"] != told:
+                raise UserError(f"ERROR: {path} was made with other options ({note}): use another --out_dir")
+            return path
+        say(f"\n##### {artefact}: {script}.py")
+        self.out.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        arguments = [f"--{name}={value}" for name, value in told.items()]
+        status = subprocess.run([sys.executable, str(ROOT / f"{script}.py"), *arguments], check=False).returncode
+        if status != 0:
+            raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
+        write_json(note, {"options": told, "seconds": round(time.monotonic() - start, 1)})
+        return path
+
+    def seconds(self, artefact: str) -> float:
+        """How long the artefact took to make."""
+        return read_json(self.out / f"{artefact}.made.json")["seconds"]
+
+    def generator(self, name: str, corpus: Path, **options: Any) -> Path:
+        """A generator, trained on a corpus."""
+        checkpoint = f"{name}.pt"
+        # train.py evaluates at the end at least; the checkpoint is the best evaluated.
+        return self.make(checkpoint, "train", dataset=corpus, out_dir=self.out, checkpoint_name=checkpoint, **options)
+
+    def reward_data(self, name: str, generator: Path, corpus: Path, **options: Any) -> Path:
+        """Reward data of a generator."""
+        return self.make(
+            name,
+            "prepare_reward_data",
+            model_path=generator,
+            input_mode="binary",
+            train_bin=corpus / "train.bin",
+            val_bin=corpus / "val.bin",
+            output_dir=self.out / name,
+            **options,
+        )
+
+    def judge(self, name: str, generator: Path, data: Path, **options: Any) -> dict[str, Any]:
+        """A reward model's skill, with `seconds`."""
+        path = self.make(
+            f"{name}.pt",
+            "train_reward_model",
+            base_model_path=generator,
+            data_dir=data,
+            output_path=self.out / f"{name}.pt",
+            **options,
+        )
+        return load_checkpoint(path)["training"]["skill"] | {"seconds": self.seconds(f"{name}.pt")}
+
+
+def val_loss(generator: Path) -> float:
+    """The validation loss that train.py noted in a checkpoint."""
+    return load_checkpoint(generator)["training"]["val_loss"]
+
+
+def skill_cells(skill: dict[str, Any]) -> list[str]:
+    """R2 with its interval, MAE in tokens, AUC and seconds, for a table."""
+    auc = "" if skill["auc"] is None else f"{skill['auc']:.3f}"
+    r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
+    return [r2, f"{skill['mae_tokens']:.1f}", auc, f"{skill['seconds']:.0f}" if "seconds" in skill else ""]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
