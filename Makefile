@@ -7,10 +7,10 @@ CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test bench-generation lint format clean
+.PHONY: help setup run test bench-generation bench-reward-models lint format clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: ## make .venv and install requirements.txt (again only when that file has changed)
 # The stamp, a copy of what was installed, comes last: a set-up that was interrupted begins anew from nothing (--clear).
@@ -29,6 +29,11 @@ test: setup ## run the tests
 bench-generation: setup ## time text generation against the other ways (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/generation.py $(ARGS)
+
+bench-reward-models: setup ## measure every reward model, by itself and against the exact posterior
+	$(PYTHON) data/shakespeare_char/prepare.py
+	$(PYTHON) benchmarks/reward_models.py $(ARGS)
+	$(PYTHON) benchmarks/oracle.py
 
 lint: setup ## check style and formatting
 	$(PYTHON) -m ruff check .

@@ -32,12 +32,12 @@ train = dict(
 
 prepare_reward_data = dict(
     samples_per_chunk=10,
-    max_blocks=500,
+    max_blocks=200,
 )
 
 train_reward_model = dict(
-    max_epochs=20,
-    patience=3,
+    head="likelihood",
+    lm_iters=250,
 )
 
 train_grpo = dict(
