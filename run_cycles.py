@@ -40,7 +40,7 @@ from settings import Problems, parse_settings, split_config
 from skill import better_than_constant, format_r_squared
 from tokenization_manager import TokenizationManager
 from train import TrainSettings
-from train_grpo import GRPOSettings
+from train_grpo import KEPT_FIGURES, GRPOSettings
 from train_reward_model import DEFAULT_LM_ITERS, RewardModelSettings
 
 ROOT = Path(__file__).resolve().parent
@@ -381,7 +381,7 @@ def reward_stages(
 def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
     """GRPO, from one base model to the next."""
     next_model = base_model(out, cycle + 1)
-    names = ("steps", "stop_reason", "first_reward", "last_reward", "kl_start", "val_loss")
+    names = ("steps", "stop_reason", "first_reward", "last_reward", "kept_step", "start", *KEPT_FIGURES)
     return Stage(
         next_model.stem,
         "train_grpo",
@@ -496,7 +496,7 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
         rewards, kl, reason = "", "", "not started: the reward model is blind"
         if "carried_on" not in policy:
             rewards = f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}"
-            kl, reason = f"{policy['kl_start']:.3f}", policy["stop_reason"]
+            kl, reason = f"{policy['kl_now']:.3f}", policy["stop_reason"]
             if not better_than_constant(skill["r2_low"]):
                 blind.append(cycle)
         lines.append(

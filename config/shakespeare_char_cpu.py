@@ -41,9 +41,8 @@ train_reward_model = dict(
 )
 
 train_grpo = dict(
-    prompts_per_step=8,
+    prompts_per_step=16,
     group_size=8,
     max_steps=40,
-    eval_interval=20,
-    learning_rate=1e-4,
+    eval_interval=10,
 )
