@@ -15,6 +15,7 @@ import torch
 from helpers import (
     ROOT,
     TINY_GRPO,
+    TINY_REWARD,
     TINY_TRAIN,
     as_arguments,
     call,
@@ -46,7 +47,7 @@ def good(tmp_path, corpus, generator, reward_data, reward_model):
         "prepare_reward_data": prepare_options(corpus, generator, out),
         "train_reward_model": {
             **{"base_model_path": generator, "data_dir": reward_data, "output_path": out / "reward.pt"},
-            **{"max_epochs": 1, "device": "cpu"},
+            **{**TINY_REWARD, "max_epochs": 1},
         },
         "train_grpo": {
             **{"base_model_path": generator, "reward_model_path": reward_model, "output_path": out / "policy.pt"},
@@ -235,9 +236,12 @@ BAD_CHECKPOINTS = ("missing", "empty", "truncated", "text", "folder", "nan", "no
 BAD_CHECKPOINTS += ("other shape", "impossible", "later format", "reward model")
 
 
+POLICY_IS_A_JUDGE = ("train_grpo", "reward model")  # refused by its fingerprint before it is looked into
+
+
 @pytest.mark.parametrize(
     ("script", "kind"),
-    [(script, kind) for script in MODEL_OPTION for kind in BAD_CHECKPOINTS],
+    [(script, kind) for script in MODEL_OPTION for kind in BAD_CHECKPOINTS if (script, kind) != POLICY_IS_A_JUDGE],
 )
 def test_bad_checkpoints(script, kind, good, tmp_path, generator, reward_model):
     path = tmp_path / "bad.pt"

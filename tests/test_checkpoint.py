@@ -54,10 +54,10 @@ IDX = torch.arange(10).view(2, 5)
 # what is saved comes back
 
 
-@pytest.mark.parametrize("mode", ["generator", "reward"])
+@pytest.mark.parametrize(("mode", "head"), [("generator", "last"), ("reward", "last"), ("reward", "position")])
 @pytest.mark.parametrize("position", ["rope", "learned"])
-def test_round_trip(tmp_path, mode, position):
-    model = tiny_model(mode=mode, position=position)
+def test_round_trip(tmp_path, mode, head, position):
+    model = tiny_model(mode=mode, position=position, reward_head_type=head)
     data = data_record(np.arange(5, dtype=np.uint16), np.arange(3, dtype=np.uint16))
     tokenization = TokenizationManager.from_text("hello world").to_record()
     save_checkpoint(tmp_path / "deep" / "model.pt", model, tokenization, data, {"step": 7, "settings": {"lr": 1e-3}})
@@ -75,9 +75,13 @@ def test_round_trip(tmp_path, mode, position):
 def test_a_generator_s_checkpoint_gives_a_reward_model_but_not_the_other_way(tmp_path):
     generator = tiny_model()
     save_checkpoint(tmp_path / "generator.pt", generator, None, None, {})
-    reward = build_model(load_checkpoint(tmp_path / "generator.pt"), "reward", "generator.pt")
-    assert reward.config.mode == "reward" and reward(IDX)[0].shape == (2, 2)
-    assert torch.equal(reward.trunk(IDX), generator.trunk(IDX))
+    loaded = load_checkpoint(tmp_path / "generator.pt")
+    for head in ("position", "last"):
+        loaded["config"].reward_head_type = head
+        reward = build_model(loaded, "reward", "generator.pt")
+        assert (reward.config.mode, reward.config.reward_head_type) == ("reward", head)
+        assert reward(IDX)[0].shape == (2, 2) and reward.reward_head[2].out_features == (1 if head == "position" else 2)
+        assert torch.equal(reward.trunk(IDX), generator.trunk(IDX))
 
     save_checkpoint(tmp_path / "reward.pt", reward, None, None, {})
     with pytest.raises(UserError, match=r"reward\.pt holds a reward model, but a generator is needed here"):
@@ -241,6 +245,7 @@ WRONG = [
     (contents(config=dataclasses.replace(CONFIG, block_size="8")), "impossible config: block_size='8'"),
     (contents(config=dataclasses.replace(CONFIG, mode=["reward"])), "impossible config: mode="),
     (contents(config=dataclasses.replace(CONFIG, mode="reward")), "do not fit the config (reward mode)"),
+    (contents(config=config(reward_head_type="linear")), "impossible config: reward_head_type='linear': must be one"),
     (contents(config=dataclasses.replace(CONFIG, n_layer=3)), "'transformer.h.2.attn.c_attn.bias' is missing"),
     (contents(config=dataclasses.replace(CONFIG, n_layer=1)), "'transformer.h.1.attn.c_attn.bias' is unknown"),
     (contents(config=dataclasses.replace(CONFIG, vocab_size=12)), "has shape (11, 8), its config wants (12, 8)"),
@@ -293,7 +298,7 @@ def test_what_does_not_fit_is_told(tmp_path, value, message):
 def test_a_config_without_a_newer_field_loads(tmp_path):
     """A file from before a field existed means its default."""
     older = config()
-    del vars(older)["num_tokens"], vars(older)["position"]
+    del vars(older)["num_tokens"], vars(older)["position"], vars(older)["reward_head_type"]
     torch.save(contents(config=older), tmp_path / "older.pt")
     loaded = load_checkpoint(tmp_path / "older.pt")["config"]
     assert loaded == CONFIG and vars(loaded) == vars(CONFIG)

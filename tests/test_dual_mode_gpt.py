@@ -194,6 +194,51 @@ def test_reward_model_equals_the_forward_pass_by_hand(position):
     assert probabilities.std(0).min() > 1e-3  # it does read its input
 
 
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_a_position_head_equals_the_forward_pass_by_hand(position):
+    """Evidence of every token, and what it says of each in the light of all: multiplied out for every crossover."""
+    head = {"mode": "reward", "reward_head_type": "position", "reward_head_hidden_dim": 6}
+    model, idx = tiny_model(lively=True, position=position, **head), some_ids(3, 9)
+    hidden, _, score = model.reward_head.double()
+    inner = (hidden_states_by_hand(model, idx) @ hidden.weight.T + hidden.bias).clamp(min=0)
+    evidence = (inner @ score.weight.T + score.bias)[..., 0]  # (3, 9)
+    model.float()
+    torch.testing.assert_close(model.evidence(idx).double(), evidence, rtol=1e-4, atol=1e-4)
+
+    chances = torch.stack([evidence[:, 1:K].sum(1).exp() for K in range(1, 9)], 1)
+    chances = chances / chances.sum(1, keepdim=True)  # P(K = 1), ..., P(K = 8)
+    natural = torch.stack([chances[:, t:].sum(1) for t in range(9)], 1)  # P(K > t)
+    tokens = model.token_probabilities(idx)
+    torch.testing.assert_close(tokens.double(), natural, rtol=1e-4, atol=1e-5)
+    assert (tokens[:, 0] - 1).abs().max() < 1e-6 and tokens[:, -1].abs().max() == 0
+    assert (tokens.diff(dim=1) <= 0).all()
+    probabilities, no_loss = model(idx)
+    assert no_loss is None
+    torch.testing.assert_close(probabilities[:, 0], tokens.mean(1))
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(3))
+    assert probabilities.std(0).min() > 1e-3  # it does read its input
+
+
+def test_a_position_head_learns_by_every_weight():
+    model = tiny_model(lively=True, mode="reward", reward_head_type="position", reward_head_hidden_dim=6)
+    targets = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    probabilities, loss = model(some_ids(2, 4), targets)
+    assert loss.item() == pytest.approx((probabilities - targets).square().mean().item())
+    loss.backward()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith("reward_head")}
+    expected = {"0.weight": (6, 8), "0.bias": (6,), "2.weight": (1, 6), "2.bias": (1,)}
+    assert shapes == {f"reward_head.{name}": shape for name, shape in expected.items()}
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("head", [{"mode": "reward"}, {}, {"reward_head_type": "position"}])
+def test_only_a_position_head_tells_of_single_tokens(head):
+    model = tiny_model(**head)
+    for method in (model.evidence, model.token_probabilities):
+        with pytest.raises(UserError, match=r"tells nothing of single tokens: use a 'position' or a 'likelihood' head"):
+            method(some_ids(1, 3))
+
+
 def test_reward_loss_is_the_mean_squared_error_by_hand():
     model, idx = tiny_model(lively=True, mode="reward", reward_head_hidden_dim=6), some_ids(2, 4)
     targets = torch.tensor([[0.25, 0.75], [1.0, 0.0]])
@@ -233,6 +278,27 @@ def test_sequences_longer_than_the_block_are_refused(position, mode):
     model(some_ids(1, 12))
     with pytest.raises(UserError, match="13 tokens does not fit block_size 12"):
         model(some_ids(1, 13))
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_a_model_cropped_to_shorter_sequences_says_the_same_of_them(position):
+    model, whole = (tiny_model(lively=True, position=position) for _ in range(2))
+    shared = model.config
+    model.crop_block_size(7)
+    assert model.config.block_size == 7 and shared.block_size == 12
+    idx, targets = some_ids(3, 7), some_ids(3, 7, seed=2)
+    assert torch.equal(model.trunk(idx), whole.trunk(idx))
+    with pytest.raises(UserError, match="8 tokens does not fit block_size 7"):
+        model(some_ids(1, 8))
+    for wanted in (8, 12):
+        with pytest.raises(UserError, match=f"a model of block_size 7 cannot read {wanted} tokens"):
+            model.crop_block_size(wanted)
+    model.crop_block_size(7)  # no change
+    again = GPT(model.config).eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(idx)[0], whole(idx)[0])
+    model(idx, targets)[1].backward()  # it can be trained
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 
 
 def test_dropout_works_in_training_only():
@@ -328,6 +394,8 @@ def test_initialisation(mode):
         ({"vocab_size": None}, "vocab_size=None: must be a whole number"),
         ({"num_tokens": "5"}, "num_tokens='5': must be a whole number"),
         ({"dropout": "0.1"}, "dropout='0.1'"),
+        ({"reward_head_type": "linear"}, "reward_head_type='linear': must be one of last, position, likelihood"),
+        ({"reward_head_type": 1}, "reward_head_type=1: must be one of"),
     ],
 )
 def test_impossible_configs_are_told(changes, message):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
@@ -38,10 +39,14 @@ from helpers import (
 )
 
 import run_cycles
+import train_grpo
+import train_reward_model
 from reward_dataset_loader import RewardDataset
 from run_log import read_records
 from runtime import hash_file
+from skill import measure_skill
 from tokenization_manager import TokenizationManager
+from train_reward_model import RewardModelSettings
 
 pytest_plugins = ["tiny_run"]
 
@@ -207,7 +212,7 @@ def test_the_projects_settings_files_are_read():
 CONFIG = """
 train = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=8, max_iters=20, eval_interval=5, warmup_iters=2)
 prepare_reward_data = dict(samples_per_chunk=4, max_blocks=40)
-train_reward_model = dict(lm_iters=4, lm_eval_interval=2, patience=3)
+train_reward_model = dict(lm_iters=4, lm_eval_interval=2)
 train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2, allow_blind_reward=True)
 """
 STAGES = [
@@ -279,11 +284,11 @@ def test_artefacts_and_ledger(unbroken, corpus):
     out, printed = unbroken
     names = {path.name for path in out.iterdir()}
     assert {f"base_model_v{n}.pt" for n in (1, 2, 3)} <= names
-    assert {f"reward_model_v{n}.pt" for n in (1, 2)} <= names
+    assert {f"{kind}_v{n}.{end}" for kind, end in (("reward_model", "pt"), ("gate", "json")) for n in (1, 2)} <= names
     assert {"reward_data_v1", "reward_data_v2", "cycles.json"} <= names
     assert not any("partial" in name for name in names)
     ledger = json.loads((out / "cycles.json").read_text())
-    assert list(ledger["stages"])[:6] == STAGES
+    assert list(ledger["stages"])[: len(STAGES)] == STAGES
     assert ledger["outcome"] == "all 2 cycles done"
     for version in (1, 2, 3):
         perplexity = ledger["stages"][f"perplexity_base_model_v{version}"]["perplexity"]
@@ -295,6 +300,9 @@ def test_artefacts_and_ledger(unbroken, corpus):
         assert policy["stop_reason"].startswith(("step limit", "reward", "plateau", "KL"))
         assert f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}" in printed
         assert f"{ledger['stages'][f'reward_model_v{cycle}']['skill']['r2']:.3f}" in printed
+        gate = ledger["stages"][f"gate_v{cycle}"]
+        assert gate == {**gate, **json.loads((out / f"gate_v{cycle}.json").read_text())}
+        assert (gate["num_blocks"], gate["num_sequences"]) == (16, 64)  # the second half of the validation blocks
     for path in out.iterdir():
         assert str(path) in printed
     for name in ("base_model_v1", "base_model_v3"):
@@ -332,7 +340,9 @@ def test_another_cycle_goes_on_from_the_last(tmp_path, unbroken, corpus, config,
     shutil.copytree(unbroken[0], tmp_path / "out")
     ledger = json.loads((tmp_path / "out" / "cycles.json").read_text())
     succeed("run_cycles", str(config), **cycle_options(corpus, tmp_path / "out", num_cycles=3))
-    assert in_this_process == ["prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"]
+    assert in_this_process == [
+        *("prepare_reward_data", "train_reward_model", "train_grpo", "train_grpo", "evaluate", "sample")
+    ]
     after = json.loads((tmp_path / "out" / "cycles.json").read_text())
     assert after["stages"]["base_model_v3"] == ledger["stages"]["base_model_v3"]
     assert (tmp_path / "out" / "base_model_v4.pt").is_file()
@@ -388,6 +398,161 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
     assert (tmp_path / "out" / "base_model_v4.pt").is_file()
     assert not (tmp_path / "out" / "base_model_v5.pt").exists()
     assert json.loads((tmp_path / "out" / "cycles.json").read_text())["outcome"].startswith("ended after cycle 3")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reward models that do not see
+
+
+@pytest.fixture
+def gate_sees(monkeypatch):
+    """A list of the reward models, by file name, that the gate finds to see; its figures for the others are blind."""
+    seeing, truth = [], torch.arange(1, 16).repeat(12) / 16
+
+    def skill_on_policy(completer, reward_model, tokens, settings, device):
+        sees = Path(settings.reward_model_path).name in seeing
+        prediction = truth if sees else torch.rand(len(truth), generator=torch.Generator().manual_seed(1))
+        return measure_skill(prediction, truth, torch.arange(len(truth)) // 4, 16, seed=0)
+
+    monkeypatch.setattr(train_grpo, "skill_on_policy", skill_on_policy)
+    return seeing
+
+
+@pytest.fixture
+def strict(tmp_path):
+    """The settings file of these tests, but that no blind reward model may go on."""
+    path = tmp_path / "strict.py"
+    path.write_text(CONFIG.replace(", allow_blind_reward=True", ""))
+    return path
+
+
+ATTEMPT = ["prepare_reward_data", "train_reward_model", "train_grpo"]  # the last as a gate
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_after_blind_attempts_the_model_is_carried_on(tmp_path, corpus, strict, in_this_process, gate_sees, attempts):
+    """Each on twice the data and training; then the run ends, well, and a second has nothing to do."""
+    out = tmp_path / "out"
+    options = cycle_options(corpus, out, reward_attempts=attempts)
+    printed = succeed("run_cycles", str(strict), **options)
+    assert in_this_process == ["train", "evaluate", *ATTEMPT * attempts, "evaluate", "sample", "sample"]
+
+    ledger = json.loads((out / "cycles.json").read_text())
+    for attempt in range(1, attempts + 1):
+        suffix, factor = ("" if attempt == 1 else f"_try{attempt}"), 2 ** (attempt - 1)
+        data = RewardDataset(out / f"reward_data_v1{suffix}")
+        assert data.metadata["max_blocks"] == str(40 * factor) and len(data) == 4 * min(40 * factor, 292)
+        training = torch.load(out / f"reward_model_v1{suffix}.pt", weights_only=True)["training"]
+        assert training["settings"]["lm_iters"] == 4 * factor
+        assert training["settings"]["data_dir"] == str(out / f"reward_data_v1{suffix}")
+        gate = json.loads((out / f"gate_v1{suffix}.json").read_text())
+        assert ledger["stages"][f"gate_v1{suffix}"]["r2_low"] == gate["r2_low"] < 0
+        r2 = f"{gate['r2']:.3f} ({gate['r2_low']:.3f} to {gate['r2_high']:.3f})"
+        told = f"the reward model was not shown to see, R2 {r2} on the policy's text in attempt {attempt}"
+        assert f"\nAttempt {attempt} of {attempts}: {told}\n" in printed
+    assert not list(out.glob(f"*_try{attempts + 1}*"))
+
+    assert ledger["stages"]["base_model_v2"]["carried_on"] == told
+    assert ledger["outcome"] == f"ended in cycle 1 without GRPO: {told}; base model 1 is carried on"
+    assert (out / "base_model_v2.pt").read_bytes() == (out / "base_model_v1.pt").read_bytes()
+    assert not (out / "base_model_v3.pt").exists()
+    perplexities = [ledger["stages"][f"perplexity_base_model_v{version}"]["perplexity"] for version in (1, 2)]
+    assert perplexities[0] == perplexities[1]
+    row = next(line for line in printed.splitlines() if line.startswith("    1  base_model_v2"))
+    assert row.endswith("not started: the reward model is blind")
+
+    before = folder_bytes(out)
+    in_this_process.clear()
+    again = succeed("run_cycles", str(strict), **options)
+    assert in_this_process == [] and "Nothing to do" in again
+    assert folder_bytes(out) == before
+
+
+def test_a_second_attempt_that_sees_is_the_judge(tmp_path, corpus, strict, in_this_process, gate_sees):
+    """Of the first cycle; in the second nobody sees, and its base model is carried on."""
+    gate_sees.append("reward_model_v1_try2.pt")
+    out = tmp_path / "out"
+    printed = succeed("run_cycles", str(strict), **cycle_options(corpus, out, num_cycles=3))
+    cycles = [*ATTEMPT * 2, "train_grpo", "evaluate", *ATTEMPT * 2, "evaluate"]
+    assert in_this_process == ["train", "evaluate", *cycles, "sample", "sample"]
+    policy = torch.load(out / "base_model_v2.pt", weights_only=True)["training"]
+    assert policy["settings"]["reward_model_path"] == str(out / "reward_model_v1_try2.pt")
+    assert not policy["settings"]["allow_blind_reward"]
+    contents = [(out / f"base_model_v{version}.pt").read_bytes() for version in (1, 2, 3)]
+    assert contents[0] != contents[1] == contents[2]
+    ledger = json.loads((out / "cycles.json").read_text())
+    assert "carried_on" not in ledger["stages"]["base_model_v2"] and "carried_on" in ledger["stages"]["base_model_v3"]
+    assert ledger["outcome"].startswith("ended in cycle 2 without GRPO: ")
+    assert f"{ledger['stages']['base_model_v2']['first_reward']:.3f} -> " in printed
+    in_this_process.clear()
+    again = succeed("run_cycles", str(strict), **cycle_options(corpus, out, num_cycles=3))
+    assert in_this_process == [] and "Nothing to do" in again
+
+
+def test_a_carried_model_that_is_gone_is_copied_again(tmp_path, corpus, strict, in_this_process, gate_sees):
+    out = tmp_path / "out"
+    options = cycle_options(corpus, out, reward_attempts=1)
+    succeed("run_cycles", str(strict), **options)
+    whole = folder_bytes(out)
+    (out / "base_model_v2.pt").unlink()
+    in_this_process.clear()
+    succeed("run_cycles", str(strict), **options)
+    assert in_this_process == [] and folder_bytes(out) == whole
+
+
+def test_an_interrupted_attempt_is_taken_up_again(monkeypatch, tmp_path, corpus, strict, in_this_process, gate_sees):
+    """Ctrl-C between the copy and its note, and in the second attempt's training: no stage is done twice."""
+    out = tmp_path / "out"
+    options = cycle_options(corpus, out)
+    original = train_reward_model.learn_mixture
+    calls = []
+
+    def interrupted(*arguments, **keywords):
+        calls.append(1)
+        if len(calls) == 3:  # of each attempt: the labels, and the control
+            raise KeyboardInterrupt
+        return original(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_reward_model, "learn_mixture", interrupted)
+        assert call("run_cycles", str(strict), **options).status != 0
+    with monkeypatch.context() as patch:
+        in_this_process.clear()
+        patch.setattr(run_cycles.Ledger, "carry_on", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert call("run_cycles", str(strict), **options).status == 130
+        assert in_this_process == ["train_reward_model", "train_grpo"]
+        assert (out / "base_model_v2.pt").is_file()
+    in_this_process.clear()
+    succeed("run_cycles", str(strict), **options)
+    assert in_this_process == ["evaluate", "sample", "sample"]
+    assert "carried_on" in json.loads((out / "cycles.json").read_text())["stages"]["base_model_v2"]
+
+
+def own_settings(data: dict, model: dict) -> dict:
+    """What the ledger keeps of two scripts' settings, with changes."""
+    data = {"max_blocks": None, "samples_per_chunk": 10, **data}
+    return {"prepare_reward_data": data, "train_reward_model": asdict(RewardModelSettings(**model))}
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "more_data", "more_training"),
+    [
+        ({}, {}, {"samples_per_chunk": 40}, {"lm_iters": 1600}),
+        ({"max_blocks": 50}, {"lm_iters": 30}, {"max_blocks": 200}, {"lm_iters": 120}),
+        ({}, {"trunk": "t.pt"}, {"samples_per_chunk": 40}, {"lm_iters": 1600}),
+        ({}, {"trunk": "t.pt", "lm_iters": 7}, {"samples_per_chunk": 40}, {"lm_iters": 28}),
+        ({}, {"head": "position"}, {"samples_per_chunk": 40}, {"unfreeze_layers": -1}),
+        ({}, {"head": "last", "lm_iters": 5}, {"samples_per_chunk": 40}, {"unfreeze_layers": -1}),
+    ],
+)
+def test_what_a_further_attempt_gets_more_of(data, model, more_data, more_training):
+    own = own_settings(data, model)
+    assert run_cycles.larger(own, 1) == {}
+    assert run_cycles.larger(own, 4) == {"prepare_reward_data": more_data, "train_reward_model": more_training}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# settings of a run
 
 
 def write_config(path: Path, **changes: str) -> Path:
@@ -456,16 +621,16 @@ def test_settings_may_change_until_their_stage_is_finished(tmp_path, unbroken, c
     assert "beta" not in line and in_this_process == []
     path = write_config(tmp_path / "changed.py", train_grpo="beta=0.1")
     succeed("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
-    assert in_this_process == ["train_grpo", "evaluate", "sample", "sample"]
+    assert in_this_process == ["train_grpo", "train_grpo", "evaluate", "sample", "sample"]  # gate and GRPO
     assert json.loads((out / "cycles.json").read_text())["settings"]["train_grpo"]["beta"] == 0.1
 
 
 def test_a_run_of_other_settings_is_refused(tmp_path, unbroken, corpus, config, in_this_process):
     other = tmp_path / "other.py"
-    other.write_text(CONFIG.replace("max_epochs=2", "max_epochs=3"))
+    other.write_text(CONFIG.replace("lm_iters=4", "lm_iters=5"))
     before = folder_bytes(unbroken[0])
     line = refuse_in_one_line("run_cycles", str(other), **cycle_options(corpus, unbroken[0]))
-    assert f"{unbroken[0]} holds a run of other settings (train_reward_model.max_epochs was 2, now 3);" in line
+    assert f"{unbroken[0]} holds a run of other settings (train_reward_model.lm_iters was 4, now 5);" in line
     assert "--out_dir" in line
     assert in_this_process == []
     assert folder_bytes(unbroken[0]) == before

@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -138,82 +139,169 @@ def test_reward_losses_take_scores_or_log_probabilities():
         objectives.reward_loss(scores, targets, "l1")
 
 
-def test_skill_by_hand():
-    target = torch.tensor([0.0, 0.5, 1.0])
-    assert objectives.r_squared(target, target) == 1
-    assert objectives.r_squared(torch.full((3,), 0.5), target) == 0
-    assert objectives.r_squared([0.25, 0.5, 1.0], target) == pytest.approx(1 - 0.0625 / 0.5)
-    assert objectives.r_squared(1 - target, target) == pytest.approx(-3)
-    assert math.isnan(objectives.r_squared(target, torch.full((3,), 0.3)))
-    assert objectives.mean_absolute_error([0.25, 0.5, 0.5], target) == pytest.approx(0.25)
+# ---------------------------------------------------------------------------------------------------------------------
+# the posterior over the crossover
 
 
-def test_bootstrap_interval_holds_the_figure_and_sees_that_blocks_are_not_rows():
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.arange(40).repeat_interleave(10)
-    target = torch.rand(400, generator=generator)
-    shift = torch.randn(40, generator=generator).repeat_interleave(10)  # an error that all rows of a block share
-    prediction = target + 0.2 * shift
-    low, high = objectives.bootstrap_r_squared(prediction, target, blocks, seed=1)
-    assert low < objectives.r_squared(prediction, target) < high
-    row_low, row_high = objectives.bootstrap_r_squared(prediction, target, torch.arange(400), seed=1)
-    assert high - low > 1.5 * (row_high - row_low)
-    assert objectives.bootstrap_r_squared(prediction, target, blocks, seed=1) == (low, high)
-    assert objectives.bootstrap_r_squared(target, target, blocks, seed=1) == (1.0, 1.0)
-    constant = torch.full_like(target, target.mean().item())
-    low, high = objectives.bootstrap_r_squared(constant, target, blocks, seed=1)
-    assert -0.05 < low < high <= 0
+def posterior_by_hand(evidence: list[float]) -> list[float]:
+    """P(K = k | x) for k = 1, 2, ..., T - 1 (1 alone where T = 1): each k's product of ratios, normalised."""
+    numbers = range(1, max(len(evidence), 2))
+    weights = [math.exp(math.fsum(evidence[:k])) for k in numbers]
+    return [weight / math.fsum(weights) for weight in weights]
 
 
-def test_no_interval_where_the_data_give_none():
-    target = torch.rand(400, generator=torch.Generator().manual_seed(0))
-    bootstrap = objectives.bootstrap_r_squared
-    assert bootstrap(target, target, torch.arange(400) % 9, seed=1) == (None, None)
-    assert bootstrap(target, target, torch.arange(400) % 10, seed=1) == (1.0, 1.0)
-    alike = torch.full((400,), 0.3)
-    assert bootstrap(target, alike, torch.arange(400), seed=1) == (None, None)
-    alike[0] = 0.7  # one row of 400 differs: a third of the draws miss it
-    assert bootstrap(alike, alike, torch.arange(400), seed=1) == (None, None)
+EVIDENCE = st.lists(st.floats(-5, 5), min_size=1, max_size=9).filter(lambda values: len(values) != 2)
 
 
-def test_only_an_interval_above_0_is_better_than_a_constant():
-    better = [low for low in (None, math.nan, -math.inf, -0.1, 0.0, 1e-9, 0.5) if objectives.better_than_constant(low)]
-    assert better == [1e-9, 0.5]
+@settings(max_examples=100, deadline=None)
+@given(EVIDENCE)
+def test_posterior_and_shares_by_hand(values):
+    evidence, T = torch.tensor([values], dtype=torch.float64), len(values)
+    by_hand = posterior_by_hand(values)
+    log_posterior = objectives.crossover_log_posterior(evidence)
+    assert log_posterior.exp()[0].tolist() == pytest.approx(by_hand)
+    # P(K > t) of every token; with one token alone there is nothing else than K = 1
+    natural = [math.fsum(p for k, p in enumerate(by_hand, 1) if k > t) for t in range(T)]
+    assert objectives.natural_probabilities(log_posterior)[0].tolist() == pytest.approx(natural)
+    mean = math.fsum(k * p for k, p in enumerate(by_hand, 1))
+    assert objectives.natural_share(evidence).item() == pytest.approx(mean / T)
 
 
-def test_r_squared_for_people():
-    assert objectives.format_r_squared(0.12341, 0.1, 0.15) == "0.1234 (0.1000 to 0.1500)"
-    assert objectives.format_r_squared(0.5, None, None, digits=3) == "0.500 (no interval)"
-    assert objectives.format_r_squared(None, None, None) == "undefined (no interval)"
-
-
-def test_skill_refuses_shapes_that_would_broadcast():
-    with pytest.raises(UserError, match=r"shapes \(3,\) and \(3, 1\)"):
-        objectives.r_squared(torch.zeros(3), torch.zeros(3, 1))
-    with pytest.raises(UserError, match="n >= 1"):
-        objectives.mean_absolute_error([], [])
-
-
-def test_calibration_by_hand():
-    table = objectives.calibration([0.1, 0.3, 0.7, 1.0], [0.0, 0.2, 1.0, 0.5], num_bins=2)
-    first, second = table.bins
-    assert (first.lower, first.upper, first.count) == (0, 0.5, 2)
-    assert (first.mean_prediction, first.mean_target) == (pytest.approx(0.2), pytest.approx(0.1))
-    assert (second.count, second.mean_prediction, second.mean_target) == (2, pytest.approx(0.85), pytest.approx(0.75))
-    assert table.expected_error == pytest.approx(0.5 * 0.1 + 0.5 * 0.1)
-    assert len(objectives.calibration([0.05, 0.95], [0.0, 1.0]).bins) == 2  # empty bins are left out
-    for bad in ([1.5], [math.nan]):
-        with pytest.raises(UserError, match=r"in \[0, 1\]"):
-            objectives.calibration(bad, [0.5])
+def test_posterior_of_two_tokens_is_certain():
+    assert objectives.crossover_log_posterior(torch.tensor([[3.0, -7.0]])).tolist() == [[0.0]]
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30), st.integers(1, 20))
-def test_calibration_counts_everything_and_is_bounded_by_the_mean_absolute_error(pairs, num_bins):
-    prediction, target = zip(*pairs, strict=True)
-    table = objectives.calibration(prediction, target, num_bins)
-    assert sum(b.count for b in table.bins) == len(pairs)
-    assert table.expected_error <= objectives.mean_absolute_error(prediction, target) + 1e-12
+@given(st.lists(st.floats(-5, 5), min_size=3, max_size=9), st.floats(-99, 99), st.floats(-99, 99))
+def test_the_first_and_the_last_token_tell_nothing(values, first, last):
+    """The first is natural and the last is written, whatever they look like."""
+    evidence, other = (torch.tensor([ends]) for ends in (values, [first, *values[1:-1], last]))
+    assert objectives.crossover_log_posterior(evidence).equal(objectives.crossover_log_posterior(other))
+    targets = torch.tensor([[1 / len(values), 1 - 1 / len(values)]])
+    for loss in CROSSOVER_LOSSES:
+        assert objectives.crossover_loss(evidence, targets, loss) == objectives.crossover_loss(other, targets, loss)
+
+
+def test_the_posterior_is_that_of_two_markov_chains():
+    """All 3^4 texts of two known chains: joint probabilities by multiplication, and over all texts the prior again."""
+    torch.manual_seed(0)
+    T, V = 4, 3
+    natural, written = torch.randn(2, V, V, dtype=torch.float64).log_softmax(-1)  # of the next token, given the last
+    texts = torch.cartesian_prod(*[torch.arange(V)] * T)  # (81, 4)
+    log_p, log_q = (chain[texts[:, :-1], texts[:, 1:]] for chain in (natural, written))  # (81, 3)
+    # P(text, K): the first token is uniform; token t is natural where t < K
+    joint = torch.stack([(log_p[:, : K - 1].sum(1) + log_q[:, K - 1 :].sum(1)).exp() for K in range(1, T)], 1)
+    joint = joint / V / (T - 1)
+    torch.testing.assert_close(joint.sum(), torch.tensor(1.0).double())
+    evidence = F.pad(log_p - log_q, (1, 0))
+    posterior = objectives.crossover_log_posterior(evidence).exp()
+    torch.testing.assert_close(posterior, joint / joint.sum(1, keepdim=True))
+    chance = joint.sum(1)
+    torch.testing.assert_close(chance @ posterior, torch.full((T - 1,), 1 / (T - 1)).double())
+    torch.testing.assert_close(chance @ objectives.natural_share(evidence), torch.tensor(0.5).double())
+    assert objectives.natural_share(evidence).std() > 0.05  # these chains differ
+
+
+CROSSOVER_LOSSES = ("mse", "cross_entropy", "token", "nll")
+
+
+def crossover_loss_by_hand(values: list[float], crossover: int, loss: str) -> float:
+    """Of one sequence."""
+    K, T, posterior = crossover, len(values), posterior_by_hand(values)
+    share = math.fsum(k * p for k, p in enumerate(posterior, 1)) / T
+    if loss == "mse":
+        return (share - K / T) ** 2
+    if loss == "cross_entropy":
+        return -K / T * math.log(share) - (1 - K / T) * math.log(1 - share)
+    K = min(max(K, 1), T - 1)
+    if loss == "nll":
+        return -math.log(posterior[K - 1])
+    later = [math.fsum(posterior[t:]) for t in range(1, T - 1)]  # P(K > t)
+    terms = [-math.log(p if t < K else 1 - p) for t, p in enumerate(later, 1)]
+    return math.fsum(terms) / len(terms)
+
+
+@pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, 8), st.integers(0, 2**31), st.data())
+def test_crossover_losses_by_hand(loss, length, seed, data):
+    """K of 0 and T among them: labels of data that were not made here."""
+    T = length
+    evidence = torch.randn(3, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    K = data.draw(st.lists(st.integers(0, T), min_size=3, max_size=3))
+    targets = torch.tensor([[k / T, (T - k) / T] for k in K])  # float32, as the files have them
+    by_hand = [crossover_loss_by_hand(row, k, loss) for row, k in zip(evidence.tolist(), K, strict=True)]
+    ours = objectives.crossover_loss(evidence, targets.double(), loss).item()
+    assert ours == pytest.approx(sum(by_hand) / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
+def test_gradients_of_crossover_losses_by_finite_differences(loss):
+    torch.manual_seed(0)
+    evidence = (2 * torch.randn(3, 7, dtype=torch.float64)).requires_grad_()
+    targets = torch.tensor([[k / 7, 1 - k / 7] for k in (1, 3, 6)], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda at: objectives.crossover_loss(at, targets, loss), evidence)
+    objectives.crossover_loss(evidence, targets, loss).backward()
+    assert evidence.grad[:, 1:-1].abs().min() > 0
+
+
+@pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
+def test_crossover_losses_are_least_at_the_truth(loss):
+    """Of labels with the chances that the true evidence gives them: no other evidence loses less."""
+    torch.manual_seed(0)
+    T = 6
+    truth = torch.randn(1, T, dtype=torch.float64)
+    chances = objectives.crossover_log_posterior(truth).exp()[0]
+
+    def expected(evidence):
+        every = torch.tensor([[k / T, 1 - k / T] for k in range(1, T)], dtype=torch.float64)
+        losses = [objectives.crossover_loss(evidence, label[None], loss) for label in every]
+        return (torch.stack(losses) * chances).sum()
+
+    at = truth.clone().requires_grad_()
+    least = expected(at)
+    least.backward()
+    assert at.grad.abs().max() < 1e-12
+    for size in (0.01, 1.0):
+        assert all(expected(truth + size * torch.randn_like(truth)) > least for _ in range(20))
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4])
+@pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
+def test_crossover_losses_of_extreme_evidence_stay_finite(loss, size):
+    evidence = (size * torch.tensor([[1.0] * 8, [-1.0] * 8, [1.0, -1.0] * 4])).requires_grad_()
+    for K in (1, 4, 7):
+        value = objectives.crossover_loss(evidence, torch.tensor([[K / 8, 1 - K / 8]] * 3), loss)
+        value.backward()
+        assert value.isfinite() and evidence.grad.isfinite().all()
+    shares = objectives.natural_share(evidence)
+    assert shares[:2].tolist() == pytest.approx([7 / 8, 1 / 8])
+
+
+def test_crossover_losses_refuse_others_and_compute_in_float32():
+    evidence, targets = torch.randn(2, 5), torch.tensor([[0.4, 0.6]] * 2)
+    with pytest.raises(UserError, match="loss='l1' is not known: use one of mse, cross_entropy, token, nll"):
+        objectives.crossover_loss(evidence, targets, "l1")
+    assert objectives.crossover_loss(evidence.bfloat16(), targets).dtype == torch.float32
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-12, 12), min_size=1, max_size=20))
+def test_the_mixture_is_the_best_on_a_grid(values):
+    """w p + (1 - w) q over q, at most e^10 and at least e^-10 of it."""
+    ratios = np.exp(np.clip(values, -10, 10))
+    losses = -np.log1p(np.outer(np.linspace(0, 1, 2001), ratios - 1)).mean(1)
+    assert objectives.mixture_loss(torch.tensor(values)) == pytest.approx(losses.min(), abs=1e-3)
+    assert objectives.mixture_loss(torch.tensor(values)) <= losses.min() + 1e-6
+
+
+def test_mixtures_by_hand():
+    assert objectives.mixture_loss(torch.tensor([math.log(2.0), math.log(4.0)])) == pytest.approx(-math.log(8) / 2)
+    assert objectives.mixture_loss(torch.tensor([-1.0, -2.0])) == 0  # p knows nothing
+    # ratios 3 and 1/3: the derivative 2 / (1 + 2w) - (2/3) / (1 - 2w/3) is 0 at w = 1/2
+    assert objectives.mixture_loss(torch.tensor([math.log(3.0), -math.log(3.0)])) == pytest.approx(-math.log(4 / 3) / 2)
+    assert objectives.mixture_loss(torch.tensor([math.inf])) == pytest.approx(-10)
+    assert math.isnan(objectives.mixture_loss(torch.tensor([math.nan, 1.0])))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

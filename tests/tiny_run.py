@@ -40,3 +40,23 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory, generator: Path, rewa
     options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path}
     succeed("train_reward_model", **options, **TINY_REWARD)
     return path
+
+
+@pytest.fixture(scope="session")
+def knowing(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A model of the corpus that knows far more of it than the generator does."""
+    out = tmp_path_factory.mktemp("knowing")
+    more = {"max_iters": 200, "eval_interval": 100, "batch_size": 32, "learning_rate": 2e-2, "optimizer": "muon"}
+    succeed("train", dataset=corpus, out_dir=out, **{**TINY_TRAIN, **more})
+    return out / "model_checkpoint.pt"
+
+
+@pytest.fixture(scope="session")
+def seeing_reward_model(
+    tmp_path_factory: pytest.TempPathFactory, generator: Path, reward_data: Path, knowing: Path
+) -> Path:
+    """A reward model of the generator that sees: a likelihood head on the knowing trunk."""
+    path = tmp_path_factory.mktemp("seeing") / "reward_model.pt"
+    options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path, "trunk": knowing}
+    succeed("train_reward_model", **options, device="cpu")
+    return path

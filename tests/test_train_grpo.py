@@ -1,0 +1,200 @@
+"""train_grpo.py: the gate before the training. What the training itself does is in test_integration.py.
+
+pytest tests/test_train_grpo.py
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import TINY_GRPO, call, folder_bytes, make_checkpoint, refuse_in_one_line, succeed
+
+import train_grpo
+from checkpoint import build_model, load_checkpoint
+from generation import Completer
+from runtime import UserError, hash_file
+from skill import format_r_squared, measure_skill
+from train_grpo import GRPOSettings
+
+pytest_plugins = ["tiny_run"]
+
+
+@pytest.fixture
+def good(tmp_path, corpus, generator, seeing_reward_model) -> dict:
+    """Options with which the script runs; the gate is closed to who is blind."""
+    paths = {"base_model_path": generator, "reward_model_path": seeing_reward_model, "dataset": corpus}
+    more = {"allow_blind_reward": False, "max_steps": 1, "output_path": tmp_path / "out" / "policy.pt"}
+    return {**TINY_GRPO, **paths, **more}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# who is let through
+
+
+def test_a_reward_model_that_sees_is_let_through(good):
+    finished = call("train_grpo", **good)
+    assert finished.status == 0, finished.err
+    assert "WARNING" not in finished.err
+    assert "R2 of the judge on 64 texts of the policy: 0.9" in finished.out
+    assert load_checkpoint(good["output_path"])["training"]["steps"] == 1
+
+
+def test_a_blind_reward_model_is_refused(good, tmp_path, reward_model):
+    """With the figures and the way out; nothing is written."""
+    options = {**good, "reward_model_path": reward_model}
+    succeed("train_grpo", **options, gate_path=tmp_path / "gate.json")
+    gate = json.loads((tmp_path / "gate.json").read_text())
+    assert gate["r2_low"] <= 0
+    line = refuse_in_one_line("train_grpo", **options)
+    r2 = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"])
+    assert f"{reward_model} was not shown to see where this policy's text begins: R2 {r2}; train one that sees" in line
+    assert line.endswith("--allow_blind_reward True")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_blind_reward_model_may_be_allowed(good, reward_model):
+    finished = call("train_grpo", **{**good, "reward_model_path": reward_model, "allow_blind_reward": True})
+    assert finished.status == 0, finished.err
+    warnings = [line for line in finished.err.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 1
+    assert "was not shown to see" in warnings[0] and warnings[0].endswith("; going on, as allowed")
+    assert good["output_path"].is_file()
+
+
+def test_too_few_blocks_show_nothing(good, tmp_path):
+    """Even of a reward model that sees: 9 blocks give no interval, 10 do."""
+    line = refuse_in_one_line("train_grpo", **good, gate_blocks=9)
+    assert "R2 0.9" in line and "(no interval); " in line
+    assert not (tmp_path / "out").exists()
+    succeed("train_grpo", **good, gate_blocks=10)
+
+
+@pytest.mark.parametrize("low", [0.0, -0.1, None])
+def test_the_gate_by_hand(capsys, low):
+    train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt"), 1e-6, "0.1")
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match=r"ERROR: judge\.pt was not shown to see .*: R2 0\.1;"):
+        train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt"), low, "0.1")
+    train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt", allow_blind_reward=True), low, "0.1")
+    assert "WARNING: judge.pt was not shown to see" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is measured
+
+
+@pytest.mark.parametrize("judge", ["seeing_reward_model", "reward_model"])
+def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, request, judge):
+    """Of who sees and of who does not; the same figures again, others by another seed."""
+    options = {**good, "reward_model_path": request.getfixturevalue(judge)}
+    before = folder_bytes(options["base_model_path"].parent)
+    out = succeed("train_grpo", **options, gate_path=tmp_path / "gates" / "gate.json")
+    gate = json.loads((tmp_path / "gates" / "gate.json").read_text(), parse_constant=pytest.fail)
+    assert f"Saved {tmp_path / 'gates' / 'gate.json'}" in out and "Stopped after" not in out
+    assert f"R2 of the judge on 64 texts of the policy: {gate['r2']:.4f} ({gate['r2_low']:.4f} to " in out
+    assert (gate["num_blocks"], gate["num_sequences"], gate["num_tokens"]) == (16, 64, 16)
+    assert (gate["r2_low"] > 0.8) == (judge == "seeing_reward_model")
+    assert not (tmp_path / "out").exists() and folder_bytes(options["base_model_path"].parent) == before
+    succeed("train_grpo", **options, gate_path=tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == gate
+    succeed("train_grpo", **options, gate_path=tmp_path / "other.json", seed=1)
+    assert json.loads((tmp_path / "other.json").read_text()) != gate
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "gate_blocks", "first", "count"), [(21, 100, 10, 11), (20, 100, 10, 10), (60, 7, 30, 7)]
+)
+def test_the_gate_s_texts(monkeypatch, generator, num_blocks, gate_blocks, first, count):
+    """Unseen natural text, evenly spaced in the second half of the split, up to a uniform K; then the policy's."""
+    policy = build_model(load_checkpoint(generator), "generator", generator)
+    tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
+    seen = []
+
+    def half_blind(_, ids):
+        seen.append(ids)
+        return torch.linspace(0, 1, len(ids))
+
+    monkeypatch.setattr(train_grpo, "score", half_blind)
+    settings = GRPOSettings(gate_blocks=gate_blocks)
+    measured = train_grpo.skill_on_policy(Completer(policy, 16), None, tokens, settings, torch.device("cpu"))
+    (ids,) = seen
+    assert ids.shape == (count * 4, 16)
+    blocks = tokens[: num_blocks * 16].reshape(-1, 16).astype(np.int64)
+    kept = []
+    for row, text in enumerate(ids.numpy()):
+        same = text == blocks[first + row // 4 * (num_blocks - first) // count]
+        kept.append(16 if same.all() else int(np.argmin(same)))
+        assert kept[-1] >= 1
+    kept = np.array(kept)  # K, or more where the policy by chance went on with the natural text
+    truth = recovered_crossovers(measured, count)
+    assert (kept >= truth).all() and (kept == truth).mean() > 0.8
+    assert truth.min() == 1 and truth.max() == 15
+    assert abs(truth.mean() - 8) < 4 * 4.3 / len(truth) ** 0.5
+    prediction, share = torch.linspace(0, 1, len(truth)), torch.tensor(truth) / 16
+    assert measured == measure_skill(prediction, share, np.arange(count).repeat(4), 16, 42)
+
+
+def recovered_crossovers(measured: dict, count: int) -> np.ndarray:
+    """The very draws that the gate makes."""
+    assert measured["num_sequences"] == count * 4
+    return train_grpo.random_stream(42, "gate").integers(1, 16, size=(count, 4)).flatten()
+
+
+def test_a_validation_split_of_one_block_is_too_short(good, tmp_path, corpus):
+    short = tmp_path / "short_char"
+    shutil.copytree(corpus, short)
+    tokens = np.fromfile(short / "val.bin", np.uint16)
+    tokens[:31].tofile(short / "val.bin")
+    line = refuse_in_one_line("train_grpo", **{**good, "dataset": short})
+    assert "31 validation tokens are fewer than two blocks of 16: use more text" in line
+    tokens[:32].tofile(short / "val.bin")
+    assert "R2 " in refuse_in_one_line("train_grpo", **{**good, "dataset": short})
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a judge of another generator, or of other tokens
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_another_generator_s_judge_is_refused_with_both_fingerprints(good, tmp_path, generator, knowing, allowed):
+    """Blindness may be allowed; this not."""
+    options = {**good, "base_model_path": knowing, "allow_blind_reward": allowed}
+    line = refuse_in_one_line("train_grpo", **options)
+    assert "was trained against another generator (sha256 " in line
+    assert f"{hash_file(generator)[:12]}...) than {knowing} ({hash_file(knowing)[:12]}...)" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_judge_that_does_not_say_its_generator_is_told(good, tmp_path, seeing_reward_model):
+    contents = torch.load(seeing_reward_model, weights_only=True)
+    del contents["training"]["generator_sha256"]
+    torch.save(contents, tmp_path / "silent.pt")
+    finished = call("train_grpo", **{**good, "reward_model_path": tmp_path / "silent.pt"})
+    assert finished.status == 0
+    assert f"WARNING: {tmp_path / 'silent.pt'} does not say against which generator it was trained" in finished.err
+
+
+@pytest.mark.parametrize(("name", "value"), [("block_size", 8), ("vocab_size", 30)])
+def test_a_likelihood_judge_of_other_tokens_is_refused_with_both_values(good, tmp_path, generator, name, value):
+    sizes = {"vocab_size": 25, name: value}
+    policy = make_checkpoint(tmp_path / "policy.pt", sizes.pop("vocab_size"), **sizes)
+    line = refuse_in_one_line("train_grpo", **{**good, "base_model_path": policy})
+    assert f"{name} is {value} in the policy and {16 if name == 'block_size' else 25} in the reward model" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("judge", ["seeing_reward_model", "reward_model"])
+def test_rewards_are_what_the_checkpoint_says(request, corpus, judge):
+    """score() of whatever head, in parts or as a whole."""
+    path: Path = request.getfixturevalue(judge)
+    model = build_model(load_checkpoint(path), "reward", path)
+    ids = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16)[: 90 * 5].astype(np.int64)).view(-1, 5)
+    rewards = train_grpo.score(model, ids)
+    assert rewards.shape == (90,) and rewards.dtype == torch.float32 and not rewards.requires_grad
+    with torch.no_grad():
+        torch.testing.assert_close(rewards, torch.stack([model(row[None])[0][0, 0] for row in ids]))
+    assert rewards.std() > 1e-4

@@ -1,0 +1,533 @@
+"""train_reward_model.py: every head and loss, trunks, corpora, degenerate data, divergence, on data of one tiny run."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    TINY_REWARD,
+    assert_same_weights,
+    call,
+    folder_bytes,
+    make_corpus,
+    make_text,
+    prepare_options,
+    refuse,
+    refuse_in_one_line,
+    succeed,
+    weights,
+)
+
+import train_reward_model
+from checkpoint import build_model, load_checkpoint, save_checkpoint
+from generation import Sampling
+from model import GPT
+from objectives import crossover_loss
+from prepare_reward_data import save_reward_dataset
+from reward_dataset_loader import RewardDataset
+from reward_model import LikelihoodRewardModel
+from run_log import read_records
+from runtime import UserError, hash_file
+from skill import measure_skill
+from tokenization_manager import TokenizationManager
+
+pytest_plugins = ["tiny_run"]
+
+LIKELIHOOD = {"head": "likelihood", "lm_iters": 20, "lm_eval_interval": 10}
+POSITION = {"head": "position", "max_epochs": 2}
+LAST = {"head": "last", "max_epochs": 2}
+
+
+@pytest.fixture
+def good(tmp_path, generator, reward_data) -> dict:
+    """Options with which the script runs, but for those of the head; the output in the test's own folder."""
+    paths = {"base_model_path": generator, "data_dir": reward_data, "output_path": tmp_path / "out" / "reward.pt"}
+    return {**paths, "control": False, "device": "cpu"}
+
+
+def trained(options: dict) -> tuple[dict, GPT | LikelihoodRewardModel]:
+    """The checkpoint that a run left, and its model."""
+    path = options["output_path"]
+    checkpoint = load_checkpoint(path)
+    return checkpoint, build_model(checkpoint, "reward", path)
+
+
+def halves(data_dir: Path) -> tuple:
+    """(tokens, labels) of the selection half and of the reporting half of the validation blocks."""
+    data = RewardDataset(data_dir, "val")
+    x, y = torch.from_numpy(np.array(data.x).astype(np.int64)), torch.from_numpy(np.array(data.y))
+    middle = len(x) // 2
+    assert middle % 4 == 0  # whole blocks
+    return (x[:middle], y[:middle]), (x[middle:], y[middle:])
+
+
+def trunk_of(state: dict, prefix: str = "") -> dict:
+    return {name.removeprefix(prefix): w for name, w in state.items() if name.startswith(f"{prefix}transformer.")}
+
+
+def rewritten_metadata(reward_data: Path, copy: Path, **changes: str | None) -> Path:
+    """A copy of a reward dataset whose metadata say something else; None: nothing."""
+    shutil.copytree(reward_data, copy)
+    for path in copy.glob("*_metadata.txt"):
+        entries = dict(line.split(": ", 1) for line in path.read_text().splitlines())
+        entries = {name: value for name, value in {**entries, **changes}.items() if value is not None}
+        path.write_text("".join(f"{name}: {value}\n" for name, value in entries.items()))
+    return copy
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the likelihood head
+
+
+def test_a_likelihood_head_learns_natural_text_and_its_weight(good, generator, reward_data):
+    out = succeed("train_reward_model", **good, **LIKELIHOOD, loss="nll")
+    checkpoint, model = trained(good)
+    assert checkpoint["config"].reward_head_type == "likelihood"
+    assert checkpoint["sampling"] == Sampling()
+    base = load_checkpoint(generator)
+    assert checkpoint["tokenization"] == base["tokenization"] and checkpoint["data"] == base["data"]
+    assert checkpoint["training"]["generator_sha256"] == hash_file(generator)
+    assert checkpoint["training"]["settings"]["lm_iters"] == 20
+    ours, theirs = trunk_of(checkpoint["model"], "generator."), trunk_of(base["model"])
+    assert_same_weights(ours, theirs)
+    ours = trunk_of(checkpoint["model"], "natural.")
+    assert not any(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    records = read_records(good["output_path"].with_suffix(".jsonl"))
+    steps = [record for record in records if record.get("phase") == "natural_text"]
+    assert [record["step"] for record in steps] == [0, 10, 20]
+    own, chosen = ([record[name] for record in steps] for name in ("lm_val_loss", "lm_select_loss"))
+    assert chosen[0] == pytest.approx(own[0])  # against itself: no mixture is better than either
+    assert all(mixed <= alone + 1e-6 for mixed, alone in zip(chosen, own, strict=True))
+    assert own[-1] < own[0] - 0.1
+    assert f"kept step {steps[chosen.index(min(chosen))]['step']}, lm_select_loss {min(chosen):.4f}" in out
+    assert sum(line.startswith("step ") for line in out.splitlines()) == 3
+
+    # the one number that is learned from labels: no other is better on the half that selects
+    x, y = halves(reward_data)[0]
+    training = checkpoint["training"]
+    assert model.mixture.sigmoid().item() == pytest.approx(training["mixture"])
+    with torch.no_grad():
+        natural, written = model.log_probs(x)
+        reached = crossover_loss(model.calibrated(natural - written), y).item()
+        assert reached == pytest.approx(training["val_loss"], rel=1e-5)
+        for mixture in torch.linspace(-6, 6, 25):
+            model.mixture.copy_(mixture)
+            assert crossover_loss(model.calibrated(natural - written), y).item() >= reached - 1e-6
+
+
+def test_skill_is_measured_on_what_selected_nothing(good, generator, reward_data, knowing):
+    out = succeed("train_reward_model", **good, trunk=knowing)
+    assert "Natural text" not in out  # a trunk of its own knows it already
+    checkpoint, model = trained(good)
+    assert_same_weights(trunk_of(checkpoint["model"], "natural."), trunk_of(weights(knowing)))
+    x, y = halves(reward_data)[1]
+    with torch.no_grad():
+        share = model(x)[0][:, 0]
+    blocks = torch.arange(len(x)) // 4
+    skill = checkpoint["training"]["skill"]
+    for name, value in measure_skill(share, y[:, 0], blocks, 16, seed=42).items():
+        if isinstance(value, float):
+            assert skill[name] == pytest.approx(value, abs=1e-5), name
+    assert skill["r2_low"] > 0.8  # and this one sees
+    assert f"R2 {skill['r2']:.4f} ({skill['r2_low']:.4f} to {skill['r2_high']:.4f})" in out
+    assert "CONSTANT" not in out and "control_r2" not in skill
+
+    def refuse_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    final = good["output_path"].with_suffix(".jsonl").read_text().splitlines()[-1]
+    final = json.loads(final, parse_constant=refuse_constant)
+    assert final["final"] and final == {**final, **skill}
+    assert good["output_path"].with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert sorted(path.name for path in good["output_path"].parent.iterdir()) == [
+        "reward.jsonl",
+        "reward.png",
+        "reward.pt",
+    ]
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy", "token"])
+def test_losses_of_a_likelihood_head(good, reward_data, knowing, loss):
+    succeed("train_reward_model", **good, trunk=knowing, loss=loss)
+    checkpoint, model = trained(good)
+    x, y = halves(reward_data)[0]
+    with torch.no_grad():
+        by_hand = crossover_loss(model.evidence(x), y, loss).item()
+    assert checkpoint["training"]["val_loss"] == pytest.approx(by_hand, rel=1e-4)
+    assert checkpoint["training"]["skill"]["r2_low"] > 0.8
+
+
+def test_control_sees_nothing(good, knowing):
+    """Labels in another order: a head that learned something from them would read what is not there."""
+    succeed("train_reward_model", **{**good, "control": True}, trunk=knowing, head="position", max_epochs=3)
+    skill = trained(good)[0]["training"]["skill"]
+    assert skill["r2_low"] > 0.2
+    assert skill["control_r2_low"] <= skill["control_r2"] <= skill["control_r2_high"] < skill["r2_low"]
+    assert skill["control_r2_low"] < 0
+    final = read_records(good["output_path"].with_suffix(".jsonl"))[-1]
+    assert {name: final[name] for name in final if "control" in name} == {
+        name: skill[name] for name in ("control_r2", "control_r2_low", "control_r2_high")
+    }
+
+
+def test_what_makes_the_trunk_worse_is_not_kept(good, generator):
+    wild = {**LIKELIHOOD, "lm_learning_rate": 5.0, "lm_muon_learning_rate": 5.0, "lm_eval_interval": 5, "patience": 2}
+    out = succeed("train_reward_model", **good, **wild)
+    assert "kept step 0, " in out
+    steps = [record["step"] for record in read_records(good["output_path"].with_suffix(".jsonl")) if "phase" in record]
+    assert steps == [0, 5, 10]  # patience
+    checkpoint, model = trained(good)
+    state = checkpoint["model"]
+    assert_same_weights(trunk_of(state, "natural."), trunk_of(weights(generator)))
+    assert model(torch.zeros(1, 16).long())[0][0, 0].item() == pytest.approx(0.5)  # the generator against itself
+    assert "NO BETTER THAN A CONSTANT as far as is shown" in out
+
+
+def test_a_trunk_that_diverges_is_told_and_the_best_kept(monkeypatch, good, generator):
+    """The last step before an evaluation is beyond all reason."""
+    monkeypatch.setattr(train_reward_model, "learning_rate_factor", lambda step, *_: math.inf if step == 19 else 0.1)
+    finished = call("train_reward_model", **good, **LIKELIHOOD)
+    assert finished.status == 0
+    assert "WARNING: the loss on natural text is nan at step 20: going on with the best, step 10\n" in finished.err
+    assert "kept step 10, " in finished.out
+    assert trained(good)[1].mixture.isfinite()
+
+
+def test_a_trunk_that_begins_damaged_is_refused(monkeypatch, good, tmp_path):
+    monkeypatch.setattr(train_reward_model, "mixture_loss", lambda *_: math.nan)
+    line = refuse_in_one_line("train_reward_model", **good, **LIKELIHOOD)
+    assert "the loss on natural text is nan at step 0" in line
+    assert not good["output_path"].exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# position and last heads
+
+
+def loss_of(model: GPT, x: torch.Tensor, y: torch.Tensor, loss: str) -> float:
+    """Of a position head, or of a last one, by hand."""
+    with torch.no_grad():
+        if model.config.reward_head_type == "position":
+            return crossover_loss(model.evidence(x), y, loss).item()
+        probabilities = model(x)[0]
+        by_hand = (probabilities - y).square().mean() if loss == "mse" else -(y * probabilities.log()).sum(1).mean()
+        return by_hand.item()
+
+
+HEADS_AND_LOSSES = [(POSITION, loss) for loss in ("mse", "cross_entropy", "token", "nll", None)]
+HEADS_AND_LOSSES += [(LAST, loss) for loss in ("mse", "cross_entropy", None)]
+
+
+@pytest.mark.parametrize(("head", "loss"), HEADS_AND_LOSSES)
+def test_heads_and_their_losses(good, generator, reward_data, head, loss):
+    """The trunk stays as it was; of two epochs the better is kept, by the loss on the half that selects."""
+    kept = {"loss": loss} if loss else {}
+    succeed("train_reward_model", **good, **head, **kept, reward_head_hidden_dim=9)
+    checkpoint, model = trained(good)
+    assert (model.config.reward_head_type, model.config.reward_head_hidden_dim) == (head["head"], 9)
+    assert_same_weights(trunk_of(checkpoint["model"]), trunk_of(weights(generator)))
+    name = loss or {"position": "nll", "last": "mse"}[head["head"]]
+    epochs = [r for r in read_records(good["output_path"].with_suffix(".jsonl")) if "train_loss" in r]
+    losses = [record["val_loss"] for record in epochs]
+    assert len(losses) == 2
+    training = checkpoint["training"]
+    assert training["val_loss"] == min(losses) and training["epoch"] == losses.index(min(losses)) + 1
+    assert loss_of(model, *halves(reward_data)[0], name) == pytest.approx(min(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("head", [POSITION, LAST], ids=lambda head: head["head"])
+def test_unfrozen_trunks(good, generator, head):
+    succeed("train_reward_model", **good, **head, unfreeze_layers=-1)
+    ours, theirs = trunk_of(weights(good["output_path"])), trunk_of(weights(generator))
+    assert ours.keys() == theirs.keys()
+    assert not any(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_position_head_may_learn_natural_text_first(good, generator):
+    """Its trunk is then frozen; the loss that chooses is the trunk's own."""
+    out = succeed("train_reward_model", **good, **POSITION, lm_iters=20, lm_eval_interval=10)
+    records = [r for r in read_records(good["output_path"].with_suffix(".jsonl")) if "phase" in r]
+    assert all(record["lm_val_loss"] == record["lm_select_loss"] for record in records)
+    assert "kept step 20, " in out
+    theirs = trunk_of(weights(generator))
+    assert not any(torch.equal(tensor, theirs[n]) for n, tensor in trunk_of(weights(good["output_path"])).items())
+
+
+@pytest.mark.parametrize("place", ["loss", "evaluation"])
+@pytest.mark.parametrize("head", [POSITION, LAST], ids=lambda head: head["head"])
+def test_what_diverges_after_a_good_epoch_leaves_the_good_model(monkeypatch, good, tmp_path, head, place):
+    """Exit status 2 and one line that says so; the model is that of the epochs before, to the last bit."""
+    epochs_before = 2
+    options = {**good, **head, "batch_size": 128, "learning_rate": 1e-3}
+    before = {**options, "output_path": tmp_path / "before.pt", "max_epochs": epochs_before}
+    succeed("train_reward_model", **before)
+    calls, batches = [], -(-1168 // 128)
+    original = train_reward_model.head_loss if place == "loss" else train_reward_model.evaluate
+
+    def diverges(*arguments):
+        calls.append(1)
+        if place == "evaluation":
+            value, prediction = original(*arguments)
+            return (math.inf if len(calls) > epochs_before else value), prediction
+        # of every epoch: its batches and one evaluation
+        return original(*arguments) * (math.nan if len(calls) > epochs_before * (batches + 1) + 3 else 1)
+
+    monkeypatch.setattr(train_reward_model, "head_loss" if place == "loss" else "evaluate", diverges)
+    line = refuse_in_one_line("train_reward_model", **{**options, "max_epochs": 9})
+    kept = trained(before)[0]["training"]
+    assert f"saved is the model of epoch {kept['epoch']}; lower the learning_rate" in line
+    assert ("is not finite" if place == "loss" else "val_loss is inf in epoch 3: the training diverged") in line
+    assert_same_weights(weights(options["output_path"]), weights(tmp_path / "before.pt"))
+    training = trained(options)[0]["training"]
+    assert training == {**kept, "diverged": line, "settings": training["settings"]}
+    assert options["output_path"].with_suffix(".png").is_file()
+
+
+def test_what_diverges_at_once_leaves_nothing(monkeypatch, good):
+    original = train_reward_model.head_loss
+    monkeypatch.setattr(train_reward_model, "head_loss", lambda *arguments: original(*arguments) * math.nan)
+    line = refuse_in_one_line("train_reward_model", **good, **POSITION)
+    assert "is not finite" in line and line.endswith("; lower the learning_rate")
+    assert not good["output_path"].exists() and not good["output_path"].with_suffix(".png").exists()
+
+
+@pytest.mark.parametrize("head", [LIKELIHOOD, {**POSITION, "unfreeze_layers": -1}], ids=lambda head: head["head"])
+def test_the_same_seed_gives_the_same_model(good, tmp_path, head):
+    head = {**head, "dropout": 0.1}
+    for name, seed in (("one", 3), ("again", 3), ("other", 4)):
+        succeed("train_reward_model", **{**good, **head, "output_path": tmp_path / f"{name}.pt", "seed": seed})
+    one, again, other = (weights(tmp_path / f"{name}.pt") for name in ("one", "again", "other"))
+    assert_same_weights(one, again)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# trunks
+
+
+def variant(path: Path, source: Path, tokenization: dict | None = None, **config) -> Path:
+    """An untrained model's checkpoint, of another size than `source`'s."""
+    loaded = load_checkpoint(source)
+    torch.manual_seed(5)
+    model = GPT(dataclasses.replace(loaded["config"], **config))
+    save_checkpoint(path, model, tokenization or loaded["tokenization"], loaded["data"], {})
+    return path
+
+
+@pytest.mark.parametrize("head", ["likelihood", "position"])
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_a_trunk_that_reads_more_is_cut_to_the_generator(good, tmp_path, generator, head, position):
+    """And may be deeper and wider. What it says of texts as short as the generator's stays the same."""
+    size = {"block_size": 40, "n_layer": 2, "n_embd": 24, "position": position}
+    trunk = variant(tmp_path / "trunk.pt", generator, **size)
+    succeed("train_reward_model", **good, trunk=trunk, head=head, max_epochs=1)
+    checkpoint, model = trained(good)
+    assert (checkpoint["config"].block_size, checkpoint["config"].n_layer, checkpoint["config"].n_embd) == (16, 2, 24)
+    ours = model.natural if head == "likelihood" else model
+    theirs = build_model(load_checkpoint(trunk), "generator", trunk)
+    idx = torch.arange(16)[None]
+    assert torch.equal(ours.trunk(idx), theirs.trunk(idx))
+    if head == "likelihood":
+        assert model.generator.config.n_layer == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"vocab_size": 30}, "vocab_size is 30 in {trunk} and 25 in the generator: they do not match"),
+        ({"num_tokens": 20}, "num_real_tokens is 20 in {trunk} and 25 in the generator: they do not match"),
+        ({"block_size": 8}, "block_size is 8 in {trunk} and 16 in the generator: a trunk must not read less"),
+    ],
+)
+def test_a_trunk_that_does_not_fit_is_refused_with_both_values(good, tmp_path, generator, config, told):
+    text = make_text(1000) + "&%$§!"
+    other = TokenizationManager.from_text(text).to_record() if "vocab_size" in config else None
+    trunk = variant(tmp_path / "trunk.pt", generator, other, **config)
+    assert told.format(trunk=trunk) in refuse_in_one_line("train_reward_model", **good, trunk=trunk)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_trunk_of_another_tokenizer_is_refused(good, tmp_path, generator):
+    record = load_checkpoint(generator)["tokenization"]
+    chars = record["chars"].replace("a", "B")  # as many characters, but not the same
+    trunk = variant(tmp_path / "trunk.pt", generator, {**record, "chars": "".join(sorted(chars))})
+    line = refuse_in_one_line("train_reward_model", **good, trunk=trunk)
+    assert f"{trunk} numbers its characters otherwise than the generator" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_trunk_that_is_no_generator_is_refused(good, tmp_path, reward_model):
+    line = refuse_in_one_line("train_reward_model", **good, trunk=reward_model)
+    assert f"{reward_model} holds a reward model, but a generator is needed here" in line
+    message = refuse("train_reward_model", **good, trunk=tmp_path / "absent.pt")
+    assert f"ERROR: Model file not found: {tmp_path / 'absent.pt'} (--trunk)" in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told", "way_out"),
+    [
+        ({"lm_iters": 0}, "lm_iters=0 without a trunk: a likelihood head would", "name a model of it with --trunk"),
+        ({"head": "last", "loss": "nll"}, "loss=nll: a last head knows one share a sequence", "choose --head position"),
+        ({"head": "last", "loss": "token"}, "loss=token: a last head knows one share", "choose --head position"),
+        ({"unfreeze_layers": -1}, "unfreeze_layers=-1 is ignored with a likelihood head", "Leave out unfreeze_layers"),
+    ],
+)
+def test_settings_that_make_no_sense_together(good, tmp_path, options, told, way_out):
+    message = refuse("train_reward_model", **good, **options)
+    lines = message.splitlines()
+    problems, suggestions = ([line for line in lines if kind in line] for kind in ("ERROR:", "SUGGESTION:"))
+    assert len(problems) == len(suggestions) == 1
+    assert told in problems[0] and way_out in suggestions[0]
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# corpora
+
+WAY_OUT = "name the folder of its train.bin and val.bin with --dataset, or use --lm_iters 0 (and --trunk)"
+
+
+def test_a_corpus_that_moved_is_told_and_named_by_its_folder(good, tmp_path, corpus, reward_data, knowing):
+    moved = {**good, "data_dir": rewritten_metadata(reward_data, tmp_path / "moved", data_path="/no/such/input.txt")}
+    line = refuse_in_one_line("train_reward_model", **moved, **LIKELIHOOD)
+    assert line.startswith("ERROR: no natural text to learn: Data file not found: /no/such/input.txt")
+    assert line.endswith(WAY_OUT)
+    assert not good["output_path"].exists()
+    there = tmp_path / "there"
+    succeed("train_reward_model", **moved, **LIKELIHOOD, dataset=corpus)
+    by_folder = weights(good["output_path"])
+    succeed("train_reward_model", **good, **LIKELIHOOD)  # as the metadata say, from the text
+    assert_same_weights(by_folder, weights(good["output_path"]))
+    succeed("train_reward_model", **moved, trunk=knowing)  # needs none
+    line = refuse_in_one_line("train_reward_model", **moved, **LIKELIHOOD, dataset=there)
+    assert "Train binary file not found: " in line and line.endswith(WAY_OUT)
+
+
+def test_reward_data_from_token_files(good, tmp_path, corpus, generator):
+    binary = {"input_mode": "binary", "train_bin": corpus / "train.bin", "val_bin": corpus / "val.bin"}
+    options = prepare_options(corpus, generator, tmp_path / "data", data_path=None, max_blocks=12, **binary)
+    succeed("prepare_reward_data", **options)
+    out = succeed("train_reward_model", **{**good, "data_dir": tmp_path / "data"}, **LIKELIHOOD)
+    assert "Natural text: kept step 20" in out
+    gone = rewritten_metadata(tmp_path / "data", tmp_path / "gone", train_bin="/no/such/train.bin")
+    line = refuse_in_one_line("train_reward_model", **{**good, "data_dir": gone}, **LIKELIHOOD)
+    assert "no natural text to learn: Train binary file not found: /no/such/train.bin" in line
+    assert line.endswith(WAY_OUT)
+
+
+@pytest.mark.parametrize("by", ["metadata", "dataset"])
+def test_another_corpus_is_told_by_its_hash(good, tmp_path, corpus, reward_data, by):
+    """The very characters in another order: nothing else could tell."""
+    text = (corpus / "input.txt").read_text()
+    other = make_corpus(tmp_path / "other_char", text[5000:] + text[:5000])
+    if by == "metadata":
+        there = str(other / "input.txt")
+        options = {"data_dir": rewritten_metadata(reward_data, tmp_path / "data", data_path=there)}
+    else:
+        options = {"dataset": other}
+    line = refuse_in_one_line("train_reward_model", **{**good, **LIKELIHOOD, **options})
+    assert "this is not the corpus that the reward data were made from: the hash of its train split is " in line
+    metadata = RewardDataset(reward_data).metadata
+    ours = load_checkpoint(good["base_model_path"])["data"]["train_sha256"]
+    assert metadata["train_sha256"] == ours and f"theirs {ours[:12]}..." in line
+    assert line.endswith(WAY_OUT)
+    assert not good["output_path"].exists()
+
+
+def test_reward_data_that_do_not_say_their_corpus(good, tmp_path, corpus, reward_data):
+    gaps = dict.fromkeys(("input_mode", "data_path", "train_split"))
+    options = {**good, "data_dir": rewritten_metadata(reward_data, tmp_path / "silent", **gaps)}
+    line = refuse_in_one_line("train_reward_model", **options, **LIKELIHOOD)
+    assert "the reward data do not say what corpus they were made from" in line and line.endswith(WAY_OUT)
+    succeed("train_reward_model", **options, **LIKELIHOOD, dataset=corpus)
+
+
+def test_text_that_reports_skill_chooses_no_trunk(tmp_path, corpus, generator, reward_data):
+    """Of all blocks, and of some that are evenly spaced: the first that reports begins where the unseen text ends."""
+    some = tmp_path / "some"
+    succeed("prepare_reward_data", **prepare_options(corpus, generator, some, max_blocks=10))
+    tokens = np.fromfile(corpus / "val.bin", np.uint16)
+    for folder in (reward_data, some):
+        data = RewardDataset(folder, "val")
+        _, reports, _ = train_reward_model.halves_by_block(data)
+        first = train_reward_model.first_reported_token(data, len(tokens))
+        assert first % 16 == 0 and 0 < first < len(tokens)
+        for row in reports[:4]:
+            x, y = data[int(row)]
+            K = round(float(y[0]) * 16)
+            assert np.array_equal(x[:K], tokens[first : first + K])
+        K = round(float(data[int(reports[0]) - 1][1][0]) * 16)  # the block before lies before
+        before = data[int(reports[0]) - 1][0][:K].numpy()
+        assert any(np.array_equal(before, tokens[at : at + K]) for at in range(0, first, 16))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# how the text was sampled
+
+
+def test_the_sampling_is_that_of_the_reward_data(good, tmp_path, corpus, generator, knowing):
+    options = prepare_options(corpus, generator, tmp_path / "data", temperature=0.8, top_k=3, max_blocks=12)
+    succeed("prepare_reward_data", **options)
+    succeed("train_reward_model", **{**good, "data_dir": tmp_path / "data"}, trunk=knowing)
+    assert trained(good)[1].sampling == Sampling(temperature=0.8, top_k=3)
+
+
+def test_sampling_in_metadata():
+    assert train_reward_model.sampling_of({}) == Sampling()
+    assert train_reward_model.sampling_of({"temperature": "0.5", "top_k": "7"}) == Sampling(0.5, 7)
+    for wrong in ({"temperature": "warm"}, {"temperature": "-1"}, {"top_k": "0"}, {"top_k": "2.5"}):
+        with pytest.raises(UserError, match="no such sampling is possible") as caught:
+            train_reward_model.sampling_of(wrong)
+        assert all(f"{name}={value}" in str(caught.value) for name, value in wrong.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data in which there is nothing to learn
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("one crossover", "every label is K/N = 0.25: texts all natural up to the same place hold nothing"),
+        ("all natural", "every label is K/N = 1: texts all natural hold nothing to tell apart"),
+        ("all written", "every label is K/N = 0: texts all written hold nothing to tell apart"),
+        ("one token", "every token is 7: a constant text teaches nothing"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("head", [LIKELIHOOD, LAST], ids=lambda head: head["head"])
+def test_degenerate_data(good, tmp_path, corpus, kind, told, split, head):
+    """In either split; the other is as it should be."""
+    rng, info = np.random.default_rng(0), TokenizationManager(data_path=corpus).info()
+    for name in ("train", "val"):
+        x, K = rng.integers(25, size=(40, 16)), rng.integers(1, 16, size=40)
+        if name == split:
+            K[:] = {"one crossover": 4, "all natural": 16, "all written": 0}.get(kind, K)
+            x[:] = 7 if kind == "one token" else x
+        y = np.stack((K, 16 - K), 1) / 16
+        save_reward_dataset(list(x), list(y), str(tmp_path / "data"), name, info, samples_per_chunk=4)
+    line = refuse_in_one_line("train_reward_model", **{**good, "data_dir": tmp_path / "data"}, **head)
+    assert f"{tmp_path / 'data'}, {split} split: {told}" in line
+    assert line.endswith("make the data anew with prepare_reward_data.py")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_single_sequence_that_differs_is_enough(good, tmp_path, corpus):
+    """Nearly constant data are learned from; that nothing is shown by them is said."""
+    info = TokenizationManager(data_path=corpus).info()
+    for name in ("train", "val"):
+        x, K = np.full((48, 16), 7), np.full(48, 4)
+        x[-1, 3], K[-1] = 8, 5
+        y = np.stack((K, 16 - K), 1) / 16
+        save_reward_dataset(list(x), list(y), str(tmp_path / "data"), name, info, samples_per_chunk=4)
+    before = folder_bytes(tmp_path / "data")
+    out = succeed("train_reward_model", **{**good, **TINY_REWARD, "data_dir": tmp_path / "data", "max_epochs": 1})
+    assert "NO BETTER THAN A CONSTANT as far as is shown: these samples give no interval" in out
+    assert folder_bytes(tmp_path / "data") == before
