@@ -58,6 +58,8 @@ class OracleSettings:
     """steps, on p's text, of the trunk of p's size"""
     max_blocks: int = 1000
     """blocks of each split that q completes, 4 times each"""
+    heads: tuple[str, ...] = tuple(HEADS)
+    """names of HEADS"""
     out_dir: str = "out/benchmarks/oracle"
     """where everything is made, the picture too (oracle.png)"""
     seed: int = 42
@@ -73,6 +75,8 @@ class OracleSettings:
             f"num_tokens={self.num_tokens}: fewer than 400 blocks of {self.block_size}",
             "Give more",
         )
+        for head in self.heads:
+            problems.require(head in HEADS, f"heads: {head!r} is unknown", f"Use of {'; '.join(HEADS)}")
         return problems
 
 
@@ -96,8 +100,8 @@ def main() -> None:
 
     best, divergence = exact_skill(p, q, data)
     rows, shares = [["the exact posterior", *skill_cells(best), "100%", "0"]], {}
-    for name, head in HEADS.items():
-        options = {"control": False, **head, "seed": settings.seed}
+    for name in settings.heads:
+        options = {"control": False, **HEADS[name], "seed": settings.seed}
         if "trunk" in options:
             options["trunk"] = pipeline.out / options["trunk"]
         file_name = "judge_" + "_".join(word for word in name.replace(",", "").split() if word.isalnum())
