@@ -172,13 +172,13 @@ def draw(best: dict[str, Any], skills: dict[str, Any], title: str, path: Path) -
     figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
     names = list(skills)[::-1]
     values = [skills[name]["r2"] for name in names]
-    errors = [
-        [skills[name]["r2"] - skills[name]["r2_low"] for name in names],
-        [skills[name]["r2_high"] - skills[name]["r2"] for name in names],
-    ]
-    axes.barh(names, values, xerr=errors, capsize=3, color="tab:blue", ecolor="0.3")
+    axes.barh(names, values, color="tab:blue")
+    for name in names:
+        if skills[name]["r2_low"] is not None:
+            axes.plot([skills[name]["r2_low"], skills[name]["r2_high"]], [name, name], color="0.3", marker="|")
     axes.axvline(best["r2"], color="tab:red", label=f"the exact posterior, {best['r2']:.3f}")
-    axes.axvspan(best["r2_low"], best["r2_high"], color="tab:red", alpha=0.15)
+    if best["r2_low"] is not None:
+        axes.axvspan(best["r2_low"], best["r2_high"], color="tab:red", alpha=0.15)
     axes.axvline(0, color="0.5", linewidth=1)
     axes.set(xlabel="R² on unseen text, 95% intervals", title=title)
     axes.legend(loc="lower right")
