@@ -44,7 +44,7 @@ class Pipeline:
         self.out.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
         arguments = [f"--{name}={value}" for name, value in told.items()]
-        status = subprocess.run([sys.executable, str(ROOT / f"{script}.py"), *arguments], check=False).returncode
+        status = subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *arguments]).wait()
         if status != 0:
             raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
         write_json(note, {"options": told, "seconds": round(time.monotonic() - start, 1)})

@@ -297,6 +297,7 @@ def test_a_model_cropped_to_shorter_sequences_says_the_same_of_them(position):
     again = GPT(model.config).eval()
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(idx)[0], whole(idx)[0])
+    assert [buffer.shape for buffer in model.buffers()] == [buffer.shape for buffer in again.buffers()]
     model(idx, targets)[1].backward()  # it can be trained
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 

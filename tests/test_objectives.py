@@ -235,6 +235,19 @@ def test_crossover_losses_by_hand(loss, length, seed, data):
     assert ours == pytest.approx(sum(by_hand) / 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [6, 49, 100, 1024])
+def test_every_crossover_is_read_off_its_label(length, dtype):
+    """K / T is rounded, and a little less than K comes out of it again."""
+    T = length
+    K = torch.arange(1, T)
+    targets = torch.stack((K / T, (T - K) / T), 1).to(dtype)  # of float32, as the files have them
+    evidence = torch.randn(1, T, generator=torch.Generator().manual_seed(0))
+    log_posterior = objectives.crossover_log_posterior(evidence)[0]
+    losses = torch.stack([objectives.crossover_loss(evidence, target[None], "nll") for target in targets])
+    assert torch.equal(losses, -log_posterior)
+
+
 @pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
 def test_gradients_of_crossover_losses_by_finite_differences(loss):
     torch.manual_seed(0)
