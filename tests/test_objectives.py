@@ -399,6 +399,46 @@ def test_k3_keeps_small_values():
     assert value.item() == pytest.approx(0.5e-8, rel=1e-2)
 
 
+def test_rewards_to_go_by_hand():
+    rewards, mask = torch.tensor([[9.0, 1.0, 2.0, 4.0]]), torch.tensor([[False, True, True, True]])
+    assert objectives.rewards_to_go(rewards, mask, 0.0).tolist() == [[0, 1, 2, 4]]
+    assert objectives.rewards_to_go(rewards, mask, 0.5).tolist() == [[0, 3, 4, 4]]
+    assert objectives.rewards_to_go(rewards, mask, 1.0).tolist() == [[0, 7, 6, 4]]
+    with pytest.raises(UserError, match="discount=1.5"):
+        objectives.rewards_to_go(rewards, mask, 1.5)
+
+
+def test_token_advantages_by_hand():
+    """Against the group's mean at the same token; over the deviation of the group, of the batch, or nothing."""
+    rewards = torch.tensor([[9.0, 1.0, 4.0], [7.0, 3.0, 0.0], [5.0, 5.0, 5.0], [5.0, 5.0, 5.0]])
+    mask = torch.tensor([[False, True, True]] * 2 + [[True, True, True]] * 2)
+    plain = objectives.token_advantages(rewards, mask, 2, scale="none")
+    assert plain.tolist() == [[0, -1, 2], [0, 1, -2], [0, 0, 0], [0, 0, 0]]
+    group = objectives.token_advantages(rewards, mask, 2, scale="group", eps=0.0)
+    torch.testing.assert_close(group[:2], plain[:2] / math.sqrt(10 / 3))
+    batch = objectives.token_advantages(rewards, mask, 2, scale="batch", eps=0.0)
+    torch.testing.assert_close(batch[:2], plain[:2] / math.sqrt(10 / 9))
+    assert not group[2:].any() and not batch[2:].any()  # a group without spread gets exactly 0
+    to_go = objectives.token_advantages(rewards, mask, 2, discount=1.0, scale="none")
+    assert to_go.tolist()[:2] == [[0, 1, 2], [0, -1, -2]]
+
+
+def test_token_advantages_of_one_reward_a_sequence_are_the_groups():
+    """A reward at the last token alone, undiscounted: every token has its sequence's advantage."""
+    torch.manual_seed(0)
+    last = torch.randn(12)
+    rewards, mask = torch.zeros(12, 5), torch.ones(12, 5, dtype=torch.bool)
+    rewards[:, -1] = last
+    tokens = objectives.token_advantages(rewards, mask, 4, discount=1.0, scale="none")
+    torch.testing.assert_close(tokens, group_advantages(last, 4, "none")[:, None].expand(12, 5))
+
+
+@pytest.mark.parametrize("rewards", [torch.full((4, 3), math.nan), torch.zeros(5, 3), torch.zeros(4)])
+def test_token_advantages_refuse_bad_input(rewards):
+    with pytest.raises(UserError):
+        objectives.token_advantages(rewards, torch.ones_like(rewards), 2)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # policy losses
 

@@ -15,6 +15,7 @@ from helpers import TINY_GRPO, call, folder_bytes, make_checkpoint, refuse_in_on
 import train_grpo
 from checkpoint import build_model, load_checkpoint
 from generation import Completer
+from reward_model import Judge, Verdict
 from runtime import UserError, hash_file
 from skill import format_r_squared, measure_skill
 from train_grpo import GRPOSettings
@@ -107,19 +108,18 @@ def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, request, judge)
 @pytest.mark.parametrize(
     ("num_blocks", "gate_blocks", "first", "count"), [(21, 100, 10, 11), (20, 100, 10, 10), (60, 7, 30, 7)]
 )
-def test_the_gate_s_texts(monkeypatch, generator, num_blocks, gate_blocks, first, count):
+def test_the_gate_s_texts(generator, num_blocks, gate_blocks, first, count):
     """Unseen natural text, evenly spaced in the second half of the split, up to a uniform K; then the policy's."""
     policy = build_model(load_checkpoint(generator), "generator", generator)
     tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
     seen = []
 
-    def half_blind(_, ids):
+    def half_blind(ids):
         seen.append(ids)
-        return torch.linspace(0, 1, len(ids))
+        return Verdict(torch.linspace(0, 1, len(ids)), None, None, torch.zeros(len(ids), 15))
 
-    monkeypatch.setattr(train_grpo, "score", half_blind)
     settings = GRPOSettings(gate_blocks=gate_blocks)
-    measured = train_grpo.skill_on_policy(Completer(policy, 16), None, tokens, settings, torch.device("cpu"))
+    measured = train_grpo.skill_on_policy(Completer(policy, 16), half_blind, tokens, settings, torch.device("cpu"))
     (ids,) = seen
     assert ids.shape == (count * 4, 16)
     blocks = tokens[: num_blocks * 16].reshape(-1, 16).astype(np.int64)
@@ -187,14 +187,30 @@ def test_a_likelihood_judge_of_other_tokens_is_refused_with_both_values(good, tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("of_another", [False, True])
 @pytest.mark.parametrize("judge", ["seeing_reward_model", "reward_model"])
-def test_rewards_are_what_the_checkpoint_says(request, corpus, judge):
-    """score() of whatever head, in parts or as a whole."""
+def test_a_verdict_is_what_the_checkpoints_say(request, corpus, generator, judge, of_another):
+    """One pass for reward model and reference where they share weights, several elsewhere: the same figures."""
     path: Path = request.getfixturevalue(judge)
-    model = build_model(load_checkpoint(path), "reward", path)
+    contents = load_checkpoint(path)
+    model = build_model(contents, "reward", path)
+    reference = build_model(load_checkpoint(generator), "generator", generator)
+    if judge == "seeing_reward_model":
+        reference.load_state_dict(model.generator.state_dict())
+    if of_another:
+        with torch.no_grad():
+            reference.transformer.ln_f.weight.mul_(1.5)
+    asked = Judge(model, reference)
+    assert (asked.is_start or asked.stands_on_start) != of_another
     ids = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16)[: 90 * 5].astype(np.int64)).view(-1, 5)
-    rewards = train_grpo.score(model, ids)
-    assert rewards.shape == (90,) and rewards.dtype == torch.float32 and not rewards.requires_grad
+    verdict = asked(ids)
     with torch.no_grad():
-        torch.testing.assert_close(rewards, torch.stack([model(row[None])[0][0, 0] for row in ids]))
-    assert rewards.std() > 1e-4
+        alone = torch.stack([model(row[None])[0][0, 0] for row in ids])
+        log_probs = reference.logits(reference.trunk(ids)).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        torch.testing.assert_close(verdict.natural, alone)
+        torch.testing.assert_close(verdict.reference_log_probs, log_probs)
+        assert verdict.natural.std() > 1e-4
+        assert (verdict.evidence is None) == (judge == "reward_model")
+        if verdict.evidence is not None:
+            torch.testing.assert_close(verdict.evidence, model.evidence(ids)[:, 1:])
+            torch.testing.assert_close(verdict.by_token, model.token_probabilities(ids)[:, 1:])
