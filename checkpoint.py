@@ -35,6 +35,11 @@ RECORDS = {
     "tokenization": {"method": str, "vocab_size": int, "meta_path": str | None, "chars": str | None},
     "data": {"train_tokens": int, "val_tokens": int, "train_sha256": str, "val_sha256": str},
 }
+SAMPLING_TYPES = {
+    "temperature": (float, int),
+    "top_k": (int, type(None)),
+    "top_p": (float, int, type(None)),
+}
 HEADS = ("lm_head.", "reward_head.")
 
 
@@ -194,10 +199,18 @@ def _check_likelihood_parts(path: str | Path, contents: dict[str, Any]) -> None:
     if not isinstance(generator_config, GPTConfig):
         raise UserError(f"ERROR: {path}: a likelihood reward model needs the 'generator_config' of its generator")
     contents["generator_config"] = _checked_config(path, generator_config, len(contents["model"]))
+    if generator_config.mode != "generator":
+        raise UserError(f"ERROR: {path}: its generator_config is that of a {generator_config.mode} model")
+    sampling = {} if contents["sampling"] is None else contents["sampling"]
+    possible = isinstance(sampling, dict) and all(
+        name in SAMPLING_TYPES and type(value) in SAMPLING_TYPES[name] for name, value in sampling.items()
+    )
     try:
-        contents["sampling"] = Sampling(**(contents["sampling"] or {}))
-    except (TypeError, UserError):
-        raise UserError(f"ERROR: {path}: 'sampling' is impossible: {_shown(contents['sampling'])}") from None
+        contents["sampling"] = Sampling(**sampling) if possible else None
+    except UserError:
+        possible = False
+    if not possible:
+        raise UserError(f"ERROR: {path}: 'sampling' is impossible: {_shown(sampling)}")
 
 
 def _new_model(contents: Mapping[str, Any]) -> GPT | LikelihoodRewardModel:

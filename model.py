@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import generation
-from objectives import crossover_log_posterior, natural_probabilities, probability_pair
+from objectives import natural_probabilities, probability_pair
 from runtime import UserError
 
 REWARD_HEADS = ("last", "position", "likelihood")
@@ -266,7 +266,7 @@ class GPT(nn.Module):
 
     def token_probabilities(self, idx: Tensor) -> Tensor:
         """P(token t is natural) (B, T) of token ids (B, T), in the light of the whole sequence; for position heads."""
-        return natural_probabilities(crossover_log_posterior(self.evidence(idx)))
+        return natural_probabilities(self.evidence(idx))
 
     def crop_block_size(self, block_size: int) -> None:
         """Let the model take sequences of at most `block_size` tokens, fewer than before."""
@@ -274,7 +274,7 @@ class GPT(nn.Module):
             raise UserError(f"a model of block_size {self.config.block_size} cannot read {block_size} tokens")
         self.config = replace(self.config, block_size=block_size)
         if self.config.position == "learned":
-            self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size])
+            self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
         else:
             self.rotation = self.rotation[:, :block_size]
 

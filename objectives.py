@@ -113,18 +113,19 @@ def crossover_log_posterior(evidence: Tensor) -> Tensor:
     return F.pad(_at_least_float32(evidence)[:, 1:-1].cumsum(1), (1, 0)).log_softmax(1)
 
 
-def natural_probabilities(log_posterior: Tensor) -> Tensor:
-    """P(token t is natural) = P(K > t | x), (B, T), from `crossover_log_posterior`; their mean over t is E[K] / T.
+def natural_probabilities(evidence: Tensor) -> Tensor:
+    """P(token t is natural) = P(K > t | x), (B, T), from the tokens' evidence (B, T); their mean over t is E[K] / T.
 
     1 at the first token; 0 at the last of several, for K is at most T - 1.
     """
-    at_least = log_posterior.exp().flip(1).cumsum(1).flip(1).clamp(max=1.0)  # (B, T - 1): P(K >= k)
-    return at_least if log_posterior.size(1) == 1 else F.pad(at_least, (0, 1))
+    posterior = crossover_log_posterior(evidence).exp()
+    at_least = posterior.flip(1).cumsum(1).flip(1).clamp(max=1.0)  # (B, max(T - 1, 1)): P(K >= k)
+    return F.pad(at_least, (0, evidence.size(1) - at_least.size(1)))
 
 
 def natural_share(evidence: Tensor) -> Tensor:
     """E[K] / T (B,), the expected share of natural tokens, from evidence (B, T)."""
-    return natural_probabilities(crossover_log_posterior(evidence)).mean(1)
+    return natural_probabilities(evidence).mean(1)
 
 
 def probability_pair(natural: Tensor) -> Tensor:
@@ -147,6 +148,8 @@ def crossover_loss(evidence: Tensor, targets: Tensor, loss: str = "nll") -> Tens
     crossovers = (targets[:, 0] * T).round().long().clamp(1, max(T - 1, 1))  # (B,)
     if loss == "nll":
         return F.nll_loss(log_posterior, crossovers - 1)
+    if T < 3:
+        return evidence.sum() * 0.0  # no inner token
     log_written = log_posterior[:, :-1].logcumsumexp(1)  # (B, T - 2): log P(K <= t), t = 1 .. T - 2
     log_natural = log_posterior.flip(1)[:, :-1].logcumsumexp(1).flip(1)  # (B, T - 2): log P(K > t)
     positions = torch.arange(1, T - 1, device=evidence.device)

@@ -20,7 +20,6 @@ from generation import Sampling, sampling_distribution
 from model import GPT, GPTConfig
 from objectives import (
     MAX_LOG_RATIO,
-    crossover_log_posterior,
     natural_probabilities,
     probability_pair,
     token_log_probs,
@@ -86,7 +85,7 @@ class LikelihoodRewardModel(nn.Module):
 
     def token_probabilities(self, idx: Tensor) -> Tensor:
         """P(token t is natural) (B, T), in the light of the whole sequence."""
-        return natural_probabilities(crossover_log_posterior(self.evidence(idx)))
+        return natural_probabilities(self.evidence(idx))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """(probabilities, loss) as GPT's in reward mode: (B, 2) [P(natural), P(synthetic)], mean squared error."""
@@ -144,7 +143,7 @@ class Judge:
             reference = token_log_probs(self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:])
         if not self.knows_tokens:
             return self.reward_model(ids)[0][:, 0].float(), None, None, reference
-        by_token = natural_probabilities(crossover_log_posterior(evidence))  # (R, N)
+        by_token = natural_probabilities(evidence)  # (R, N)
         return by_token.mean(1), evidence[:, 1:], by_token[:, 1:], reference
 
 

@@ -100,6 +100,8 @@ class Stage:
     options: dict[str, Any]
     figures: Callable[[], dict[str, Any]] = dict
     """reads what the stage found from what it made"""
+    records_settings: bool = True
+    """whether the script's settings may no longer change once the stage is finished"""
 
     def arguments(self, config_path: str | None, device: str) -> list[str]:
         """The command line of the script."""
@@ -185,13 +187,21 @@ class Ledger:
     def finish(self, stage: Stage, seconds: float, entry: dict[str, Any]) -> None:
         """Note a finished stage."""
         self.stages[stage.name] = {"seconds": round(seconds, 1), **entry}
-        self.contents["settings"][stage.script] = self.settings[stage.script]
+        if stage.records_settings:
+            self.contents["settings"][stage.script] = self.settings[stage.script]
         write_json(self.path, self.contents)
 
     def carry_on(self, name: str, reason: str) -> None:
         """Note a base model that is the one before, and why."""
         self.stages[name] = {"seconds": 0.0, "carried_on": reason}
         write_json(self.path, self.contents)
+
+    def forget_carried_on(self, name: str) -> None:
+        """Forget a base model that is the one before, and its figures: another is about to take its name."""
+        if "carried_on" in self.stages.get(name, {}):
+            for stage in (name, f"perplexity_{name}", f"sample_{name}"):
+                self.stages.pop(stage, None)
+            write_json(self.path, self.contents)
 
     def conclude(self, outcome: str) -> None:
         """Note why the run ended."""
@@ -211,7 +221,7 @@ class Runner:
         # Not where things lie: a run that was moved or copied as a whole is still finished.
         told = {name: v for name, v in stage.options.items() if isinstance(v, int | str) and name not in NO_IDENTITY}
         entry = self.ledger.stages.get(stage.name)
-        if entry is not None and entry["options"] == told and stage.artefact.exists():
+        if entry is not None and entry.get("options") == told and stage.artefact.exists():
             return entry
         script = ROOT / f"{stage.script}.py"
         with interruption_tells(self.way_on):  # from its first printed word on
@@ -293,6 +303,7 @@ def main() -> None:
         if judge is None:
             carry_on(ledger, cycle, verdict, out)
         else:
+            ledger.forget_carried_on(base_model(out, cycle + 1).stem)
             runner.run(policy_stage(cycle, folder, out, judge))
         perplexities.append(measure_perplexity(runner, cycle + 1, folder, out))
         if judge is None:
@@ -374,6 +385,7 @@ def reward_stages(
             {"base_model_path": model, "reward_model_path": judge},
             {"dataset": folder, "gate_path": gate},
             lambda: read_json(gate),
+            records_settings=False,  # GRPO's own have not been used yet
         ),
     ]
 
@@ -387,15 +399,15 @@ def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
         "train_grpo",
         next_model,
         {"base_model_path": base_model(out, cycle), "reward_model_path": judge},
-        {"output_path": next_model, "dataset": folder},
+        {"output_path": next_model, "dataset": folder, "gate_path": None},
         lambda: trained(next_model, *names),
     )
 
 
 def find_judge(runner: Runner, cycle: int, attempts: int, folder: Path, out: Path) -> tuple[Path | None, str]:
     """A reward model that sees the policy's text, or None after so many attempts; and what the last one's test said."""
-    own = runner.ledger.settings
-    for attempt in range(1, attempts + 1):
+    own, attempt = runner.ledger.settings, 1
+    while True:
         stages = reward_stages(cycle, folder, out, attempt, larger(own, 2 ** (attempt - 1)))
         *_, gate = [runner.run(stage) for stage in stages]
         r2 = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"], digits=3)
@@ -403,27 +415,33 @@ def find_judge(runner: Runner, cycle: int, attempts: int, folder: Path, out: Pat
         if better_than_constant(gate["r2_low"]) or own["train_grpo"]["allow_blind_reward"]:
             return reward_model(out, cycle, attempt), verdict
         say(f"\nAttempt {attempt} of {attempts}: {verdict}")
-    return None, verdict
+        tried = (
+            f"gate_v{cycle}{attempt_suffix(attempt + 1)}" in runner.ledger.stages
+        )  # when more attempts were asked for
+        if (attempt >= attempts and not tried) or gate["r2_low"] is None:  # no interval: too little text for any judge
+            return None, verdict
+        attempt += 1
 
 
 def larger(own: dict[str, dict[str, Any]], factor: int) -> dict[str, dict[str, Any]]:
-    """Options by script for `factor` times the data and the training on natural text, and an unfrozen trunk."""
+    """Options by script for `factor` times the data and training; heads that learn from labels get their trunk too."""
     if factor == 1:
         return {}
     data, model = own["prepare_reward_data"], own["train_reward_model"]
-    amount = "samples_per_chunk" if data["max_blocks"] is None else "max_blocks"
+    more = {"samples_per_chunk": data["samples_per_chunk"] * factor}
     if model["head"] == "likelihood":
         num_lm_iters = RewardModelSettings(trunk=model["trunk"], lm_iters=model["lm_iters"]).num_lm_iters
         training = {"lm_iters": (num_lm_iters or DEFAULT_LM_ITERS) * factor}
     else:
-        training = {"unfreeze_layers": -1}
-    return {"prepare_reward_data": {amount: data[amount] * factor}, "train_reward_model": training}
+        training = {"unfreeze_layers": -1, "max_epochs": model["max_epochs"] * factor}
+        training["learning_rate"] = model["learning_rate"] / 3  # a trunk that has learned much is moved gently
+    return {"prepare_reward_data": more, "train_reward_model": training}
 
 
 def carry_on(ledger: Ledger, cycle: int, reason: str, out: Path) -> None:
     """Give the base model, unchanged, its next name."""
     model, next_model = base_model(out, cycle), base_model(out, cycle + 1)
-    if next_model.stem in ledger.stages and next_model.is_file():
+    if ledger.stages.get(next_model.stem, {}).get("carried_on") == reason and next_model.is_file():
         return
     with atomic_path(next_model) as partial:
         shutil.copyfile(model, partial)

@@ -153,7 +153,7 @@ class CrossoverBin:
 def skill_by_crossover(prediction: Tensor, target: Tensor, num_tokens: int) -> list[CrossoverBin]:
     """Skill in NUM_BINS bins of the true K/N (n,), those without sequences left out; sequences of `num_tokens`."""
     prediction, target = _pair(prediction, target)
-    bin_of = (target * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    bin_of = (_crossovers(target, num_tokens) * NUM_BINS // num_tokens).clamp(max=NUM_BINS - 1)
     bins = []
     for index in bin_of.unique().tolist():
         inside = bin_of == index
@@ -163,10 +163,17 @@ def skill_by_crossover(prediction: Tensor, target: Tensor, num_tokens: int) -> l
     return bins
 
 
+def _crossovers(target: Tensor, num_tokens: int) -> Tensor:
+    """K (n,) int64 from the true K/N, which float32 rounds."""
+    return (target.double() * num_tokens).round().long()
+
+
 def skill_figures(prediction: Tensor, target: Tensor, num_tokens: int) -> dict[str, float | None]:
     """Figures of one evaluation: R2 (None where undefined), MAE as a share and in tokens, AUC, calibration error."""
     r2, mae = r_squared(prediction, target), mean_absolute_error(prediction, target)
-    natural, written = prediction[target >= MOSTLY_NATURAL], prediction[target <= MOSTLY_WRITTEN]
+    crossovers = _crossovers(target, num_tokens)
+    natural = prediction[crossovers >= math.ceil(MOSTLY_NATURAL * num_tokens)]
+    written = prediction[crossovers <= math.floor(MOSTLY_WRITTEN * num_tokens)]
     return {
         "r2": None if math.isnan(r2) else r2,  # NaN is no JSON
         "mae": mae,

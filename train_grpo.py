@@ -52,7 +52,7 @@ from runtime import (
     write_json,
 )
 from settings import Problems, parse_settings
-from skill import better_than_constant, format_r_squared, measure_skill
+from skill import MIN_BLOCKS, better_than_constant, format_r_squared, measure_skill
 from tokenization_manager import TokenizationManager
 
 GATE_SAMPLES = 4  # of each natural block
@@ -152,7 +152,8 @@ class GRPOSettings:
         """What is wrong with the settings."""
         problems = Problems()
         problems.check_model_files(self, "base_model_path", "reward_model_path")
-        problems.check_range(self, "gate_blocks", "prompts_per_step", "max_steps", "updates_per_step", minimum=1)
+        problems.check_range(self, "gate_blocks", minimum=MIN_BLOCKS)
+        problems.check_range(self, "prompts_per_step", "max_steps", "updates_per_step", minimum=1)
         problems.check_range(self, "plateau_window", "plateau_patience", "eval_interval", "eval_prompts", minimum=1)
         problems.require(self.group_size >= 2, f"group_size={self.group_size}: need at least 2 completions to compare")
         problems.check_range(self, "learning_rate", "epsilon", "epsilon_high", above=0)
@@ -219,7 +220,7 @@ def main() -> None:
         write_json(settings.gate_path, skill)
         say(f"Saved {settings.gate_path}")
         return
-    check_gate(settings, skill["r2_low"], r2)
+    check_gate(settings, skill, r2)
 
     instruments = Instruments(
         completer, judge, tokenizer, train_tokens, val_tokens, settings.eval_prompts, settings.group_size, settings.seed
@@ -299,7 +300,7 @@ def check_judge(settings: GRPOSettings, checkpoint: dict, judge: dict) -> None:
     """Raise UserError where policy and reward model do not read the same tokens; warn where they are strangers."""
     if judge["config"].mode != "reward":
         raise UserError(f"ERROR: {settings.reward_model_path} holds a {judge['config'].mode} model, not a reward model")
-    for name in ("vocab_size", "num_tokens", "block_size"):
+    for name in ("vocab_size", "num_real_tokens", "block_size"):
         ours, theirs = getattr(checkpoint["config"], name), getattr(judge["config"], name)
         if ours != theirs:
             raise UserError(
@@ -370,16 +371,16 @@ def skill_on_policy(
     return measure_skill(prediction, truth, torch.arange(count).repeat_interleave(G), N, settings.seed)
 
 
-def check_gate(settings: GRPOSettings, r2_low: float | None, r2: str) -> None:
+def check_gate(settings: GRPOSettings, skill: dict[str, Any], r2: str) -> None:
     """Raise UserError for a reward model that was not shown to see, unless that is allowed: then warn."""
-    if better_than_constant(r2_low):
+    if better_than_constant(skill["r2_low"]):
         return
     blind = f"{settings.reward_model_path} was not shown to see where this policy's text begins: R2 {r2}"
+    remedy = "train one that sees (train_reward_model.py with more --lm_iters, or a --trunk that knows more)"
+    if skill["num_blocks"] < MIN_BLOCKS:
+        remedy = f"the test had {skill['num_blocks']} natural blocks, but needs {MIN_BLOCKS}: use more validation text"
     if not settings.allow_blind_reward:
-        raise UserError(
-            f"ERROR: {blind}; train one that sees (train_reward_model.py with --head likelihood, more --lm_iters or a "
-            "--trunk that knows more), or climb noise with --allow_blind_reward True"
-        )
+        raise UserError(f"ERROR: {blind}; {remedy}, or climb noise with --allow_blind_reward True")
     warn(f"{blind}; going on, as allowed")
 
 

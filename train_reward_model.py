@@ -9,7 +9,7 @@ picture), and JSON records. First the trunk may learn more about natural text; t
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -57,7 +57,7 @@ from skill import (
 )
 from tokenization_manager import TokenizationManager
 
-ROWS_AT_A_TIME = 256  # in passes without gradients
+ROWS_AT_A_TIME = 256  # at most, in passes without gradients
 DEFAULT_LOSS = {"last": "mse", "position": "nll", "likelihood": "nll"}
 DEFAULT_LM_ITERS = 400
 LM_WARMUP, LM_FLOOR = 20, 0.05  # steps, and the share of the peak at which the decay ends
@@ -111,7 +111,7 @@ class RewardModelSettings:
     max_epochs: int = 20
     """passes over the training samples, at most"""
     patience: int = 3
-    """stop after this many epochs (on natural text: evaluations) without improvement"""
+    """stop after this many epochs without improvement"""
     min_delta: float = 1e-5
     """a smaller fall of the selection loss is no improvement"""
     control: bool = True
@@ -168,68 +168,77 @@ def main() -> None:
     settings = parse_settings(RewardModelSettings, "train_reward_model")
     device = select_device(settings.device)
 
-    # the generator, and the trunk to begin with: the generator's own, or another model of natural text
+    # the generator
     checkpoint = load_checkpoint(settings.base_model_path)
     generator = build_model(checkpoint, "generator", settings.base_model_path, device)
-    trunk = load_trunk(settings, checkpoint, device)
 
-    # data
+    # data, and the trunk to begin with: the generator's own, or another model of natural text
     train_set, val_set = open_checked_splits(settings.data_dir)
     for dataset in (train_set, val_set):
         check_model_compatibility(dataset.get_tokenization_info(), dataset.block_size, generator.config)
         check_variety(dataset)
     check_origin(settings, train_set.metadata, checkpoint["tokenization"], train_set)
+    trunk = load_trunk(settings, checkpoint, train_set.metadata, device)
     select_rows, report_rows, judged_on = halves_by_block(val_set)
 
     say(f"Using device: {device}")
     say(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
     say(f"Trunk: {settings.trunk or settings.base_model_path}, {format_size(trunk.num_parameters())}")
+    # What can be refused is refused before the records of an earlier run are replaced.
+    sampling = sampling_of(train_set.metadata)
+    splits = natural_text(settings, train_set.metadata, checkpoint) if settings.num_lm_iters else None
+    if settings.head == "likelihood":
+        model, learn = LikelihoodRewardModel(trunk, generator, sampling).to(device).eval(), learn_mixture
+    else:
+        model, learn = reward_gpt(settings, trunk).to(device), learn_head
+    say(f"Head: {settings.head}; loss: {settings.loss_name}")
+
     with RunLog(Path(settings.output_path).with_suffix(".jsonl"), unit="epoch") as log:
         # the trunk learns natural text
-        if settings.num_lm_iters:
-            splits = natural_text(settings, train_set.metadata, checkpoint)
+        diverged = None
+        if splits is not None:
             unseen = splits.val[: first_reported_token(val_set, len(splits.val))]
-            learn_natural_text(trunk, generator, splits.train, unseen, settings, log, device)
+            diverged = learn_natural_text(trunk, generator, splits.train, unseen, settings, log, device)
+            if settings.head != "likelihood":
+                model.transformer.load_state_dict(trunk.transformer.state_dict())
 
         # the head learns labels
-        if settings.head == "likelihood":
-            model = LikelihoodRewardModel(trunk, generator, sampling_of(train_set.metadata)).to(device).eval()
-            learn = learn_mixture
-        else:
-            model, learn = reward_gpt(settings, trunk).to(device), learn_head
-        say(f"Head: {settings.head}; loss: {settings.loss_name}")
-        untrained = copy.deepcopy(model) if settings.control else None
+        untrained = untrained_copy(model)
         learned = learn(model, train_set, val_set, select_rows, settings, device, log)
+        diverged = diverged or learned.get("diverged")
 
         # skill, on blocks that selected nothing
         truth = torch.from_numpy(val_set.y[report_rows, 0])
         blocks = torch.from_numpy(report_rows // samples_per_block(val_set))
         prediction = predict(model, val_set, report_rows, device)
         skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
+        training = {**learned, "skill": skill, "settings": asdict(settings)}
+        training["generator_sha256"] = hash_file(settings.base_model_path)
+        records = checkpoint["tokenization"], checkpoint["data"]
+        save_checkpoint(settings.output_path, model, *records, training)
         if settings.control:
-            learn(untrained, train_set, val_set, select_rows, settings, device, None, learned["epoch"])
-            control = predict(untrained, val_set, report_rows, device)
-            skill["control_r2"] = r_squared(control, truth)
-            bounds = bootstrap_r_squared(control, truth, blocks, settings.seed)
-            skill["control_r2_low"], skill["control_r2_high"] = bounds
+            # Only now: whatever becomes of the control, the model is there.
+            skill |= control_figures(
+                learn, untrained, train_set, val_set, select_rows, report_rows, settings, device, learned["epoch"]
+            )
+            save_checkpoint(settings.output_path, model, *records, training)
         log.log(learned["epoch"], quiet=True, final=True, **skill)
 
-    training = {**learned, "skill": skill, "settings": asdict(settings)}
-    training["generator_sha256"] = hash_file(settings.base_model_path)
-    save_checkpoint(settings.output_path, model, checkpoint["tokenization"], checkpoint["data"], training)
     picture = Path(settings.output_path).with_suffix(".png")
     draw_skill(skill, f"{settings.head} head", picture)
     print_skill(skill, judged_on)
     say(f"Saved {settings.output_path} and {picture}")
-    if "diverged" in learned:
-        raise UserError(learned["diverged"])
+    if diverged:
+        raise UserError(diverged)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # models
 
 
-def load_trunk(settings: RewardModelSettings, generator: Mapping[str, Any], device: torch.device) -> GPT:
+def load_trunk(
+    settings: RewardModelSettings, generator: Mapping[str, Any], metadata: Mapping[str, str], device: torch.device
+) -> GPT:
     """The model of natural text to begin with, as a generator of the same block size; UserError where it cannot be."""
     path = settings.trunk or settings.base_model_path
     contents = load_checkpoint(path)
@@ -245,9 +254,22 @@ def load_trunk(settings: RewardModelSettings, generator: Mapping[str, Any], devi
                 f"{generator['config'].block_size} in the generator: a trunk must not read less"
             )
         check_same_tokens(contents["tokenization"], generator["tokenization"], path)
+        check_unseen(contents["data"], metadata, path)
     trunk = build_model(contents, "generator", path, device)
     trunk.crop_block_size(generator["config"].block_size)
     return trunk
+
+
+def check_unseen(trained: Mapping[str, Any] | None, metadata: Mapping[str, str], path: str) -> None:
+    """Raise UserError for a trunk that was trained on another split: it may know the text that is to judge it."""
+    theirs = metadata.get("val_sha256")
+    if trained is None or theirs is None:
+        warn(f"{path} does not tell its training text; make sure that the reward data's validation text is not in it")
+    elif trained["val_sha256"] != theirs:
+        raise UserError(
+            f"ERROR: {path} was trained with another validation split (sha256 {trained['val_sha256']:.12}...) than the "
+            f"reward data's ({theirs:.12}...): it may know the text that is to judge it; use a trunk of the same split"
+        )
 
 
 def check_same_tokens(ours: dict | None, theirs: dict | None, path: str) -> None:
@@ -326,12 +348,16 @@ def check_variety(dataset: RewardDataset) -> None:
 def check_origin(
     settings: RewardModelSettings, metadata: dict[str, str], record: dict | None, dataset: RewardDataset
 ) -> None:
-    """Hold the dataset against the generator: the same tokenizer, and (a warning) the very model that wrote it."""
+    """Hold the dataset against the generator: the same tokenizer, and the very model that wrote it."""
     if record is not None:
         dataset.get_tokenization_info().check_compatible(TokenizationManager.from_record(record).info())
     writer = metadata.get("model_sha256")
-    if writer is not None and writer != hash_file(settings.base_model_path):
-        warn(f"{settings.data_dir} was written by another model than {settings.base_model_path}")
+    ours = hash_file(settings.base_model_path)
+    if writer is not None and writer != ours:
+        raise UserError(
+            f"ERROR: {settings.data_dir} was written by another model (sha256 {writer:.12}...) than "
+            f"{settings.base_model_path} ({ours:.12}...); name that model, or make data with this one"
+        )
 
 
 def samples_per_block(dataset: RewardDataset) -> int:
@@ -383,6 +409,8 @@ def natural_text(
     except (UserError, KeyError, ValueError) as error:
         reason = str(error).removeprefix("ERROR: ").splitlines()[0]
         raise UserError(f"ERROR: no natural text to learn: {reason}; {way_out}") from None
+    if "val_sha256" not in metadata:
+        warn("the reward data do not tell their corpus: make sure that their validation text is not trained on here")
     for name in ("train", "val"):
         ours, theirs = hash_tokens(getattr(splits, name)), metadata.get(f"{name}_sha256")
         if theirs is not None and theirs != ours:
@@ -418,8 +446,8 @@ def learn_natural_text(
     settings: RewardModelSettings,
     log: RunLog,
     device: torch.device,
-) -> None:
-    """Train the trunk as a language model; keeps the weights that know `unseen` text best.
+) -> str | None:
+    """Train the trunk as a language model; keeps the weights that know `unseen` text best. What diverged, if so.
 
     Of a likelihood head the best mixture with the generator is judged, for that is what it uses: a trunk that is no
     better than the generator by itself, but knows other things, is of use to it.
@@ -434,44 +462,46 @@ def learn_natural_text(
         (0.9, 0.99),
         device.type,
     )
-    stopping = EarlyStopping(settings.patience, settings.min_delta)
     batches = WholeSplitBatches(unseen, trunk.config.block_size, trunk.rows_at_a_time(), device)
     generator_log_probs = log_probs_of_text(generator, batches)
-    best_state, best_step, best_loss = None, 0, math.inf
+    best_state, best_step, best_loss, diverged = None, 0, math.inf, None
     seed_step(settings.seed, "lm_dropout")
     with progress(num_iters, "Natural text", "step") as bar:
-        for step in range(num_iters + 1):
-            if step % settings.lm_eval_interval == 0 or step == num_iters:
-                log_probs = log_probs_of_text(trunk, batches)
-                own_loss = loss = -log_probs.mean().item()
-                if settings.head == "likelihood":
-                    loss = mixture_loss(log_probs - generator_log_probs) - generator_log_probs.mean().item()
-                log.log(step, unit="step", phase="natural_text", lm_val_loss=own_loss, lm_select_loss=loss)
-                if not math.isfinite(loss):
-                    if best_state is None:
-                        raise UserError(f"ERROR: the loss on natural text is {loss} at step {step}: nothing is learned")
-                    warn(f"the loss on natural text is {loss} at step {step}: going on with the best, step {best_step}")
+        try:
+            for step in range(num_iters + 1):
+                if step % settings.lm_eval_interval == 0 or step == num_iters:
+                    log_probs = log_probs_of_text(trunk, batches)
+                    own_loss = loss = -log_probs.mean().item()
+                    if settings.head == "likelihood":
+                        loss = mixture_loss(log_probs - generator_log_probs) - generator_log_probs.mean().item()
+                    if not math.isfinite(loss):
+                        raise UserError(f"ERROR: the loss on natural text is {loss} at step {step}")
+                    log.log(step, unit="step", phase="natural_text", lm_val_loss=own_loss, lm_select_loss=loss)
+                    if loss < best_loss:
+                        best_state = {name: tensor.clone() for name, tensor in trunk.state_dict().items()}
+                        best_step, best_loss = step, loss
+                if step == num_iters:
                     break
-                if loss < best_loss:
-                    best_state = {name: tensor.clone() for name, tensor in trunk.state_dict().items()}
-                    best_step, best_loss = step, loss
-                stopping.update(loss)
-                if stopping.should_stop or step == num_iters:
-                    break
-            factor = learning_rate_factor(step, LM_WARMUP, num_iters, LM_FLOOR)
-            optimizers.set_learning_rate_factor(factor)
-            draw = random_stream(settings.seed, "natural_text", step)
-            x, y = get_batch(tokens, trunk.config.block_size, settings.lm_batch_size, draw, device)  # (B, T) each
-            trunk.train()
-            _, loss = trunk(x, y)
-            loss.backward()
-            clip_gradients(trunk.named_parameters(), settings.grad_clip)
-            optimizers.step()
-            optimizers.zero_grad()
-            bar.update()
+                factor = learning_rate_factor(step, LM_WARMUP, num_iters, LM_FLOOR)
+                optimizers.set_learning_rate_factor(factor)
+                draw = random_stream(settings.seed, "natural_text", step)
+                x, y = get_batch(tokens, trunk.config.block_size, settings.lm_batch_size, draw, device)  # (B, T) each
+                trunk.train()
+                _, loss = trunk(x, y)
+                loss.backward()
+                clip_gradients(trunk.named_parameters(), settings.grad_clip)
+                optimizers.step()
+                optimizers.zero_grad()
+                bar.update()
+        except UserError as error:
+            remedy = "lower lm_learning_rate and lm_muon_learning_rate"
+            if best_step == 0:  # nothing was learned
+                raise UserError(f"{error}; {remedy}") from None
+            diverged = f"{error}; saved is a reward model of step {best_step}; {remedy}"
     trunk.load_state_dict(best_state)
     trunk.eval()
     say(f"Natural text: kept step {best_step}, lm_select_loss {best_loss:.4f}")
+    return diverged
 
 
 @torch.no_grad()
@@ -608,8 +638,9 @@ def pooled_features(model: GPT, dataset: RewardDataset, name: str) -> Tensor:
     device = next(model.parameters()).device
     features = torch.empty(len(dataset), model.config.n_embd)
     with progress(len(dataset), f"Features ({name})", "seq") as bar:
-        for first in range(0, len(dataset), ROWS_AT_A_TIME):
-            rows = np.arange(first, min(first + ROWS_AT_A_TIME, len(dataset)))
+        size = model.rows_at_a_time(ROWS_AT_A_TIME)
+        for first in range(0, len(dataset), size):
+            rows = np.arange(first, min(first + size, len(dataset)))
             features[rows] = model.trunk(to_device(dataset.x, rows, device))[:, -1].float().cpu()
             bar.update(len(rows))
     return features
@@ -639,14 +670,46 @@ def evaluate(
 ) -> tuple[float, Tensor]:
     """Mean loss over the rows, and P(natural) (n,) of each."""
     model.eval()
-    total, predictions = 0.0, []
-    for first in range(0, len(rows), ROWS_AT_A_TIME):
-        part = rows[first : first + ROWS_AT_A_TIME]
+    total, predictions, size = 0.0, [], model.rows_at_a_time(ROWS_AT_A_TIME)
+    for first in range(0, len(rows), size):
+        part = rows[first : first + size]
         output = head_output(model, to_device(inputs, part, device), cached)
         total += head_loss(output, to_device(targets, part, device), settings).item() * len(part)
         natural = output.softmax(-1)[:, 0] if settings.head == "last" else natural_share(output)
         predictions.append(natural.cpu())
     return total / len(rows), torch.cat(predictions)
+
+
+def untrained_copy(model: GPT | LikelihoodRewardModel) -> GPT | LikelihoodRewardModel:
+    """A model with the same trunks and a head of its own, as it is now."""
+    if isinstance(model, LikelihoodRewardModel):
+        return LikelihoodRewardModel(model.natural, model.generator, model.sampling).to(model.mixture.device).eval()
+    return copy.deepcopy(model)
+
+
+def control_figures(
+    learn: Callable[..., dict[str, Any]],
+    model: GPT | LikelihoodRewardModel,
+    train_set: RewardDataset,
+    val_set: RewardDataset,
+    select_rows: np.ndarray,
+    report_rows: np.ndarray,
+    settings: RewardModelSettings,
+    device: torch.device,
+    num_epochs: int,
+) -> dict[str, float | None]:
+    """R2 on the reporting rows of a head learned from shuffled labels: None where that failed."""
+    truth = torch.from_numpy(val_set.y[report_rows, 0])
+    blocks = torch.from_numpy(report_rows // samples_per_block(val_set))
+    r2, bounds = math.nan, (None, None)
+    try:
+        learn(model, train_set, val_set, select_rows, settings, device, None, num_epochs)
+        prediction = predict(model, val_set, report_rows, device)
+        r2, bounds = r_squared(prediction, truth), bootstrap_r_squared(prediction, truth, blocks, settings.seed)
+    except UserError as error:
+        warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
+    low, high = bounds
+    return {"control_r2": None if math.isnan(r2) else r2, "control_r2_low": low, "control_r2_high": high}
 
 
 @torch.no_grad()

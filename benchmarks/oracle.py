@@ -89,7 +89,7 @@ def main() -> None:
     source = dataset_folder(settings.dataset).resolve()
     p_path = pipeline.generator("p", source, **large, **until(settings.p_iters))
     p = build_model(load_checkpoint(p_path), "generator", p_path)
-    corpus = pipeline.out / "corpus"
+    corpus = pipeline.out / f"corpus_{settings.num_tokens}_{settings.seed}"
     if not (corpus / "train.bin").is_file():
         write_text_of(p, source, corpus, settings)
     q_path = pipeline.generator("q", corpus, **small, **until(settings.q_iters))

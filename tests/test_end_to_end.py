@@ -441,7 +441,7 @@ def test_after_blind_attempts_the_model_is_carried_on(tmp_path, corpus, strict, 
     for attempt in range(1, attempts + 1):
         suffix, factor = ("" if attempt == 1 else f"_try{attempt}"), 2 ** (attempt - 1)
         data = RewardDataset(out / f"reward_data_v1{suffix}")
-        assert data.metadata["max_blocks"] == str(40 * factor) and len(data) == 4 * min(40 * factor, 292)
+        assert data.metadata["samples_per_chunk"] == str(4 * factor) and len(data) == 4 * factor * 40
         training = torch.load(out / f"reward_model_v1{suffix}.pt", weights_only=True)["training"]
         assert training["settings"]["lm_iters"] == 4 * factor
         assert training["settings"]["data_dir"] == str(out / f"reward_data_v1{suffix}")
@@ -534,15 +534,18 @@ def own_settings(data: dict, model: dict) -> dict:
     return {"prepare_reward_data": data, "train_reward_model": asdict(RewardModelSettings(**model))}
 
 
+UNFROZEN = {"unfreeze_layers": -1, "max_epochs": 80, "learning_rate": pytest.approx(1e-3 / 3)}
+
+
 @pytest.mark.parametrize(
     ("data", "model", "more_data", "more_training"),
     [
         ({}, {}, {"samples_per_chunk": 40}, {"lm_iters": 1600}),
-        ({"max_blocks": 50}, {"lm_iters": 30}, {"max_blocks": 200}, {"lm_iters": 120}),
+        ({"max_blocks": 50}, {"lm_iters": 30}, {"samples_per_chunk": 40}, {"lm_iters": 120}),
         ({}, {"trunk": "t.pt"}, {"samples_per_chunk": 40}, {"lm_iters": 1600}),
         ({}, {"trunk": "t.pt", "lm_iters": 7}, {"samples_per_chunk": 40}, {"lm_iters": 28}),
-        ({}, {"head": "position"}, {"samples_per_chunk": 40}, {"unfreeze_layers": -1}),
-        ({}, {"head": "last", "lm_iters": 5}, {"samples_per_chunk": 40}, {"unfreeze_layers": -1}),
+        ({}, {"head": "position"}, {"samples_per_chunk": 40}, UNFROZEN),
+        ({}, {"head": "last", "lm_iters": 5}, {"samples_per_chunk": 40}, UNFROZEN),
     ],
 )
 def test_what_a_further_attempt_gets_more_of(data, model, more_data, more_training):

@@ -162,7 +162,7 @@ def test_posterior_and_shares_by_hand(values):
     assert log_posterior.exp()[0].tolist() == pytest.approx(by_hand)
     # P(K > t) of every token; with one token alone there is nothing else than K = 1
     natural = [math.fsum(p for k, p in enumerate(by_hand, 1) if k > t) for t in range(T)]
-    assert objectives.natural_probabilities(log_posterior)[0].tolist() == pytest.approx(natural)
+    assert objectives.natural_probabilities(evidence)[0].tolist() == pytest.approx(natural)
     mean = math.fsum(k * p for k, p in enumerate(by_hand, 1))
     assert objectives.natural_share(evidence).item() == pytest.approx(mean / T)
 

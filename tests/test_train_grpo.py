@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_GRPO, call, folder_bytes, make_checkpoint, refuse_in_one_line, succeed
+from helpers import TINY_GRPO, call, folder_bytes, make_checkpoint, refuse, refuse_in_one_line, succeed
 
 import train_grpo
 from checkpoint import build_model, load_checkpoint
@@ -65,21 +65,28 @@ def test_a_blind_reward_model_may_be_allowed(good, reward_model):
     assert good["output_path"].is_file()
 
 
-def test_too_few_blocks_show_nothing(good, tmp_path):
-    """Even of a reward model that sees: 9 blocks give no interval, 10 do."""
-    line = refuse_in_one_line("train_grpo", **good, gate_blocks=9)
-    assert "R2 0.9" in line and "(no interval); " in line
+def test_too_few_blocks_show_nothing(good, tmp_path, corpus):
+    """Even of a reward model that sees: of 19 validation blocks 10 are in the second half, of 18 nine."""
+    assert "gate_blocks=9: must be >= 10" in refuse("train_grpo", **good, gate_blocks=9)
+    short = tmp_path / "short_char"
+    shutil.copytree(corpus, short)
+    tokens = np.fromfile(corpus / "val.bin", np.uint16)
+    tokens[: 18 * 16].tofile(short / "val.bin")
+    line = refuse_in_one_line("train_grpo", **{**good, "dataset": short})
+    assert "R2 0.9" in line and "(no interval); the test had 9 natural blocks, but needs 10: use more" in line
     assert not (tmp_path / "out").exists()
-    succeed("train_grpo", **good, gate_blocks=10)
+    tokens[: 19 * 16].tofile(short / "val.bin")
+    succeed("train_grpo", **{**good, "dataset": short})
 
 
 @pytest.mark.parametrize("low", [0.0, -0.1, None])
 def test_the_gate_by_hand(capsys, low):
-    train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt"), 1e-6, "0.1")
+    sees, blind = {"r2_low": 1e-6, "num_blocks": 50}, {"r2_low": low, "num_blocks": 50}
+    train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt"), sees, "0.1")
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match=r"ERROR: judge\.pt was not shown to see .*: R2 0\.1;"):
-        train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt"), low, "0.1")
-    train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt", allow_blind_reward=True), low, "0.1")
+        train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt"), blind, "0.1")
+    train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt", allow_blind_reward=True), blind, "0.1")
     assert "WARNING: judge.pt was not shown to see" in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import (
+from helpers import TINY_TRAIN, (
     TINY_REWARD,
     assert_same_weights,
     call,
@@ -176,27 +176,55 @@ def test_control_sees_nothing(good, knowing):
     }
 
 
-def test_what_makes_the_trunk_worse_is_not_kept(good, generator):
-    wild = {**LIKELIHOOD, "lm_learning_rate": 5.0, "lm_muon_learning_rate": 5.0, "lm_eval_interval": 5, "patience": 2}
+def test_the_trunk_that_makes_the_best_mixture_is_kept(good):
+    wild = {**LIKELIHOOD, "lm_learning_rate": 0.3, "lm_muon_learning_rate": 0.3, "lm_eval_interval": 5}
     out = succeed("train_reward_model", **good, **wild)
-    assert "kept step 0, " in out
-    steps = [record["step"] for record in read_records(good["output_path"].with_suffix(".jsonl")) if "phase" in record]
-    assert steps == [0, 5, 10]  # patience
-    checkpoint, model = trained(good)
-    state = checkpoint["model"]
-    assert_same_weights(trunk_of(state, "natural."), trunk_of(weights(generator)))
-    assert model(torch.zeros(1, 16).long())[0][0, 0].item() == pytest.approx(0.5)  # the generator against itself
-    assert "NO BETTER THAN A CONSTANT as far as is shown" in out
+    looks = [record for record in read_records(good["output_path"].with_suffix(".jsonl")) if "phase" in record]
+    assert [look["step"] for look in looks] == list(range(0, looks[-1]["step"] + 1, 5))
+    assert all(look["lm_select_loss"] <= look["lm_val_loss"] + 1e-6 for look in looks)
+    best = min(looks, key=lambda look: look["lm_select_loss"])
+    assert f"kept step {best['step']}, " in out
+    assert looks[0]["lm_select_loss"] == pytest.approx(looks[0]["lm_val_loss"])  # nothing is gained by the same model
 
 
-def test_a_trunk_that_diverges_is_told_and_the_best_kept(monkeypatch, good, generator):
-    """The last step before an evaluation is beyond all reason."""
+def test_a_trunk_that_diverges_is_told_and_the_best_kept(monkeypatch, good):
+    """The last step before an evaluation is beyond all reason: what is saved is of the evaluation before."""
     monkeypatch.setattr(train_reward_model, "learning_rate_factor", lambda step, *_: math.inf if step == 19 else 0.1)
-    finished = call("train_reward_model", **good, **LIKELIHOOD)
-    assert finished.status == 0
-    assert "WARNING: the loss on natural text is nan at step 20: going on with the best, step 10\n" in finished.err
-    assert "kept step 10, " in finished.out
+    line = refuse_in_one_line("train_reward_model", **good, **LIKELIHOOD)
+    assert line.startswith(
+        "ERROR: the loss on natural text is nan at step 20; saved is a reward model of step 10; lower lm_"
+    )
     assert trained(good)[1].mixture.isfinite()
+
+
+def test_a_control_that_fails_costs_nothing(monkeypatch, good):
+    original = train_reward_model.shuffled
+    monkeypatch.setattr(train_reward_model, "shuffled", lambda *arguments: original(*arguments) * math.nan)
+    finished = call("train_reward_model", **good, **{**LIKELIHOOD, "control": True})
+    assert finished.status == 0
+    assert "WARNING: the control on shuffled labels failed: val_loss is nan" in finished.err
+    assert trained(good)[0]["training"]["skill"]["control_r2"] is None
+
+
+def test_a_trunk_of_another_split_is_refused(good, tmp_path, corpus):
+    """It may know the text that is to judge it."""
+    other = tmp_path / "swapped_char"
+    shutil.copytree(corpus, other)
+    tokens = np.fromfile(other / "val.bin", np.uint16)
+    tokens[::-1].tofile(other / "val.bin")
+    succeed("train", dataset=other, out_dir=tmp_path / "other", **{**TINY_TRAIN, "max_iters": 1})
+    trunk = tmp_path / "other" / "model_checkpoint.pt"
+    line = refuse_in_one_line("train_reward_model", **good, **LIKELIHOOD, trunk=trunk)
+    assert "was trained with another validation split (sha256 " in line
+    assert not good["output_path"].exists()
+
+
+def test_a_refusal_leaves_the_records_of_an_earlier_run(good, tmp_path):
+    succeed("train_reward_model", **good, **LIKELIHOOD)
+    records = good["output_path"].with_suffix(".jsonl")
+    before = records.read_bytes()
+    refuse_in_one_line("train_reward_model", **good, **LIKELIHOOD, dataset=tmp_path / "nowhere")
+    assert records.read_bytes() == before
 
 
 def test_a_trunk_that_begins_damaged_is_refused(monkeypatch, good, tmp_path):
