@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_TRAIN, (
+from helpers import (
     TINY_REWARD,
+    TINY_TRAIN,
     assert_same_weights,
     call,
     folder_bytes,
@@ -192,7 +193,7 @@ def test_a_trunk_that_diverges_is_told_and_the_best_kept(monkeypatch, good):
     monkeypatch.setattr(train_reward_model, "learning_rate_factor", lambda step, *_: math.inf if step == 19 else 0.1)
     line = refuse_in_one_line("train_reward_model", **good, **LIKELIHOOD)
     assert line.startswith(
-        "ERROR: the loss on natural text is nan at step 20; saved is a reward model of step 10; lower lm_"
+        "ERROR: the loss on natural text is nan at step 20; saved is a reward model of step 10; ")
     )
     assert trained(good)[1].mixture.isfinite()
 
@@ -200,7 +201,7 @@ def test_a_trunk_that_diverges_is_told_and_the_best_kept(monkeypatch, good):
 def test_a_control_that_fails_costs_nothing(monkeypatch, good):
     original = train_reward_model.shuffled
     monkeypatch.setattr(train_reward_model, "shuffled", lambda *arguments: original(*arguments) * math.nan)
-    finished = call("train_reward_model", **good, **{**LIKELIHOOD, "control": True})
+    finished = call("train_reward_model", **{**good, **LIKELIHOOD, "control": True})
     assert finished.status == 0
     assert "WARNING: the control on shuffled labels failed: val_loss is nan" in finished.err
     assert trained(good)[0]["training"]["skill"]["control_r2"] is None
