@@ -35,7 +35,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "position, all unfrozen": {"head": "position", "unfreeze_layers": -1, "learning_rate": 3e-4, "max_epochs": 2},
     "likelihood (the default)": {},
     "likelihood, 1,600 steps": {"lm_iters": 1600},
-    "likelihood, a trunk of p's size": {"trunk": "large.pt"},
+    "likelihood, a larger trunk": {"trunk": "large.pt"},
 }
 BLOCKS_AT_A_TIME = 512
 
@@ -48,14 +48,14 @@ class OracleSettings:
     """corpus that p is trained on: a path, or a name below data/"""
     block_size: int = 128
     """tokens in a sequence"""
-    num_tokens: int = 2_000_000
+    num_tokens: int = 3_000_000
     """tokens of text that p writes"""
     p_iters: int = 700
-    """steps of p: 4 layers, 128 wide"""
+    """steps of p: 2 layers, 64 wide"""
     q_iters: int = 700
-    """steps of q: 3 layers, 96 wide"""
-    large_iters: int = 1000
-    """steps, on p's text, of the trunk of p's size"""
+    """steps of q: 1 layer, 48 wide"""
+    large_iters: int = 1500
+    """steps, on p's text, of the larger trunk: 3 layers, 96 wide"""
     max_blocks: int = 1000
     """blocks of each split that q completes, 4 times each"""
     heads: tuple[str, ...] = tuple(HEADS)
@@ -83,11 +83,12 @@ class OracleSettings:
 def main() -> None:
     settings = parse_settings(OracleSettings, "oracle")
     pipeline, N = Pipeline(settings.out_dir), settings.block_size
-    large = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": N, **OPTIMIZER}
-    small = {"n_layer": 3, "n_head": 3, "n_embd": 96, "block_size": N, **OPTIMIZER}
+    teacher = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": N, **OPTIMIZER}
+    small = {"n_layer": 1, "n_head": 2, "n_embd": 48, "block_size": N, **OPTIMIZER}
+    large = {"n_layer": 3, "n_head": 3, "n_embd": 96, "block_size": N, **OPTIMIZER}
 
     source = dataset_folder(settings.dataset).resolve()
-    p_path = pipeline.generator("p", source, **large, **until(settings.p_iters))
+    p_path = pipeline.generator("p", source, **teacher, **until(settings.p_iters))
     p = build_model(load_checkpoint(p_path), "generator", p_path)
     corpus = pipeline.out / f"corpus_{settings.num_tokens}_{settings.seed}"
     if not (corpus / "train.bin").is_file():
