@@ -461,11 +461,14 @@ def test_after_blind_attempts_the_model_is_carried_on(tmp_path, corpus, strict, 
     row = next(line for line in printed.splitlines() if line.startswith("    1  base_model_v2"))
     assert row.endswith("not started: the reward model is blind")
 
-    before = folder_bytes(out)
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in out.rglob("*.pt")}
+
+    before, written = folder_bytes(out), files()
     in_this_process.clear()
     again = succeed("run_cycles", str(strict), **options)
     assert in_this_process == [] and "Nothing to do" in again
-    assert folder_bytes(out) == before
+    assert folder_bytes(out) == before and files() == written
 
 
 def test_a_second_attempt_that_sees_is_the_judge(tmp_path, corpus, strict, in_this_process, gate_sees):
