@@ -127,7 +127,8 @@ def checked_settings(stages: list[Stage], config_path: str | None, device: str) 
         )
         for error in settings.problems().errors:
             remedy = f"Mend that script's section of {config_path}" if config_path else ""
-            problems.require(False, f"{stage.script}: {error}", remedy)
+            told = f"{stage.script}: {error}"
+            problems.require(told in problems.errors, told, remedy)  # a script with two stages tells it once
         decided = {*stage.inputs, *stage.options, *NO_IDENTITY}
         own[stage.script] = {name: value for name, value in asdict(settings).items() if name not in decided}
     problems.raise_if_any()

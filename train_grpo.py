@@ -166,7 +166,7 @@ class GRPOSettings:
             "loss_type=cispo needs epsilon_high, the largest weight of a token",
             "Add --epsilon_high 5.0",
         )
-        if obstacle := check_writable(self.output_path, is_file=True):
+        if self.gate_path is None and (obstacle := check_writable(self.output_path, is_file=True)):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         if self.gate_path is not None and (obstacle := check_writable(self.gate_path, is_file=True)):
             problems.require(False, obstacle, "Choose a place you may write to with --gate_path")
@@ -298,6 +298,12 @@ def main() -> None:
 
 def check_judge(settings: GRPOSettings, checkpoint: dict, judge: dict) -> None:
     """Raise UserError where policy and reward model do not read the same tokens; warn where they are strangers."""
+    if (mode := checkpoint["config"].mode) != "generator":
+        raise UserError(f"ERROR: {settings.base_model_path} holds a {mode} model, but a generator is needed here")
+    if checkpoint["config"].block_size < 2:
+        raise UserError(
+            f"ERROR: {settings.base_model_path} has block_size 1: there is nothing to complete; use 2 or more"
+        )
     if judge["config"].mode != "reward":
         raise UserError(f"ERROR: {settings.reward_model_path} holds a {judge['config'].mode} model, not a reward model")
     for name in ("vocab_size", "num_real_tokens", "block_size"):

@@ -408,6 +408,8 @@ def natural_text(
             raise UserError("ERROR: the reward data do not say what corpus they were made from")
     except (UserError, KeyError, ValueError) as error:
         reason = str(error).removeprefix("ERROR: ").splitlines()[0]
+        if isinstance(error, KeyError):
+            reason = f"the reward data's metadata have no {error}"
         raise UserError(f"ERROR: no natural text to learn: {reason}; {way_out}") from None
     if "val_sha256" not in metadata:
         warn("the reward data do not tell their corpus: make sure that their validation text is not trained on here")
