@@ -611,11 +611,11 @@ def learn_head(
                     bar.update()
             val_loss, prediction = evaluate(model, val_inputs, val_set.y, select_rows, settings, device, cached)
             if not math.isfinite(val_loss):
-                raise UserError(f"ERROR: val_loss is {val_loss} in epoch {epoch}: the training diverged")
+                raise UserError(f"ERROR: val_loss is {val_loss} in epoch {epoch}: lower the learning_rate")
         except UserError as error:
             if best_state is None:
-                raise UserError(f"{error}; lower the learning_rate") from None
-            learned["diverged"] = f"{error}; saved is the model of epoch {learned['epoch']}; lower the learning_rate"
+                raise
+            learned["diverged"] = f"{error}; saved is the model of epoch {learned['epoch']}"
             break
         if log is None:
             continue

@@ -236,12 +236,9 @@ BAD_CHECKPOINTS = ("missing", "empty", "truncated", "text", "folder", "nan", "no
 BAD_CHECKPOINTS += ("other shape", "impossible", "later format", "reward model")
 
 
-POLICY_IS_A_JUDGE = ("train_grpo", "reward model")  # refused by its fingerprint before it is looked into
-
-
 @pytest.mark.parametrize(
     ("script", "kind"),
-    [(script, kind) for script in MODEL_OPTION for kind in BAD_CHECKPOINTS if (script, kind) != POLICY_IS_A_JUDGE],
+    [(script, kind) for script in MODEL_OPTION for kind in BAD_CHECKPOINTS],
 )
 def test_bad_checkpoints(script, kind, good, tmp_path, generator, reward_model):
     path = tmp_path / "bad.pt"
