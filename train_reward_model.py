@@ -611,7 +611,9 @@ def learn_head(
                     bar.update()
             val_loss, prediction = evaluate(model, val_inputs, val_set.y, select_rows, settings, device, cached)
             if not math.isfinite(val_loss):
-                raise UserError(f"ERROR: val_loss is {val_loss} in epoch {epoch}: lower the learning_rate")
+                raise UserError(
+                    f"ERROR: val_loss is {val_loss} in epoch {epoch}: the training diverged; lower the learning rate"
+                )
         except UserError as error:
             if best_state is None:
                 raise

@@ -310,7 +310,7 @@ def test_what_diverges_after_a_good_epoch_leaves_the_good_model(monkeypatch, goo
     monkeypatch.setattr(train_reward_model, "head_loss" if place == "loss" else "evaluate", diverges)
     line = refuse_in_one_line("train_reward_model", **{**options, "max_epochs": 9})
     kept = trained(before)[0]["training"]
-    assert f"saved is the model of epoch {kept['epoch']}; lower the learning_rate" in line
+    assert f"saved is the model of epoch {kept['epoch']}" in line and line.count("lower the learning rate") == 1
     assert ("is not finite" if place == "loss" else "val_loss is inf in epoch 3: the training diverged") in line
     assert_same_weights(weights(options["output_path"]), weights(tmp_path / "before.pt"))
     training = trained(options)[0]["training"]
@@ -322,7 +322,7 @@ def test_what_diverges_at_once_leaves_nothing(monkeypatch, good):
     original = train_reward_model.head_loss
     monkeypatch.setattr(train_reward_model, "head_loss", lambda *arguments: original(*arguments) * math.nan)
     line = refuse_in_one_line("train_reward_model", **good, **POSITION)
-    assert "is not finite" in line and line.endswith("; lower the learning_rate")
+    assert "is not finite" in line and line.count("lower the learning rate") == 1
     assert not good["output_path"].exists() and not good["output_path"].with_suffix(".png").exists()
 
 
