@@ -52,9 +52,9 @@ class OracleSettings:
     """tokens of text that p writes"""
     p_iters: int = 700
     """steps of p: 2 layers, 64 wide"""
-    q_iters: int = 700
-    """steps of q: 1 layer, 48 wide"""
-    large_iters: int = 1500
+    q_iters: int = 1200
+    """steps of q: 2 layers, 48 wide"""
+    large_iters: int = 3000
     """steps, on p's text, of the larger trunk: 3 layers, 96 wide"""
     max_blocks: int = 1000
     """blocks of each split that q completes, 4 times each"""
@@ -84,7 +84,7 @@ def main() -> None:
     settings = parse_settings(OracleSettings, "oracle")
     pipeline, N = Pipeline(settings.out_dir), settings.block_size
     teacher = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": N, **OPTIMIZER}
-    small = {"n_layer": 1, "n_head": 2, "n_embd": 48, "block_size": N, **OPTIMIZER}
+    small = {"n_layer": 2, "n_head": 2, "n_embd": 48, "block_size": N, **OPTIMIZER}
     large = {"n_layer": 3, "n_head": 3, "n_embd": 96, "block_size": N, **OPTIMIZER}
 
     source = dataset_folder(settings.dataset).resolve()
