@@ -247,7 +247,7 @@ def main() -> None:
             advantages = advantages_of(verdict, old_log_probs, mask, settings)  # (R,) or (R, N - 1)
 
             # loss and step, several times on the same completions
-            updates = 0
+            updates, made = 0, {"gradient_norm": 0.0}  # figures of the last update that was made
             for update in range(settings.updates_per_step):
                 losses = accumulate_gradients(
                     policy, ids, old_log_probs, reference_log_probs, advantages, mask, settings
@@ -256,15 +256,15 @@ def main() -> None:
                     break  # the steps so far have moved the policy far enough
                 if settings.lm_coef:
                     draw = random_stream(settings.seed, "natural", step, update)
-                    losses["lm_loss"] = add_natural_gradients(policy, train_tokens, draw, settings, device)
-                losses["gradient_norm"] = clip_gradients(policy.named_parameters(), settings.grad_clip)
+                    made["lm_loss"] = add_natural_gradients(policy, train_tokens, draw, settings, device)
+                made["gradient_norm"] = clip_gradients(policy.named_parameters(), settings.grad_clip)
                 optimizers.step()
                 optimizers.zero_grad()
                 updates += 1
             optimizers.zero_grad()
 
             # look, note, stop?
-            record = {**figures, **losses, "updates": updates}
+            record = {**figures, **losses, **made, "updates": updates}
             reason = stops.after_step(step, figures)
             if step % settings.eval_interval == 0 or reason:
                 record |= instruments.read()
