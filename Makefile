@@ -7,7 +7,7 @@ CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test bench-generation bench-reward-models lint format clean
+.PHONY: help setup run test bench-generation bench-reward-models bench-grpo lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -29,6 +29,10 @@ test: setup ## run the tests
 bench-generation: setup ## time text generation against the other ways (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/generation.py $(ARGS)
+
+bench-grpo: setup ## time a GRPO step against TRL's (installs requirements-bench.txt)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
+	$(PYTHON) benchmarks/grpo.py $(ARGS)
 
 bench-reward-models: setup ## measure every reward model, by itself and against the exact posterior
 	$(PYTHON) data/shakespeare_char/prepare.py

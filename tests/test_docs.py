@@ -67,6 +67,7 @@ SHRINK = {
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--sample_tokens 20 --device cpu",
     "benchmarks/loading": "--num_runs 1",
+    "benchmarks/grpo": "--num_runs 1 --steps 1 --trl False",
     "benchmarks/reward_models": "--quick True --heads likelihood",
     "benchmarks/oracle": "--num_tokens 8000 --block_size 16 --p_iters 4 --q_iters 4 --large_iters 4 --max_blocks 20 "
     "--heads 'likelihood (the default)'",
