@@ -113,12 +113,15 @@ class Judge:
     def __init__(self, reward_model: GPT | LikelihoodRewardModel, reference: GPT) -> None:
         self.reward_model, self.reference = reward_model.requires_grad_(False), reference.requires_grad_(False)
         likelihood = isinstance(reward_model, LikelihoodRewardModel)
-        self.is_start = likelihood and reward_model.sampling == Sampling() and _same(reward_model.generator, reference)
+        if likelihood:
+            reward_model.sampling = Sampling()  # however its data were sampled: a policy's text is sampled plainly
+        self.is_start = likelihood and _same(reward_model.generator, reference)
         self.stands_on_start = (
             not likelihood
             and reward_model.config.reward_head_type == "last"
             and _same(reward_model.transformer, reference.transformer)
         )
+        self.is_ratio = likelihood  # evidence is that of a ratio of probabilities, not a learned score
         self.knows_tokens = likelihood or reward_model.config.reward_head_type == "position"
 
     @torch.no_grad()

@@ -84,19 +84,22 @@ class Instruments:
         mask = written_mask(prefix_lengths, N).to(device)
         verdict = self.judge(ids)
         kl = kl_estimate(completions.model_log_probs.flatten(0, 1)[:, 1:], verdict.reference_log_probs, "k3")
-        fresh, real = verdict.natural.mean().item(), self.judge(natural.to(device)).natural.mean().item()
+        fresh = verdict.natural.view(len(natural), -1).mean(1)  # (P,)
+        real = self.judge(natural.to(device)).natural  # (P,)
+        excess = fresh - real
         batches = WholeSplitBatches(self.val_tokens, N, policy.rows_at_a_time(), device)
         tails = [row[length:].cpu() for row, length in zip(ids, prefix_lengths.flatten().tolist(), strict=True)]
         half = torch.stack([tail[-(N // 2) :] for tail in tails])  # the last N / 2 tokens, all of them written
         shown = range(0, len(ids), max(1, len(ids) // COMPLETIONS_SHOWN))
         return {
             "val_loss": language_model_loss(policy, counted(batches, len(batches), "Evaluating")),
-            "fresh_reward": fresh,
-            "natural_reward": real,
-            "above_natural": fresh > real,
+            "fresh_reward": fresh.mean().item(),
+            "natural_reward": real.mean().item(),
+            # Prompt by prompt, and beyond chance: a policy that writes as nature does is above it half the time.
+            "above_natural": bool(excess.mean() > 2 * excess.std(correction=0) / len(excess) ** 0.5),
             "kl_now": masked_mean(kl, mask),
             **{f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)},
-            "repetition": repetition(half) if half.size(1) >= 4 else 0.0,
+            "repetition": repetition(half),
             "longest_copy": max(self.copies.longest_copy(tail.numpy()) for tail in tails[:COPIES_SOUGHT]),
             "completions": [self.tokenizer.decode(tails[row].tolist()) for row in shown][:COMPLETIONS_SHOWN],
         }
@@ -104,22 +107,26 @@ class Instruments:
 
 def distinct_n(ids: Tensor, n: int) -> float:
     """Different n-grams over all n-grams of sequences (B, T) (Li et al. 2016, arXiv 1510.03055): 1 is no repetition."""
+    if ids.size(1) < n:
+        return 0.0
     grams = ids.unfold(1, n, 1).reshape(-1, n)  # (B (T - n + 1), n)
-    return len(grams.unique(dim=0)) / max(len(grams), 1)
+    return len(grams.unique(dim=0)) / len(grams)
 
 
 def repetition(ids: Tensor, n: int = 4) -> float:
     """Share of the n-grams of a sequence that stood in it before, mean over sequences (B, T)."""
+    if ids.size(1) < n:
+        return 0.0
     grams = ids.unfold(1, n, 1)  # (B, T - n + 1, n)
     shares = [1 - len(row.unique(dim=0)) / len(row) for row in grams]
     return float(np.mean(shares))
 
 
 class CopyFinder:
-    """Finds the longest piece of a sequence that stands word for word in a corpus."""
+    """Finds the longest piece of a sequence that stands word for word in a corpus, or in its first 2^24 tokens."""
 
     def __init__(self, corpus: np.ndarray) -> None:
-        self.text = _as_text(corpus)
+        self.text = _as_text(corpus[: 1 << 24])
 
     def longest_copy(self, ids: np.ndarray) -> int:
         """Tokens of the longest run of `ids` (T,) that the corpus holds."""

@@ -44,7 +44,7 @@ from train_grpo import KEPT_FIGURES, GRPOSettings
 from train_reward_model import DEFAULT_LM_ITERS, RewardModelSettings
 
 ROOT = Path(__file__).resolve().parent
-LEDGER_VERSION = 2
+LEDGER_VERSION = 3
 SETTINGS = {
     "train": TrainSettings,
     "prepare_reward_data": RewardDataConfig,

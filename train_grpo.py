@@ -30,7 +30,6 @@ from generation import Completer, Completions, Sampling
 from model import GPT
 from objectives import (
     group_advantages,
-    groups_without_spread,
     kl_estimate,
     policy_loss,
     token_advantages,
@@ -98,7 +97,7 @@ class GRPOSettings:
     """largest gradient norm; 0: no clipping"""
 
     reward: Literal["auto", "natural", "evidence"] = "auto"
-    """natural: P(natural); evidence: the log of the likelihood ratio; auto: evidence where the judge tells it"""
+    """natural: P(natural); evidence: the log of the likelihood ratio; auto: evidence with a likelihood judge"""
     credit: Literal["auto", "token", "sequence"] = "auto"
     """one advantage for every token or for a sequence; auto: token where the judge knows single tokens"""
     discount: float = 0.0
@@ -166,6 +165,11 @@ class GRPOSettings:
             "loss_type=cispo needs epsilon_high, the largest weight of a token",
             "Add --epsilon_high 5.0",
         )
+        problems.require(
+            Path(self.output_path).suffix not in (".png", ".jsonl"),
+            f"output_path={self.output_path}: records (.jsonl) and a picture (.png) are to lie beside it",
+            "Give the policy another suffix, such as .pt",
+        )
         if self.gate_path is None and (obstacle := check_writable(self.output_path, is_file=True)):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         if self.gate_path is not None and (obstacle := check_writable(self.gate_path, is_file=True)):
@@ -195,7 +199,7 @@ def main() -> None:
     folder = dataset_folder(settings.dataset)
     tokenizer = TokenizationManager(data_path=folder)
     check_tokenizer(checkpoint, tokenizer)
-    train_tokens = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, N)
+    train_tokens = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, N + 1)
     val_tokens = open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
     check_same_splits(checkpoint["data"], data_record(train_tokens, val_tokens), allow_mismatch=True)
 
@@ -245,6 +249,8 @@ def main() -> None:
 
             # advantage
             advantages = advantages_of(verdict, old_log_probs, mask, settings)  # (R,) or (R, N - 1)
+            by_group = advantages.view(settings.prompts_per_step, -1)
+            figures["flat_groups"] = (by_group == 0).all(1).float().mean().item()
 
             # loss and step, several times on the same completions
             updates, made = 0, {"gradient_norm": 0.0}  # figures of the last update that was made
@@ -268,8 +274,9 @@ def main() -> None:
             reason = stops.after_step(step, figures)
             if step % settings.eval_interval == 0 or reason:
                 record |= instruments.read()
-                best.offer(step, record, policy)
-                reason = reason or stops.after_evaluation(record["val_loss"] - start["val_loss"])
+                capped = stops.after_evaluation(record["kl_now"], record["val_loss"] - start["val_loss"])
+                reason = reason or capped
+                best.offer(step, record, policy, capped is not None)
                 if record["above_natural"]:
                     say(f"step {step}: completions look more natural than natural text does: the judge is being gamed")
             log.log(step, quiet="val_loss" not in record, **record)
@@ -336,7 +343,7 @@ def make_judge(contents: dict, reference: GPT, settings: GRPOSettings, device: t
 
 def with_choices_made(settings: GRPOSettings, judge: Judge) -> GRPOSettings:
     """The settings with what is 'auto' or None decided by what the judge can tell; UserError for what it cannot."""
-    reward = settings.reward if settings.reward != "auto" else "evidence" if judge.knows_tokens else "natural"
+    reward = settings.reward if settings.reward != "auto" else "evidence" if judge.is_ratio else "natural"
     credit = settings.credit if settings.credit != "auto" else "token" if judge.knows_tokens else "sequence"
     if not judge.knows_tokens and (reward == "evidence" or credit == "token"):
         raise UserError(
@@ -417,8 +424,7 @@ def figures_of_rollouts(
 ) -> dict[str, float]:
     """What a step's completions tell of the policy that wrote them."""
     kl = kl_estimate(old_log_probs, verdict.reference_log_probs, settings.kl_estimator)
-    flat = groups_without_spread(verdict.natural, settings.group_size).float().mean().item()
-    figures = {"reward": verdict.natural.mean().item(), "reward_std": verdict.natural.std().item(), "flat_groups": flat}
+    figures = {"reward": verdict.natural.mean().item(), "reward_std": verdict.natural.std().item()}
     if verdict.evidence is not None:
         figures["evidence"] = masked_mean(verdict.evidence, mask)
     # The mean of -log p over samples of p estimates its entropy without another pass over the logits.
@@ -446,9 +452,12 @@ def add_natural_gradients(
 ) -> float:
     """Add the gradients of `lm_coef` times the loss on a batch of natural text; returns that loss."""
     x, y = get_batch(tokens, policy.config.block_size, settings.prompts_per_step, draw, device)  # (P, N) each
-    _, loss = policy(x, y)
-    (settings.lm_coef * loss).backward()
-    return loss.item()
+    total = 0.0
+    for rows in micro_batches(len(x), policy.rows_at_a_time()):
+        loss = policy(x[rows], y[rows])[1] * (len(x[rows]) / len(x))
+        (settings.lm_coef * loss).backward()
+        total += loss.item()
+    return total
 
 
 class Stops:
@@ -475,14 +484,18 @@ class Stops:
                 return f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
         return f"step limit: {settings.max_steps}" if step == settings.max_steps else None
 
-    def after_evaluation(self, rise: float) -> str | None:
-        """The reason to stop when the loss on natural text has risen so much since the start, or None."""
-        cap = self.settings.natural_loss_cap
-        return f"natural-text loss cap: risen by {rise:.3f} > {cap} nats a token" if rise > cap else None
+    def after_evaluation(self, kl: float, rise: float) -> str | None:
+        """The cap that an evaluated policy breaks: its KL to the start, the rise of its natural loss since; or None."""
+        settings = self.settings
+        if kl > settings.start_kl_cap:
+            return f"KL cap: {kl:.3f} > {settings.start_kl_cap} nats a token from the start"
+        if rise > settings.natural_loss_cap:
+            return f"natural-text loss cap: risen by {rise:.3f} > {settings.natural_loss_cap} nats a token"
+        return None
 
 
 class Best:
-    """The best of the evaluated policies, by a named criterion."""
+    """The best of the evaluated policies that broke no cap, by a named criterion; where all did, the first."""
 
     def __init__(self, criterion: str) -> None:
         self.criterion, self.step, self.record, self.state = criterion, 0, None, None
@@ -492,9 +505,9 @@ class Best:
             return abs(record["fresh_reward"] - record["natural_reward"])
         return record["val_loss"] if self.criterion == "val_loss" else 0.0
 
-    def offer(self, step: int, record: dict[str, Any], policy: GPT) -> None:
+    def offer(self, step: int, record: dict[str, Any], policy: GPT, capped: bool) -> None:
         """Keep this policy if it is the best so far (of equals the last)."""
-        if self.record is None or self._value(record) <= self._value(self.record):
+        if self.record is None or (not capped and self._value(record) <= self._value(self.record)):
             self.step, self.record = step, record
             self.state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
 

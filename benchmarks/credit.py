@@ -29,6 +29,7 @@ from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
 
 FREE = {"start_kl_cap": 100.0, "natural_loss_cap": 100.0, "reward_threshold": 1.0, "best_by": "last"}
+FREE["plateau_patience"] = 10**6
 EVIDENCE, NATURAL = {"reward": "evidence"}, {"reward": "natural"}
 SEQUENCE, TOKEN = {"credit": "sequence"}, {"credit": "token"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -132,10 +133,10 @@ class Yardstick:
         return re.findall("[a-z]+", text.lower())
 
     def of_text(self, ids: torch.Tensor) -> list[str]:
-        """Share of unknown words and distinct-3 of sequences (R, T); the outer words may be cut and do not count."""
+        """Share of unknown words, the outer ones left out, of sequences (R, T); and distinct-3 of one for each prompt."""
         words = [word for row in ids for word in self.words(self.tokenizer.decode(row.numpy()))[1:-1]]
         unknown = np.mean([word not in self.known for word in words])
-        return [f"{unknown:.3f}", f"{distinct_n(ids, 3):.3f}"]
+        return [f"{unknown:.3f}", f"{distinct_n(ids[:: max(1, len(ids) // PROMPTS)], 3):.3f}"]
 
     def measure(self, policy: GPT, temperature: float = 1.0) -> list[str]:
         """The loss on natural text, and what `of_text` says of the written half of completions."""

@@ -123,6 +123,9 @@ class TRL:
             bos_token_id=None,
             eos_token_id=vocabulary["<eos>"],
             pad_token_id=vocabulary["<pad>"],
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
         torch.manual_seed(0)
         # TRL makes the reference of the KL from a folder: it loads the model a second time from there.
@@ -155,6 +158,8 @@ class TRL:
             beta=BETA,
             learning_rate=LEARNING_RATE,
             max_steps=count + 1,  # the first is not counted: the trainer prepares its batch before it begins
+            loss_type="grpo",
+            gradient_checkpointing=False,
             use_cpu=True,
             bf16=False,
             report_to=[],

@@ -33,7 +33,7 @@ LOSSES = [
 class TaskJudge:
     """Rewards that anyone can check, in place of a reward model."""
 
-    knows_tokens = False
+    knows_tokens = is_ratio = False
 
     def __init__(self, reference, reward) -> None:
         self.reference, self.reward = reference.requires_grad_(False), reward
