@@ -133,7 +133,7 @@ class Yardstick:
         return re.findall("[a-z]+", text.lower())
 
     def of_text(self, ids: torch.Tensor) -> list[str]:
-        """Share of unknown words, the outer ones left out, of sequences (R, T); and distinct-3 of one for each prompt."""
+        """Share of unknown words (the outer ones left out) of sequences (R, T); distinct-3 of one for each prompt."""
         words = [word for row in ids for word in self.words(self.tokenizer.decode(row.numpy()))[1:-1]]
         unknown = np.mean([word not in self.known for word in words])
         return [f"{unknown:.3f}", f"{distinct_n(ids[:: max(1, len(ids) // PROMPTS)], 3):.3f}"]
