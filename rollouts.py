@@ -90,6 +90,9 @@ class Instruments:
         batches = WholeSplitBatches(self.val_tokens, N, policy.rows_at_a_time(), device)
         tails = [row[length:].cpu() for row, length in zip(ids, prefix_lengths.flatten().tolist(), strict=True)]
         half = torch.stack([tail[-(N // 2) :] for tail in tails])  # the last N / 2 tokens, all of them written
+        longest = 0
+        for tail in tails[:COPIES_SOUGHT]:
+            longest = self.copies.longest_copy(tail.numpy(), longest)
         shown = range(0, len(ids), max(1, len(ids) // COMPLETIONS_SHOWN))
         return {
             "val_loss": language_model_loss(policy, counted(batches, len(batches), "Evaluating")),
@@ -100,7 +103,7 @@ class Instruments:
             "kl_now": masked_mean(kl, mask),
             **{f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)},
             "repetition": repetition(half),
-            "longest_copy": max(self.copies.longest_copy(tail.numpy()) for tail in tails[:COPIES_SOUGHT]),
+            "longest_copy": longest,
             "completions": [self.tokenizer.decode(tails[row].tolist()) for row in shown][:COMPLETIONS_SHOWN],
         }
 
@@ -128,9 +131,9 @@ class CopyFinder:
     def __init__(self, corpus: np.ndarray) -> None:
         self.text = _as_text(corpus[: 1 << 24])
 
-    def longest_copy(self, ids: np.ndarray) -> int:
-        """Tokens of the longest run of `ids` (T,) that the corpus holds."""
-        text, best = _as_text(ids), 0
+    def longest_copy(self, ids: np.ndarray, at_least: int = 0) -> int:
+        """Tokens of the longest run of `ids` (T,) that the corpus holds; `at_least` where none is longer."""
+        text, best = _as_text(ids), at_least
         for start in range(len(text)):
             # Nothing shorter than the best so far is of interest: each start is tried with one token more.
             while start + best < len(text) and text[start : start + best + 1] in self.text:

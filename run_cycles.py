@@ -220,7 +220,7 @@ class Runner:
     def run(self, stage: Stage) -> dict[str, Any]:
         """The ledger's entry of a stage, after running its script if need be. Raises UserError where that fails."""
         # Not where things lie: a run that was moved or copied as a whole is still finished.
-        told = {name: v for name, v in stage.options.items() if isinstance(v, int | str) and name not in NO_IDENTITY}
+        told = {n: v for n, v in stage.options.items() if isinstance(v, int | float | str) and n not in NO_IDENTITY}
         entry = self.ledger.stages.get(stage.name)
         if entry is not None and entry.get("options") == told and stage.artefact.exists():
             return entry
@@ -412,7 +412,7 @@ def find_judge(runner: Runner, cycle: int, attempts: int, folder: Path, out: Pat
         stages = reward_stages(cycle, folder, out, attempt, larger(own, 2 ** (attempt - 1)))
         *_, gate = [runner.run(stage) for stage in stages]
         r2 = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"], digits=3)
-        verdict = f"the reward model was not shown to see, R2 {r2} on the policy's text in attempt {attempt}"
+        verdict = f"the reward model was not shown to see, R2 {r2} on the policy's text"
         if better_than_constant(gate["r2_low"]) or own["train_grpo"]["allow_blind_reward"]:
             return reward_model(out, cycle, attempt), verdict
         say(f"\nAttempt {attempt} of {attempts}: {verdict}")
@@ -511,12 +511,15 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
             if stage.partition("_try")[0] in {f"{kind}_v{cycle}" for kind in ("reward_data", "reward_model", "gate")}
         )
         skill = stages[judges[-1]]["skill"]  # of the last attempt
+        gate = stages[judges[-1].replace("reward_model", "gate")]
         r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
-        rewards, kl, reason = "", "", "not started: the reward model is blind"
+        at_gate = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"], digits=3)
+        rewards, kl = "", ""
+        reason = f"not started: the judge was not shown to see (at the gate R2 {at_gate})"
         if "carried_on" not in policy:
             rewards = f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}"
             kl, reason = f"{policy['kl_now']:.3f}", policy["stop_reason"]
-            if not better_than_constant(skill["r2_low"]):
+            if not better_than_constant(gate["r2_low"]):
                 blind.append(cycle)
         lines.append(
             f"{cycle:>5}  {name:<14} {perplexity(cycle + 1):10.4f}  {r2:<24} {rewards:<21} {kl:>6}  {seconds:7.0f}  "
@@ -524,8 +527,8 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
         )
     if blind:
         lines.append(
-            f"In cycle {', '.join(map(str, blind))} the reward model was not shown to be better than a constant: "
-            "what GRPO did there may be noise."
+            f"In cycle {', '.join(map(str, blind))} the reward model was not shown at the gate to be better than a "
+            "constant: what GRPO did there may be noise."
         )
     return "\n".join(lines)
 

@@ -222,7 +222,8 @@ def main() -> None:
     say(f"R2 of the judge on {skill['num_sequences']} texts of the policy: {r2}")
     if settings.gate_path is not None:
         write_json(settings.gate_path, skill)
-        say(f"Saved {settings.gate_path}")
+        verdict = "open" if better_than_constant(skill["r2_low"]) else "closed: the interval's lower end is not above 0"
+        say(f"The gate is {verdict}. Saved {settings.gate_path}")
         return
     check_gate(settings, skill, r2)
 
@@ -350,6 +351,10 @@ def with_choices_made(settings: GRPOSettings, judge: Judge) -> GRPOSettings:
             f"ERROR: reward={reward}, credit={credit}: {settings.reward_model_path} knows whole sequences alone; use "
             "--reward natural --credit sequence, or a judge with a likelihood or position head"
         )
+    if settings.discount and credit == "sequence":
+        raise UserError(
+            f"ERROR: discount={settings.discount} is ignored with credit for sequences: use --credit token, or none"
+        )
     ratio = reward == "evidence"
     kl_in_reward = settings.kl_in_reward if settings.kl_in_reward is not None else float(ratio)
     beta = settings.beta if settings.beta is not None else 0.0 if ratio else 0.04
@@ -389,7 +394,10 @@ def check_gate(settings: GRPOSettings, skill: dict[str, Any], r2: str) -> None:
     if better_than_constant(skill["r2_low"]):
         return
     blind = f"{settings.reward_model_path} was not shown to see where this policy's text begins: R2 {r2}"
-    remedy = "train one that sees (train_reward_model.py with more --lm_iters, or a --trunk that knows more)"
+    remedy = (
+        "train one that sees (train_reward_model.py with --head likelihood, more --lm_iters, or a --trunk that knows "
+        "more), or test it on more text (--gate_blocks)"
+    )
     if skill["num_blocks"] < MIN_BLOCKS:
         remedy = f"the test had {skill['num_blocks']} natural blocks, but needs {MIN_BLOCKS}: use more validation text"
     if not settings.allow_blind_reward:

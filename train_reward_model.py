@@ -226,7 +226,7 @@ def main() -> None:
 
     picture = Path(settings.output_path).with_suffix(".png")
     draw_skill(skill, f"{settings.head} head", picture)
-    print_skill(skill, judged_on)
+    print_skill(skill, judged_on, settings.head)
     say(f"Saved {settings.output_path} and {picture}")
     if diverged:
         raise UserError(diverged)
@@ -244,6 +244,10 @@ def load_trunk(
     contents = load_checkpoint(path)
     contents["config"] = replace(contents["config"], dropout=settings.dropout)
     if settings.trunk is not None:
+        if not settings.num_lm_iters and hash_file(path) == hash_file(settings.base_model_path):
+            raise UserError(
+                f"ERROR: {path} is the generator itself, which knows nothing that it does not: give lm_iters"
+            )
         for name in ("vocab_size", "num_real_tokens"):
             ours, theirs = getattr(contents["config"], name), getattr(generator["config"], name)
             if ours != theirs:
@@ -726,10 +730,12 @@ def predict(
     return torch.cat(list(counted(predictions, len(parts), "Skill")))
 
 
-def print_skill(skill: dict[str, Any], of_what: str) -> None:
+def print_skill(skill: dict[str, Any], of_what: str, head: str) -> None:
     """Tell how well the reward model sees, and plainly so where it does not."""
     say(f"\nSkill on {of_what}:")
     say(describe_skill(skill))
+    if head != "likelihood" and better_than_constant(skill.get("control_r2_low")):
+        say("The control sees as well: some of this skill was not learned from labels (try more blocks, another seed).")
     if not better_than_constant(skill["r2_low"]):
         why = (
             f"these samples give no interval (fewer than {MIN_BLOCKS} blocks, or labels that are alike)"

@@ -1,4 +1,4 @@
-# Shakespeare by characters on two CPU cores: the whole loop in under ten minutes.
+# Shakespeare by characters on two CPU cores: the whole loop in some ten minutes.
 #
 #     python run_cycles.py --config config/shakespeare_char_cpu.py
 #     python train.py --config config/shakespeare_char_cpu.py        (its first stage alone)
