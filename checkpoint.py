@@ -291,6 +291,18 @@ def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any]
         warn(f"the model was trained on another train/validation split ({told}), as allowed")
 
 
+def check_same_tokens(dataset: Mapping | None, expected: Mapping | None, told: str) -> None:
+    """Raise UserError where two checkpoints' tokenization records differ; `told` is what to say of other numbers.
+
+    A checkpoint without a record says nothing.
+    """
+    if dataset is None or expected is None:
+        return
+    TokenizationManager.from_record(dataset).info().check_compatible(TokenizationManager.from_record(expected).info())
+    if dataset["chars"] != expected["chars"]:
+        raise UserError(f"ERROR: {told}: they do not match")
+
+
 def check_tokenizer(contents: Mapping[str, Any], tokenizer: TokenizationManager) -> None:
     """Raise UserError where a loaded checkpoint's model reads other tokens than `tokenizer` makes."""
     record, config = contents["tokenization"], contents["config"]

@@ -70,6 +70,18 @@ class GPTConfig:
         return None
 
 
+def check_same_fields(
+    ours: GPTConfig, theirs: GPTConfig, names: tuple[str, ...], our_name: str, their_name: str, way_out: str = ""
+) -> None:
+    """Raise UserError, with both values, for the first of the named fields in which two models differ."""
+    for name in names:
+        one, other = getattr(ours, name), getattr(theirs, name)
+        if one != other:
+            raise UserError(
+                f"ERROR: {name} is {one} in {our_name} and {other} in {their_name}: they do not match{way_out}"
+            )
+
+
 # A checkpoint's config can so be read with torch.load's safe default, which executes nothing.
 torch.serialization.add_safe_globals([GPTConfig])
 

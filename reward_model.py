@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from generation import Sampling, sampling_distribution
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, check_same_fields
 from objectives import (
     MAX_LOG_RATIO,
     natural_probabilities,
     probability_pair,
     token_log_probs,
 )
-from runtime import UserError
 
 
 class LikelihoodRewardModel(nn.Module):
@@ -37,13 +36,9 @@ class LikelihoodRewardModel(nn.Module):
 
     def __init__(self, natural: GPT, generator: GPT, sampling: Sampling | None = None) -> None:
         super().__init__()
-        for name in ("vocab_size", "num_real_tokens", "block_size"):
-            ours, theirs = getattr(natural.config, name), getattr(generator.config, name)
-            if ours != theirs:
-                raise UserError(
-                    f"ERROR: {name} is {ours} in the model of natural text and {theirs} in the generator: they do not "
-                    "match; train both on the same tokenization"
-                )
+        names = ("vocab_size", "num_real_tokens", "block_size")
+        told = "the model of natural text", "the generator", "; train both on the same tokenization"
+        check_same_fields(natural.config, generator.config, names, *told)
         self.natural, self.generator = natural, generator.requires_grad_(False)
         self.sampling = sampling or Sampling()
         self.mixture = nn.Parameter(torch.tensor(2.0))  # w = sigmoid(mixture)

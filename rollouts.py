@@ -71,6 +71,8 @@ class Instruments:
         self.completer, self.judge, self.tokenizer = completer, judge, tokenizer
         self.val_tokens, self.copies = val_tokens, CopyFinder(train_tokens)
         self.drawn = draw_prompts(val_tokens, completer.length, num_prompts, group_size, seed, "eval")
+        device = next(completer.model.parameters()).device
+        self.natural_rewards = judge(self.drawn[0].to(device)).natural  # (P,)
 
     @torch.no_grad()
     def read(self) -> dict[str, Any]:
@@ -85,8 +87,7 @@ class Instruments:
         verdict = self.judge(ids)
         kl = kl_estimate(completions.model_log_probs.flatten(0, 1)[:, 1:], verdict.reference_log_probs, "k3")
         fresh = verdict.natural.view(len(natural), -1).mean(1)  # (P,)
-        real = self.judge(natural.to(device)).natural  # (P,)
-        excess = fresh - real
+        excess = fresh - self.natural_rewards
         batches = WholeSplitBatches(self.val_tokens, N, policy.rows_at_a_time(), device)
         tails = [row[length:].cpu() for row, length in zip(ids, prefix_lengths.flatten().tolist(), strict=True)]
         half = torch.stack([tail[-(N // 2) :] for tail in tails])  # the last N / 2 tokens, all of them written
@@ -97,7 +98,7 @@ class Instruments:
         return {
             "val_loss": language_model_loss(policy, counted(batches, len(batches), "Evaluating")),
             "fresh_reward": fresh.mean().item(),
-            "natural_reward": real.mean().item(),
+            "natural_reward": self.natural_rewards.mean().item(),
             # Prompt by prompt, and beyond chance: a policy that writes as nature does is above it half the time.
             "above_natural": bool(excess.mean() > 2 * excess.std(correction=0) / len(excess) ** 0.5),
             "kl_now": masked_mean(kl, mask),

@@ -416,9 +416,8 @@ def find_judge(runner: Runner, cycle: int, attempts: int, folder: Path, out: Pat
         if better_than_constant(gate["r2_low"]) or own["train_grpo"]["allow_blind_reward"]:
             return reward_model(out, cycle, attempt), verdict
         say(f"\nAttempt {attempt} of {attempts}: {verdict}")
-        tried = (
-            f"gate_v{cycle}{attempt_suffix(attempt + 1)}" in runner.ledger.stages
-        )  # when more attempts were asked for
+        # When more attempts were asked for.
+        tried = f"gate_v{cycle}{attempt_suffix(attempt + 1)}" in runner.ledger.stages
         if (attempt >= attempts and not tried) or gate["r2_low"] is None:  # no interval: too little text for any judge
             return None, verdict
         attempt += 1

@@ -1,10 +1,11 @@
-"""One line a step for people, the same numbers as JSON records for programs, and progress bars.
+"""One line a step for people, the same numbers as JSON records for programs, progress bars, and pictures.
 
     python -c "import run_log; print(run_log.read_records('out/train_log.jsonl')[-1])"
 
 Floor 0. What each number means is defined once, in docs/metrics.md.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from runtime import UserError, is_main_rank, write_text
+from runtime import UserError, atomic_path, is_main_rank, write_text
 
 T = TypeVar("T")
 
@@ -118,6 +119,23 @@ def wandb_tracker(project: str, run_name: str, settings: dict[str, Any]) -> Call
         raise UserError("ERROR: wandb_log=True needs a package: `pip install wandb`, or --wandb_log False") from None
     run = wandb.init(project=project, name=run_name, config=settings)
     return lambda record: run.log(record, step=record["step"])
+
+
+@contextlib.contextmanager
+def picture(path: str | Path, width: float, height: float, columns: int = 1) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield a matplotlib figure, in inches, and its panels; then write it (PNG), whole or not at all."""
+    import matplotlib  # here: it takes a while, and only pictures need it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, columns, figsize=(width, height), layout="constrained", squeeze=False)
+    try:
+        yield figure, list(panels[0])
+        with atomic_path(path) as partial:
+            figure.savefig(partial, format="png", dpi=110)
+    finally:
+        pyplot.close(figure)
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime import UserError, atomic_path
+from run_log import picture
+from runtime import UserError
 
 # Resampling B blocks shows their variance short by a share of 1/B: below this many an interval would be too narrow.
 MIN_BLOCKS = 10
@@ -239,26 +240,17 @@ def _control_lines(skill: dict[str, Any]) -> list[str]:
 
 def draw_skill(skill: dict[str, Any], title: str, path: str | Path) -> None:
     """A picture (PNG) of the reliability table and of the predictions by crossover, whole or not at all."""
-    import matplotlib  # here: it takes a while, and only this needs it
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    table = skill["calibration"]
-    left.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-    sizes = [20 + 180 * row["count"] / skill["num_sequences"] for row in table]
-    left.scatter([row["mean_prediction"] for row in table], [row["mean_target"] for row in table], s=sizes)
-    left.set(xlabel="predicted P(natural)", ylabel="true K/N", title="Reliability (areas: shares of the sequences)")
-    rows = skill["by_crossover"]
-    centres = [(row["lower"] + row["upper"]) / 2 for row in rows]
-    right.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-    spread = [row["mae_tokens"] / skill["num_tokens"] for row in rows]
-    right.errorbar(centres, [row["mean_prediction"] for row in rows], yerr=spread, marker="o", capsize=3)
-    right.set(xlabel="true K/N", ylabel="mean prediction, bars: MAE", title="Skill by crossover")
-    for axes in (left, right):
-        axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    figure.suptitle(f"{title}: R² {format_r_squared(skill['r2'], skill['r2_low'], skill['r2_high'], digits=3)}")
-    with atomic_path(path) as partial:
-        figure.savefig(partial, format="png", dpi=110)
-    pyplot.close(figure)
+    table, rows = skill["calibration"], skill["by_crossover"]
+    with picture(path, 10, 4.6, columns=2) as (figure, (left, right)):
+        for axes in (left, right):
+            axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+        sizes = [20 + 180 * row["count"] / skill["num_sequences"] for row in table]
+        left.scatter([row["mean_prediction"] for row in table], [row["mean_target"] for row in table], s=sizes)
+        left.set(xlabel="predicted P(natural)", ylabel="true K/N", title="Reliability (areas: shares of the sequences)")
+        centres = [(row["lower"] + row["upper"]) / 2 for row in rows]
+        spread = [row["mae_tokens"] / skill["num_tokens"] for row in rows]
+        right.errorbar(centres, [row["mean_prediction"] for row in rows], yerr=spread, marker="o", capsize=3)
+        right.set(xlabel="true K/N", ylabel="mean prediction, bars: MAE", title="Skill by crossover")
+        for axes in (left, right):
+            axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+        figure.suptitle(f"{title}: R² {format_r_squared(skill['r2'], skill['r2_low'], skill['r2_high'], digits=3)}")

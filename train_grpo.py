@@ -20,6 +20,7 @@ from torch import Tensor
 from checkpoint import (
     build_model,
     check_same_splits,
+    check_same_tokens,
     check_tokenizer,
     data_record,
     load_checkpoint,
@@ -27,7 +28,7 @@ from checkpoint import (
 )
 from data_loader import dataset_folder, get_batch, open_token_file
 from generation import Completer, Completions, Sampling
-from model import GPT
+from model import GPT, check_same_fields
 from objectives import (
     group_advantages,
     kl_estimate,
@@ -38,10 +39,9 @@ from objectives import (
 from optimization import EarlyStopping, clip_gradients, make_optimizers
 from reward_model import Judge, Verdict
 from rollouts import Instruments, draw_prompts, masked_mean, written_mask
-from run_log import RunLog, format_size, progress, read_records, say
+from run_log import RunLog, format_size, picture, progress, read_records, say
 from runtime import (
     UserError,
-    atomic_path,
     check_writable,
     hash_file,
     random_stream,
@@ -314,18 +314,10 @@ def check_judge(settings: GRPOSettings, checkpoint: dict, judge: dict) -> None:
         )
     if judge["config"].mode != "reward":
         raise UserError(f"ERROR: {settings.reward_model_path} holds a {judge['config'].mode} model, not a reward model")
-    for name in ("vocab_size", "num_real_tokens", "block_size"):
-        ours, theirs = getattr(checkpoint["config"], name), getattr(judge["config"], name)
-        if ours != theirs:
-            raise UserError(
-                f"ERROR: {name} is {ours} in the policy and {theirs} in the reward model: they do not match"
-            )
-    records = checkpoint["tokenization"], judge["tokenization"]
-    if None not in records:
-        policy_tokenizer, judge_tokenizer = (TokenizationManager.from_record(record) for record in records)
-        judge_tokenizer.info().check_compatible(policy_tokenizer.info())
-        if records[0]["chars"] != records[1]["chars"]:
-            raise UserError("ERROR: policy and reward model number their characters differently: they do not match")
+    names = ("vocab_size", "num_real_tokens", "block_size")
+    check_same_fields(checkpoint["config"], judge["config"], names, "the policy", "the reward model")
+    told = "policy and reward model number their characters differently"
+    check_same_tokens(judge["tokenization"], checkpoint["tokenization"], told)
     theirs, ours = (judge["training"] or {}).get("generator_sha256"), hash_file(settings.base_model_path)
     if theirs is None:
         warn(f"{settings.reward_model_path} does not say against which generator it was trained")
@@ -522,29 +514,18 @@ class Best:
 
 def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     """A picture (PNG) of the training: rewards, divergence and natural loss, variety; whole or not at all."""
-    import matplotlib  # here: it takes a while, and only this needs it
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    for axes, names in zip(
-        panels,
-        (
-            ("reward", "fresh_reward", "natural_reward"),
-            ("val_loss", "kl_start"),
-            ("distinct_1", "distinct_2", "distinct_3", "repetition"),
-        ),
-        strict=True,
-    ):
-        for name in names:
-            points = [(record["step"], record[name]) for record in records if name in record]
-            axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else None)
-        axes.set(xlabel="step")
-        axes.legend()
-    with atomic_path(path) as partial:
-        figure.savefig(partial, format="png", dpi=110)
-    pyplot.close(figure)
+    curves = (
+        ("reward", "fresh_reward", "natural_reward"),
+        ("val_loss", "kl_start"),
+        ("distinct_1", "distinct_2", "distinct_3", "repetition"),
+    )
+    with picture(path, 13, 3.8, columns=len(curves)) as (_, panels):
+        for axes, names in zip(panels, curves, strict=True):
+            for name in names:
+                points = [(record["step"], record[name]) for record in records if name in record]
+                axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else None)
+            axes.set(xlabel="step")
+            axes.legend()
 
 
 def accumulate_gradients(

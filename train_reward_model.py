@@ -9,7 +9,7 @@ picture), and JSON records. First the trunk may learn more about natural text; t
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import build_model, load_checkpoint, save_checkpoint
+from checkpoint import build_model, check_same_tokens, load_checkpoint, save_checkpoint
 from data_loader import TokenSplits, WholeSplitBatches, dataset_folder, get_batch, load_binary, load_text
 from generation import Sampling
-from model import GPT
+from model import GPT, check_same_fields
 from objectives import (
     crossover_loss,
     mixture_loss,
@@ -169,7 +169,7 @@ def main() -> None:
     device = select_device(settings.device)
 
     # the generator
-    checkpoint = load_checkpoint(settings.base_model_path)
+    checkpoint, generator_sha256 = load_checkpoint(settings.base_model_path), hash_file(settings.base_model_path)
     generator = build_model(checkpoint, "generator", settings.base_model_path, device)
 
     # data, and the trunk to begin with: the generator's own, or another model of natural text
@@ -177,8 +177,8 @@ def main() -> None:
     for dataset in (train_set, val_set):
         check_model_compatibility(dataset.get_tokenization_info(), dataset.block_size, generator.config)
         check_variety(dataset)
-    check_origin(settings, train_set.metadata, checkpoint["tokenization"], train_set)
-    trunk = load_trunk(settings, checkpoint, train_set.metadata, device)
+    check_origin(settings, generator_sha256, checkpoint["tokenization"], train_set)
+    trunk = load_trunk(settings, checkpoint, generator_sha256, train_set.metadata, device)
     select_rows, report_rows, judged_on = halves_by_block(val_set)
 
     say(f"Using device: {device}")
@@ -203,7 +203,7 @@ def main() -> None:
                 model.transformer.load_state_dict(trunk.transformer.state_dict())
 
         # the head learns labels
-        untrained = untrained_copy(model)
+        untrained = untrained_copy(model) if settings.control else None
         learned = learn(model, train_set, val_set, select_rows, settings, device, log)
         diverged = diverged or learned.get("diverged")
 
@@ -212,15 +212,18 @@ def main() -> None:
         blocks = torch.from_numpy(report_rows // samples_per_block(val_set))
         prediction = predict(model, val_set, report_rows, device)
         skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
-        training = {**learned, "skill": skill, "settings": asdict(settings)}
-        training["generator_sha256"] = hash_file(settings.base_model_path)
+        training = {**learned, "skill": skill, "settings": asdict(settings), "generator_sha256": generator_sha256}
         records = checkpoint["tokenization"], checkpoint["data"]
         save_checkpoint(settings.output_path, model, *records, training)
         if settings.control:
             # Only now: whatever becomes of the control, the model is there.
-            skill |= control_figures(
-                learn, untrained, train_set, val_set, select_rows, report_rows, settings, device, learned["epoch"]
-            )
+            try:
+                learn(untrained, train_set, val_set, select_rows, settings, device, None, learned["epoch"])
+                control = predict(untrained, val_set, report_rows, device)
+            except UserError as error:
+                warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
+                control = None
+            skill |= control_figures(control, truth, blocks, settings.seed)
             save_checkpoint(settings.output_path, model, *records, training)
         log.log(learned["epoch"], quiet=True, final=True, **skill)
 
@@ -237,28 +240,32 @@ def main() -> None:
 
 
 def load_trunk(
-    settings: RewardModelSettings, generator: Mapping[str, Any], metadata: Mapping[str, str], device: torch.device
+    settings: RewardModelSettings,
+    generator: Mapping[str, Any],
+    generator_sha256: str,
+    metadata: Mapping[str, str],
+    device: torch.device,
 ) -> GPT:
     """The model of natural text to begin with, as a generator of the same block size; UserError where it cannot be."""
-    path = settings.trunk or settings.base_model_path
-    contents = load_checkpoint(path)
-    contents["config"] = replace(contents["config"], dropout=settings.dropout)
+    contents, path = generator, settings.base_model_path
     if settings.trunk is not None:
-        if not settings.num_lm_iters and hash_file(path) == hash_file(settings.base_model_path):
+        path = settings.trunk
+        contents = load_checkpoint(path)
+        if not settings.num_lm_iters and hash_file(path) == generator_sha256:
             raise UserError(
                 f"ERROR: {path} is the generator itself, which knows nothing that it does not: give lm_iters"
             )
-        for name in ("vocab_size", "num_real_tokens"):
-            ours, theirs = getattr(contents["config"], name), getattr(generator["config"], name)
-            if ours != theirs:
-                raise UserError(f"ERROR: {name} is {ours} in {path} and {theirs} in the generator: they do not match")
+        names = ("vocab_size", "num_real_tokens")
+        check_same_fields(contents["config"], generator["config"], names, path, "the generator")
         if contents["config"].block_size < generator["config"].block_size:
             raise UserError(
                 f"ERROR: block_size is {contents['config'].block_size} in {path} and "
                 f"{generator['config'].block_size} in the generator: a trunk must not read less"
             )
-        check_same_tokens(contents["tokenization"], generator["tokenization"], path)
+        told = f"{path} numbers its characters otherwise than the generator"
+        check_same_tokens(generator["tokenization"], contents["tokenization"], told)
         check_unseen(contents["data"], metadata, path)
+    contents = {**contents, "config": replace(contents["config"], dropout=settings.dropout)}
     trunk = build_model(contents, "generator", path, device)
     trunk.crop_block_size(generator["config"].block_size)
     return trunk
@@ -274,15 +281,6 @@ def check_unseen(trained: Mapping[str, Any] | None, metadata: Mapping[str, str],
             f"ERROR: {path} was trained with another validation split (sha256 {trained['val_sha256']:.12}...) than the "
             f"reward data's ({theirs:.12}...): it may know the text that is to judge it; use a trunk of the same split"
         )
-
-
-def check_same_tokens(ours: dict | None, theirs: dict | None, path: str) -> None:
-    """Raise UserError where two checkpoints' records tell of different tokenizers."""
-    if ours is None or theirs is None:
-        return
-    TokenizationManager.from_record(theirs).info().check_compatible(TokenizationManager.from_record(ours).info())
-    if ours["chars"] != theirs["chars"]:
-        raise UserError(f"ERROR: {path} numbers its characters otherwise than the generator: they do not match")
 
 
 def reward_gpt(settings: RewardModelSettings, trunk: GPT) -> GPT:
@@ -350,17 +348,16 @@ def check_variety(dataset: RewardDataset) -> None:
 
 
 def check_origin(
-    settings: RewardModelSettings, metadata: dict[str, str], record: dict | None, dataset: RewardDataset
+    settings: RewardModelSettings, generator_sha256: str, record: dict | None, dataset: RewardDataset
 ) -> None:
     """Hold the dataset against the generator: the same tokenizer, and the very model that wrote it."""
     if record is not None:
         dataset.get_tokenization_info().check_compatible(TokenizationManager.from_record(record).info())
-    writer = metadata.get("model_sha256")
-    ours = hash_file(settings.base_model_path)
-    if writer is not None and writer != ours:
+    writer = dataset.metadata.get("model_sha256")
+    if writer is not None and writer != generator_sha256:
         raise UserError(
             f"ERROR: {settings.data_dir} was written by another model (sha256 {writer:.12}...) than "
-            f"{settings.base_model_path} ({ours:.12}...); name that model, or make data with this one"
+            f"{settings.base_model_path} ({generator_sha256:.12}...); name that model, or make data with this one"
         )
 
 
@@ -695,28 +692,11 @@ def untrained_copy(model: GPT | LikelihoodRewardModel) -> GPT | LikelihoodReward
     return copy.deepcopy(model)
 
 
-def control_figures(
-    learn: Callable[..., dict[str, Any]],
-    model: GPT | LikelihoodRewardModel,
-    train_set: RewardDataset,
-    val_set: RewardDataset,
-    select_rows: np.ndarray,
-    report_rows: np.ndarray,
-    settings: RewardModelSettings,
-    device: torch.device,
-    num_epochs: int,
-) -> dict[str, float | None]:
-    """R2 on the reporting rows of a head learned from shuffled labels: None where that failed."""
-    truth = torch.from_numpy(val_set.y[report_rows, 0])
-    blocks = torch.from_numpy(report_rows // samples_per_block(val_set))
-    r2, bounds = math.nan, (None, None)
-    try:
-        learn(model, train_set, val_set, select_rows, settings, device, None, num_epochs)
-        prediction = predict(model, val_set, report_rows, device)
-        r2, bounds = r_squared(prediction, truth), bootstrap_r_squared(prediction, truth, blocks, settings.seed)
-    except UserError as error:
-        warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
-    low, high = bounds
+def control_figures(prediction: Tensor | None, truth: Tensor, blocks: Tensor, seed: int) -> dict[str, float | None]:
+    """R2, with its interval, of a head learned from shuffled labels: None where that failed, or R2 is undefined."""
+    r2, (low, high) = math.nan, (None, None)
+    if prediction is not None:
+        r2, (low, high) = r_squared(prediction, truth), bootstrap_r_squared(prediction, truth, blocks, seed)
     return {"control_r2": None if math.isnan(r2) else r2, "control_r2_low": low, "control_r2_high": high}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from pipeline import Pipeline, markdown
-from reward_models import RECIPE, STRENGTHS
+from reward_models import STRENGTHS, TableSettings, prepared, words
 
 from checkpoint import build_model, load_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file
@@ -28,8 +28,13 @@ from runtime import run_main
 from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
 
-FREE = {"start_kl_cap": 100.0, "natural_loss_cap": 100.0, "reward_threshold": 1.0, "best_by": "last"}
-FREE["plateau_patience"] = 10**6
+FREE = {
+    "start_kl_cap": 100.0,
+    "natural_loss_cap": 100.0,
+    "reward_threshold": 1.0,
+    "plateau_patience": 10**6,
+    "best_by": "last",
+}
 EVIDENCE, NATURAL = {"reward": "evidence"}, {"reward": "natural"}
 SEQUENCE, TOKEN = {"credit": "sequence"}, {"credit": "token"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -77,11 +82,8 @@ class CreditSettings:
 def main() -> None:
     settings = parse_settings(CreditSettings, "credit")
     pipeline, corpus = Pipeline(settings.out_dir), dataset_folder(settings.dataset).resolve()
-    iters = STRENGTHS[settings.strength]
-    recipe = RECIPE | {"block_size": 128, "max_iters": iters, "eval_interval": iters}
-    start = pipeline.generator(f"generator_{settings.strength}_128", corpus, **recipe)
-    name = f"{settings.strength}_128_12000_42"
-    data = pipeline.reward_data(f"data_{name}", start, corpus, samples_per_chunk=4, max_blocks=3000, seed=42)
+    table = TableSettings(dataset=settings.dataset, strengths=(settings.strength,))
+    start, data, _, name, _ = next(prepared(table, pipeline))
     pipeline.judge(f"{name}_likelihood", start, data, control=False, head="likelihood", seed=42)
     judge = pipeline.out / f"{name}_likelihood.pt"
 
@@ -124,18 +126,14 @@ class Yardstick:
         files = (open_token_file(corpus / f"{name}.bin", name, self.tokenizer.vocab_size) for name in ("train", "val"))
         train, self.val = files
         # All of the corpus: a word is unknown where nobody wrote it.
-        self.known = set(self.words(self.tokenizer.decode(np.concatenate([train, self.val]))))
+        self.known = set(words(self.tokenizer.decode(np.concatenate([train, self.val]))))
         self.drawn = draw_prompts(self.val, 128, PROMPTS, GROUP, 1, "yardstick")
         self.natural = self.drawn[0][:, 64:]
 
-    @staticmethod
-    def words(text: str) -> list[str]:
-        return re.findall("[a-z]+", text.lower())
-
     def of_text(self, ids: torch.Tensor) -> list[str]:
         """Share of unknown words (the outer ones left out) of sequences (R, T); distinct-3 of one for each prompt."""
-        words = [word for row in ids for word in self.words(self.tokenizer.decode(row.numpy()))[1:-1]]
-        unknown = np.mean([word not in self.known for word in words])
+        whole = [word for row in ids for word in words(self.tokenizer.decode(row.numpy()))[1:-1]]
+        unknown = np.mean([word not in self.known for word in whole])
         return [f"{unknown:.3f}", f"{distinct_n(ids[:: max(1, len(ids) // PROMPTS)], 3):.3f}"]
 
     def measure(self, policy: GPT, temperature: float = 1.0) -> list[str]:

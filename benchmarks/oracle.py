@@ -20,13 +20,14 @@ from checkpoint import build_model, load_checkpoint
 from data_loader import TokenSplits, dataset_folder, open_token_file, write_token_files
 from generation import Completer, Sampling
 from model import GPT
+from objectives import natural_share
 from reward_dataset_loader import RewardDataset
 from reward_model import LikelihoodRewardModel
-from run_log import progress, say
+from run_log import picture, progress, say
 from runtime import atomic_path, random_stream, run_main
 from settings import Problems, parse_settings
 from skill import measure_skill
-from train_reward_model import MAX_MIXTURE, halves_by_block, predict, samples_per_block
+from train_reward_model import MAX_MIXTURE, halves_by_block, log_ratios, samples_per_block
 
 OPTIMIZER = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 6e-3, "batch_size": 16}
 HEADS: dict[str, dict[str, Any]] = {
@@ -88,14 +89,14 @@ def main() -> None:
     large = {"n_layer": 3, "n_head": 3, "n_embd": 96, "block_size": N, **OPTIMIZER}
 
     source = dataset_folder(settings.dataset).resolve()
-    p_path = pipeline.generator("p", source, **teacher, **until(settings.p_iters))
+    p_path = pipeline.generator("p", source, settings.p_iters, **teacher)
     p = build_model(load_checkpoint(p_path), "generator", p_path)
     corpus = pipeline.out / f"corpus_{settings.num_tokens}_{settings.seed}"
     if not (corpus / "train.bin").is_file():
         write_text_of(p, source, corpus, settings)
-    q_path = pipeline.generator("q", corpus, **small, **until(settings.q_iters))
+    q_path = pipeline.generator("q", corpus, settings.q_iters, **small)
     q = build_model(load_checkpoint(q_path), "generator", q_path)
-    pipeline.generator("large", corpus, **large, **until(settings.large_iters))
+    pipeline.generator("large", corpus, settings.large_iters, **large)
     amount = {"samples_per_chunk": 4, "max_blocks": settings.max_blocks, "seed": settings.seed}
     data = pipeline.reward_data("data", q_path, corpus, **amount)
 
@@ -114,11 +115,6 @@ def main() -> None:
     say("\n" + markdown(header, rows))
     draw(best, shares, f"N = {N}, divergence {divergence:.3f} nats a token", pipeline.out / "oracle.png")
     say(f"\nSaved {pipeline.out / 'oracle.png'}")
-
-
-def until(iters: int) -> dict[str, int]:
-    """train.py's options for so many steps, evaluated at the end."""
-    return {"max_iters": iters, "eval_interval": iters}
 
 
 def write_text_of(p: GPT, source: Path, corpus: Path, settings: OracleSettings) -> None:
@@ -152,40 +148,29 @@ def exact_skill(p: GPT, q: GPT, data: Path) -> tuple[dict[str, Any], float]:
     _, rows, _ = halves_by_block(dataset)
     exact = LikelihoodRewardModel(p, q).eval().requires_grad_(False)
     exact.mixture.fill_(MAX_MIXTURE)  # p alone
-    prediction = predict(exact, dataset, rows, torch.device("cpu"))
+    ratios = log_ratios(exact, dataset.x, rows, torch.device("cpu"))  # (n, N - 1): of the tokens after the first
+    prediction = natural_share(exact.calibrated(ratios))
     truth, blocks = torch.from_numpy(dataset.y[rows, 0]), torch.from_numpy(rows // samples_per_block(dataset))
-    total, count = 0.0, 0
-    for row in rows:
-        crossover = round(float(dataset.y[row, 0]) * dataset.block_size)
-        natural, written = exact.log_probs(torch.from_numpy(dataset.x[row].astype(np.int64))[None])
-        total += (natural - written)[0, : crossover - 1].sum().item()
-        count += crossover - 1
-    return measure_skill(prediction, truth, blocks, dataset.block_size, seed=42), total / count
+    crossovers = (truth.double() * dataset.block_size).round()
+    natural = torch.arange(1, dataset.block_size) < crossovers[:, None]
+    divergence = ratios[natural].double().mean().item()
+    return measure_skill(prediction, truth, blocks, dataset.block_size, seed=42), divergence
 
 
 def draw(best: dict[str, Any], skills: dict[str, Any], title: str, path: Path) -> None:
     """A picture of every head's R2 against the best possible."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
     names = list(skills)[::-1]
-    values = [skills[name]["r2"] for name in names]
-    axes.barh(names, values, color="tab:blue")
-    for name in names:
-        if skills[name]["r2_low"] is not None:
-            axes.plot([skills[name]["r2_low"], skills[name]["r2_high"]], [name, name], color="0.3", marker="|")
-    axes.axvline(best["r2"], color="tab:red", label=f"the exact posterior, {best['r2']:.3f}")
-    if best["r2_low"] is not None:
-        axes.axvspan(best["r2_low"], best["r2_high"], color="tab:red", alpha=0.15)
-    axes.axvline(0, color="0.5", linewidth=1)
-    axes.set(xlabel="R² on unseen text, 95% intervals", title=title)
-    axes.legend(loc="lower right")
-    with atomic_path(path) as partial:
-        figure.savefig(partial, format="png", dpi=120)
-    pyplot.close(figure)
+    with picture(path, 8, 3.6) as (_, (axes,)):
+        axes.barh(names, [skills[name]["r2"] for name in names], color="tab:blue")
+        for name in names:
+            if skills[name]["r2_low"] is not None:
+                axes.plot([skills[name]["r2_low"], skills[name]["r2_high"]], [name, name], color="0.3", marker="|")
+        axes.axvline(best["r2"], color="tab:red", label=f"the exact posterior, {best['r2']:.3f}")
+        if best["r2_low"] is not None:
+            axes.axvspan(best["r2_low"], best["r2_high"], color="tab:red", alpha=0.15)
+        axes.axvline(0, color="0.5", linewidth=1)
+        axes.set(xlabel="R² on unseen text, 95% intervals", title=title)
+        axes.legend(loc="lower right")
 
 
 if __name__ == "__main__":

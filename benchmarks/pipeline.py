@@ -2,7 +2,7 @@
 
     python benchmarks/reward_models.py --quick True
 
-Not run by itself: benchmarks/oracle.py and benchmarks/reward_models.py stand on it. The scripts run as people run them,
+Not run by itself: oracle.py, reward_models.py and credit.py stand on it. The scripts run as people run them,
 in processes of their own, one at a time.
 """
 
@@ -54,10 +54,10 @@ class Pipeline:
         """How long the artefact took to make."""
         return read_json(self.out / f"{artefact}.made.json")["seconds"]
 
-    def generator(self, name: str, corpus: Path, **options: Any) -> Path:
-        """A generator, trained on a corpus."""
+    def generator(self, name: str, corpus: Path, iters: int, **options: Any) -> Path:
+        """A generator, trained on a corpus for so many steps and evaluated at the end."""
         checkpoint = f"{name}.pt"
-        # train.py evaluates at the end at least; the checkpoint is the best evaluated.
+        options |= {"max_iters": iters, "eval_interval": iters}
         return self.make(checkpoint, "train", dataset=corpus, out_dir=self.out, checkpoint_name=checkpoint, **options)
 
     def reward_data(self, name: str, generator: Path, corpus: Path, **options: Any) -> Path:

@@ -118,8 +118,8 @@ def prepared(settings: TableSettings, pipeline: Pipeline) -> Iterator[tuple[Path
         for strength in settings.strengths[:1] if quick else settings.strengths:
             iters = 20 if quick else STRENGTHS[strength]
             recipe = RECIPE | (QUICK if quick else {})
-            recipe |= {"block_size": block_size, "max_iters": iters, "eval_interval": iters}
-            generator = pipeline.generator(f"generator_{strength}_{block_size}", corpus, **recipe)
+            name = f"generator_{strength}_{block_size}"
+            generator = pipeline.generator(name, corpus, iters, block_size=block_size, **recipe)
             for samples in (400,) if quick else settings.samples:
                 name = f"{strength}_{block_size}_{samples}_{settings.seed}"
                 amount = {"samples_per_chunk": 4, "max_blocks": samples // 4, "seed": settings.seed}
@@ -180,13 +180,14 @@ def fitted_skill(features: dict[str, np.ndarray], data: Path) -> dict[str, Any]:
     return measure_skill(best, torch.from_numpy(truth[report]), blocks, val.block_size, seed=42)
 
 
+def words(text: str) -> list[str]:
+    """The runs of letters in a text."""
+    return re.findall("[a-z]+", text.lower())
+
+
 def unknown_words(data: Path, corpus: Path) -> dict[str, Any]:
     """One number a sequence: the share of its whole words that the training text does not have."""
     tokenizer = TokenizationManager(data_path=corpus)
-
-    def words(text: str) -> list[str]:
-        return re.findall("[a-z]+", text.lower())
-
     known = set(words(tokenizer.decode(open_token_file(corpus / "train.bin", "train", tokenizer.vocab_size))))
     features = {}
     for split in ("train", "val"):
