@@ -8,8 +8,6 @@ likelihood reward model also `generator_config` (GPTConfig) and `sampling` (temp
 torch.load(weights_only=True): nothing in a checkpoint is executed.
 """
 
-import pickle
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -22,7 +20,8 @@ from torch import nn
 from generation import Sampling
 from model import GPT, GPTConfig
 from reward_model import LikelihoodRewardModel, make_reward_model
-from runtime import UserError, atomic_path, hash_tokens, warn
+from run_state import load_state, save_state
+from runtime import UserError, hash_tokens, warn
 from tokenization_manager import TokenizationManager
 
 FORMAT_VERSION = 1
@@ -62,43 +61,6 @@ def save_checkpoint(
     if isinstance(model, LikelihoodRewardModel):
         contents |= {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}
     save_state(path, contents)
-
-
-def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
-    """torch.save to `path`, whole or not at all; raises UserError where it cannot be written (a full disk)."""
-    with atomic_path(path) as partial, open(partial, "wb") as file:
-        try:
-            torch.save(dict(contents), file)
-        except RuntimeError as error:
-            # torch's writer tells a failed write as its own error, raised while it handles the system's.
-            if not isinstance(error.__context__, OSError):
-                raise
-            raise UserError(f"ERROR: cannot write {path}: {error.__context__.strerror}") from None
-
-
-def load_state(path: str | Path) -> dict[str, Any]:
-    """torch.load of a dict of tensors and plain values, executing nothing; raises UserError for anything else."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"ERROR: Model file not found: {path}")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch's remarks on foreign files; the error below says it
-            contents = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""
-        )
-        raise UserError(
-            f"ERROR: {path} holds something else than tensors and settings; nothing was executed. {reason}"
-        ) from None
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged bytes can make the reader stumble in any way; a cut file gives an OSError
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {reason}") from None
-    if not isinstance(contents, dict):
-        raise UserError(f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint")
-    return contents
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -178,11 +178,15 @@ def get_batch(
     batch_size: int,
     rng: np.random.Generator,
     device: torch.device | str = "cpu",
+    share: slice = slice(None),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(inputs, targets), int64 (B, T) each: windows at random offsets, targets one token further on."""
+    """(inputs, targets), int64 (B, T) each: windows at random offsets, targets one token further on.
+
+    `share` says which of the batch's windows to return: a rank's, of a batch that all ranks draw alike.
+    """
     if len(tokens) <= block_size:
         raise UserError(f"ERROR: block_size={block_size}: the data has {len(tokens)} tokens, block_size + 1 are needed")
-    offsets = rng.integers(len(tokens) - block_size, size=batch_size)
+    offsets = rng.integers(len(tokens) - block_size, size=batch_size)[share]
     windows = np.stack([tokens[offset : offset + block_size + 1] for offset in offsets])  # (B, T + 1)
     return _inputs_and_targets(windows[:, :-1], windows[:, 1:], device)
 

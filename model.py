@@ -9,6 +9,7 @@ Shapes: B batch, T positions, C = n_embd channels, H = n_head, D = C / H, V = vo
 
 import math
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -226,20 +227,29 @@ class GPT(nn.Module):
 
         With a `kv_cache`, idx holds the tokens of the rows and positions that were told to its `at`.
         """
+        return self.continue_trunk(self.begin_trunk(idx, 0, kv_cache), 0, kv_cache)
+
+    def begin_trunk(self, idx: Tensor, num_blocks: int, kv_cache: "generation.KVCache | None" = None) -> Tensor:
+        """Hidden states (B, T, C) after the first `num_blocks` blocks, 0 for none, of token ids (B, T)."""
         length = idx.size(1)
         if length > self.config.block_size:
             raise UserError(f"a sequence of {length} tokens does not fit block_size {self.config.block_size}")
-        positions = slice(length) if kv_cache is None else kv_cache.positions
         x = self.transformer.wte(idx)  # (B, T, C)
-        rotation = None
         if self.config.position == "learned":
-            x = x + self.transformer.wpe.weight[positions]
-        else:
-            rotation = self.rotation[:, positions]
-        x = self.transformer.drop(x)
-        for block in self.transformer.h:
+            x = x + self.transformer.wpe.weight[slice(length) if kv_cache is None else kv_cache.positions]
+        return self._run_blocks(self.transformer.drop(x), 0, num_blocks, kv_cache)
+
+    def continue_trunk(self, x: Tensor, num_blocks: int, kv_cache: "generation.KVCache | None" = None) -> Tensor:
+        """What `trunk` returns, from what `begin_trunk` returned after so many blocks."""
+        return self.transformer.ln_f(self._run_blocks(x, num_blocks, self.config.n_layer, kv_cache))
+
+    def _run_blocks(self, x: Tensor, first: int, last: int, kv_cache: "generation.KVCache | None") -> Tensor:
+        rotation = None
+        if self.config.position == "rope":
+            rotation = self.rotation[:, slice(x.size(1)) if kv_cache is None else kv_cache.positions]
+        for block in islice(self.transformer.h, first, last):
             x = block(x, rotation, kv_cache)
-        return self.transformer.ln_f(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits (B, T, V) of hidden states; those of padding ids are the dtype's lowest number."""

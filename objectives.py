@@ -11,7 +11,7 @@ token mean over a batch. Normalisers are those of TRL's GRPO trainer.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +61,16 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+def language_model_loss(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    add_up: Callable[[float, int], Sequence[float]] = lambda *sums: sums,
+) -> float:
     """Mean cross-entropy in nats over all targets of batches (x, y), each (B, T) int64, every target weighing the same.
 
     Targets of -1 are none. `model(x, y)` returns (logits, mean loss over the targets). It is asked without dropout, and
-    left in the mode it came in. Infinity where there is no target.
+    left in the mode it came in. Infinity where there is no target. Where others have the rest of the batches, `add_up`
+    makes of the sum of losses and the number of targets here those of all.
     """
     was_training = model.training
     model.eval()
@@ -79,6 +84,7 @@ def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor
                 count += targets
     finally:
         model.train(was_training)
+    total, count = add_up(total, count)
     return total / count if count else math.inf
 
 

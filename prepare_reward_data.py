@@ -20,11 +20,11 @@ from checkpoint import build_model, check_same_splits, check_tokenizer, data_rec
 from data_loader import TokenSplits, load_binary, load_text
 from generation import Completer, Sampling, compile_model, generate
 from model import GPT, GPTConfig
+from ranks import Ranks, start_ranks
 from reward_data_config import RewardDataConfig, TokenizationInfo
 from reward_dataset_loader import FORMAT_VERSION, format_metadata, read_metadata, write_metadata
 from run_log import progress, say
 from runtime import (
-    Ranks,
     UserError,
     atomic_path,
     hash_file,
@@ -32,7 +32,6 @@ from runtime import (
     run_main,
     select_device,
     select_dtype,
-    start_ranks,
 )
 from settings import parse_settings
 from staging import RowWriter, StagedFolder, differing_settings
@@ -199,7 +198,8 @@ def write_split(
 def main() -> None:
     config = parse_settings(RewardDataConfig, "prepare_reward_data")
     say("Configuration validation passed")
-    ranks, device = start_ranks(select_device(config.device))
+    ranks = start_ranks(select_device(config.device))
+    device = ranks.device
     say(f"Using device: {device}" + (f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""))
 
     say(f"Loading base model from {config.model_path}")

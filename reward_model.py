@@ -10,7 +10,7 @@ variables", Biometrika 62, 1975, section 2). q is at hand; p has to be learned, 
 Shapes: B sequences of T tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from objectives import (
     probability_pair,
     token_log_probs,
 )
+from ranks import Ranks
 
 
 class LikelihoodRewardModel(nn.Module):
@@ -96,6 +97,11 @@ class Verdict:
     evidence: Tensor | None  # (R, N - 1) of all tokens but the first being natural; None where the head knows no tokens
     by_token: Tensor | None  # (R, N - 1) P(token is natural); None likewise
     reference_log_probs: Tensor  # (R, N - 1) under the starting policy, of all tokens but the first
+
+    def of_all(self, ranks: Ranks) -> "Verdict":
+        """The same of the sequences of all ranks, R on each."""
+        parts = (getattr(self, field.name) for field in fields(self))
+        return Verdict(*(None if part is None else ranks.gather(part) for part in parts))
 
 
 class Judge:

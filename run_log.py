@@ -70,24 +70,29 @@ def format_metrics(metrics: dict[str, Any]) -> str:
     return " | ".join(parts)
 
 
-class RunLog:
-    """Writes a run's numbers: a printed line and a JSON record a step.
+Tracker = Callable[[dict[str, Any]], None]
 
-    The file is begun anew, or continued with the records up to `resume_step` (later ones belong to work that an
-    interruption threw away). `unit` is what the lines call a step; `tracker` gets every record too.
+
+class RunLog:
+    """Writes a run's numbers: a printed line and a JSON record a step; from rank 0 alone.
+
+    The file is begun anew, or continued with the first `kept` records (later ones belong to work that an interruption
+    threw away). `unit` is what the lines call a step; `tracker` gets every record too.
     """
 
     def __init__(
         self,
         path: str | Path,
-        resume_step: int | None = None,
+        kept: int | None = None,
         unit: str = "step",
-        tracker: Callable[[dict[str, Any]], None] | None = None,
+        tracker: Tracker | None = None,
     ) -> None:
-        self.path = Path(path)
-        kept = [] if resume_step is None else [r for r in read_records(self.path) if r.get("step", 0) <= resume_step]
-        write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
+        self.path, self.num_records = Path(path), kept or 0
+        self._file = None
+        if is_main_rank():
+            records = [] if kept is None else read_records(self.path)[:kept]
+            write_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         self._start = time.monotonic()
         self._unit, self._tracker = unit, tracker
 
@@ -95,13 +100,17 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def log(self, step: int, quiet: bool = False, unit: str | None = None, **metrics: Any) -> None:
         """Append the record of a step and, unless `quiet`, print its line. Values are what JSON has.
 
         `unit` is what this line calls a step, where that is not what the others do.
         """
+        self.num_records += 1
+        if self._file is None:
+            return
         record = {"step": step, "seconds": round(time.monotonic() - self._start, 3), **metrics}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
@@ -111,14 +120,54 @@ class RunLog:
             say(f"{unit or self._unit} {step} | " + format_metrics(metrics))
 
 
-def wandb_tracker(project: str, run_name: str, settings: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """Sends records to Weights & Biases; raises UserError where its package is not installed."""
+def make_tracker(name: str, log_path: Path, run_name: str, settings: dict[str, Any], project: str) -> Tracker | None:
+    """Where else records go: 'none', 'wandb' (Weights & Biases) or 'tensorboard' (a folder beside `log_path`).
+
+    From rank 0 alone. Raises UserError where the package that it takes is not installed: only what is asked for is.
+    """
+    if name == "none" or not is_main_rank():
+        return None
     try:
-        import wandb
+        return (_wandb if name == "wandb" else _tensorboard)(log_path, run_name, settings, project)
     except ImportError:
-        raise UserError("ERROR: wandb_log=True needs a package: `pip install wandb`, or --wandb_log False") from None
+        raise UserError(f"ERROR: --tracker {name} needs a package: `pip install {name}`, or --tracker none") from None
+
+
+def _wandb(log_path: Path, run_name: str, settings: dict[str, Any], project: str) -> Tracker:
+    import wandb
+
     run = wandb.init(project=project, name=run_name, config=settings)
-    return lambda record: run.log(record, step=record["step"])
+    run.define_metric("*", step_metric="step")  # a reward model's record counts steps, then epochs
+    return lambda record: run.log(_by_phase(record) | {"step": record["step"]})
+
+
+def _tensorboard(log_path: Path, run_name: str, settings: dict[str, Any], project: str) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(log_path.with_suffix(".tensorboard")))
+    writer.add_text("settings", json.dumps(settings, indent=2))
+
+    def track(record: dict[str, Any]) -> None:
+        for metric, value in _by_phase(record).items():
+            if isinstance(value, str):
+                writer.add_text(metric, value, record["step"])
+            elif isinstance(value, int | float):
+                writer.add_scalar(metric, value, record["step"])
+        writer.flush()
+
+    return track
+
+
+def _by_phase(record: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a record, behind the name of its phase where it has one; lists of texts as one."""
+    prefix = f"{record['phase']}/" if "phase" in record else ""
+    metrics = {name: value for name, value in record.items() if name not in ("step", "phase")}
+    texts = {name: "\n\n".join(value) for name, value in metrics.items() if _is_texts(value)}
+    return {f"{prefix}{name}": value for name, value in (metrics | texts).items()}
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, str) for part in value)
 
 
 @contextlib.contextmanager

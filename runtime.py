@@ -10,17 +10,17 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+EXIT_RANK_LOST = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -62,13 +62,18 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     except (KeyboardInterrupt, Terminated) as error:
         by_key = isinstance(error, KeyboardInterrupt)
         told = f"{'Interrupted' if by_key else 'Terminated'}. {getattr(error, '__notes__', [way_on])[0]}"
-        _exit("" if is_stage() else told, EXIT_INTERRUPTED if by_key else EXIT_TERMINATED)
+        _exit("" if is_stage() or not is_main_rank() else told, EXIT_INTERRUPTED if by_key else EXIT_TERMINATED)
     except BrokenPipeError:
         # The reader of our output went away (`... | head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_BAD_INPUT)
     except torch.OutOfMemoryError as error:
         _exit(f"ERROR: out of device memory: {str(error).splitlines()[0]} Use a smaller batch.", EXIT_BAD_INPUT)
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        reason = str(error).splitlines()[0]
+        _exit(f"ERROR: another rank ended, or cannot be reached ({reason:.150}). {way_on}", EXIT_RANK_LOST)
     except MemoryError as error:
         _exit(f"ERROR: out of memory: {error}. Use a smaller batch or dataset.", EXIT_BAD_INPUT)
     except OSError as error:
@@ -86,6 +91,11 @@ def interruption_tells(way_on: Callable[[], str]) -> Iterator[None]:
         raise
 
 
+def is_main_rank() -> bool:
+    """Whether this process is the one that speaks: rank 0 of those that torchrun started, or one on its own."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 STAGE_VARIABLE = "CROSSOVER_STAGE"
 
 
@@ -94,9 +104,22 @@ def is_stage() -> bool:
     return STAGE_VARIABLE in os.environ
 
 
+def is_lost_rank(error: RuntimeError) -> bool:
+    """Whether an error of torch.distributed says that another process is gone; it has no class for that."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    words = ("gloo", "nccl", "connection", "socket", "peer")
+    return isinstance(error, torch.distributed.DistError) or any(word in str(error).lower() for word in words)
+
+
 def _exit(message: str, status: int) -> None:
     if message:
         print(message, file=sys.stderr)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # At once: taken apart in order, a process may wait for a connection that is gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)
 
 
@@ -149,6 +172,14 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def peak_memory_mb(device: torch.device) -> float:
+    """The most memory, in MiB, that this process has had so far: of a CUDA device, else in all, mapped files too."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes there, kilobytes elsewhere
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Mixed precision for a forward pass; does nothing in float32."""
     if dtype == torch.float32:
@@ -173,64 +204,6 @@ def seed_step(seed: int, *purpose: str | int) -> None:
 
 def _digest(seed: int, purpose: tuple[str | int, ...]) -> bytes:
     return hashlib.sha256(json.dumps([seed, *purpose]).encode()).digest()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# ranks: the processes that torchrun started
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process's place among those that torchrun started; a process on its own is rank 0 of 1."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def on_main(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, done on rank 0 alone and told to all; its UserError is raised on every rank."""
-        if self.world_size == 1:
-            return work()
-        outcome: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                outcome[0] = work()
-            except UserError as error:
-                outcome[1] = str(error)
-        torch.distributed.broadcast_object_list(outcome, src=0)
-        if outcome[1] is not None:
-            raise UserError(outcome[1] if self.rank == 0 else "")  # one rank tells it
-        return outcome[0]
-
-    def wait(self) -> None:
-        """Return once every rank has come here."""
-        if self.world_size > 1:
-            torch.distributed.barrier()
-
-
-def is_main_rank() -> bool:
-    """Whether this process is the one that speaks: rank 0 of those that torchrun started, or one on its own."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def start_ranks(device: torch.device) -> tuple[Ranks, torch.device]:
-    """Join the processes that torchrun started (gloo on the CPU, nccl on CUDA); this rank's place and device.
-
-    With CUDA every rank of a machine takes the device of its local number. Raises UserError where there are too few.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size == 1:
-        return Ranks(), device
-    if device.type == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"ERROR: local rank {local_rank}, but this machine has {torch.cuda.device_count()} CUDA device(s): "
-                "start at most one process a device (--nproc_per_node)"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return Ranks(torch.distributed.get_rank(), world_size), device
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,22 +10,26 @@ Option names are nanoGPT's.
 import math
 import time
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from checkpoint import build_model, data_record, load_checkpoint, load_state, save_checkpoint, save_state
+from checkpoint import build_model, data_record, load_checkpoint, save_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token_file
 from model import GPT, GPTConfig
 from objectives import language_model_loss, perplexity
 from optimization import EarlyStopping, clip_gradients, learning_rate_factor, make_optimizers
-from run_log import RunLog, counted, format_size, progress, say, wandb_tracker
+from ranks import gradients_stay, parallel, start_ranks
+from run_log import RunLog, counted, format_size, make_tracker, progress, say
+from run_state import RunState
 from runtime import (
     UserError,
     autocast,
     check_writable,
-    interruption_tells,
+    peak_memory_mb,
     random_stream,
     run_main,
     seed_step,
@@ -56,8 +60,10 @@ class TrainSettings:
     """steps between records"""
     always_save_checkpoint: bool = False
     """write the checkpoint at every evaluation, not only at the best"""
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
     wandb_log: bool = False
-    """also send the records to Weights & Biases (needs the wandb package)"""
+    """nanoGPT's name for --tracker wandb"""
     wandb_project: str = "crossover"
     """Weights & Biases project"""
     wandb_run_name: str = "train"
@@ -161,31 +167,27 @@ class TrainSettings:
         return Path(self.out_dir, self.checkpoint_name)
 
     @property
-    def state_path(self) -> Path:
-        return self.checkpoint_path.with_suffix(".resume")
-
-    @property
     def log_path(self) -> Path:
         return self.checkpoint_path.with_suffix(".jsonl")
 
-    def way_on(self) -> str:
-        """What somebody who interrupts the training is told; the first state is there after the first evaluation."""
-        if self.state_path.is_file():
-            return "Go on from the last evaluation with --init_from resume."
-        return "Nothing was saved yet: run the same command again."
+    @property
+    def tracker_name(self) -> str:
+        return "wandb" if self.wandb_log else self.tracker
 
 
 # A resumed run may go on longer, evaluate or log otherwise, or run elsewhere; all else would make it another run.
 CHANGEABLE = {
-    *("out_dir", "init_from", "eval_only", "log_interval", "wandb_log", "wandb_project", "wandb_run_name"),
+    *("out_dir", "init_from", "eval_only", "log_interval", "tracker", "wandb_log", "wandb_project", "wandb_run_name"),
     *("device", "compile", "max_iters", "patience"),
 }
 
 
 def main() -> None:
     settings = parse_settings(TrainSettings, "train")
-    device = select_device(settings.device)
+    ranks = start_ranks(select_device(settings.device))
+    device = ranks.device
     dtype = select_dtype(settings.dtype, device)
+    ranks.check_divides(batch_size=settings.batch_size)
 
     # data
     folder = dataset_folder(settings.dataset)
@@ -193,12 +195,12 @@ def main() -> None:
         remedy = "name a folder that holds it, or a name below data/, with --dataset"
         if (folder / "prepare.py").is_file():
             remedy = f"make it with `python {folder}/prepare.py`"
-        raise UserError(f"ERROR: {folder}/train.bin not found: {remedy}")
+        raise ranks.common_error(f"ERROR: {folder}/train.bin not found: {remedy}")
     tokenizer = TokenizationManager(data_path=folder)
     vocab_size = tokenizer.vocab_size
     train_tokens = open_token_file(folder / "train.bin", "train", vocab_size, settings.block_size + 1)
     val_tokens = open_token_file(folder / "val.bin", "val", vocab_size, 2)
-    data = data_record(train_tokens, val_tokens)
+    data = ranks.on_main(lambda: data_record(train_tokens, val_tokens))
 
     # model: BPE's ids are padded to a multiple of 64, which matrix products like; padding ids are never used
     seed_step(settings.seed, "weights")
@@ -215,29 +217,36 @@ def main() -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     stopping = EarlyStopping(settings.patience, settings.min_delta)
-    first_step, best_val_loss = 0, float("inf")
-    resumed = settings.init_from == "resume"
+    # steps made, whether the weights after them have been evaluated, records written, best loss so far
+    first_step, evaluated, num_records, best_val_loss = 0, False, None, math.inf
 
-    if resumed:
-        state = load_resume_state(settings, data)
-        if not settings.checkpoint_path.is_file():
-            raise UserError(f"ERROR: {settings.checkpoint_path}, the best model so far, is gone; start from scratch")
-        model.load_state_dict(state["model"])
-        optimizers.load_state_dict(state["optimizers"])
-        scaler.load_state_dict(state["scaler"])
-        stopping.load_state_dict(state["stopping"])
-        first_step, best_val_loss = state["step"], state["best_val_loss"]
-        say(f"Resuming {settings.state_path} at iteration {first_step}")
-    elif settings.eval_only and settings.checkpoint_path.is_file():
+    if settings.eval_only and settings.init_from == "scratch" and settings.checkpoint_path.is_file():
         model = build_model(load_checkpoint(settings.checkpoint_path), "generator", settings.checkpoint_path, device)
+    state = RunState(settings.checkpoint_path, asdict(settings), CHANGEABLE, {"data": data}, ranks)
+    if settings.init_from == "resume" or not settings.eval_only:
+        saved = state.begin(settings.init_from == "resume")
+        if saved is not None:
+            first_step, evaluated, num_records = saved["step"], saved["evaluated"], saved["num_records"]
+            best_val_loss = saved["best_val_loss"]
+            if best_val_loss < math.inf and not settings.checkpoint_path.is_file():
+                raise ranks.common_error(
+                    f"ERROR: {settings.checkpoint_path}, the best model so far, is gone; put it back, or delete "
+                    f"{state.path} and start from scratch"
+                )
+            model.load_state_dict(saved["model"])
+            optimizers.load_state_dict(saved["optimizers"])
+            scaler.load_state_dict(saved["scaler"])
+            stopping.load_state_dict(saved["stopping"])
+            say(f"Resuming {state.path} at iteration {first_step}")
 
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
-    say(f"Using device: {device} ({str(dtype).removeprefix('torch.')})")
+    others = f" on {ranks.world_size} ranks" if ranks.world_size > 1 else ""
+    say(f"Using device: {device} ({str(dtype).removeprefix('torch.')}){others}")
     say(f"Data: {folder} ({tokenizer.info().describe()}), {len(train_tokens):,} + {len(val_tokens):,} tokens")
     say(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
-    forward = torch.compile(model) if settings.compile else model
 
     def evaluate() -> float:
+        """The loss on validation text, of which every rank reads its share."""
         if settings.eval_iters is None:
             batches = WholeSplitBatches(val_tokens, settings.block_size, settings.batch_size, device)
             total = len(batches)
@@ -246,87 +255,117 @@ def main() -> None:
             draws = (random_stream(settings.seed, "val", index) for index in range(settings.eval_iters))
             batches = (get_batch(val_tokens, size, settings.batch_size, draw, device) for draw in draws)
             total = settings.eval_iters
+        share = islice(counted(batches, total, "Evaluating"), ranks.rank, None, ranks.world_size)
         with autocast(device, dtype):
-            return language_model_loss(model, counted(batches, total, "Evaluating"))
+            return language_model_loss(model, share, ranks.sum)
 
     if settings.eval_only:
         say(f"val_loss {evaluate():.4f}")
         return
 
-    if not resumed:
-        settings.state_path.unlink(missing_ok=True)  # an earlier run's state must not pass for this one's
-    tracker = None
-    if settings.wandb_log:
-        tracker = wandb_tracker(settings.wandb_project, settings.wandb_run_name, asdict(settings))
+    forward = parallel(torch.compile(model) if settings.compile else model, ranks)
+    tracker = make_tracker(
+        settings.tracker_name, settings.log_path, settings.wandb_run_name, asdict(settings), settings.wandb_project
+    )
+    step = first_step
+
+    def progress_so_far() -> dict[str, Any] | None:
+        if step == 0:
+            return None
+        return {
+            "step": step,
+            "evaluated": evaluated,
+            "num_records": log.num_records,
+            "best_val_loss": best_val_loss,
+            "model": model.state_dict(),
+            "optimizers": optimizers.state_dict(),
+            "scaler": scaler.state_dict(),
+            "stopping": stopping.state_dict(),
+        }
+
     with (
-        RunLog(settings.log_path, first_step if resumed else None, tracker=tracker) as log,
-        interruption_tells(settings.way_on),
+        RunLog(settings.log_path, num_records, tracker=tracker) as log,
+        state.kept(progress_so_far),
         progress(settings.max_iters, "Training", "step", initial=first_step) as bar,
     ):
-        step_time, step_count, running_loss = 0.0, 0, 0.0
-        for step in range(first_step, settings.max_iters + 1):
-            due = step % settings.eval_interval == 0 or step == settings.max_iters
-            if due and not (resumed and step == first_step):  # a resumed run has this evaluation behind it
+        step_time, step_count = 0.0, 0
+        while True:
+            if (step % settings.eval_interval == 0 or step == settings.max_iters) and not evaluated:
                 val_loss = evaluate()
-                log.log(step, val_loss=val_loss)
-                if not math.isfinite(val_loss):
-                    raise UserError(
-                        f"ERROR: validation loss is {val_loss} at step {step}; the best model so far is kept in "
-                        f"{settings.checkpoint_path}. Lower --learning_rate or --muon_learning_rate"
-                    )
-                stopping.update(val_loss)
-                # Nothing is written before the first step: a run begun by mistake must not replace a trained model.
-                if (val_loss < best_val_loss or settings.always_save_checkpoint) and (step or not settings.max_iters):
-                    best_val_loss = min(val_loss, best_val_loss)
-                    figures = {"step": step, "val_loss": val_loss, "settings": asdict(settings)}
-                    save_checkpoint(settings.checkpoint_path, model, tokenizer.to_record(), data, figures)
-                state = {
-                    "model": model.state_dict(),
-                    "optimizers": optimizers.state_dict(),
-                    "scaler": scaler.state_dict(),
-                    "stopping": stopping.state_dict(),
-                    "step": step,
-                    "best_val_loss": best_val_loss,
-                    "settings": asdict(settings),
-                    "data": data,
-                }
-                if step:
-                    save_state(settings.state_path, state)
+                with state.step():
+                    log.log(step, val_loss=val_loss)
+                    if not math.isfinite(val_loss):
+                        raise ranks.common_error(diverged(f"validation loss is {val_loss}", step, settings))
+                    stopping.update(val_loss)
+                    # Nothing is written before the first step: a run begun by mistake must not replace a trained model.
+                    better = val_loss < best_val_loss or settings.always_save_checkpoint
+                    if better and (step or not settings.max_iters):
+                        best_val_loss = min(val_loss, best_val_loss)
+                        figures = {"step": step, "val_loss": val_loss, "settings": asdict(settings)}
+                        if ranks.rank == 0:
+                            save_checkpoint(settings.checkpoint_path, model, tokenizer.to_record(), data, figures)
+                    evaluated = True
+                    if step:
+                        state.save(**progress_so_far())
             if stopping.should_stop:
                 say(f"Stopped at step {step}: no fall of {settings.min_delta} in {settings.patience} evaluations")
                 break
             if step == settings.max_iters:
                 break
 
-            started = time.perf_counter()
-            optimizers.set_learning_rate_factor(factor_at(step, settings))
-            draw = random_stream(settings.seed, "train", step)
-            seed_step(settings.seed, "dropout", step)
-            loss_sum = 0.0
-            for _ in range(settings.gradient_accumulation_steps):
-                x, y = get_batch(train_tokens, settings.block_size, settings.batch_size, draw, device)  # (B, T) each
-                with autocast(device, dtype):
-                    _, loss = forward(x, y)
-                scaler.scale(loss / settings.gradient_accumulation_steps).backward()
-                loss_sum += loss.detach()
-            optimizers.unscale(scaler)
-            # Under float16 the scaler itself skips a step whose gradients overflowed.
-            gradient_norm = clip_gradients(model.named_parameters(), settings.grad_clip, not scaler.is_enabled())
-            optimizers.step(scaler)
-            optimizers.zero_grad()
-            running_loss = float(loss_sum) / settings.gradient_accumulation_steps
-            step_time, step_count = step_time + time.perf_counter() - started, step_count + 1
+            with state.step():
+                started = time.perf_counter()
+                optimizers.set_learning_rate_factor(factor_at(step, settings))
+                draw = random_stream(settings.seed, "train", step)
+                seed_step(settings.seed, "dropout", step, *([ranks.rank] if ranks.rank else []))
+                loss_sum = 0.0
+                for micro_step in range(settings.gradient_accumulation_steps):
+                    # (B / ranks, T) each: of a batch that all ranks draw alike, every one has its rows
+                    share = ranks.share(settings.batch_size)
+                    x, y = get_batch(train_tokens, settings.block_size, settings.batch_size, draw, device, share)
+                    last = micro_step == settings.gradient_accumulation_steps - 1
+                    with gradients_stay(forward, last):
+                        with autocast(device, dtype):
+                            loss = forward(loss_of_batch, x, y) / settings.gradient_accumulation_steps
+                        scaler.scale(loss).backward()
+                    loss_sum += loss.detach()
+                optimizers.unscale(scaler)
+                try:
+                    # Under float16 the scaler itself skips a step whose gradients overflowed.
+                    norm = clip_gradients(model.named_parameters(), settings.grad_clip, not scaler.is_enabled())
+                except UserError as error:
+                    reason = str(error).removeprefix("ERROR: ")
+                    raise ranks.common_error(diverged(reason, step + 1, settings)) from None
+                optimizers.step(scaler)
+                optimizers.zero_grad()
+                step, evaluated = step + 1, False
+                step_time, step_count = step_time + time.perf_counter() - started, step_count + 1
 
-            if (step + 1) % settings.log_interval == 0:
-                rate = tokens_per_step * step_count / step_time
-                figures = {"train_loss": running_loss, "gradient_norm": gradient_norm}
-                figures["learning_rate"] = optimizers.learning_rate
-                log.log(step + 1, quiet=True, **figures, tokens_per_second=round(rate))
-                bar.set_postfix(loss=f"{running_loss:.3f}", tok_s=f"{rate:,.0f}")
-                step_time, step_count = 0.0, 0
+                if step % settings.log_interval == 0:
+                    train_loss = ranks.sum(float(loss_sum))[0] / ranks.world_size
+                    rate = tokens_per_step * step_count / step_time
+                    figures = {"train_loss": train_loss, "gradient_norm": norm}
+                    figures["learning_rate"] = optimizers.learning_rate
+                    figures |= {"tokens_per_second": round(rate), "peak_memory_mb": round(peak_memory_mb(device))}
+                    log.log(step, quiet=True, **figures)
+                    bar.set_postfix(loss=f"{train_loss:.3f}", tok_s=f"{rate:,.0f}")
+                    step_time, step_count = 0.0, 0
             bar.update()
     say(f"Best validation loss: {best_val_loss:.4f} (perplexity {perplexity(best_val_loss):.3f})")
     say(f"Saved {settings.checkpoint_path}")
+
+
+def loss_of_batch(model: GPT, x: Tensor, y: Tensor) -> Tensor:
+    """The mean cross-entropy () of targets y (B, T) after x (B, T)."""
+    return model(x, y)[1]
+
+
+def diverged(what: str, step: int, settings: TrainSettings) -> str:
+    """What is told of a training that has gone out of bounds."""
+    kept = "nothing was saved yet"
+    if settings.checkpoint_path.is_file():
+        kept = f"the best model so far is kept in {settings.checkpoint_path}"
+    return f"ERROR: {what}, at step {step}; {kept}. Lower --learning_rate or --muon_learning_rate"
 
 
 def factor_at(step: int, settings: TrainSettings) -> float:
@@ -336,29 +375,6 @@ def factor_at(step: int, settings: TrainSettings) -> float:
     if not settings.decay_lr:
         floor = 1.0
     return learning_rate_factor(step, settings.warmup_iters, decay_iters, floor)
-
-
-def load_resume_state(settings: TrainSettings, data: dict) -> dict:
-    """The state to go on from; raises UserError where it belongs to another run."""
-    if not settings.state_path.is_file():
-        raise UserError(f"ERROR: nothing to resume: {settings.state_path} not found; start with --init_from scratch")
-    state = load_state(settings.state_path)
-    then, now = state["settings"], asdict(settings)
-    changed = [name for name in now if name not in CHANGEABLE and then.get(name) != now[name]]
-    if changed:
-        differences = "; ".join(f"{name} was {then.get(name)!r}, now {now[name]!r}" for name in changed)
-        raise UserError(
-            f"ERROR: {settings.state_path} is of another run ({differences}); use its settings, or delete it and start "
-            "from scratch"
-        )
-    if state["data"] != data:
-        raise UserError(
-            f"ERROR: {settings.state_path} was trained on other data; resume with that, or start from scratch"
-        )
-    for name in sorted(CHANGEABLE - {"init_from"}):
-        if then.get(name) != now[name]:
-            say(f"Resuming with {name}={now[name]!r} (was {then.get(name)!r})")
-    return state
 
 
 if __name__ == "__main__":

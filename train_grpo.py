@@ -8,7 +8,7 @@ a step, and a picture of the training. Group Relative Policy Optimization: Shao 
 Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,9 +37,11 @@ from objectives import (
     token_log_probs,
 )
 from optimization import EarlyStopping, clip_gradients, make_optimizers
+from ranks import Ranks, gradients_stay, parallel, start_ranks
 from reward_model import Judge, Verdict
 from rollouts import Instruments, draw_prompts, masked_mean, written_mask
-from run_log import RunLog, format_size, picture, progress, read_records, say
+from run_log import RunLog, format_size, make_tracker, picture, progress, read_records, say
+from run_state import RunState
 from runtime import (
     UserError,
     check_writable,
@@ -71,6 +73,8 @@ class GRPOSettings:
     """checkpoint of the reward model (required)"""
     output_path: str = "logs/grpo_model.pt"
     """where the improved generator is written; records go beside it (.jsonl)"""
+    init_from: Literal["scratch", "resume"] = "scratch"
+    """start anew, or go on with a run that was interrupted, held against the same start as before"""
     dataset: str = "shakespeare_char"
     """folder of train.bin (prompts) and val.bin (perplexity): a path, or a name below data/"""
 
@@ -142,6 +146,8 @@ class GRPOSettings:
     """prompts of an evaluation, group_size completions each"""
     best_by: Literal["nearest", "val_loss", "last"] = "nearest"
     """which evaluated policy is kept: its reward nearest to natural text's, the least loss on natural text, the last"""
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     seed: int = 42
@@ -177,9 +183,18 @@ class GRPOSettings:
         return problems
 
 
+# A resumed run may go on longer, stop or look otherwise, or run elsewhere; all else would make it another run.
+CHANGEABLE = {
+    *("init_from", "device", "tracker", "max_steps", "gate_blocks", "allow_blind_reward", "reward_threshold"),
+    *("plateau_patience", "start_kl_cap", "natural_loss_cap"),
+}
+
+
 def main() -> None:
     settings = parse_settings(GRPOSettings, "train_grpo")
-    device = select_device(settings.device)
+    ranks = start_ranks(select_device(settings.device))
+    device = ranks.device
+    ranks.check_divides(prompts_per_step=settings.prompts_per_step)
 
     # models: the policy, its frozen start, and the frozen judge. All stay in evaluation mode: dropout would make the
     # policy that is scored another one than the policy that sampled.
@@ -203,7 +218,8 @@ def main() -> None:
     val_tokens = open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
     check_same_splits(checkpoint["data"], data_record(train_tokens, val_tokens), allow_mismatch=True)
 
-    say(f"Using device: {device}")
+    others = f" on {ranks.world_size} ranks" if ranks.world_size > 1 else ""
+    say(f"Using device: {device}{others}")
     say(f"Policy: {settings.base_model_path}, {format_size(policy.num_parameters())}, block_size {N}")
     say(f"Judge: {settings.reward_model_path}; prompts: {folder}")
     rows = settings.prompts_per_step * settings.group_size
@@ -216,83 +232,120 @@ def main() -> None:
     if settings.updates_per_step == 1:
         say("One update a step: the policy that is scored is the one that sampled, ratios are 1 and nothing is clipped")
 
-    completer = Completer(policy, N)
-    skill = skill_on_policy(completer, judge, val_tokens, settings, device)
+    completer, micro_rows = Completer(policy, N), policy.rows_at_a_time()
+    prompts = ranks.share(settings.prompts_per_step)  # this rank's
+    skill = ranks.on_main(lambda: skill_on_policy(completer, judge, val_tokens, settings, device))
     r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
     say(f"R2 of the judge on {skill['num_sequences']} texts of the policy: {r2}")
     if settings.gate_path is not None:
-        write_json(settings.gate_path, skill)
+        if ranks.rank == 0:
+            write_json(settings.gate_path, skill)
         verdict = "open" if better_than_constant(skill["r2_low"]) else "closed: the interval's lower end is not above 0"
         say(f"The gate is {verdict}. Saved {settings.gate_path}")
         return
-    check_gate(settings, skill, r2)
+    ranks.on_main(lambda: check_gate(settings, skill, r2))
 
     instruments = Instruments(
         completer, judge, tokenizer, train_tokens, val_tokens, settings.eval_prompts, settings.group_size, settings.seed
     )
-    stops = Stops(settings)
+    stops, best = Stops(settings), Best(settings.best_by)
     path = Path(settings.output_path)
-    with RunLog(path.with_suffix(".jsonl")) as log, progress(settings.max_steps, "GRPO", "step") as bar:
-        start = instruments.read()
-        log.log(0, **start)
-        best = Best(settings.best_by)
-        for step in range(1, settings.max_steps + 1):
-            # sample
-            completions, mask = rollout(completer, train_tokens, settings, step, device)
-            completer.release()  # the update needs the memory
-            ids = completions.ids.flatten(0, 1)  # (R, N)
-            old_log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
+    reads = {
+        "base model": hash_file(settings.base_model_path),
+        "reward model": hash_file(settings.reward_model_path),
+        "corpus": ranks.on_main(lambda: data_record(train_tokens, val_tokens)),
+    }
+    state = RunState(path, asdict(settings), CHANGEABLE, reads, ranks)
+    saved = state.begin(settings.init_from == "resume")
+    step, reason, start = 0, None, None
+    if saved is not None:
+        step, reason, start = saved["step"], None, saved["start"]
+        policy.load_state_dict(saved["policy"])
+        optimizers.load_state_dict(saved["optimizers"])
+        stops.load_state_dict(saved["stops"])
+        best.load_state_dict(saved["best"])
+        say(f"Resuming {state.path} at step {step}")
+    tracker = make_tracker(settings.tracker, path.with_suffix(".jsonl"), path.stem, asdict(settings), "crossover")
+    forward = parallel(policy, ranks)
 
-            # score
-            verdict = judge(ids)
-            reference_log_probs = verdict.reference_log_probs  # (R, N - 1)
-            figures = figures_of_rollouts(verdict, old_log_probs, mask, settings)
+    def progress_so_far() -> dict[str, Any] | None:
+        if start is None:
+            return None
+        told = {"step": step, "start": start, "num_records": log.num_records, "policy": policy.state_dict()}
+        told |= {"optimizers": optimizers.state_dict(), "stops": stops.state_dict(), "best": best.state_dict()}
+        return told
 
-            # advantage
-            advantages = advantages_of(verdict, old_log_probs, mask, settings)  # (R,) or (R, N - 1)
-            by_group = advantages.view(settings.prompts_per_step, -1)
-            figures["flat_groups"] = (by_group == 0).all(1).float().mean().item()
+    with (
+        RunLog(path.with_suffix(".jsonl"), saved and saved["num_records"], tracker=tracker) as log,
+        state.kept(progress_so_far),
+        progress(settings.max_steps, "GRPO", "step", initial=step) as bar,
+    ):
+        if start is None:
+            start = ranks.on_main(instruments.read)
+            log.log(0, **start)
+        while reason is None:
+            with state.step():
+                step += 1
+                # sample: every rank completes its share of the prompts
+                completions, mask = rollout(completer, train_tokens, settings, step, prompts)
+                completer.release()  # the update needs the memory
+                ids = completions.ids.flatten(0, 1)  # (R / ranks, N)
 
-            # loss and step, several times on the same completions
-            updates, made = 0, {"gradient_norm": 0.0}  # figures of the last update that was made
-            for update in range(settings.updates_per_step):
-                losses = accumulate_gradients(
-                    policy, ids, old_log_probs, reference_log_probs, advantages, mask, settings
-                )
-                if updates and losses["kl_update"] > settings.update_kl_cap:
-                    break  # the steps so far have moved the policy far enough
-                if settings.lm_coef:
-                    draw = random_stream(settings.seed, "natural", step, update)
-                    made["lm_loss"] = add_natural_gradients(policy, train_tokens, draw, settings, device)
-                made["gradient_norm"] = clip_gradients(policy.named_parameters(), settings.grad_clip)
-                optimizers.step()
+                # score; from here on every rank knows all rows: figures and advantages are of the whole step
+                verdict = judge(ids).of_all(ranks)
+                old_log_probs = ranks.gather(completions.model_log_probs.flatten(0, 1)[:, 1:])  # (R, N - 1)
+                figures = figures_of_rollouts(verdict, old_log_probs, mask, settings)
+
+                # advantage
+                advantages = advantages_of(verdict, old_log_probs, mask, settings)  # (R,) or (R, N - 1)
+                by_group = advantages.view(settings.prompts_per_step, -1)
+                figures["flat_groups"] = (by_group == 0).all(1).float().mean().item()
+
+                # loss and step, several times on the same completions
+                scored = old_log_probs, verdict.reference_log_probs, advantages, mask  # R rows each
+                updates, made = 0, {"gradient_norm": 0.0}  # figures of the last update that was made
+                for update in range(settings.updates_per_step):
+                    losses = accumulate_gradients(forward, ids, *scored, micro_rows, settings, ranks)
+                    if updates and losses["kl_update"] > settings.update_kl_cap:
+                        break  # the steps so far have moved the policy far enough
+                    if settings.lm_coef:
+                        draw = random_stream(settings.seed, "natural", step, update)
+                        natural = get_batch(train_tokens, N, settings.prompts_per_step, draw, device, prompts)
+                        made["lm_loss"] = add_natural_gradients(forward, *natural, micro_rows, settings, ranks)
+                    try:
+                        made["gradient_norm"] = clip_gradients(policy.named_parameters(), settings.grad_clip)
+                    except UserError as error:
+                        kept = f"; {state.way_on()}" if state.path.is_file() else ""
+                        raise ranks.common_error(f"{error}, at step {step}{kept}") from None
+                    optimizers.step()
+                    optimizers.zero_grad()
+                    updates += 1
                 optimizers.zero_grad()
-                updates += 1
-            optimizers.zero_grad()
 
-            # look, note, stop?
-            record = {**figures, **losses, **made, "updates": updates}
-            reason = stops.after_step(step, figures)
-            if step % settings.eval_interval == 0 or reason:
-                record |= instruments.read()
-                capped = stops.after_evaluation(record["kl_now"], record["val_loss"] - start["val_loss"])
-                reason = reason or capped
-                best.offer(step, record, policy, capped is not None)
-                if record["above_natural"]:
-                    say(f"step {step}: completions look more natural than natural text does: the judge is being gamed")
-            log.log(step, quiet="val_loss" not in record, **record)
+                # look, note, stop?
+                record = {**figures, **losses, **made, "updates": updates}
+                reason = stops.after_step(step, figures)
+                if step % settings.eval_interval == 0 or reason:
+                    record |= ranks.on_main(instruments.read)
+                    capped = stops.after_evaluation(record["kl_now"], record["val_loss"] - start["val_loss"])
+                    reason = reason or capped
+                    best.offer(step, record, policy, capped is not None)
+                    if record["above_natural"]:
+                        say(f"step {step}: completions look more natural than natural text: the judge is being gamed")
+                log.log(step, quiet="val_loss" not in record, **record)
+                if "val_loss" in record:
+                    state.save(**progress_so_far())
             bar.set_postfix(reward=f"{figures['reward']:.3f}", kl=f"{figures['kl_start']:.3f}")
             bar.update()
-            if reason:
-                break
 
     policy.load_state_dict(best.state)
     first_reward, last_reward, window = first_and_last(stops.rewards, settings.plateau_window)
     training = {"steps": step, "stop_reason": reason, "first_reward": first_reward, "last_reward": last_reward}
     training |= {"kept_step": best.step, **{name: best.record[name] for name in KEPT_FIGURES}}
     training |= {"start": {name: start[name] for name in KEPT_FIGURES}, "settings": asdict(settings)}
-    save_checkpoint(path, policy, checkpoint["tokenization"], checkpoint["data"], training)
-    draw_curves(read_records(path.with_suffix(".jsonl")), path.with_suffix(".png"))
+    if ranks.rank == 0:
+        save_checkpoint(path, policy, checkpoint["tokenization"], checkpoint["data"], training)
+        draw_curves(read_records(path.with_suffix(".jsonl")), path.with_suffix(".png"))
     say(f"\nStopped after {step} steps by {reason}; kept the policy of step {best.step} (best by {settings.best_by})")
     span = f"{window} step{'s' if window > 1 else ''}"
     say(f"Mean reward: {first_reward:.4f} over the first {span}, {last_reward:.4f} over the last {span}")
@@ -398,15 +451,16 @@ def check_gate(settings: GRPOSettings, skill: dict[str, Any], r2: str) -> None:
 
 
 def rollout(
-    completer: Completer, tokens: np.ndarray, settings: GRPOSettings, step: int, device: torch.device
+    completer: Completer, tokens: np.ndarray, settings: GRPOSettings, step: int, prompts: slice
 ) -> tuple[Completions, Tensor]:
-    """Completions (P, G, N) of natural prompts, and the mask (R, N - 1) of the tokens that the policy wrote.
+    """Completions (p, G, N) of those of the step's P prompts; for all, the mask (R, N - 1) of what policies write.
 
     Sampling is at temperature 1 over all tokens: the very distribution that the formulas score.
     """
+    device = next(completer.model.parameters()).device
     amount = completer.length, settings.prompts_per_step, settings.group_size
     natural, prefix_lengths, uniforms = draw_prompts(tokens, *amount, settings.seed, "rollout", step)
-    completions = completer(natural.to(device), prefix_lengths, uniforms, Sampling())
+    completions = completer(natural[prompts].to(device), prefix_lengths[prompts], uniforms[prompts], Sampling())
     return completions, written_mask(prefix_lengths, completer.length).to(device)
 
 
@@ -448,16 +502,21 @@ def advantages_of(verdict: Verdict, old_log_probs: Tensor, mask: Tensor, setting
 
 
 def add_natural_gradients(
-    policy: GPT, tokens: np.ndarray, draw: np.random.Generator, settings: GRPOSettings, device: torch.device
+    forward: Callable[..., Any], x: Tensor, y: Tensor, micro_rows: int, settings: GRPOSettings, ranks: Ranks
 ) -> float:
-    """Add the gradients of `lm_coef` times the loss on a batch of natural text; returns that loss."""
-    x, y = get_batch(tokens, policy.config.block_size, settings.prompts_per_step, draw, device)  # (P, N) each
+    """Add the gradients of `lm_coef` times the loss on natural text, x and y (B, N) on each rank; returns that loss."""
     total = 0.0
-    for rows in micro_batches(len(x), policy.rows_at_a_time()):
-        loss = policy(x[rows], y[rows])[1] * (len(x[rows]) / len(x))
-        (settings.lm_coef * loss).backward()
+    for rows in micro_batches(len(x), micro_rows):
+        with gradients_stay(forward, last=rows.stop >= len(x)):
+            loss = forward(loss_of_text, x[rows], y[rows]) * (len(x[rows]) / len(x))
+            (settings.lm_coef * loss).backward()
         total += loss.item()
-    return total
+    return ranks.sum(total / ranks.world_size)[0]
+
+
+def loss_of_text(model: GPT, x: Tensor, y: Tensor) -> Tensor:
+    """The mean cross-entropy () of targets y (B, T) after x (B, T)."""
+    return model(x, y)[1]
 
 
 class Stops:
@@ -467,6 +526,15 @@ class Stops:
         self.settings = settings
         self.rewards: list[float] = []  # one a step
         self.plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rewards so far, and what the plateau has seen of them."""
+        return {"rewards": self.rewards, "plateau": self.plateau.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict()`."""
+        self.rewards = list(state["rewards"])
+        self.plateau.load_state_dict(state["plateau"])
 
     def after_step(self, step: int, figures: dict[str, float]) -> str | None:
         """The reason to stop after a step, or None."""
@@ -505,6 +573,14 @@ class Best:
             return abs(record["fresh_reward"] - record["natural_reward"])
         return record["val_loss"] if self.criterion == "val_loss" else 0.0
 
+    def state_dict(self) -> dict[str, Any]:
+        """The best so far: its step, record and weights."""
+        return {"step": self.step, "record": self.record, "state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict()`."""
+        self.step, self.record, self.state = state["step"], state["record"], state["state"]
+
     def offer(self, step: int, record: dict[str, Any], policy: GPT, capped: bool) -> None:
         """Keep this policy if it is the best so far (of equals the last)."""
         if self.record is None or (not capped and self._value(record) <= self._value(self.record)):
@@ -529,36 +605,28 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def accumulate_gradients(
-    policy: GPT,
+    forward: Callable[..., Any],
     ids: Tensor,
     old_log_probs: Tensor,
     reference_log_probs: Tensor,
     advantages: Tensor,
     mask: Tensor,
+    micro_rows: int,
     settings: GRPOSettings,
+    ranks: Ranks,
 ) -> dict[str, float]:
-    """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens."""
-    total_tokens, figures = mask.sum(), {}
-    for rows in micro_batches(len(ids), policy.rows_at_a_time()):
-        log_probs = token_log_probs(policy.logits(policy.trunk(ids[rows, :-1])), ids[rows, 1:])
-        loss, metrics = policy_loss(
-            log_probs,
-            old_log_probs[rows],
-            advantages[rows],
-            mask[rows],
-            loss_type=settings.loss_type,
-            epsilon_low=settings.epsilon,
-            epsilon_high=settings.epsilon_high,
-            importance_level=settings.importance_level,
-            reference_log_probs=reference_log_probs[rows],
-            beta=settings.beta,
-            kl_estimator=settings.kl_estimator,
-            max_completion_length=policy.config.block_size - 1,
-            num_sequences=len(ids),
-            num_tokens=total_tokens,
-        )
-        loss.backward()
-        share = float(mask[rows].sum() / total_tokens)
+    """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens.
+
+    `ids` are the rows of this rank; all else is of the rows of all ranks.
+    """
+    first, total_tokens, figures = ranks.share(len(mask)).start, mask.sum(), {}
+    for rows in micro_batches(len(ids), micro_rows):
+        part = slice(first + rows.start, first + min(rows.stop, len(ids)))
+        scored = old_log_probs[part], reference_log_probs[part], advantages[part], mask[part]
+        with gradients_stay(forward, last=rows.stop >= len(ids)):
+            loss, metrics = forward(loss_of_rows, ids[rows], *scored, len(mask), total_tokens, settings)
+            (loss * ranks.world_size).backward()  # of the losses' sum, where DDP takes their mean
+        share = float(mask[part].sum() / total_tokens)
         means = {
             "kl_update": metrics["approx_kl"],
             "clip_share": metrics["clip_share"],
@@ -567,7 +635,38 @@ def accumulate_gradients(
         figures["loss"] = figures.get("loss", 0.0) + loss.item()
         for name, value in means.items():
             figures[name] = figures.get(name, 0.0) + value.item() * share
-    return figures
+    return dict(zip(figures, ranks.sum(*figures.values()), strict=True))
+
+
+def loss_of_rows(
+    policy: GPT,
+    ids: Tensor,
+    old_log_probs: Tensor,
+    reference_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    num_sequences: int,
+    num_tokens: Tensor,
+    settings: GRPOSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss () of some rows of an update, as their part of it, and its metrics."""
+    log_probs = token_log_probs(policy.logits(policy.trunk(ids[:, :-1])), ids[:, 1:])
+    return policy_loss(
+        log_probs,
+        old_log_probs,
+        advantages,
+        mask,
+        loss_type=settings.loss_type,
+        epsilon_low=settings.epsilon,
+        epsilon_high=settings.epsilon_high,
+        importance_level=settings.importance_level,
+        reference_log_probs=reference_log_probs,
+        beta=settings.beta,
+        kl_estimator=settings.kl_estimator,
+        max_completion_length=policy.config.block_size - 1,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+    )
 
 
 def micro_batches(num_rows: int, size: int) -> Iterator[slice]:

@@ -9,8 +9,10 @@ picture), and JSON records. First the trunk may learn more about natural text; t
 
 import copy
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from checkpoint import build_model, check_same_tokens, load_checkpoint, save_checkpoint
 from data_loader import TokenSplits, WholeSplitBatches, dataset_folder, get_batch, load_binary, load_text
+from frozen_features import ROWS_AT_A_TIME, frozen_depth, frozen_features, head_output, to_device
 from generation import Sampling
 from model import GPT, check_same_fields
 from objectives import (
@@ -30,9 +33,11 @@ from objectives import (
     token_log_probs,
 )
 from optimization import EarlyStopping, clip_gradients, learning_rate_factor, make_optimizers
+from ranks import Ranks, parallel, start_ranks
 from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits
 from reward_model import LikelihoodRewardModel
-from run_log import RunLog, counted, format_size, progress, say
+from run_log import RunLog, counted, format_size, make_tracker, progress, say
+from run_state import RunState
 from runtime import (
     UserError,
     check_writable,
@@ -57,7 +62,6 @@ from skill import (
 )
 from tokenization_manager import TokenizationManager
 
-ROWS_AT_A_TIME = 256  # at most, in passes without gradients
 DEFAULT_LOSS = {"last": "mse", "position": "nll", "likelihood": "nll"}
 DEFAULT_LM_ITERS = 400
 LM_WARMUP, LM_FLOOR = 20, 0.05  # steps, and the share of the peak at which the decay ends
@@ -74,6 +78,8 @@ class RewardModelSettings:
     """reward dataset, made by prepare_reward_data.py"""
     output_path: str = "logs/reward_model.pt"
     """where the reward model is written; records (.jsonl) and a picture (.png) go beside it"""
+    init_from: Literal["scratch", "resume"] = "scratch"
+    """start anew, or go on with a run that was interrupted"""
 
     head: Literal["likelihood", "position", "last"] = "likelihood"
     """likelihood: a language model of natural text against the generator; position, last: a new head on the trunk"""
@@ -116,6 +122,10 @@ class RewardModelSettings:
     """a smaller fall of the selection loss is no improvement"""
     control: bool = True
     """train once more on shuffled labels: what that sees is not there"""
+    cache_features: bool = True
+    """compute what the frozen part of the trunk says of the data once, not in every epoch (last, position)"""
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     seed: int = 42
@@ -164,9 +174,28 @@ class RewardModelSettings:
         return problems
 
 
+# A resumed run may go on longer, or run elsewhere; all else would make it another run.
+CHANGEABLE = {"init_from", "device", "tracker", "max_epochs", "patience", "cache_features"}
+
+
+@dataclass
+class Run:
+    """What every phase of a run needs."""
+
+    settings: RewardModelSettings
+    ranks: Ranks
+    state: RunState
+    log: RunLog
+    train_set: RewardDataset
+    val_set: RewardDataset
+    select_rows: np.ndarray  # of the validation set: those that select
+
+
 def main() -> None:
     settings = parse_settings(RewardModelSettings, "train_reward_model")
-    device = select_device(settings.device)
+    ranks = start_ranks(select_device(settings.device))
+    device = ranks.device
+    ranks.check_divides(**({"lm_batch_size": settings.lm_batch_size} if settings.num_lm_iters else {}))
 
     # the generator
     checkpoint, generator_sha256 = load_checkpoint(settings.base_model_path), hash_file(settings.base_model_path)
@@ -181,58 +210,95 @@ def main() -> None:
     trunk = load_trunk(settings, checkpoint, generator_sha256, train_set.metadata, device)
     select_rows, report_rows, judged_on = halves_by_block(val_set)
 
-    say(f"Using device: {device}")
+    others = f" on {ranks.world_size} ranks" if ranks.world_size > 1 else ""
+    say(f"Using device: {device}{others}")
     say(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
     say(f"Trunk: {settings.trunk or settings.base_model_path}, {format_size(trunk.num_parameters())}")
     # What can be refused is refused before the records of an earlier run are replaced.
     sampling = sampling_of(train_set.metadata)
     splits = natural_text(settings, train_set.metadata, checkpoint) if settings.num_lm_iters else None
     if settings.head == "likelihood":
-        model, learn = LikelihoodRewardModel(trunk, generator, sampling).to(device).eval(), learn_mixture
+        model = LikelihoodRewardModel(trunk, generator, sampling).to(device).eval()
     else:
-        model, learn = reward_gpt(settings, trunk).to(device), learn_head
+        model = reward_gpt(settings, trunk).to(device)
     say(f"Head: {settings.head}; loss: {settings.loss_name}")
+    state = RunState(
+        settings.output_path, asdict(settings), CHANGEABLE, what_is_read(settings, generator_sha256), ranks
+    )
+    saved = state.begin(settings.init_from == "resume")
+    output = Path(settings.output_path)
+    tracker = make_tracker(settings.tracker, output.with_suffix(".jsonl"), output.stem, asdict(settings), "crossover")
 
-    with RunLog(Path(settings.output_path).with_suffix(".jsonl"), unit="epoch") as log:
+    num_records = saved and saved["num_records"]
+    with RunLog(output.with_suffix(".jsonl"), num_records, unit="epoch", tracker=tracker) as log:
+        run = Run(settings, ranks, state, log, train_set, val_set, select_rows)
+
         # the trunk learns natural text
         diverged = None
-        if splits is not None:
+        if saved is not None and saved["phase"] == "head":
+            model.load_state_dict(saved["start"])
+            diverged = saved["diverged"]
+        elif splits is not None:
             unseen = splits.val[: first_reported_token(val_set, len(splits.val))]
-            diverged = learn_natural_text(trunk, generator, splits.train, unseen, settings, log, device)
+            diverged = learn_natural_text(run, trunk, generator, splits.train, unseen, saved)
+            saved = None
             if settings.head != "likelihood":
                 model.transformer.load_state_dict(trunk.transformer.state_dict())
 
         # the head learns labels
         untrained = untrained_copy(model) if settings.control else None
-        learned = learn(model, train_set, val_set, select_rows, settings, device, log)
+        if settings.head == "likelihood":
+            learn = learn_mixture
+        else:
+            inputs, depth = head_inputs(run, model)
+            learn = partial(learn_head, inputs=inputs, depth=depth)
+        learned = learn(run, model, saved=saved, diverged=diverged)
         diverged = diverged or learned.get("diverged")
 
         # skill, on blocks that selected nothing
         truth = torch.from_numpy(val_set.y[report_rows, 0])
         blocks = torch.from_numpy(report_rows // samples_per_block(val_set))
-        prediction = predict(model, val_set, report_rows, device)
+        prediction = ranks.on_main(lambda: predict(model, val_set, report_rows, device))
         skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
         training = {**learned, "skill": skill, "settings": asdict(settings), "generator_sha256": generator_sha256}
         records = checkpoint["tokenization"], checkpoint["data"]
-        save_checkpoint(settings.output_path, model, *records, training)
+        if ranks.rank == 0:
+            save_checkpoint(settings.output_path, model, *records, training)
         if settings.control:
             # Only now: whatever becomes of the control, the model is there.
             try:
-                learn(untrained, train_set, val_set, select_rows, settings, device, None, learned["epoch"])
-                control = predict(untrained, val_set, report_rows, device)
+                learn(run, untrained, control_epochs=learned["epoch"])
+                control = ranks.on_main(lambda: predict(untrained, val_set, report_rows, device))
             except UserError as error:
                 warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
                 control = None
             skill |= control_figures(control, truth, blocks, settings.seed)
-            save_checkpoint(settings.output_path, model, *records, training)
+            if ranks.rank == 0:
+                save_checkpoint(settings.output_path, model, *records, training)
         log.log(learned["epoch"], quiet=True, final=True, **skill)
 
-    picture = Path(settings.output_path).with_suffix(".png")
-    draw_skill(skill, f"{settings.head} head", picture)
+    if ranks.rank == 0:
+        shutil.rmtree(features_folder(settings), ignore_errors=True)
+        draw_skill(skill, f"{settings.head} head", output.with_suffix(".png"))
     print_skill(skill, judged_on, settings.head)
-    say(f"Saved {settings.output_path} and {picture}")
+    say(f"Saved {settings.output_path} and {output.with_suffix('.png')}")
     if diverged:
-        raise UserError(diverged)
+        raise ranks.common_error(diverged)
+
+
+def what_is_read(settings: RewardModelSettings, generator_sha256: str) -> dict[str, str | None]:
+    """Hashes of the files that a run reads, by what they are: with others it would be another run."""
+    files = [Path(settings.data_dir, f"{split}_{part}.bin") for split in ("train", "val") for part in "xy"]
+    return {
+        "generator": generator_sha256,
+        "reward dataset": " ".join(hash_file(path) for path in files),
+        "trunk": settings.trunk and hash_file(settings.trunk),
+    }
+
+
+def features_folder(settings: RewardModelSettings) -> Path:
+    """Where features lie that are too large for the memory, while the head is trained."""
+    return Path(settings.output_path).with_suffix(".features")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -426,12 +492,6 @@ def natural_text(
     return splits
 
 
-def to_device(array: np.ndarray | Tensor, rows: np.ndarray, device: torch.device) -> Tensor:
-    """Rows of a memory map or a tensor, on the device; token ids as int64."""
-    part = array[rows] if isinstance(array, Tensor) else torch.from_numpy(np.asarray(array[rows]))
-    return (part.long() if part.dtype == torch.uint16 else part).to(device)
-
-
 def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
     """The labels (n, 2) in random order."""
     return targets[random_stream(seed, "control").permutation(len(targets))]
@@ -442,20 +502,14 @@ def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
 
 
 def learn_natural_text(
-    trunk: GPT,
-    generator: GPT,
-    tokens: np.ndarray,
-    unseen: np.ndarray,
-    settings: RewardModelSettings,
-    log: RunLog,
-    device: torch.device,
+    run: Run, trunk: GPT, generator: GPT, tokens: np.ndarray, unseen: np.ndarray, saved: dict[str, Any] | None
 ) -> str | None:
     """Train the trunk as a language model; keeps the weights that know `unseen` text best. What diverged, if so.
 
     Of a likelihood head the best mixture with the generator is judged, for that is what it uses: a trunk that is no
-    better than the generator by itself, but knows other things, is of use to it.
+    better than the generator by itself, but knows other things, is of use to it. `saved` is where to go on.
     """
-    num_iters = settings.num_lm_iters
+    settings, ranks, num_iters = run.settings, run.ranks, run.settings.num_lm_iters
     optimizers = make_optimizers(
         trunk,
         "muon",
@@ -463,48 +517,81 @@ def learn_natural_text(
         settings.lm_muon_learning_rate,
         settings.weight_decay,
         (0.9, 0.99),
-        device.type,
+        ranks.device.type,
     )
-    batches = WholeSplitBatches(unseen, trunk.config.block_size, trunk.rows_at_a_time(), device)
-    generator_log_probs = log_probs_of_text(generator, batches)
-    best_state, best_step, best_loss, diverged = None, 0, math.inf, None
-    seed_step(settings.seed, "lm_dropout")
-    with progress(num_iters, "Natural text", "step") as bar:
+    batches = WholeSplitBatches(unseen, trunk.config.block_size, trunk.rows_at_a_time(), ranks.device)
+    generator_log_probs = log_probs_of_text(generator, batches) if ranks.rank == 0 else None
+    best_state, best_step, best_loss, diverged, step, judged = None, 0, math.inf, None, 0, False
+    if saved is not None:
+        trunk.load_state_dict(saved["trunk"])
+        optimizers.load_state_dict(saved["optimizers"])
+        best_state, best_step, best_loss = saved["best_state"], saved["best_step"], saved["best_loss"]
+        step, judged = saved["step"], saved["judged"]
+        say(f"Resuming {run.state.path} at step {step} on natural text")
+
+    def losses() -> tuple[float, float]:
+        """The trunk's own loss on unseen text, and the one that selects."""
+        log_probs = log_probs_of_text(trunk, batches)
+        own = -log_probs.mean().item()
+        if settings.head != "likelihood":
+            return own, own
+        return own, mixture_loss(log_probs - generator_log_probs) - generator_log_probs.mean().item()
+
+    def progress_so_far() -> dict[str, Any] | None:
+        if best_state is None:
+            return None
+        told = {"best_state": best_state, "best_step": best_step, "best_loss": best_loss, "step": step}
+        told |= {"judged": judged, "phase": "natural_text", "num_records": run.log.num_records}
+        return told | {"trunk": trunk.state_dict(), "optimizers": optimizers.state_dict()}
+
+    forward = parallel(trunk, ranks)
+    with run.state.kept(progress_so_far), progress(num_iters, "Natural text", "step", initial=step) as bar:
         try:
-            for step in range(num_iters + 1):
-                if step % settings.lm_eval_interval == 0 or step == num_iters:
-                    log_probs = log_probs_of_text(trunk, batches)
-                    own_loss = loss = -log_probs.mean().item()
-                    if settings.head == "likelihood":
-                        loss = mixture_loss(log_probs - generator_log_probs) - generator_log_probs.mean().item()
-                    if not math.isfinite(loss):
-                        raise UserError(f"ERROR: the loss on natural text is {loss} at step {step}")
-                    log.log(step, unit="step", phase="natural_text", lm_val_loss=own_loss, lm_select_loss=loss)
-                    if loss < best_loss:
-                        best_state = {name: tensor.clone() for name, tensor in trunk.state_dict().items()}
-                        best_step, best_loss = step, loss
+            while True:
+                if (step % settings.lm_eval_interval == 0 or step == num_iters) and not judged:
+                    own_loss, loss = ranks.on_main(losses)
+                    with run.state.step():
+                        if not math.isfinite(loss):
+                            raise UserError(f"ERROR: the loss on natural text is {loss} at step {step}")
+                        figures = {"lm_val_loss": own_loss, "lm_select_loss": loss}
+                        run.log.log(step, unit="step", phase="natural_text", **figures)
+                        if loss < best_loss:
+                            best_state = {name: tensor.clone() for name, tensor in trunk.state_dict().items()}
+                            best_step, best_loss = step, loss
+                        judged = True
+                        if step:
+                            run.state.save(**progress_so_far())
                 if step == num_iters:
                     break
-                factor = learning_rate_factor(step, LM_WARMUP, num_iters, LM_FLOOR)
-                optimizers.set_learning_rate_factor(factor)
-                draw = random_stream(settings.seed, "natural_text", step)
-                x, y = get_batch(tokens, trunk.config.block_size, settings.lm_batch_size, draw, device)  # (B, T) each
-                trunk.train()
-                _, loss = trunk(x, y)
-                loss.backward()
-                clip_gradients(trunk.named_parameters(), settings.grad_clip)
-                optimizers.step()
-                optimizers.zero_grad()
+                with run.state.step():
+                    factor = learning_rate_factor(step, LM_WARMUP, num_iters, LM_FLOOR)
+                    optimizers.set_learning_rate_factor(factor)
+                    draw = random_stream(settings.seed, "natural_text", step)
+                    seed_step(settings.seed, "lm_dropout", step, ranks.rank)
+                    share = ranks.share(settings.lm_batch_size)
+                    batch = trunk.config.block_size, settings.lm_batch_size, draw, ranks.device, share
+                    x, y = get_batch(tokens, *batch)  # (B / ranks, T) each
+                    trunk.train()
+                    forward(loss_of_text, x, y).backward()
+                    clip_gradients(trunk.named_parameters(), settings.grad_clip)
+                    optimizers.step()
+                    optimizers.zero_grad()
+                    step, judged = step + 1, False
                 bar.update()
         except UserError as error:
             remedy = "lower lm_learning_rate and lm_muon_learning_rate"
             if best_step == 0:  # nothing was learned
-                raise UserError(f"{error}; {remedy}") from None
+                raise ranks.common_error(f"{error}; {remedy}") from None
             diverged = f"{error}; saved is a reward model of step {best_step}; {remedy}"
     trunk.load_state_dict(best_state)
     trunk.eval()
     say(f"Natural text: kept step {best_step}, lm_select_loss {best_loss:.4f}")
     return diverged
+
+
+def loss_of_text(model: GPT, x: Tensor, y: Tensor) -> Tensor:
+    """The mean cross-entropy () of targets y (B, T) after x (B, T)."""
+    return model(x, y)[1]
 
 
 @torch.no_grad()
@@ -532,26 +619,37 @@ def log_ratios(model: LikelihoodRewardModel, x: np.ndarray, rows: np.ndarray, de
 
 
 def learn_mixture(
+    run: Run,
     model: LikelihoodRewardModel,
-    train_set: RewardDataset,
-    val_set: RewardDataset,
-    rows: np.ndarray,
-    settings: RewardModelSettings,
-    device: torch.device,
-    log: RunLog | None,
-    num_epochs: int | None = None,
+    saved: dict[str, Any] | None = None,
+    diverged: str | None = None,
+    control_epochs: int | None = None,
 ) -> dict[str, Any]:
-    """Fit the one number that a likelihood head learns from labels; those shuffled, without a `log`.
+    """Fit the one number that a likelihood head learns from labels; with `control_epochs`, those shuffled.
 
     On the selection rows, not on training rows: what the trunk has learned by heart looks more natural than it is.
     """
-    targets = torch.from_numpy(val_set.y[rows] if log else shuffled(val_set.y[rows], settings.seed)).to(device)
-    ratios = log_ratios(model, val_set.x, rows, device).to(device)
+    with run.state.kept(lambda: head_state(run, model.state_dict(), diverged)):
+        learned, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, control_epochs is not None))
+    with torch.no_grad():
+        model.mixture.fill_(mixture)
+    model.requires_grad_(False)
+    if control_epochs is None:
+        run.log.log(1, val_loss=learned["val_loss"], mixture=learned["mixture"])
+    return learned
+
+
+def fit_mixture(run: Run, model: LikelihoodRewardModel, control: bool) -> tuple[dict[str, Any], float]:
+    """What is learned, and the logit of the copy's weight."""
+    rows, device = run.select_rows, run.ranks.device
+    targets = run.val_set.y[rows]
+    targets = torch.from_numpy(shuffled(targets, run.settings.seed) if control else targets).to(device)
+    ratios = log_ratios(model, run.val_set.x, rows, device).to(device)
     optimizer = torch.optim.LBFGS([model.mixture], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = crossover_loss(model.calibrated(ratios), targets, settings.loss_name)
+        loss = crossover_loss(model.calibrated(ratios), targets, run.settings.loss_name)
         loss.backward()
         return loss
 
@@ -561,101 +659,127 @@ def learn_mixture(
     val_loss, weight = closure().item(), model.mixture.sigmoid().item()
     if not math.isfinite(val_loss):
         raise UserError(f"ERROR: val_loss is {val_loss}: the models are damaged; take earlier checkpoints")
-    model.requires_grad_(False)
-    if log:
-        log.log(1, val_loss=val_loss, mixture=weight)
-    return {"epoch": 1, "val_loss": val_loss, "mixture": weight}
+    return {"epoch": 1, "val_loss": val_loss, "mixture": weight}, model.mixture.item()
+
+
+def head_state(run: Run, start: dict[str, Tensor], diverged: str | None) -> dict[str, Any]:
+    """The state of a run whose head has learned nothing yet."""
+    return {"phase": "head", "start": start, "diverged": diverged, "num_records": run.log.num_records}
+
+
+def head_inputs(run: Run, model: GPT) -> tuple[tuple[np.ndarray | Tensor, np.ndarray | Tensor], int | None]:
+    """What a head on a trunk reads in every epoch, of the training and of the validation set: tokens, with depth None,
+    or what the frozen blocks up to that depth say of them.
+    """
+    depth = frozen_depth(model) if run.settings.cache_features else None
+    if depth is None:
+        return (run.train_set.x, run.val_set.x), None
+    folder = features_folder(run.settings)
+    return tuple(frozen_features(model, data, depth, folder, run.ranks) for data in (run.train_set, run.val_set)), depth
 
 
 def learn_head(
+    run: Run,
     model: GPT,
-    train_set: RewardDataset,
-    val_set: RewardDataset,
-    select_rows: np.ndarray,
-    settings: RewardModelSettings,
-    device: torch.device,
-    log: RunLog | None,
-    num_epochs: int | None = None,
+    inputs: tuple[np.ndarray | Tensor, np.ndarray | Tensor],
+    depth: int | None,
+    saved: dict[str, Any] | None = None,
+    diverged: str | None = None,
+    control_epochs: int | None = None,
 ) -> dict[str, Any]:
     """Train a last or position head and the unfrozen blocks; keeps the epoch of least loss on the selection rows.
 
-    Without a `log`: on shuffled labels, and `num_epochs` of them whatever comes out.
+    `saved` is where to go on. With `control_epochs`: on shuffled labels, and so many epochs whatever comes out.
     """
-    targets = train_set.y if log else shuffled(train_set.y, settings.seed)
-    frozen = not any(parameter.requires_grad for parameter in model.transformer.parameters())
-    # A frozen trunk says the same in every epoch: what a last head reads of it is computed once.
-    cached = frozen and settings.head == "last"
-    train_inputs = pooled_features(model, train_set, "train") if cached else train_set.x
-    val_inputs = pooled_features(model, val_set, "val") if cached else val_set.x
+    settings, ranks, control = run.settings, run.ranks, control_epochs is not None
+    (train_inputs, val_inputs), targets = inputs, run.train_set.y
+    if control:
+        targets = shuffled(targets, settings.seed)
     optimizers = make_optimizers(
-        model, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=device.type
+        model, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=ranks.device.type
     )
     stopping = EarlyStopping(settings.patience, settings.min_delta)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     best_state, learned = None, {"epoch": 0, "val_loss": math.inf}
-    max_epochs = num_epochs or settings.max_epochs
-    for epoch in range(1, max_epochs + 1):
-        seed_step(settings.seed, "dropout", epoch)
-        order = random_stream(settings.seed, "order", epoch).permutation(len(train_set))
-        loss_sum = 0.0
-        model.train(not frozen)
-        try:
-            with progress(-(-len(order) // settings.batch_size), f"Epoch {epoch}/{max_epochs}", "step") as bar:
-                for first in range(0, len(order), settings.batch_size):
-                    rows = np.sort(order[first : first + settings.batch_size])  # sorted: a memory map reads forward
-                    output = head_output(model, to_device(train_inputs, rows, device), cached)
-                    loss = head_loss(output, to_device(targets, rows, device), settings)
-                    loss.backward()
-                    clip_gradients(model.named_parameters(), settings.grad_clip)
-                    optimizers.step()
-                    optimizers.zero_grad()
-                    loss_sum += loss.item() * len(rows)
-                    bar.update()
-            val_loss, prediction = evaluate(model, val_inputs, val_set.y, select_rows, settings, device, cached)
-            if not math.isfinite(val_loss):
-                raise UserError(
-                    f"ERROR: val_loss is {val_loss} in epoch {epoch}: the training diverged; lower the learning rate"
-                )
-        except UserError as error:
-            if best_state is None:
-                raise
-            learned["diverged"] = f"{error}; saved is the model of epoch {learned['epoch']}"
-            break
-        if log is None:
-            continue
-        figures = skill_figures(prediction, torch.from_numpy(val_set.y[select_rows, 0]), val_set.block_size)
-        log.log(epoch, train_loss=loss_sum / len(order), val_loss=val_loss, **figures)
-        if val_loss < learned["val_loss"]:
-            best_state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            learned = {"epoch": epoch, "val_loss": val_loss}
-        stopping.update(val_loss)
-        if stopping.should_stop:
-            say(f"Stopped after epoch {epoch}: no improvement of {settings.min_delta} in {settings.patience} epochs")
-            break
-    if log:
+    epoch, first, loss_sum = 1, 0, 0.0  # of the epoch: its first sample that is still to come, its loss so far
+    if saved is not None and "epoch" in saved:
+        model.load_state_dict(saved["model"])
+        optimizers.load_state_dict(saved["optimizers"])
+        stopping.load_state_dict(saved["stopping"])
+        best_state, learned = saved["best_state"], saved["learned"]
+        epoch, first, loss_sum = saved["epoch"], saved["first"], saved["loss_sum"]
+        say(f"Resuming {run.state.path} in epoch {epoch}")
+
+    def progress_so_far() -> dict[str, Any] | None:
+        if control:
+            return None
+        told = {"model": model.state_dict(), "optimizers": optimizers.state_dict(), "stopping": stopping.state_dict()}
+        told |= {"best_state": best_state, "learned": learned, "epoch": epoch, "first": first, "loss_sum": loss_sum}
+        return head_state(run, start, diverged) | told
+
+    forward, loss_of_batch = parallel(model, ranks), partial(weighted_loss, depth=depth, settings=settings)
+    num_samples, max_epochs = len(run.train_set), settings.max_epochs if control_epochs is None else control_epochs
+    with run.state.kept(progress_so_far):
+        while epoch <= max_epochs and not stopping.should_stop:
+            order = random_stream(settings.seed, "order", epoch).permutation(num_samples)
+            try:
+                with progress(-(-num_samples // settings.batch_size), f"Epoch {epoch}/{max_epochs}", "step") as bar:
+                    bar.update(-(-first // settings.batch_size))
+                    while first < num_samples:
+                        with run.state.step():
+                            seed_step(settings.seed, "dropout", epoch, first, ranks.rank)
+                            rows = np.sort(order[first : first + settings.batch_size])  # a memory map reads forward
+                            mine = rows[ranks.share(len(rows))]
+                            share = len(mine) / len(rows)
+                            mine = mine if len(mine) else rows[:1]  # of weight 0: all ranks must take part
+                            train_what_learns(model)
+                            batch = to_device(train_inputs, mine, ranks.device), to_device(targets, mine, ranks.device)
+                            loss = forward(loss_of_batch, *batch, share * ranks.world_size)
+                            loss.backward()
+                            clip_gradients(model.named_parameters(), settings.grad_clip)
+                            optimizers.step()
+                            optimizers.zero_grad()
+                            loss_sum += ranks.sum(loss.item() / ranks.world_size)[0] * len(rows)
+                            first += len(rows)
+                        bar.update()
+                val_loss, prediction = ranks.on_main(lambda: evaluate(run, model, val_inputs, depth))
+                if not math.isfinite(val_loss):
+                    raise UserError(f"ERROR: val_loss is {val_loss}: the training diverged; lower the learning rate")
+            except UserError as error:
+                if best_state is None:
+                    raise ranks.common_error(in_epoch(error, epoch)) from None
+                learned["diverged"] = f"{in_epoch(error, epoch)}; saved is the model of epoch {learned['epoch']}"
+                break
+            with run.state.step():
+                if not control:
+                    truth = torch.from_numpy(run.val_set.y[run.select_rows, 0])
+                    figures = skill_figures(prediction, truth, run.val_set.block_size)
+                    run.log.log(epoch, train_loss=loss_sum / num_samples, val_loss=val_loss, **figures)
+                    if val_loss < learned["val_loss"]:
+                        best_state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+                        learned = {"epoch": epoch, "val_loss": val_loss}
+                    stopping.update(val_loss)
+                epoch, first, loss_sum = epoch + 1, 0, 0.0
+                if not control:
+                    run.state.save(**progress_so_far())
+    if stopping.should_stop:
+        say(f"Stopped after epoch {epoch - 1}: no improvement of {settings.min_delta} in {settings.patience} epochs")
+    if not control:
         model.load_state_dict(best_state)
     model.eval()
     return learned
 
 
-@torch.no_grad()
-def pooled_features(model: GPT, dataset: RewardDataset, name: str) -> Tensor:
-    """What a last head reads, (n, C) float32 on the CPU: the trunk's hidden state at every sample's last token."""
-    device = next(model.parameters()).device
-    features = torch.empty(len(dataset), model.config.n_embd)
-    with progress(len(dataset), f"Features ({name})", "seq") as bar:
-        size = model.rows_at_a_time(ROWS_AT_A_TIME)
-        for first in range(0, len(dataset), size):
-            rows = np.arange(first, min(first + size, len(dataset)))
-            features[rows] = model.trunk(to_device(dataset.x, rows, device))[:, -1].float().cpu()
-            bar.update(len(rows))
-    return features
+def in_epoch(error: UserError, epoch: int) -> str:
+    """The error's message, and when it was."""
+    return f"ERROR: epoch {epoch}: {str(error).removeprefix('ERROR: ')}"
 
 
-def head_output(model: GPT, inputs: Tensor, cached: bool) -> Tensor:
-    """A last head's scores (B, 2) before the softmax, of tokens or `cached` features; a position head's evidence."""
-    if model.config.reward_head_type == "position":
-        return model.evidence(inputs)
-    return model.reward_head[:-1](inputs if cached else model.trunk(inputs)[:, -1])
+def weighted_loss(
+    model: GPT, inputs: Tensor, targets: Tensor, weight: float, depth: int | None, settings: RewardModelSettings
+) -> Tensor:
+    """`weight` times the loss () against targets (B, 2)."""
+    return weight * head_loss(head_output(model, inputs, depth), targets, settings)
 
 
 def head_loss(output: Tensor, targets: Tensor, settings: RewardModelSettings) -> Tensor:
@@ -663,23 +787,25 @@ def head_loss(output: Tensor, targets: Tensor, settings: RewardModelSettings) ->
     return (reward_loss if settings.head == "last" else crossover_loss)(output, targets, settings.loss_name)
 
 
+def train_what_learns(model: GPT) -> None:
+    """Training mode for what is trained; what is frozen drops nothing, whether it runs or is remembered."""
+    model.train()
+    for block in model.transformer.h:
+        block.train(any(parameter.requires_grad for parameter in block.parameters()))
+    model.transformer.drop.train(model.transformer.wte.weight.requires_grad)
+
+
 @torch.no_grad()
-def evaluate(
-    model: GPT,
-    inputs: np.ndarray | Tensor,
-    targets: np.ndarray,
-    rows: np.ndarray,
-    settings: RewardModelSettings,
-    device: torch.device,
-    cached: bool,
-) -> tuple[float, Tensor]:
-    """Mean loss over the rows, and P(natural) (n,) of each."""
+def evaluate(run: Run, model: GPT, inputs: np.ndarray | Tensor, depth: int | None) -> tuple[float, Tensor]:
+    """Mean loss over the selection rows, and P(natural) (n,) of each."""
     model.eval()
+    settings, rows = run.settings, run.select_rows
     total, predictions, size = 0.0, [], model.rows_at_a_time(ROWS_AT_A_TIME)
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
-        output = head_output(model, to_device(inputs, part, device), cached)
-        total += head_loss(output, to_device(targets, part, device), settings).item() * len(part)
+        output = head_output(model, to_device(inputs, part, run.ranks.device), depth)
+        targets = to_device(run.val_set.y, part, run.ranks.device)
+        total += head_loss(output, targets, settings).item() * len(part)
         natural = output.softmax(-1)[:, 0] if settings.head == "last" else natural_share(output)
         predictions.append(natural.cpu())
     return total / len(rows), torch.cat(predictions)

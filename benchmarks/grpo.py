@@ -26,6 +26,7 @@ from generation import Completer, Sampling
 from model import GPT, GPTConfig
 from objectives import group_advantages
 from optimization import clip_gradients, make_optimizers
+from ranks import Ranks, parallel
 from reward_model import Judge
 from rollouts import written_mask
 from run_log import say
@@ -67,7 +68,7 @@ class Ours:
         reward_model.transformer.load_state_dict(reference.transformer.state_dict())
         self.judge = Judge(reward_model, reference)
         self.optimizers = make_optimizers(self.policy, learning_rate=LEARNING_RATE, weight_decay=0.0)
-        self.completer = Completer(self.policy, SHAPE.block_size)
+        self.completer, self.forward = Completer(self.policy, SHAPE.block_size), parallel(self.policy, Ranks())
         self.settings = train_grpo.GRPOSettings(reward="natural", credit="sequence", kl_in_reward=0.0, beta=BETA)
         self.draw = np.random.default_rng(0)
 
@@ -90,9 +91,9 @@ class Ours:
         old_log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]
         verdict = self.judge(ids)
         advantages = group_advantages(verdict.natural, GROUP)
-        train_grpo.accumulate_gradients(
-            self.policy, ids, old_log_probs, verdict.reference_log_probs, advantages, mask, self.settings
-        )
+        scored = old_log_probs, verdict.reference_log_probs, advantages, mask
+        rows = self.policy.rows_at_a_time()
+        train_grpo.accumulate_gradients(self.forward, ids, *scored, rows, self.settings, Ranks())
         clip_gradients(self.policy.named_parameters(), 1.0)
         self.optimizers.step()
         self.optimizers.zero_grad()

@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start; before torch is imported
 
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -21,6 +22,8 @@ from tokenization_manager import TokenizationManager
 hypothesis.settings.register_profile("crossover", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("crossover")
 torch.set_num_threads(1)
+# A shell's background job ignores Ctrl-C, and hands that on to what it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VERSE = """{name}:
 Shall I the {thing} of thine heart compare

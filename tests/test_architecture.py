@@ -9,10 +9,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["runtime", "settings", "run_log"],
-    ["generation", "objectives", "skill", "optimization", "downloads", "reward_data_config", "data_loader", "staging"],
-    ["model", "tokenization_manager"],
+    [
+        *("ranks", "generation", "objectives", "skill", "optimization", "downloads", "reward_data_config"),
+        *("data_loader", "staging"),
+    ],
+    ["run_state", "model", "tokenization_manager"],
     ["reward_model", "reward_dataset_loader"],
-    ["checkpoint", "rollouts"],
+    ["checkpoint", "frozen_features", "rollouts"],
     ["train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
     ["run_cycles"],
 ]

@@ -36,6 +36,7 @@ from evaluate import calculate_perplexity
 from reward_data_config import TokenizationInfo
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
 from run_log import read_records
+from run_state import load_state
 from runtime import UserError
 from tokenization_manager import TokenizationManager
 
@@ -254,13 +255,13 @@ def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus
     assert f"Resuming {tmp_path / 'parts' / name}.resume at iteration {last_evaluation}\n" in out
     whole, parts = (load_checkpoint(tmp_path / run / f"{name}.pt") for run in ("whole", "parts"))
     assert_same_weights(whole["model"], parts["model"])
-    states = [torch.load(tmp_path / run / f"{name}.resume", weights_only=True) for run in ("whole", "parts")]
+    states = [load_state(tmp_path / run / f"{name}.resume")["progress"] for run in ("whole", "parts")]
     assert_same_weights(states[0]["model"], states[1]["model"])
     assert states[0]["stopping"] == states[1]["stopping"]
     records = [read_records(tmp_path / run / f"{name}.jsonl") for run in ("whole", "parts")]
     for log in records:
         for record in log:
-            record.pop("seconds"), record.pop("tokens_per_second", None)
+            [record.pop(name, None) for name in ("seconds", "tokens_per_second", "peak_memory_mb")]
     assert records[0] == records[1]
 
 
@@ -291,7 +292,7 @@ def test_resume_refuses_changed_settings(tmp_path, corpus, generator):
     assert refuse("train", **{**options, "dataset": other})
     out = succeed("train", **{**options, "max_iters": 25})  # longer is allowed, and told
     assert "max_iters=25 (was 20)" in out
-    assert torch.load(tmp_path / "model_checkpoint.resume", weights_only=True)["step"] == 25
+    assert load_state(tmp_path / "model_checkpoint.resume")["progress"]["step"] == 25
 
 
 def test_early_stopping(tmp_path, corpus):

@@ -56,18 +56,19 @@ def test_a_new_run_begins_anew(tmp_path):
     assert steps_of(path) == [1]
 
 
-@pytest.mark.parametrize(("resume_step", "kept"), [(0, []), (2, [1, 2]), (3, [1, 2, 3]), (99, [1, 2, 3, 4])])
-def test_a_resumed_run_keeps_the_records_up_to_its_step(tmp_path, resume_step, kept):
+@pytest.mark.parametrize(("kept", "steps"), [(0, []), (2, [1, 2]), (3, [1, 2, 3]), (99, [1, 2, 3, 4])])
+def test_a_resumed_run_keeps_the_records_of_what_it_has_done(tmp_path, kept, steps):
     path = tmp_path / "log.jsonl"
     write_steps(path, [1, 2, 3, 4])
-    with RunLog(path, resume_step=resume_step) as log:
-        assert steps_of(path) == kept
+    with RunLog(path, kept=kept) as log:
+        assert steps_of(path) == steps
         log.log(100, quiet=True)
-    assert steps_of(path) == [*kept, 100]
+        assert log.num_records == kept + 1
+    assert steps_of(path) == [*steps, 100]
 
 
 def test_resuming_without_a_log_begins_one(tmp_path):
-    with RunLog(tmp_path / "log.jsonl", resume_step=5) as log:
+    with RunLog(tmp_path / "log.jsonl", kept=5) as log:
         log.log(6, quiet=True)
     assert steps_of(tmp_path / "log.jsonl") == [6]
 
@@ -80,7 +81,7 @@ def test_a_last_line_cut_short_is_left_out_and_a_resumed_run_mends_it(tmp_path):
     for cut in range(2, len(last)):
         path.write_text(whole[:-cut])
         assert steps_of(path) == [1, 2]
-    with RunLog(path, resume_step=3) as log:
+    with RunLog(path, kept=2) as log:
         log.log(3, quiet=True)
     assert steps_of(path) == [1, 2, 3]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]

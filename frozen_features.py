@@ -1,0 +1,100 @@
+"""What the frozen part of a reward model says of a dataset, computed once: every epoch after that reads it.
+
+    python -c "import frozen_features as f, model as m; print(f.frozen_depth(m.GPT(m.GPTConfig(n_layer=1))))"
+
+Floor 4. A trunk that is not trained says the same of the same tokens in every epoch. Where it is trained from some
+block on, what is below that does. Kept in memory, or in a file where it is large.
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model import GPT
+from ranks import Ranks
+from reward_dataset_loader import RewardDataset
+from run_log import progress
+from runtime import atomic_path
+
+MOST_IN_MEMORY = 2**30  # bytes of a dataset's features
+ROWS_AT_A_TIME = 256  # at most, in passes without gradients
+
+
+def frozen_depth(model: GPT) -> int | None:
+    """How many blocks from below are frozen, with the embeddings; None where there are none to speak of."""
+    if any(parameter.requires_grad for parameter in model.transformer.wte.parameters()):
+        return None
+    frozen = [not any(parameter.requires_grad for parameter in block.parameters()) for block in model.transformer.h]
+    return (frozen.index(False) if False in frozen else len(frozen)) or None
+
+
+def to_device(array: np.ndarray | Tensor, rows: np.ndarray, device: torch.device) -> Tensor:
+    """Rows of a memory map or a tensor, on the device; token ids as int64."""
+    part = array[rows] if isinstance(array, Tensor) else torch.from_numpy(np.asarray(array[rows]))
+    return (part.long() if part.dtype == torch.uint16 else part).to(device)
+
+
+def head_output(model: GPT, inputs: Tensor, depth: int | None) -> Tensor:
+    """A last head's scores (B, 2) before the softmax, or a position head's evidence (B, T).
+
+    Of token ids (B, T), or of what `frozen_features` tells of them at that depth.
+    """
+    last, whole = model.config.reward_head_type == "last", depth == model.config.n_layer
+    if depth is None:
+        inputs = model.trunk(inputs)
+    elif not whole:
+        inputs = model.continue_trunk(inputs, depth)
+    if last:
+        return model.reward_head[:-1](inputs if whole else inputs[:, -1])
+    return model.reward_head(inputs).squeeze(-1)
+
+
+@torch.no_grad()
+def frozen_features(
+    model: GPT, dataset: RewardDataset, depth: int, folder: Path, ranks: Ranks, most_in_memory: int = MOST_IN_MEMORY
+) -> Tensor | np.ndarray:
+    """Hidden states (n, N, C) float32 after the frozen blocks; (n, C) where a last head reads no more of them.
+
+    A tensor, or from `most_in_memory` bytes on a memory map of a file in `folder`, named after the weights, the tokens
+    and the depth, that is made once. Every rank computes its share.
+    """
+    model.eval()
+    whole, size = depth == model.config.n_layer, model.rows_at_a_time(ROWS_AT_A_TIME)
+    width = model.config.n_embd
+    pooled = whole and model.config.reward_head_type == "last"
+    shape = (len(dataset), width) if pooled else (len(dataset), dataset.block_size, width)
+
+    def fill(features: Tensor | np.ndarray) -> None:
+        with progress(len(dataset), f"Features ({dataset.split})", "seq") as bar:
+            for first in range(0, len(dataset), size * ranks.world_size):
+                mine = np.arange(first + ranks.rank * size, first + (ranks.rank + 1) * size)
+                ids = to_device(dataset.x, np.minimum(mine, len(dataset) - 1), ranks.device)
+                hidden = model.trunk(ids) if whole else model.begin_trunk(ids, depth)
+                hidden = ranks.gather((hidden[:, -1] if pooled else hidden).float()).cpu()
+                rows = slice(first, min(first + len(hidden), len(dataset)))
+                count = rows.stop - rows.start
+                features[rows] = hidden[:count] if isinstance(features, Tensor) else hidden[:count].numpy()
+                bar.update(count)
+
+    if 4 * int(np.prod(shape)) < most_in_memory:
+        features = torch.empty(shape)
+        fill(features)
+        return features
+    path = folder / f"{dataset.split}_{_key(model, dataset, depth)}_{ranks.rank}.f32"
+    if ranks.sum(path.is_file())[0] < ranks.world_size:
+        with atomic_path(path) as partial:
+            fill(np.memmap(partial, dtype=np.float32, mode="w+", shape=shape))
+    return np.memmap(path, dtype=np.float32, mode="r", shape=shape)
+
+
+def _key(model: GPT, dataset: RewardDataset, depth: int) -> str:
+    """A hash of all that features depend on."""
+    digest = hashlib.sha256(f"{depth} {model.config}".encode())
+    for name, tensor in model.transformer.state_dict().items():
+        digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
+    for first in range(0, len(dataset), 1 << 14):
+        digest.update(np.ascontiguousarray(dataset.x[first : first + (1 << 14)]))
+    return digest.hexdigest()[:16]

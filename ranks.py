@@ -1,0 +1,181 @@
+"""The processes that torchrun started: shares of the work, sums over all, averaged gradients, signals heard together.
+
+    torchrun --nproc_per_node=2 train.py --config config/shakespeare_char_cpu.py
+
+Floor 1. A process on its own is rank 0 of 1, for which all of this does nothing. `Ranks` is handed to whoever shares
+work; whoever only speaks asks `runtime.is_main_rank`.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from runtime import Terminated, UserError
+
+CPU = torch.device("cpu")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among those that torchrun started; a process on its own is rank 0 of 1."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+
+    def on_main(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, done on rank 0 alone and told to all; its UserError is raised on every rank."""
+        if self.world_size == 1:
+            return work()
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = work()
+            except UserError as error:
+                outcome[1] = str(error)
+        torch.distributed.broadcast_object_list(outcome, src=0, device=self.device)
+        if outcome[1] is not None:
+            raise UserError(outcome[1] if self.rank == 0 else "")  # one rank tells it
+        return outcome[0]
+
+    def wait(self) -> None:
+        """Return once every rank has come here."""
+        if self.world_size > 1:
+            torch.distributed.barrier()
+
+    def share(self, count: int) -> slice:
+        """This rank's part of `count` rows: contiguous, all parts alike where the number of ranks divides the count."""
+        return slice(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
+
+    def sum(self, *values: float) -> list[float]:
+        """Each of the values, summed over the ranks, in float64."""
+        if self.world_size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, part: Tensor) -> Tensor:
+        """(world_size n, ...) of the ranks' tensors (n, ...), which must be of one shape, in the order of the ranks."""
+        if self.world_size == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.world_size)]
+        torch.distributed.all_gather(parts, part.contiguous())
+        return torch.cat(parts)
+
+    def common_error(self, message: str) -> UserError:
+        """The error to raise where all ranks find the same fault: one tells it."""
+        return UserError(message if self.rank == 0 else "")
+
+    def check_divides(self, **counts: int) -> None:
+        """Raise UserError, on one rank with words, unless every rank gets an equal part of each count."""
+        for name, count in counts.items():
+            if count % self.world_size:
+                told = (
+                    f"ERROR: {name}={count} cannot be shared out to {self.world_size} ranks: choose a multiple of "
+                    f"{self.world_size}, for instance --{name} {-(-count // self.world_size) * self.world_size}"
+                )
+                raise self.common_error(told)
+
+
+def start_ranks(device: torch.device) -> Ranks:
+    """Join the processes that torchrun started (gloo on the CPU, nccl on CUDA): this rank's place, and its device.
+
+    With CUDA every rank of a machine takes the device of its local number. Raises UserError where there are too few.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size == 1:
+        return Ranks(device=device)
+    if device.type == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"ERROR: local rank {local_rank}, but this machine has {torch.cuda.device_count()} CUDA device(s): "
+                "start at most one process a device (--nproc_per_node)"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return Ranks(torch.distributed.get_rank(), world_size, device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gradients
+
+
+class _Computation(nn.Module):
+    """Whatever is to be computed with a model, as the forward pass that DDP wants to see."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[..., Any], *inputs: Any) -> Any:
+        return compute(self.model, *inputs)
+
+
+def parallel(model: nn.Module, ranks: Ranks) -> Callable[..., Any]:
+    """A function of `compute` and inputs, `compute(model, *inputs)`, whose gradients DDP averages over the ranks.
+
+    All ranks begin with rank 0's weights. What does not require gradients is left alone.
+    """
+    computation = _Computation(model)
+    if ranks.world_size == 1:
+        return computation
+    devices = [ranks.device] if ranks.device.type == "cuda" else None
+    return DistributedDataParallel(
+        computation, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+
+
+def gradients_stay(forward: Callable[..., Any], last: bool) -> contextlib.AbstractContextManager:
+    """Gradients of a `parallel` computation within stay on their rank, unless these are the last to be added up."""
+    if last or not isinstance(forward, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return forward.no_sync()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# signals
+
+
+@contextlib.contextmanager
+def signals_wait(ranks: Ranks) -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until the work within is done; then they are raised, on every rank if on one.
+
+    Of both the same: KeyboardInterrupt or runtime.Terminated. A second Ctrl-C does not wait.
+    """
+    noted: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and number in noted:
+            handlers[number](number, frame)  # asked for twice: not even the step is waited for
+        noted.append(number)
+
+    for number in SIGNALS:
+        if callable(handlers[number]):  # else it is ignored
+            signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, handlers[number])
+    first = noted[0] if noted else 0
+    if ranks.world_size > 1:
+        agreed = torch.tensor(first, device=ranks.device)
+        torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
+        first = int(agreed)
+    if first == signal.SIGINT:
+        raise KeyboardInterrupt
+    if first:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off is to be left to finish
+        raise Terminated

@@ -1,0 +1,215 @@
+"""run_state.py, and what stands on it: a run that is stopped anywhere goes on, and ends as if it had not been.
+
+`pytest tests/test_run_state.py`
+"""
+
+import os
+import signal
+
+import pytest
+import torch
+from helpers import (
+    TINY_GRPO,
+    TINY_TRAIN,
+    assert_same_weights,
+    call,
+    refuse_in_one_line,
+    start,
+    succeed,
+    weights,
+)
+
+import train
+import train_grpo
+import train_reward_model
+from ranks import Ranks, signals_wait
+from run_log import read_records
+from run_state import RunState, load_state
+from runtime import Terminated, UserError
+
+pytest_plugins = ["tiny_run"]
+
+TIMINGS = ("seconds", "tokens_per_second", "peak_memory_mb")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the state
+
+
+def state_of(path, settings, reads=None, changeable=("device",)):
+    return RunState(path, settings, changeable, {"corpus": 1} if reads is None else reads, Ranks())
+
+
+def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path, capsys):
+    path = tmp_path / "model.pt"
+    settings = {"lr": 0.1, "device": "cpu"}
+    with pytest.raises(UserError, match=r"nothing to resume: .*model\.resume not found"):
+        state_of(path, settings).begin(True)
+    state_of(path, settings).save(step=3, weights=torch.arange(3))
+    saved = state_of(path, settings).begin(True)
+    assert saved["step"] == 3 and saved["weights"].tolist() == [0, 1, 2]
+    with pytest.raises(UserError, match=r"is of another run \(lr was 0\.1, now 0\.2\)"):
+        state_of(path, {**settings, "lr": 0.2}).begin(True)
+    with pytest.raises(UserError, match="a run that read another corpus"):
+        state_of(path, settings, {"corpus": 2}).begin(True)
+    assert state_of(path, {**settings, "device": "mps"}).begin(True)["step"] == 3
+    assert "Resuming with device='mps' (was 'cpu')" in capsys.readouterr().out
+    whole = path.with_suffix(".resume").read_bytes()
+    path.with_suffix(".resume").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="is damaged or no checkpoint"):
+        state_of(path, settings).begin(True)
+    torch.save({"model": torch.zeros(1)}, path.with_suffix(".resume"))
+    with pytest.raises(UserError, match="is not the state of a run"):
+        state_of(path, settings).begin(True)
+    assert state_of(path, settings).begin(False) is None
+    assert not path.with_suffix(".resume").exists()
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, number, raised):
+    handlers = {known: signal.getsignal(known) for known in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(Terminated))
+    state, done = state_of(tmp_path / "model.pt", {}), []
+    try:
+        with pytest.raises(raised) as interruption, state.kept(lambda: {"done": len(done)}):
+            for step in range(9):
+                with state.step():
+                    if step == 3:
+                        os.kill(os.getpid(), number)
+                    done.append(step)
+    finally:
+        for known, handler in handlers.items():
+            signal.signal(known, handler)
+    assert done == [0, 1, 2, 3]
+    assert load_state(state.path)["progress"] == {"done": 4}
+    assert interruption.value.__notes__ == ["Go on with --init_from resume."]
+
+
+def test_a_step_that_was_broken_off_is_not_saved(tmp_path):
+    state = state_of(tmp_path / "model.pt", {})
+    with pytest.raises(KeyboardInterrupt) as interruption, state.kept(lambda: {"done": 0}), state.step():
+        raise KeyboardInterrupt
+    assert not state.path.exists()
+    assert interruption.value.__notes__ == ["Nothing was saved yet: run the same command again."]
+
+
+def test_ctrl_c_twice_does_not_wait():
+    done = []
+    with pytest.raises(KeyboardInterrupt), signals_wait(Ranks()):
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("after the first")
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("after the second")
+    assert done == ["after the first"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the trainers
+
+
+@pytest.fixture
+def trainers(corpus, generator, reward_data, seeing_reward_model):
+    """Of each trainer: its options, and the name of a function that it calls in every step."""
+    data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu", "batch_size": 128}
+    natural = {"lm_iters": 12, "lm_eval_interval": 4, "lm_batch_size": 4, "dropout": 0.1}
+    position = {"head": "position", "unfreeze_layers": -1, "max_epochs": 3}
+    grpo = {"base_model_path": generator, "reward_model_path": seeing_reward_model, "dataset": corpus}
+    return {
+        "train": (train, "get_batch", {**TINY_TRAIN, "dataset": corpus, "dropout": 0.1, "patience": 3}),
+        "likelihood": (train_reward_model, "get_batch", {**data, **natural, "control": False}),
+        "position": (train_reward_model, "head_loss", {**data, **natural, **position}),
+        "last": (train_reward_model, "head_loss", {**data, "head": "last", "max_epochs": 3}),
+        "grpo": (train_grpo, "rollout", {**grpo, **TINY_GRPO, "max_steps": 6, "lm_coef": 0.1, "updates_per_step": 2}),
+    }
+
+
+def output_options(module, folder):
+    if module is train:
+        return {"out_dir": folder, "checkpoint_name": "model.pt"}
+    return {"output_path": folder / "model.pt"}
+
+
+def untimed(path):
+    return [{name: value for name, value in record.items() if name not in TIMINGS} for record in read_records(path)]
+
+
+@pytest.mark.parametrize("way", ["SIGTERM", "error"])
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        *[("train", calls) for calls in (3, 5, 14)],
+        *[("likelihood", calls) for calls in (2, 9)],
+        *[("position", calls) for calls in (4, 15, 37)],
+        *[("last", calls) for calls in (11, 32)],
+        *[("grpo", calls) for calls in (1, 5)],
+    ],
+)
+def test_a_run_that_is_stopped_goes_on_and_ends_in_the_same_bits(monkeypatch, tmp_path, trainers, name, calls, way):
+    """By SIGTERM within a step, which is saved; or by an error, after which it goes on from what was saved before."""
+    module, function, options = trainers[name]
+    script = module.__name__
+    succeed(script, **options, **output_options(module, tmp_path / "whole"))
+    parts = {**options, **output_options(module, tmp_path / "parts")}
+    original, met = getattr(module, function), []
+
+    def stopped(*arguments, **keywords):
+        met.append(1)
+        if len(met) == calls:
+            if way == "error":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, stopped)
+        finished = call(script, **parts)
+    assert finished.status == (143 if way == "SIGTERM" else 130)
+    saved = (tmp_path / "parts" / "model.resume").exists()
+    assert saved or way == "error"
+    assert ("Go on with --init_from resume." in finished.err) == saved
+    out = succeed(script, **parts, init_from="resume" if saved else "scratch")
+    assert ("Resuming" in out) == saved
+    assert_same_weights(weights(tmp_path / "whole" / "model.pt"), weights(tmp_path / "parts" / "model.pt"))
+    assert untimed(tmp_path / "whole" / "model.jsonl") == untimed(tmp_path / "parts" / "model.jsonl")
+
+
+@pytest.mark.parametrize("name", ["train", "likelihood", "grpo"])
+def test_another_runs_state_is_refused(tmp_path, trainers, name):
+    module, _, options = trainers[name]
+    script, where = module.__name__, output_options(module, tmp_path)
+    succeed(script, **options, **where)
+    before = weights(tmp_path / "model.pt")
+    line = refuse_in_one_line(script, **{**options, "seed": 5}, **where, init_from="resume")
+    assert "model.resume is of another run (seed was " in line and "now 5" in line
+    whole = (tmp_path / "model.resume").read_bytes()
+    (tmp_path / "model.resume").write_bytes(whole[:-100])
+    assert "is damaged" in refuse_in_one_line(script, **options, **where, init_from="resume")
+    assert_same_weights(before, weights(tmp_path / "model.pt"))
+
+
+def test_a_killed_policy_goes_on_from_its_last_evaluation(tmp_path, trainers):
+    """A process of its own, killed without warning: nothing half-written, and the same end."""
+    _, _, options = trainers["grpo"]
+    succeed("train_grpo", **options, output_path=tmp_path / "whole.pt")
+    options = {**options, "output_path": tmp_path / "parts.pt"}
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    slow = "import time, train_grpo, runtime; rollout = train_grpo.rollout\n"
+    slow += "def slow(*a): time.sleep(0.2); return rollout(*a)\n"
+    process = start("-c", slow + "train_grpo.rollout = slow; runtime.run_main(train_grpo.main)", *arguments)
+    while process.poll() is None and not (tmp_path / "parts.resume").exists():
+        pass
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "parts.pt").exists()
+    succeed("train_grpo", **options, init_from="resume")
+    assert_same_weights(weights(tmp_path / "whole.pt"), weights(tmp_path / "parts.pt"))
+
+
+def test_longer_is_allowed_and_told(tmp_path, trainers):
+    _, _, options = trainers["grpo"]
+    where = {"output_path": tmp_path / "model.pt"}
+    succeed("train_grpo", **options, **where)
+    out = succeed("train_grpo", **{**options, "max_steps": 8}, **where, init_from="resume")
+    assert "Resuming with max_steps=8 (was 6)" in out and "Stopped after 8 steps" in out
+    assert [record["step"] for record in read_records(tmp_path / "model.jsonl")] == list(range(9))
