@@ -24,6 +24,7 @@ from data_loader import dataset_folder, open_token_file
 from evaluate import EvaluateSettings
 from reward_data_config import MAX_VOCAB_SIZE, RewardDataConfig
 from run_log import say
+from run_state import SUFFIX, load_run_state, of_another_run
 from runtime import (
     STAGE_VARIABLE,
     UserError,
@@ -54,7 +55,7 @@ SETTINGS = {
     "sample": SampleSettings,
 }
 # Where a stage runs, how it goes on, how much memory it may use and what it tells make no other run of it.
-NO_IDENTITY = ("device", "init_from", "overwrite", "kv_cache_mb", "log_interval")
+NO_IDENTITY = ("device", "init_from", "overwrite", "kv_cache_mb", "log_interval", "tracker", "cache_features")
 
 
 @dataclass
@@ -90,7 +91,10 @@ class CycleSettings:
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of a script: what it makes, from what, and what it is asked for beyond its section."""
+    """One run of a script: what it makes, from what, and what it is asked for beyond its section.
+
+    With `init_from` among its options it goes on where it was interrupted.
+    """
 
     name: str
     script: str
@@ -225,6 +229,8 @@ class Runner:
         if entry is not None and entry.get("options") == told and stage.artefact.exists():
             return entry
         script = ROOT / f"{stage.script}.py"
+        if entry is None and self.is_begun(stage):
+            stage = replace(stage, options=stage.options | {"init_from": "resume"})
         with interruption_tells(self.way_on):  # from its first printed word on
             say(f"\n##### {stage.name}: {script.name}")
             seconds = run_stage(
@@ -233,6 +239,19 @@ class Runner:
             self.ledger.finish(stage, seconds, {**stage.figures(), "options": told})
         self.ran.append(stage.name)
         return self.ledger.stages[stage.name]
+
+    def is_begun(self, stage: Stage) -> bool:
+        """Whether a stage can go on where it was interrupted; not where its settings are others now, which is told."""
+        state = stage.artefact.with_suffix(SUFFIX)
+        if "init_from" not in stage.options or not state.is_file():
+            return False
+        arguments = stage.arguments(self.config_path, self.device)
+        differences = of_another_run(
+            load_run_state(state), parse_settings(SETTINGS[stage.script], stage.script, arguments)
+        )
+        if differences:
+            say(f"\n{stage.name} begins anew: it was interrupted with other settings ({differences})")
+        return not differences
 
     def way_on(self) -> str:
         """What somebody who interrupts a stage is told."""
@@ -338,11 +357,9 @@ def base_model(out: Path, version: int) -> Path:
 
 
 def train_stage(folder: Path, out: Path) -> Stage:
-    """The first base model, gone on with where its training was interrupted."""
+    """The first base model."""
     model = base_model(out, 1)
-    begun = model.is_file() and model.with_suffix(".resume").is_file()
-    options = {"dataset": folder, "out_dir": out, "checkpoint_name": model.name}
-    options["init_from"] = "resume" if begun else "scratch"
+    options = {"dataset": folder, "out_dir": out, "checkpoint_name": model.name, "init_from": "scratch"}
     return Stage(model.stem, "train", model, {}, options, lambda: trained(model, "val_loss"))
 
 
@@ -376,7 +393,7 @@ def reward_stages(
             "train_reward_model",
             judge,
             {"base_model_path": model, "data_dir": reward_data},
-            {"output_path": judge, **more.get("train_reward_model", {})},
+            {"output_path": judge, "init_from": "scratch", **more.get("train_reward_model", {})},
             lambda: trained(judge, "skill"),
         ),
         Stage(
@@ -400,7 +417,7 @@ def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
         "train_grpo",
         next_model,
         {"base_model_path": base_model(out, cycle), "reward_model_path": judge},
-        {"output_path": next_model, "dataset": folder, "gate_path": None},
+        {"output_path": next_model, "dataset": folder, "gate_path": None, "init_from": "scratch"},
         lambda: trained(next_model, *names),
     )
 

@@ -8,15 +8,17 @@ Floor 2. Knows nothing of what the state is of; the trainers put in what they ne
 import contextlib
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from ranks import Ranks, signals_wait
 from run_log import say
 from runtime import Terminated, UserError, atomic_path, interruption_tells
+from staging import differing_settings
 
 SUFFIX = ".resume"
 
@@ -58,23 +60,35 @@ def load_state(path: str | Path) -> dict[str, Any]:
     return contents
 
 
+class Settings(Protocol):
+    """A dataclass of settings, of which those named here make no other run of it."""
+
+    CHANGEABLE: ClassVar[frozenset[str]]
+
+
+def of_another_run(state: Mapping[str, Any], settings: Settings) -> str:
+    """What differs between the settings of the run whose state this is and these, as text; empty where nothing does."""
+    now = {name: value for name, value in asdict(settings).items() if name not in settings.CHANGEABLE}
+    return differing_settings(state["settings"], now)
+
+
+def load_run_state(path: str | Path) -> dict[str, Any]:
+    """The dict in a state's file: `settings`, `reads` and `progress`. Raises UserError for anything else."""
+    state = load_state(path)
+    if not all(isinstance(state.get(name), dict) for name in ("settings", "reads", "progress")):
+        raise UserError(f"ERROR: {path} is not the state of a run; start with --init_from scratch")
+    return state
+
+
 class RunState:
     """The state of a run that makes `output`, in a file of the same name but for its suffix, `.resume`.
 
-    `settings` are the run's; those named in `changeable` may be others when it goes on. `reads` tells what it reads, by
-    name: hashes that must be the same then.
+    `reads` tells what the run reads, by name: hashes that must be the same when it goes on.
     """
 
-    def __init__(
-        self,
-        output: str | Path,
-        settings: Mapping[str, Any],
-        changeable: Collection[str],
-        reads: Mapping[str, Any],
-        ranks: Ranks,
-    ) -> None:
+    def __init__(self, output: str | Path, settings: Settings, reads: Mapping[str, Any], ranks: Ranks) -> None:
         self.path = Path(output).with_suffix(SUFFIX)
-        self.settings, self.changeable, self.reads, self.ranks = dict(settings), set(changeable), dict(reads), ranks
+        self.settings, self.reads, self.ranks = settings, dict(reads), ranks
         self.between_steps = True
 
     def begin(self, resume: bool) -> dict[str, Any] | None:
@@ -88,17 +102,14 @@ class RunState:
             return None
         if not self.path.is_file():
             raise self._error(f"nothing to resume: {self.path} not found; start with --init_from scratch")
-        state = load_state(self.path)
-        if not state.keys() >= {"settings", "reads", "progress"}:
-            raise self._error(f"{self.path} is not the state of a run; start with --init_from scratch")
+        state = load_run_state(self.path)
         way_out = "use its settings, or delete it and start from scratch"
-        then, now = state["settings"], self.settings
-        if changed := [name for name in now if name not in self.changeable and then.get(name) != now[name]]:
-            told = "; ".join(f"{name} was {then.get(name)!r}, now {now[name]!r}" for name in changed)
+        if told := of_another_run(state, self.settings):
             raise self._error(f"{self.path} is of another run ({told}); {way_out}")
         if others := [name for name, value in self.reads.items() if state["reads"].get(name) != value]:
             raise self._error(f"{self.path} is of a run that read another {others[0]}; resume with that, or {way_out}")
-        for name in sorted(self.changeable & now.keys()):
+        then, now = state["settings"], asdict(self.settings)
+        for name in sorted(self.settings.CHANGEABLE - {"init_from"}):
             if then.get(name) != now[name]:
                 say(f"Resuming with {name}={now[name]!r} (was {then.get(name)!r})")
         return state["progress"]
@@ -109,7 +120,7 @@ class RunState:
     def save(self, **progress: Any) -> None:
         """Write the state, from rank 0 alone."""
         if self.ranks.rank == 0:
-            save_state(self.path, {"settings": self.settings, "reads": self.reads, "progress": progress})
+            save_state(self.path, {"settings": asdict(self.settings), "reads": self.reads, "progress": progress})
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -72,8 +72,8 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        reason = str(error).splitlines()[0]
-        _exit(f"ERROR: another rank ended, or cannot be reached ({reason:.150}). {way_on}", EXIT_RANK_LOST)
+        told = f"ERROR: another rank ended, or cannot be reached. {getattr(error, '__notes__', [way_on])[0]}"
+        _exit(told, EXIT_RANK_LOST)
     except MemoryError as error:
         _exit(f"ERROR: out of memory: {error}. Use a smaller batch or dataset.", EXIT_BAD_INPUT)
     except OSError as error:
@@ -86,8 +86,9 @@ def interruption_tells(way_on: Callable[[], str]) -> Iterator[None]:
     """Whoever interrupts the work within is told what `way_on` says then: what is kept depends on the moment."""
     try:
         yield
-    except (KeyboardInterrupt, Terminated) as interruption:
-        interruption.add_note(way_on())
+    except (KeyboardInterrupt, Terminated, RuntimeError) as interruption:
+        if not isinstance(interruption, RuntimeError) or is_lost_rank(interruption):
+            interruption.add_note(way_on())
         raise
 
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -129,6 +129,24 @@ class TrainSettings:
     seed: int = 1337
     """seed of weights, batches and dropout"""
 
+    # A resumed run may go on longer, log otherwise, or run elsewhere; all else would make it another run.
+    CHANGEABLE: ClassVar[frozenset[str]] = frozenset(
+        {
+            *(
+                "out_dir",
+                "dataset",
+                "init_from",
+                "eval_only",
+                "log_interval",
+                "device",
+                "compile",
+                "max_iters",
+                "patience",
+            ),
+            *("tracker", "wandb_log", "wandb_project", "wandb_run_name"),
+        }
+    )
+
     def problems(self) -> Problems:
         """What is wrong with the settings."""
         problems = Problems()
@@ -175,13 +193,6 @@ class TrainSettings:
         return "wandb" if self.wandb_log else self.tracker
 
 
-# A resumed run may go on longer, evaluate or log otherwise, or run elsewhere; all else would make it another run.
-CHANGEABLE = {
-    *("out_dir", "init_from", "eval_only", "log_interval", "tracker", "wandb_log", "wandb_project", "wandb_run_name"),
-    *("device", "compile", "max_iters", "patience"),
-}
-
-
 def main() -> None:
     settings = parse_settings(TrainSettings, "train")
     ranks = start_ranks(select_device(settings.device))
@@ -222,7 +233,7 @@ def main() -> None:
 
     if settings.eval_only and settings.init_from == "scratch" and settings.checkpoint_path.is_file():
         model = build_model(load_checkpoint(settings.checkpoint_path), "generator", settings.checkpoint_path, device)
-    state = RunState(settings.checkpoint_path, asdict(settings), CHANGEABLE, {"data": data}, ranks)
+    state = RunState(settings.checkpoint_path, settings, {"corpus": data}, ranks)
     if settings.init_from == "resume" or not settings.eval_only:
         saved = state.begin(settings.init_from == "resume")
         if saved is not None:

@@ -11,7 +11,7 @@ Shapes: P prompts, G completions each, R = P * G rows, N positions.
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -153,6 +153,15 @@ class GRPOSettings:
     seed: int = 42
     """seed of prompts and completions"""
 
+    # A resumed run may go on longer, stop otherwise, or run elsewhere; all else would make it another run.
+    CHANGEABLE: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("base_model_path", "reward_model_path", "output_path", "dataset", "init_from", "device", "tracker"),
+            *("gate_blocks", "gate_path", "allow_blind_reward", "max_steps", "reward_threshold", "plateau_patience"),
+            *("start_kl_cap", "natural_loss_cap"),
+        }
+    )
+
     def problems(self) -> Problems:
         """What is wrong with the settings."""
         problems = Problems()
@@ -181,13 +190,6 @@ class GRPOSettings:
         if self.gate_path is not None and (obstacle := check_writable(self.gate_path, is_file=True)):
             problems.require(False, obstacle, "Choose a place you may write to with --gate_path")
         return problems
-
-
-# A resumed run may go on longer, stop or look otherwise, or run elsewhere; all else would make it another run.
-CHANGEABLE = {
-    *("init_from", "device", "tracker", "max_steps", "gate_blocks", "allow_blind_reward", "reward_threshold"),
-    *("plateau_patience", "start_kl_cap", "natural_loss_cap"),
-}
 
 
 def main() -> None:
@@ -255,7 +257,7 @@ def main() -> None:
         "reward model": hash_file(settings.reward_model_path),
         "corpus": ranks.on_main(lambda: data_record(train_tokens, val_tokens)),
     }
-    state = RunState(path, asdict(settings), CHANGEABLE, reads, ranks)
+    state = RunState(path, settings, reads, ranks)
     saved = state.begin(settings.init_from == "resume")
     step, reason, start = 0, None, None
     if saved is not None:

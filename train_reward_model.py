@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -131,6 +131,14 @@ class RewardModelSettings:
     seed: int = 42
     """seed of the head's weights and the samples' order"""
 
+    # A resumed run may go on longer, or run elsewhere; all else would make it another run.
+    CHANGEABLE: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("base_model_path", "data_dir", "output_path", "trunk", "dataset", "init_from", "device", "tracker"),
+            *("max_epochs", "patience", "cache_features"),
+        }
+    )
+
     @property
     def num_lm_iters(self) -> int:
         """Steps on natural text."""
@@ -172,10 +180,6 @@ class RewardModelSettings:
         if obstacle := check_writable(self.output_path, is_file=True):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
-
-
-# A resumed run may go on longer, or run elsewhere; all else would make it another run.
-CHANGEABLE = {"init_from", "device", "tracker", "max_epochs", "patience", "cache_features"}
 
 
 @dataclass
@@ -222,9 +226,7 @@ def main() -> None:
     else:
         model = reward_gpt(settings, trunk).to(device)
     say(f"Head: {settings.head}; loss: {settings.loss_name}")
-    state = RunState(
-        settings.output_path, asdict(settings), CHANGEABLE, what_is_read(settings, generator_sha256), ranks
-    )
+    state = RunState(settings.output_path, settings, what_is_read(settings, generator_sha256), ranks)
     saved = state.begin(settings.init_from == "resume")
     output = Path(settings.output_path)
     tracker = make_tracker(settings.tracker, output.with_suffix(".jsonl"), output.stem, asdict(settings), "crossover")

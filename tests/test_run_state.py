@@ -5,6 +5,8 @@
 
 import os
 import signal
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -36,32 +38,38 @@ TIMINGS = ("seconds", "tokens_per_second", "peak_memory_mb")
 # the state
 
 
-def state_of(path, settings, reads=None, changeable=("device",)):
-    return RunState(path, settings, changeable, {"corpus": 1} if reads is None else reads, Ranks())
+@dataclass
+class Settings:
+    lr: float = 0.1
+    device: str = "cpu"
+    CHANGEABLE: ClassVar[frozenset[str]] = frozenset({"device"})
+
+
+def state_of(path, settings=None, corpus=1):
+    return RunState(path, settings or Settings(), {"corpus": corpus}, Ranks())
 
 
 def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path, capsys):
     path = tmp_path / "model.pt"
-    settings = {"lr": 0.1, "device": "cpu"}
     with pytest.raises(UserError, match=r"nothing to resume: .*model\.resume not found"):
-        state_of(path, settings).begin(True)
-    state_of(path, settings).save(step=3, weights=torch.arange(3))
-    saved = state_of(path, settings).begin(True)
+        state_of(path).begin(True)
+    state_of(path).save(step=3, weights=torch.arange(3))
+    saved = state_of(path).begin(True)
     assert saved["step"] == 3 and saved["weights"].tolist() == [0, 1, 2]
     with pytest.raises(UserError, match=r"is of another run \(lr was 0\.1, now 0\.2\)"):
-        state_of(path, {**settings, "lr": 0.2}).begin(True)
+        state_of(path, Settings(lr=0.2)).begin(True)
     with pytest.raises(UserError, match="a run that read another corpus"):
-        state_of(path, settings, {"corpus": 2}).begin(True)
-    assert state_of(path, {**settings, "device": "mps"}).begin(True)["step"] == 3
+        state_of(path, corpus=2).begin(True)
+    assert state_of(path, Settings(device="mps")).begin(True)["step"] == 3
     assert "Resuming with device='mps' (was 'cpu')" in capsys.readouterr().out
     whole = path.with_suffix(".resume").read_bytes()
     path.with_suffix(".resume").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="is damaged or no checkpoint"):
-        state_of(path, settings).begin(True)
+        state_of(path).begin(True)
     torch.save({"model": torch.zeros(1)}, path.with_suffix(".resume"))
     with pytest.raises(UserError, match="is not the state of a run"):
-        state_of(path, settings).begin(True)
-    assert state_of(path, settings).begin(False) is None
+        state_of(path).begin(True)
+    assert state_of(path).begin(False) is None
     assert not path.with_suffix(".resume").exists()
 
 
@@ -69,7 +77,7 @@ def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path, capsys):
 def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, number, raised):
     handlers = {known: signal.getsignal(known) for known in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(Terminated))
-    state, done = state_of(tmp_path / "model.pt", {}), []
+    state, done = state_of(tmp_path / "model.pt"), []
     try:
         with pytest.raises(raised) as interruption, state.kept(lambda: {"done": len(done)}):
             for step in range(9):
@@ -86,7 +94,7 @@ def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, number, raised
 
 
 def test_a_step_that_was_broken_off_is_not_saved(tmp_path):
-    state = state_of(tmp_path / "model.pt", {})
+    state = state_of(tmp_path / "model.pt")
     with pytest.raises(KeyboardInterrupt) as interruption, state.kept(lambda: {"done": 0}), state.step():
         raise KeyboardInterrupt
     assert not state.path.exists()

@@ -1,0 +1,131 @@
+"""ranks.py, and the trainers under torchrun: several ranks with a share of the batch each do what one does.
+
+`pytest tests/test_ranks.py`
+"""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from helpers import ROOT, TINY_GRPO, TINY_TRAIN, as_arguments, run_ranks, start, succeed, weights
+
+from ranks import Ranks
+from run_log import read_records
+from runtime import UserError
+
+pytest_plugins = ["tiny_run"]
+
+
+def test_shares_are_contiguous_and_whole():
+    for world_size in (1, 2, 3, 5):
+        for count in (0, 1, 5, 6, 60):
+            shares = [range(count)[Ranks(rank, world_size).share(count)] for rank in range(world_size)]
+            assert [index for share in shares for index in share] == list(range(count))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_count_that_cannot_be_shared_out_is_told_by_one():
+    with pytest.raises(UserError, match=r"batch_size=7 cannot be shared out to 2 ranks: .*--batch_size 8"):
+        Ranks(0, 2).check_divides(batch_size=7)
+    with pytest.raises(UserError) as error:
+        Ranks(1, 2).check_divides(batch_size=7)
+    assert str(error.value) == ""
+    Ranks(1, 2).check_divides(batch_size=8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the trainers
+
+
+@pytest.fixture
+def trainers(corpus, generator, reward_data, seeing_reward_model):
+    """Options of each trainer, and what its records must have in common, to 1e-5."""
+    data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu", "batch_size": 100}
+    natural = {"lm_iters": 4, "lm_eval_interval": 2}
+    position = {"head": "position", "unfreeze_layers": -1, "max_epochs": 2}
+    grpo = {"base_model_path": generator, "reward_model_path": seeing_reward_model, "dataset": corpus, **TINY_GRPO}
+    return {
+        "train": (
+            {**TINY_TRAIN, "dataset": corpus, "log_interval": 1, "gradient_accumulation_steps": 2},
+            ("train_loss", "val_loss", "gradient_norm"),
+        ),
+        "train_reward_model": ({**data, **natural, **position}, ("lm_val_loss", "train_loss", "val_loss", "r2")),
+        "train_grpo": (
+            {**grpo, "max_steps": 5, "lm_coef": 0.1, "updates_per_step": 2, "advantage_scale": "batch"},
+            ("reward", "loss", "kl_start", "kl_update", "gradient_norm", "lm_loss", "val_loss", "fresh_reward"),
+        ),
+    }
+
+
+@pytest.mark.parametrize("script", ["train", "train_reward_model", "train_grpo"])
+def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, trainers, script):
+    options, names = trainers[script]
+    where = [tmp_path / "one" / "model.pt", tmp_path / "two" / "model.pt"]
+    outputs = [{"out_dir": path.parent, "checkpoint_name": path.name} for path in where]
+    if script != "train":
+        outputs = [{"output_path": path} for path in where]
+    succeed(script, **options, **outputs[0])
+    finished = run_ranks(2, f"{script}.py", **options, **outputs[1])
+    assert finished.status == 0, finished.err
+    assert finished.out.count("Using device: cpu") == 1 and "2 ranks" in finished.out
+    one, two = (read_records(path.with_suffix(".jsonl")) for path in where)
+    assert [record["step"] for record in one] == [record["step"] for record in two]
+    seen = set()
+    for ours, theirs in zip(one, two, strict=True):
+        for name in names:
+            if name in ours:
+                seen.add(name)
+                assert theirs[name] == pytest.approx(ours[name], abs=1e-5, rel=1e-5), (ours["step"], name)
+    assert seen == set(names)
+    one, two = (weights(path) for path in where)
+    assert all((one[name] - two[name]).abs().max() < 2e-4 for name in one)
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused(tmp_path, corpus):
+    finished = run_ranks(2, "train.py", **{**TINY_TRAIN, "batch_size": 7}, dataset=corpus, out_dir=tmp_path / "out")
+    assert finished.status != 0
+    assert finished.err.count("batch_size=7 cannot be shared out to 2 ranks") == 1
+    assert "UserError" not in finished.err
+    assert not (tmp_path / "out").exists()
+
+
+def start_ranks_and_wait(folder, corpus):
+    """Two ranks that train for a long time, once they have saved something, and the processes' numbers."""
+    options = {**TINY_TRAIN, "max_iters": 10**6, "dataset": corpus, "out_dir": folder}
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    process = start(*launch, ROOT / "train.py", *as_arguments(options))
+    deadline = time.monotonic() + 60
+    while not (folder / "model_checkpoint.resume").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:
+        return process, options, [int(number) for number in file.read().split()]
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_when_a_rank_dies_the_others_say_so_and_nothing_is_half_written(tmp_path, corpus, dies):
+    process, options, workers = start_ranks_and_wait(tmp_path / "out", corpus)
+    os.kill(workers[dies], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    way_on = r"Go on with --init_from resume\."
+    assert re.search(rf"(ERROR: another rank ended, or cannot be reached|Terminated)\. {way_on}", err), err
+    assert 'train.py", line' not in err  # torchrun's own traceback aside
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".jsonl", ".pt", ".resume"]
+    step = max(record["step"] for record in read_records(tmp_path / "out" / "model_checkpoint.jsonl"))
+    longer = {**options, "max_iters": step + 5, "init_from": "resume"}
+    assert f"Saved {tmp_path / 'out'}" in succeed("train", **longer)
+
+
+def test_sigterm_to_torchrun_saves_on_rank_0(tmp_path, corpus):
+    process, options, _ = start_ranks_and_wait(tmp_path / "out", corpus)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert err.count("Terminated. Go on with --init_from resume.") == 1, err
+    records = read_records(tmp_path / "out" / "model_checkpoint.jsonl")
+    options = {**options, "max_iters": records[-1]["step"] + 30}
+    out = succeed("train", **options, init_from="resume")
+    resumed_at = int(re.search(r"Resuming .* at iteration (\d+)", out)[1])
+    assert resumed_at >= max(record["step"] for record in records)
