@@ -1,6 +1,6 @@
 """The processes that torchrun started: shares of the work, sums over all, averaged gradients, signals heard together.
 
-    torchrun --nproc_per_node=2 train.py --config config/shakespeare_char_cpu.py
+    python -m torch.distributed.run --nproc_per_node=2 train.py --config config/shakespeare_char_cpu.py
 
 Floor 1. A process on its own is rank 0 of 1, for which all of this does nothing. `Ranks` is handed to whoever shares
 work; whoever only speaks asks `runtime.is_main_rank`.

@@ -1,13 +1,15 @@
 """run_log.py: what is logged is read back, resumed runs forget what came later.  `pytest tests/test_run_log.py`"""
 
 import json
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from run_log import RunLog, counted, format_metrics, format_size, progress, read_records
+from run_log import RunLog, counted, format_metrics, format_size, make_tracker, progress, read_records
 from runtime import UserError
 
 VALUES = st.integers(-(10**9), 10**9) | st.floats(allow_nan=False) | st.booleans() | st.text() | st.lists(st.integers())
@@ -121,3 +123,54 @@ def test_a_pause_that_lasts_shows_a_bar_that_goes_away(monkeypatch, capsys, slow
 )
 def test_the_size_of_a_model(count, told):
     assert format_size(count) == f"{told} parameters"
+
+
+def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
+    """Neither package is a requirement: both are stood in for, as far as they are used."""
+    told = []
+
+    class Run:
+        def define_metric(self, name, step_metric):
+            assert (name, step_metric) == ("*", "step")
+
+        def log(self, metrics):
+            told.append(metrics)
+
+    class Writer:
+        def __init__(self, folder):
+            assert folder == str(tmp_path / "model.tensorboard")
+
+        def add_text(self, name, text, step=0):
+            told.append((name, text, step))
+
+        def add_scalar(self, name, value, step):
+            told.append((name, value, step))
+
+        def flush(self):
+            pass
+
+    wandb = SimpleNamespace(init=lambda project, name, config: Run())
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    path = tmp_path / "model.jsonl"
+    for name in ("none", "wandb", "tensorboard"):
+        with RunLog(path, tracker=make_tracker(name, path, "run", {"lr": 0.1}, "crossover")) as log:
+            log.log(3, quiet=True, phase="natural_text", lm_val_loss=1.5)
+            log.log(1, quiet=True, val_loss=0.5, completions=["a", "b"])
+    natural, labels, *tensorboard = told
+    assert natural.pop("natural_text/seconds") >= 0 and natural == {"natural_text/lm_val_loss": 1.5, "step": 3}
+    assert labels.pop("seconds") >= 0 and labels == {"val_loss": 0.5, "completions": "a\n\nb", "step": 1}
+    assert tensorboard[0] == ("settings", '{\n  "lr": 0.1\n}', 0)
+    assert ("natural_text/lm_val_loss", 1.5, 3) in tensorboard and ("val_loss", 0.5, 1) in tensorboard
+    assert ("completions", "a\n\nb", 1) in tensorboard
+
+
+def test_a_tracker_without_its_package_is_refused_and_no_other_rank_needs_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"--tracker wandb needs a package: `pip install wandb`, or --tracker none"):
+        make_tracker("wandb", tmp_path / "model.jsonl", "run", {}, "crossover")
+    monkeypatch.setenv("RANK", "1")
+    assert make_tracker("wandb", tmp_path / "model.jsonl", "run", {}, "crossover") is None
+    with RunLog(tmp_path / "model.jsonl") as log:
+        log.log(1)
+    assert log.num_records == 1 and not (tmp_path / "model.jsonl").exists()
