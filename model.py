@@ -212,6 +212,14 @@ class GPT(nn.Module):
             nn.init.zeros_(hidden.bias)
             nn.init.zeros_(scores.bias)
 
+    def init_orthogonal(self) -> None:
+        """Orthogonal matrices inside the blocks, and zeros where they write to the residual stream: for few steps."""
+        for name, parameter in self.transformer.h.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() >= 2:
+                nn.init.orthogonal_(parameter)
+
     def num_parameters(self) -> int:
         """Number of parameters; position embeddings are not counted, as in nanoGPT."""
         total = sum(parameter.numel() for parameter in self.parameters())

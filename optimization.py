@@ -23,6 +23,52 @@ def split_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> tu
     return [p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]
 
 
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon whose step, on a CPU, takes matrices of one shape together and computes in float32.
+
+    The library's goes matrix by matrix in bfloat16: on a CPU without bfloat16 units that took 64 ms for the 16 matrices
+    of a model of 0.8M parameters, where this takes 20.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Move the weights by their gradients; there is no `closure` to be had."""
+        if any(parameter.device.type != "cpu" for group in self.param_groups for parameter in group["params"]):
+            super().step()
+            return
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape.setdefault(parameter.shape, []).append(parameter)
+            for (rows, columns), parameters in by_shape.items():
+                gradients = [parameter.grad for parameter in parameters]
+                for parameter in parameters:
+                    if "momentum_buffer" not in self.state[parameter]:
+                        self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+                torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+                directions = buffers
+                if group["nesterov"]:
+                    directions = torch._foreach_lerp(gradients, buffers, group["momentum"])
+                updates = orthogonalised(torch.stack(directions), group["ns_steps"], group["ns_coefficients"])
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                scale = max(1.0, rows / columns) ** 0.5
+                torch._foreach_add_(parameters, list(updates.unbind()), alpha=-group["lr"] * scale)
+
+
+def orthogonalised(matrices: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
+    """Matrices (n, rows, columns) with all singular values brought near 1, by Newton-Schulz (K. Jordan, 2024)."""
+    a, b, c = coefficients
+    tall = matrices.size(1) > matrices.size(2)
+    x = matrices.mT.contiguous() if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
 class Optimizers:
     """One or several torch optimizers behind one interface, so that training loops do not tell them apart."""
 
@@ -96,6 +142,7 @@ def make_optimizers(
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
     device_type: str = "cpu",
+    muon_momentum: float = 0.95,
 ) -> Optimizers:
     """Optimizers for the model's parameters that require gradients.
 
@@ -111,7 +158,7 @@ def make_optimizers(
         hidden = [parameter for name, parameter in named if HIDDEN in name and parameter.dim() == 2]
         if not hidden:
             raise UserError(f"ERROR: optimizer=muon found no trainable matrix in {HIDDEN}*: use optimizer=adamw")
-        made.append(torch.optim.Muon(hidden, lr=muon_learning_rate, weight_decay=weight_decay))
+        made.append(Muon(hidden, lr=muon_learning_rate, weight_decay=weight_decay, momentum=muon_momentum))
         named = [(name, parameter) for name, parameter in named if HIDDEN not in name or parameter.dim() != 2]
     elif optimizer != "adamw":
         raise UserError(f"ERROR: optimizer={optimizer!r} is not known: use adamw or muon")
@@ -137,6 +184,17 @@ def learning_rate_factor(step: int, warmup_steps: int, decay_steps: int, min_fac
         return min_factor
     progress = (step - warmup_steps) / (decay_steps - warmup_steps)
     return min_factor + (1 - min_factor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def cooldown_factor(step: int, warmup_steps: int, num_steps: int, cooldown: float, min_factor: float) -> float:
+    """Warm-up as `learning_rate_factor`'s, then 1, then a straight line down to min_factor.
+
+    The line takes the last `cooldown` of num_steps, a share (Haegele et al. 2024, arXiv:2405.18392).
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    left = max(0, num_steps - step) / (cooldown * num_steps)
+    return min_factor + (1 - min_factor) * min(1.0, left)
 
 
 def clip_gradients(

@@ -8,6 +8,7 @@ base_model_v(n+1).pt; and cycles.json.
 An interrupted run goes on at the stage where it stopped; a finished one says so.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -134,7 +135,8 @@ def checked_settings(stages: list[Stage], config_path: str | None, device: str) 
             told = f"{stage.script}: {error}"
             problems.require(told in problems.errors, told, remedy)  # a script with two stages tells it once
         decided = {*stage.inputs, *stage.options, *NO_IDENTITY}
-        own[stage.script] = {name: value for name, value in asdict(settings).items() if name not in decided}
+        values = {name: value for name, value in asdict(settings).items() if name not in decided}
+        own[stage.script] = json.loads(json.dumps(values))  # as the ledger will give them back
     problems.raise_if_any()
     return own
 

@@ -21,7 +21,7 @@ from checkpoint import build_model, data_record, load_checkpoint, save_checkpoin
 from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token_file
 from model import GPT, GPTConfig
 from objectives import language_model_loss, perplexity
-from optimization import EarlyStopping, clip_gradients, learning_rate_factor, make_optimizers
+from optimization import EarlyStopping, clip_gradients, cooldown_factor, learning_rate_factor, make_optimizers
 from ranks import gradients_stay, parallel, start_ranks
 from run_log import RunLog, counted, format_size, make_tracker, progress, say
 from run_state import RunState
@@ -90,6 +90,8 @@ class TrainSettings:
     """biases in linear layers and norms"""
     position: Literal["rope", "learned"] = "rope"
     """rotary positions, or nanoGPT's learned ones"""
+    init: Literal["gpt2", "orthogonal"] = "gpt2"
+    """first weights; orthogonal: inside the blocks, and zeros where they write to the residual stream"""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices inside the blocks, AdamW for the rest"""
@@ -97,6 +99,8 @@ class TrainSettings:
     """peak learning rate of AdamW"""
     muon_learning_rate: float = 2e-2
     """peak learning rate of Muon"""
+    muon_momentum: float = 0.95
+    """Muon's decay of the gradient's mean"""
     max_iters: int = 1000
     """steps"""
     weight_decay: float = 1e-1
@@ -108,7 +112,15 @@ class TrainSettings:
     grad_clip: float = 1.0
     """largest gradient norm; 0: no clipping"""
     decay_lr: bool = True
-    """cosine decay after the warm-up"""
+    """let the learning rate decay after the warm-up"""
+    lr_schedule: Literal["cosine", "cooldown"] = "cosine"
+    """cosine: from the warm-up on; cooldown: constant, then linear over the last steps"""
+    cooldown: float = 0.6
+    """cooldown: the share of the steps that the decay takes"""
+    short_contexts: tuple[int, ...] = ()
+    """lengths of the first contexts, such as 8 16: as many tokens a step, in more sequences"""
+    short_share: float = 0.6
+    """share of the steps that short contexts get, each an equal part of it"""
     warmup_iters: int = 20
     """steps of linear warm-up"""
     lr_decay_iters: int | None = None
@@ -156,7 +168,14 @@ class TrainSettings:
         problems.check_range(self, "max_iters", "warmup_iters", "lr_decay_iters", "seed", minimum=0)
         problems.check_range(self, "learning_rate", "muon_learning_rate", above=0)
         problems.check_range(self, "min_lr", "weight_decay", "grad_clip", "min_delta", minimum=0)
-        problems.check_range(self, "dropout", "beta1", "beta2", minimum=0, below=1)
+        problems.check_range(self, "dropout", "beta1", "beta2", "muon_momentum", minimum=0, below=1)
+        problems.check_range(self, "cooldown", "short_share", above=0, maximum=1)
+        for length in self.short_contexts:
+            problems.require(
+                length > 0 and self.block_size % length == 0,
+                f"short_contexts: {length} does not divide block_size={self.block_size}",
+                "Choose lengths that do, such as powers of 2",
+            )
         # Asked of heads and width alone, so that it is told beside whatever else is wrong.
         heads = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
         if (problem := heads.problem()) and problem not in problems.errors:
@@ -216,7 +235,10 @@ def main() -> None:
     # model: BPE's ids are padded to a multiple of 64, which matrix products like; padding ids are never used
     seed_step(settings.seed, "weights")
     padded = math.ceil(vocab_size / 64) * 64 if tokenizer.method == "bpe" else vocab_size
-    model = GPT(settings.model_config(padded, vocab_size if padded > vocab_size else None)).to(device)
+    model = GPT(settings.model_config(padded, vocab_size if padded > vocab_size else None))
+    if settings.init == "orthogonal":
+        model.init_orthogonal()
+    model = model.to(device)
     optimizers = make_optimizers(
         model,
         settings.optimizer,
@@ -225,6 +247,7 @@ def main() -> None:
         settings.weight_decay,
         (settings.beta1, settings.beta2),
         device.type,
+        settings.muon_momentum,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     stopping = EarlyStopping(settings.patience, settings.min_delta)
@@ -332,8 +355,8 @@ def main() -> None:
                 loss_sum = 0.0
                 for micro_step in range(settings.gradient_accumulation_steps):
                     # (B / ranks, T) each: of a batch that all ranks draw alike, every one has its rows
-                    share = ranks.share(settings.batch_size)
-                    x, y = get_batch(train_tokens, settings.block_size, settings.batch_size, draw, device, share)
+                    length, rows = batch_shape(step, settings)
+                    x, y = get_batch(train_tokens, length, rows, draw, device, ranks.share(rows))
                     last = micro_step == settings.gradient_accumulation_steps - 1
                     with gradients_stay(forward, last):
                         with autocast(device, dtype):
@@ -366,6 +389,15 @@ def main() -> None:
     say(f"Saved {settings.checkpoint_path}")
 
 
+def batch_shape(step: int, settings: TrainSettings) -> tuple[int, int]:
+    """Length and number of a step's sequences: short ones first, where settings say so; always as many tokens."""
+    length, part = settings.block_size, settings.short_share * settings.max_iters
+    if step < part:
+        lengths = settings.short_contexts or (length,)
+        length = lengths[int(step / part * len(lengths))]
+    return length, settings.batch_size * settings.block_size // length
+
+
 def loss_of_batch(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     """The mean cross-entropy () of targets y (B, T) after x (B, T)."""
     return model(x, y)[1]
@@ -385,6 +417,8 @@ def factor_at(step: int, settings: TrainSettings) -> float:
     floor = 0.1 if settings.min_lr is None else settings.min_lr / settings.learning_rate
     if not settings.decay_lr:
         floor = 1.0
+    if settings.lr_schedule == "cooldown":
+        return cooldown_factor(step, settings.warmup_iters, decay_iters, settings.cooldown, floor)
     return learning_rate_factor(step, settings.warmup_iters, decay_iters, floor)
 
 

@@ -434,3 +434,18 @@ def test_the_padding_of_gpt2s_vocabulary_is_known_by_its_size():
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4))
     logits, _ = model(torch.zeros(1, 2, dtype=torch.long))
     assert logits[..., 50257:].max() == torch.finfo(logits.dtype).min < logits[..., :50257].min()
+
+
+def test_orthogonal_first_weights():
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=11))
+    before = model.lm_head.weight.clone()
+    model.init_orthogonal()
+    for name, weight in model.transformer.h.named_parameters():
+        if name.endswith("c_proj.weight"):
+            assert not weight.any()
+        elif weight.dim() == 2:
+            torch.testing.assert_close(weight.mT @ weight, torch.eye(16), atol=1e-5, rtol=0)
+    assert torch.equal(model.lm_head.weight, before)
+    ids = torch.randint(11, (2, 8))
+    expected = model.logits(model.transformer.ln_f(model.transformer.wte(ids)))
+    torch.testing.assert_close(model.logits(model.trunk(ids)), expected)  # the blocks add nothing yet

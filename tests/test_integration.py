@@ -313,6 +313,27 @@ def test_early_stopping_counts_on_after_a_resume(monkeypatch, tmp_path, corpus):
     assert "Stopped at step 10:" in succeed("train", **options, init_from="resume")
 
 
+def test_short_contexts_come_first_and_every_step_has_as_many_tokens(monkeypatch, tmp_path, corpus):
+    shapes = []
+    original = train.get_batch
+
+    def noted(tokens, length, rows, *others):
+        shapes.append((length, rows))
+        return original(tokens, length, rows, *others)
+
+    monkeypatch.setattr(train, "get_batch", noted)
+    recipe = {"short_contexts": [4, 8], "short_share": 0.5, "init": "orthogonal", "lr_schedule": "cooldown"}
+    recipe |= {"cooldown": 0.5, "min_lr": 0.0, "optimizer": "muon", "muon_momentum": 0.8, "log_interval": 1}
+    succeed("train", **TINY_TRAIN, **recipe, dataset=corpus, out_dir=tmp_path)
+    assert shapes == [(4, 32)] * 5 + [(8, 16)] * 5 + [(16, 8)] * 10
+    rates = [r["learning_rate"] for r in read_records(tmp_path / "model_checkpoint.jsonl") if "train_loss" in r]
+    assert rates == pytest.approx(
+        [1e-3 * factor for factor in [1 / 3, 2 / 3, *[1] * 8, *[1 - i / 10 for i in range(10)]]]
+    )
+    line = refuse("train", **TINY_TRAIN, dataset=corpus, out_dir=tmp_path, short_contexts=[4, 5])
+    assert "short_contexts: 5 does not divide block_size=16" in line
+
+
 def interrupt_at(number, function):
     """`function`, whose call of that number is met by Ctrl-C."""
     calls = []

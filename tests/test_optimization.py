@@ -11,10 +11,13 @@ from torch import nn
 
 from optimization import (
     EarlyStopping,
+    Muon,
     Optimizers,
     clip_gradients,
+    cooldown_factor,
     learning_rate_factor,
     make_optimizers,
+    orthogonalised,
     split_parameters,
 )
 from runtime import UserError
@@ -287,3 +290,45 @@ def test_early_stopping_refuses_what_it_cannot_judge():
     never = EarlyStopping(None)
     feed(never, *[1.0] * 50)
     assert not never.should_stop
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Muon in float32, several matrices at a time
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_moves_as_the_librarys_does_up_to_bfloat16(shape, nesterov):
+    draw = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=draw) for _ in range(3)]
+    gradients = [[torch.randn(shape, generator=draw) for _ in range(3)] for _ in range(4)]
+    ends = []
+    for kind in (Muon, torch.optim.Muon):
+        parameters = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+        optimizer = kind(parameters, lr=0.05, weight_decay=0.1, momentum=0.9, nesterov=nesterov)
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        ends.append(parameters)
+        assert set(optimizer.state[parameters[0]]) == {"momentum_buffer"}
+    for ours, theirs, before in zip(*ends, start, strict=True):
+        assert (ours - before).norm() > 0.1
+        assert (ours - theirs).norm() < 0.03 * (theirs - before).norm()
+
+
+def test_muon_orthogonalises_every_matrix_by_itself():
+    draw = torch.Generator().manual_seed(1)
+    matrices = torch.randn(4, 6, 20, generator=draw) * torch.tensor([1e-3, 1.0, 30.0, 1.0])[:, None, None]
+    together = orthogonalised(matrices, 5, (3.4445, -4.7750, 2.0315))
+    alone = torch.cat([orthogonalised(matrix[None], 5, (3.4445, -4.7750, 2.0315)) for matrix in matrices])
+    torch.testing.assert_close(together, alone)
+    values = torch.linalg.svdvals(together)
+    assert values.min() > 0.5 and values.max() < 1.5
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    assert torch.nn.functional.cosine_similarity(together.flatten(1), (left @ right).flatten(1)).min() > 0.95
+
+
+def test_the_cooldown_by_hand():
+    factors = [cooldown_factor(step, 2, 10, 0.5, 0.2) for step in range(12)]
+    assert factors == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 0.84, 0.68, 0.52, 0.36, 0.2, 0.2])

@@ -1,0 +1,32 @@
+# GPT-2's size, 124M parameters, by GPT-2 tokens on GPUs: 491,520 tokens a step, as nanoGPT. `dataset` is a folder with
+# train.bin and val.bin of a large corpus; nanoGPT's data/openwebtext/prepare.py writes them in this form. On 8 GPUs:
+#
+#     torchrun --standalone --nproc_per_node=8 train.py --config config/train_gpt2.py
+#
+# Memory and time: docs/performance.md
+
+out_dir = "out/gpt2"
+dataset = "openwebtext"
+
+n_layer = 12
+n_head = 12
+n_embd = 768
+block_size = 1024
+batch_size = 96  # of all ranks together: 12 a GPU
+gradient_accumulation_steps = 5
+
+optimizer = "muon"
+muon_learning_rate = 0.02
+learning_rate = 6e-4
+weight_decay = 0.1
+beta2 = 0.95
+max_iters = 100000
+lr_schedule = "cooldown"
+cooldown = 0.4
+min_lr = 0.0
+warmup_iters = 700
+eval_interval = 1000
+eval_iters = 200
+log_interval = 10
+dtype = "bfloat16"
+compile = True
