@@ -7,7 +7,7 @@ CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test bench-generation bench-reward-models bench-grpo lint format clean
+.PHONY: help setup run test bench-generation bench-reward-models bench-grpo bench-training lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,10 @@ bench-reward-models: setup ## measure every reward model, by itself and against 
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/reward_models.py $(ARGS)
 	$(PYTHON) benchmarks/oracle.py
+
+bench-training: setup ## time the three trainers, train.py against nanoGPT's recipe
+	$(PYTHON) data/shakespeare_char/prepare.py
+	$(PYTHON) benchmarks/training.py $(ARGS)
 
 lint: setup ## check style and formatting
 	$(PYTHON) -m ruff check .

@@ -82,21 +82,32 @@ class Ours:
         return seconds
 
     def _step(self) -> None:
+        self.parts()
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step's parts."""
+        clock = [time.perf_counter()]
         natural = torch.from_numpy(self.draw.integers(SHAPE.vocab_size, size=(PROMPTS, SHAPE.block_size)))
         prefix_lengths = torch.full((PROMPTS, GROUP), PROMPT_LENGTH)
         uniforms = torch.from_numpy(self.draw.random((PROMPTS, GROUP, SHAPE.block_size), dtype=np.float32))
         completions = self.completer(natural, prefix_lengths, uniforms, Sampling())
         mask = written_mask(prefix_lengths, SHAPE.block_size)
         ids = completions.ids.flatten(0, 1)
+        clock.append(time.perf_counter())
         old_log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]
         verdict = self.judge(ids)
         advantages = group_advantages(verdict.natural, GROUP)
+        clock.append(time.perf_counter())
         scored = old_log_probs, verdict.reference_log_probs, advantages, mask
         rows = self.policy.rows_at_a_time()
         train_grpo.accumulate_gradients(self.forward, ids, *scored, rows, self.settings, Ranks())
+        clock.append(time.perf_counter())
         clip_gradients(self.policy.named_parameters(), 1.0)
         self.optimizers.step()
         self.optimizers.zero_grad()
+        clock.append(time.perf_counter())
+        names = ("generation", "scoring, with the reference", "log-probabilities and gradients", "update")
+        return dict(zip(names, np.diff(clock), strict=True))
 
 
 class TRL:

@@ -1,0 +1,294 @@
+"""How fast the three trainers are: time to nanoGPT's loss, epochs of a reward head, the parts of a GRPO step.
+
+    python benchmarks/training.py --seeds 1337 1
+
+In: data/shakespeare_char/prepare.py has run. Ratios of one run on one machine. The recipes are those of config/, run by
+train.py as people run it; training seconds leave evaluations out, and nothing is chosen by validation text. The
+rest is timed in this process: medians, after a warm-up.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from grpo import Ours
+from pipeline import ROOT, Pipeline, markdown, val_loss
+
+from data_loader import TokenSplits, dataset_folder, write_token_files
+from frozen_features import frozen_depth, to_device
+from model import GPT, GPTConfig
+from optimization import clip_gradients, make_optimizers
+from ranks import Ranks
+from run_log import RunLog, read_records, say
+from run_state import RunState
+from runtime import run_main
+from settings import Problems, parse_settings
+from train_reward_model import RewardModelSettings, Run, head_inputs, learn_head, reward_gpt
+
+NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
+SHAPES = {
+    "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
+    "M": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
+}
+
+
+@dataclass
+class TrainingBenchSettings:
+    """The trainers' speed."""
+
+    quick: bool = False
+    """few steps and samples: a look at the tables"""
+    dataset: str = "shakespeare_char"
+    """folder of the corpus, by characters: a path, or a name below data/"""
+    max_iters: int = 195
+    """steps of the fast recipe"""
+    seeds: tuple[int, ...] = (1337, 1, 2)
+    """seeds of the fast recipe, a row for each"""
+    large_tokens: int = 500_000_000
+    """tokens of the corpus that memory is measured with, two bytes each; 0: leave that out"""
+    num_runs: int = 5
+    """timed runs of what is timed in this process"""
+    out_dir: str = "out/benchmarks/training"
+    """where models are made; what is there is not made again"""
+
+    def problems(self) -> Problems:
+        """What is wrong with the settings."""
+        problems = Problems()
+        problems.check_range(self, "max_iters", "num_runs", minimum=1)
+        problems.check_range(self, "large_tokens", minimum=0)
+        return problems
+
+
+def main() -> None:
+    settings = parse_settings(TrainingBenchSettings, "training")
+    say(f"{os.cpu_count()} processors, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    time_to_loss(settings)
+    throughput(settings)
+    reward_epochs(settings)
+    grpo_parts(settings)
+    start_up(settings)
+    if settings.large_tokens:
+        memory(settings)
+
+
+def median_seconds(work: Callable[[], object], num_runs: int) -> float:
+    """Of so many calls, after one that warms up."""
+    work()
+    seconds = []
+    for _ in range(num_runs):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train.py
+
+
+def time_to_loss(settings: TrainingBenchSettings) -> None:
+    """Both recipes' training seconds and losses, as a table."""
+    pipeline, corpus = Pipeline(settings.out_dir), dataset_folder(settings.dataset).resolve()
+    nanogpt_iters, fast_iters = (20, 10) if settings.quick else (2000, settings.max_iters)
+    runs = [("nanoGPT's", "nanogpt_cpu", nanogpt_iters, 1337)]
+    runs += [("the fast one", "shakespeare_char_cpu", fast_iters, seed) for seed in settings.seeds]
+    rows, reference = [], None
+    for title, config, iters, seed in runs:
+        options = {"config": ROOT / "config" / f"{config}.py", "seed": seed, "block_size": 64, "log_interval": 5}
+        path = pipeline.generator(f"{config}_{iters}_{seed}", corpus, iters, **options)
+        records = read_records(path.with_suffix(".jsonl"))
+        tokens = 64 * {"nanogpt_cpu": 12, "shakespeare_char_cpu": 16}[config] * 5  # between two records
+        seconds = sum(tokens / record["tokens_per_second"] for record in records if "tokens_per_second" in record)
+        reference = reference or seconds
+        reached = "yes" if val_loss(path) <= NANOGPT_LOSS + 0.0005 else "no"
+        figures = [str(iters), f"{val_loss(path):.4f}", reached, f"{seconds:.1f}", f"{seconds / reference:.3f}"]
+        rows.append([title, str(seed), *figures])
+    header = ["recipe", "seed", "steps", "validation loss", f"<= {NANOGPT_LOSS}", "training s", "of nanoGPT's time"]
+    say("\n" + markdown(header, rows) + "\nGoal: 0.125")
+
+
+def throughput(settings: TrainingBenchSettings) -> None:
+    """Floating-point operations of passes and step over the machine's rate in matrix products, as a table."""
+    a = torch.randn(2048, 2048)
+    rate = 2 * 2048**3 / median_seconds(lambda: a @ a, settings.num_runs)
+    rows = []
+    for name, batch_size in (("S", 16), ("S", 64)) if settings.quick else (("S", 16), ("S", 64), ("M", 4), ("M", 16)):
+        model = GPT(GPTConfig(vocab_size=65, bias=False, dropout=0.0, **SHAPES[name])).train()
+        optimizers = make_optimizers(model, "muon")
+        N = model.config.block_size
+        x, y = torch.randint(65, (2, batch_size, N))
+
+        def step(model: GPT = model, optimizers=optimizers, x=x, y=y) -> None:
+            model(x, y)[1].backward()
+            clip_gradients(model.named_parameters(), 1.0)
+            optimizers.step()
+            optimizers.zero_grad()
+
+        seconds = median_seconds(step, settings.num_runs)
+        # Of every weight 2 forward and 4 backward for each token, and of attention's products (Chowdhery et al. 2022).
+        attention = 12 * model.config.n_layer * model.config.n_embd * N
+        operations = (6 * sum(p.numel() for p in model.parameters()) + attention) * x.numel()
+        figures = [
+            f"{x.numel() / seconds:,.0f}",
+            f"{operations / seconds / 1e9:.0f}",
+            f"{operations / seconds / rate:.0%}",
+        ]
+        rows.append([name, str(batch_size), *figures])
+    say(f"\nMatrix products: {rate / 1e9:.0f} GFLOP/s")
+    say(markdown(["model", "batch", "tokens/s", "GFLOP/s", "of the rate (goal 60%)"], rows))
+
+
+def start_up(settings: TrainingBenchSettings) -> None:
+    """Seconds of a run of one step, evaluations of one batch and saving included, over those of `import torch`."""
+    with TemporaryDirectory() as folder:
+        options = ["--dataset", str(dataset_folder(settings.dataset)), "--out_dir", folder, "--device", "cpu"]
+        options += ["--max_iters", "1", "--eval_iters", "1", "--warmup_iters", "0"]
+        train = [sys.executable, str(ROOT / "train.py"), *options]
+        runs = 1 if settings.quick else settings.num_runs
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": True}
+        bare = median_seconds(lambda: subprocess.run([sys.executable, "-c", "import torch"], **quiet), runs)
+        whole = median_seconds(lambda: subprocess.run(train, **quiet), runs)
+    say(f"\nimport torch: {bare:.2f} s; train.py of one step from start to end: {whole:.2f} s")
+    say(f"More than the import: {whole - bare:.2f} s (goal: 2 at the first step)")
+
+
+def memory(settings: TrainingBenchSettings) -> None:
+    """The most anonymous memory of train.py with a small and with a large corpus."""
+    peaks = {}
+    with TemporaryDirectory(dir=settings.out_dir) as folder:
+        for num_tokens in (10_000_000, settings.large_tokens):
+            corpus = Path(folder, str(num_tokens))
+            corpus.mkdir()
+            draw = np.random.default_rng(0)
+            tokens = np.lib.format.open_memmap(corpus / "tokens.npy", "w+", np.uint16, (num_tokens,))
+            for first in range(0, num_tokens, 10_000_000):
+                tokens[first : first + 10_000_000] = draw.integers(50257, size=len(tokens[first : first + 10_000_000]))
+            write_token_files(corpus, TokenSplits(tokens[: num_tokens * 9 // 10], tokens[num_tokens * 9 // 10 :]))
+            options = ["--dataset", str(corpus), "--out_dir", str(corpus / "out"), "--device", "cpu"]
+            options += [
+                "--max_iters",
+                "3",
+                "--eval_iters",
+                "1",
+                "--batch_size",
+                "2",
+                "--n_layer",
+                "1",
+                "--n_embd",
+                "32",
+            ]
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / "train.py"), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            peak = 0
+            while process.poll() is None:
+                peak = max(peak, anonymous_kib(process.pid))
+                time.sleep(0.01)
+            if process.returncode:
+                say(f"train.py ended with status {process.returncode} on {num_tokens:,} tokens")
+            peaks[num_tokens] = peak
+    told = ", ".join(f"{count * 2 / 1e9:.2f} GB of tokens {kib / 1024:,.0f} MiB" for count, kib in peaks.items())
+    say(f"\nPeak anonymous memory (RssAnon) of train.py: {told}")
+
+
+def anonymous_kib(pid: int) -> int:
+    """RssAnon of a process; 0 once it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train_reward_model.py
+
+
+class Samples:
+    """A reward dataset of random tokens: speed does not depend on what they say."""
+
+    def __init__(self, split: str, count: int, block_size: int) -> None:
+        draw = np.random.default_rng(0)
+        self.split, self.block_size = split, block_size
+        self.x = draw.integers(65, size=(count, block_size)).astype(np.uint16)
+        shares = draw.random((count, 1), dtype=np.float32)
+        self.y = np.concatenate([shares, 1 - shares], 1)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+def reward_epochs(settings: TrainingBenchSettings) -> None:
+    """Ten epochs of a head on a frozen trunk, plainly and with remembered features, over one pass of the trunk."""
+    count, epochs = (256, 2) if settings.quick else (4096, 10)
+    torch.manual_seed(0)
+    trunk = GPT(GPTConfig(vocab_size=65, bias=False, dropout=0.0, **SHAPES["S"])).eval()
+    train_set, val_set = Samples("train", count, 64), Samples("val", 256, 64)
+    rows = []
+    with TemporaryDirectory() as folder:
+        for head, unfreeze_layers in (("last", 0), ("position", 0), ("last", 1)):
+            seconds = {}
+            for cached in (True, False):
+                own = RewardModelSettings(
+                    head=head,
+                    unfreeze_layers=unfreeze_layers,
+                    cache_features=cached,
+                    max_epochs=epochs,
+                    patience=epochs,
+                    output_path=str(Path(folder, "model.pt")),
+                )
+                with RunLog(Path(folder, "model.jsonl")) as log:
+                    state = RunState(own.output_path, own, {}, Ranks())
+                    run = Run(own, Ranks(), state, log, train_set, val_set, np.arange(256))
+                    model = reward_gpt(own, trunk)
+                    start = time.perf_counter()
+                    inputs, depth = head_inputs(run, model)
+                    learn_head(run, model, inputs, depth)
+                    seconds[cached] = time.perf_counter() - start
+                assert (depth is not None) == (cached and frozen_depth(model) is not None)
+
+            def one_pass(model: GPT = model) -> None:
+                with torch.no_grad():
+                    for part in np.array_split(np.arange(count), count // 256):
+                        model.trunk(to_device(train_set.x, part, torch.device("cpu")))
+
+            single = median_seconds(one_pass, settings.num_runs)
+            figures = [
+                f"{single:.2f}",
+                f"{seconds[False]:.2f}",
+                f"{seconds[True]:.2f}",
+                f"{seconds[True] / single:.2f}",
+            ]
+            rows.append([head, str(unfreeze_layers), *figures])
+    header = ["head", "unfrozen blocks", "one pass of the trunk, s", "plain, s", "remembered, s", "passes (goal 1.5)"]
+    say(f"\n{epochs} epochs of {count:,} samples, evaluations included:\n" + markdown(header, rows))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train_grpo.py
+
+
+def grpo_parts(settings: TrainingBenchSettings) -> None:
+    """A step on the shapes of benchmarks/grpo.py, by part, as a table."""
+    ours = Ours()
+    ours.steps(1)
+    parts: dict[str, list[float]] = {}
+    for _ in range(1 if settings.quick else settings.num_runs):
+        for name, seconds in ours.parts().items():
+            parts.setdefault(name, []).append(seconds)
+    medians = {name: statistics.median(seconds) for name, seconds in parts.items()}
+    total = sum(medians.values())
+    rows = [[name, f"{seconds:.3f}", f"{seconds / total:.0%}"] for name, seconds in medians.items()]
+    say("\n" + markdown(["part of a GRPO step", "s", "share"], [*rows, ["all", f"{total:.3f}", ""]]))
+
+
+if __name__ == "__main__":
+    run_main(main)
