@@ -34,6 +34,7 @@ from settings import Problems, parse_settings
 from train_reward_model import RewardModelSettings, Run, head_inputs, learn_head, reward_gpt
 
 NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
+PARTS = ("loss", "throughput", "reward", "grpo", "start", "memory")
 SHAPES = {
     "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
     "M": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
@@ -46,14 +47,16 @@ class TrainingBenchSettings:
 
     quick: bool = False
     """few steps and samples: a look at the tables"""
+    parts: tuple[str, ...] = PARTS
+    """of loss, throughput, reward, grpo, start and memory"""
     dataset: str = "shakespeare_char"
     """folder of the corpus, by characters: a path, or a name below data/"""
-    max_iters: int = 195
+    max_iters: int = 215
     """steps of the fast recipe"""
     seeds: tuple[int, ...] = (1337, 1, 2)
     """seeds of the fast recipe, a row for each"""
     large_tokens: int = 500_000_000
-    """tokens of the corpus that memory is measured with, two bytes each; 0: leave that out"""
+    """tokens of the corpus that memory is measured with, two bytes each"""
     num_runs: int = 5
     """timed runs of what is timed in this process"""
     out_dir: str = "out/benchmarks/training"
@@ -63,20 +66,25 @@ class TrainingBenchSettings:
         """What is wrong with the settings."""
         problems = Problems()
         problems.check_range(self, "max_iters", "num_runs", minimum=1)
-        problems.check_range(self, "large_tokens", minimum=0)
+        problems.check_range(self, "large_tokens", minimum=10_000)
+        for part in self.parts:
+            problems.require(part in PARTS, f"parts: {part!r} is unknown", f"Use of {', '.join(PARTS)}")
         return problems
 
 
 def main() -> None:
     settings = parse_settings(TrainingBenchSettings, "training")
     say(f"{os.cpu_count()} processors, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    time_to_loss(settings)
-    throughput(settings)
-    reward_epochs(settings)
-    grpo_parts(settings)
-    start_up(settings)
-    if settings.large_tokens:
-        memory(settings)
+    measure = {
+        "loss": time_to_loss,
+        "throughput": throughput,
+        "reward": reward_epochs,
+        "grpo": grpo_parts,
+        "start": start_up,
+        "memory": memory,
+    }
+    for part in settings.parts:
+        measure[part](settings)
 
 
 def median_seconds(work: Callable[[], object], num_runs: int) -> float:
@@ -163,8 +171,9 @@ def start_up(settings: TrainingBenchSettings) -> None:
 def memory(settings: TrainingBenchSettings) -> None:
     """The most anonymous memory of train.py with a small and with a large corpus."""
     peaks = {}
+    Path(settings.out_dir).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=settings.out_dir) as folder:
-        for num_tokens in (10_000_000, settings.large_tokens):
+        for num_tokens in (settings.large_tokens // 50, settings.large_tokens):
             corpus = Path(folder, str(num_tokens))
             corpus.mkdir()
             draw = np.random.default_rng(0)

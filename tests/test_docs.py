@@ -71,9 +71,10 @@ SHRINK = {
     "benchmarks/reward_models": "--quick True --heads likelihood",
     "benchmarks/oracle": "--num_tokens 8000 --block_size 16 --p_iters 4 --q_iters 4 --large_iters 4 --max_blocks 20 "
     "--heads 'likelihood (the default)'",
+    "benchmarks/training": "--quick True --parts throughput reward --num_runs 1",
     "benchmarks/generation": "--shapes XS --num_runs 1 --headline_blocks 0 --num_processes 1 --device cpu",
 }
-TORCHRUN = {"nproc_per_node", "nnodes", "node_rank", "master_addr"}
+TORCHRUN = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"}
 NOT_OURS = {"config", "help", "cov", *TORCHRUN}  # options of every script, of pytest and of torchrun
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -210,7 +211,7 @@ def run_script(script: str, arguments: list[str]) -> None:
         assert end.code in (None, 0), f"{shlex.join(sys.argv)}\nended with {end.code}:\n{err.getvalue()[-2000:]}"
     finally:
         sys.argv, sys.path[:] = argv, path
-        for module in ("pipeline", "reward_models"):  # of benchmarks/: they know where their checkout lies
+        for module in ("pipeline", "reward_models", "grpo"):  # of benchmarks/: they know where their checkout lies
             sys.modules.pop(module, None)
         signal.signal(signal.SIGTERM, handler)
 
@@ -227,7 +228,9 @@ def run_command(words: list[str]) -> None:
         assert targets and set(targets) <= make_targets(), words
         for assignment in (word for word in words[1:] if "=" in word):
             name, _, value = assignment.partition("=")
-            benchmark = {"bench-generation": "generation", "bench-grpo": "grpo"}.get(targets[0])
+            benchmark = {"bench-generation": "generation", "bench-grpo": "grpo", "bench-training": "training"}.get(
+                targets[0]
+            )
             if name == "ARGS" and benchmark is not None:
                 run_script(f"benchmarks/{benchmark}.py", shlex.split(value))
                 continue
