@@ -20,7 +20,6 @@ from run_log import progress
 from runtime import atomic_path
 
 MOST_IN_MEMORY = 2**30  # bytes of a dataset's features
-ROWS_AT_A_TIME = 256  # at most, in passes without gradients
 
 
 def frozen_depth(model: GPT) -> int | None:
@@ -62,7 +61,7 @@ def frozen_features(
     and the depth, that is made once. Every rank computes its share.
     """
     model.eval()
-    whole, size = depth == model.config.n_layer, model.rows_at_a_time(ROWS_AT_A_TIME)
+    whole, size = depth == model.config.n_layer, model.rows_at_a_time()
     width = model.config.n_embd
     pooled = whole and model.config.reward_head_type == "last"
     shape = (len(dataset), width) if pooled else (len(dataset), dataset.block_size, width)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from checkpoint import build_model, check_same_tokens, load_checkpoint, save_checkpoint
 from data_loader import TokenSplits, WholeSplitBatches, dataset_folder, get_batch, load_binary, load_text
-from frozen_features import ROWS_AT_A_TIME, frozen_depth, frozen_features, head_output, to_device
+from frozen_features import frozen_depth, frozen_features, head_output, to_device
 from generation import Sampling
 from model import GPT, check_same_fields
 from objectives import (
@@ -719,6 +719,7 @@ def learn_head(
         told |= {"best_state": best_state, "learned": learned, "epoch": epoch, "first": first, "loss_sum": loss_sum}
         return head_state(run, start, diverged) | told
 
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     forward, loss_of_batch = parallel(model, ranks), partial(weighted_loss, depth=depth, settings=settings)
     num_samples, max_epochs = len(run.train_set), settings.max_epochs if control_epochs is None else control_epochs
     with run.state.kept(progress_so_far):
@@ -727,6 +728,7 @@ def learn_head(
             try:
                 with progress(-(-num_samples // settings.batch_size), f"Epoch {epoch}/{max_epochs}", "step") as bar:
                     bar.update(-(-first // settings.batch_size))
+                    train_what_learns(model)
                     while first < num_samples:
                         with run.state.step():
                             seed_step(settings.seed, "dropout", epoch, first, ranks.rank)
@@ -734,11 +736,10 @@ def learn_head(
                             mine = rows[ranks.share(len(rows))]
                             share = len(mine) / len(rows)
                             mine = mine if len(mine) else rows[:1]  # of weight 0: all ranks must take part
-                            train_what_learns(model)
                             batch = to_device(train_inputs, mine, ranks.device), to_device(targets, mine, ranks.device)
                             loss = forward(loss_of_batch, *batch, share * ranks.world_size)
                             loss.backward()
-                            clip_gradients(model.named_parameters(), settings.grad_clip)
+                            clip_gradients(trainable, settings.grad_clip)
                             optimizers.step()
                             optimizers.zero_grad()
                             loss_sum += ranks.sum(loss.item() / ranks.world_size)[0] * len(rows)
@@ -802,7 +803,7 @@ def evaluate(run: Run, model: GPT, inputs: np.ndarray | Tensor, depth: int | Non
     """Mean loss over the selection rows, and P(natural) (n,) of each."""
     model.eval()
     settings, rows = run.settings, run.select_rows
-    total, predictions, size = 0.0, [], model.rows_at_a_time(ROWS_AT_A_TIME)
+    total, predictions, size = 0.0, [], model.rows_at_a_time()
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
         output = head_output(model, to_device(inputs, part, run.ranks.device), depth)
