@@ -6,7 +6,9 @@ Floor 4. A trunk that is not trained says the same of the same tokens in every e
 block on, what is below that does. Kept in memory, or in a file where it is large.
 """
 
+import contextlib
 import hashlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +60,7 @@ def frozen_features(
     """Hidden states (n, N, C) float32 after the frozen blocks; (n, C) where a last head reads no more of them.
 
     A tensor, or from `most_in_memory` bytes on a memory map of a file in `folder`, named after the weights, the tokens
-    and the depth, that is made once. Every rank computes its share.
+    and the depth, that is made once, by each rank for itself. Every rank computes its share.
     """
     model.eval()
     whole, size = depth == model.config.n_layer, model.rows_at_a_time()
@@ -85,8 +87,21 @@ def frozen_features(
     path = folder / f"{dataset.split}_{_key(model, dataset, depth)}_{ranks.rank}.f32"
     if ranks.sum(path.is_file())[0] < ranks.world_size:
         with atomic_path(path) as partial:
-            fill(np.memmap(partial, dtype=np.float32, mode="w+", shape=shape))
+            with open(partial, "wb") as file:
+                if hasattr(os, "posix_fallocate"):  # through a map, a full disk would end the process
+                    os.posix_fallocate(file.fileno(), 0, 4 * int(np.prod(shape)))
+                else:
+                    file.truncate(4 * int(np.prod(shape)))
+            fill(np.memmap(partial, dtype=np.float32, mode="r+", shape=shape))
     return np.memmap(path, dtype=np.float32, mode="r", shape=shape)
+
+
+def forget_features(folder: Path) -> None:
+    """Remove the files that `frozen_features` has made in a folder."""
+    for path in folder.glob("*.f32"):
+        path.unlink()
+    with contextlib.suppress(OSError):  # where somebody else has put something there, or nothing was made
+        folder.rmdir()
 
 
 def _key(model: GPT, dataset: RewardDataset, depth: int) -> str:

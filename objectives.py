@@ -60,6 +60,11 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
+def next_token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean cross-entropy () in nats of targets y after x, (B, T) int64 each, by `model(x, y)`."""
+    return model(x, y)[1]
+
+
 @torch.no_grad()
 def language_model_loss(
     model: nn.Module,

@@ -193,7 +193,7 @@ def cooldown_factor(step: int, warmup_steps: int, num_steps: int, cooldown: floa
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    left = max(0, num_steps - step) / (cooldown * num_steps)
+    left = max(0, num_steps - step) / max(1, cooldown * num_steps)
     return min_factor + (1 - min_factor) * min(1.0, left)
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runtime import Terminated, UserError
 
 CPU = torch.device("cpu")
+PATIENCE = timedelta(hours=2)  # of the ranks, while rank 0 evaluates for all
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -30,6 +32,11 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
+
+    @property
+    def where(self) -> str:
+        """Device and number of ranks, for people."""
+        return str(self.device) + (f" on {self.world_size} ranks" if self.world_size > 1 else "")
 
     def on_main(self, work: Callable[[], Any]) -> Any:
         """The result of `work`, done on rank 0 alone and told to all; its UserError is raised on every rank."""
@@ -71,6 +78,14 @@ class Ranks:
         torch.distributed.all_gather(parts, part.contiguous())
         return torch.cat(parts)
 
+    def agree(self, numbers: list[int]) -> list[int]:
+        """The greatest number that any rank has, as a list; empty where none has one."""
+        if self.world_size == 1:
+            return numbers[:1]
+        greatest = torch.tensor(max(numbers, default=0), device=self.device)
+        torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX)
+        return [int(greatest)] if greatest else []
+
     def common_error(self, message: str) -> UserError:
         """The error to raise where all ranks find the same fault: one tells it."""
         return UserError(message if self.rank == 0 else "")
@@ -94,16 +109,21 @@ def start_ranks(device: torch.device) -> Ranks:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1:
         return Ranks(device=device)
-    if device.type == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if local_rank >= torch.cuda.device_count():
+    if device.type == "mps":
+        raise UserError("ERROR: torchrun shares work out on CPUs and CUDA devices: use --device cpu")
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        if here > torch.cuda.device_count():
             raise UserError(
-                f"ERROR: local rank {local_rank}, but this machine has {torch.cuda.device_count()} CUDA device(s): "
-                "start at most one process a device (--nproc_per_node)"
+                f"ERROR: {here} processes here, but this machine has {torch.cuda.device_count()} CUDA device(s): start "
+                "at most one process a device (--nproc_per_node)"
             )
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.distributed.init_process_group(
+        "nccl" if on_cuda else "gloo", timeout=PATIENCE, device_id=device if on_cuda else None
+    )
     return Ranks(torch.distributed.get_rank(), world_size, device)
 
 
@@ -146,10 +166,10 @@ def gradients_stay(forward: Callable[..., Any], last: bool) -> contextlib.Abstra
 
 
 @contextlib.contextmanager
-def signals_wait(ranks: Ranks) -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the work within is done; then they are raised, on every rank if on one.
+def signals_wait() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM wait until the work within is done, well or not; then they are raised.
 
-    Of both the same: KeyboardInterrupt or runtime.Terminated. A second Ctrl-C does not wait.
+    Yields the list to which they are added meanwhile. A second Ctrl-C does not wait.
     """
     noted: list[int] = []
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -163,17 +183,17 @@ def signals_wait(ranks: Ranks) -> Iterator[None]:
         if callable(handlers[number]):  # else it is ignored
             signal.signal(number, note)
     try:
-        yield
+        yield noted
     finally:
         for number in SIGNALS:
             signal.signal(number, handlers[number])
-    first = noted[0] if noted else 0
-    if ranks.world_size > 1:
-        agreed = torch.tensor(first, device=ranks.device)
-        torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
-        first = int(agreed)
-    if first == signal.SIGINT:
+        raise_signal(noted)
+
+
+def raise_signal(noted: list[int]) -> None:
+    """Raise what the first of the signals stands for, if there is one: KeyboardInterrupt or runtime.Terminated."""
+    if noted and noted[0] == signal.SIGINT:
         raise KeyboardInterrupt
-    if first:
+    if noted:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off is to be left to finish
         raise Terminated

@@ -56,7 +56,10 @@ SETTINGS = {
     "sample": SampleSettings,
 }
 # Where a stage runs, how it goes on, how much memory it may use and what it tells make no other run of it.
-NO_IDENTITY = ("device", "init_from", "overwrite", "kv_cache_mb", "log_interval", "tracker", "cache_features")
+NO_IDENTITY = (
+    *("device", "init_from", "overwrite", "kv_cache_mb", "log_interval", "cache_features"),
+    *("tracker", "wandb_log", "wandb_project", "wandb_run_name"),
+)
 
 
 @dataclass
@@ -243,17 +246,18 @@ class Runner:
         return self.ledger.stages[stage.name]
 
     def is_begun(self, stage: Stage) -> bool:
-        """Whether a stage can go on where it was interrupted; not where its settings are others now, which is told."""
+        """Whether a stage can go on where it was interrupted; where its settings are others now, that is told."""
         state = stage.artefact.with_suffix(SUFFIX)
         if "init_from" not in stage.options or not state.is_file():
             return False
-        arguments = stage.arguments(self.config_path, self.device)
-        differences = of_another_run(
-            load_run_state(state), parse_settings(SETTINGS[stage.script], stage.script, arguments)
-        )
-        if differences:
-            say(f"\n{stage.name} begins anew: it was interrupted with other settings ({differences})")
-        return not differences
+        settings = parse_settings(SETTINGS[stage.script], stage.script, stage.arguments(self.config_path, self.device))
+        try:
+            reason = of_another_run(load_run_state(state), settings)
+        except UserError as error:
+            reason = str(error).removeprefix("ERROR: ")
+        if reason:
+            say(f"\n{stage.name} begins anew, not where it was interrupted: {reason}")
+        return not reason
 
     def way_on(self) -> str:
         """What somebody who interrupts a stage is told."""

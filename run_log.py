@@ -6,13 +6,14 @@ Floor 0. What each number means is defined once, in docs/metrics.md.
 """
 
 import contextlib
+import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
@@ -70,7 +71,14 @@ def format_metrics(metrics: dict[str, Any]) -> str:
     return " | ".join(parts)
 
 
-Tracker = Callable[[dict[str, Any]], None]
+class Tracker(Protocol):
+    """Where records go beside their file."""
+
+    def track(self, record: dict[str, Any]) -> None:
+        """Take a record."""
+
+    def close(self) -> None:
+        """There are no more."""
 
 
 class RunLog:
@@ -102,6 +110,8 @@ class RunLog:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
             self._file.close()
+        if self._tracker is not None:
+            self._tracker.close()
 
     def log(self, step: int, quiet: bool = False, unit: str | None = None, **metrics: Any) -> None:
         """Append the record of a step and, unless `quiet`, print its line. Values are what JSON has.
@@ -115,47 +125,68 @@ class RunLog:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._tracker is not None:
-            self._tracker(record)
+            self._tracker.track(record)
         if not quiet:
             say(f"{unit or self._unit} {step} | " + format_metrics(metrics))
+
+
+def tracker_obstacle(name: str) -> str | None:
+    """What stands in the way of `--tracker NAME`, as a sentence, or None."""
+    if name != "none" and importlib.util.find_spec(name) is None:
+        return f"tracker={name} needs a package that is not installed"
+    return None
 
 
 def make_tracker(name: str, log_path: Path, run_name: str, settings: dict[str, Any], project: str) -> Tracker | None:
     """Where else records go: 'none', 'wandb' (Weights & Biases) or 'tensorboard' (a folder beside `log_path`).
 
-    From rank 0 alone. Raises UserError where the package that it takes is not installed: only what is asked for is.
+    From rank 0 alone. Raises UserError where Weights & Biases does not begin (nobody is logged in).
     """
     if name == "none" or not is_main_rank():
         return None
-    try:
-        return (_wandb if name == "wandb" else _tensorboard)(log_path, run_name, settings, project)
-    except ImportError:
-        raise UserError(f"ERROR: --tracker {name} needs a package: `pip install {name}`, or --tracker none") from None
+    if name == "wandb":
+        return WandbTracker(project, run_name, settings)
+    return TensorboardTracker(log_path.with_suffix(".tensorboard"), settings)
 
 
-def _wandb(log_path: Path, run_name: str, settings: dict[str, Any], project: str) -> Tracker:
-    import wandb
+class WandbTracker:
+    """A run at Weights & Biases."""
 
-    run = wandb.init(project=project, name=run_name, config=settings)
-    run.define_metric("*", step_metric="step")  # a reward model's record counts steps, then epochs
-    return lambda record: run.log(_by_phase(record) | {"step": record["step"]})
+    def __init__(self, project: str, run_name: str, settings: dict[str, Any]) -> None:
+        import wandb
+
+        try:
+            self.run = wandb.init(project=project, name=run_name, config=settings)
+        except wandb.Error as error:
+            raise UserError(f"ERROR: --tracker wandb: {error}") from None
+        self.run.define_metric("*", step_metric="step")  # a reward model's record counts steps, then epochs
+
+    def track(self, record: dict[str, Any]) -> None:
+        self.run.log(_by_phase(record) | {"step": record["step"]})
+
+    def close(self) -> None:
+        self.run.finish()
 
 
-def _tensorboard(log_path: Path, run_name: str, settings: dict[str, Any], project: str) -> Tracker:
-    from torch.utils.tensorboard import SummaryWriter
+class TensorboardTracker:
+    """TensorBoard's files, in a folder."""
 
-    writer = SummaryWriter(str(log_path.with_suffix(".tensorboard")))
-    writer.add_text("settings", json.dumps(settings, indent=2))
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-    def track(record: dict[str, Any]) -> None:
+        self.writer = SummaryWriter(str(folder))
+        self.writer.add_text("settings", json.dumps(settings, indent=2))
+
+    def track(self, record: dict[str, Any]) -> None:
         for metric, value in _by_phase(record).items():
             if isinstance(value, str):
-                writer.add_text(metric, value, record["step"])
+                self.writer.add_text(metric, value, record["step"])
             elif isinstance(value, int | float):
-                writer.add_scalar(metric, value, record["step"])
-        writer.flush()
+                self.writer.add_scalar(metric, value, record["step"])
+        self.writer.flush()
 
-    return track
+    def close(self) -> None:
+        self.writer.close()
 
 
 def _by_phase(record: dict[str, Any]) -> dict[str, Any]:

@@ -15,12 +15,16 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ranks import Ranks, signals_wait
+from ranks import Ranks, raise_signal, signals_wait
 from run_log import say
-from runtime import Terminated, UserError, atomic_path, interruption_tells
+from runtime import Terminated, UserError, atomic_path, from_here_on_tell
 from staging import differing_settings
 
 SUFFIX = ".resume"
+
+
+class WriteError(UserError):
+    """A state or checkpoint for which there is no room."""
 
 
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
@@ -32,7 +36,7 @@ def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
             # torch's writer tells a failed write as its own error, raised while it handles the system's.
             if not isinstance(error.__context__, OSError):
                 raise
-            raise UserError(f"ERROR: cannot write {path}: {error.__context__.strerror}") from None
+            raise WriteError(f"ERROR: cannot write {path}: {error.__context__.strerror}") from None
 
 
 def load_state(path: str | Path) -> dict[str, Any]:
@@ -90,12 +94,14 @@ class RunState:
         self.path = Path(output).with_suffix(SUFFIX)
         self.settings, self.reads, self.ranks = settings, dict(reads), ranks
         self.between_steps = True
+        self.noted: list[int] = []  # signals, where they wait for all ranks
 
     def begin(self, resume: bool) -> dict[str, Any] | None:
         """What `save` was given last, to go on from; None for a run from scratch, which forgets an earlier one's state.
 
         Raises UserError where there is nothing to resume, or it is of another run: what differs is named.
         """
+        from_here_on_tell(self.way_on)
         if not resume:
             if self.ranks.rank == 0:
                 self.path.unlink(missing_ok=True)  # an earlier run's state must not pass for this one's
@@ -125,25 +131,30 @@ class RunState:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A step of the run, done whole before Ctrl-C or SIGTERM is heard: on every rank if on one."""
-        with signals_wait(self.ranks):
+        alone = self.ranks.world_size == 1
+        with signals_wait() if alone else contextlib.nullcontext():
             self.between_steps = False
             yield
             self.between_steps = True
+        if not alone:
+            raise_signal(self.ranks.agree(self.noted))
 
     @contextlib.contextmanager
     def kept(self, progress: Callable[[], Mapping[str, Any] | None]) -> Iterator[None]:
         """Who interrupts the work within has its `progress` saved (None: there is none yet), and is told how to go on.
 
         Between steps that is; of a step that was broken off, and of a killed process, what was saved before remains.
+        With several ranks signals wait for the end of a step wherever they come: all must be at the same one.
         """
-        with interruption_tells(self.way_on):
-            try:
+        self.between_steps = True
+        try:
+            with contextlib.nullcontext([]) if self.ranks.world_size == 1 else signals_wait() as self.noted:
                 yield
-            except (KeyboardInterrupt, Terminated):
-                if self.between_steps and (state := progress()) is not None:
-                    with signals_wait(Ranks()):
-                        self.save(**state)
-                raise
+        except (KeyboardInterrupt, Terminated):
+            if self.between_steps and (state := progress()) is not None:
+                with signals_wait():
+                    self.save(**state)
+            raise
 
     def way_on(self) -> str:
         """What somebody who interrupts the run is told."""

@@ -14,6 +14,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 EXIT_RANK_LOST = 1
+SECONDS_FOR_RANK_0 = 3.0  # to tell what all ranks have found
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -46,6 +48,7 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
 
     signal.signal(signal.SIGTERM, on_sigterm)
     signal.signal(signal.SIGHUP, on_sigterm)
+    _ways_on[:] = [lambda: way_on]
     try:
         main()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -56,12 +59,14 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
             sys.stderr.flush()
             os._exit(0)
     except UserError as error:
-        # Before they are joined, all ranks find the same fault, and one tells it.
-        told = is_main_rank() or torch.distributed.is_initialized()
-        _exit(str(error) if told else "", EXIT_BAD_INPUT)
+        if str(error) and not is_main_rank():
+            # What all ranks find rank 0 tells, and torchrun then ends the others; what it does not find is told here.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_BAD_INPUT))
+            time.sleep(SECONDS_FOR_RANK_0)
+        _exit(str(error), EXIT_BAD_INPUT)
     except (KeyboardInterrupt, Terminated) as error:
         by_key = isinstance(error, KeyboardInterrupt)
-        told = f"{'Interrupted' if by_key else 'Terminated'}. {getattr(error, '__notes__', [way_on])[0]}"
+        told = f"{'Interrupted' if by_key else 'Terminated'}. {_told_way_on(error)}"
         _exit("" if is_stage() or not is_main_rank() else told, EXIT_INTERRUPTED if by_key else EXIT_TERMINATED)
     except BrokenPipeError:
         # The reader of our output went away (`... | head`): nobody is left to tell.
@@ -72,7 +77,7 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        told = f"ERROR: another rank ended, or cannot be reached. {getattr(error, '__notes__', [way_on])[0]}"
+        told = f"ERROR: another rank ended, or cannot be reached. {_told_way_on(error)}"
         _exit(told, EXIT_RANK_LOST)
     except MemoryError as error:
         _exit(f"ERROR: out of memory: {error}. Use a smaller batch or dataset.", EXIT_BAD_INPUT)
@@ -86,10 +91,22 @@ def interruption_tells(way_on: Callable[[], str]) -> Iterator[None]:
     """Whoever interrupts the work within is told what `way_on` says then: what is kept depends on the moment."""
     try:
         yield
-    except (KeyboardInterrupt, Terminated, RuntimeError) as interruption:
-        if not isinstance(interruption, RuntimeError) or is_lost_rank(interruption):
-            interruption.add_note(way_on())
+    except (KeyboardInterrupt, Terminated) as interruption:
+        interruption.add_note(way_on())
         raise
+
+
+_ways_on: list[Callable[[], str]] = []
+
+
+def from_here_on_tell(way_on: Callable[[], str]) -> None:
+    """Whoever interrupts this process from now on is told what `way_on` says then, where nothing nearer says more."""
+    _ways_on.append(way_on)
+
+
+def _told_way_on(interruption: BaseException) -> str:
+    notes = getattr(interruption, "__notes__", [])
+    return notes[0] if notes else _ways_on[-1]()
 
 
 def is_main_rank() -> bool:

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from checkpoint import build_model, data_record, load_checkpoint, save_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token_file
 from model import GPT, GPTConfig
-from objectives import language_model_loss, perplexity
+from objectives import language_model_loss, next_token_loss, perplexity
 from optimization import EarlyStopping, clip_gradients, cooldown_factor, learning_rate_factor, make_optimizers
 from ranks import gradients_stay, parallel, start_ranks
-from run_log import RunLog, counted, format_size, make_tracker, progress, say
+from run_log import RunLog, counted, format_size, make_tracker, progress, say, tracker_obstacle
 from run_state import RunState
 from runtime import (
     UserError,
@@ -176,6 +175,9 @@ class TrainSettings:
                 f"short_contexts: {length} does not divide block_size={self.block_size}",
                 "Choose lengths that do, such as powers of 2",
             )
+        if obstacle := tracker_obstacle(self.tracker_name):
+            remedy = f"Install it with `pip install {self.tracker_name}`, or leave it out"
+            problems.require(False, obstacle, remedy)
         # Asked of heads and width alone, so that it is told beside whatever else is wrong.
         heads = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
         if (problem := heads.problem()) and problem not in problems.errors:
@@ -274,8 +276,7 @@ def main() -> None:
             say(f"Resuming {state.path} at iteration {first_step}")
 
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
-    others = f" on {ranks.world_size} ranks" if ranks.world_size > 1 else ""
-    say(f"Using device: {device} ({str(dtype).removeprefix('torch.')}){others}")
+    say(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})")
     say(f"Data: {folder} ({tokenizer.info().describe()}), {len(train_tokens):,} + {len(val_tokens):,} tokens")
     say(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
 
@@ -324,7 +325,7 @@ def main() -> None:
     ):
         step_time, step_count = 0.0, 0
         while True:
-            if (step % settings.eval_interval == 0 or step == settings.max_iters) and not evaluated:
+            if (step % settings.eval_interval == 0 or step >= settings.max_iters) and not evaluated:
                 val_loss = evaluate()
                 with state.step():
                     log.log(step, val_loss=val_loss)
@@ -344,7 +345,7 @@ def main() -> None:
             if stopping.should_stop:
                 say(f"Stopped at step {step}: no fall of {settings.min_delta} in {settings.patience} evaluations")
                 break
-            if step == settings.max_iters:
+            if step >= settings.max_iters:
                 break
 
             with state.step():
@@ -360,7 +361,7 @@ def main() -> None:
                     last = micro_step == settings.gradient_accumulation_steps - 1
                     with gradients_stay(forward, last):
                         with autocast(device, dtype):
-                            loss = forward(loss_of_batch, x, y) / settings.gradient_accumulation_steps
+                            loss = forward(next_token_loss, x, y) / settings.gradient_accumulation_steps
                         scaler.scale(loss).backward()
                     loss_sum += loss.detach()
                 optimizers.unscale(scaler)
@@ -396,11 +397,6 @@ def batch_shape(step: int, settings: TrainSettings) -> tuple[int, int]:
         lengths = settings.short_contexts or (length,)
         length = lengths[int(step / part * len(lengths))]
     return length, settings.batch_size * settings.block_size // length
-
-
-def loss_of_batch(model: GPT, x: Tensor, y: Tensor) -> Tensor:
-    """The mean cross-entropy () of targets y (B, T) after x (B, T)."""
-    return model(x, y)[1]
 
 
 def diverged(what: str, step: int, settings: TrainSettings) -> str:

@@ -32,6 +32,7 @@ from model import GPT, check_same_fields
 from objectives import (
     group_advantages,
     kl_estimate,
+    next_token_loss,
     policy_loss,
     token_advantages,
     token_log_probs,
@@ -40,7 +41,7 @@ from optimization import EarlyStopping, clip_gradients, make_optimizers
 from ranks import Ranks, gradients_stay, parallel, start_ranks
 from reward_model import Judge, Verdict
 from rollouts import Instruments, draw_prompts, masked_mean, written_mask
-from run_log import RunLog, format_size, make_tracker, picture, progress, read_records, say
+from run_log import RunLog, format_size, make_tracker, picture, progress, read_records, say, tracker_obstacle
 from run_state import RunState
 from runtime import (
     UserError,
@@ -185,6 +186,8 @@ class GRPOSettings:
             f"output_path={self.output_path}: records (.jsonl) and a picture (.png) are to lie beside it",
             "Give the policy another suffix, such as .pt",
         )
+        if obstacle := tracker_obstacle(self.tracker):
+            problems.require(False, obstacle, f"Install it with `pip install {self.tracker}`, or leave it out")
         if self.gate_path is None and (obstacle := check_writable(self.output_path, is_file=True)):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         if self.gate_path is not None and (obstacle := check_writable(self.gate_path, is_file=True)):
@@ -206,7 +209,7 @@ def main() -> None:
     policy = build_model(checkpoint, "generator", settings.base_model_path, device)
     reference = build_model(checkpoint, "generator", settings.base_model_path, device)
     judge = make_judge(judge_checkpoint, reference, settings, device)
-    settings = with_choices_made(settings, judge)
+    asked, settings = settings, with_choices_made(settings, judge)
     optimizers = make_optimizers(
         policy, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=device.type
     )
@@ -218,10 +221,10 @@ def main() -> None:
     check_tokenizer(checkpoint, tokenizer)
     train_tokens = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, N + 1)
     val_tokens = open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
-    check_same_splits(checkpoint["data"], data_record(train_tokens, val_tokens), allow_mismatch=True)
+    corpus = ranks.on_main(lambda: data_record(train_tokens, val_tokens))
+    check_same_splits(checkpoint["data"], corpus, allow_mismatch=True)
 
-    others = f" on {ranks.world_size} ranks" if ranks.world_size > 1 else ""
-    say(f"Using device: {device}{others}")
+    say(f"Using device: {ranks.where}")
     say(f"Policy: {settings.base_model_path}, {format_size(policy.num_parameters())}, block_size {N}")
     say(f"Judge: {settings.reward_model_path}; prompts: {folder}")
     rows = settings.prompts_per_step * settings.group_size
@@ -255,17 +258,18 @@ def main() -> None:
     reads = {
         "base model": hash_file(settings.base_model_path),
         "reward model": hash_file(settings.reward_model_path),
-        "corpus": ranks.on_main(lambda: data_record(train_tokens, val_tokens)),
+        "corpus": corpus,
     }
-    state = RunState(path, settings, reads, ranks)
+    state = RunState(path, asked, reads, ranks)
     saved = state.begin(settings.init_from == "resume")
-    step, reason, start = 0, None, None
+    step, reason, start, record = 0, None, None, {}
     if saved is not None:
-        step, reason, start = saved["step"], None, saved["start"]
+        step, start, record = saved["step"], saved["start"], saved["record"]
         policy.load_state_dict(saved["policy"])
         optimizers.load_state_dict(saved["optimizers"])
         stops.load_state_dict(saved["stops"])
         best.load_state_dict(saved["best"])
+        reason = stops.why(step, record, start)  # by today's limits
         say(f"Resuming {state.path} at step {step}")
     tracker = make_tracker(settings.tracker, path.with_suffix(".jsonl"), path.stem, asdict(settings), "crossover")
     forward = parallel(policy, ranks)
@@ -273,7 +277,13 @@ def main() -> None:
     def progress_so_far() -> dict[str, Any] | None:
         if start is None:
             return None
-        told = {"step": step, "start": start, "num_records": log.num_records, "policy": policy.state_dict()}
+        told = {
+            "step": step,
+            "start": start,
+            "record": record,
+            "num_records": log.num_records,
+            "policy": policy.state_dict(),
+        }
         told |= {"optimizers": optimizers.state_dict(), "stops": stops.state_dict(), "best": best.state_dict()}
         return told
 
@@ -283,8 +293,14 @@ def main() -> None:
         progress(settings.max_steps, "GRPO", "step", initial=step) as bar,
     ):
         if start is None:
-            start = ranks.on_main(instruments.read)
-            log.log(0, **start)
+            first_look = ranks.on_main(instruments.read)
+            with state.step():
+                start = first_look
+                log.log(0, **start)
+        if reason and "val_loss" not in record:  # it was interrupted at what has become its last step
+            record |= ranks.on_main(instruments.read)
+            best.offer(step, record, policy, stops.cap(record, start) is not None)
+            log.log(step, **record)
         while reason is None:
             with state.step():
                 step += 1
@@ -317,7 +333,9 @@ def main() -> None:
                     try:
                         made["gradient_norm"] = clip_gradients(policy.named_parameters(), settings.grad_clip)
                     except UserError as error:
-                        kept = f"; {state.way_on()}" if state.path.is_file() else ""
+                        kept = ""
+                        if best.step:
+                            kept = f"; the best so far is kept with --init_from resume --max_steps {best.looked}"
                         raise ranks.common_error(f"{error}, at step {step}{kept}") from None
                     optimizers.step()
                     optimizers.zero_grad()
@@ -326,14 +344,13 @@ def main() -> None:
 
                 # look, note, stop?
                 record = {**figures, **losses, **made, "updates": updates}
-                reason = stops.after_step(step, figures)
-                if step % settings.eval_interval == 0 or reason:
+                stops.note(step, figures["reward"])
+                if step % settings.eval_interval == 0 or stops.why(step, record, start):
                     record |= ranks.on_main(instruments.read)
-                    capped = stops.after_evaluation(record["kl_now"], record["val_loss"] - start["val_loss"])
-                    reason = reason or capped
-                    best.offer(step, record, policy, capped is not None)
+                    best.offer(step, record, policy, stops.cap(record, start) is not None)
                     if record["above_natural"]:
                         say(f"step {step}: completions look more natural than natural text: the judge is being gamed")
+                reason = stops.why(step, record, start)
                 log.log(step, quiet="val_loss" not in record, **record)
                 if "val_loss" in record:
                     state.save(**progress_so_far())
@@ -510,15 +527,10 @@ def add_natural_gradients(
     total = 0.0
     for rows in micro_batches(len(x), micro_rows):
         with gradients_stay(forward, last=rows.stop >= len(x)):
-            loss = forward(loss_of_text, x[rows], y[rows]) * (len(x[rows]) / len(x))
+            loss = forward(next_token_loss, x[rows], y[rows]) * (len(x[rows]) / len(x))
             (settings.lm_coef * loss).backward()
         total += loss.item()
     return ranks.sum(total / ranks.world_size)[0]
-
-
-def loss_of_text(model: GPT, x: Tensor, y: Tensor) -> Tensor:
-    """The mean cross-entropy () of targets y (B, T) after x (B, T)."""
-    return model(x, y)[1]
 
 
 class Stops:
@@ -538,28 +550,36 @@ class Stops:
         self.rewards = list(state["rewards"])
         self.plateau.load_state_dict(state["plateau"])
 
-    def after_step(self, step: int, figures: dict[str, float]) -> str | None:
-        """The reason to stop after a step, or None."""
+    def note(self, step: int, reward: float) -> None:
+        """Take note of a step's mean reward."""
+        self.rewards.append(reward)
+        window = self.settings.plateau_window
+        if step >= window and step % window == 0:
+            self.plateau.update(float(np.mean(self.rewards[-window:])))
+
+    def why(self, step: int, record: dict[str, Any], start: dict[str, Any]) -> str | None:
+        """The reason to stop after a step with this record, whose first evaluation was `start`; or None."""
         settings = self.settings
-        self.rewards.append(figures["reward"])
-        if figures["kl_start"] > settings.start_kl_cap:
-            return f"KL cap: {figures['kl_start']:.3f} > {settings.start_kl_cap} nats a token from the start"
+        if record["kl_start"] > settings.start_kl_cap:
+            return f"KL cap: {record['kl_start']:.3f} > {settings.start_kl_cap} nats a token from the start"
         if step >= settings.plateau_window:
             window_mean = float(np.mean(self.rewards[-settings.plateau_window :]))
             if window_mean >= settings.reward_threshold:
                 return f"reward threshold: {window_mean:.3f} >= {settings.reward_threshold}"
-            if step % settings.plateau_window == 0:
-                self.plateau.update(window_mean)
             if self.plateau.should_stop:
                 return f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
-        return f"step limit: {settings.max_steps}" if step == settings.max_steps else None
+        if step >= settings.max_steps:
+            return f"step limit: {settings.max_steps}"
+        return self.cap(record, start)
 
-    def after_evaluation(self, kl: float, rise: float) -> str | None:
+    def cap(self, record: dict[str, Any], start: dict[str, Any]) -> str | None:
         """The cap that an evaluated policy breaks: its KL to the start, the rise of its natural loss since; or None."""
         settings = self.settings
-        if kl > settings.start_kl_cap:
-            return f"KL cap: {kl:.3f} > {settings.start_kl_cap} nats a token from the start"
-        if rise > settings.natural_loss_cap:
+        if "val_loss" not in record:
+            return None
+        if record["kl_now"] > settings.start_kl_cap:
+            return f"KL cap: {record['kl_now']:.3f} > {settings.start_kl_cap} nats a token from the start"
+        if (rise := record["val_loss"] - start["val_loss"]) > settings.natural_loss_cap:
             return f"natural-text loss cap: risen by {rise:.3f} > {settings.natural_loss_cap} nats a token"
         return None
 
@@ -569,6 +589,7 @@ class Best:
 
     def __init__(self, criterion: str) -> None:
         self.criterion, self.step, self.record, self.state = criterion, 0, None, None
+        self.looked = 0  # the last step that was evaluated
 
     def _value(self, record: dict[str, Any]) -> float:
         if self.criterion == "nearest":
@@ -577,14 +598,15 @@ class Best:
 
     def state_dict(self) -> dict[str, Any]:
         """The best so far: its step, record and weights."""
-        return {"step": self.step, "record": self.record, "state": self.state}
+        return {"step": self.step, "record": self.record, "state": self.state, "looked": self.looked}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self.step, self.record, self.state = state["step"], state["record"], state["state"]
+        self.step, self.record, self.state, self.looked = (state[n] for n in ("step", "record", "state", "looked"))
 
     def offer(self, step: int, record: dict[str, Any], policy: GPT, capped: bool) -> None:
         """Keep this policy if it is the best so far (of equals the last)."""
+        self.looked = step
         if self.record is None or (not capped and self._value(record) <= self._value(self.record)):
             self.step, self.record = step, record
             self.state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}

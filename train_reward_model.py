@@ -9,7 +9,6 @@ picture), and JSON records. First the trunk may learn more about natural text; t
 
 import copy
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,13 +21,14 @@ from torch import Tensor
 
 from checkpoint import build_model, check_same_tokens, load_checkpoint, save_checkpoint
 from data_loader import TokenSplits, WholeSplitBatches, dataset_folder, get_batch, load_binary, load_text
-from frozen_features import frozen_depth, frozen_features, head_output, to_device
+from frozen_features import forget_features, frozen_depth, frozen_features, head_output, to_device
 from generation import Sampling
 from model import GPT, check_same_fields
 from objectives import (
     crossover_loss,
     mixture_loss,
     natural_share,
+    next_token_loss,
     reward_loss,
     token_log_probs,
 )
@@ -36,8 +36,8 @@ from optimization import EarlyStopping, clip_gradients, learning_rate_factor, ma
 from ranks import Ranks, parallel, start_ranks
 from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits
 from reward_model import LikelihoodRewardModel
-from run_log import RunLog, counted, format_size, make_tracker, progress, say
-from run_state import RunState
+from run_log import RunLog, counted, format_size, make_tracker, progress, say, tracker_obstacle
+from run_state import RunState, WriteError
 from runtime import (
     UserError,
     check_writable,
@@ -177,6 +177,8 @@ class RewardModelSettings:
                 "lm_iters=0 without a trunk: a likelihood head would hold the generator against itself",
                 "Let the trunk learn natural text with --lm_iters, or name a model of it with --trunk",
             )
+        if obstacle := tracker_obstacle(self.tracker):
+            problems.require(False, obstacle, f"Install it with `pip install {self.tracker}`, or leave it out")
         if obstacle := check_writable(self.output_path, is_file=True):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
@@ -214,8 +216,7 @@ def main() -> None:
     trunk = load_trunk(settings, checkpoint, generator_sha256, train_set.metadata, device)
     select_rows, report_rows, judged_on = halves_by_block(val_set)
 
-    others = f" on {ranks.world_size} ranks" if ranks.world_size > 1 else ""
-    say(f"Using device: {device}{others}")
+    say(f"Using device: {ranks.where}")
     say(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
     say(f"Trunk: {settings.trunk or settings.base_model_path}, {format_size(trunk.num_parameters())}")
     # What can be refused is refused before the records of an earlier run are replaced.
@@ -280,10 +281,11 @@ def main() -> None:
         log.log(learned["epoch"], quiet=True, final=True, **skill)
 
     if ranks.rank == 0:
-        shutil.rmtree(features_folder(settings), ignore_errors=True)
+        forget_features(features_folder(settings))
         draw_skill(skill, f"{settings.head} head", output.with_suffix(".png"))
     print_skill(skill, judged_on, settings.head)
     say(f"Saved {settings.output_path} and {output.with_suffix('.png')}")
+    ranks.wait()  # for what rank 0 alone writes
     if diverged:
         raise ranks.common_error(diverged)
 
@@ -574,12 +576,14 @@ def learn_natural_text(
                     batch = trunk.config.block_size, settings.lm_batch_size, draw, ranks.device, share
                     x, y = get_batch(tokens, *batch)  # (B / ranks, T) each
                     trunk.train()
-                    forward(loss_of_text, x, y).backward()
+                    forward(next_token_loss, x, y).backward()
                     clip_gradients(trunk.named_parameters(), settings.grad_clip)
                     optimizers.step()
                     optimizers.zero_grad()
                     step, judged = step + 1, False
                 bar.update()
+        except WriteError:
+            raise
         except UserError as error:
             remedy = "lower lm_learning_rate and lm_muon_learning_rate"
             if best_step == 0:  # nothing was learned
@@ -589,11 +593,6 @@ def learn_natural_text(
     trunk.eval()
     say(f"Natural text: kept step {best_step}, lm_select_loss {best_loss:.4f}")
     return diverged
-
-
-def loss_of_text(model: GPT, x: Tensor, y: Tensor) -> Tensor:
-    """The mean cross-entropy () of targets y (B, T) after x (B, T)."""
-    return model(x, y)[1]
 
 
 @torch.no_grad()
@@ -631,12 +630,14 @@ def learn_mixture(
 
     On the selection rows, not on training rows: what the trunk has learned by heart looks more natural than it is.
     """
-    with run.state.kept(lambda: head_state(run, model.state_dict(), diverged)):
-        learned, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, control_epochs is not None))
+    control = control_epochs is not None
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with run.state.kept(lambda: None if control else head_state(run, start, diverged)):
+        learned, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, control))
     with torch.no_grad():
         model.mixture.fill_(mixture)
     model.requires_grad_(False)
-    if control_epochs is None:
+    if not control:
         run.log.log(1, val_loss=learned["val_loss"], mixture=learned["mixture"])
     return learned
 
@@ -701,11 +702,12 @@ def learn_head(
         model, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=ranks.device.type
     )
     stopping = EarlyStopping(settings.patience, settings.min_delta)
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     best_state, learned = None, {"epoch": 0, "val_loss": math.inf}
     epoch, first, loss_sum = 1, 0, 0.0  # of the epoch: its first sample that is still to come, its loss so far
     if saved is not None and "epoch" in saved:
-        model.load_state_dict(saved["model"])
+        model.load_state_dict(saved["learning"], strict=False)
         optimizers.load_state_dict(saved["optimizers"])
         stopping.load_state_dict(saved["stopping"])
         best_state, learned = saved["best_state"], saved["learned"]
@@ -715,11 +717,10 @@ def learn_head(
     def progress_so_far() -> dict[str, Any] | None:
         if control:
             return None
-        told = {"model": model.state_dict(), "optimizers": optimizers.state_dict(), "stopping": stopping.state_dict()}
+        told = {"learning": dict(trainable), "optimizers": optimizers.state_dict(), "stopping": stopping.state_dict()}
         told |= {"best_state": best_state, "learned": learned, "epoch": epoch, "first": first, "loss_sum": loss_sum}
         return head_state(run, start, diverged) | told
 
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     forward, loss_of_batch = parallel(model, ranks), partial(weighted_loss, depth=depth, settings=settings)
     num_samples, max_epochs = len(run.train_set), settings.max_epochs if control_epochs is None else control_epochs
     with run.state.kept(progress_so_far):
@@ -759,7 +760,7 @@ def learn_head(
                     figures = skill_figures(prediction, truth, run.val_set.block_size)
                     run.log.log(epoch, train_loss=loss_sum / num_samples, val_loss=val_loss, **figures)
                     if val_loss < learned["val_loss"]:
-                        best_state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+                        best_state = {name: parameter.detach().clone() for name, parameter in trainable}
                         learned = {"epoch": epoch, "val_loss": val_loss}
                     stopping.update(val_loss)
                 epoch, first, loss_sum = epoch + 1, 0, 0.0
@@ -768,7 +769,7 @@ def learn_head(
     if stopping.should_stop:
         say(f"Stopped after epoch {epoch - 1}: no improvement of {settings.min_delta} in {settings.patience} epochs")
     if not control:
-        model.load_state_dict(best_state)
+        model.load_state_dict(best_state, strict=False)
     model.eval()
     return learned
 

@@ -2,9 +2,9 @@
 
     python benchmarks/training.py --seeds 1337 1
 
-In: data/shakespeare_char/prepare.py has run. Ratios of one run on one machine. The recipes are those of config/, run by
-train.py as people run it; training seconds leave evaluations out, and nothing is chosen by validation text. The
-rest is timed in this process: medians, after a warm-up.
+In: data/shakespeare_char/prepare.py has run. Ratios of one run on one machine. The recipes are of config/, both at
+block 64 and the fast one for --max_iters steps, run by train.py; training seconds leave evaluations out, and nothing is
+chosen by validation text. The rest is timed in this process: medians, after a warm-up.
 """
 
 import os

@@ -531,6 +531,34 @@ def test_an_interrupted_attempt_is_taken_up_again(monkeypatch, tmp_path, corpus,
     assert "carried_on" in json.loads((out / "cycles.json").read_text())["stages"]["base_model_v2"]
 
 
+@pytest.mark.parametrize(
+    ("module", "function", "calls", "stage"),
+    [(train_grpo, "rollout", 2, "base_model_v2"), (train_reward_model, "get_batch", 3, "reward_model_v1")],
+)
+def test_a_stage_that_is_stopped_goes_on_where_it_was(
+    monkeypatch, tmp_path, corpus, config, in_this_process, unbroken, module, function, calls, stage
+):
+    """SIGTERM to a stage: the same command goes on within it, and ends in the same bits."""
+    out = tmp_path / "out"
+    options = cycle_options(corpus, out, num_cycles=1)
+    original, met = getattr(module, function), []
+
+    def stopped(*arguments, **keywords):
+        met.append(1)
+        if len(met) == calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, stopped)
+        assert call("run_cycles", str(config), **options).status != 0
+    assert (out / f"{stage}.resume").is_file() and not (out / f"{stage}.pt").exists()
+    printed = succeed("run_cycles", str(config), **options)
+    assert f"Resuming {out / stage}.resume" in printed and "begins anew" not in printed
+    for name in ("reward_model_v1.pt", "base_model_v2.pt"):
+        assert_same_weights(weights(out / name), weights(unbroken[0] / name))
+
+
 def own_settings(data: dict, model: dict) -> dict:
     """What the ledger keeps of two scripts' settings, with changes."""
     data = {"max_blocks": None, "samples_per_chunk": 10, **data}

@@ -1,11 +1,13 @@
 """run_log.py: what is logged is read back, resumed runs forget what came later.  `pytest tests/test_run_log.py`"""
 
+import importlib.util
 import json
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
+from helpers import refuse
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,7 +129,7 @@ def test_the_size_of_a_model(count, told):
 
 def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
     """Neither package is a requirement: both are stood in for, as far as they are used."""
-    told = []
+    told, closed = [], []
 
     class Run:
         def define_metric(self, name, step_metric):
@@ -135,6 +137,9 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
 
         def log(self, metrics):
             told.append(metrics)
+
+        def finish(self):
+            closed.append("wandb")
 
     class Writer:
         def __init__(self, folder):
@@ -149,7 +154,10 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
         def flush(self):
             pass
 
-    wandb = SimpleNamespace(init=lambda project, name, config: Run())
+        def close(self):
+            closed.append("tensorboard")
+
+    wandb = SimpleNamespace(init=lambda project, name, config: Run(), Error=ValueError)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     path = tmp_path / "model.jsonl"
@@ -157,6 +165,7 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
         with RunLog(path, tracker=make_tracker(name, path, "run", {"lr": 0.1}, "crossover")) as log:
             log.log(3, quiet=True, phase="natural_text", lm_val_loss=1.5)
             log.log(1, quiet=True, val_loss=0.5, completions=["a", "b"])
+    assert closed == ["wandb", "tensorboard"]
     natural, labels, *tensorboard = told
     assert natural.pop("natural_text/seconds") >= 0 and natural == {"natural_text/lm_val_loss": 1.5, "step": 3}
     assert labels.pop("seconds") >= 0 and labels == {"val_loss": 0.5, "completions": "a\n\nb", "step": 1}
@@ -166,9 +175,13 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
 
 
 def test_a_tracker_without_its_package_is_refused_and_no_other_rank_needs_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"--tracker wandb needs a package: `pip install wandb`, or --tracker none"):
-        make_tracker("wandb", tmp_path / "model.jsonl", "run", {}, "crossover")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for script, option in (
+        ("train", "wandb_log=True"),
+        ("train_grpo", "tracker=wandb"),
+        ("train_reward_model", "tracker=wandb"),
+    ):
+        assert "tracker=wandb needs a package that is not installed" in refuse(script, f"--{option}")
     monkeypatch.setenv("RANK", "1")
     assert make_tracker("wandb", tmp_path / "model.jsonl", "run", {}, "crossover") is None
     with RunLog(tmp_path / "model.jsonl") as log:

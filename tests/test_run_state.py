@@ -79,7 +79,7 @@ def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, number, raised
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(Terminated))
     state, done = state_of(tmp_path / "model.pt"), []
     try:
-        with pytest.raises(raised) as interruption, state.kept(lambda: {"done": len(done)}):
+        with pytest.raises(raised), state.kept(lambda: {"done": len(done)}):
             for step in range(9):
                 with state.step():
                     if step == 3:
@@ -90,20 +90,20 @@ def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, number, raised
             signal.signal(known, handler)
     assert done == [0, 1, 2, 3]
     assert load_state(state.path)["progress"] == {"done": 4}
-    assert interruption.value.__notes__ == ["Go on with --init_from resume."]
+    assert state.way_on() == "Go on with --init_from resume."
 
 
 def test_a_step_that_was_broken_off_is_not_saved(tmp_path):
     state = state_of(tmp_path / "model.pt")
-    with pytest.raises(KeyboardInterrupt) as interruption, state.kept(lambda: {"done": 0}), state.step():
+    with pytest.raises(KeyboardInterrupt), state.kept(lambda: {"done": 0}), state.step():
         raise KeyboardInterrupt
     assert not state.path.exists()
-    assert interruption.value.__notes__ == ["Nothing was saved yet: run the same command again."]
+    assert state.way_on() == "Nothing was saved yet: run the same command again."
 
 
 def test_ctrl_c_twice_does_not_wait():
     done = []
-    with pytest.raises(KeyboardInterrupt), signals_wait(Ranks()):
+    with pytest.raises(KeyboardInterrupt), signals_wait():
         os.kill(os.getpid(), signal.SIGINT)
         done.append("after the first")
         os.kill(os.getpid(), signal.SIGINT)
@@ -149,7 +149,7 @@ def untimed(path):
         *[("likelihood", calls) for calls in (2, 9)],
         *[("position", calls) for calls in (4, 15, 37)],
         *[("last", calls) for calls in (11, 32)],
-        *[("grpo", calls) for calls in (1, 5)],
+        *[("grpo", calls) for calls in (1, 5, 6)],
     ],
 )
 def test_a_run_that_is_stopped_goes_on_and_ends_in_the_same_bits(monkeypatch, tmp_path, trainers, name, calls, way):
@@ -212,6 +212,34 @@ def test_a_killed_policy_goes_on_from_its_last_evaluation(tmp_path, trainers):
     assert not (tmp_path / "parts.pt").exists()
     succeed("train_grpo", **options, init_from="resume")
     assert_same_weights(weights(tmp_path / "whole.pt"), weights(tmp_path / "parts.pt"))
+
+
+@pytest.mark.parametrize("name", ["train", "position", "grpo"])
+def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, trainers, name):
+    module, _, options = trainers[name]
+    where = output_options(module, tmp_path)
+    succeed(module.__name__, **options, **where)
+    before, records = weights(tmp_path / "model.pt"), untimed(tmp_path / "model.jsonl")
+    succeed(module.__name__, **options, **where, init_from="resume")
+    assert_same_weights(before, weights(tmp_path / "model.pt"))
+    assert untimed(tmp_path / "model.jsonl") == records
+
+
+def test_fewer_steps_than_were_made_end_at_once(tmp_path, trainers):
+    _, _, options = trainers["grpo"]
+    succeed("train_grpo", **{**options, "eval_interval": 4}, output_path=tmp_path / "model.pt")
+    shorter = {**options, "eval_interval": 4, "max_steps": 3, "init_from": "resume"}
+    out = succeed("train_grpo", **shorter, output_path=tmp_path / "model.pt")
+    assert "Stopped after 6 steps by step limit: 3" in out
+    _, _, options = trainers["train"]
+    succeed("train", **options, out_dir=tmp_path)
+    succeed("train", **{**options, "max_iters": 7}, out_dir=tmp_path, init_from="resume")
+
+
+def test_a_signal_in_a_step_that_fails_is_not_lost():
+    with pytest.raises(KeyboardInterrupt), signals_wait():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise UserError("the training diverged")
 
 
 def test_longer_is_allowed_and_told(tmp_path, trainers):
