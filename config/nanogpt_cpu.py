@@ -3,22 +3,22 @@
 #
 #     python train.py --config config/nanogpt_cpu.py
 
-out_dir = "out/nanogpt_cpu"
-dataset = "shakespeare_char"
-
-n_layer = 4
-n_head = 4
-n_embd = 128
-dropout = 0.0
-position = "learned"
-block_size = 64
-batch_size = 12
-
-optimizer = "adamw"
-learning_rate = 1e-3
-min_lr = 1e-4
-beta2 = 0.99
-max_iters = 2000
-lr_decay_iters = 2000
-warmup_iters = 100
-eval_interval = 2000
+train = dict(
+    out_dir="out/nanogpt_cpu",
+    dataset="shakespeare_char",
+    n_layer=4,
+    n_head=4,
+    n_embd=128,
+    dropout=0.0,
+    position="learned",
+    block_size=64,
+    batch_size=12,
+    optimizer="adamw",
+    learning_rate=1e-3,
+    min_lr=1e-4,
+    beta2=0.99,
+    max_iters=2000,
+    lr_decay_iters=2000,
+    warmup_iters=100,
+    eval_interval=2000,
+)
