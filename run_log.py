@@ -6,7 +6,6 @@ Floor 0. What each number means is defined once, in docs/metrics.md.
 """
 
 import contextlib
-import importlib.util
 import json
 import sys
 import time
@@ -132,7 +131,12 @@ class RunLog:
 
 def tracker_obstacle(name: str) -> str | None:
     """What stands in the way of `--tracker NAME`, as a sentence, or None."""
-    if name != "none" and importlib.util.find_spec(name) is None:
+    try:
+        if name == "wandb":
+            import wandb  # noqa: F401
+        elif name == "tensorboard":
+            import tensorboard  # noqa: F401
+    except ImportError:
         return f"tracker={name} needs a package that is not installed"
     return None
 

@@ -1,6 +1,5 @@
 """run_log.py: what is logged is read back, resumed runs forget what came later.  `pytest tests/test_run_log.py`"""
 
-import importlib.util
 import json
 import sys
 import time
@@ -175,7 +174,7 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
 
 
 def test_a_tracker_without_its_package_is_refused_and_no_other_rank_needs_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     for script, option in (
         ("train", "wandb_log=True"),
         ("train_grpo", "tracker=wandb"),
