@@ -78,7 +78,10 @@ def of_another_run(state: Mapping[str, Any], settings: Settings) -> str:
 
 def load_run_state(path: str | Path) -> dict[str, Any]:
     """The dict in a state's file: `settings`, `reads` and `progress`. Raises UserError for anything else."""
-    state = load_state(path)
+    try:
+        state = load_state(path)
+    except UserError as error:
+        raise UserError(f"{error}; delete it and start from scratch") from None
     if not all(isinstance(state.get(name), dict) for name in ("settings", "reads", "progress")):
         raise UserError(f"ERROR: {path} is not the state of a run; start with --init_from scratch")
     return state
@@ -103,8 +106,9 @@ class RunState:
         """
         from_here_on_tell(self.way_on)
         if not resume:
-            if self.ranks.rank == 0:
-                self.path.unlink(missing_ok=True)  # an earlier run's state must not pass for this one's
+            if self.ranks.rank == 0 and self.path.is_file():
+                say(f"Starting anew: {self.path}, an earlier run's state, must not pass for this one's and is removed")
+                self.path.unlink()
             return None
         if not self.path.is_file():
             raise self._error(f"nothing to resume: {self.path} not found; start with --init_from scratch")
@@ -114,6 +118,8 @@ class RunState:
             raise self._error(f"{self.path} is of another run ({told}); {way_out}")
         if others := [name for name, value in self.reads.items() if state["reads"].get(name) != value]:
             raise self._error(f"{self.path} is of a run that read another {others[0]}; resume with that, or {way_out}")
+        if (then := state.get("world_size")) != self.ranks.world_size:
+            say(f"Resuming on {self.ranks.world_size} ranks (was {then}): with dropout, its masks are others")
         then, now = state["settings"], asdict(self.settings)
         for name in sorted(self.settings.CHANGEABLE - {"init_from"}):
             if then.get(name) != now[name]:
@@ -126,7 +132,8 @@ class RunState:
     def save(self, **progress: Any) -> None:
         """Write the state, from rank 0 alone."""
         if self.ranks.rank == 0:
-            save_state(self.path, {"settings": asdict(self.settings), "reads": self.reads, "progress": progress})
+            state = {"settings": asdict(self.settings), "reads": self.reads, "world_size": self.ranks.world_size}
+            save_state(self.path, state | {"progress": progress})
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -274,6 +274,8 @@ def main() -> None:
             scaler.load_state_dict(saved["scaler"])
             stopping.load_state_dict(saved["stopping"])
             say(f"Resuming {state.path} at iteration {first_step}")
+            if first_step >= settings.max_iters:
+                say(f"Nothing to do: more than {first_step} steps must be asked for with --max_iters")
 
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
     say(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})")
@@ -330,7 +332,8 @@ def main() -> None:
                 with state.step():
                     log.log(step, val_loss=val_loss)
                     if not math.isfinite(val_loss):
-                        raise ranks.common_error(diverged(f"validation loss is {val_loss}", step, settings))
+                        told = f"validation loss is {val_loss}: lower the learning rate"
+                        raise ranks.common_error(diverged(told, step, best_val_loss, settings))
                     stopping.update(val_loss)
                     # Nothing is written before the first step: a run begun by mistake must not replace a trained model.
                     better = val_loss < best_val_loss or settings.always_save_checkpoint
@@ -370,7 +373,7 @@ def main() -> None:
                     norm = clip_gradients(model.named_parameters(), settings.grad_clip, not scaler.is_enabled())
                 except UserError as error:
                     reason = str(error).removeprefix("ERROR: ")
-                    raise ranks.common_error(diverged(reason, step + 1, settings)) from None
+                    raise ranks.common_error(diverged(reason, step + 1, best_val_loss, settings)) from None
                 optimizers.step(scaler)
                 optimizers.zero_grad()
                 step, evaluated = step + 1, False
@@ -399,12 +402,10 @@ def batch_shape(step: int, settings: TrainSettings) -> tuple[int, int]:
     return length, settings.batch_size * settings.block_size // length
 
 
-def diverged(what: str, step: int, settings: TrainSettings) -> str:
+def diverged(what: str, step: int, best_val_loss: float, settings: TrainSettings) -> str:
     """What is told of a training that has gone out of bounds."""
-    kept = "nothing was saved yet"
-    if settings.checkpoint_path.is_file():
-        kept = f"the best model so far is kept in {settings.checkpoint_path}"
-    return f"ERROR: {what}, at step {step}; {kept}. Lower --learning_rate or --muon_learning_rate"
+    kept = f"the best model so far is kept in {settings.checkpoint_path}"
+    return f"ERROR: step {step}: {what}; {kept if best_val_loss < math.inf else 'nothing was saved yet'}"
 
 
 def factor_at(step: int, settings: TrainSettings) -> float:

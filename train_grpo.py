@@ -305,7 +305,10 @@ def main() -> None:
             with state.step():
                 step += 1
                 # sample: every rank completes its share of the prompts
-                completions, mask = rollout(completer, train_tokens, settings, step, prompts)
+                try:
+                    completions, mask = rollout(completer, train_tokens, settings, step, prompts)
+                except UserError as error:
+                    raise ranks.common_error(diverged(f"{error}; lower the learning rate", step, best)) from None
                 completer.release()  # the update needs the memory
                 ids = completions.ids.flatten(0, 1)  # (R / ranks, N)
 
@@ -333,10 +336,7 @@ def main() -> None:
                     try:
                         made["gradient_norm"] = clip_gradients(policy.named_parameters(), settings.grad_clip)
                     except UserError as error:
-                        kept = ""
-                        if best.step:
-                            kept = f"; the best so far is kept with --init_from resume --max_steps {best.looked}"
-                        raise ranks.common_error(f"{error}, at step {step}{kept}") from None
+                        raise ranks.common_error(diverged(str(error), step, best)) from None
                     optimizers.step()
                     optimizers.zero_grad()
                     updates += 1
@@ -610,6 +610,12 @@ class Best:
         if self.record is None or (not capped and self._value(record) <= self._value(self.record)):
             self.step, self.record = step, record
             self.state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+
+
+def diverged(error: str, step: int, best: Best) -> str:
+    """What is told of a training that has gone out of bounds."""
+    kept = f"; the best so far is kept with --init_from resume --max_steps {best.looked}" if best.step else ""
+    return f"ERROR: step {step}: {error.removeprefix('ERROR: ')}{kept}"
 
 
 def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
