@@ -59,8 +59,9 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
             sys.stderr.flush()
             os._exit(0)
     except UserError as error:
-        if str(error) and not is_main_rank():
-            # What all ranks find rank 0 tells, and torchrun then ends the others; what it does not find is told here.
+        if not is_main_rank():
+            # What all ranks find rank 0 tells, and torchrun, which ends all once one has ended, then ends the others.
+            # What rank 0 does not find is told here.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_BAD_INPUT))
             time.sleep(SECONDS_FOR_RANK_0)
         _exit(str(error), EXIT_BAD_INPUT)
