@@ -221,6 +221,11 @@ def clip_gradients(
     return value
 
 
+def copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Named tensors as they are now: what trains on does not change them."""
+    return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
 class EarlyStopping:
     """Says when to stop: the value has not improved by at least `min_delta` over the last `patience` evaluations.
 

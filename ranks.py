@@ -50,7 +50,7 @@ class Ranks:
                 outcome[1] = str(error)
         torch.distributed.broadcast_object_list(outcome, src=0, device=self.device)
         if outcome[1] is not None:
-            raise UserError(outcome[1] if self.rank == 0 else "")  # one rank tells it
+            raise self.common_error(outcome[1])
         return outcome[0]
 
     def wait(self) -> None:

@@ -129,19 +129,9 @@ class RunLog:
             say(f"{unit or self._unit} {step} | " + format_metrics(metrics))
 
 
-def tracker_obstacle(name: str) -> str | None:
-    """What stands in the way of `--tracker NAME`, as a sentence, or None."""
-    try:
-        if name == "wandb":
-            import wandb  # noqa: F401
-        elif name == "tensorboard":
-            import tensorboard  # noqa: F401
-    except ImportError:
-        return f"tracker={name} needs a package that is not installed"
-    return None
-
-
-def make_tracker(name: str, log_path: Path, run_name: str, settings: dict[str, Any], project: str) -> Tracker | None:
+def make_tracker(
+    name: str, log_path: Path, run_name: str, settings: dict[str, Any], project: str = "crossover"
+) -> Tracker | None:
     """Where else records go: 'none', 'wandb' (Weights & Biases) or 'tensorboard' (a folder beside `log_path`).
 
     From rank 0 alone. Raises UserError where Weights & Biases does not begin (nobody is logged in).

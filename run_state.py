@@ -67,7 +67,7 @@ def load_state(path: str | Path) -> dict[str, Any]:
 class Settings(Protocol):
     """A dataclass of settings, of which those named here make no other run of it."""
 
-    CHANGEABLE: ClassVar[frozenset[str]]
+    CHANGEABLE: ClassVar[set[str]]
 
 
 def of_another_run(state: Mapping[str, Any], settings: Settings) -> str:

@@ -51,13 +51,9 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     _ways_on[:] = [lambda: way_on]
     try:
         main()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Nobody leaves while another still needs it. And at once: in 2 of some 10 runs of four ranks gloo's
-            # threads ended a process that took itself apart with an abort, after all its work was done.
-            torch.distributed.barrier()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+        if has_joined():
+            torch.distributed.barrier()  # nobody leaves while another still needs it
+            _exit("", 0)
     except UserError as error:
         if not is_main_rank():
             # What all ranks find rank 0 tells, and torchrun, which ends all once one has ended, then ends the others.
@@ -123,9 +119,14 @@ def is_stage() -> bool:
     return STAGE_VARIABLE in os.environ
 
 
+def has_joined() -> bool:
+    """Whether this process has joined others that torchrun started."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def is_lost_rank(error: RuntimeError) -> bool:
     """Whether an error of torch.distributed says that another process is gone; it has no class for that."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not has_joined():
         return False
     words = ("gloo", "nccl", "connection", "socket", "peer")
     return isinstance(error, torch.distributed.DistError) or any(word in str(error).lower() for word in words)
@@ -134,8 +135,9 @@ def is_lost_rank(error: RuntimeError) -> bool:
 def _exit(message: str, status: int) -> None:
     if message:
         print(message, file=sys.stderr)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # At once: taken apart in order, a process may wait for a connection that is gone.
+    if has_joined():
+        # At once: taken apart in order, a process may wait for a connection that is gone; and in 2 of some 10 runs of
+        # four ranks gloo's threads ended it with an abort, after all its work was done.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

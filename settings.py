@@ -87,6 +87,17 @@ class Problems:
                     "Check that the model checkpoint file exists and the path is correct",
                 )
 
+    def check_tracker(self, name: str) -> None:
+        """Note a tracker, wandb or tensorboard, whose package is not installed."""
+        try:
+            if name == "wandb":
+                import wandb  # noqa: F401
+            elif name == "tensorboard":
+                import tensorboard  # noqa: F401
+        except ImportError:
+            remedy = f"Install it with `pip install {name}`, or leave it out"
+            self.require(False, f"tracker={name} needs a package that is not installed", remedy)
+
     def raise_if_any(self) -> None:
         """Raise one UserError that tells every problem, in the form of the reward-data documents."""
         if self.errors:

@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 from objectives import language_model_loss, next_token_loss, perplexity
 from optimization import EarlyStopping, clip_gradients, cooldown_factor, learning_rate_factor, make_optimizers
 from ranks import gradients_stay, parallel, start_ranks
-from run_log import RunLog, counted, format_size, make_tracker, progress, say, tracker_obstacle
+from run_log import RunLog, counted, format_size, make_tracker, progress, say
 from run_state import RunState
 from runtime import (
     UserError,
@@ -141,22 +141,21 @@ class TrainSettings:
     """seed of weights, batches and dropout"""
 
     # A resumed run may go on longer, log otherwise, or run elsewhere; all else would make it another run.
-    CHANGEABLE: ClassVar[frozenset[str]] = frozenset(
-        {
-            *(
-                "out_dir",
-                "dataset",
-                "init_from",
-                "eval_only",
-                "log_interval",
-                "device",
-                "compile",
-                "max_iters",
-                "patience",
-            ),
-            *("tracker", "wandb_log", "wandb_project", "wandb_run_name"),
-        }
-    )
+    CHANGEABLE: ClassVar[set[str]] = {
+        "out_dir",
+        "dataset",
+        "init_from",
+        "eval_only",
+        "log_interval",
+        "device",
+        "compile",
+        "max_iters",
+        "patience",
+        "tracker",
+        "wandb_log",
+        "wandb_project",
+        "wandb_run_name",
+    }
 
     def problems(self) -> Problems:
         """What is wrong with the settings."""
@@ -175,9 +174,7 @@ class TrainSettings:
                 f"short_contexts: {length} does not divide block_size={self.block_size}",
                 "Choose lengths that do, such as powers of 2",
             )
-        if obstacle := tracker_obstacle(self.tracker_name):
-            remedy = f"Install it with `pip install {self.tracker_name}`, or leave it out"
-            problems.require(False, obstacle, remedy)
+        problems.check_tracker(self.tracker_name)
         # Asked of heads and width alone, so that it is told beside whatever else is wrong.
         heads = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
         if (problem := heads.problem()) and problem not in problems.errors:

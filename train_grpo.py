@@ -37,11 +37,11 @@ from objectives import (
     token_advantages,
     token_log_probs,
 )
-from optimization import EarlyStopping, clip_gradients, make_optimizers
+from optimization import EarlyStopping, clip_gradients, copied, make_optimizers
 from ranks import Ranks, gradients_stay, parallel, start_ranks
 from reward_model import Judge, Verdict
 from rollouts import Instruments, draw_prompts, masked_mean, written_mask
-from run_log import RunLog, format_size, make_tracker, picture, progress, read_records, say, tracker_obstacle
+from run_log import RunLog, format_size, make_tracker, picture, progress, read_records, say
 from run_state import RunState
 from runtime import (
     UserError,
@@ -155,13 +155,23 @@ class GRPOSettings:
     """seed of prompts and completions"""
 
     # A resumed run may go on longer, stop otherwise, or run elsewhere; all else would make it another run.
-    CHANGEABLE: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("base_model_path", "reward_model_path", "output_path", "dataset", "init_from", "device", "tracker"),
-            *("gate_blocks", "gate_path", "allow_blind_reward", "max_steps", "reward_threshold", "plateau_patience"),
-            *("start_kl_cap", "natural_loss_cap"),
-        }
-    )
+    CHANGEABLE: ClassVar[set[str]] = {
+        "base_model_path",
+        "reward_model_path",
+        "output_path",
+        "dataset",
+        "init_from",
+        "device",
+        "tracker",
+        "gate_blocks",
+        "gate_path",
+        "allow_blind_reward",
+        "max_steps",
+        "reward_threshold",
+        "plateau_patience",
+        "start_kl_cap",
+        "natural_loss_cap",
+    }
 
     def problems(self) -> Problems:
         """What is wrong with the settings."""
@@ -186,8 +196,7 @@ class GRPOSettings:
             f"output_path={self.output_path}: records (.jsonl) and a picture (.png) are to lie beside it",
             "Give the policy another suffix, such as .pt",
         )
-        if obstacle := tracker_obstacle(self.tracker):
-            problems.require(False, obstacle, f"Install it with `pip install {self.tracker}`, or leave it out")
+        problems.check_tracker(self.tracker)
         if self.gate_path is None and (obstacle := check_writable(self.output_path, is_file=True)):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         if self.gate_path is not None and (obstacle := check_writable(self.gate_path, is_file=True)):
@@ -205,7 +214,8 @@ def main() -> None:
     # policy that is scored another one than the policy that sampled.
     checkpoint = load_checkpoint(settings.base_model_path)
     judge_checkpoint = load_checkpoint(settings.reward_model_path)
-    check_judge(settings, checkpoint, judge_checkpoint)
+    base_sha256 = hash_file(settings.base_model_path)
+    check_judge(settings, checkpoint, base_sha256, judge_checkpoint)
     policy = build_model(checkpoint, "generator", settings.base_model_path, device)
     reference = build_model(checkpoint, "generator", settings.base_model_path, device)
     judge = make_judge(judge_checkpoint, reference, settings, device)
@@ -256,7 +266,7 @@ def main() -> None:
     stops, best = Stops(settings), Best(settings.best_by)
     path = Path(settings.output_path)
     reads = {
-        "base model": hash_file(settings.base_model_path),
+        "base model": base_sha256,
         "reward model": hash_file(settings.reward_model_path),
         "corpus": corpus,
     }
@@ -271,7 +281,7 @@ def main() -> None:
         best.load_state_dict(saved["best"])
         reason = stops.why(step, record, start)  # by today's limits
         say(f"Resuming {state.path} at step {step}")
-    tracker = make_tracker(settings.tracker, path.with_suffix(".jsonl"), path.stem, asdict(settings), "crossover")
+    tracker = make_tracker(settings.tracker, path.with_suffix(".jsonl"), path.stem, asdict(settings))
     forward = parallel(policy, ranks)
 
     def progress_so_far() -> dict[str, Any] | None:
@@ -376,7 +386,7 @@ def main() -> None:
 # parts
 
 
-def check_judge(settings: GRPOSettings, checkpoint: dict, judge: dict) -> None:
+def check_judge(settings: GRPOSettings, checkpoint: dict, base_sha256: str, judge: dict) -> None:
     """Raise UserError where policy and reward model do not read the same tokens; warn where they are strangers."""
     if (mode := checkpoint["config"].mode) != "generator":
         raise UserError(f"ERROR: {settings.base_model_path} holds a {mode} model, but a generator is needed here")
@@ -390,14 +400,14 @@ def check_judge(settings: GRPOSettings, checkpoint: dict, judge: dict) -> None:
     check_same_fields(checkpoint["config"], judge["config"], names, "the policy", "the reward model")
     told = "policy and reward model number their characters differently"
     check_same_tokens(judge["tokenization"], checkpoint["tokenization"], told)
-    theirs, ours = (judge["training"] or {}).get("generator_sha256"), hash_file(settings.base_model_path)
+    theirs = (judge["training"] or {}).get("generator_sha256")
     if theirs is None:
         warn(f"{settings.reward_model_path} does not say against which generator it was trained")
-    elif theirs != ours:
+    elif theirs != base_sha256:
         raise UserError(
             f"ERROR: {settings.reward_model_path} was trained against another generator (sha256 {theirs:.12}...) than "
-            f"{settings.base_model_path} ({ours:.12}...): it knows that one's traits; make reward data and a reward "
-            "model of this one"
+            f"{settings.base_model_path} ({base_sha256:.12}...): it knows that one's traits; make reward data and a "
+            "reward model of this one"
         )
 
 
@@ -609,7 +619,7 @@ class Best:
         self.looked = step
         if self.record is None or (not capped and self._value(record) <= self._value(self.record)):
             self.step, self.record = step, record
-            self.state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+            self.state = copied(policy.state_dict().items())
 
 
 def diverged(error: str, step: int, best: Best) -> str:

@@ -32,11 +32,11 @@ from objectives import (
     reward_loss,
     token_log_probs,
 )
-from optimization import EarlyStopping, clip_gradients, learning_rate_factor, make_optimizers
+from optimization import EarlyStopping, clip_gradients, copied, learning_rate_factor, make_optimizers
 from ranks import Ranks, parallel, start_ranks
 from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits
 from reward_model import LikelihoodRewardModel
-from run_log import RunLog, counted, format_size, make_tracker, progress, say, tracker_obstacle
+from run_log import RunLog, counted, format_size, make_tracker, progress, say
 from run_state import RunState, WriteError
 from runtime import (
     UserError,
@@ -132,12 +132,19 @@ class RewardModelSettings:
     """seed of the head's weights and the samples' order"""
 
     # A resumed run may go on longer, or run elsewhere; all else would make it another run.
-    CHANGEABLE: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("base_model_path", "data_dir", "output_path", "trunk", "dataset", "init_from", "device", "tracker"),
-            *("max_epochs", "patience", "cache_features"),
-        }
-    )
+    CHANGEABLE: ClassVar[set[str]] = {
+        "base_model_path",
+        "data_dir",
+        "output_path",
+        "trunk",
+        "dataset",
+        "init_from",
+        "device",
+        "tracker",
+        "max_epochs",
+        "patience",
+        "cache_features",
+    }
 
     @property
     def num_lm_iters(self) -> int:
@@ -177,8 +184,7 @@ class RewardModelSettings:
                 "lm_iters=0 without a trunk: a likelihood head would hold the generator against itself",
                 "Let the trunk learn natural text with --lm_iters, or name a model of it with --trunk",
             )
-        if obstacle := tracker_obstacle(self.tracker):
-            problems.require(False, obstacle, f"Install it with `pip install {self.tracker}`, or leave it out")
+        problems.check_tracker(self.tracker)
         if obstacle := check_writable(self.output_path, is_file=True):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
@@ -230,7 +236,7 @@ def main() -> None:
     state = RunState(settings.output_path, settings, what_is_read(settings, generator_sha256), ranks)
     saved = state.begin(settings.init_from == "resume")
     output = Path(settings.output_path)
-    tracker = make_tracker(settings.tracker, output.with_suffix(".jsonl"), output.stem, asdict(settings), "crossover")
+    tracker = make_tracker(settings.tracker, output.with_suffix(".jsonl"), output.stem, asdict(settings))
 
     num_records = saved and saved["num_records"]
     with RunLog(output.with_suffix(".jsonl"), num_records, unit="epoch", tracker=tracker) as log:
@@ -560,7 +566,7 @@ def learn_natural_text(
                         figures = {"lm_val_loss": own_loss, "lm_select_loss": loss}
                         run.log.log(step, unit="step", phase="natural_text", **figures)
                         if loss < best_loss:
-                            best_state = {name: tensor.clone() for name, tensor in trunk.state_dict().items()}
+                            best_state = copied(trunk.state_dict().items())
                             best_step, best_loss = step, loss
                         judged = True
                         if step:
@@ -631,7 +637,7 @@ def learn_mixture(
     On the selection rows, not on training rows: what the trunk has learned by heart looks more natural than it is.
     """
     control = control_epochs is not None
-    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    start = copied(model.state_dict().items())
     with run.state.kept(lambda: None if control else head_state(run, start, diverged)):
         learned, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, control))
     with torch.no_grad():
@@ -703,7 +709,7 @@ def learn_head(
     )
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    start = copied(model.state_dict().items())
     best_state, learned = None, {"epoch": 0, "val_loss": math.inf}
     epoch, first, loss_sum = 1, 0, 0.0  # of the epoch: its first sample that is still to come, its loss so far
     if saved is not None and "epoch" in saved:
@@ -760,7 +766,7 @@ def learn_head(
                     figures = skill_figures(prediction, truth, run.val_set.block_size)
                     run.log.log(epoch, train_loss=loss_sum / num_samples, val_loss=val_loss, **figures)
                     if val_loss < learned["val_loss"]:
-                        best_state = {name: parameter.detach().clone() for name, parameter in trainable}
+                        best_state = copied(trainable)
                         learned = {"epoch": epoch, "val_loss": val_loss}
                     stopping.update(val_loss)
                 epoch, first, loss_sum = epoch + 1, 0, 0.0

@@ -23,6 +23,7 @@ import torch
 from checkpoint import save_checkpoint
 from data_loader import TokenSplits, split_and_encode, write_token_files
 from model import GPT, GPTConfig
+from run_log import read_records
 from runtime import run_main
 from tokenization_manager import TokenizationManager, save_meta
 
@@ -120,6 +121,19 @@ def start(*command: Any, **keywords: Any) -> subprocess.Popen:
     )
 
 
+def kill_once_saved(script: str, function: str, seconds: float, state: Path, **options: Any) -> None:
+    """Run a script, whose `function` takes so much longer, and kill it without warning once `state` is there."""
+    slow = f"import time, {script}, runtime; original = {script}.{function}\n"
+    slow += f"def slow(*a): time.sleep({seconds}); return original(*a)\n"
+    slow += f"{script}.{function} = slow; runtime.run_main({script}.main)"
+    process = start("-c", slow, *as_arguments(options))
+    while process.poll() is None and not state.exists():
+        pass
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
 def run(script: str, *arguments: Any, **options: Any) -> Finished:
     """Run a script as people do: a process of its own."""
     process = start(ROOT / script, *arguments, *as_arguments(options))
@@ -181,6 +195,12 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """The state dict in a checkpoint."""
     return torch.load(path, weights_only=True)["model"]
+
+
+def untimed(path: Path) -> list[dict[str, Any]]:
+    """The records of a log without what another run of the same would not repeat."""
+    timings = ("seconds", "tokens_per_second", "peak_memory_mb")
+    return [{name: record[name] for name in record if name not in timings} for record in read_records(path)]
 
 
 def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from helpers import (
     TINY_TRAIN,
     assert_same_weights,
     call,
+    kill_once_saved,
     make_corpus,
     make_text,
     prepare_options,
@@ -23,6 +24,7 @@ from helpers import (
     run,
     start,
     succeed,
+    untimed,
     weights,
 )
 
@@ -258,25 +260,14 @@ def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus
     states = [load_state(tmp_path / run / f"{name}.resume")["progress"] for run in ("whole", "parts")]
     assert_same_weights(states[0]["model"], states[1]["model"])
     assert states[0]["stopping"] == states[1]["stopping"]
-    records = [read_records(tmp_path / run / f"{name}.jsonl") for run in ("whole", "parts")]
-    for log in records:
-        for record in log:
-            [record.pop(name, None) for name in ("seconds", "tokens_per_second", "peak_memory_mb")]
+    records = [untimed(tmp_path / run / f"{name}.jsonl") for run in ("whole", "parts")]
     assert records[0] == records[1]
 
 
 def test_training_killed_and_resumed(tmp_path, corpus, generator):
     """A process of its own, killed without warning at its second evaluation or later."""
     options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path}
-    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    slow = "import time, train, runtime; batch = train.get_batch\n"
-    slow += "def slow(*a): time.sleep(0.02); return batch(*a)\n"
-    process = start("-c", slow + "train.get_batch = slow; runtime.run_main(train.main)", *arguments)
-    while process.poll() is None and not (tmp_path / "model_checkpoint.resume").exists():
-        pass
-    process.kill()
-    process.communicate()
-    assert process.returncode == -9
+    kill_once_saved("train", "get_batch", 0.02, tmp_path / "model_checkpoint.resume", **options)
     succeed("train", **options, init_from="resume")
     assert_same_weights(weights(tmp_path / "model_checkpoint.pt"), weights(generator))
 

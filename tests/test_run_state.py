@@ -15,9 +15,10 @@ from helpers import (
     TINY_TRAIN,
     assert_same_weights,
     call,
+    kill_once_saved,
     refuse_in_one_line,
-    start,
     succeed,
+    untimed,
     weights,
 )
 
@@ -31,9 +32,6 @@ from runtime import Terminated, UserError
 
 pytest_plugins = ["tiny_run"]
 
-TIMINGS = ("seconds", "tokens_per_second", "peak_memory_mb")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the state
 
@@ -42,7 +40,7 @@ TIMINGS = ("seconds", "tokens_per_second", "peak_memory_mb")
 class Settings:
     lr: float = 0.1
     device: str = "cpu"
-    CHANGEABLE: ClassVar[frozenset[str]] = frozenset({"device"})
+    CHANGEABLE: ClassVar[set[str]] = {"device"}
 
 
 def state_of(path, settings=None, corpus=1):
@@ -137,10 +135,6 @@ def output_options(module, folder):
     return {"output_path": folder / "model.pt"}
 
 
-def untimed(path):
-    return [{name: value for name, value in record.items() if name not in TIMINGS} for record in read_records(path)]
-
-
 @pytest.mark.parametrize("way", ["SIGTERM", "error"])
 @pytest.mark.parametrize(
     ("name", "calls"),
@@ -200,15 +194,7 @@ def test_a_killed_policy_goes_on_from_its_last_evaluation(tmp_path, trainers):
     _, _, options = trainers["grpo"]
     succeed("train_grpo", **options, output_path=tmp_path / "whole.pt")
     options = {**options, "output_path": tmp_path / "parts.pt"}
-    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    slow = "import time, train_grpo, runtime; rollout = train_grpo.rollout\n"
-    slow += "def slow(*a): time.sleep(0.2); return rollout(*a)\n"
-    process = start("-c", slow + "train_grpo.rollout = slow; runtime.run_main(train_grpo.main)", *arguments)
-    while process.poll() is None and not (tmp_path / "parts.resume").exists():
-        pass
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    kill_once_saved("train_grpo", "rollout", 0.2, tmp_path / "parts.resume", **options)
     assert not (tmp_path / "parts.pt").exists()
     succeed("train_grpo", **options, init_from="resume")
     assert_same_weights(weights(tmp_path / "whole.pt"), weights(tmp_path / "parts.pt"))
