@@ -32,7 +32,7 @@ from objectives import (
     reward_loss,
     token_log_probs,
 )
-from optimization import EarlyStopping, clip_gradients, copied, learning_rate_factor, make_optimizers
+from optimization import EarlyStopping, clip_gradients, cooldown_factor, copied, make_optimizers
 from ranks import Ranks, parallel, start_ranks
 from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits
 from reward_model import LikelihoodRewardModel
@@ -64,7 +64,7 @@ from tokenization_manager import TokenizationManager
 
 DEFAULT_LOSS = {"last": "mse", "position": "nll", "likelihood": "nll"}
 DEFAULT_LM_ITERS = 400
-LM_WARMUP, LM_FLOOR = 20, 0.05  # steps, and the share of the peak at which the decay ends
+LM_WARMUP, LM_MOMENTUM = 20, 0.85  # steps until the learning rate falls, in a straight line to 0; Muon's momentum
 MAX_MIXTURE = 20.0  # a mixture of e^-20 is none at all
 
 
@@ -91,9 +91,9 @@ class RewardModelSettings:
     """steps in which the trunk first learns more natural text; None: 400 for a likelihood head without trunk, else 0"""
     lm_batch_size: int = 16
     """sequences in a batch of natural text"""
-    lm_learning_rate: float = 2e-3
-    """peak learning rate of AdamW on natural text; cosine decay to a twentieth"""
-    lm_muon_learning_rate: float = 1e-2
+    lm_learning_rate: float = 4e-3
+    """peak learning rate of AdamW on natural text; linear decay to 0"""
+    lm_muon_learning_rate: float = 2e-2
     """peak learning rate of Muon for the matrices on natural text"""
     lm_eval_interval: int = 100
     """steps between evaluations on natural text of the selection half, by which the best is kept"""
@@ -528,6 +528,7 @@ def learn_natural_text(
         settings.weight_decay,
         (0.9, 0.99),
         ranks.device.type,
+        LM_MOMENTUM,
     )
     batches = WholeSplitBatches(unseen, trunk.config.block_size, trunk.rows_at_a_time(), ranks.device)
     generator_log_probs = log_probs_of_text(generator, batches) if ranks.rank == 0 else None
@@ -574,7 +575,7 @@ def learn_natural_text(
                 if step == num_iters:
                     break
                 with run.state.step():
-                    factor = learning_rate_factor(step, LM_WARMUP, num_iters, LM_FLOOR)
+                    factor = cooldown_factor(step, LM_WARMUP, num_iters, cooldown=1.0, min_factor=0.0)
                     optimizers.set_learning_rate_factor(factor)
                     draw = random_stream(settings.seed, "natural_text", step)
                     seed_step(settings.seed, "lm_dropout", step, ranks.rank)

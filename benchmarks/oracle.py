@@ -30,13 +30,14 @@ from skill import measure_skill
 from train_reward_model import MAX_MIXTURE, halves_by_block, log_ratios, samples_per_block
 
 OPTIMIZER = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 6e-3, "batch_size": 16}
+LARGE = "likelihood, a larger trunk"
 HEADS: dict[str, dict[str, Any]] = {
     "last, frozen (the seeds')": {"head": "last"},
     "position, frozen": {"head": "position", "max_epochs": 3},
     "position, all unfrozen": {"head": "position", "unfreeze_layers": -1, "learning_rate": 3e-4, "max_epochs": 2},
     "likelihood (the default)": {},
     "likelihood, 1,600 steps": {"lm_iters": 1600},
-    "likelihood, a larger trunk": {"trunk": "large.pt"},
+    LARGE: {"trunk": "large.pt"},
 }
 BLOCKS_AT_A_TIME = 512
 
@@ -51,12 +52,18 @@ class OracleSettings:
     """tokens in a sequence"""
     num_tokens: int = 3_000_000
     """tokens of text that p writes"""
+    p_size: tuple[int, int] = (2, 64)
+    """layers and width of p"""
     p_iters: int = 700
-    """steps of p: 2 layers, 64 wide"""
+    """steps of p"""
+    q_size: tuple[int, int] = (2, 48)
+    """layers and width of q"""
     q_iters: int = 1200
-    """steps of q: 2 layers, 48 wide"""
+    """steps of q, on p's text"""
+    large_size: tuple[int, int] = (3, 96)
+    """layers and width of the larger trunk"""
     large_iters: int = 3000
-    """steps, on p's text, of the larger trunk: 3 layers, 96 wide"""
+    """steps of the larger trunk, on p's text"""
     max_blocks: int = 1000
     """blocks of each split that q completes, 4 times each"""
     heads: tuple[str, ...] = tuple(HEADS)
@@ -84,19 +91,17 @@ class OracleSettings:
 def main() -> None:
     settings = parse_settings(OracleSettings, "oracle")
     pipeline, N = Pipeline(settings.out_dir), settings.block_size
-    teacher = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": N, **OPTIMIZER}
-    small = {"n_layer": 2, "n_head": 2, "n_embd": 48, "block_size": N, **OPTIMIZER}
-    large = {"n_layer": 3, "n_head": 3, "n_embd": 96, "block_size": N, **OPTIMIZER}
 
     source = dataset_folder(settings.dataset).resolve()
-    p_path = pipeline.generator("p", source, settings.p_iters, **teacher)
+    p_path = pipeline.generator("p", source, settings.p_iters, **recipe(settings.p_size, N))
     p = build_model(load_checkpoint(p_path), "generator", p_path)
     corpus = pipeline.out / f"corpus_{settings.num_tokens}_{settings.seed}"
     if not (corpus / "train.bin").is_file():
         write_text_of(p, source, corpus, settings)
-    q_path = pipeline.generator("q", corpus, settings.q_iters, **small)
+    q_path = pipeline.generator("q", corpus, settings.q_iters, **recipe(settings.q_size, N))
     q = build_model(load_checkpoint(q_path), "generator", q_path)
-    pipeline.generator("large", corpus, settings.large_iters, **large)
+    if LARGE in settings.heads:
+        pipeline.generator("large", corpus, settings.large_iters, **recipe(settings.large_size, N))
     amount = {"samples_per_chunk": 4, "max_blocks": settings.max_blocks, "seed": settings.seed}
     data = pipeline.reward_data("data", q_path, corpus, **amount)
 
@@ -115,6 +120,12 @@ def main() -> None:
     say("\n" + markdown(header, rows))
     draw(best, shares, f"N = {N}, divergence {divergence:.3f} nats a token", pipeline.out / "oracle.png")
     say(f"\nSaved {pipeline.out / 'oracle.png'}")
+
+
+def recipe(size: tuple[int, int], block_size: int) -> dict[str, Any]:
+    """Options of train.py for a model of so many layers and channels, at most 32 of them a head."""
+    n_layer, n_embd = size
+    return {"n_layer": n_layer, "n_head": -(-n_embd // 32), "n_embd": n_embd, "block_size": block_size, **OPTIMIZER}
 
 
 def write_text_of(p: GPT, source: Path, corpus: Path, settings: OracleSettings) -> None:

@@ -190,7 +190,7 @@ def test_the_trunk_that_makes_the_best_mixture_is_kept(good):
 
 def test_a_trunk_that_diverges_is_told_and_the_best_kept(monkeypatch, good):
     """The last step before an evaluation is beyond all reason: what is saved is of the evaluation before."""
-    monkeypatch.setattr(train_reward_model, "learning_rate_factor", lambda step, *_: math.inf if step == 19 else 0.1)
+    monkeypatch.setattr(train_reward_model, "cooldown_factor", lambda step, *_, **__: math.inf if step == 19 else 0.1)
     line = refuse_in_one_line("train_reward_model", **good, **LIKELIHOOD)
     assert line.startswith("ERROR: the loss on natural text is nan at step 20; saved is a reward model of step 10; ")
     assert trained(good)[1].mixture.isfinite()
