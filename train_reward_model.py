@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from checkpoint import build_model, check_same_tokens, load_checkpoint, save_checkpoint
-from data_loader import TokenSplits, WholeSplitBatches, dataset_folder, get_batch, load_binary, load_text
+from data_loader import WholeSplitBatches, get_batch
 from frozen_features import forget_features, frozen_depth, frozen_features, head_output, to_device
-from generation import Sampling
 from model import GPT, check_same_fields
 from objectives import (
     crossover_loss,
@@ -33,6 +32,16 @@ from objectives import (
     token_log_probs,
 )
 from optimization import EarlyStopping, clip_gradients, cooldown_factor, copied, make_optimizers
+from provenance import (
+    check_origin,
+    check_unseen,
+    check_variety,
+    first_reported_token,
+    halves_by_block,
+    natural_text,
+    samples_per_block,
+    sampling_of,
+)
 from ranks import Ranks, parallel, start_ranks
 from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits
 from reward_model import LikelihoodRewardModel
@@ -42,7 +51,6 @@ from runtime import (
     UserError,
     check_writable,
     hash_file,
-    hash_tokens,
     random_stream,
     run_main,
     seed_step,
@@ -60,7 +68,6 @@ from skill import (
     r_squared,
     skill_figures,
 )
-from tokenization_manager import TokenizationManager
 
 DEFAULT_LOSS = {"last": "mse", "position": "nll", "likelihood": "nll"}
 DEFAULT_LM_ITERS = 400
@@ -218,7 +225,7 @@ def main() -> None:
     for dataset in (train_set, val_set):
         check_model_compatibility(dataset.get_tokenization_info(), dataset.block_size, generator.config)
         check_variety(dataset)
-    check_origin(settings, generator_sha256, checkpoint["tokenization"], train_set)
+    check_origin(train_set, checkpoint, generator_sha256, settings.base_model_path)
     trunk = load_trunk(settings, checkpoint, generator_sha256, train_set.metadata, device)
     select_rows, report_rows, judged_on = halves_by_block(val_set)
 
@@ -227,7 +234,7 @@ def main() -> None:
     say(f"Trunk: {settings.trunk or settings.base_model_path}, {format_size(trunk.num_parameters())}")
     # What can be refused is refused before the records of an earlier run are replaced.
     sampling = sampling_of(train_set.metadata)
-    splits = natural_text(settings, train_set.metadata, checkpoint) if settings.num_lm_iters else None
+    splits = natural_text(train_set.metadata, settings.dataset, checkpoint) if settings.num_lm_iters else None
     if settings.head == "likelihood":
         model = LikelihoodRewardModel(trunk, generator, sampling).to(device).eval()
     else:
@@ -347,18 +354,6 @@ def load_trunk(
     return trunk
 
 
-def check_unseen(trained: Mapping[str, Any] | None, metadata: Mapping[str, str], path: str) -> None:
-    """Raise UserError for a trunk that was trained on another split: it may know the text that is to judge it."""
-    theirs = metadata.get("val_sha256")
-    if trained is None or theirs is None:
-        warn(f"{path} does not tell its training text; make sure that the reward data's validation text is not in it")
-    elif trained["val_sha256"] != theirs:
-        raise UserError(
-            f"ERROR: {path} was trained with another validation split (sha256 {trained['val_sha256']:.12}...) than the "
-            f"reward data's ({theirs:.12}...): it may know the text that is to judge it; use a trunk of the same split"
-        )
-
-
 def reward_gpt(settings: RewardModelSettings, trunk: GPT) -> GPT:
     """A GPT with a new last or position head on the trunk's weights, frozen but for what is to be trained."""
     seed_step(settings.seed, "reward_head")
@@ -389,122 +384,6 @@ def freeze_trunk(model: GPT, unfreeze_layers: int) -> int:
         model.transformer.h[n_layer - count :].requires_grad_(True)
         model.transformer.ln_f.requires_grad_(True)
     return count
-
-
-def sampling_of(metadata: Mapping[str, str]) -> Sampling:
-    """How the written text of a dataset was sampled; plainly, where its metadata do not say."""
-    top_k = metadata.get("top_k")
-    try:
-        return Sampling(float(metadata.get("temperature", 1.0)), None if top_k is None else int(top_k))
-    except ValueError:
-        raise UserError(
-            f"ERROR: the reward data's metadata have temperature={metadata.get('temperature')} and top_k={top_k}: no "
-            "such sampling is possible"
-        ) from None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# data
-
-
-def check_variety(dataset: RewardDataset) -> None:
-    """Raise UserError for data in which there is nothing to learn."""
-    name, shares = f"{dataset.data_dir}, {dataset.split} split", dataset.y[:, 0]
-    low, high = float(shares.min()), float(shares.max())
-    remedy = "make the data anew with prepare_reward_data.py"
-    if low == high:
-        kind = {1.0: "all natural", 0.0: "all written"}.get(low, "all natural up to the same place")
-        raise UserError(
-            f"ERROR: {name}: every label is K/N = {low:g}: texts {kind} hold nothing to tell apart; {remedy}"
-        )
-    first = int(dataset.x[0, 0])
-    step = max(1, 2**24 // dataset.block_size)
-    if all((dataset.x[row : row + step] == first).all() for row in range(0, len(dataset), step)):
-        raise UserError(f"ERROR: {name}: every token is {first}: a constant text teaches nothing; {remedy}")
-
-
-def check_origin(
-    settings: RewardModelSettings, generator_sha256: str, record: dict | None, dataset: RewardDataset
-) -> None:
-    """Hold the dataset against the generator: the same tokenizer, and the very model that wrote it."""
-    if record is not None:
-        dataset.get_tokenization_info().check_compatible(TokenizationManager.from_record(record).info())
-    writer = dataset.metadata.get("model_sha256")
-    if writer is not None and writer != generator_sha256:
-        raise UserError(
-            f"ERROR: {settings.data_dir} was written by another model (sha256 {writer:.12}...) than "
-            f"{settings.base_model_path} ({generator_sha256:.12}...); name that model, or make data with this one"
-        )
-
-
-def samples_per_block(dataset: RewardDataset) -> int:
-    """How many rows share a natural block; 1 where the metadata do not say."""
-    return dataset.samples_per_chunk or 1
-
-
-def halves_by_block(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
-    """Rows of the first and of the second half of the blocks: one selects, the other reports; and its name."""
-    rows, per_block = np.arange(len(dataset)), samples_per_block(dataset)
-    num_blocks = len(dataset) // per_block
-    if num_blocks < 2:
-        warn("a single validation block: it both selects the model and reports its skill, which is so too favourable")
-        return rows, rows, "the validation block that also selected it"
-    middle, name = num_blocks // 2 * per_block, "validation blocks that did not select it"
-    if dataset.samples_per_chunk is None:
-        warn(
-            f"{dataset.data_dir / 'val_metadata.txt'} has no samples_per_chunk: halves and interval go by rows, not by "
-            "natural blocks; where rows share a block, the skill is too favourable and its interval too narrow"
-        )
-        name = "validation rows that did not select it (but may share text with some that did)"
-    return rows[:middle], rows[middle:], name
-
-
-def first_reported_token(dataset: RewardDataset, num_tokens: int) -> int:
-    """Where in the validation split of `num_tokens` the blocks begin that report skill; text before that may select."""
-    used = len(dataset) // samples_per_block(dataset)
-    total = num_tokens // dataset.block_size
-    return max(2, used // 2 * total // used * dataset.block_size)
-
-
-def natural_text(
-    settings: RewardModelSettings, metadata: Mapping[str, str], checkpoint: Mapping[str, Any]
-) -> TokenSplits:
-    """The corpus that the reward data were made from; UserError where it is not found, or is another."""
-    vocab_size, mode = checkpoint["config"].num_real_tokens, metadata.get("input_mode")
-    way_out = "name the folder of its train.bin and val.bin with --dataset, or use --lm_iters 0 (and --trunk)"
-    try:
-        if settings.dataset is not None:
-            folder = dataset_folder(settings.dataset)
-            splits = load_binary(folder / "train.bin", folder / "val.bin", vocab_size)
-        elif mode == "binary":
-            splits = load_binary(metadata["train_bin"], metadata["val_bin"], vocab_size)
-        elif mode == "text" and checkpoint["tokenization"] is not None:
-            tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
-            splits = load_text(metadata["data_path"], tokenizer, float(metadata["train_split"]))
-        else:
-            raise UserError("ERROR: the reward data do not say what corpus they were made from")
-    except (UserError, KeyError, ValueError) as error:
-        reason = str(error).removeprefix("ERROR: ").splitlines()[0]
-        if isinstance(error, KeyError):
-            reason = f"the reward data's metadata have no {error}"
-        raise UserError(f"ERROR: no natural text to learn: {reason}; {way_out}") from None
-    if "val_sha256" not in metadata:
-        warn("the reward data do not tell their corpus: make sure that their validation text is not trained on here")
-    for name in ("train", "val"):
-        ours, theirs = hash_tokens(getattr(splits, name)), metadata.get(f"{name}_sha256")
-        if theirs is not None and theirs != ours:
-            raise UserError(
-                f"ERROR: this is not the corpus that the reward data were made from: the hash of its {name} split is "
-                f"{ours[:12]}..., theirs {theirs[:12]}...; {way_out}"
-            )
-    if len(splits.train) <= checkpoint["config"].block_size:
-        raise UserError(f"ERROR: {len(splits.train)} tokens of natural text are no more than one block: use more text")
-    return splits
-
-
-def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
-    """The labels (n, 2) in random order."""
-    return targets[random_stream(seed, "control").permutation(len(targets))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -675,6 +554,11 @@ def fit_mixture(run: Run, model: LikelihoodRewardModel, control: bool) -> tuple[
 def head_state(run: Run, start: dict[str, Tensor], diverged: str | None) -> dict[str, Any]:
     """The state of a run whose head has learned nothing yet."""
     return {"phase": "head", "start": start, "diverged": diverged, "num_records": run.log.num_records}
+
+
+def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
+    """The labels (n, 2) in random order."""
+    return targets[random_stream(seed, "control").permutation(len(targets))]
 
 
 def head_inputs(run: Run, model: GPT) -> tuple[tuple[np.ndarray | Tensor, np.ndarray | Tensor], int | None]:

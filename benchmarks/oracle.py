@@ -4,7 +4,7 @@
 
 Where p and q are both known, so is the exact posterior over the crossover, and with it the R2 that nothing can exceed
 in expectation: its mean makes the least squared error there is. Every head's regret is measured against it, on the same
-unseen sequences. "Natural" text are blocks of N tokens sampled from p, one independent of the other.
+unseen sequences. "Natural" text is a stream in which p writes every token after looking at the last few.
 """
 
 import shutil
@@ -15,21 +15,24 @@ from typing import Any
 import numpy as np
 import torch
 from pipeline import Pipeline, markdown, skill_cells
+from torch import Tensor
+from torch.nn import functional as F
 
 from checkpoint import build_model, load_checkpoint
 from data_loader import TokenSplits, dataset_folder, open_token_file, write_token_files
-from generation import Completer, Sampling
+from generation import Sampling, sample_tokens
 from model import GPT
-from objectives import natural_share
+from objectives import natural_share, token_log_probs
+from prepare_reward_data import evenly_spaced
+from provenance import halves_by_block, samples_per_block
 from reward_dataset_loader import RewardDataset
-from reward_model import LikelihoodRewardModel
-from run_log import picture, progress, say
+from run_log import counted, picture, say
 from runtime import atomic_path, random_stream, run_main
 from settings import Problems, parse_settings
 from skill import measure_skill
-from train_reward_model import MAX_MIXTURE, halves_by_block, log_ratios, samples_per_block
 
-OPTIMIZER = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 6e-3, "batch_size": 16}
+OPTIMIZER = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 6e-3}
+TOKENS_A_STEP = 2048
 LARGE = "likelihood, a larger trunk"
 HEADS: dict[str, dict[str, Any]] = {
     "last, frozen (the seeds')": {"head": "last"},
@@ -39,7 +42,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "likelihood, 1,600 steps": {"lm_iters": 1600},
     LARGE: {"trunk": "large.pt"},
 }
-BLOCKS_AT_A_TIME = 512
+BLOCKS_A_STREAM, ROWS_AT_A_TIME = 64, 64
 
 
 @dataclass
@@ -52,6 +55,8 @@ class OracleSettings:
     """tokens in a sequence"""
     num_tokens: int = 3_000_000
     """tokens of text that p writes"""
+    p_order: int = 16
+    """tokens that p looks back"""
     p_size: tuple[int, int] = (2, 64)
     """layers and width of p"""
     p_iters: int = 700
@@ -83,6 +88,7 @@ class OracleSettings:
             f"num_tokens={self.num_tokens}: fewer than 400 blocks of {self.block_size}",
             "Give more",
         )
+        problems.check_range(self, "p_order", minimum=1, maximum=self.block_size)
         for head in self.heads:
             problems.require(head in HEADS, f"heads: {head!r} is unknown", f"Use of {'; '.join(HEADS)}")
         return problems
@@ -93,7 +99,7 @@ def main() -> None:
     pipeline, N = Pipeline(settings.out_dir), settings.block_size
 
     source = dataset_folder(settings.dataset).resolve()
-    p_path = pipeline.generator("p", source, settings.p_iters, **recipe(settings.p_size, N))
+    p_path = pipeline.generator("p", source, settings.p_iters, **recipe(settings.p_size, settings.p_order))
     p = build_model(load_checkpoint(p_path), "generator", p_path)
     corpus = pipeline.out / f"corpus_{settings.num_tokens}_{settings.seed}"
     if not (corpus / "train.bin").is_file():
@@ -105,7 +111,7 @@ def main() -> None:
     amount = {"samples_per_chunk": 4, "max_blocks": settings.max_blocks, "seed": settings.seed}
     data = pipeline.reward_data("data", q_path, corpus, **amount)
 
-    best, divergence = exact_skill(p, q, data)
+    best, divergence = exact_skill(p, q, data, corpus)
     rows, shares = [["the exact posterior", *skill_cells(best), "100%", "0"]], {}
     for name in settings.heads:
         options = {"control": False, **HEADS[name], "seed": settings.seed}
@@ -125,47 +131,63 @@ def main() -> None:
 def recipe(size: tuple[int, int], block_size: int) -> dict[str, Any]:
     """Options of train.py for a model of so many layers and channels, at most 32 of them a head."""
     n_layer, n_embd = size
-    return {"n_layer": n_layer, "n_head": -(-n_embd // 32), "n_embd": n_embd, "block_size": block_size, **OPTIMIZER}
+    shape = {"n_layer": n_layer, "n_head": -(-n_embd // 32), "n_embd": n_embd, "block_size": block_size}
+    return {**shape, "batch_size": max(1, TOKENS_A_STEP // block_size), **OPTIMIZER}
 
 
+@torch.no_grad()
 def write_text_of(p: GPT, source: Path, corpus: Path, settings: OracleSettings) -> None:
-    """A corpus (train.bin, val.bin, meta.pkl) of blocks sampled from p; first tokens are drawn from p's own corpus."""
-    N, num_blocks = settings.block_size, settings.num_tokens // settings.block_size
-    vocab_size = p.config.num_real_tokens
-    firsts = open_token_file(source / "train.bin", "train", vocab_size)
-    completer, parts = Completer(p, N), []
-    with progress(num_blocks, "Text of p", "block") as bar:
-        for first in range(0, num_blocks, BLOCKS_AT_A_TIME):
-            count = min(BLOCKS_AT_A_TIME, num_blocks - first)
-            draw = random_stream(settings.seed, "oracle", first)
-            natural = torch.zeros(count, N, dtype=torch.int64)
-            natural[:, 0] = torch.from_numpy(firsts[draw.integers(len(firsts), size=count)].astype(np.int64))
-            uniforms = torch.from_numpy(draw.random((count, 1, N), dtype=np.float32))
-            ids = completer(natural, torch.ones(count, 1, dtype=torch.int64), uniforms, Sampling()).ids
-            parts.append(ids.flatten().numpy().astype(np.uint16))
-            bar.update(count)
-    tokens = np.concatenate(parts)
-    boundary = num_blocks * 9 // 10 * N  # whole blocks in either split
+    """A corpus (train.bin, val.bin, meta.pkl) of p's text: long streams, one behind the other.
+
+    Each stream goes on from some tokens of p's own corpus, which are left out.
+    """
+    order, length = p.config.block_size, BLOCKS_A_STREAM * settings.block_size
+    num_streams = settings.num_tokens // length
+    natural = open_token_file(source / "train.bin", "train", p.config.num_real_tokens)
+    stream = random_stream(settings.seed, "oracle")
+    firsts = stream.integers(len(natural) - order, size=(num_streams, 1))
+    window = torch.from_numpy(natural[firsts + np.arange(order)].astype(np.int64))  # (num_streams, order)
+    text = torch.empty(num_streams, length, dtype=torch.int64)
+    for position in counted(range(length), length, "Text of p"):
+        uniforms = torch.from_numpy(stream.random(num_streams, dtype=np.float32))
+        text[:, position], _, _ = sample_tokens(p(window)[0][:, -1], uniforms, Sampling())
+        window = torch.cat((window[:, 1:], text[:, position : position + 1]), 1)
     corpus.mkdir(parents=True, exist_ok=True)
     if (source / "meta.pkl").is_file():
         with atomic_path(corpus / "meta.pkl") as partial:
             shutil.copyfile(source / "meta.pkl", partial)
-    write_token_files(corpus, TokenSplits(tokens[:boundary], tokens[boundary:]))
+    boundary = num_streams * 9 // 10  # whole streams in either split
+    parts = (part.flatten().numpy().astype(np.uint16) for part in (text[:boundary], text[boundary:]))
+    write_token_files(corpus, TokenSplits(*parts))
 
 
-def exact_skill(p: GPT, q: GPT, data: Path) -> tuple[dict[str, Any], float]:
+def exact_skill(p: GPT, q: GPT, data: Path, corpus: Path) -> tuple[dict[str, Any], float]:
     """Skill of the exact posterior's mean, and the mean of log p - log q over natural tokens, on the reporting half."""
-    dataset = RewardDataset(data, "val")
+    dataset, order = RewardDataset(data, "val"), p.config.block_size
     _, rows, _ = halves_by_block(dataset)
-    exact = LikelihoodRewardModel(p, q).eval().requires_grad_(False)
-    exact.mixture.fill_(MAX_MIXTURE)  # p alone
-    ratios = log_ratios(exact, dataset.x, rows, torch.device("cpu"))  # (n, N - 1): of the tokens after the first
-    prediction = natural_share(exact.calibrated(ratios))
-    truth, blocks = torch.from_numpy(dataset.y[rows, 0]), torch.from_numpy(rows // samples_per_block(dataset))
-    crossovers = (truth.double() * dataset.block_size).round()
-    natural = torch.arange(1, dataset.block_size) < crossovers[:, None]
-    divergence = ratios[natural].double().mean().item()
-    return measure_skill(prediction, truth, blocks, dataset.block_size, seed=42), divergence
+    blocks, N = rows // samples_per_block(dataset), dataset.block_size
+    # What p looked at for a block's first tokens is before the block (but for the first of a stream's 64 blocks): the
+    # exact posterior knows that as well.
+    natural = open_token_file(corpus / "val.bin", "val", p.config.num_real_tokens)
+    starts = evenly_spaced(blocks, len(natural) // N, len(dataset) // samples_per_block(dataset)) * N
+    before = natural[starts[:, None] + np.arange(-order, 0)]  # (n, order)
+    x = torch.from_numpy(np.concatenate((before, dataset.x[rows]), 1).astype(np.int64))  # (n, order + N)
+    ratios = torch.cat([log_ratios(p, q, part) for part in x.split(ROWS_AT_A_TIME)])  # (n, N - 1): but of the first
+    prediction, truth = natural_share(F.pad(ratios, (1, 0))), torch.from_numpy(dataset.y[rows, 0])
+    crossovers = (truth.double() * N).round()
+    divergence = ratios[torch.arange(1, N) < crossovers[:, None]].double().mean().item()
+    return measure_skill(prediction, truth, torch.from_numpy(blocks), N, seed=42), divergence
+
+
+@torch.no_grad()
+def log_ratios(p: GPT, q: GPT, x: Tensor) -> Tensor:
+    """log p - log q (n, N - 1) of all tokens but the first of N, from x (n, order + N): p knows what is before them."""
+    order = p.config.block_size
+    block = x[:, order:]
+    windows = x.unfold(1, order, 1)[:, 1:-1]  # (n, N - 1, order): what is before each of them
+    logits = torch.cat([p(part)[0][:, 0] for part in windows.flatten(0, 1).split(512 * ROWS_AT_A_TIME)])
+    written = token_log_probs(q.logits(q.trunk(block[:, :-1])), block[:, 1:])
+    return token_log_probs(logits.view(*windows.shape[:2], -1), block[:, 1:]) - written
 
 
 def draw(best: dict[str, Any], skills: dict[str, Any], title: str, path: Path) -> None:

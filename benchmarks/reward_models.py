@@ -21,13 +21,13 @@ from pipeline import Pipeline, markdown, skill_cells, val_loss
 from checkpoint import build_model, load_checkpoint
 from data_loader import dataset_folder, open_token_file
 from frozen_features import to_device
+from provenance import halves_by_block, samples_per_block
 from reward_dataset_loader import RewardDataset
 from run_log import say
 from runtime import run_main
 from settings import Problems, parse_settings
 from skill import measure_skill
 from tokenization_manager import TokenizationManager
-from train_reward_model import halves_by_block, samples_per_block
 
 # The recipe of config/shakespeare_char_cpu.py.
 RECIPE = {

@@ -15,7 +15,7 @@ FLOORS = [
     ],
     ["run_state", "model", "tokenization_manager"],
     ["reward_model", "reward_dataset_loader"],
-    ["checkpoint", "frozen_features", "rollouts"],
+    ["checkpoint", "frozen_features", "provenance", "rollouts"],
     ["train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
     ["run_cycles"],
 ]

@@ -1,0 +1,147 @@
+"""Where reward data come from and what may be learned from them: their writer, their corpus, and which rows report.
+
+    python -c "import provenance; help(provenance.halves_by_block)"
+
+Floor 4. Reads the corpus; writes nothing. Rows are those of reward_dataset_loader.RewardDataset.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from data_loader import TokenSplits, dataset_folder, load_binary, load_text
+from generation import Sampling
+from reward_dataset_loader import RewardDataset
+from runtime import UserError, hash_tokens, warn
+from tokenization_manager import TokenizationManager
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what can be learned from
+
+
+def check_variety(dataset: RewardDataset) -> None:
+    """Raise UserError for data in which there is nothing to learn."""
+    name, shares = f"{dataset.data_dir}, {dataset.split} split", dataset.y[:, 0]
+    low, high = float(shares.min()), float(shares.max())
+    remedy = "make the data anew with prepare_reward_data.py"
+    if low == high:
+        kind = {1.0: "all natural", 0.0: "all written"}.get(low, "all natural up to the same place")
+        raise UserError(
+            f"ERROR: {name}: every label is K/N = {low:g}: texts {kind} hold nothing to tell apart; {remedy}"
+        )
+    first = int(dataset.x[0, 0])
+    step = max(1, 2**24 // dataset.block_size)
+    if all((dataset.x[row : row + step] == first).all() for row in range(0, len(dataset), step)):
+        raise UserError(f"ERROR: {name}: every token is {first}: a constant text teaches nothing; {remedy}")
+
+
+def check_origin(dataset: RewardDataset, generator: Mapping[str, Any], generator_sha256: str, path: str) -> None:
+    """Hold the dataset against the generator's checkpoint: the same tokenizer, and the very model that wrote it."""
+    record = generator["tokenization"]
+    if record is not None:
+        dataset.get_tokenization_info().check_compatible(TokenizationManager.from_record(record).info())
+    writer = dataset.metadata.get("model_sha256")
+    if writer is not None and writer != generator_sha256:
+        raise UserError(
+            f"ERROR: {dataset.data_dir} was written by another model (sha256 {writer:.12}...) than "
+            f"{path} ({generator_sha256:.12}...); name that model, or make data with this one"
+        )
+
+
+def check_unseen(trained: Mapping[str, Any] | None, metadata: Mapping[str, str], path: str) -> None:
+    """Raise UserError for a trunk that was trained on another split: it may know the text that is to judge it."""
+    theirs = metadata.get("val_sha256")
+    if trained is None or theirs is None:
+        warn(f"{path} does not tell its training text; make sure that the reward data's validation text is not in it")
+    elif trained["val_sha256"] != theirs:
+        raise UserError(
+            f"ERROR: {path} was trained with another validation split (sha256 {trained['val_sha256']:.12}...) than the "
+            f"reward data's ({theirs:.12}...): it may know the text that is to judge it; use a trunk of the same split"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which rows select, and which report
+
+
+def samples_per_block(dataset: RewardDataset) -> int:
+    """How many rows share a natural block; 1 where the metadata do not say."""
+    return dataset.samples_per_chunk or 1
+
+
+def halves_by_block(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
+    """Rows of the first and of the second half of the blocks: one selects, the other reports; and its name."""
+    rows, per_block = np.arange(len(dataset)), samples_per_block(dataset)
+    num_blocks = len(dataset) // per_block
+    if num_blocks < 2:
+        warn("a single validation block: it both selects the model and reports its skill, which is so too favourable")
+        return rows, rows, "the validation block that also selected it"
+    middle, name = num_blocks // 2 * per_block, "validation blocks that did not select it"
+    if dataset.samples_per_chunk is None:
+        warn(
+            f"{dataset.data_dir / 'val_metadata.txt'} has no samples_per_chunk: halves and interval go by rows, not by "
+            "natural blocks; where rows share a block, the skill is too favourable and its interval too narrow"
+        )
+        name = "validation rows that did not select it (but may share text with some that did)"
+    return rows[:middle], rows[middle:], name
+
+
+def first_reported_token(dataset: RewardDataset, num_tokens: int) -> int:
+    """Where in the validation split of `num_tokens` the blocks begin that report skill; text before that may select."""
+    used = len(dataset) // samples_per_block(dataset)
+    total = num_tokens // dataset.block_size
+    return max(2, used // 2 * total // used * dataset.block_size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the metadata tell
+
+
+def sampling_of(metadata: Mapping[str, str]) -> Sampling:
+    """How the written text of a dataset was sampled; plainly, where its metadata do not say."""
+    top_k = metadata.get("top_k")
+    try:
+        return Sampling(float(metadata.get("temperature", 1.0)), None if top_k is None else int(top_k))
+    except ValueError:
+        raise UserError(
+            f"ERROR: the reward data's metadata have temperature={metadata.get('temperature')} and top_k={top_k}: no "
+            "such sampling is possible"
+        ) from None
+
+
+def natural_text(metadata: Mapping[str, str], dataset: str | None, generator: Mapping[str, Any]) -> TokenSplits:
+    """The corpus that the reward data were made from, in the folder `dataset` where one is named.
+
+    Raises UserError where it is not found, is another, or is shorter than a block of the generator's checkpoint.
+    """
+    vocab_size, mode = generator["config"].num_real_tokens, metadata.get("input_mode")
+    way_out = "name the folder of its train.bin and val.bin with --dataset, or use --lm_iters 0 (and --trunk)"
+    try:
+        if dataset is not None:
+            folder = dataset_folder(dataset)
+            splits = load_binary(folder / "train.bin", folder / "val.bin", vocab_size)
+        elif mode == "binary":
+            splits = load_binary(metadata["train_bin"], metadata["val_bin"], vocab_size)
+        elif mode == "text" and generator["tokenization"] is not None:
+            tokenizer = TokenizationManager.from_record(generator["tokenization"])
+            splits = load_text(metadata["data_path"], tokenizer, float(metadata["train_split"]))
+        else:
+            raise UserError("ERROR: the reward data do not say what corpus they were made from")
+    except (UserError, KeyError, ValueError) as error:
+        reason = str(error).removeprefix("ERROR: ").splitlines()[0]
+        if isinstance(error, KeyError):
+            reason = f"the reward data's metadata have no {error}"
+        raise UserError(f"ERROR: no natural text to learn: {reason}; {way_out}") from None
+    if "val_sha256" not in metadata:
+        warn("the reward data do not tell their corpus: make sure that their validation text is not trained on here")
+    for name in ("train", "val"):
+        ours, theirs = hash_tokens(getattr(splits, name)), metadata.get(f"{name}_sha256")
+        if theirs is not None and theirs != ours:
+            raise UserError(
+                f"ERROR: this is not the corpus that the reward data were made from: the hash of its {name} split is "
+                f"{ours[:12]}..., theirs {theirs[:12]}...; {way_out}"
+            )
+    if len(splits.train) <= generator["config"].block_size:
+        raise UserError(f"ERROR: {len(splits.train)} tokens of natural text are no more than one block: use more text")
+    return splits
