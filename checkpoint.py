@@ -253,16 +253,23 @@ def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any]
         warn(f"the model was trained on another train/validation split ({told}), as allowed")
 
 
-def check_same_tokens(dataset: Mapping | None, expected: Mapping | None, told: str) -> None:
-    """Raise UserError where two checkpoints' tokenization records differ; `told` is what to say of other numbers.
+def check_same_tokens(ours: Mapping | None, theirs: Mapping | None, our_name: str, their_name: str) -> None:
+    """Raise UserError, with both values, where two checkpoints' tokenization records differ.
 
     A checkpoint without a record says nothing.
     """
-    if dataset is None or expected is None:
+    if ours is None or theirs is None:
         return
-    TokenizationManager.from_record(dataset).info().check_compatible(TokenizationManager.from_record(expected).info())
-    if dataset["chars"] != expected["chars"]:
-        raise UserError(f"ERROR: {told}: they do not match")
+    infos = [TokenizationManager.from_record(record).info().describe() for record in (ours, theirs)]
+    if infos[0] != infos[1]:
+        raise UserError(
+            f"ERROR: tokenization is {infos[0]} in {our_name} and {infos[1]} in {their_name}: they do not match"
+        )
+    for number, (one, other) in enumerate(zip(ours["chars"] or (), theirs["chars"] or (), strict=True)):
+        if one != other:
+            raise UserError(
+                f"ERROR: character {number} is {one!r} in {our_name} and {other!r} in {their_name}: they do not match"
+            )
 
 
 def check_tokenizer(contents: Mapping[str, Any], tokenizer: TokenizationManager) -> None:

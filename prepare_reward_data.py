@@ -20,6 +20,7 @@ from checkpoint import build_model, check_same_splits, check_tokenizer, data_rec
 from data_loader import TokenSplits, load_binary, load_text
 from generation import Completer, Sampling, compile_model, generate
 from model import GPT, GPTConfig
+from provenance import evenly_spaced
 from ranks import Ranks, start_ranks
 from reward_data_config import RewardDataConfig, TokenizationInfo
 from reward_dataset_loader import FORMAT_VERSION, format_metadata, read_metadata, write_metadata
@@ -97,11 +98,6 @@ def count_blocks(tokens: np.ndarray, block_size: int, max_blocks: int | None) ->
             f"ERROR: {len(tokens):,} tokens are shorter than one block of {block_size}; use a longer corpus"
         )
     return total, total if max_blocks is None else min(max_blocks, total)
-
-
-def evenly_spaced(numbers: np.ndarray, total: int, count: int) -> np.ndarray:
-    """The blocks that are to be used as number 0, 1, ... of `count`: all of `total`, or evenly spaced among them."""
-    return numbers * total // count
 
 
 def blocks_per_task(samples_per_chunk: int) -> int:

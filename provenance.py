@@ -70,6 +70,11 @@ def samples_per_block(dataset: RewardDataset) -> int:
     return dataset.samples_per_chunk or 1
 
 
+def evenly_spaced(numbers: np.ndarray | int, total: int, count: int) -> np.ndarray | int:
+    """The blocks that are to be used as number 0, 1, ... of `count`: all of `total`, or evenly spaced among them."""
+    return numbers * total // count
+
+
 def halves_by_block(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
     """Rows of the first and of the second half of the blocks: one selects, the other reports; and its name."""
     rows, per_block = np.arange(len(dataset)), samples_per_block(dataset)
@@ -91,7 +96,7 @@ def first_reported_token(dataset: RewardDataset, num_tokens: int) -> int:
     """Where in the validation split of `num_tokens` the blocks begin that report skill; text before that may select."""
     used = len(dataset) // samples_per_block(dataset)
     total = num_tokens // dataset.block_size
-    return max(2, used // 2 * total // used * dataset.block_size)
+    return max(2, evenly_spaced(used // 2, total, used) * dataset.block_size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

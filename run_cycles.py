@@ -383,9 +383,10 @@ def reward_stages(
 ) -> list[Stage]:
     """An attempt at a reward model: its data, its training, and its test on the policy. `more`: options by script."""
     model, judge = base_model(out, cycle), reward_model(out, cycle, attempt)
-    reward_data = out / f"reward_data_v{cycle}{attempt_suffix(attempt)}"
-    gate = out / f"gate_v{cycle}{attempt_suffix(attempt)}.json"
     more = more or {}
+    own_data = attempt_suffix(attempt) if "prepare_reward_data" in more else ""  # else the first attempt's
+    reward_data = out / f"reward_data_v{cycle}{own_data}"
+    gate = out / f"gate_v{cycle}{attempt_suffix(attempt)}.json"
     return [
         Stage(
             reward_data.name,
@@ -407,7 +408,7 @@ def reward_stages(
             "train_grpo",
             gate,
             {"base_model_path": model, "reward_model_path": judge},
-            {"dataset": folder, "gate_path": gate},
+            {"dataset": folder, "gate_path": gate, **more.get("train_grpo", {})},
             lambda: read_json(gate),
             records_settings=False,  # GRPO's own have not been used yet
         ),
@@ -429,15 +430,16 @@ def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
 
 
 def find_judge(runner: Runner, cycle: int, attempts: int, folder: Path, out: Path) -> tuple[Path | None, str]:
-    """A reward model that sees the policy's text, or None after so many attempts; and what the last one's test said."""
+    """A reward model that sees the policy's text, or None after so many attempts and what the last one's test said."""
     own, attempt = runner.ledger.settings, 1
+    asked = {"train_grpo": {name: own["train_grpo"][name] for name in ("gate_blocks", "seed")}}
     while True:
-        stages = reward_stages(cycle, folder, out, attempt, larger(own, 2 ** (attempt - 1)))
+        stages = reward_stages(cycle, folder, out, attempt, larger(own, 2 ** (attempt - 1)) | asked)
         *_, gate = [runner.run(stage) for stage in stages]
+        if better_than_constant(gate["r2_low"]) or own["train_grpo"]["allow_blind_reward"]:
+            return reward_model(out, cycle, attempt), ""
         r2 = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"], digits=3)
         verdict = f"the reward model was not shown to see, R2 {r2} on the policy's text"
-        if better_than_constant(gate["r2_low"]) or own["train_grpo"]["allow_blind_reward"]:
-            return reward_model(out, cycle, attempt), verdict
         say(f"\nAttempt {attempt} of {attempts}: {verdict}")
         # When more attempts were asked for.
         tried = f"gate_v{cycle}{attempt_suffix(attempt + 1)}" in runner.ledger.stages
@@ -447,17 +449,16 @@ def find_judge(runner: Runner, cycle: int, attempts: int, folder: Path, out: Pat
 
 
 def larger(own: dict[str, dict[str, Any]], factor: int) -> dict[str, dict[str, Any]]:
-    """Options by script for `factor` times the data and training; heads that learn from labels get their trunk too."""
+    """Options by script for `factor` times the training, and data where a head learns from labels; its trunk too."""
     if factor == 1:
         return {}
     data, model = own["prepare_reward_data"], own["train_reward_model"]
-    more = {"samples_per_chunk": data["samples_per_chunk"] * factor}
     if model["head"] == "likelihood":
         num_lm_iters = RewardModelSettings(trunk=model["trunk"], lm_iters=model["lm_iters"]).num_lm_iters
-        training = {"lm_iters": (num_lm_iters or DEFAULT_LM_ITERS) * factor}
-    else:
-        training = {"unfreeze_layers": -1, "max_epochs": model["max_epochs"] * factor}
-        training["learning_rate"] = model["learning_rate"] / 3  # a trunk that has learned much is moved gently
+        return {"train_reward_model": {"lm_iters": (num_lm_iters or DEFAULT_LM_ITERS) * factor}}
+    training = {"unfreeze_layers": -1, "max_epochs": model["max_epochs"] * factor}
+    training["learning_rate"] = model["learning_rate"] / 3  # a trunk that has learned much is moved gently
+    more = {"samples_per_chunk": data["samples_per_chunk"] * factor}
     return {"prepare_reward_data": more, "train_reward_model": training}
 
 

@@ -398,8 +398,7 @@ def check_judge(settings: GRPOSettings, checkpoint: dict, base_sha256: str, judg
         raise UserError(f"ERROR: {settings.reward_model_path} holds a {judge['config'].mode} model, not a reward model")
     names = ("vocab_size", "num_real_tokens", "block_size")
     check_same_fields(checkpoint["config"], judge["config"], names, "the policy", "the reward model")
-    told = "policy and reward model number their characters differently"
-    check_same_tokens(judge["tokenization"], checkpoint["tokenization"], told)
+    check_same_tokens(checkpoint["tokenization"], judge["tokenization"], "the policy", "the reward model")
     theirs = (judge["training"] or {}).get("generator_sha256")
     if theirs is None:
         warn(f"{settings.reward_model_path} does not say against which generator it was trained")

@@ -72,6 +72,9 @@ from skill import (
 DEFAULT_LOSS = {"last": "mse", "position": "nll", "likelihood": "nll"}
 DEFAULT_LM_ITERS = 400
 LM_WARMUP, LM_MOMENTUM = 20, 0.85  # steps until the learning rate falls, in a straight line to 0; Muon's momentum
+# Options that a likelihood head has no use for, and those that go with lm_iters.
+OF_OTHER_HEADS = ("reward_head_hidden_dim", "learning_rate", "batch_size", "max_epochs", "patience", "min_delta")
+OF_NATURAL_TEXT = ("lm_batch_size", "lm_learning_rate", "lm_muon_learning_rate", "lm_eval_interval")
 MAX_MIXTURE = 20.0  # a mixture of e^-20 is none at all
 
 
@@ -128,7 +131,7 @@ class RewardModelSettings:
     min_delta: float = 1e-5
     """a smaller fall of the selection loss is no improvement"""
     control: bool = True
-    """train once more on shuffled labels: what that sees is not there"""
+    """train once more on shuffled labels: what a last or position head sees even so is not there"""
     cache_features: bool = True
     """compute what the frozen part of the trunk says of the data once, not in every epoch (last, position)"""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
@@ -191,10 +194,18 @@ class RewardModelSettings:
                 "lm_iters=0 without a trunk: a likelihood head would hold the generator against itself",
                 "Let the trunk learn natural text with --lm_iters, or name a model of it with --trunk",
             )
+            self._require_defaults(problems, OF_OTHER_HEADS, "a likelihood head has no use for them")
+        if self.num_lm_iters == 0:
+            self._require_defaults(problems, OF_NATURAL_TEXT, "without lm_iters no natural text is learned")
         problems.check_tracker(self.tracker)
         if obstacle := check_writable(self.output_path, is_file=True):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
+
+    def _require_defaults(self, problems: Problems, names: tuple[str, ...], why: str) -> None:
+        defaults = RewardModelSettings()
+        given = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(defaults, name)]
+        problems.require(not given, f"{', '.join(given)}: {why}", "Leave them out")
 
 
 @dataclass
@@ -345,8 +356,7 @@ def load_trunk(
                 f"ERROR: block_size is {contents['config'].block_size} in {path} and "
                 f"{generator['config'].block_size} in the generator: a trunk must not read less"
             )
-        told = f"{path} numbers its characters otherwise than the generator"
-        check_same_tokens(generator["tokenization"], contents["tokenization"], told)
+        check_same_tokens(contents["tokenization"], generator["tokenization"], path, "the generator")
         check_unseen(contents["data"], metadata, path)
     contents = {**contents, "config": replace(contents["config"], dropout=settings.dropout)}
     trunk = build_model(contents, "generator", path, device)
@@ -410,7 +420,8 @@ def learn_natural_text(
         LM_MOMENTUM,
     )
     batches = WholeSplitBatches(unseen, trunk.config.block_size, trunk.rows_at_a_time(), ranks.device)
-    generator_log_probs = log_probs_of_text(generator, batches) if ranks.rank == 0 else None
+    is_mixed = settings.head == "likelihood"
+    generator_log_probs = log_probs_of_text(generator, batches) if is_mixed and ranks.rank == 0 else None
     best_state, best_step, best_loss, diverged, step, judged = None, 0, math.inf, None, 0, False
     if saved is not None:
         trunk.load_state_dict(saved["trunk"])
@@ -423,7 +434,7 @@ def learn_natural_text(
         """The trunk's own loss on unseen text, and the one that selects."""
         log_probs = log_probs_of_text(trunk, batches)
         own = -log_probs.mean().item()
-        if settings.head != "likelihood":
+        if not is_mixed:
             return own, own
         return own, mixture_loss(log_probs - generator_log_probs) - generator_log_probs.mean().item()
 
@@ -454,7 +465,9 @@ def learn_natural_text(
                 if step == num_iters:
                     break
                 with run.state.step():
-                    factor = cooldown_factor(step, LM_WARMUP, num_iters, cooldown=1.0, min_factor=0.0)
+                    factor = cooldown_factor(
+                        step, min(LM_WARMUP, num_iters // 10), num_iters, cooldown=1.0, min_factor=0.0
+                    )
                     optimizers.set_learning_rate_factor(factor)
                     draw = random_stream(settings.seed, "natural_text", step)
                     seed_step(settings.seed, "lm_dropout", step, ranks.rank)
@@ -472,7 +485,7 @@ def learn_natural_text(
             raise
         except UserError as error:
             remedy = "lower lm_learning_rate and lm_muon_learning_rate"
-            if best_step == 0:  # nothing was learned
+            if best_state is None or (best_step == 0 and settings.trunk is None):  # nothing was learned
                 raise ranks.common_error(f"{error}; {remedy}") from None
             diverged = f"{error}; saved is a reward model of step {best_step}; {remedy}"
     trunk.load_state_dict(best_state)
@@ -744,7 +757,7 @@ def print_skill(skill: dict[str, Any], of_what: str, head: str) -> None:
             else "its interval is not above 0"
         )
         say(f"This reward model is NO BETTER THAN A CONSTANT as far as is shown: {why}.")
-        say("A policy that climbs it may climb noise, and train_grpo.py will refuse it. What to try is in")
+        say("A policy that climbs it may climb noise, and train_grpo.py may refuse it. What to try is in")
         say("docs/reward_model_training3.md: --head likelihood, more --lm_iters, a --trunk that knows more, more data.")
 
 

@@ -4,7 +4,8 @@
 
 Where p and q are both known, so is the exact posterior over the crossover, and with it the R2 that nothing can exceed
 in expectation: its mean makes the least squared error there is. Every head's regret is measured against it, on the same
-unseen sequences. "Natural" text is a stream in which p writes every token after looking at the last few.
+unseen sequences. "Natural" text is a stream in which p writes every token after looking at the last few. Those before a
+sequence the posterior knows and a head does not: it is a bound.
 """
 
 import shutil
@@ -23,8 +24,7 @@ from data_loader import TokenSplits, dataset_folder, open_token_file, write_toke
 from generation import Sampling, sample_tokens
 from model import GPT
 from objectives import natural_share, token_log_probs
-from prepare_reward_data import evenly_spaced
-from provenance import halves_by_block, samples_per_block
+from provenance import evenly_spaced, halves_by_block, samples_per_block
 from reward_dataset_loader import RewardDataset
 from run_log import counted, picture, say
 from runtime import atomic_path, random_stream, run_main
@@ -42,7 +42,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "likelihood, 1,600 steps": {"lm_iters": 1600},
     LARGE: {"trunk": "large.pt"},
 }
-BLOCKS_A_STREAM, ROWS_AT_A_TIME = 64, 64
+BLOCKS_A_STREAM = 64
+ROWS_AT_A_TIME, WINDOWS_AT_A_TIME = 64, 8192
 
 
 @dataclass
@@ -108,23 +109,23 @@ def main() -> None:
     q = build_model(load_checkpoint(q_path), "generator", q_path)
     if LARGE in settings.heads:
         pipeline.generator("large", corpus, settings.large_iters, **recipe(settings.large_size, N))
-    amount = {"samples_per_chunk": 4, "max_blocks": settings.max_blocks, "seed": settings.seed}
+    amount = {"samples_per_chunk": 4, "max_blocks": settings.max_blocks, "seed": settings.seed, "dtype": "float32"}
     data = pipeline.reward_data("data", q_path, corpus, **amount)
 
     best, divergence = exact_skill(p, q, data, corpus)
-    rows, shares = [["the exact posterior", *skill_cells(best), "100%", "0"]], {}
+    rows, skills = [["the exact posterior", *skill_cells(best), "100%", "0"]], {}
     for name in settings.heads:
         options = {"control": False, **HEADS[name], "seed": settings.seed}
         if "trunk" in options:
             options["trunk"] = pipeline.out / options["trunk"]
         file_name = "judge_" + "_".join(word for word in name.replace(",", "").split() if word.isalnum())
         skill = pipeline.judge(file_name, q_path, data, **options)
-        shares[name] = skill
+        skills[name] = skill
         rows.append([name, *skill_cells(skill), f"{skill['r2'] / best['r2']:.0%}", f"{best['r2'] - skill['r2']:.3f}"])
     say(f"\nPer-token divergence of q from p on p's text: {divergence:.4f} nats; N = {N}")
     header = ["reward model", "R² (95%)", "MAE, tokens", "AUC", "seconds", "share of the best R²", "regret"]
     say("\n" + markdown(header, rows))
-    draw(best, shares, f"N = {N}, divergence {divergence:.3f} nats a token", pipeline.out / "oracle.png")
+    draw(best, skills, f"N = {N}, divergence {divergence:.3f} nats a token", pipeline.out / "oracle.png")
     say(f"\nSaved {pipeline.out / 'oracle.png'}")
 
 
@@ -139,7 +140,8 @@ def recipe(size: tuple[int, int], block_size: int) -> dict[str, Any]:
 def write_text_of(p: GPT, source: Path, corpus: Path, settings: OracleSettings) -> None:
     """A corpus (train.bin, val.bin, meta.pkl) of p's text: long streams, one behind the other.
 
-    Each stream goes on from some tokens of p's own corpus, which are left out.
+    Each stream goes on from some tokens of p's own corpus, which are left out; for the validation split's they lie in
+    before.npy, (streams, order).
     """
     order, length = p.config.block_size, BLOCKS_A_STREAM * settings.block_size
     num_streams = settings.num_tokens // length
@@ -147,47 +149,61 @@ def write_text_of(p: GPT, source: Path, corpus: Path, settings: OracleSettings) 
     stream = random_stream(settings.seed, "oracle")
     firsts = stream.integers(len(natural) - order, size=(num_streams, 1))
     window = torch.from_numpy(natural[firsts + np.arange(order)].astype(np.int64))  # (num_streams, order)
+    boundary = num_streams * 9 // 10  # whole streams in either split
+    corpus.mkdir(parents=True, exist_ok=True)
+    np.save(corpus / "before.npy", window[boundary:].numpy())
     text = torch.empty(num_streams, length, dtype=torch.int64)
     for position in counted(range(length), length, "Text of p"):
         uniforms = torch.from_numpy(stream.random(num_streams, dtype=np.float32))
         text[:, position], _, _ = sample_tokens(p(window)[0][:, -1], uniforms, Sampling())
         window = torch.cat((window[:, 1:], text[:, position : position + 1]), 1)
-    corpus.mkdir(parents=True, exist_ok=True)
     if (source / "meta.pkl").is_file():
         with atomic_path(corpus / "meta.pkl") as partial:
             shutil.copyfile(source / "meta.pkl", partial)
-    boundary = num_streams * 9 // 10  # whole streams in either split
     parts = (part.flatten().numpy().astype(np.uint16) for part in (text[:boundary], text[boundary:]))
     write_token_files(corpus, TokenSplits(*parts))
 
 
 def exact_skill(p: GPT, q: GPT, data: Path, corpus: Path) -> tuple[dict[str, Any], float]:
-    """Skill of the exact posterior's mean, and the mean of log p - log q over natural tokens, on the reporting half."""
+    """Skill of the exact posterior's mean on the reporting half, and the mean of log p - log q over its natural blocks.
+
+    The latter without a block's first `order` tokens, of which q sees less than p.
+    """
     dataset, order = RewardDataset(data, "val"), p.config.block_size
     _, rows, _ = halves_by_block(dataset)
-    blocks, N = rows // samples_per_block(dataset), dataset.block_size
-    # What p looked at for a block's first tokens is before the block (but for the first of a stream's 64 blocks): the
-    # exact posterior knows that as well.
+    per_block, N = samples_per_block(dataset), dataset.block_size
     natural = open_token_file(corpus / "val.bin", "val", p.config.num_real_tokens)
-    starts = evenly_spaced(blocks, len(natural) // N, len(dataset) // samples_per_block(dataset)) * N
-    before = natural[starts[:, None] + np.arange(-order, 0)]  # (n, order)
-    x = torch.from_numpy(np.concatenate((before, dataset.x[rows]), 1).astype(np.int64))  # (n, order + N)
-    ratios = torch.cat([log_ratios(p, q, part) for part in x.split(ROWS_AT_A_TIME)])  # (n, N - 1): but of the first
-    prediction, truth = natural_share(F.pad(ratios, (1, 0))), torch.from_numpy(dataset.y[rows, 0])
-    crossovers = (truth.double() * N).round()
-    divergence = ratios[torch.arange(1, N) < crossovers[:, None]].double().mean().item()
-    return measure_skill(prediction, truth, torch.from_numpy(blocks), N, seed=42), divergence
+    numbers = np.unique(rows // per_block)
+    blocks = evenly_spaced(numbers, len(natural) // N, len(dataset) // per_block)
+    before = tokens_before(corpus, natural, blocks, N)  # (blocks, order)
+    x = np.concatenate((before[rows // per_block - numbers[0]], dataset.x[rows]), 1)  # (n, order + N)
+    prediction, truth = natural_share(F.pad(log_ratios(p, q, x), (1, 0))), torch.from_numpy(dataset.y[rows, 0])
+    text = natural[blocks[:, None] * N + np.arange(N)]  # (blocks, N)
+    divergence = log_ratios(p, q, np.concatenate((before, text), 1))[:, order - 1 :].double().mean().item()
+    return measure_skill(prediction, truth, torch.from_numpy(rows // per_block), N, seed=42), divergence
+
+
+def tokens_before(corpus: Path, natural: np.ndarray, blocks: np.ndarray, block_size: int) -> np.ndarray:
+    """What p looked at (n, order) when it wrote the first tokens of the validation split's blocks."""
+    begun_with = np.load(corpus / "before.npy")  # (streams, order)
+    order = begun_with.shape[1]
+    before = natural[blocks[:, None] * block_size + np.arange(-order, 0)]
+    streams, place = np.divmod(blocks, BLOCKS_A_STREAM)
+    before[place == 0] = begun_with[streams[place == 0]]
+    return before
 
 
 @torch.no_grad()
-def log_ratios(p: GPT, q: GPT, x: Tensor) -> Tensor:
+def log_ratios(p: GPT, q: GPT, x: np.ndarray) -> Tensor:
     """log p - log q (n, N - 1) of all tokens but the first of N, from x (n, order + N): p knows what is before them."""
-    order = p.config.block_size
-    block = x[:, order:]
-    windows = x.unfold(1, order, 1)[:, 1:-1]  # (n, N - 1, order): what is before each of them
-    logits = torch.cat([p(part)[0][:, 0] for part in windows.flatten(0, 1).split(512 * ROWS_AT_A_TIME)])
-    written = token_log_probs(q.logits(q.trunk(block[:, :-1])), block[:, 1:])
-    return token_log_probs(logits.view(*windows.shape[:2], -1), block[:, 1:]) - written
+    order, parts = p.config.block_size, []
+    for ids in torch.from_numpy(x.astype(np.int64)).split(ROWS_AT_A_TIME):
+        block = ids[:, order:]
+        windows = ids.unfold(1, order, 1)[:, 1:-1]  # (rows, N - 1, order): what is before each of them
+        logits = torch.cat([p(part)[0][:, 0] for part in windows.flatten(0, 1).split(WINDOWS_AT_A_TIME)])
+        natural = token_log_probs(logits.view(*windows.shape[:2], -1), block[:, 1:])
+        parts.append(natural - token_log_probs(q.logits(q.trunk(block[:, :-1])), block[:, 1:]))
+    return torch.cat(parts)
 
 
 def draw(best: dict[str, Any], skills: dict[str, Any], title: str, path: Path) -> None:

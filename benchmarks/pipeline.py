@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checkpoint import load_checkpoint
 from run_log import say
-from runtime import UserError, read_json, write_json
+from runtime import UserError, hash_file, read_json, write_json
 from skill import format_r_squared
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,14 +31,19 @@ class Pipeline:
     def make(self, artefact: str, script: str, **options: Any) -> Path:
         """The artefact's path, made by `script` with the options unless it was made with them before.
 
-        Raises UserError where the script fails, or where the artefact was made with other options.
+        Raises UserError where the script fails, or where the artefact was made with other options or defaults.
         """
         path = self.out / artefact
         note = self.out / f"{artefact}.made.json"
         told = {name: str(value) for name, value in options.items()}
+        code = hash_file(ROOT / f"{script}.py")  # whose defaults count where nothing is told
         if note.is_file() and path.exists():
-            if read_json(note)["options"] != told:
-                raise UserError(f"ERROR: {path} was made with other options ({note}): use another --out_dir")
+            made = read_json(note)
+            if (made["options"], made["code"]) != (told, code):
+                raise UserError(
+                    f"ERROR: {path} was made with other options, or by another {script}.py ({note}): "
+                    "use another --out_dir"
+                )
             return path
         say(f"\n##### {artefact}: {script}.py")
         self.out.mkdir(parents=True, exist_ok=True)
@@ -47,7 +52,7 @@ class Pipeline:
         status = subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *arguments]).wait()
         if status != 0:
             raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
-        write_json(note, {"options": told, "seconds": round(time.monotonic() - start, 1)})
+        write_json(note, {"options": told, "code": code, "seconds": round(time.monotonic() - start, 1)})
         return path
 
     def seconds(self, artefact: str) -> float:

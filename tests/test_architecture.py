@@ -32,6 +32,7 @@ NAMED_OTHERWISE = {
     "test_end_to_end": "every script",
     "test_grpo_tasks": "train_grpo",
     "test_integration": "tokenization, loading and data preparation together",
+    "test_oracle": "benchmarks/oracle.py",
     "test_reward_data_prep": "prepare_reward_data",
 }
 

@@ -89,7 +89,7 @@ def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):
     assert "⚠️" not in out
 
     reward_model = tmp_path / "logs" / "reward_model.pt"
-    options = {"base_model_path": generator, "output_path": reward_model, "device": "cpu", "max_epochs": 2}
+    options = {"base_model_path": generator, "output_path": reward_model, "device": "cpu", "lm_iters": 100}
     out = must("train_reward_model.py", data_dir=tmp_path / "reward_dataset", **options)
     assert "R2" in out
     assert "MAE" in out
@@ -426,25 +426,31 @@ def strict(tmp_path):
     return path
 
 
-ATTEMPT = ["prepare_reward_data", "train_reward_model", "train_grpo"]  # the last as a gate
+ATTEMPT = ["train_reward_model", "train_grpo"]  # the latter as a gate
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
 def test_after_blind_attempts_the_model_is_carried_on(tmp_path, corpus, strict, in_this_process, gate_sees, attempts):
-    """Each on twice the data and training; then the run ends, well, and a second has nothing to do."""
+    """Each with twice the training; then the run ends, well, and a second has nothing to do."""
     out = tmp_path / "out"
     options = cycle_options(corpus, out, reward_attempts=attempts)
     printed = succeed("run_cycles", str(strict), **options)
-    assert in_this_process == ["train", "evaluate", *ATTEMPT * attempts, "evaluate", "sample", "sample"]
+    assert in_this_process == [
+        "train",
+        "evaluate",
+        "prepare_reward_data",
+        *ATTEMPT * attempts,
+        "evaluate",
+        "sample",
+        "sample",
+    ]
 
     ledger = json.loads((out / "cycles.json").read_text())
     for attempt in range(1, attempts + 1):
         suffix, factor = ("" if attempt == 1 else f"_try{attempt}"), 2 ** (attempt - 1)
-        data = RewardDataset(out / f"reward_data_v1{suffix}")
-        assert data.metadata["samples_per_chunk"] == str(4 * factor) and len(data) == 4 * factor * 40
         training = torch.load(out / f"reward_model_v1{suffix}.pt", weights_only=True)["training"]
         assert training["settings"]["lm_iters"] == 4 * factor
-        assert training["settings"]["data_dir"] == str(out / f"reward_data_v1{suffix}")
+        assert training["settings"]["data_dir"] == str(out / "reward_data_v1")
         gate = json.loads((out / f"gate_v1{suffix}.json").read_text())
         assert ledger["stages"][f"gate_v1{suffix}"]["r2_low"] == gate["r2_low"] < 0
         r2 = f"{gate['r2']:.3f} ({gate['r2_low']:.3f} to {gate['r2_high']:.3f})"
@@ -476,7 +482,8 @@ def test_a_second_attempt_that_sees_is_the_judge(tmp_path, corpus, strict, in_th
     gate_sees.append("reward_model_v1_try2.pt")
     out = tmp_path / "out"
     printed = succeed("run_cycles", str(strict), **cycle_options(corpus, out, num_cycles=3))
-    cycles = [*ATTEMPT * 2, "train_grpo", "evaluate", *ATTEMPT * 2, "evaluate"]
+    tries = ["prepare_reward_data", *ATTEMPT * 2]
+    cycles = [*tries, "train_grpo", "evaluate", *tries, "evaluate"]
     assert in_this_process == ["train", "evaluate", *cycles, "sample", "sample"]
     policy = torch.load(out / "base_model_v2.pt", weights_only=True)["training"]
     assert policy["settings"]["reward_model_path"] == str(out / "reward_model_v1_try2.pt")
@@ -490,6 +497,19 @@ def test_a_second_attempt_that_sees_is_the_judge(tmp_path, corpus, strict, in_th
     in_this_process.clear()
     again = succeed("run_cycles", str(strict), **cycle_options(corpus, out, num_cycles=3))
     assert in_this_process == [] and "Nothing to do" in again
+
+
+def test_a_closed_gate_is_asked_again_with_more_text(tmp_path, corpus, strict, in_this_process, gate_sees):
+    """As its refusal advises: --gate_blocks is the gate's own, and what it says then counts."""
+    out = tmp_path / "out"
+    options = cycle_options(corpus, out, reward_attempts=1, num_cycles=1)
+    succeed("run_cycles", str(strict), **options)
+    in_this_process.clear()
+    gate_sees.append("reward_model_v1.pt")
+    strict.write_text(strict.read_text().replace("train_grpo = dict(", "train_grpo = dict(gate_blocks=50, "))
+    succeed("run_cycles", str(strict), **options)
+    assert in_this_process == ["train_grpo", "train_grpo", "evaluate", "sample"]  # the gate, and the policy
+    assert "carried_on" not in json.loads((out / "cycles.json").read_text())["stages"]["base_model_v2"]
 
 
 def test_a_carried_model_that_is_gone_is_copied_again(tmp_path, corpus, strict, in_this_process, gate_sees):
@@ -571,18 +591,22 @@ UNFROZEN = {"unfreeze_layers": -1, "max_epochs": 80, "learning_rate": pytest.app
 @pytest.mark.parametrize(
     ("data", "model", "more_data", "more_training"),
     [
-        ({}, {}, {"samples_per_chunk": 40}, {"lm_iters": 1600}),
-        ({"max_blocks": 50}, {"lm_iters": 30}, {"samples_per_chunk": 40}, {"lm_iters": 120}),
-        ({}, {"trunk": "t.pt"}, {"samples_per_chunk": 40}, {"lm_iters": 1600}),
-        ({}, {"trunk": "t.pt", "lm_iters": 7}, {"samples_per_chunk": 40}, {"lm_iters": 28}),
+        ({}, {}, None, {"lm_iters": 1600}),
+        ({"max_blocks": 50}, {"lm_iters": 30}, None, {"lm_iters": 120}),
+        ({}, {"trunk": "t.pt"}, None, {"lm_iters": 1600}),
+        ({}, {"trunk": "t.pt", "lm_iters": 7}, None, {"lm_iters": 28}),
         ({}, {"head": "position"}, {"samples_per_chunk": 40}, UNFROZEN),
         ({}, {"head": "last", "lm_iters": 5}, {"samples_per_chunk": 40}, UNFROZEN),
     ],
 )
-def test_what_a_further_attempt_gets_more_of(data, model, more_data, more_training):
+def test_what_a_further_attempt_gets_more_of(tmp_path, data, model, more_data, more_training):
     own = own_settings(data, model)
     assert run_cycles.larger(own, 1) == {}
-    assert run_cycles.larger(own, 4) == {"prepare_reward_data": more_data, "train_reward_model": more_training}
+    more = run_cycles.larger(own, 4)
+    assert more.pop("prepare_reward_data", None) == more_data
+    assert more == {"train_reward_model": more_training}
+    reward_data, *_ = run_cycles.reward_stages(1, tmp_path, tmp_path, 3, run_cycles.larger(own, 4))
+    assert reward_data.artefact.name == ("reward_data_v1" if more_data is None else "reward_data_v1_try3")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -648,10 +672,10 @@ def test_settings_may_change_until_their_stage_is_finished(tmp_path, unbroken, c
     ledger["stages"] = {name: ledger["stages"][name] for name in STAGES[:4]}
     del ledger["settings"]["train_grpo"], ledger["settings"]["sample"]
     (out / "cycles.json").write_text(json.dumps(ledger))
-    changes = {"train_grpo": "beta=0.1", "train_reward_model": "patience=7", "train": "seed=3"}
+    changes = {"train_grpo": "beta=0.1", "train_reward_model": "weight_decay=0.5", "train": "seed=3"}
     path = write_config(tmp_path / "changed.py", **changes)
     line = refuse_in_one_line("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
-    assert "(train.seed was 1337, now 3; train_reward_model.patience was 3, now 7); use those settings" in line
+    assert "(train.seed was 1337, now 3; train_reward_model.weight_decay was 0.01, now 0.5); use those settings" in line
     assert "beta" not in line and in_this_process == []
     path = write_config(tmp_path / "changed.py", train_grpo="beta=0.1")
     succeed("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))

@@ -116,15 +116,16 @@ def test_ctrl_c_twice_does_not_wait():
 @pytest.fixture
 def trainers(corpus, generator, reward_data, seeing_reward_model):
     """Of each trainer: its options, and the name of a function that it calls in every step."""
-    data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu", "batch_size": 128}
+    data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu"}
     natural = {"lm_iters": 12, "lm_eval_interval": 4, "lm_batch_size": 4, "dropout": 0.1}
-    position = {"head": "position", "unfreeze_layers": -1, "max_epochs": 3}
+    labels = {"batch_size": 128, "max_epochs": 3}
+    position = {**labels, "head": "position", "unfreeze_layers": -1}
     grpo = {"base_model_path": generator, "reward_model_path": seeing_reward_model, "dataset": corpus}
     return {
         "train": (train, "get_batch", {**TINY_TRAIN, "dataset": corpus, "dropout": 0.1, "patience": 3}),
         "likelihood": (train_reward_model, "get_batch", {**data, **natural, "control": False}),
         "position": (train_reward_model, "head_loss", {**data, **natural, **position}),
-        "last": (train_reward_model, "head_loss", {**data, "head": "last", "max_epochs": 3}),
+        "last": (train_reward_model, "head_loss", {**data, **labels, "head": "last"}),
         "grpo": (train_grpo, "rollout", {**grpo, **TINY_GRPO, "max_steps": 6, "lm_coef": 0.1, "updates_per_step": 2}),
     }
 

@@ -194,6 +194,17 @@ def test_a_likelihood_judge_of_other_tokens_is_refused_with_both_values(good, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_a_judge_of_another_alphabet_is_refused_with_both_characters(good, tmp_path, generator):
+    contents = torch.load(generator, weights_only=True)
+    chars = contents["tokenization"]["chars"]
+    contents["tokenization"]["chars"] = chars[:-1] + "\u00ff"
+    torch.save(contents, tmp_path / "policy.pt")
+    line = refuse_in_one_line("train_grpo", **{**good, "base_model_path": tmp_path / "policy.pt"})
+    told = f"character {len(chars) - 1} is '\u00ff' in the policy and {chars[-1]!r} in the reward model"
+    assert f"ERROR: {told}: they do not match" in line
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("of_another", [False, True])
 @pytest.mark.parametrize("judge", ["seeing_reward_model", "reward_model"])
 def test_a_verdict_is_what_the_checkpoints_say(request, corpus, generator, judge, of_another):
