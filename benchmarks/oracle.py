@@ -56,19 +56,19 @@ class OracleSettings:
     """tokens in a sequence"""
     num_tokens: int = 3_000_000
     """tokens of text that p writes"""
-    p_order: int = 16
+    p_order: int = 3
     """tokens that p looks back"""
     p_size: tuple[int, int] = (2, 64)
     """layers and width of p"""
-    p_iters: int = 700
+    p_iters: int = 100
     """steps of p"""
     q_size: tuple[int, int] = (2, 48)
     """layers and width of q"""
-    q_iters: int = 1200
+    q_iters: int = 200
     """steps of q, on p's text"""
     large_size: tuple[int, int] = (3, 96)
     """layers and width of the larger trunk"""
-    large_iters: int = 3000
+    large_iters: int = 1500
     """steps of the larger trunk, on p's text"""
     max_blocks: int = 1000
     """blocks of each split that q completes, 4 times each"""
@@ -219,7 +219,7 @@ def draw(best: dict[str, Any], skills: dict[str, Any], title: str, path: Path) -
             axes.axvspan(best["r2_low"], best["r2_high"], color="tab:red", alpha=0.15)
         axes.axvline(0, color="0.5", linewidth=1)
         axes.set(xlabel="R² on unseen text, 95% intervals", title=title)
-        axes.legend(loc="lower right")
+        axes.legend(loc="center left")
 
 
 if __name__ == "__main__":
