@@ -279,9 +279,14 @@ def token_advantages(
 def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = "k3") -> Tensor:
     """KL(policy || reference) per token, in the inputs' shape, from log-probabilities of tokens the policy sampled.
 
-    With d = reference_log_prob - log_prob: k1 = -d (unbiased, high variance); k2 = d^2 / 2 (biased); k3 = e^d - 1 - d
-    (unbiased, never negative). For k3, d is clamped to at most MAX_EXPONENT: beyond it the value stays near 5e8, with
-    gradient 0, instead of overflowing; d far below 0 is left alone, where k3 is harmless and its gradient needed.
+    With d = reference_log_prob - log_prob the values are k1 = -d (unbiased, high variance), k2 = d^2 / 2 (biased) and
+    k3 = e^d - 1 - d (unbiased, never negative). As a term of a loss, with the samples held fixed, each descends another
+    divergence than its value suggests (Tang and Munos, arXiv 2506.09477). The expected gradient is, on-policy:
+      k1    0: it holds nothing; as a part of the reward it is right
+      k2    that of KL(policy || reference)
+      k3    that of KL(reference || policy)
+    For k3, d is clamped to at most MAX_EXPONENT: beyond it the value stays near 5e8, with gradient 0, instead of
+    overflowing; d far below 0 is left alone, where k3 is harmless and its gradient needed.
     """
     _choose("estimator", estimator, ("k1", "k2", "k3"))
     difference = _at_least_float32(reference_log_probs) - _at_least_float32(log_probs)
@@ -319,8 +324,10 @@ def policy_loss(
     Per token, with ratio r = exp(log_prob - old_log_prob) and advantage A (GRPO, equation 3; PPO, equation 7):
       all but cispo   -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL;  epsilon_high None: as low
       cispo           -stop_gradient(min(r, epsilon_high)) A log_prob + beta KL;  epsilon_high must be given (TRL: 5)
-    importance_level 'sequence' (GSPO, equation 7): the log of r is its mean over the sequence's tokens. The logarithm
-    of r is clamped to +-MAX_EXPONENT. Then the mean over
+    importance_level 'sequence' (GSPO): r has the value s of the sequence, exp of the mean over its tokens of
+    log_prob - old_log_prob (equation 7), and the gradient of s times the token's own log_prob (GSPO-token, section 4.3:
+    r = stop_gradient(s) exp(log_prob - stop_gradient(log_prob))), so that advantages of single tokens keep their place.
+    log_prob - old_log_prob is clamped to +-MAX_EXPONENT. Then the mean over
       grpo            each sequence's tokens, then over sequences
       bnpo            all tokens of this call
       dr_grpo         num_sequences * max_completion_length, a constant (Dr. GRPO, section 3.2)
@@ -356,8 +363,10 @@ def policy_loss(
     lengths = mask.sum(1).clamp(min=1)  # (B,)
 
     log_ratio = (log_probs - old_log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT)
-    weight_log = log_ratio if importance_level == "token" else (log_ratio.sum(1) / lengths).unsqueeze(1)
-    ratio = weight_log.exp().expand_as(log_probs)  # (B, T)
+    ratio = log_ratio.exp()  # (B, T)
+    if importance_level == "sequence":
+        sequence_ratio = (log_ratio.detach().sum(1) / lengths).exp().unsqueeze(1)  # (B, 1)
+        ratio = sequence_ratio * (log_ratio - log_ratio.detach()).exp()
     if loss_type == "cispo":
         per_token = -ratio.detach().clamp(max=epsilon_high) * advantages * log_probs
         low, high = torch.zeros_like(counts), (ratio > epsilon_high) & (advantages > 0)
