@@ -169,6 +169,48 @@ def dataset_folder(name: str | Path) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# parts of the validation split
+
+MIN_GATE_BLOCKS = 10
+
+
+@dataclass(frozen=True)
+class ValidationParts:
+    """Blocks of a validation split by use: those that select models, the gate's, and those that report figures.
+
+    Each is a range of block numbers; together they are all whole blocks, in this order and without overlap, but for a
+    split of fewer than two blocks, which both selects and reports.
+    """
+
+    select: range
+    gate: range
+    report: range
+
+    @staticmethod
+    def of(num_blocks: int) -> "ValidationParts":
+        """The parts of a split of so many blocks: 0 to 40 % select, 40 to 50 % are the gate's, 50 to 100 % report.
+
+        Where 10 % is fewer than MIN_GATE_BLOCKS, the gate has that many before the middle; at least one block selects.
+        """
+        if num_blocks < 2:
+            return ValidationParts(range(num_blocks), range(0), range(num_blocks))
+        middle = num_blocks // 2
+        gate = max(1, min(num_blocks * 2 // 5, middle - MIN_GATE_BLOCKS))
+        return ValidationParts(range(gate), range(gate, middle), range(middle, num_blocks))
+
+
+def validation_part(tokens: np.ndarray, block_size: int, name: str) -> np.ndarray:
+    """The tokens of one part, 'select', 'gate' or 'report', of a validation split in blocks of `block_size`.
+
+    One token more than the part's blocks hold where there is one, the last target: `WholeSplitBatches` of all parts
+    have the windows of the whole split. The last part ends with the split.
+    """
+    blocks = getattr(ValidationParts.of(len(tokens) // block_size), name)
+    is_last = blocks.stop == len(tokens) // block_size
+    return tokens[blocks.start * block_size : len(tokens) if is_last else blocks.stop * block_size + 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # batches
 
 

@@ -1,4 +1,4 @@
-"""Perplexity of checkpoints over a whole split, side by side.
+"""Perplexity of checkpoints over a whole split or a part of it, side by side, and against a baseline.
 
     python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare
 
@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import build_model, check_tokenizer, load_checkpoint
-from data_loader import WholeSplitBatches, dataset_folder, open_token_file
-from objectives import language_model_loss, perplexity
+from data_loader import WholeSplitBatches, dataset_folder, open_token_file, validation_part
+from objectives import language_model_loss, perplexity, text_log_probs
 from run_log import counted, say
-from runtime import check_writable, run_main, select_device, write_json
+from runtime import UserError, check_writable, run_main, select_device, write_json
 from settings import Problems, parse_settings
+from skill import format_difference, paired_difference
 from tokenization_manager import TokenizationManager
+
+SEED = 42  # of the intervals
 
 
 @dataclass
@@ -32,6 +35,10 @@ class EvaluateSettings:
     """folder of train.bin and val.bin: a path, or a name below data/"""
     split: Literal["val", "train"] = "val"
     """which split"""
+    part: Literal["whole", "select", "gate", "report"] = "whole"
+    """part of the validation split: the first 40 % select models, the next 10 % are the gate's, the rest reports"""
+    baseline: str | None = None
+    """generator's checkpoint with which the others are compared: paired difference of the losses, 95% interval"""
     batch_size: int | None = None
     """sequences in a batch; None: as many as take about a gigabyte, 64 at most"""
     output_path: str | None = None
@@ -42,7 +49,12 @@ class EvaluateSettings:
     def problems(self) -> Problems:
         """What is wrong with the settings."""
         problems = Problems()
-        problems.check_model_files(self, "checkpoints")
+        problems.check_model_files(self, "checkpoints", *(["baseline"] if self.baseline is not None else []))
+        problems.require(
+            self.part == "whole" or self.split == "val",
+            f"part={self.part}: the {self.split} split has no parts",
+            "Leave out part, or choose --split val",
+        )
         problems.check_range(self, "batch_size", minimum=1)
         if self.output_path is not None and (obstacle := check_writable(self.output_path, is_file=True)):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
@@ -67,23 +79,40 @@ def main() -> None:
     folder = dataset_folder(settings.dataset)
     tokenizer = TokenizationManager(data_path=folder)
     tokens = open_token_file(folder / f"{settings.split}.bin", settings.split, tokenizer.vocab_size, 2)
-    results = {}
-    for path in settings.checkpoints:
+
+    def losses_of(path: str) -> tuple[Tensor, int]:
+        """Cross-entropies (n,) in nats of the tokens under a checkpoint, and its block size."""
         checkpoint = load_checkpoint(path)
         check_tokenizer(checkpoint, tokenizer)
         model = build_model(checkpoint, "generator", path, device)
-        batches = WholeSplitBatches(
-            tokens, model.config.block_size, settings.batch_size or model.rows_at_a_time(), device
-        )
+        N = model.config.block_size
+        text = tokens if settings.part == "whole" else validation_part(tokens, N, settings.part)
+        batches = WholeSplitBatches(text, N, settings.batch_size or model.rows_at_a_time(), device)
         title = f"Evaluating {Path(path).name}"
-        loss = language_model_loss(model, counted(batches, len(batches), title, passing=False))
-        results[path] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens) - 1}
+        return -text_log_probs(model, counted(batches, len(batches), title, passing=False)), N
+
+    baseline, baseline_size = (None, 0) if settings.baseline is None else losses_of(settings.baseline)
+    results = {}
+    for path in settings.checkpoints:
+        losses, N = losses_of(path)
+        loss = losses.double().mean().item()
+        results[path] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(losses)}
+        if baseline is not None:
+            if baseline_size != N:
+                raise UserError(
+                    f"ERROR: block_size is {N} in {path} and {baseline_size} in {settings.baseline}: their losses are "
+                    "of other contexts; compare models of one block size"
+                )
+            results[path] |= paired_difference(losses, baseline, N, SEED)
 
     width = max(len(path) for path in results)
-    say(f"{settings.split} split of {folder}, {len(tokens):,} tokens")
-    say(f"{'checkpoint':<{width}}  {'loss':>8}  {'perplexity':>10}")
+    part = "" if settings.part == "whole" else f", {settings.part} part"
+    say(f"{settings.split} split of {folder}{part}, {len(losses) + 1:,} tokens")
+    against = "" if baseline is None else f"  loss - loss of {settings.baseline} (95% interval)"
+    say(f"{'checkpoint':<{width}}  {'loss':>8}  {'perplexity':>10}{against}")
     for path, figures in results.items():
-        say(f"{path:<{width}}  {figures['loss']:8.4f}  {figures['perplexity']:10.4f}")
+        difference = "" if baseline is None else f"  {format_difference(figures)}"
+        say(f"{path:<{width}}  {figures['loss']:8.4f}  {figures['perplexity']:10.4f}{difference}")
     if settings.output_path is not None:
         write_json(settings.output_path, results)
 

@@ -93,6 +93,21 @@ def language_model_loss(
     return total / count if count else math.inf
 
 
+@torch.no_grad()
+def text_log_probs(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Log-probabilities (n,) float32, on the CPU, of all targets of batches (x, y), each (B, T) int64, in their order.
+
+    Without dropout; the model is left in the mode it came in. No target may be -1.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        parts = [token_log_probs(model.logits(model.trunk(x)), y).flatten().cpu() for x, y in batches]
+    finally:
+        model.train(was_training)
+    return torch.cat(parts)
+
+
 def perplexity(loss: float) -> float:
     """exp of a mean cross-entropy in nats; infinity where that exceeds what a float holds."""
     return math.exp(loss) if loss < 709 else math.inf

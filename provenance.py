@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data_loader import TokenSplits, dataset_folder, load_binary, load_text
+from data_loader import TokenSplits, ValidationParts, dataset_folder, load_binary, load_text
 from generation import Sampling
 from reward_dataset_loader import RewardDataset
 from runtime import UserError, hash_tokens, warn
@@ -75,28 +75,27 @@ def evenly_spaced(numbers: np.ndarray | int, total: int, count: int) -> np.ndarr
     return numbers * total // count
 
 
-def halves_by_block(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
-    """Rows of the first and of the second half of the blocks: one selects, the other reports; and its name."""
+def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
+    """Rows of a validation dataset whose natural blocks select, rows whose blocks report, and the name of the latter.
+
+    The parts are those of the whole validation split (data_loader.ValidationParts); the gate's rows are in neither.
+    """
     rows, per_block = np.arange(len(dataset)), samples_per_block(dataset)
-    num_blocks = len(dataset) // per_block
-    if num_blocks < 2:
+    used = len(dataset) // per_block
+    if used < 2:
         warn("a single validation block: it both selects the model and reports its skill, which is so too favourable")
         return rows, rows, "the validation block that also selected it"
-    middle, name = num_blocks // 2 * per_block, "validation blocks that did not select it"
+    name = "validation blocks that did not select it"
     if dataset.samples_per_chunk is None:
         warn(
-            f"{dataset.data_dir / 'val_metadata.txt'} has no samples_per_chunk: halves and interval go by rows, not by "
+            f"{dataset.data_dir / 'val_metadata.txt'} has no samples_per_chunk: parts and interval go by rows, not by "
             "natural blocks; where rows share a block, the skill is too favourable and its interval too narrow"
         )
         name = "validation rows that did not select it (but may share text with some that did)"
-    return rows[:middle], rows[middle:], name
-
-
-def first_reported_token(dataset: RewardDataset, num_tokens: int) -> int:
-    """Where in the validation split of `num_tokens` the blocks begin that report skill; text before that may select."""
-    used = len(dataset) // samples_per_block(dataset)
-    total = num_tokens // dataset.block_size
-    return max(2, evenly_spaced(used // 2, total, used) * dataset.block_size)
+    total = int(dataset.metadata.get("val_tokens", used * dataset.block_size)) // dataset.block_size
+    blocks = evenly_spaced(rows // per_block, max(total, used), used)  # of the split, (num_samples,)
+    parts = ValidationParts.of(max(total, used))
+    return rows[blocks < parts.select.stop], rows[blocks >= parts.report.start], name
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
     python -c "import rollouts, torch; print(rollouts.distinct_n(torch.tensor([[1, 2, 1, 2]]), 2))"
 
-Floor 4. What a policy writes tells whether it has found something better to do than to write well: its variety, its
-repetitions, its copies of the training text, its reward beside that of natural text.
+Floor 4. Reward alone does not show whether a policy writes well: beside it stand the loss on natural text, variety,
+repetitions, copies of the training text, and the reward of natural text.
 
 Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
@@ -14,14 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_loader import WholeSplitBatches
+from data_loader import WholeSplitBatches, validation_part
 from generation import Completer, Sampling
-from objectives import kl_estimate, language_model_loss
-from reward_model import Judge
+from model import GPT
+from objectives import kl_estimate, text_log_probs
+from reward_model import Judge, Verdict
 from run_log import counted
 from runtime import random_stream
+from skill import bootstrap_mean
 from tokenization_manager import TokenizationManager
 
+EVALUATION_SAMPLES = 2  # completions of each prompt of an evaluation
 COMPLETIONS_SHOWN = 3  # in the records
 COPIES_SOUGHT = 16  # completions that are searched for in the training text
 
@@ -51,62 +54,88 @@ def masked_mean(values: Tensor, mask: Tensor) -> float:
     return values[mask].mean().item()
 
 
-class Instruments:
-    """Looks at the policy from outside: what it does to natural text, and what its fresh completions are like.
+class PolicyEvaluation:
+    """Figures of a policy on one part of the validation split: its loss there, and its completions of prompts there.
 
-    The prompts, their lengths and the random numbers are the same each time; they are of validation text.
+    Prompts, their lengths and the random numbers are the same each time. `part` is 'select' or 'report'.
     """
 
     def __init__(
         self,
-        completer: Completer,
-        judge: Judge,
+        reward_model: Judge,
         tokenizer: TokenizationManager,
         train_tokens: np.ndarray,
         val_tokens: np.ndarray,
+        part: str,
         num_prompts: int,
-        group_size: int,
         seed: int,
     ) -> None:
-        self.completer, self.judge, self.tokenizer = completer, judge, tokenizer
-        self.val_tokens, self.copies = val_tokens, CopyFinder(train_tokens)
-        self.drawn = draw_prompts(val_tokens, completer.length, num_prompts, group_size, seed, "eval")
-        device = next(completer.model.parameters()).device
-        self.natural_rewards = judge(self.drawn[0].to(device)).natural  # (P,)
+        self.reward_model, self.tokenizer, self.part, self.seed = reward_model, tokenizer, part, seed
+        self.length = reward_model.reference.config.block_size
+        self.device = next(reward_model.reference.parameters()).device
+        self.tokens, self.copies = validation_part(val_tokens, self.length, part), CopyFinder(train_tokens)
+        self.drawn = draw_prompts(self.tokens, self.length, num_prompts, EVALUATION_SAMPLES, seed, "eval", part)
+        self.natural_rewards = reward_model(self.drawn[0].to(self.device)).natural  # (P,)
+
+    def losses(self, policy: GPT) -> Tensor:
+        """Cross-entropies (n,) in nats of the part's tokens under the policy."""
+        batches = WholeSplitBatches(self.tokens, self.length, policy.rows_at_a_time(), self.device)
+        return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
 
     @torch.no_grad()
-    def read(self) -> dict[str, Any]:
-        """The figures, as docs/metrics.md defines them, and some completions as text."""
-        N, policy = self.completer.length, self.completer.model
-        device = next(policy.parameters()).device
+    def __call__(self, completer: Completer, losses: Tensor | None = None) -> dict[str, Any]:
+        """The figures, as docs/metrics.md defines them, and some completions as text.
+
+        `losses` are those of `self.losses(completer.model)`, where they are at hand.
+        """
+        N = self.length
         natural, prefix_lengths, uniforms = self.drawn
-        completions = self.completer(natural.to(device), prefix_lengths, uniforms, Sampling())
-        self.completer.release()
+        completions = completer(natural.to(self.device), prefix_lengths, uniforms, Sampling())
+        completer.release()
         ids = completions.ids.flatten(0, 1)  # (R, N)
-        mask = written_mask(prefix_lengths, N).to(device)
-        verdict = self.judge(ids)
-        kl = kl_estimate(completions.model_log_probs.flatten(0, 1)[:, 1:], verdict.reference_log_probs, "k3")
+        mask = written_mask(prefix_lengths, N).to(self.device)
+        log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
+        verdict = self.reward_model(ids)
         fresh = verdict.natural.view(len(natural), -1).mean(1)  # (P,)
-        excess = fresh - self.natural_rewards
-        batches = WholeSplitBatches(self.val_tokens, N, policy.rows_at_a_time(), device)
         tails = [row[length:].cpu() for row, length in zip(ids, prefix_lengths.flatten().tolist(), strict=True)]
         half = torch.stack([tail[-(N // 2) :] for tail in tails])  # the last N / 2 tokens, all of them written
         longest = 0
         for tail in tails[:COPIES_SOUGHT]:
             longest = self.copies.longest_copy(tail.numpy(), longest)
         shown = range(0, len(ids), max(1, len(ids) // COMPLETIONS_SHOWN))
+        losses = self.losses(completer.model) if losses is None else losses
         return {
-            "val_loss": language_model_loss(policy, counted(batches, len(batches), "Evaluating")),
-            "fresh_reward": fresh.mean().item(),
-            "natural_reward": self.natural_rewards.mean().item(),
-            # Prompt by prompt, and beyond chance: a policy that writes as nature does is above it half the time.
-            "above_natural": bool(excess.mean() > 2 * excess.std(correction=0) / len(excess) ** 0.5),
-            "kl_now": masked_mean(kl, mask),
+            f"{self.part}_loss": losses.double().mean().item(),
+            **self._with_interval("fresh_reward", fresh),
+            **self._with_interval("natural_reward", self.natural_rewards),
+            **self._against_the_reward_model(verdict, log_probs, mask, fresh),
+            "kl_now": masked_mean(kl_estimate(log_probs, verdict.reference_log_probs, "k3"), mask),
             **{f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)},
             "repetition": repetition(half),
             "longest_copy": longest,
             "completions": [self.tokenizer.decode(tails[row].tolist()) for row in shown][:COMPLETIONS_SHOWN],
         }
+
+    def _with_interval(self, name: str, values: Tensor) -> dict[str, float | None]:
+        """The mean of a value a prompt (P,), and the 95% interval of the mean over prompts."""
+        low, high = bootstrap_mean(values, self.seed)
+        return {name: values.mean().item(), f"{name}_low": low, f"{name}_high": high}
+
+    def _against_the_reward_model(
+        self, verdict: Verdict, log_probs: Tensor, mask: Tensor, fresh: Tensor
+    ) -> dict[str, Any]:
+        """How far the policy is from what its reward asks for: `kl_mixture`, or whether it is beyond natural text.
+
+        A likelihood head's optimum is its own mixture m = w p + (1 - w) q, whose evidence can exceed natural text's;
+        the mean of log pi - log q - evidence, on tokens of pi, estimates KL(pi || m), 0 at the optimum.
+        """
+        if self.reward_model.is_ratio:
+            excess = (log_probs - verdict.reference_log_probs - verdict.evidence).masked_fill(~mask, 0.0)  # (R, N - 1)
+            sums = torch.stack([excess.sum(1), mask.sum(1).to(excess.dtype)]).view(2, len(fresh), -1).sum(2)
+            return self._with_interval("kl_mixture", sums[0] / sums[1])
+        gain = fresh - self.natural_rewards
+        # Prompt by prompt, and beyond chance: a policy that writes as natural text goes on is above it half the time.
+        return {"above_natural": bool(gain.mean() > 2 * gain.std(correction=0) / len(gain) ** 0.5)}
 
 
 def distinct_n(ids: Tensor, n: int) -> float:

@@ -39,14 +39,14 @@ from runtime import (
 )
 from sample import SampleSettings, encode_start
 from settings import Problems, parse_settings, split_config
-from skill import better_than_constant, format_r_squared
+from skill import better_than_constant, format_difference, format_r_squared
 from tokenization_manager import TokenizationManager
 from train import TrainSettings
-from train_grpo import KEPT_FIGURES, GRPOSettings
+from train_grpo import GRPOSettings
 from train_reward_model import DEFAULT_LM_ITERS, RewardModelSettings
 
 ROOT = Path(__file__).resolve().parent
-LEDGER_VERSION = 3
+LEDGER_VERSION = 4
 SETTINGS = {
     "train": TrainSettings,
     "prepare_reward_data": RewardDataConfig,
@@ -75,7 +75,7 @@ class CycleSettings:
     reward_attempts: int = 2
     """tries at a reward model that sees, each on twice the data and training of the one before"""
     perplexity_patience: int | None = None
-    """end after this many cycles without a lower perplexity; None: do all cycles"""
+    """end after this many cycles without a lower loss on the selecting part of val.bin; None: do all cycles"""
     sample_tokens: int = 400
     """tokens of sample text from the first and the last base model"""
     sample_start: str = "\n"
@@ -321,8 +321,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     runner = Runner(config_path, settings.device, ledger)
 
-    runner.run(train_stage(folder, out))
-    perplexities = [measure_perplexity(runner, 1, folder, out)]  # of version 1, 2, ...
+    losses = [runner.run(train_stage(folder, out))["select_loss"]]  # of version 1, 2, ...
+    runner.run(perplexity_stage(1, folder, out))
     outcome = f"all {settings.num_cycles} cycles done"
     for cycle in range(1, settings.num_cycles + 1):
         judge, verdict = find_judge(runner, cycle, settings.reward_attempts, folder, out)
@@ -330,23 +330,23 @@ def main() -> None:
             carry_on(ledger, cycle, verdict, out)
         else:
             ledger.forget_carried_on(base_model(out, cycle + 1).stem)
-            runner.run(policy_stage(cycle, folder, out, judge))
-        perplexities.append(measure_perplexity(runner, cycle + 1, folder, out))
+            losses.append(runner.run(policy_stage(cycle, folder, out, judge))["select_loss"])
+        runner.run(perplexity_stage(cycle + 1, folder, out))
         if judge is None:
             outcome = f"ended in cycle {cycle} without GRPO: {verdict}; base model {cycle} is carried on"
             break
-        since_best = len(perplexities) - 1 - perplexities.index(min(perplexities))
+        since_best = len(losses) - 1 - losses.index(min(losses))
         if settings.perplexity_patience is not None and since_best >= settings.perplexity_patience:
-            outcome = f"ended after cycle {cycle}: perplexity has not fallen for {since_best} cycle(s)"
+            outcome = f"ended after cycle {cycle}: the selecting loss has not fallen for {since_best} cycle(s)"
             break
 
-    samples = [sample_stage(version, settings, out) for version in (1, len(perplexities))]
+    samples = [sample_stage(version, settings, out) for version in (1, cycle + 1)]
     for stage in samples:
         runner.run(stage)
     ledger.conclude(outcome)
     for stage in samples:
         say(f"\n##### Text from {stage.inputs['checkpoint_path']}\n{stage.artefact.read_text(encoding='utf-8')}")
-    say(cycle_table(ledger, len(perplexities) - 1))
+    say(cycle_table(ledger, cycle))
     say(f"\n{outcome[0].upper()}{outcome[1:]}. Everything is in {out}:")
     for path in sorted(out.iterdir()):
         say(f"  {path}{os.sep if path.is_dir() else ''}")
@@ -366,7 +366,7 @@ def train_stage(folder: Path, out: Path) -> Stage:
     """The first base model."""
     model = base_model(out, 1)
     options = {"dataset": folder, "out_dir": out, "checkpoint_name": model.name, "init_from": "scratch"}
-    return Stage(model.stem, "train", model, {}, options, lambda: trained(model, "val_loss"))
+    return Stage(model.stem, "train", model, {}, options, lambda: trained(model, "val_loss", "select_loss"))
 
 
 def reward_model(out: Path, cycle: int, attempt: int = 1) -> Path:
@@ -418,7 +418,7 @@ def reward_stages(
 def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
     """GRPO, from one base model to the next."""
     next_model = base_model(out, cycle + 1)
-    names = ("steps", "stop_reason", "first_reward", "last_reward", "kept_step", "start", *KEPT_FIGURES)
+    names = ("steps", "stop_reason", "first_reward", "last_reward", "kept_step", "select_loss", "start", "kept")
     return Stage(
         next_model.stem,
         "train_grpo",
@@ -473,15 +473,15 @@ def carry_on(ledger: Ledger, cycle: int, reason: str, out: Path) -> None:
 
 
 def perplexity_stage(version: int, folder: Path, out: Path) -> Stage:
-    """Perplexity of a base model over the whole validation split."""
+    """Perplexity of a base model over the reporting part of the validation split, and its loss against the first's."""
     model = base_model(out, version)
     artefact = out / f"perplexity_{model.stem}.json"
     return Stage(
         artefact.stem,
         "evaluate",
         artefact,
-        {"checkpoints": model},
-        {"dataset": folder, "output_path": artefact},
+        {"checkpoints": model, "baseline": base_model(out, 1)},
+        {"dataset": folder, "output_path": artefact, "part": "report"},
         lambda: read_json(artefact)[str(model)],
     )
 
@@ -505,23 +505,21 @@ def trained(path: Path, *names: str) -> dict[str, Any]:
     return {name: training[name] for name in names}
 
 
-def measure_perplexity(runner: Runner, version: int, folder: Path, out: Path) -> float:
-    """Perplexity of a base model, measured if need be."""
-    return runner.run(perplexity_stage(version, folder, out))["perplexity"]
-
-
 def cycle_table(ledger: Ledger, num_cycles: int) -> str:
     """What every cycle did, as a table."""
     stages, blind = ledger.stages, []
 
-    def perplexity(version: int) -> float:
-        return stages[f"perplexity_base_model_v{version}"]["perplexity"]
+    def figures(version: int) -> str:
+        measured = stages[f"perplexity_base_model_v{version}"]
+        difference = format_difference(measured) if version > 1 else ""
+        return f"{measured['perplexity']:10.4f}  {difference:<31}"
 
     lines = [
-        "\n##### Cycles (perplexity: whole validation split; R2: unseen half of the validation blocks, 95% interval)",
-        f"{'cycle':>5}  {'base model':<14} {'perplexity':>10}  {'reward model R2':<24} "
-        f"{'reward first -> last':<21} {'KL':>6}  {'seconds':>7}  GRPO stopped by",
-        f"{0:>5}  {'base_model_v1':<14} {perplexity(1):10.4f}  {'':<24} {'':<21} {'':>6}  "
+        "\n##### Cycles (on the reporting part of the validation split, 95% intervals)",
+        f"{'cycle':>5}  {'base model':<14} {'perplexity':>10}  {'loss - loss of base_model_v1':<31}  "
+        f"{'reward model R2':<24} {'reward first -> last':<21} {'KL':>6}  {'kept step':>9}  {'seconds':>7}  "
+        "GRPO stopped by",
+        f"{0:>5}  {'base_model_v1':<14} {figures(1)}  {'':<24} {'':<21} {'':>6}  {'':>9}  "
         f"{stages['base_model_v1']['seconds']:7.0f}",
     ]
     for cycle in range(1, num_cycles + 1):
@@ -537,15 +535,16 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
         gate = stages[judges[-1].replace("reward_model", "gate")]
         r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
         at_gate = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"], digits=3)
-        rewards, kl = "", ""
+        rewards, kl, kept = "", "", ""
         reason = f"not started: the judge was not shown to see (at the gate R2 {at_gate})"
         if "carried_on" not in policy:
             rewards = f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}"
-            kl, reason = f"{policy['kl_now']:.3f}", policy["stop_reason"]
+            kl, reason = f"{policy['kept']['kl_now']:.3f}", policy["stop_reason"]
+            kept = str(policy["kept_step"]) if policy["kept_step"] else "0 (start)"
             if not better_than_constant(gate["r2_low"]):
                 blind.append(cycle)
         lines.append(
-            f"{cycle:>5}  {name:<14} {perplexity(cycle + 1):10.4f}  {r2:<24} {rewards:<21} {kl:>6}  {seconds:7.0f}  "
+            f"{cycle:>5}  {name:<14} {figures(cycle + 1)}  {r2:<24} {rewards:<21} {kl:>6}  {kept:>9}  {seconds:7.0f}  "
             f"{reason}"
         )
     if blind:

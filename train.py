@@ -14,10 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 
 from checkpoint import build_model, data_record, load_checkpoint, save_checkpoint
-from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token_file
+from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token_file, validation_part
 from model import GPT, GPTConfig
 from objectives import language_model_loss, next_token_loss, perplexity
 from optimization import EarlyStopping, clip_gradients, cooldown_factor, learning_rate_factor, make_optimizers
@@ -52,7 +53,7 @@ class TrainSettings:
     eval_interval: int = 250
     """steps between evaluations"""
     eval_iters: int | None = None
-    """random batches in an evaluation; None: the whole validation split"""
+    """random batches in an evaluation, of the split and of its selecting part; None: the whole validation split"""
     eval_only: bool = False
     """evaluate once and stop"""
     log_interval: int = 10
@@ -129,7 +130,7 @@ class TrainSettings:
     patience: int | None = None
     """stop after this many evaluations without improvement; None: never"""
     min_delta: float = 0.001
-    """a smaller fall of the validation loss is no improvement to the patience"""
+    """minimum decrease of select_loss that resets the patience, in nats"""
 
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
@@ -251,7 +252,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     # steps made, whether the weights after them have been evaluated, records written, best loss so far
-    first_step, evaluated, num_records, best_val_loss = 0, False, None, math.inf
+    first_step, evaluated, num_records, best_loss = 0, False, None, math.inf
 
     if settings.eval_only and settings.init_from == "scratch" and settings.checkpoint_path.is_file():
         model = build_model(load_checkpoint(settings.checkpoint_path), "generator", settings.checkpoint_path, device)
@@ -260,8 +261,8 @@ def main() -> None:
         saved = state.begin(settings.init_from == "resume")
         if saved is not None:
             first_step, evaluated, num_records = saved["step"], saved["evaluated"], saved["num_records"]
-            best_val_loss = saved["best_val_loss"]
-            if best_val_loss < math.inf and not settings.checkpoint_path.is_file():
+            best_loss = saved["best_loss"]
+            if best_loss < math.inf and not settings.checkpoint_path.is_file():
                 raise ranks.common_error(
                     f"ERROR: {settings.checkpoint_path}, the best model so far, is gone; put it back, or delete "
                     f"{state.path} and start from scratch"
@@ -279,22 +280,35 @@ def main() -> None:
     say(f"Data: {folder} ({tokenizer.info().describe()}), {len(train_tokens):,} + {len(val_tokens):,} tokens")
     say(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
 
-    def evaluate() -> float:
-        """The loss on validation text, of which every rank reads its share."""
+    selecting = validation_part(val_tokens, settings.block_size, "select")
+
+    def loss_on(tokens: np.ndarray) -> float:
+        """The mean loss on validation text, of which every rank reads its share."""
         if settings.eval_iters is None:
-            batches = WholeSplitBatches(val_tokens, settings.block_size, settings.batch_size, device)
+            batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, device)
             total = len(batches)
         else:
-            size = min(settings.block_size, len(val_tokens) - 1)
+            size = min(settings.block_size, len(tokens) - 1)
             draws = (random_stream(settings.seed, "val", index) for index in range(settings.eval_iters))
-            batches = (get_batch(val_tokens, size, settings.batch_size, draw, device) for draw in draws)
+            batches = (get_batch(tokens, size, settings.batch_size, draw, device) for draw in draws)
             total = settings.eval_iters
         share = islice(counted(batches, total, "Evaluating"), ranks.rank, None, ranks.world_size)
         with autocast(device, dtype):
             return language_model_loss(model, share, ranks.sum)
 
+    def evaluate() -> tuple[float, float]:
+        """val_loss, of the whole validation split, and select_loss, of its selecting part."""
+        select_loss, rest = loss_on(selecting), val_tokens[len(selecting) - 1 :]
+        if settings.eval_iters is not None:
+            return loss_on(val_tokens), select_loss
+        if len(rest) < 2:
+            return select_loss, select_loss
+        targets = len(selecting) - 1, len(rest) - 1
+        return (select_loss * targets[0] + loss_on(rest) * targets[1]) / sum(targets), select_loss
+
     if settings.eval_only:
-        say(f"val_loss {evaluate():.4f}")
+        val_loss, select_loss = evaluate()
+        say(f"val_loss {val_loss:.4f} | select_loss {select_loss:.4f}")
         return
 
     forward = parallel(torch.compile(model) if settings.compile else model, ranks)
@@ -310,7 +324,7 @@ def main() -> None:
             "step": step,
             "evaluated": evaluated,
             "num_records": log.num_records,
-            "best_val_loss": best_val_loss,
+            "best_loss": best_loss,
             "model": model.state_dict(),
             "optimizers": optimizers.state_dict(),
             "scaler": scaler.state_dict(),
@@ -325,18 +339,19 @@ def main() -> None:
         step_time, step_count = 0.0, 0
         while True:
             if (step % settings.eval_interval == 0 or step >= settings.max_iters) and not evaluated:
-                val_loss = evaluate()
+                val_loss, select_loss = evaluate()
                 with state.step():
-                    log.log(step, val_loss=val_loss)
+                    log.log(step, val_loss=val_loss, select_loss=select_loss)
                     if not math.isfinite(val_loss):
                         told = f"validation loss is {val_loss}: lower the learning rate"
-                        raise ranks.common_error(diverged(told, step, best_val_loss, settings))
-                    stopping.update(val_loss)
+                        raise ranks.common_error(diverged(told, step, best_loss, settings))
+                    stopping.update(select_loss)
                     # Nothing is written before the first step: a run begun by mistake must not replace a trained model.
-                    better = val_loss < best_val_loss or settings.always_save_checkpoint
+                    better = select_loss < best_loss or settings.always_save_checkpoint
                     if better and (step or not settings.max_iters):
-                        best_val_loss = min(val_loss, best_val_loss)
-                        figures = {"step": step, "val_loss": val_loss, "settings": asdict(settings)}
+                        best_loss = min(select_loss, best_loss)
+                        figures = {"step": step, "val_loss": val_loss, "select_loss": select_loss}
+                        figures |= {"settings": asdict(settings)}
                         if ranks.rank == 0:
                             save_checkpoint(settings.checkpoint_path, model, tokenizer.to_record(), data, figures)
                     evaluated = True
@@ -370,7 +385,7 @@ def main() -> None:
                     norm = clip_gradients(model.named_parameters(), settings.grad_clip, not scaler.is_enabled())
                 except UserError as error:
                     reason = str(error).removeprefix("ERROR: ")
-                    raise ranks.common_error(diverged(reason, step + 1, best_val_loss, settings)) from None
+                    raise ranks.common_error(diverged(reason, step + 1, best_loss, settings)) from None
                 optimizers.step(scaler)
                 optimizers.zero_grad()
                 step, evaluated = step + 1, False
@@ -386,7 +401,7 @@ def main() -> None:
                     bar.set_postfix(loss=f"{train_loss:.3f}", tok_s=f"{rate:,.0f}")
                     step_time, step_count = 0.0, 0
             bar.update()
-    say(f"Best validation loss: {best_val_loss:.4f} (perplexity {perplexity(best_val_loss):.3f})")
+    say(f"Best select_loss: {best_loss:.4f} (perplexity {perplexity(best_loss):.3f}), on the selecting part of val.bin")
     say(f"Saved {settings.checkpoint_path}")
 
 
@@ -399,10 +414,10 @@ def batch_shape(step: int, settings: TrainSettings) -> tuple[int, int]:
     return length, settings.batch_size * settings.block_size // length
 
 
-def diverged(what: str, step: int, best_val_loss: float, settings: TrainSettings) -> str:
+def diverged(what: str, step: int, best_loss: float, settings: TrainSettings) -> str:
     """What is told of a training that has gone out of bounds."""
     kept = f"the best model so far is kept in {settings.checkpoint_path}"
-    return f"ERROR: step {step}: {what}; {kept if best_val_loss < math.inf else 'nothing was saved yet'}"
+    return f"ERROR: step {step}: {what}; {kept if best_loss < math.inf else 'nothing was saved yet'}"
 
 
 def factor_at(step: int, settings: TrainSettings) -> float:

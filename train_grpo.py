@@ -26,7 +26,7 @@ from checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from data_loader import dataset_folder, get_batch, open_token_file
+from data_loader import ValidationParts, dataset_folder, get_batch, open_token_file
 from generation import Completer, Completions, Sampling
 from model import GPT, check_same_fields
 from objectives import (
@@ -40,7 +40,7 @@ from objectives import (
 from optimization import EarlyStopping, clip_gradients, copied, make_optimizers
 from ranks import Ranks, gradients_stay, parallel, start_ranks
 from reward_model import Judge, Verdict
-from rollouts import Instruments, draw_prompts, masked_mean, written_mask
+from rollouts import PolicyEvaluation, draw_prompts, masked_mean, written_mask
 from run_log import RunLog, format_size, make_tracker, picture, progress, read_records, say
 from run_state import RunState
 from runtime import (
@@ -54,14 +54,18 @@ from runtime import (
     write_json,
 )
 from settings import Problems, parse_settings
-from skill import MIN_BLOCKS, better_than_constant, format_r_squared, measure_skill
+from skill import (
+    MIN_BLOCKS,
+    better_than_constant,
+    format_difference,
+    format_r_squared,
+    measure_skill,
+    paired_difference,
+)
 from tokenization_manager import TokenizationManager
 
 GATE_SAMPLES = 4  # of each natural block
-KEPT_FIGURES = (
-    *("val_loss", "kl_now", "fresh_reward", "natural_reward", "distinct_1", "distinct_2", "distinct_3"),
-    *("repetition", "longest_copy"),
-)
+REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
 
 
 @dataclass
@@ -77,7 +81,7 @@ class GRPOSettings:
     init_from: Literal["scratch", "resume"] = "scratch"
     """start anew, or go on with a run that was interrupted, held against the same start as before"""
     dataset: str = "shakespeare_char"
-    """folder of train.bin (prompts) and val.bin (perplexity): a path, or a name below data/"""
+    """folder of train.bin (prompts) and val.bin (evaluation): a path, or a name below data/"""
 
     gate_blocks: int = 100
     """natural blocks whose completions by the policy test the reward model first, 4 of each"""
@@ -125,28 +129,32 @@ class GRPOSettings:
     beta: float | None = None
     """weight of the KL penalty to the starting policy in the loss; None: 0 with evidence, else 0.04"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """estimator of that KL"""
+    """estimator of that KL; in the loss k2 descends KL(policy || start), k3 KL(start || policy), k1 neither"""
 
     reward_threshold: float = 0.9
     """stop when a window's mean reward reaches this"""
-    plateau_window: int = 10
-    """steps in a window, whose mean reward is what threshold and plateau look at"""
+    natural_threshold: float | None = None
+    """stop when a window's mean reward reaches this share of natural text's own reward (1: as natural); None: never"""
+    plateau_window: int | None = None
+    """steps in a window, whose mean reward thresholds and plateau use; None: a tenth of max_steps, at most 10"""
     plateau_patience: int = 5
     """stop after this many windows without improvement"""
     plateau_min_delta: float = 0.001
     """a smaller rise of the mean reward is no improvement"""
     update_kl_cap: float = 0.05
-    """end a step's updates when the KL from the policy that sampled exceeds this (nats a token)"""
+    """end a step's updates when the KL from the policy that sampled exceeds this (nats a token), and the training when
+    a single update exceeds it at an evaluation"""
     start_kl_cap: float = 0.5
     """end the training when the KL from the starting policy exceeds this (nats a token)"""
     natural_loss_cap: float = 0.3
     """end the training when the loss on natural text has risen by more than this (nats a token)"""
     eval_interval: int = 10
     """steps between evaluations: natural text, fresh completions, their variety, copies"""
-    eval_prompts: int = 16
-    """prompts of an evaluation, group_size completions each"""
-    best_by: Literal["nearest", "val_loss", "last"] = "nearest"
-    """which evaluated policy is kept: its reward nearest to natural text's, the least loss on natural text, the last"""
+    eval_prompts: int = 64
+    """prompts of an evaluation, 2 completions each: of val.bin's selecting part, at the end of its reporting part"""
+    best_by: Literal["auto", "divergence", "nearest", "val_loss", "last"] = "auto"
+    """which policy is kept, the start included: least KL to a likelihood head's mixture (divergence), reward nearest to
+    natural text's, least loss on natural text, last; auto: divergence with a likelihood head, else nearest"""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
     device: str = "auto"
@@ -186,6 +194,7 @@ class GRPOSettings:
         problems.check_range(self, "weight_decay", "grad_clip", "beta", "plateau_min_delta", "seed", minimum=0)
         problems.check_range(self, "kl_in_reward", "lm_coef", minimum=0)
         problems.check_range(self, "reward_threshold", "discount", minimum=0, maximum=1)
+        problems.check_range(self, "natural_threshold", above=0)
         problems.require(
             self.loss_type != "cispo" or self.epsilon_high is not None,
             "loss_type=cispo needs epsilon_high, the largest weight of a token",
@@ -224,7 +233,7 @@ def main() -> None:
         policy, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=device.type
     )
 
-    # natural text: prompts from the training split, perplexity on the validation split
+    # natural text: prompts from the training split; the validation split selects, gates and reports, each in its part
     N = policy.config.block_size
     folder = dataset_folder(settings.dataset)
     tokenizer = TokenizationManager(data_path=folder)
@@ -260,8 +269,9 @@ def main() -> None:
         return
     ranks.on_main(lambda: check_gate(settings, skill, r2))
 
-    instruments = Instruments(
-        completer, judge, tokenizer, train_tokens, val_tokens, settings.eval_prompts, settings.group_size, settings.seed
+    selection, report = (
+        PolicyEvaluation(judge, tokenizer, train_tokens, val_tokens, part, settings.eval_prompts, settings.seed)
+        for part in ("select", "report")
     )
     stops, best = Stops(settings), Best(settings.best_by)
     path = Path(settings.output_path)
@@ -303,12 +313,13 @@ def main() -> None:
         progress(settings.max_steps, "GRPO", "step", initial=step) as bar,
     ):
         if start is None:
-            first_look = ranks.on_main(instruments.read)
+            first_look = ranks.on_main(lambda: selection(completer))
             with state.step():
                 start = first_look
+                best.offer(0, start, policy, capped=False)
                 log.log(0, **start)
-        if reason and "val_loss" not in record:  # it was interrupted at what has become its last step
-            record |= ranks.on_main(instruments.read)
+        if reason and "select_loss" not in record:  # it was interrupted at what has become its last step
+            record |= ranks.on_main(lambda: selection(completer))
             best.offer(step, record, policy, stops.cap(record, start) is not None)
             log.log(step, **record)
         while reason is None:
@@ -356,29 +367,37 @@ def main() -> None:
                 record = {**figures, **losses, **made, "updates": updates}
                 stops.note(step, figures["reward"])
                 if step % settings.eval_interval == 0 or stops.why(step, record, start):
-                    record |= ranks.on_main(instruments.read)
+                    record["kl_step"] = kl_of_step(policy, ids, old_log_probs, mask, micro_rows, ranks)
+                    record |= ranks.on_main(lambda: selection(completer))
                     best.offer(step, record, policy, stops.cap(record, start) is not None)
-                    if record["above_natural"]:
-                        say(f"step {step}: completions look more natural than natural text: the judge is being gamed")
+                    if record.get("above_natural"):
+                        say(f"step {step}: completions get more reward than natural text, an exploited reward model")
                 reason = stops.why(step, record, start)
-                log.log(step, quiet="val_loss" not in record, **record)
-                if "val_loss" in record:
+                log.log(step, quiet="select_loss" not in record, **record)
+                if "select_loss" in record:
                     state.save(**progress_so_far())
             bar.set_postfix(reward=f"{figures['reward']:.3f}", kl=f"{figures['kl_start']:.3f}")
             bar.update()
 
-    policy.load_state_dict(best.state)
-    first_reward, last_reward, window = first_and_last(stops.rewards, settings.plateau_window)
+        policy.load_state_dict(best.state)
+        reported = ranks.on_main(lambda: report_figures(report, policy, reference, settings.seed))
+        log.log(step, quiet=True, final=True, kept_step=best.step, **reported["kept"])
+
+    first_reward, last_reward, window = first_and_last(stops.rewards, REWARD_STEPS)
     training = {"steps": step, "stop_reason": reason, "first_reward": first_reward, "last_reward": last_reward}
-    training |= {"kept_step": best.step, **{name: best.record[name] for name in KEPT_FIGURES}}
-    training |= {"start": {name: start[name] for name in KEPT_FIGURES}, "settings": asdict(settings)}
+    training |= {"kept_step": best.step, "select_loss": best.record["select_loss"], **reported}
+    training |= {"start_select_loss": start["select_loss"], "settings": asdict(settings)}
     if ranks.rank == 0:
         save_checkpoint(path, policy, checkpoint["tokenization"], checkpoint["data"], training)
         draw_curves(read_records(path.with_suffix(".jsonl")), path.with_suffix(".png"))
-    say(f"\nStopped after {step} steps by {reason}; kept the policy of step {best.step} (best by {settings.best_by})")
+    kept = f"the policy of step {best.step}" if best.step else "the starting policy: none that broke no cap was better"
+    say(f"\nStopped after {step} steps by {reason}; kept {kept} (best by {settings.best_by})")
     span = f"{window} step{'s' if window > 1 else ''}"
     say(f"Mean reward: {first_reward:.4f} over the first {span}, {last_reward:.4f} over the last {span}")
-    say(f"Loss on natural text: {start['val_loss']:.4f} before, {best.record['val_loss']:.4f} after")
+    say(
+        f"Loss on the reporting part of natural text: {reported['start']['report_loss']:.4f} before, "
+        f"{reported['kept']['report_loss']:.4f} after, difference {format_difference(reported)}"
+    )
     say(f"Saved {path} and {path.with_suffix('.png')}")
 
 
@@ -431,7 +450,23 @@ def with_choices_made(settings: GRPOSettings, judge: Judge) -> GRPOSettings:
     ratio = reward == "evidence"
     kl_in_reward = settings.kl_in_reward if settings.kl_in_reward is not None else float(ratio)
     beta = settings.beta if settings.beta is not None else 0.0 if ratio else 0.04
-    return replace(settings, reward=reward, credit=credit, kl_in_reward=kl_in_reward, beta=beta)
+    if beta and settings.kl_estimator == "k1":
+        raise UserError(
+            f"ERROR: kl_estimator=k1 with beta={beta:g}: as a loss k1 has an expected gradient of 0; use "
+            f"--kl_estimator k3 or k2, or the KL in the reward, where k1 is right: --beta 0 --kl_in_reward {beta:g}"
+        )
+    best_by = settings.best_by if settings.best_by != "auto" else "divergence" if judge.is_ratio else "nearest"
+    if judge.is_ratio and best_by == "nearest":
+        raise UserError(
+            "ERROR: best_by=nearest: the optimum of a likelihood head is its own mixture, which can get more reward "
+            "than natural text; use --best_by divergence, val_loss or last"
+        )
+    if not judge.is_ratio and best_by == "divergence":
+        raise UserError(
+            f"ERROR: best_by=divergence: {settings.reward_model_path} has no mixture to measure a KL to; use a reward "
+            "model with a likelihood head, or --best_by nearest, val_loss or last"
+        )
+    return replace(settings, reward=reward, credit=credit, kl_in_reward=kl_in_reward, beta=beta, best_by=best_by)
 
 
 def skill_on_policy(
@@ -441,17 +476,17 @@ def skill_on_policy(
     settings: GRPOSettings,
     device: torch.device,
 ) -> dict[str, Any]:
-    """The reward model's skill on fresh text of the policy, K uniform on 1 to N - 1, after unseen natural text.
+    """R2 and more of the reward model on fresh text of the policy, K uniform on 1 to N - 1, after natural text.
 
-    The natural blocks are evenly spaced in the second half of the validation split: the half that selected nothing
-    where the reward model was trained. See skill.measure_skill.
+    The natural blocks are evenly spaced in the gate's part of the validation split, which neither selected the reward
+    model nor reports its figures. See skill.measure_skill.
     """
     N, G = completer.length, GATE_SAMPLES
-    total = len(tokens) // N
-    if total < 2:
-        raise UserError(f"ERROR: {len(tokens)} validation tokens are fewer than two blocks of {N}: use more text")
-    count = min(settings.gate_blocks, total - total // 2)
-    blocks = total // 2 + np.arange(count) * (total - total // 2) // count
+    gate = ValidationParts.of(len(tokens) // N).gate
+    if not gate:
+        raise UserError(f"ERROR: {len(tokens)} validation tokens are fewer than four blocks of {N}: use more text")
+    count = min(settings.gate_blocks, len(gate))
+    blocks = gate.start + np.arange(count) * len(gate) // count
     natural = torch.from_numpy(np.stack([tokens[block * N : (block + 1) * N] for block in blocks]).astype(np.int64))
     draw = random_stream(settings.seed, "gate")
     crossovers = torch.from_numpy(draw.integers(1, N, size=(count, G)))
@@ -547,63 +582,74 @@ class Stops:
 
     def __init__(self, settings: GRPOSettings) -> None:
         self.settings = settings
+        self.window = settings.plateau_window or max(1, min(10, settings.max_steps // 10))  # steps; of the run
         self.rewards: list[float] = []  # one a step
         self.plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
 
     def state_dict(self) -> dict[str, Any]:
-        """Rewards so far, and what the plateau has seen of them."""
-        return {"rewards": self.rewards, "plateau": self.plateau.state_dict()}
+        """Rewards so far, the window, and the state of the plateau."""
+        return {"rewards": self.rewards, "window": self.window, "plateau": self.plateau.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self.rewards = list(state["rewards"])
+        self.rewards, self.window = list(state["rewards"]), state["window"]
         self.plateau.load_state_dict(state["plateau"])
 
     def note(self, step: int, reward: float) -> None:
         """Take note of a step's mean reward."""
         self.rewards.append(reward)
-        window = self.settings.plateau_window
-        if step >= window and step % window == 0:
-            self.plateau.update(float(np.mean(self.rewards[-window:])))
+        if step >= self.window and step % self.window == 0:
+            self.plateau.update(float(np.mean(self.rewards[-self.window :])))
 
     def why(self, step: int, record: dict[str, Any], start: dict[str, Any]) -> str | None:
         """The reason to stop after a step with this record, whose first evaluation was `start`; or None."""
         settings = self.settings
-        if record["kl_start"] > settings.start_kl_cap:
-            return f"KL cap: {record['kl_start']:.3f} > {settings.start_kl_cap} nats a token from the start"
-        if step >= settings.plateau_window:
-            window_mean = float(np.mean(self.rewards[-settings.plateau_window :]))
-            if window_mean >= settings.reward_threshold:
-                return f"reward threshold: {window_mean:.3f} >= {settings.reward_threshold}"
+        if cap := self.cap(record, start):
+            return cap
+        if step >= self.window:
+            mean, natural = float(np.mean(self.rewards[-self.window :])), start["natural_reward"]
+            if mean >= settings.reward_threshold:
+                return f"reward threshold: {mean:.3f} >= {settings.reward_threshold}"
+            share = settings.natural_threshold
+            if share is not None and mean >= share * natural:
+                return f"natural threshold: {mean:.3f} >= {share:g} of natural text's {natural:.3f}"
             if self.plateau.should_stop:
                 return f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
         if step >= settings.max_steps:
             return f"step limit: {settings.max_steps}"
-        return self.cap(record, start)
+        return None
 
     def cap(self, record: dict[str, Any], start: dict[str, Any]) -> str | None:
-        """The cap that an evaluated policy breaks: its KL to the start, the rise of its natural loss since; or None."""
+        """The cap that a step breaks, or the policy evaluated after it; None where all hold."""
         settings = self.settings
-        if "val_loss" not in record:
-            return None
-        if record["kl_now"] > settings.start_kl_cap:
-            return f"KL cap: {record['kl_now']:.3f} > {settings.start_kl_cap} nats a token from the start"
-        if (rise := record["val_loss"] - start["val_loss"]) > settings.natural_loss_cap:
+        for name in ("kl_start", "kl_now"):
+            if (kl := record.get(name, 0.0)) > settings.start_kl_cap:
+                return f"KL cap: {kl:.3f} > {settings.start_kl_cap} nats a token from the start"
+        if record.get("updates") == 1 and (kl := record.get("kl_step", 0.0)) > settings.update_kl_cap:
+            return f"update KL cap: {kl:.3f} > {settings.update_kl_cap} nats a token in one update; lower learning_rate"
+        rise = record.get("select_loss", start["select_loss"]) - start["select_loss"]
+        if rise > settings.natural_loss_cap:
             return f"natural-text loss cap: risen by {rise:.3f} > {settings.natural_loss_cap} nats a token"
         return None
 
 
 class Best:
-    """The best of the evaluated policies that broke no cap, by a named criterion; where all did, the first."""
+    """The best, by a named criterion, of the starting policy and those evaluated that broke no cap.
+
+    The start must be offered first; of equals the first is kept.
+    """
 
     def __init__(self, criterion: str) -> None:
         self.criterion, self.step, self.record, self.state = criterion, 0, None, None
         self.looked = 0  # the last step that was evaluated
 
-    def _value(self, record: dict[str, Any]) -> float:
+    def _value(self, step: int, record: dict[str, Any]) -> float:
+        """What is to be least."""
         if self.criterion == "nearest":
             return abs(record["fresh_reward"] - record["natural_reward"])
-        return record["val_loss"] if self.criterion == "val_loss" else 0.0
+        if self.criterion == "divergence":
+            return record["kl_mixture"]
+        return record["select_loss"] if self.criterion == "val_loss" else -step
 
     def state_dict(self) -> dict[str, Any]:
         """The best so far: its step, record and weights."""
@@ -614,16 +660,39 @@ class Best:
         self.step, self.record, self.state, self.looked = (state[n] for n in ("step", "record", "state", "looked"))
 
     def offer(self, step: int, record: dict[str, Any], policy: GPT, capped: bool) -> None:
-        """Keep this policy if it is the best so far (of equals the last)."""
+        """Keep this policy if it broke no cap and is better than the best so far."""
         self.looked = step
-        if self.record is None or (not capped and self._value(record) <= self._value(self.record)):
+        if self.record is None or (not capped and self._value(step, record) < self._value(self.step, self.record)):
             self.step, self.record = step, record
             self.state = copied(policy.state_dict().items())
 
 
+def report_figures(report: PolicyEvaluation, policy: GPT, reference: GPT, seed: int) -> dict[str, Any]:
+    """Figures on the reporting part: of the kept policy, of its start, and the paired difference of their losses."""
+    figures, losses = {}, {}
+    for name, model in (("start", reference), ("kept", policy)):
+        losses[name] = report.losses(model)
+        figures[name] = report(Completer(model, report.length), losses[name])
+    return figures | paired_difference(losses["kept"], losses["start"], report.length, seed)
+
+
+@torch.no_grad()
+def kl_of_step(policy: GPT, ids: Tensor, old_log_probs: Tensor, mask: Tensor, micro_rows: int, ranks: Ranks) -> float:
+    """KL(sampling policy || policy) by k3 in nats a token, over a step's completions, after all its updates.
+
+    `ids` (R / ranks, N) are this rank's rows; `old_log_probs` and `mask` (R, N - 1) are of all ranks.
+    """
+    mine, total = ranks.share(len(mask)), 0.0
+    for rows in micro_batches(len(ids), micro_rows):
+        old, written = old_log_probs[mine][rows], mask[mine][rows]
+        log_probs = token_log_probs(policy.logits(policy.trunk(ids[rows, :-1])), ids[rows, 1:])
+        total += kl_estimate(old, log_probs, "k3")[written].sum().item()
+    return ranks.sum(total)[0] / int(mask.sum())
+
+
 def diverged(error: str, step: int, best: Best) -> str:
     """What is told of a training that has gone out of bounds."""
-    kept = f"; the best so far is kept with --init_from resume --max_steps {best.looked}" if best.step else ""
+    kept = f"; the best so far is kept with --init_from resume --max_steps {best.looked}" if best.looked else ""
     return f"ERROR: step {step}: {error.removeprefix('ERROR: ')}{kept}"
 
 
@@ -631,9 +700,10 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     """A picture (PNG) of the training: rewards, divergence and natural loss, variety; whole or not at all."""
     curves = (
         ("reward", "fresh_reward", "natural_reward"),
-        ("val_loss", "kl_start"),
+        ("select_loss", "kl_start"),
         ("distinct_1", "distinct_2", "distinct_3", "repetition"),
     )
+    records = [record for record in records if "final" not in record]  # which is of other prompts and text
     with picture(path, 13, 3.8, columns=len(curves)) as (_, panels):
         for axes, names in zip(panels, curves, strict=True):
             for name in names:

@@ -3,8 +3,9 @@
     python train_reward_model.py --base_model_path logs/model_checkpoint.pt --data_dir data/reward_dataset
 
 Floor 5. In: a generator's checkpoint, a reward dataset made with it, and the corpus where it lies. Out: the reward
-model that does best on the selection half of the validation blocks, its skill measured on the other half (also as a
-picture), and JSON records. First the trunk may learn more about natural text; then the head learns from labels.
+model that does best on the validation blocks that select, its R2 measured on those that report
+(data_loader.ValidationParts; also as a picture), and JSON records. First the trunk may learn more about natural text;
+then the head learns from labels.
 """
 
 import copy
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import build_model, check_same_tokens, load_checkpoint, save_checkpoint
-from data_loader import WholeSplitBatches, get_batch
+from data_loader import WholeSplitBatches, get_batch, validation_part
 from frozen_features import forget_features, frozen_depth, frozen_features, head_output, to_device
 from model import GPT, check_same_fields
 from objectives import (
@@ -29,16 +30,15 @@ from objectives import (
     natural_share,
     next_token_loss,
     reward_loss,
-    token_log_probs,
+    text_log_probs,
 )
 from optimization import EarlyStopping, clip_gradients, cooldown_factor, copied, make_optimizers
 from provenance import (
     check_origin,
     check_unseen,
     check_variety,
-    first_reported_token,
-    halves_by_block,
     natural_text,
+    rows_by_part,
     samples_per_block,
     sampling_of,
 )
@@ -106,7 +106,7 @@ class RewardModelSettings:
     lm_muon_learning_rate: float = 2e-2
     """peak learning rate of Muon for the matrices on natural text"""
     lm_eval_interval: int = 100
-    """steps between evaluations on natural text of the selection half, by which the best is kept"""
+    """steps between evaluations on natural text of the part that selects, by which the best is kept"""
     dropout: float = 0.0
     """share of activations dropped in training"""
 
@@ -238,7 +238,7 @@ def main() -> None:
         check_variety(dataset)
     check_origin(train_set, checkpoint, generator_sha256, settings.base_model_path)
     trunk = load_trunk(settings, checkpoint, generator_sha256, train_set.metadata, device)
-    select_rows, report_rows, judged_on = halves_by_block(val_set)
+    select_rows, report_rows, judged_on = rows_by_part(val_set)
 
     say(f"Using device: {ranks.where}")
     say(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
@@ -266,7 +266,7 @@ def main() -> None:
             model.load_state_dict(saved["start"])
             diverged = saved["diverged"]
         elif splits is not None:
-            unseen = splits.val[: first_reported_token(val_set, len(splits.val))]
+            unseen = validation_part(splits.val, val_set.block_size, "select")
             diverged = learn_natural_text(run, trunk, generator, splits.train, unseen, saved)
             saved = None
             if settings.head != "likelihood":
@@ -421,7 +421,7 @@ def learn_natural_text(
     )
     batches = WholeSplitBatches(unseen, trunk.config.block_size, trunk.rows_at_a_time(), ranks.device)
     is_mixed = settings.head == "likelihood"
-    generator_log_probs = log_probs_of_text(generator, batches) if is_mixed and ranks.rank == 0 else None
+    generator_log_probs = text_log_probs(generator, batches) if is_mixed and ranks.rank == 0 else None
     best_state, best_step, best_loss, diverged, step, judged = None, 0, math.inf, None, 0, False
     if saved is not None:
         trunk.load_state_dict(saved["trunk"])
@@ -432,7 +432,7 @@ def learn_natural_text(
 
     def losses() -> tuple[float, float]:
         """The trunk's own loss on unseen text, and the one that selects."""
-        log_probs = log_probs_of_text(trunk, batches)
+        log_probs = text_log_probs(trunk, batches)
         own = -log_probs.mean().item()
         if not is_mixed:
             return own, own
@@ -492,14 +492,6 @@ def learn_natural_text(
     trunk.eval()
     say(f"Natural text: kept step {best_step}, lm_select_loss {best_loss:.4f}")
     return diverged
-
-
-@torch.no_grad()
-def log_probs_of_text(model: GPT, batches: WholeSplitBatches) -> Tensor:
-    """Log-probabilities (n,) of all targets of the batches, on the CPU."""
-    model.eval()
-    parts = [token_log_probs(model.logits(model.trunk(x)), y).flatten().cpu() for x, y in batches]
-    return torch.cat(parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

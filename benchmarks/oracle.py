@@ -24,7 +24,7 @@ from data_loader import TokenSplits, dataset_folder, open_token_file, write_toke
 from generation import Sampling, sample_tokens
 from model import GPT
 from objectives import natural_share, token_log_probs
-from provenance import evenly_spaced, halves_by_block, samples_per_block
+from provenance import evenly_spaced, rows_by_part, samples_per_block
 from reward_dataset_loader import RewardDataset
 from run_log import counted, picture, say
 from runtime import atomic_path, random_stream, run_main
@@ -170,7 +170,7 @@ def exact_skill(p: GPT, q: GPT, data: Path, corpus: Path) -> tuple[dict[str, Any
     The latter without a block's first `order` tokens, of which q sees less than p.
     """
     dataset, order = RewardDataset(data, "val"), p.config.block_size
-    _, rows, _ = halves_by_block(dataset)
+    _, rows, _ = rows_by_part(dataset)
     per_block, N = samples_per_block(dataset), dataset.block_size
     natural = open_token_file(corpus / "val.bin", "val", p.config.num_real_tokens)
     numbers = np.unique(rows // per_block)

@@ -21,7 +21,7 @@ from pipeline import Pipeline, markdown, skill_cells, val_loss
 from checkpoint import build_model, load_checkpoint
 from data_loader import dataset_folder, open_token_file
 from frozen_features import to_device
-from provenance import halves_by_block, samples_per_block
+from provenance import rows_by_part, samples_per_block
 from reward_dataset_loader import RewardDataset
 from run_log import say
 from runtime import run_main
@@ -166,7 +166,7 @@ def scoring_ratio(path: Path, data: Path, num_sequences: int = 1000, num_runs: i
 def fitted_skill(features: dict[str, np.ndarray], data: Path) -> dict[str, Any]:
     """Skill of ridge regression from features (n, F) of both splits, its strength chosen on the selection half."""
     train, val = RewardDataset(data, "train"), RewardDataset(data, "val")
-    select, report, _ = halves_by_block(val)
+    select, report, _ = rows_by_part(val)
     mean, std = features["train"].mean(0), features["train"].std(0) + 1e-8
     x, x_val = ((features[split] - mean) / std for split in ("train", "val"))
     y, truth = np.asarray(train.y[:, 0], np.float64), np.asarray(val.y[:, 0], np.float64)

@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 
 import data_loader
 from data_loader import (
+    MIN_GATE_BLOCKS,
     BinaryFileError,
     TokenSplits,
+    ValidationParts,
     WholeSplitBatches,
     get_batch,
     load_binary,
@@ -29,6 +31,7 @@ from data_loader import (
     open_token_file,
     read_text,
     split_and_encode,
+    validation_part,
     write_token_files,
 )
 from downloads import TINY_SHA256
@@ -320,3 +323,31 @@ def test_prepare_ends_with_one_line_for_a_corpus_that_is_empty(tmp_path):
         f"ERROR: {tmp_path / 'input.txt'} is empty: there is no text to learn from"
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["input.txt"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# parts of the validation split
+
+
+@given(st.integers(0, 5000))
+def test_parts_are_all_blocks_in_order(num_blocks):
+    parts = ValidationParts.of(num_blocks)
+    if num_blocks < 2:
+        assert parts.select == parts.report == range(num_blocks) and len(parts.gate) == 0
+        return
+    assert [*parts.select, *parts.gate, *parts.report] == list(range(num_blocks))
+    assert len(parts.select) >= 1 and parts.report.start == num_blocks // 2
+    if num_blocks >= 22:
+        assert len(parts.gate) >= MIN_GATE_BLOCKS
+    if num_blocks >= 100:
+        assert parts.select.stop == num_blocks * 2 // 5
+
+
+@given(st.integers(2, 400), st.integers(1, 16))
+def test_the_windows_of_the_parts_are_those_of_the_split(num_tokens, block_size):
+    tokens = np.arange(num_tokens, dtype=np.uint16)
+    whole = [tuple(row) for x, _ in WholeSplitBatches(tokens, block_size, 3) for row in x.tolist()]
+    names = ("select", "gate", "report") if num_tokens // block_size >= 2 else ("select",)
+    parts = [validation_part(tokens, block_size, name) for name in names]
+    windows = [WholeSplitBatches(part, block_size, 3) for part in parts if len(part) > 1]
+    assert [tuple(row) for batches in windows for x, _ in batches for row in x.tolist()] == whole

@@ -111,7 +111,8 @@ def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):
     out = must("sample.py", checkpoint_path=policy, num_samples=1, max_new_tokens=20, start="A", device="cpu")
     assert re.fullmatch(r"A[A-Za-z .\n]{20}\n-+\n", out)
     last = read_records(tmp_path / "logs" / "grpo.jsonl")[-1]
-    assert results[str(policy)]["loss"] == pytest.approx(last["val_loss"], abs=1e-5)
+    out = must("evaluate.py", checkpoints=[policy], baseline=generator, part="report", dataset=corpus, device="cpu")
+    assert f"{last['report_loss']:8.4f}" in out and "(95% interval)" in out
 
 
 def test_sample(tmp_path, corpus, generator):
@@ -388,10 +389,13 @@ def test_ctrl_c_at_any_moment_of_a_stage(tmp_path, corpus, config, seconds):
 
 
 def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, corpus, config, in_this_process):
-    """Perplexities of 9, 8, 8.5, 8.2: with a patience of 2, cycle 3 is the last of 5."""
-    figures = iter([9.0, 8.0, 8.5, 8.2, 7.0, 6.0])
-    monkeypatch.setattr(run_cycles, "measure_perplexity", lambda *_: next(figures))
-    monkeypatch.setattr(run_cycles, "cycle_table", lambda *_: "")
+    """Selecting losses of 2.2, 2.0, 2.1, 2.05: with a patience of 2, cycle 3 is the last of 5."""
+    figures, trained = iter([2.2, 2.0, 2.1, 2.05, 1.9, 1.8]), run_cycles.trained
+
+    def with_next_loss(path: Path, *names: str) -> dict:
+        return trained(path, *names) | ({"select_loss": next(figures)} if "select_loss" in names else {})
+
+    monkeypatch.setattr(run_cycles, "trained", with_next_loss)
     options = cycle_options(corpus, tmp_path / "out", num_cycles=5, perplexity_patience=2)
     printed = succeed("run_cycles", str(config), **options)
     assert "Ended after cycle 3" in printed

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import succeed
+from helpers import assert_same_weights, succeed, weights
 
 import train_grpo
 from objectives import token_log_probs
@@ -58,7 +58,7 @@ def grpo(monkeypatch, tmp_path, corpus, generator):
         common |= {"reward_threshold": 1.0, "learning_rate": 1e-2, "eval_interval": 10, "eval_prompts": 4}
         succeed("train_grpo", **{**files, **free, **common, **options})
         records = read_records(tmp_path / "policy.jsonl")
-        return [r for r in records if "reward" in r], [r for r in records if "val_loss" in r]
+        return [r for r in records if "reward" in r], [r for r in records if "select_loss" in r]
 
     return train
 
@@ -104,7 +104,7 @@ def test_a_collapse_is_flagged(grpo, letter_share, tmp_path):
     """No KL and no cap: natural loss and repetition rise, variety falls, and completions beat natural text."""
     _, looks = grpo(letter_share, max_steps=40, eval_interval=20, best_by="last")
     first, last = looks[0], looks[-1]
-    assert last["val_loss"] > first["val_loss"] + 1
+    assert last["select_loss"] > first["select_loss"] + 1
     assert last["distinct_2"] < first["distinct_2"] / 2
     assert last["repetition"] > first["repetition"] + 0.3
     assert last["above_natural"] and last["fresh_reward"] > last["natural_reward"] + 0.5
@@ -113,19 +113,40 @@ def test_a_collapse_is_flagged(grpo, letter_share, tmp_path):
 def test_the_natural_loss_cap_ends_it(grpo, letter_share, tmp_path):
     steps, looks = grpo(letter_share, max_steps=100, eval_interval=5, natural_loss_cap=0.2, best_by="val_loss")
     assert len(steps) < 100
-    assert looks[-1]["val_loss"] - looks[0]["val_loss"] > 0.2
-
-
-@pytest.mark.parametrize(("criterion", "kept"), [("last", 40), ("val_loss", 10)])
-def test_the_best_policy_is_kept_by_a_named_criterion(grpo, letter_share, tmp_path, criterion, kept):
-    _, looks = grpo(letter_share, max_steps=40, best_by=criterion)
+    assert looks[-1]["select_loss"] - looks[0]["select_loss"] > 0.2
     training = torch.load(tmp_path / "policy.pt")["training"]
+    assert training["stop_reason"].startswith("natural-text loss cap")
+    assert training["kept_step"] < looks[-1]["step"]  # a policy that broke a cap is not kept
+
+
+@pytest.mark.parametrize(("criterion", "kept"), [("last", 40), ("val_loss", 0), ("nearest", 40)])
+def test_the_best_policy_is_kept_by_a_named_criterion(grpo, letter_share, tmp_path, generator, criterion, kept):
+    """Writing one letter alone raises the natural loss at once: by that criterion the start is the best."""
+    flipped = letter_share if criterion != "nearest" else lambda ids: 1 - letter_share(ids)
+    _, looks = grpo(flipped, max_steps=40, best_by=criterion)
+    training = torch.load(tmp_path / "policy.pt")["training"]
+    if criterion == "nearest":
+        distances = {look["step"]: abs(look["fresh_reward"] - look["natural_reward"]) for look in looks}
+        kept = min(distances, key=distances.get)
     assert training["kept_step"] == kept
-    assert training["val_loss"] == next(look["val_loss"] for look in looks if look["step"] == kept)
+    assert training["select_loss"] == next(look["select_loss"] for look in looks if look["step"] == kept)
+    if kept == 0:
+        assert_same_weights(weights(tmp_path / "policy.pt"), weights(generator))
     assert (tmp_path / "policy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_policy_that_broke_a_cap_is_never_kept(grpo, letter_share, tmp_path, generator):
+    """The first evaluated policy already breaks the cap on the natural loss: the start is kept, and that is said."""
+    for criterion in ("nearest", "last", "val_loss"):
+        _, looks = grpo(letter_share, max_steps=40, natural_loss_cap=0.01, best_by=criterion)
+        training = torch.load(tmp_path / "policy.pt")["training"]
+        assert [look["step"] for look in looks] == [0, 10] and looks[1]["select_loss"] > looks[0]["select_loss"] + 0.01
+        assert training["stop_reason"].startswith("natural-text loss cap")
+        assert training["kept_step"] == 0 and training["difference"] == pytest.approx(0, abs=1e-6)
+        assert_same_weights(weights(tmp_path / "policy.pt"), weights(generator))
 
 
 def test_natural_text_in_the_update_holds_the_loss(grpo, letter_share):
     _, alone = grpo(letter_share, max_steps=20)
     _, mixed = grpo(letter_share, max_steps=20, lm_coef=1.0)
-    assert mixed[-1]["val_loss"] < alone[-1]["val_loss"]
+    assert mixed[-1]["select_loss"] < alone[-1]["select_loss"]

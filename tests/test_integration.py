@@ -191,7 +191,7 @@ def test_a_reward_model_without_an_interval_is_not_called_seeing(judge):
 
 def test_rows_of_unknown_blocks_are_told(judge):
     out, err, final = judge(visible=True, samples_per_chunk=None)
-    assert "has no samples_per_chunk: halves and interval go by rows" in err
+    assert "has no samples_per_chunk: parts and interval go by rows" in err
     assert "validation rows that did not select it (but may share text with some that did)" in out
     assert final["r2_low"] > 0
 
@@ -203,17 +203,20 @@ def test_rows_of_unknown_blocks_are_told(judge):
 def test_training_learns_and_keeps_the_best(tmp_path, corpus):
     out = succeed("train", dataset=corpus, out_dir=tmp_path, **{**TINY_TRAIN, "learning_rate": 0.02})
     records = read_records(tmp_path / "model_checkpoint.jsonl")
-    losses = [record["val_loss"] for record in records if "val_loss" in record]
+    looks = [record for record in records if "val_loss" in record]
+    losses = [look["select_loss"] for look in looks]
     assert len(losses) == 5  # at 0, 5, 10, 15, 20
     assert losses[0] == pytest.approx(math.log(25), rel=0.05)
     assert min(losses) < losses[0] - 0.2
     checkpoint = load_checkpoint(tmp_path / "model_checkpoint.pt")
-    assert checkpoint["training"]["val_loss"] == min(losses)
-    assert f"Best validation loss: {min(losses):.4f}" in out
+    best = looks[losses.index(min(losses))]
+    assert checkpoint["training"]["select_loss"] == min(losses)
+    assert checkpoint["training"]["val_loss"] == best["val_loss"] != best["select_loss"]
+    assert f"Best select_loss: {min(losses):.4f}" in out
     model = build_model(checkpoint, "generator", "it")
     tokens = load_binary(corpus / "train.bin", corpus / "val.bin", 25).val
     perplexity = calculate_perplexity(model, WholeSplitBatches(tokens, 16, 4), "cpu")
-    assert math.log(perplexity) == pytest.approx(min(losses), abs=1e-5)
+    assert math.log(perplexity) == pytest.approx(best["val_loss"], abs=1e-5)
 
 
 def spy_on_bars(monkeypatch, module) -> list[tuple[int, str]]:
@@ -229,7 +232,9 @@ def test_evaluations_within_the_training_are_shown(monkeypatch, tmp_path, corpus
     options = {**TINY_TRAIN, "max_iters": 5, "eval_iters": eval_iters}
     out = succeed("train", dataset=corpus, out_dir=tmp_path, **options)
     tokens = load_binary(corpus / "train.bin", corpus / "val.bin", 25).val
-    assert shown == [(eval_iters or len(WholeSplitBatches(tokens, 16, 8)), "Evaluating")] * 2
+    whole = eval_iters or len(WholeSplitBatches(tokens[6 * 16 :], 16, 8))  # else what does not select
+    part = eval_iters or len(WholeSplitBatches(tokens[: 6 * 16 + 1], 16, 8))
+    assert shown == [(part, "Evaluating"), (whole, "Evaluating")] * 2
     assert "Model: 3.5K parameters; 128 tokens a step" in out
 
 
@@ -363,11 +368,14 @@ def grpo(corpus, generator, reward_model):
     return run_grpo
 
 
+NO_KL_CAP = {"start_kl_cap": 1e9, "update_kl_cap": 1e9}
 METRICS = ("reward", "reward_std", "flat_groups", "kl_start", "kl_update", "clip_share", "entropy")
 
 
 def test_grpo_moves_the_policy_and_logs_every_metric(tmp_path, grpo, generator):
-    checkpoint, records, out = grpo(tmp_path / "policy.pt", learning_rate=1e-2, max_steps=5)
+    checkpoint, records, out = grpo(
+        tmp_path / "policy.pt", learning_rate=1e-2, max_steps=5, best_by="last", update_kl_cap=1.0
+    )
     steps = [record for record in records if "reward" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
     for record in steps:
@@ -376,7 +384,7 @@ def test_grpo_moves_the_policy_and_logs_every_metric(tmp_path, grpo, generator):
         assert 0 <= record["flat_groups"] <= 1
         assert 0 <= record["clip_share"] <= 1
         assert 0 < record["entropy"] <= math.log(25) + 0.1  # an estimate from samples
-    evaluated = [record["step"] for record in records if "val_loss" in record]
+    evaluated = [record["step"] for record in records if "select_loss" in record]
     assert evaluated == [0, 2, 4, 5]
     assert steps[-1]["kl_start"] > 0
     assert "Stopped after 5 steps by step limit: 5" in out
@@ -390,10 +398,15 @@ def test_grpo_moves_the_policy_and_logs_every_metric(tmp_path, grpo, generator):
     assert training["first_reward"] == pytest.approx(np.mean(rewards[:2]))
     assert training["last_reward"] == pytest.approx(np.mean(rewards[3:]))
     assert f"{training['first_reward']:.4f} over the first 2 steps, {training['last_reward']:.4f} over the last" in out
-    kept = next(record for record in records if record["step"] == training["kept_step"] and "val_loss" in record)
-    for name in train_grpo.KEPT_FIGURES:
-        assert training[name] == kept[name]
-        assert training["start"][name] == records[0][name]
+    kept = next(record for record in records if record["step"] == training["kept_step"] and "select_loss" in record)
+    assert training["select_loss"] == kept["select_loss"]
+    assert training["start_select_loss"] == records[0]["select_loss"]
+    final = records[-1]  # of the reporting part
+    assert final["final"] and {name: final[name] for name in training["kept"]} == training["kept"]
+    assert "select_loss" not in final and training["start"]["kl_now"] == pytest.approx(0, abs=1e-9)
+    difference = training["kept"]["report_loss"] - training["start"]["report_loss"]
+    assert training["difference"] == pytest.approx(difference, abs=1e-6)
+    assert training["difference_low"] <= training["difference"] <= training["difference_high"]
 
 
 @pytest.mark.parametrize(
@@ -407,7 +420,7 @@ def test_first_and_last_rewards_share_no_step(values, window, expected):
 def test_grpo_shows_its_evaluations(monkeypatch, tmp_path, grpo):
     shown = spy_on_bars(monkeypatch, rollouts)
     _, _, out = grpo(tmp_path / "policy.pt", max_steps=1)
-    assert [title for _, title in shown] == ["Evaluating"] * 2
+    assert [title for _, title in shown] == ["Evaluating"] * 4  # step 0, step 1; at the end start and kept policy
     assert ", 3.5K parameters, block_size 16" in out
 
 
@@ -417,6 +430,7 @@ def test_grpo_measures_both_kls(tmp_path, grpo):
     first, second = (record for record in records if "reward" in record)
     assert first["kl_start"] == pytest.approx(0, abs=1e-9) and second["kl_start"] > 1e-5
     assert first["kl_update"] > 1e-5
+    assert second["kl_step"] > second["kl_update"] > 0  # after the last update, and before it
     assert records[0]["kl_now"] == pytest.approx(0, abs=1e-9) and second["kl_now"] > 1e-5
 
 
@@ -434,9 +448,9 @@ def test_grpo_raises_its_reward(tmp_path, grpo):
 
 
 def test_grpo_is_the_same_again(tmp_path, grpo):
-    one, _, _ = grpo(tmp_path / "one.pt")
-    again, _, _ = grpo(tmp_path / "again.pt")
-    other, _, _ = grpo(tmp_path / "other.pt", seed=1)
+    one, _, _ = grpo(tmp_path / "one.pt", best_by="last")
+    again, _, _ = grpo(tmp_path / "again.pt", best_by="last")
+    other, _, _ = grpo(tmp_path / "other.pt", seed=1, best_by="last")
     assert_same_weights(one["model"], again["model"])
     assert any(not torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
 
@@ -448,7 +462,9 @@ def test_grpo_is_the_same_again(tmp_path, grpo):
         ("plateau", 3, {"plateau_window": 1, "plateau_patience": 2, "plateau_min_delta": 1.0, "max_steps": 9}),
         ("plateau", 6, {"plateau_window": 2, "plateau_patience": 2, "plateau_min_delta": 1.0, "max_steps": 9}),
         ("KL cap", 2, {"start_kl_cap": 1e-6, "learning_rate": 1e-2, "update_kl_cap": 9.0}),
-        ("natural-text loss cap", 2, {"natural_loss_cap": 1e-6, "learning_rate": 1e-1, "start_kl_cap": 1e9}),
+        ("natural-text loss cap", 2, {"natural_loss_cap": 1e-6, "learning_rate": 1e-1, **NO_KL_CAP}),
+        ("update KL cap", 2, {"update_kl_cap": 1e-6, "learning_rate": 1e-1, "start_kl_cap": 1e9}),
+        ("natural threshold", 1, {"natural_threshold": 0.01, "plateau_window": 1}),
         ("step limit", 2, {"max_steps": 2}),
     ],
 )
@@ -457,8 +473,8 @@ def test_grpo_says_why_it_stopped(tmp_path, grpo, reason, steps, options):
     assert f"Stopped after {steps} steps by {reason}" in out
     assert checkpoint["training"]["stop_reason"].startswith(reason)
     assert checkpoint["training"]["steps"] == steps
-    assert "val_loss" in records[-1]  # also where it stops between evaluations
-    assert records[-1]["step"] == steps
+    assert "select_loss" in records[-2]  # also where it stops between evaluations
+    assert records[-2]["step"] == steps
 
 
 def test_the_update_kl_cap_ends_the_inner_updates(tmp_path, grpo):

@@ -387,7 +387,7 @@ def test_k1_and_k3_have_the_kl_as_their_mean():
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_expected_gradient_of_each_estimator_as_a_loss(estimator):
-    """Enumerated over a vocabulary of six, samples held fixed: k1 nothing, k2 KL(policy || reference), k3 the reverse."""
+    """Enumerated over six tokens, samples held fixed: k1 has none, k2 KL(policy || reference), k3 the reverse."""
     torch.manual_seed(1)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(6, dtype=torch.float64).log_softmax(0)

@@ -10,7 +10,7 @@ from helpers import succeed
 
 from checkpoint import build_model, load_checkpoint
 from data_loader import open_token_file
-from provenance import halves_by_block
+from provenance import rows_by_part
 from reward_dataset_loader import RewardDataset
 
 pytest_plugins = ["tiny_run"]
@@ -62,7 +62,7 @@ def test_the_exact_posterior_knows_what_p_looked_at(oracle, tmp_path, corpus):
 
     skill, divergence = oracle.exact_skill(p, q, tmp_path / "data", tmp_path / "text")
     dataset = RewardDataset(tmp_path / "data", "val")
-    assert skill["num_sequences"] == len(halves_by_block(dataset)[1])
+    assert skill["num_sequences"] == len(rows_by_part(dataset)[1])
     reported = np.arange(16, 32) * 4  # every fourth of 128 blocks, the second half
     text = natural[reported[:, None] * N + np.arange(N)]
     whole = np.concatenate((oracle.tokens_before(tmp_path / "text", natural, reported, N), text), 1)

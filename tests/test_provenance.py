@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from helpers import prepare_options, succeed
 
+from data_loader import ValidationParts
 from generation import Sampling
-from provenance import first_reported_token, halves_by_block, sampling_of
+from provenance import rows_by_part, sampling_of
 from reward_dataset_loader import RewardDataset
 from runtime import UserError
 
@@ -16,22 +17,36 @@ pytest_plugins = ["tiny_run"]
 
 
 def test_text_that_reports_skill_chooses_no_trunk(tmp_path, corpus, generator, reward_data):
-    """Of all blocks, and of some that are evenly spaced: the first that reports begins where the unseen text ends."""
+    """Of all blocks, and of evenly spaced ones: selecting rows end before the gate's text, reporting ones follow it.
+
+    Of 32 blocks the first 6 select, the next 10 are the gate's.
+    """
     some = tmp_path / "some"
     succeed("prepare_reward_data", **prepare_options(corpus, generator, some, max_blocks=10))
     tokens = np.fromfile(corpus / "val.bin", np.uint16)
-    for folder in (reward_data, some):
+    parts = ValidationParts.of(len(tokens) // 16)
+    assert (parts.select, parts.gate) == (range(6), range(6, 16))
+    for folder, per_part in ((reward_data, (6, 16)), (some, (2, 5))):
         data = RewardDataset(folder, "val")
-        _, reports, _ = halves_by_block(data)
-        first = first_reported_token(data, len(tokens))
-        assert first % 16 == 0 and 0 < first < len(tokens)
-        for row in reports[:4]:
-            x, y = data[int(row)]
-            K = round(float(y[0]) * 16)
-            assert np.array_equal(x[:K], tokens[first : first + K])
-        K = round(float(data[int(reports[0]) - 1][1][0]) * 16)  # the block before lies before
-        before = data[int(reports[0]) - 1][0][:K].numpy()
-        assert any(np.array_equal(before, tokens[at : at + K]) for at in range(0, first, 16))
+        selects, reports, _ = rows_by_part(data)
+        for rows, part, blocks in zip((selects, reports), (parts.select, parts.report), per_part, strict=True):
+            assert len(rows) == blocks * data.samples_per_chunk
+            for row in rows:
+                x, y = data[int(row)]
+                K = round(float(y[0]) * 16)
+                starts = [
+                    block for block in range(len(tokens) // 16) if np.array_equal(x[:K], tokens[block * 16 :][:K])
+                ]
+                assert any(block in part for block in starts)
+
+
+def test_parts_without_a_record_of_the_corpus(reward_data):
+    """Where the metadata do not hold the split's size, the dataset's own blocks are its blocks."""
+    data = RewardDataset(reward_data, "val")
+    with_record = rows_by_part(data)
+    del data.metadata["val_tokens"]
+    for ours, theirs in zip(rows_by_part(data)[:2], with_record[:2], strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_sampling_in_metadata():

@@ -6,7 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts import CopyFinder, distinct_n, draw_prompts, masked_mean, repetition, written_mask
+from checkpoint import build_model, load_checkpoint
+from data_loader import WholeSplitBatches
+from generation import Completer
+from model import GPT
+from objectives import language_model_loss, token_log_probs
+from reward_model import Verdict
+from rollouts import CopyFinder, PolicyEvaluation, distinct_n, draw_prompts, masked_mean, repetition, written_mask
+from tokenization_manager import TokenizationManager
+
+pytest_plugins = ["tiny_run"]
 
 
 def test_prompts_are_a_function_of_seed_and_purpose():
@@ -51,3 +60,55 @@ def test_ids_that_no_text_may_hold_are_searched_too():
     """Surrogates, from 0xD800 on, are no characters."""
     corpus = np.array([0xD7FF, 0xD800, 0xDFFF, 0xE000, 0xFFFF], dtype=np.uint16)
     assert CopyFinder(corpus).longest_copy(np.array([0xD800, 0xDFFF, 0xE000, 1])) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the evaluation of a policy
+
+
+class Mixture:
+    """A reward model with a likelihood head whose mixture m is `best` exactly: evidence log m - log q."""
+
+    is_ratio = knows_tokens = True
+
+    def __init__(self, best: GPT, reference: GPT) -> None:
+        self.best, self.reference = best, reference
+
+    @torch.no_grad()
+    def __call__(self, ids: torch.Tensor) -> Verdict:
+        m, q = (
+            token_log_probs(model.logits(model.trunk(ids[:, :-1])), ids[:, 1:]) for model in (self.best, self.reference)
+        )
+        return Verdict((m - q).mean(1).sigmoid(), m - q, m - q, q)
+
+
+@pytest.fixture
+def evaluated(corpus, generator, knowing):
+    """Figures of a policy under a mixture that is the model `knowing`, on a part of the validation split."""
+    best, reference = (build_model(load_checkpoint(path), "generator", path) for path in (knowing, generator))
+    tokenizer = TokenizationManager(data_path=corpus)
+    train, val = (np.fromfile(corpus / f"{name}.bin", np.uint16) for name in ("train", "val"))
+    asked = PolicyEvaluation(Mixture(best, reference), tokenizer, train, val, "report", 64, 7)
+    return {name: asked(Completer(model, 16)) for name, model in (("best", best), ("reference", reference))}, asked
+
+
+def test_a_policy_that_is_the_mixture_has_a_kl_of_0_to_it(evaluated):
+    """The optimum is the mixture, whatever reward natural text gets: none is flagged for exceeding that."""
+    figures, _ = evaluated
+    assert figures["best"]["kl_mixture"] == pytest.approx(0, abs=1e-5)
+    assert figures["reference"]["kl_mixture_low"] > 0.1
+    assert "above_natural" not in figures["best"]
+    for name in ("kl_mixture", "fresh_reward", "natural_reward"):
+        for found in figures.values():
+            assert found[f"{name}_low"] <= found[name] <= found[f"{name}_high"]
+
+
+def test_figures_of_a_part_are_of_its_text_alone(evaluated, corpus):
+    figures, asked = evaluated
+    val = np.fromfile(corpus / "val.bin", np.uint16)
+    text = val[16 * 16 :]  # of 32 blocks the last 16 report
+    windows = {tuple(text[start : start + 16].tolist()) for start in range(len(text) - 15)}
+    assert all(tuple(row.tolist()) in windows for row in asked.drawn[0])
+    batches = WholeSplitBatches(text, 16, 64)
+    loss = language_model_loss(asked.reward_model.reference, batches)
+    assert figures["reference"]["report_loss"] == pytest.approx(loss, abs=1e-6)

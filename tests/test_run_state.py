@@ -235,4 +235,5 @@ def test_longer_is_allowed_and_told(tmp_path, trainers):
     succeed("train_grpo", **options, **where)
     out = succeed("train_grpo", **{**options, "max_steps": 8}, **where, init_from="resume")
     assert "Resuming with max_steps=8 (was 6)" in out and "Stopped after 8 steps" in out
-    assert [record["step"] for record in read_records(tmp_path / "model.jsonl")] == list(range(9))
+    records = read_records(tmp_path / "model.jsonl")
+    assert [record["step"] for record in records] == [*range(9), 8] and records[-1]["final"]

@@ -16,9 +16,10 @@ import train_grpo
 from checkpoint import build_model, load_checkpoint
 from generation import Completer
 from reward_model import Judge, Verdict
+from run_log import read_records
 from runtime import UserError, hash_file
 from skill import format_r_squared, measure_skill
-from train_grpo import GRPOSettings
+from train_grpo import Best, GRPOSettings, Stops
 
 pytest_plugins = ["tiny_run"]
 
@@ -39,7 +40,7 @@ def test_a_reward_model_that_sees_is_let_through(good):
     finished = call("train_grpo", **good)
     assert finished.status == 0, finished.err
     assert "WARNING" not in finished.err
-    assert "R2 of the judge on 64 texts of the policy: 0.9" in finished.out
+    assert "R2 of the judge on 40 texts of the policy: 0.9" in finished.out
     assert load_checkpoint(good["output_path"])["training"]["steps"] == 1
 
 
@@ -66,16 +67,16 @@ def test_a_blind_reward_model_may_be_allowed(good, reward_model):
 
 
 def test_too_few_blocks_show_nothing(good, tmp_path, corpus):
-    """Even of a reward model that sees: of 19 validation blocks 10 are in the second half, of 18 nine."""
+    """Even of a good reward model: of 22 validation blocks the gate has 10, of 21 nine."""
     assert "gate_blocks=9: must be >= 10" in refuse("train_grpo", **good, gate_blocks=9)
     short = tmp_path / "short_char"
     shutil.copytree(corpus, short)
     tokens = np.fromfile(corpus / "val.bin", np.uint16)
-    tokens[: 18 * 16].tofile(short / "val.bin")
+    tokens[: 21 * 16].tofile(short / "val.bin")
     line = refuse_in_one_line("train_grpo", **{**good, "dataset": short})
     assert "R2 0.9" in line and "(no interval); the test had 9 natural blocks, but needs 10: use more" in line
     assert not (tmp_path / "out").exists()
-    tokens[: 19 * 16].tofile(short / "val.bin")
+    tokens[: 22 * 16].tofile(short / "val.bin")
     succeed("train_grpo", **{**good, "dataset": short})
 
 
@@ -102,8 +103,8 @@ def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, request, judge)
     out = succeed("train_grpo", **options, gate_path=tmp_path / "gates" / "gate.json")
     gate = json.loads((tmp_path / "gates" / "gate.json").read_text(), parse_constant=pytest.fail)
     assert f"Saved {tmp_path / 'gates' / 'gate.json'}" in out and "Stopped after" not in out
-    assert f"R2 of the judge on 64 texts of the policy: {gate['r2']:.4f} ({gate['r2_low']:.4f} to " in out
-    assert (gate["num_blocks"], gate["num_sequences"], gate["num_tokens"]) == (16, 64, 16)
+    assert f"R2 of the judge on 40 texts of the policy: {gate['r2']:.4f} ({gate['r2_low']:.4f} to " in out
+    assert (gate["num_blocks"], gate["num_sequences"], gate["num_tokens"]) == (10, 40, 16)
     assert (gate["r2_low"] > 0.8) == (judge == "seeing_reward_model")
     assert not (tmp_path / "out").exists() and folder_bytes(options["base_model_path"].parent) == before
     succeed("train_grpo", **options, gate_path=tmp_path / "again.json")
@@ -113,10 +114,11 @@ def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, request, judge)
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "gate_blocks", "first", "count"), [(21, 100, 10, 11), (20, 100, 10, 10), (60, 7, 30, 7)]
+    ("num_blocks", "gate_blocks", "first", "count"),
+    [(40, 100, 10, 10), (22, 100, 1, 10), (200, 100, 80, 20), (200, 7, 80, 7)],
 )
 def test_the_gate_s_texts(generator, num_blocks, gate_blocks, first, count):
-    """Unseen natural text, evenly spaced in the second half of the split, up to a uniform K; then the policy's."""
+    """Natural text, evenly spaced in the gate's part of the split, up to a uniform K; then the policy's."""
     policy = build_model(load_checkpoint(generator), "generator", generator)
     tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
     seen = []
@@ -132,7 +134,7 @@ def test_the_gate_s_texts(generator, num_blocks, gate_blocks, first, count):
     blocks = tokens[: num_blocks * 16].reshape(-1, 16).astype(np.int64)
     kept = []
     for row, text in enumerate(ids.numpy()):
-        same = text == blocks[first + row // 4 * (num_blocks - first) // count]
+        same = text == blocks[first + row // 4 * (num_blocks // 2 - first) // count]
         kept.append(16 if same.all() else int(np.argmin(same)))
         assert kept[-1] >= 1
     kept = np.array(kept)  # K, or more where the policy by chance went on with the natural text
@@ -150,16 +152,104 @@ def recovered_crossovers(measured: dict, count: int) -> np.ndarray:
     return train_grpo.random_stream(42, "gate").integers(1, 16, size=(count, 4)).flatten()
 
 
-def test_a_validation_split_of_one_block_is_too_short(good, tmp_path, corpus):
+def test_a_validation_split_of_three_blocks_is_too_short(good, tmp_path, corpus):
     short = tmp_path / "short_char"
     shutil.copytree(corpus, short)
     tokens = np.fromfile(short / "val.bin", np.uint16)
-    tokens[:31].tofile(short / "val.bin")
+    tokens[:63].tofile(short / "val.bin")
     line = refuse_in_one_line("train_grpo", **{**good, "dataset": short})
-    assert "31 validation tokens are fewer than two blocks of 16: use more text" in line
-    tokens[:32].tofile(short / "val.bin")
+    assert "63 validation tokens are fewer than four blocks of 16: use more text" in line
+    tokens[:64].tofile(short / "val.bin")
     assert "R2 " in refuse_in_one_line("train_grpo", **{**good, "dataset": short})
     assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# settings that depend on the reward model, stops, and the policy that is kept
+
+
+def test_k1_in_the_loss_is_refused_with_the_way_out(good, tmp_path, reward_model):
+    line = refuse_in_one_line("train_grpo", **good, kl_estimator="k1", beta=20.0)
+    assert "kl_estimator=k1 with beta=20: as a loss k1 has an expected gradient of 0" in line
+    assert line.endswith("--beta 0 --kl_in_reward 20")
+    resolved = {**good, "reward_model_path": reward_model, "kl_estimator": "k1"}  # beta None: 0.04
+    assert "kl_estimator=k1 with beta=0.04" in refuse_in_one_line("train_grpo", **resolved)
+    assert not (tmp_path / "out").exists()
+    succeed("train_grpo", **good, kl_estimator="k1")  # a likelihood head: beta None is 0
+
+
+def test_the_criterion_must_fit_the_head(good, tmp_path, reward_model):
+    assert "best_by=nearest" in refuse_in_one_line("train_grpo", **good, best_by="nearest")
+    options = {**good, "reward_model_path": reward_model}
+    assert "best_by=divergence" in refuse_in_one_line("train_grpo", **options, best_by="divergence")
+    assert not (tmp_path / "out").exists()
+    assert "(best by divergence)" in succeed("train_grpo", **good)
+    records = read_records(good["output_path"].with_suffix(".jsonl"))
+    assert all("above_natural" not in record for record in records)
+    assert all("kl_mixture" in record for record in records if "select_loss" in record or "final" in record)
+
+
+START = {"natural_reward": 0.6, "select_loss": 2.0, "kl_now": 0.0}
+
+
+def reason(settings: GRPOSettings, rewards: list[float], **record: float) -> str | None:
+    """The reason to stop after the last of so many steps."""
+    stops = Stops(settings)
+    for step, reward in enumerate(rewards, 1):
+        stops.note(step, reward)
+    return stops.why(len(rewards), {"kl_start": 0.0, **record}, START)
+
+
+def test_the_default_window_fits_the_steps():
+    """With the 40 steps of config/shakespeare_char_cpu.py a reward that stays where it is ends the run at step 24."""
+    settings = GRPOSettings(max_steps=40)
+    ends = [step for step in range(1, 41) if reason(settings, [0.5] * step)]
+    assert ends[0] == 24 and "plateau" in reason(settings, [0.5] * 24)
+    assert [Stops(GRPOSettings(max_steps=n)).window for n in (1, 9, 40, 100, 5000)] == [1, 1, 4, 10, 10]
+    assert Stops(GRPOSettings(max_steps=40, plateau_window=7)).window == 7
+
+
+def test_a_resumed_run_keeps_its_window():
+    first, longer = Stops(GRPOSettings(max_steps=40)), Stops(GRPOSettings(max_steps=100))
+    longer.load_state_dict(first.state_dict())
+    assert longer.window == first.window == 4
+
+
+def test_the_threshold_may_be_relative_to_natural_text():
+    settings = GRPOSettings(max_steps=40, natural_threshold=0.9)
+    assert reason(settings, [0.53] * 4) is None
+    assert reason(settings, [0.55] * 4) == "natural threshold: 0.550 >= 0.9 of natural text's 0.600"
+    assert reason(settings, [0.95] * 4).startswith("reward threshold")  # the absolute one keeps its meaning
+    assert reason(GRPOSettings(max_steps=40), [0.55] * 4) is None
+
+
+def test_one_update_beyond_its_cap_ends_the_run():
+    settings = GRPOSettings(max_steps=40)
+    assert "update KL cap: 0.060 > 0.05" in reason(settings, [0.5], updates=1, kl_step=0.06)
+    assert reason(settings, [0.5], updates=2, kl_step=0.06) is None  # the inner updates were cut there
+    assert reason(settings, [0.5], updates=1, kl_step=0.04) is None
+
+
+@pytest.mark.parametrize(("criterion", "kept"), [("divergence", 20), ("nearest", 30), ("val_loss", 10), ("last", 30)])
+def test_the_best_policy_by_each_criterion(criterion, kept):
+    """The start is a candidate, a policy that broke a cap is none, of equals the first is kept."""
+    policy = torch.nn.Linear(1, 1)
+    looks = [  # step, kl_mixture, fresh reward (natural: 0.6), loss, capped
+        (0, 0.09, 0.3, 2.0, False),
+        (10, 0.05, 0.4, 1.9, False),
+        (20, 0.04, 0.5, 1.9, False),
+        (30, 0.04, 0.58, 2.1, False),
+        (40, 0.01, 0.6, 1.8, True),
+    ]
+    best = Best(criterion)
+    for step, kl, fresh, loss, capped in looks:
+        record = {"kl_mixture": kl, "fresh_reward": fresh, "natural_reward": 0.6, "select_loss": loss}
+        best.offer(step, record, policy, capped)
+    assert (best.step, best.looked) == (kept, 40)
+    worse = Best(criterion)
+    worse.offer(0, {"kl_mixture": 0.0, "fresh_reward": 0.6, "natural_reward": 0.6, "select_loss": 1.0}, policy, False)
+    worse.offer(10, {"kl_mixture": 0.1, "fresh_reward": 0.5, "natural_reward": 0.6, "select_loss": 2.0}, policy, False)
+    assert worse.step == (10 if criterion == "last" else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from generation import Sampling
 from model import GPT
 from objectives import crossover_loss
 from prepare_reward_data import save_reward_dataset
-from provenance import first_reported_token
 from reward_dataset_loader import RewardDataset
 from reward_model import LikelihoodRewardModel
 from run_log import read_records
@@ -60,13 +59,12 @@ def trained(options: dict) -> tuple[dict, GPT | LikelihoodRewardModel]:
     return checkpoint, build_model(checkpoint, "reward", path)
 
 
-def halves(data_dir: Path) -> tuple:
-    """(tokens, labels) of the selection half and of the reporting half of the validation blocks."""
+def parts(data_dir: Path) -> tuple:
+    """(tokens, labels) of the validation blocks that select, 6 of 32, and of those that report, the last 16."""
     data = RewardDataset(data_dir, "val")
     x, y = torch.from_numpy(np.array(data.x).astype(np.int64)), torch.from_numpy(np.array(data.y))
-    middle = len(x) // 2
-    assert middle % 4 == 0  # whole blocks
-    return (x[:middle], y[:middle]), (x[middle:], y[middle:])
+    assert len(x) == 32 * 4
+    return (x[: 6 * 4], y[: 6 * 4]), (x[16 * 4 :], y[16 * 4 :])
 
 
 def trunk_of(state: dict, prefix: str = "") -> dict:
@@ -112,7 +110,7 @@ def test_a_likelihood_head_learns_natural_text_and_its_weight(good, generator, r
     assert sum(line.startswith("step ") for line in out.splitlines()) == 3
 
     # the one number that is learned from labels: no other is better on the half that selects
-    x, y = halves(reward_data)[0]
+    x, y = parts(reward_data)[0]
     training = checkpoint["training"]
     assert model.mixture.sigmoid().item() == pytest.approx(training["mixture"])
     with torch.no_grad():
@@ -129,7 +127,7 @@ def test_skill_is_measured_on_what_selected_nothing(good, generator, reward_data
     assert "Natural text" not in out  # a trunk of its own knows it already
     checkpoint, model = trained(good)
     assert_same_weights(trunk_of(checkpoint["model"], "natural."), trunk_of(weights(knowing)))
-    x, y = halves(reward_data)[1]
+    x, y = parts(reward_data)[1]
     with torch.no_grad():
         share = model(x)[0][:, 0]
     blocks = torch.arange(len(x)) // 4
@@ -159,7 +157,7 @@ def test_skill_is_measured_on_what_selected_nothing(good, generator, reward_data
 def test_losses_of_a_likelihood_head(good, reward_data, knowing, loss):
     succeed("train_reward_model", **good, trunk=knowing, loss=loss)
     checkpoint, model = trained(good)
-    x, y = halves(reward_data)[0]
+    x, y = parts(reward_data)[0]
     with torch.no_grad():
         by_hand = crossover_loss(model.evidence(x), y, loss).item()
     assert checkpoint["training"]["val_loss"] == pytest.approx(by_hand, rel=1e-4)
@@ -205,11 +203,11 @@ def test_options_without_effect_are_refused(good, options, told):
 
 
 def test_the_text_that_chooses_the_trunk(good, corpus, generator):
-    """What is told of step 0 is the generator's own loss on the validation text before the first block that reports."""
+    """The loss of step 0 is the generator's own on the selecting part of the validation split: 6 of 32 blocks."""
     succeed("train_reward_model", **good, **LIKELIHOOD)
     told = read_records(good["output_path"].with_suffix(".jsonl"))[0]["lm_val_loss"]
     tokens = np.fromfile(corpus / "val.bin", np.uint16)
-    first = first_reported_token(RewardDataset(good["data_dir"], "val"), len(tokens))
+    first = 6 * 16 + 1
     unseen = torch.from_numpy(tokens[:first].astype(np.int64))
     model = build_model(load_checkpoint(generator), "generator", generator)
     starts = range(0, first - 1, 16)
@@ -298,7 +296,7 @@ def test_heads_and_their_losses(good, generator, reward_data, head, loss):
     assert len(losses) == 2
     training = checkpoint["training"]
     assert training["val_loss"] == min(losses) and training["epoch"] == losses.index(min(losses)) + 1
-    assert loss_of(model, *halves(reward_data)[0], name) == pytest.approx(min(losses), rel=1e-5)
+    assert loss_of(model, *parts(reward_data)[0], name) == pytest.approx(min(losses), rel=1e-5)
 
 
 @pytest.mark.parametrize("head", [POSITION, LAST], ids=lambda head: head["head"])
