@@ -9,6 +9,7 @@ work; whoever only speaks asks `runtime.is_main_rank`.
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime import Terminated, UserError
+from runtime import Terminated, UserError, of_rank
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(hours=2)  # of the ranks, while rank 0 evaluates for all
@@ -52,6 +53,28 @@ class Ranks:
         if outcome[1] is not None:
             raise self.common_error(outcome[1])
         return outcome[0]
+
+    def everywhere(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, done by each rank for itself; a UserError on any is raised on all.
+
+        Every rank must come here. Rank 0 prints its own fault and, with rank and host, those that it does not have.
+        """
+        if self.world_size == 1:
+            return work()
+        result, fault = None, None
+        try:
+            result = work()
+        except UserError as error:
+            fault = str(error)
+        found: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(found, (fault, socket.gethostname()))
+        faults: dict[str, str] = {}  # by what was found: as it is printed
+        for rank, (message, host) in enumerate(found):
+            if message is not None and message not in faults:
+                faults[message] = of_rank(message, f"{rank} on {host}") if rank else message
+        if faults:
+            raise self.common_error("\n".join(faults.values()))
+        return result
 
     def wait(self) -> None:
         """Return once every rank has come here."""
@@ -87,18 +110,20 @@ class Ranks:
         return [int(greatest)] if greatest else []
 
     def common_error(self, message: str) -> UserError:
-        """The error to raise where all ranks find the same fault: one tells it."""
+        """The error to raise where rank 0 is known to find the same fault as this rank: it alone prints it.
+
+        Known by a result of rank 0 or of all ranks (`on_main`, `everywhere`, a sum), never by this machine's files.
+        """
         return UserError(message if self.rank == 0 else "")
 
     def check_divides(self, **counts: int) -> None:
-        """Raise UserError, on one rank with words, unless every rank gets an equal part of each count."""
+        """Raise UserError unless every rank gets an equal part of each count."""
         for name, count in counts.items():
             if count % self.world_size:
-                told = (
+                raise UserError(
                     f"ERROR: {name}={count} cannot be shared out to {self.world_size} ranks: choose a multiple of "
                     f"{self.world_size}, for instance --{name} {-(-count // self.world_size) * self.world_size}"
                 )
-                raise self.common_error(told)
 
 
 def start_ranks(device: torch.device) -> Ranks:

@@ -25,7 +25,7 @@ from data_loader import dataset_folder, open_token_file
 from evaluate import EvaluateSettings
 from reward_data_config import MAX_VOCAB_SIZE, RewardDataConfig
 from run_log import say
-from run_state import SUFFIX, load_run_state, of_another_run
+from run_state import load_run_state, of_another_run, state_to_resume
 from runtime import (
     STAGE_VARIABLE,
     UserError,
@@ -247,8 +247,8 @@ class Runner:
 
     def is_begun(self, stage: Stage) -> bool:
         """Whether a stage can go on where it was interrupted; where its settings are others now, that is told."""
-        state = stage.artefact.with_suffix(SUFFIX)
-        if "init_from" not in stage.options or not state.is_file():
+        state = state_to_resume(stage.artefact)
+        if "init_from" not in stage.options or state is None:
             return False
         settings = parse_settings(SETTINGS[stage.script], stage.script, stage.arguments(self.config_path, self.device))
         try:

@@ -6,6 +6,8 @@ Floor 2. Knows nothing of what the state is of; the trainers put in what they ne
 """
 
 import contextlib
+import glob
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +23,8 @@ from runtime import Terminated, UserError, atomic_path, from_here_on_tell
 from staging import differing_settings
 
 SUFFIX = ".resume"
+FORMAT_VERSION = 2
+ASIDE = ".old"  # and a number: what an earlier run left where another has begun
 
 
 class WriteError(UserError):
@@ -77,63 +81,110 @@ def of_another_run(state: Mapping[str, Any], settings: Settings) -> str:
 
 
 def load_run_state(path: str | Path) -> dict[str, Any]:
-    """The dict in a state's file: `settings`, `reads` and `progress`. Raises UserError for anything else."""
+    """The dict in a state's file: `settings`, `began`, `reads` and `progress`. Raises UserError for anything else."""
     try:
         state = load_state(path)
     except UserError as error:
         raise UserError(f"{error}; delete it and start from scratch") from None
-    if not all(isinstance(state.get(name), dict) for name in ("settings", "reads", "progress")):
+    if (version := state.get("format_version", 1)) != FORMAT_VERSION:
+        raise UserError(
+            f"ERROR: {path} has format_version {version!r:.20}; this program goes on from version {FORMAT_VERSION}: "
+            "finish that run with the program that began it, or start with --init_from scratch"
+        )
+    if not all(isinstance(state.get(name), dict) for name in ("settings", "began", "reads", "progress")):
         raise UserError(f"ERROR: {path} is not the state of a run; start with --init_from scratch")
     return state
+
+
+def set_aside(path: Path) -> list[Path]:
+    """The files NAME.old1, NAME.old2, ... beside a path, the last one last."""
+    found = path.parent.glob(f"{glob.escape(path.name)}{ASIDE}*")
+    numbers = [number for file in found if (number := file.name.rpartition(ASIDE)[2]).isdecimal()]
+    return [path.with_name(f"{path.name}{ASIDE}{number}") for number in sorted(numbers, key=int)]
+
+
+def state_to_resume(output: str | Path) -> Path | None:
+    """The state from which the run that makes `output` goes on: its own, or the last that was set aside, or None."""
+    path = Path(output).with_suffix(SUFFIX)
+    return path if path.is_file() else next(reversed(set_aside(path)), None)
 
 
 class RunState:
     """The state of a run that makes `output`, in a file of the same name but for its suffix, `.resume`.
 
-    `reads` tells what the run reads, by name: hashes that must be the same when it goes on.
+    `reads` tells what the run reads, by name: hashes that must be the same when it goes on. An earlier run's state and
+    records (`.jsonl`) are set aside by a run begun anew, until that one has saved an evaluation.
     """
 
     def __init__(self, output: str | Path, settings: Settings, reads: Mapping[str, Any], ranks: Ranks) -> None:
-        self.path = Path(output).with_suffix(SUFFIX)
+        self.path, self.log_path = (Path(output).with_suffix(suffix) for suffix in (SUFFIX, ".jsonl"))
         self.settings, self.reads, self.ranks = settings, dict(reads), ranks
+        self.began = asdict(settings)  # the settings with which the run began: CHANGEABLE ones may differ now
         self.between_steps = True
         self.noted: list[int] = []  # signals, where they wait for all ranks
 
     def begin(self, resume: bool) -> dict[str, Any] | None:
-        """What `save` was given last, to go on from; None for a run from scratch, which forgets an earlier one's state.
+        """What was saved last, to go on from; None for a run from scratch, which sets an earlier one's state aside.
 
-        Raises UserError where there is nothing to resume, or it is of another run: what differs is named.
+        Rank 0, which writes the state, reads it for all. Raises UserError where there is nothing to resume, or it is of
+        another run: what differs is named.
         """
         from_here_on_tell(self.way_on)
-        if not resume:
-            if self.ranks.rank == 0 and self.path.is_file():
-                say(f"Starting anew: {self.path}, an earlier run's state, must not pass for this one's and is removed")
-                self.path.unlink()
-            return None
-        if not self.path.is_file():
-            raise self._error(f"nothing to resume: {self.path} not found; start with --init_from scratch")
-        state = load_run_state(self.path)
+        if resume:
+            state = self.ranks.on_main(self._read)
+            self.began |= state["began"]
+            return state["progress"]
+        if self.ranks.rank == 0 and self.path.is_file():
+            taken = [int(path.suffix.removeprefix(ASIDE)) for path in set_aside(self.path)]
+            aside = f"{ASIDE}{max(taken, default=0) + 1}"
+            say(
+                f"Starting anew: the earlier run's state is set aside in {self.path}{aside}, its records in "
+                f"{self.log_path}{aside}, until this run has saved an evaluation"
+            )
+            for path in (self.path, self.log_path):
+                if path.is_file():
+                    os.replace(path, f"{path}{aside}")
+        return None
+
+    def _read(self) -> dict[str, Any]:
+        """The state to resume, checked; one that was set aside gets its name back, and so do its records."""
+        source = state_to_resume(self.path)
+        if source is None:
+            raise UserError(f"ERROR: nothing to resume: {self.path} not found; start with --init_from scratch")
+        state = load_run_state(source)
         way_out = "use its settings, or delete it and start from scratch"
         if told := of_another_run(state, self.settings):
-            raise self._error(f"{self.path} is of another run ({told}); {way_out}")
+            raise UserError(f"ERROR: {source} is of another run ({told}); {way_out}")
         if others := [name for name, value in self.reads.items() if state["reads"].get(name) != value]:
-            raise self._error(f"{self.path} is of a run that read another {others[0]}; resume with that, or {way_out}")
+            raise UserError(
+                f"ERROR: {source} is of a run that read another {others[0]}; resume with that, or {way_out}"
+            )
+        if source != self.path:
+            say(f"The run begun after it saved nothing: {source} is {self.path} again")
+            for path in (self.log_path, self.path):  # the state last: until then it is still one set aside
+                if (aside := path.with_name(path.name + source.suffix)).is_file():
+                    os.replace(aside, path)
         if (then := state.get("world_size")) != self.ranks.world_size:
             say(f"Resuming on {self.ranks.world_size} ranks (was {then}): with dropout, its masks are others")
         then, now = state["settings"], asdict(self.settings)
         for name in sorted(self.settings.CHANGEABLE - {"init_from"}):
             if then.get(name) != now[name]:
                 say(f"Resuming with {name}={now[name]!r} (was {then.get(name)!r})")
-        return state["progress"]
-
-    def _error(self, message: str) -> UserError:
-        return self.ranks.common_error(f"ERROR: {message}")
+        return state
 
     def save(self, **progress: Any) -> None:
-        """Write the state, from rank 0 alone."""
+        """Write the state at an evaluation, from rank 0 alone, and remove what was set aside until now."""
+        self._write(progress)
         if self.ranks.rank == 0:
-            state = {"settings": asdict(self.settings), "reads": self.reads, "world_size": self.ranks.world_size}
-            save_state(self.path, state | {"progress": progress})
+            for path in (*set_aside(self.path), *set_aside(self.log_path)):
+                path.unlink()
+
+    def _write(self, progress: Mapping[str, Any]) -> None:
+        if self.ranks.rank == 0:
+            state = {"format_version": FORMAT_VERSION, "settings": asdict(self.settings), "began": self.began}
+            save_state(
+                self.path, state | {"reads": self.reads, "world_size": self.ranks.world_size, "progress": progress}
+            )
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -160,11 +211,15 @@ class RunState:
         except (KeyboardInterrupt, Terminated):
             if self.between_steps and (state := progress()) is not None:
                 with signals_wait():
-                    self.save(**state)
+                    self._write(state)
             raise
 
     def way_on(self) -> str:
         """What somebody who interrupts the run is told."""
+        told = "Nothing was saved yet: run the same command again."
         if self.path.is_file():
-            return "Go on with --init_from resume."
-        return "Nothing was saved yet: run the same command again."
+            told = "Go on with --init_from resume."
+        if earlier := set_aside(self.path):
+            delete = f"delete {self.path}, and " if self.path.is_file() else ""
+            told += f" Or {delete}--init_from resume goes on with the earlier run, whose state is {earlier[-1]}."
+        return told

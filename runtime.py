@@ -60,6 +60,7 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
             # What rank 0 does not find is told here.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_BAD_INPUT))
             time.sleep(SECONDS_FOR_RANK_0)
+            _exit(of_rank(str(error), os.environ["RANK"]), EXIT_BAD_INPUT)
         _exit(str(error), EXIT_BAD_INPUT)
     except (KeyboardInterrupt, Terminated) as error:
         by_key = isinstance(error, KeyboardInterrupt)
@@ -109,6 +110,11 @@ def _told_way_on(interruption: BaseException) -> str:
 def is_main_rank() -> bool:
     """Whether this process is the one that speaks: rank 0 of those that torchrun started, or one on its own."""
     return int(os.environ.get("RANK", 0)) == 0
+
+
+def of_rank(message: str, rank: str) -> str:
+    """An error's message with the rank that found the fault; an empty one stays empty."""
+    return message and f"ERROR: rank {rank}: {message.removeprefix('ERROR: ')}"
 
 
 STAGE_VARIABLE = "CROSSOVER_STAGE"

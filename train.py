@@ -9,7 +9,7 @@ Option names are nanoGPT's.
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from checkpoint import build_model, data_record, load_checkpoint, save_checkpoint
+from checkpoint import build_model, check_tokenizer, data_record, load_checkpoint, save_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token_file, validation_part
 from model import GPT, GPTConfig
 from objectives import language_model_loss, next_token_loss, perplexity
@@ -55,7 +55,7 @@ class TrainSettings:
     eval_iters: int | None = None
     """random batches in an evaluation, of the split and of its selecting part; None: the whole validation split"""
     eval_only: bool = False
-    """evaluate once and stop"""
+    """evaluate the checkpoint, or with init_from=resume the state, once and stop"""
     log_interval: int = 10
     """steps between records"""
     always_save_checkpoint: bool = False
@@ -124,7 +124,7 @@ class TrainSettings:
     warmup_iters: int = 20
     """steps of linear warm-up"""
     lr_decay_iters: int | None = None
-    """step at which the decay ends; None: max_iters"""
+    """step at which the decay ends; None: the max_iters with which the run began"""
     min_lr: float | None = None
     """learning rate at the end of the decay; None: a tenth of the peak. Muon's decays by the same factor"""
     patience: int | None = None
@@ -141,7 +141,7 @@ class TrainSettings:
     seed: int = 1337
     """seed of weights, batches and dropout"""
 
-    # A resumed run may go on longer, log otherwise, or run elsewhere; all else would make it another run.
+    # A resumed run may go on longer (at min_lr), log otherwise, or run elsewhere; all else would make it another run.
     CHANGEABLE: ClassVar[set[str]] = {
         "out_dir",
         "dataset",
@@ -217,28 +217,29 @@ def main() -> None:
     ranks = start_ranks(select_device(settings.device))
     device = ranks.device
     dtype = select_dtype(settings.dtype, device)
-    ranks.check_divides(batch_size=settings.batch_size)
+    ranks.everywhere(lambda: ranks.check_divides(batch_size=settings.batch_size))
+
+    # what is evaluated, where nothing is trained: its context, not that of the options
+    trained = None
+    if settings.eval_only and settings.init_from == "scratch":
+        trained = ranks.everywhere(lambda: load_trained(settings))
+        settings = replace(settings, block_size=trained["config"].block_size)
 
     # data
-    folder = dataset_folder(settings.dataset)
-    if not (folder / "train.bin").is_file():
-        remedy = "name a folder that holds it, or a name below data/, with --dataset"
-        if (folder / "prepare.py").is_file():
-            remedy = f"make it with `python {folder}/prepare.py`"
-        raise ranks.common_error(f"ERROR: {folder}/train.bin not found: {remedy}")
-    tokenizer = TokenizationManager(data_path=folder)
+    folder, tokenizer, train_tokens, val_tokens = ranks.everywhere(lambda: open_corpus(settings, trained))
     vocab_size = tokenizer.vocab_size
-    train_tokens = open_token_file(folder / "train.bin", "train", vocab_size, settings.block_size + 1)
-    val_tokens = open_token_file(folder / "val.bin", "val", vocab_size, 2)
     data = ranks.on_main(lambda: data_record(train_tokens, val_tokens))
 
     # model: BPE's ids are padded to a multiple of 64, which matrix products like; padding ids are never used
     seed_step(settings.seed, "weights")
-    padded = math.ceil(vocab_size / 64) * 64 if tokenizer.method == "bpe" else vocab_size
-    model = GPT(settings.model_config(padded, vocab_size if padded > vocab_size else None))
-    if settings.init == "orthogonal":
-        model.init_orthogonal()
-    model = model.to(device)
+    if trained is None:
+        padded = math.ceil(vocab_size / 64) * 64 if tokenizer.method == "bpe" else vocab_size
+        model = GPT(settings.model_config(padded, vocab_size if padded > vocab_size else None))
+        if settings.init == "orthogonal":
+            model.init_orthogonal()
+        model = model.to(device)
+    else:
+        model = build_model(trained, "generator", settings.checkpoint_path, device)
     optimizers = make_optimizers(
         model,
         settings.optimizer,
@@ -253,20 +254,13 @@ def main() -> None:
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     # steps made, whether the weights after them have been evaluated, records written, best loss so far
     first_step, evaluated, num_records, best_loss = 0, False, None, math.inf
-
-    if settings.eval_only and settings.init_from == "scratch" and settings.checkpoint_path.is_file():
-        model = build_model(load_checkpoint(settings.checkpoint_path), "generator", settings.checkpoint_path, device)
     state = RunState(settings.checkpoint_path, settings, {"corpus": data}, ranks)
-    if settings.init_from == "resume" or not settings.eval_only:
+    if trained is None:
         saved = state.begin(settings.init_from == "resume")
         if saved is not None:
             first_step, evaluated, num_records = saved["step"], saved["evaluated"], saved["num_records"]
             best_loss = saved["best_loss"]
-            if best_loss < math.inf and not settings.checkpoint_path.is_file():
-                raise ranks.common_error(
-                    f"ERROR: {settings.checkpoint_path}, the best model so far, is gone; put it back, or delete "
-                    f"{state.path} and start from scratch"
-                )
+            ranks.on_main(lambda: check_resumable(settings, state, best_loss))
             model.load_state_dict(saved["model"])
             optimizers.load_state_dict(saved["optimizers"])
             scaler.load_state_dict(saved["scaler"])
@@ -275,6 +269,7 @@ def main() -> None:
             if first_step >= settings.max_iters:
                 say(f"Nothing to do: more than {first_step} steps must be asked for with --max_iters")
 
+    horizon = state.began["max_iters"]  # of the schedules: a run that goes on longer does not stretch them
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
     say(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})")
     say(f"Data: {folder} ({tokenizer.info().describe()}), {len(train_tokens):,} + {len(val_tokens):,} tokens")
@@ -365,13 +360,13 @@ def main() -> None:
 
             with state.step():
                 started = time.perf_counter()
-                optimizers.set_learning_rate_factor(factor_at(step, settings))
+                optimizers.set_learning_rate_factor(factor_at(step, settings, horizon))
                 draw = random_stream(settings.seed, "train", step)
                 seed_step(settings.seed, "dropout", step, *([ranks.rank] if ranks.rank else []))
                 loss_sum = 0.0
                 for micro_step in range(settings.gradient_accumulation_steps):
                     # (B / ranks, T) each: of a batch that all ranks draw alike, every one has its rows
-                    length, rows = batch_shape(step, settings)
+                    length, rows = batch_shape(step, settings, horizon)
                     x, y = get_batch(train_tokens, length, rows, draw, device, ranks.share(rows))
                     last = micro_step == settings.gradient_accumulation_steps - 1
                     with gradients_stay(forward, last):
@@ -405,9 +400,58 @@ def main() -> None:
     say(f"Saved {settings.checkpoint_path}")
 
 
-def batch_shape(step: int, settings: TrainSettings) -> tuple[int, int]:
-    """Length and number of a step's sequences: short ones first, where settings say so; always as many tokens."""
-    length, part = settings.block_size, settings.short_share * settings.max_iters
+def load_trained(settings: TrainSettings) -> dict[str, Any]:
+    """The checkpoint that --eval_only evaluates; UserError where there is none."""
+    if not settings.checkpoint_path.is_file():
+        raise UserError(
+            f"ERROR: eval_only: {settings.checkpoint_path} not found: train it first, or name a trained model with "
+            "--out_dir and --checkpoint_name"
+        )
+    return load_checkpoint(settings.checkpoint_path)
+
+
+def open_corpus(
+    settings: TrainSettings, trained: dict[str, Any] | None
+) -> tuple[Path, TokenizationManager, np.ndarray, np.ndarray]:
+    """A corpus: its folder, its tokenizer, and the tokens (n,) uint16 of its training and validation splits.
+
+    Raises UserError where a file is missing or holds too few tokens, or where the `trained` checkpoint reads others.
+    """
+    folder = dataset_folder(settings.dataset)
+    if not (folder / "train.bin").is_file():
+        remedy = "name a folder that holds it, or a name below data/, with --dataset"
+        if (folder / "prepare.py").is_file():
+            remedy = f"make it with `python {folder}/prepare.py`"
+        raise UserError(f"ERROR: {folder}/train.bin not found: {remedy}")
+    tokenizer = TokenizationManager(data_path=folder)
+    if trained is not None:
+        check_tokenizer(trained, tokenizer)
+    train_tokens = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, settings.block_size + 1)
+    return folder, tokenizer, train_tokens, open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
+
+
+def check_resumable(settings: TrainSettings, state: RunState, best_loss: float) -> None:
+    """Raise UserError where the best model so far is gone, or where further steps would have a learning rate of 0."""
+    if best_loss < math.inf and not settings.checkpoint_path.is_file():
+        raise UserError(
+            f"ERROR: {settings.checkpoint_path}, the best model so far, is gone; put it back, or delete "
+            f"{state.path} and start from scratch"
+        )
+    max_iters, horizon = settings.max_iters, state.began["max_iters"]
+    if max_iters > horizon and not settings.eval_only and factor_at(max_iters - 1, settings, horizon) == 0:
+        end = horizon if settings.lr_decay_iters is None else settings.lr_decay_iters
+        raise UserError(
+            f"ERROR: max_iters={max_iters}: the schedule of this run ends at step {end} with a learning rate of 0 "
+            f"(min_lr={settings.min_lr:g}): start a longer run with --init_from scratch and another --out_dir"
+        )
+
+
+def batch_shape(step: int, settings: TrainSettings, horizon: int) -> tuple[int, int]:
+    """Length and number of a step's sequences: short ones first, where settings say so; always as many tokens.
+
+    `horizon` is the number of steps that the run was begun with.
+    """
+    length, part = settings.block_size, settings.short_share * horizon
     if step < part:
         lengths = settings.short_contexts or (length,)
         length = lengths[int(step / part * len(lengths))]
@@ -420,9 +464,9 @@ def diverged(what: str, step: int, best_loss: float, settings: TrainSettings) ->
     return f"ERROR: step {step}: {what}; {kept if best_loss < math.inf else 'nothing was saved yet'}"
 
 
-def factor_at(step: int, settings: TrainSettings) -> float:
-    """The learning rate of a step, as a share of its peak."""
-    decay_iters = settings.max_iters if settings.lr_decay_iters is None else settings.lr_decay_iters
+def factor_at(step: int, settings: TrainSettings, horizon: int) -> float:
+    """The learning rate of a step, as a share of its peak, in a run that was begun with `horizon` steps."""
+    decay_iters = horizon if settings.lr_decay_iters is None else settings.lr_decay_iters
     floor = 0.1 if settings.min_lr is None else settings.min_lr / settings.learning_rate
     if not settings.decay_lr:
         floor = 1.0

@@ -10,6 +10,7 @@ Shapes: P prompts, G completions each, R = P * G rows, N positions.
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -217,7 +218,7 @@ def main() -> None:
     settings = parse_settings(GRPOSettings, "train_grpo")
     ranks = start_ranks(select_device(settings.device))
     device = ranks.device
-    ranks.check_divides(prompts_per_step=settings.prompts_per_step)
+    ranks.everywhere(lambda: ranks.check_divides(prompts_per_step=settings.prompts_per_step))
 
     # models: the policy, its frozen start, and the frozen judge. All stay in evaluation mode: dropout would make the
     # policy that is scored another one than the policy that sampled.
@@ -289,7 +290,7 @@ def main() -> None:
         optimizers.load_state_dict(saved["optimizers"])
         stops.load_state_dict(saved["stops"])
         best.load_state_dict(saved["best"])
-        reason = stops.why(step, record, start)  # by today's limits
+        reason = stops.why(step, record, start) if step else None  # by today's limits
         say(f"Resuming {state.path} at step {step}")
     tracker = make_tracker(settings.tracker, path.with_suffix(".jsonl"), path.stem, asdict(settings))
     forward = parallel(policy, ranks)
@@ -327,7 +328,10 @@ def main() -> None:
                 step += 1
                 # sample: every rank completes its share of the prompts
                 try:
-                    completions, mask = rollout(completer, train_tokens, settings, step, prompts)
+                    # memory may be short on one rank alone
+                    completions, mask = ranks.everywhere(
+                        partial(rollout, completer, train_tokens, settings, step, prompts)
+                    )
                 except UserError as error:
                     raise ranks.common_error(diverged(f"{error}; lower the learning rate", step, best)) from None
                 completer.release()  # the update needs the memory

@@ -225,7 +225,8 @@ def main() -> None:
     settings = parse_settings(RewardModelSettings, "train_reward_model")
     ranks = start_ranks(select_device(settings.device))
     device = ranks.device
-    ranks.check_divides(**({"lm_batch_size": settings.lm_batch_size} if settings.num_lm_iters else {}))
+    if settings.num_lm_iters:
+        ranks.everywhere(lambda: ranks.check_divides(lm_batch_size=settings.lm_batch_size))
 
     # the generator
     checkpoint, generator_sha256 = load_checkpoint(settings.base_model_path), hash_file(settings.base_model_path)

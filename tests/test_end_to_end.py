@@ -59,7 +59,7 @@ def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):
     """prepare.py, train.py, prepare_reward_data.py, reward_dataset_loader.py, train_reward_model.py, train_grpo.py."""
     corpus = tmp_path / "tiny_char"
     corpus.mkdir()
-    text = make_text(600)
+    text = make_text(1000)
     (corpus / "input.txt").write_text(text)
 
     def must(script: str, **options) -> str:

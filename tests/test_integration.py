@@ -15,6 +15,7 @@ from helpers import (
     TINY_TRAIN,
     assert_same_weights,
     call,
+    folder_bytes,
     kill_once_saved,
     make_corpus,
     make_text,
@@ -38,7 +39,7 @@ from evaluate import calculate_perplexity
 from reward_data_config import TokenizationInfo
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
 from run_log import read_records
-from run_state import load_state
+from run_state import load_state, save_state
 from runtime import UserError
 from tokenization_manager import TokenizationManager
 
@@ -349,6 +350,72 @@ def test_eval_only(generator, corpus):
     out = succeed("train", **options)
     assert f"val_loss {load_checkpoint(generator)['training']['val_loss']:.4f}" in out
     assert {path.name: path.stat().st_mtime_ns for path in generator.parent.iterdir()} == before
+    # The model's context is the checkpoint's, whatever the options say.
+    assert succeed("train", **{**options, "block_size": 4, "n_layer": 3}) == out
+
+
+def test_eval_only_needs_a_trained_model_and_the_tokens_it_was_trained_on(tmp_path, generator, corpus):
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path / "out", "eval_only": True}
+    line = refuse_in_one_line("train", **options)
+    assert f"eval_only: {tmp_path / 'out' / 'model_checkpoint.pt'} not found: " in line
+    assert "--out_dir" in line and "--checkpoint_name" in line
+    other = make_corpus(tmp_path / "other_char", make_text(1000).replace("a", "q"))
+    line = refuse_in_one_line("train", **{**options, "dataset": other, "out_dir": generator.parent})
+    assert "characters otherwise than the model; use the meta.pkl that the model was trained with" in line
+
+
+def test_the_schedule_belongs_to_the_run_and_is_not_stretched(monkeypatch, tmp_path, corpus):
+    """A longer run: contexts stay long, the rate stays at its floor; whatever is asked for when it goes on."""
+    shapes, original = [], train.get_batch
+
+    def noted(tokens, length, rows, *others):
+        shapes.append((length, rows))
+        return original(tokens, length, rows, *others)
+
+    monkeypatch.setattr(train, "get_batch", noted)
+    recipe = {"short_contexts": [4, 8], "short_share": 0.5, "min_lr": 2e-4, "log_interval": 1}
+    options = {**TINY_TRAIN, **recipe, "dataset": corpus, "out_dir": tmp_path, "max_iters": 10}
+    succeed("train", **options)
+    for max_iters in (40, 60):  # the second time too
+        succeed("train", **{**options, "max_iters": max_iters, "init_from": "resume"})
+    assert shapes[:10] == [(4, 32)] * 3 + [(8, 16)] * 2 + [(16, 8)] * 5
+    assert shapes[10:] == [(16, 8)] * 50
+    rates = [r["learning_rate"] for r in read_records(tmp_path / "model_checkpoint.jsonl") if "train_loss" in r]
+    assert rates[10:] == pytest.approx([2e-4] * 50)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "cooldown"])
+def test_going_on_at_a_learning_rate_of_0_is_refused(tmp_path, corpus, schedule):
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "max_iters": 10, "min_lr": 0.0}
+    options["lr_schedule"] = schedule
+    succeed("train", **options)
+    before = folder_bytes(tmp_path)
+    line = refuse_in_one_line("train", **{**options, "max_iters": 15, "init_from": "resume"})
+    assert "max_iters=15: the schedule of this run ends at step 10 with a learning rate of 0" in line
+    assert "--init_from scratch" in line and "--out_dir" in line
+    assert folder_bytes(tmp_path) == before
+    succeed("train", **{**options, "init_from": "resume"})
+
+
+def test_a_decay_that_was_meant_to_end_later_goes_on_as_it_was_meant(tmp_path, corpus):
+    options = {**TINY_TRAIN, "dataset": corpus, "min_lr": 0.0, "lr_decay_iters": 20, "log_interval": 1}
+    succeed("train", **options, out_dir=tmp_path / "whole")
+    parts = {**options, "out_dir": tmp_path / "parts"}
+    succeed("train", **{**parts, "max_iters": 10})
+    succeed("train", **parts, init_from="resume")
+    one, other = (untimed(tmp_path / part / "model_checkpoint.jsonl") for part in ("whole", "parts"))
+    assert one == other
+
+
+def test_a_state_without_the_settings_of_its_beginning_is_read(tmp_path, corpus):
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "log_interval": 1}
+    succeed("train", **options)
+    state = load_state(tmp_path / "model_checkpoint.resume")
+    del state["began"]
+    save_state(tmp_path / "model_checkpoint.resume", state)
+    succeed("train", **{**options, "max_iters": 25, "init_from": "resume"})
+    rates = [r["learning_rate"] for r in read_records(tmp_path / "model_checkpoint.jsonl") if "train_loss" in r]
+    assert rates[20:] == pytest.approx([1e-4] * 5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,13 +26,72 @@ def test_shares_are_contiguous_and_whole():
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_a_count_that_cannot_be_shared_out_is_told_by_one():
+def test_a_count_that_cannot_be_shared_out_is_refused():
     with pytest.raises(UserError, match=r"batch_size=7 cannot be shared out to 2 ranks: .*--batch_size 8"):
-        Ranks(0, 2).check_divides(batch_size=7)
-    with pytest.raises(UserError) as error:
         Ranks(1, 2).check_divides(batch_size=7)
-    assert str(error.value) == ""
     Ranks(1, 2).check_divides(batch_size=8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a fault on one rank alone
+
+
+def run_where_rank_1_differs(script, tmp_path, change, **options):
+    """Two ranks of a script, each in a folder of its own (rank0, rank1); on rank 1 `change` is executed first."""
+    lines = [f"import os, {script}, runtime", f"os.makedirs(f'{tmp_path}/rank' + os.environ['RANK'], exist_ok=True)"]
+    lines += [f"os.chdir(f'{tmp_path}/rank' + os.environ['RANK'])", f"def change():\n    {change}"]
+    lines += ["if os.environ['RANK'] == '1':\n    change()", f"runtime.run_main({script}.main)"]
+    (tmp_path / "differing.py").write_text("\n".join(lines))
+    return run_ranks(2, tmp_path / "differing.py", **options)
+
+
+def test_data_missing_on_one_rank_alone_are_named_with_the_rank(tmp_path, corpus):
+    change = "from pathlib import Path; train.dataset_folder = lambda name: Path('nowhere')"
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": "out"}
+    finished = run_where_rank_1_differs("train", tmp_path, change, **options)
+    assert finished.status != 0
+    told = [line for line in finished.err.splitlines() if "ERROR: " in line]
+    assert len(told) == 1 and re.match(r"ERROR: rank 1 on \S+: nowhere/train\.bin not found: name a folder", told[0])
+    assert "UserError" not in finished.err
+
+
+def test_a_rollout_that_fails_on_one_rank_alone_is_named_with_the_rank(tmp_path, trainers):
+    change = "train_grpo.rollout = lambda *a: (_ for _ in ()).throw(runtime.UserError('ERROR: NaN among the logits'))"
+    options = {**trainers["train_grpo"][0], "max_steps": 2, "output_path": tmp_path / "model.pt"}
+    finished = run_where_rank_1_differs("train_grpo", tmp_path, change, **options)
+    assert finished.status != 0
+    told = [line for line in finished.err.splitlines() if "ERROR: " in line]
+    assert len(told) == 1 and re.match(r"ERROR: step 1: rank 1 on \S+: NaN among the logits; lower", told[0])
+
+
+def test_a_fault_that_rank_1_alone_meets_before_the_ranks_meet_is_printed_by_it(tmp_path, trainers):
+    change = "train_grpo.hash_file = lambda *a: (_ for _ in ()).throw(runtime.UserError('ERROR: no such model'))"
+    options = {**trainers["train_grpo"][0], "max_steps": 2, "output_path": tmp_path / "model.pt"}
+    finished = run_where_rank_1_differs("train_grpo", tmp_path, change, **options)
+    assert finished.status != 0
+    assert finished.err.count("ERROR: rank 1: no such model") == 1, finished.err
+
+
+def test_a_state_that_rank_0_alone_has_is_resumed_by_all(tmp_path, corpus):
+    """Rank 0 alone writes it: on another machine there is none, or an older one."""
+    options = {**TINY_TRAIN, "dataset": corpus, "max_iters": 10}
+    succeed("train", **options, out_dir=tmp_path / "rank0" / "out")
+    older = {**options, "max_iters": 5, "lr_decay_iters": 10}
+    for rank_1_has_an_older_one in (False, True):
+        if rank_1_has_an_older_one:
+            succeed("train", **older, out_dir=tmp_path / "rank1" / "out")
+        more = {**options, "max_iters": 15 + 5 * rank_1_has_an_older_one, "out_dir": "out", "init_from": "resume"}
+        finished = run_where_rank_1_differs("train", tmp_path, "pass", **more)
+        assert finished.status == 0, finished.err
+        assert finished.out.count("Resuming out/model_checkpoint.resume at iteration") == 1
+
+
+def test_a_state_that_rank_0_lacks_is_reported_once(tmp_path, corpus):
+    options = {**TINY_TRAIN, "dataset": corpus, "max_iters": 10}
+    succeed("train", **options, out_dir=tmp_path / "rank1" / "out")
+    finished = run_where_rank_1_differs("train", tmp_path, "pass", **options, out_dir="out", init_from="resume")
+    assert finished.status != 0
+    assert finished.err.count("ERROR: nothing to resume: out/model_checkpoint.resume not found") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -54,7 +113,7 @@ def trainers(corpus, generator, reward_data, seeing_reward_model):
         "train_reward_model": ({**data, **natural, **position}, ("lm_val_loss", "train_loss", "val_loss", "r2")),
         "train_grpo": (
             {**grpo, "max_steps": 5, "lm_coef": 0.1, "updates_per_step": 2, "advantage_scale": "batch"},
-            ("reward", "loss", "kl_start", "kl_update", "gradient_norm", "lm_loss", "val_loss", "fresh_reward"),
+            ("reward", "loss", "kl_start", "kl_update", "gradient_norm", "lm_loss", "select_loss", "fresh_reward"),
         ),
     }
 

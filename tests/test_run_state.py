@@ -17,6 +17,7 @@ from helpers import (
     call,
     kill_once_saved,
     refuse_in_one_line,
+    run_ranks,
     succeed,
     untimed,
     weights,
@@ -69,6 +70,28 @@ def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path, capsys):
         state_of(path).begin(True)
     assert state_of(path).begin(False) is None
     assert not path.with_suffix(".resume").exists()
+
+
+def test_earlier_runs_are_set_aside_one_by_one_and_had_back_last_first(tmp_path):
+    path = tmp_path / "model.pt"
+    for step in (1, 2):
+        with pytest.raises(KeyboardInterrupt), state_of(path).kept(lambda step=step: {"step": step}):
+            raise KeyboardInterrupt
+        path.with_suffix(".jsonl").write_text(f"{step}\n")
+        assert state_of(path).begin(False) is None
+    assert state_of(path).begin(False) is None  # nothing more to set aside
+    aside = tmp_path / "model.resume.old2"
+    told = f" Or --init_from resume goes on with the earlier run, whose state is {aside}."
+    assert state_of(path).way_on() == "Nothing was saved yet: run the same command again." + told
+    with pytest.raises(UserError, match=r"model\.resume\.old2 is of another run \(lr was 0\.1, now 0\.2\)"):
+        state_of(path, Settings(lr=0.2)).begin(True)
+    assert aside.exists()
+    for step in (2, 1):
+        assert state_of(path).begin(True) == {"step": step}
+        assert path.with_suffix(".jsonl").read_text() == f"{step}\n"
+        path.with_suffix(".resume").unlink()
+    with pytest.raises(UserError, match="nothing to resume"):
+        state_of(path).begin(True)
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
@@ -237,3 +260,112 @@ def test_longer_is_allowed_and_told(tmp_path, trainers):
     assert "Resuming with max_steps=8 (was 6)" in out and "Stopped after 8 steps" in out
     records = read_records(tmp_path / "model.jsonl")
     assert [record["step"] for record in records] == [*range(9), 8] and records[-1]["final"]
+
+
+def ended_in_call(monkeypatch, module, function, calls, end):
+    """Have `end` called, once, before the call of that number of a function of `module`."""
+    original, met = getattr(module, function), []
+
+    def ended(*arguments, **keywords):
+        met.append(1)
+        if len(met) == calls:
+            end()
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(module, function, ended)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def press_ctrl_c():
+    raise KeyboardInterrupt  # within a step: it is broken off and not saved
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the state before the first step
+
+
+def test_grpo_goes_on_from_the_state_before_its_first_step(monkeypatch, tmp_path, trainers):
+    _, _, options = trainers["grpo"]
+    succeed("train_grpo", **options, output_path=tmp_path / "whole.pt")
+    options = {**options, "output_path": tmp_path / "parts.pt"}
+    with monkeypatch.context() as patch:
+        ended_in_call(patch, train_grpo.RunLog, "log", 1, terminate)
+        assert call("train_grpo", **options).status == 143
+    assert load_state(tmp_path / "parts.resume")["progress"]["step"] == 0
+    assert "at step 0" in succeed("train_grpo", **options, init_from="resume")
+    assert_same_weights(weights(tmp_path / "whole.pt"), weights(tmp_path / "parts.pt"))
+    assert untimed(tmp_path / "whole.jsonl") == untimed(tmp_path / "parts.jsonl")
+
+
+INTERRUPTED_READING = """
+import os, signal, runtime, train_grpo
+
+def evaluate(policy, completer, losses=None, original=train_grpo.PolicyEvaluation.__call__):
+    os.kill(os.getpid(), signal.SIGINT)
+    return original(policy, completer, losses)
+
+train_grpo.PolicyEvaluation.__call__ = evaluate
+runtime.run_main(train_grpo.main)
+"""
+
+
+def test_two_ranks_interrupted_in_the_first_evaluation_go_on(tmp_path, trainers):
+    """There a signal waits for the end of the step that follows: the state is saved with no step made."""
+    _, _, options = trainers["grpo"]
+    options = {**options, "max_steps": 2, "output_path": tmp_path / "model.pt"}
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED_READING)
+    finished = run_ranks(2, tmp_path / "interrupted.py", **options)
+    assert "Interrupted. Go on with --init_from resume." in finished.err, finished.err
+    assert load_state(tmp_path / "model.resume")["progress"]["step"] == 0
+    finished = run_ranks(2, "train_grpo.py", **options, init_from="resume")
+    assert finished.status == 0, finished.err
+    assert [record["step"] for record in read_records(tmp_path / "model.jsonl")] == [0, 1, 2, 2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a run begun anew by mistake
+
+
+@pytest.mark.parametrize(("name", "calls"), [("train", 12), ("likelihood", 9), ("last", 15), ("grpo", 4)])
+def test_a_run_begun_anew_by_mistake_leaves_the_earlier_one_to_go_on_with(monkeypatch, tmp_path, trainers, name, calls):
+    module, function, options = trainers[name]
+    script = module.__name__
+    succeed(script, **options, **output_options(module, tmp_path / "whole"))
+    parts = {**options, **output_options(module, tmp_path / "parts")}
+    with monkeypatch.context() as patch:
+        ended_in_call(patch, module, function, calls, terminate)
+        assert call(script, **parts).status == 143
+    for _ in range(2):  # twice: what was set aside is not lost either
+        with monkeypatch.context() as patch:
+            ended_in_call(patch, module, function, 1, press_ctrl_c)
+            finished = call(script, **parts)
+        assert finished.status == 130
+        told = f"goes on with the earlier run, whose state is {tmp_path / 'parts' / 'model.resume.old1'}."
+        assert told in finished.err
+    assert "Resuming" in succeed(script, **parts, init_from="resume")
+    assert_same_weights(weights(tmp_path / "whole" / "model.pt"), weights(tmp_path / "parts" / "model.pt"))
+    assert untimed(tmp_path / "whole" / "model.jsonl") == untimed(tmp_path / "parts" / "model.jsonl")
+    assert not list((tmp_path / "parts").glob("*.old*"))
+
+
+@pytest.mark.parametrize(("name", "calls"), [("train", 3), ("likelihood", 2), ("grpo", 1)])
+def test_what_is_set_aside_stays_until_an_evaluation_is_saved(monkeypatch, tmp_path, trainers, name, calls):
+    """A state saved by an interruption before that replaces nothing either."""
+    module, function, options = trainers[name]
+    script, where = module.__name__, output_options(module, tmp_path)
+    succeed(script, **options, **where)
+    before = {suffix: (tmp_path / f"model{suffix}").read_bytes() for suffix in (".resume", ".jsonl")}
+    for number in (1, 2):
+        with monkeypatch.context() as patch:
+            ended_in_call(patch, module, function, calls, terminate)
+            finished = call(script, **options, **where)
+        assert finished.status == 143
+        assert f"is set aside in {tmp_path / 'model.resume'}.old{number}" in finished.out
+        assert "Go on with --init_from resume." in finished.err
+    for suffix, content in before.items():
+        assert (tmp_path / f"model{suffix}.old1").read_bytes() == content
+    succeed(script, **options, **where, init_from="resume")
+    assert not list(tmp_path.glob("*.old*"))
