@@ -5,6 +5,7 @@
 Floor 5. In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table, and JSON with --output_path.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file
 from objectives import language_model_loss, perplexity
 from run_log import counted, say
-from runtime import check_writable, run_main, select_device, write_json
+from runtime import UserError, check_writable, run_main, select_device, write_json
 from settings import Problems, parse_settings
 from tokenization_manager import TokenizationManager
 
@@ -77,6 +78,8 @@ def main() -> None:
         )
         title = f"Evaluating {Path(path).name}"
         loss = language_model_loss(model, counted(batches, len(batches), title, passing=False))
+        if not math.isfinite(loss):
+            raise UserError(f"ERROR: the loss of {path} is {loss}: the model has diverged; take an earlier checkpoint")
         results[path] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens) - 1}
 
     width = max(len(path) for path in results)
@@ -85,6 +88,9 @@ def main() -> None:
     for path, figures in results.items():
         say(f"{path:<{width}}  {figures['loss']:8.4f}  {figures['perplexity']:10.4f}")
     if settings.output_path is not None:
+        for figures in results.values():
+            if math.isinf(figures["perplexity"]):  # above what a float holds: not in JSON
+                figures["perplexity"] = None
         write_json(settings.output_path, results)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from checkpoint import data_record, load_checkpoint
 from data_loader import dataset_folder, open_token_file
 from evaluate import EvaluateSettings
+from objectives import perplexity
 from reward_data_config import MAX_VOCAB_SIZE, RewardDataConfig
 from run_log import say
 from run_state import SUFFIX, load_run_state, of_another_run
@@ -507,21 +508,26 @@ def trained(path: Path, *names: str) -> dict[str, Any]:
 
 def measure_perplexity(runner: Runner, version: int, folder: Path, out: Path) -> float:
     """Perplexity of a base model, measured if need be."""
-    return runner.run(perplexity_stage(version, folder, out))["perplexity"]
+    return perplexity_of(runner.run(perplexity_stage(version, folder, out)))
+
+
+def perplexity_of(entry: dict[str, Any]) -> float:
+    """Perplexity by a ledger's entry, from its loss: infinite ones stand there as null."""
+    return perplexity(entry["loss"])
 
 
 def cycle_table(ledger: Ledger, num_cycles: int) -> str:
     """What every cycle did, as a table."""
     stages, blind = ledger.stages, []
 
-    def perplexity(version: int) -> float:
-        return stages[f"perplexity_base_model_v{version}"]["perplexity"]
+    def perplexity_by(version: int) -> float:
+        return perplexity_of(stages[f"perplexity_base_model_v{version}"])
 
     lines = [
         "\n##### Cycles (perplexity: whole validation split; R2: unseen half of the validation blocks, 95% interval)",
         f"{'cycle':>5}  {'base model':<14} {'perplexity':>10}  {'reward model R2':<24} "
         f"{'reward first -> last':<21} {'KL':>6}  {'seconds':>7}  GRPO stopped by",
-        f"{0:>5}  {'base_model_v1':<14} {perplexity(1):10.4f}  {'':<24} {'':<21} {'':>6}  "
+        f"{0:>5}  {'base_model_v1':<14} {perplexity_by(1):10.4f}  {'':<24} {'':<21} {'':>6}  "
         f"{stages['base_model_v1']['seconds']:7.0f}",
     ]
     for cycle in range(1, num_cycles + 1):
@@ -545,7 +551,7 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
             if not better_than_constant(gate["r2_low"]):
                 blind.append(cycle)
         lines.append(
-            f"{cycle:>5}  {name:<14} {perplexity(cycle + 1):10.4f}  {r2:<24} {rewards:<21} {kl:>6}  {seconds:7.0f}  "
+            f"{cycle:>5}  {name:<14} {perplexity_by(cycle + 1):10.4f}  {r2:<24} {rewards:<21} {kl:>6}  {seconds:7.0f}  "
             f"{reason}"
         )
     if blind:

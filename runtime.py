@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -26,6 +25,13 @@ SECONDS_FOR_RANK_0 = 3.0  # to tell what all ranks have found
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+
+if sys.platform in ("linux", "darwin"):
+    import resource
+else:  # Windows has no resource, no fcntl and no SIGHUP
+    told = f"ERROR: this system is {sys.platform!r}, but Crossover needs Linux or macOS; on Windows use WSL"
+    print(told, file=sys.stderr)
+    sys.exit(EXIT_BAD_INPUT)
 
 
 class UserError(ValueError):
@@ -253,16 +259,26 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 def write_json(path: str | os.PathLike, value) -> None:
-    """Write `value` as JSON to `path`, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Write `value` as strict JSON to `path`, whole or not at all; ValueError for NaN and infinities."""
+    write_text(path, to_json(value, indent=2) + "\n")
 
 
 def read_json(path: str | os.PathLike):
     """The value in a JSON file; raises UserError where it is unreadable."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"ERROR: cannot read {path}: {error}") from None
+
+
+def to_json(value, indent: int | None = None) -> str:
+    """`value` as strict JSON, which has neither NaN nor infinities: ValueError for those."""
+    return json.dumps(value, indent=indent, allow_nan=False)
+
+
+def from_json(text: str):
+    """The value in a JSON text; NaN and infinities, which earlier versions wrote, become None."""
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def publish_directory(staging: str | os.PathLike, final: str | os.PathLike) -> None:
