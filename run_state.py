@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from output_lock import hold_output
 from ranks import Ranks, raise_signal, signals_wait
 from run_log import say
 from runtime import Terminated, UserError, atomic_path, from_here_on_tell
@@ -102,9 +103,11 @@ class RunState:
     def begin(self, resume: bool) -> dict[str, Any] | None:
         """What `save` was given last, to go on from; None for a run from scratch, which forgets an earlier one's state.
 
-        Raises UserError where there is nothing to resume, or it is of another run: what differs is named.
+        From here until main() ends no other process writes the output. Raises UserError where one does and goes on,
+        where there is nothing to resume, or where the state is of another run: what differs is named.
         """
         from_here_on_tell(self.way_on)
+        hold_output(self.path, self.ranks.on_main)
         if not resume:
             if self.ranks.rank == 0 and self.path.is_file():
                 say(f"Starting anew: {self.path}, an earlier run's state, must not pass for this one's and is removed")

@@ -7,6 +7,7 @@ clear line and exit status 2, Ctrl-C in 130, and SIGTERM in 143.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -56,7 +57,11 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     signal.signal(signal.SIGHUP, on_sigterm)
     _ways_on[:] = [lambda: way_on]
     try:
-        main()
+        with contextlib.ExitStack() as stack:
+            _main_stacks.append(stack)
+            stack.callback(_main_stacks.remove, stack)
+            end_with_parent()
+            main()
         if has_joined():
             torch.distributed.barrier()  # nobody leaves while another still needs it
             _exit("", 0)
@@ -112,17 +117,40 @@ def _told_way_on(interruption: BaseException) -> str:
     return notes[0] if notes else _ways_on[-1]()
 
 
+_main_stacks = [contextlib.ExitStack()]  # of the main() that runs; the first is for a process without one
+
+
+def until_main_ends(context: contextlib.AbstractContextManager) -> None:
+    """Enter `context` now; `run_main` leaves it when main() ends, however it ends."""
+    _main_stacks[-1].enter_context(context)
+
+
 def is_main_rank() -> bool:
     """Whether this process is the one that speaks: rank 0 of those that torchrun started, or one on its own."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 STAGE_VARIABLE = "CROSSOVER_STAGE"
+PARENT_VARIABLE = "CROSSOVER_STAGE_PARENT"  # the number of the process that started the stage
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def is_stage() -> bool:
     """Whether run_cycles.py started this process, and tells people itself how to go on."""
     return STAGE_VARIABLE in os.environ
+
+
+def end_with_parent() -> None:
+    """In a stage: get SIGTERM when run_cycles.py ends without ending the stage, as SIGKILL makes it.
+
+    On Linux alone. Elsewhere such a stage runs to its end, and its lock keeps another run off its output.
+    """
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(parent):  # it ended before this was asked for
+        raise Terminated
 
 
 def has_joined() -> bool:

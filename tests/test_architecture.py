@@ -11,7 +11,7 @@ FLOORS = [
     ["runtime", "settings", "run_log"],
     [
         *("ranks", "generation", "objectives", "skill", "optimization", "downloads", "reward_data_config"),
-        *("data_loader", "staging"),
+        *("data_loader", "staging", "output_lock"),
     ],
     ["run_state", "model", "tokenization_manager"],
     ["reward_model", "reward_dataset_loader"],
@@ -33,6 +33,7 @@ NAMED_OTHERWISE = {
     "test_grpo_tasks": "train_grpo",
     "test_integration": "tokenization, loading and data preparation together",
     "test_oracle": "benchmarks/oracle.py",
+    "test_pipeline": "benchmarks/pipeline.py",
     "test_reward_data_prep": "prepare_reward_data",
 }
 
