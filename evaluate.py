@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file
 from objectives import language_model_loss, perplexity
-from output_lock import hold_output
 from run_log import counted, say
 from runtime import UserError, check_writable, run_main, select_device, write_json
 from settings import Problems, parse_settings
@@ -69,8 +68,6 @@ def main() -> None:
     folder = dataset_folder(settings.dataset)
     tokenizer = TokenizationManager(data_path=folder)
     tokens = open_token_file(folder / f"{settings.split}.bin", settings.split, tokenizer.vocab_size, 2)
-    if settings.output_path is not None:
-        hold_output(settings.output_path)
     results = {}
     for path in settings.checkpoints:
         checkpoint = load_checkpoint(path)

@@ -17,7 +17,6 @@ import torch
 from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import read_text
 from generation import Sampling, compile_model, generate
-from output_lock import hold_output
 from run_log import say
 from runtime import UserError, autocast, check_writable, is_stage, run_main, select_device, select_dtype, write_text
 from settings import Problems, parse_settings
@@ -128,8 +127,6 @@ def main() -> None:
     tokenizer = choose_tokenizer(settings, checkpoint)
     model = build_model(checkpoint, "generator", settings.path, device)
 
-    if settings.output_path is not None:
-        hold_output(settings.output_path)
     prompt = torch.from_numpy(encode_start(tokenizer, settings.start, "start").astype("int64"))
     generator = torch.Generator().manual_seed(settings.seed)
     idx = prompt[None].repeat(settings.num_samples, 1).to(device)  # (B, T)

@@ -38,7 +38,6 @@ from objectives import (
     token_log_probs,
 )
 from optimization import EarlyStopping, clip_gradients, copied, make_optimizers
-from output_lock import hold_output
 from ranks import Ranks, gradients_stay, parallel, start_ranks
 from reward_model import Judge, Verdict
 from rollouts import Instruments, draw_prompts, masked_mean, written_mask
@@ -248,8 +247,6 @@ def main() -> None:
     if settings.updates_per_step == 1:
         say("One update a step: the policy that is scored is the one that sampled, ratios are 1 and nothing is clipped")
 
-    if settings.gate_path is not None:
-        hold_output(settings.gate_path, ranks.on_main)
     completer, micro_rows = Completer(policy, N), policy.rows_at_a_time()
     prompts = ranks.share(settings.prompts_per_step)  # this rank's
     skill = ranks.on_main(lambda: skill_on_policy(completer, judge, val_tokens, settings, device))
