@@ -5,6 +5,7 @@
 Floor 5. In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table, and JSON with --output_path.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,8 @@ def main() -> None:
     for path in settings.checkpoints:
         losses, N = losses_of(path)
         loss = losses.double().mean().item()
+        if not math.isfinite(loss):
+            raise UserError(f"ERROR: the loss of {path} is {loss}: the model has diverged; take an earlier checkpoint")
         results[path] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(losses)}
         if baseline is not None:
             if baseline_size != N:
@@ -114,6 +117,9 @@ def main() -> None:
         difference = "" if baseline is None else f"  {format_difference(figures)}"
         say(f"{path:<{width}}  {figures['loss']:8.4f}  {figures['perplexity']:10.4f}{difference}")
     if settings.output_path is not None:
+        for figures in results.values():
+            if math.isinf(figures["perplexity"]):  # above what a float holds: not in JSON
+                figures["perplexity"] = None
         write_json(settings.output_path, results)
 
 

@@ -20,6 +20,7 @@ from checkpoint import build_model, check_same_splits, check_tokenizer, data_rec
 from data_loader import TokenSplits, load_binary, load_text
 from generation import Completer, Sampling, compile_model, generate
 from model import GPT, GPTConfig
+from output_lock import hold_output
 from provenance import evenly_spaced
 from ranks import Ranks, start_ranks
 from reward_data_config import RewardDataConfig, TokenizationInfo
@@ -222,6 +223,7 @@ def main() -> None:
     completer = Completer(compile_model(model) if compiled else model, model.config.block_size, config.kv_cache_mb)
     # What the metadata cannot hold is told now, not after hours of work.
     format_metadata(dataset_entries(0, model.config.block_size, tokenizer.info()) | identity | describe_sources(config))
+    hold_output(config.output_dir, ranks.on_main)
     if ranks.on_main(lambda: is_complete(config.output_dir, identity, config.overwrite)):
         say(f"\n{config.output_dir} already holds exactly this dataset: nothing to do")
         return

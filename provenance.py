@@ -1,6 +1,6 @@
 """Where reward data come from and what may be learned from them: their writer, their corpus, and which rows report.
 
-    python -c "import provenance; help(provenance.halves_by_block)"
+    python -c "import provenance; help(provenance.rows_by_part)"
 
 Floor 4. Reads the corpus; writes nothing. Rows are those of reward_dataset_loader.RewardDataset.
 """

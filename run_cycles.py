@@ -23,10 +23,13 @@ from typing import Any
 from checkpoint import data_record, load_checkpoint
 from data_loader import dataset_folder, open_token_file
 from evaluate import EvaluateSettings
+from objectives import perplexity
+from output_lock import hold_output, only_writer
 from reward_data_config import MAX_VOCAB_SIZE, RewardDataConfig
 from run_log import say
-from run_state import load_run_state, of_another_run, state_to_resume
+from run_state import SUFFIX, load_run_state, of_another_run, state_to_resume
 from runtime import (
+    PARENT_VARIABLE,
     STAGE_VARIABLE,
     UserError,
     atomic_path,
@@ -110,6 +113,11 @@ class Stage:
     """reads what the stage found from what it made"""
     records_settings: bool = True
     """whether the script's settings may no longer change once the stage is finished"""
+
+    @property
+    def held(self) -> Path:
+        """What the stage locks: a trainer its state, which shares its name with the records; else the artefact."""
+        return self.artefact.with_suffix(SUFFIX) if "init_from" in self.options else self.artefact
 
     def arguments(self, config_path: str | None, device: str) -> list[str]:
         """The command line of the script."""
@@ -234,6 +242,8 @@ class Runner:
         if entry is not None and entry.get("options") == told and stage.artefact.exists():
             return entry
         script = ROOT / f"{stage.script}.py"
+        with only_writer(stage.held):  # the stage of a run that was killed saves what it has, and ends
+            pass
         if entry is None and self.is_begun(stage):
             stage = replace(stage, options=stage.options | {"init_from": "resume"})
         with interruption_tells(self.way_on):  # from its first printed word on
@@ -270,7 +280,8 @@ def run_stage(name: str, command: list[str]) -> float:
     # A stage inherits the blocked signal and so is deaf to Ctrl-C, which reaches us as well: we end it with SIGTERM.
     # That ends it without a word while it still loads torch, and later lets it finish what it is writing.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    process = subprocess.Popen(command, env={**os.environ, STAGE_VARIABLE: name})
+    environment = {**os.environ, STAGE_VARIABLE: name, PARENT_VARIABLE: str(os.getpid())}
+    process = subprocess.Popen(command, env=environment)
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         status = process.wait()
@@ -317,6 +328,7 @@ def main() -> None:
     own_settings = checked_settings(first_of_each, config_path, settings.device)
     prepare_corpus(folder)
     encode_start(TokenizationManager(data_path=folder), settings.sample_start, "sample_start")
+    hold_output(out / "cycles.json")
     ledger = Ledger(out / "cycles.json", corpus_record(folder), own_settings)
     out.mkdir(parents=True, exist_ok=True)
     runner = Runner(config_path, settings.device, ledger)
@@ -349,7 +361,8 @@ def main() -> None:
     say(cycle_table(ledger, cycle))
     say(f"\n{outcome[0].upper()}{outcome[1:]}. Everything is in {out}:")
     for path in sorted(out.iterdir()):
-        say(f"  {path}{os.sep if path.is_dir() else ''}")
+        if not path.name.startswith("."):
+            say(f"  {path}{os.sep if path.is_dir() else ''}")
     if not runner.ran:
         say("\nNothing to do: this run was finished already. Start anew with --out_dir OTHER.")
 
@@ -512,7 +525,7 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
     def figures(version: int) -> str:
         measured = stages[f"perplexity_base_model_v{version}"]
         difference = format_difference(measured) if version > 1 else ""
-        return f"{measured['perplexity']:10.4f}  {difference:<31}"
+        return f"{perplexity(measured['loss']):10.4f}  {difference:<31}"
 
     lines = [
         "\n##### Cycles (on the reporting part of the validation split, 95% intervals)",

@@ -7,6 +7,7 @@ Floor 0. What each number means is defined once, in docs/metrics.md.
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from runtime import UserError, atomic_path, is_main_rank, write_text
+from runtime import UserError, atomic_path, from_json, is_main_rank, to_json, write_text
 
 T = TypeVar("T")
 
@@ -70,6 +71,12 @@ def format_metrics(metrics: dict[str, Any]) -> str:
     return " | ".join(parts)
 
 
+def not_finite(metrics: dict[str, Any]) -> str:
+    """The figures that are NaN or infinite, as `name is value`; empty where none is."""
+    wrong = ((name, value) for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value))
+    return ", ".join(f"{name} is {value}" for name, value in wrong)
+
+
 class Tracker(Protocol):
     """Where records go beside their file."""
 
@@ -98,7 +105,7 @@ class RunLog:
         self._file = None
         if is_main_rank():
             records = [] if kept is None else read_records(self.path)[:kept]
-            write_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
+            write_text(self.path, "".join(to_json(record) + "\n" for record in records))
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         self._start = time.monotonic()
         self._unit, self._tracker = unit, tracker
@@ -115,13 +122,17 @@ class RunLog:
     def log(self, step: int, quiet: bool = False, unit: str | None = None, **metrics: Any) -> None:
         """Append the record of a step and, unless `quiet`, print its line. Values are what JSON has.
 
-        `unit` is what this line calls a step, where that is not what the others do.
+        `unit` is what this line calls a step, where that is not what the others do. A figure that is undefined is None;
+        raises UserError for one that is NaN or infinite, on every rank, before anything is written.
         """
+        if wrong := not_finite(metrics):
+            told = f"ERROR: {unit or self._unit} {step}: {wrong}: the model has diverged"
+            raise UserError(f"{told}; lower the learning rate, or take an earlier checkpoint")
         self.num_records += 1
         if self._file is None:
             return
         record = {"step": step, "seconds": round(time.monotonic() - self._start, 3), **metrics}
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(to_json(record) + "\n")
         self._file.flush()
         if self._tracker is not None:
             self._tracker.track(record)
@@ -169,7 +180,7 @@ class TensorboardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder))
-        self.writer.add_text("settings", json.dumps(settings, indent=2))
+        self.writer.add_text("settings", to_json(settings, indent=2))
 
     def track(self, record: dict[str, Any]) -> None:
         for metric, value in _by_phase(record).items():
@@ -213,7 +224,10 @@ def picture(path: str | Path, width: float, height: float, columns: int = 1) -> 
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a log file; none where the file does not exist. A last line cut short is left out."""
+    """The records of a log file; none where the file does not exist. A last line cut short is left out.
+
+    NaN and infinities, which earlier versions wrote, become None.
+    """
     path = Path(path)
     if not path.exists():
         return []
@@ -221,7 +235,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines):
         try:
-            records.append(json.loads(line))
+            records.append(from_json(line))
         except json.JSONDecodeError:
             if number != len(lines) - 1:
                 raise UserError(f"ERROR: {path}, line {number + 1} is no JSON record") from None

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from output_lock import hold_output
 from ranks import Ranks, raise_signal, signals_wait
 from run_log import say
 from runtime import Terminated, UserError, atomic_path, from_here_on_tell
@@ -126,10 +127,12 @@ class RunState:
     def begin(self, resume: bool) -> dict[str, Any] | None:
         """What was saved last, to go on from; None for a run from scratch, which sets an earlier one's state aside.
 
-        Rank 0, which writes the state, reads it for all. Raises UserError where there is nothing to resume, or it is of
+        Rank 0, which writes the state, reads it for all. From here until main() ends no other process writes the
+        output. Raises UserError where one does and goes on, where there is nothing to resume, or where the state is of
         another run: what differs is named.
         """
         from_here_on_tell(self.way_on)
+        hold_output(self.path, self.ranks.on_main)
         if resume:
             state = self.ranks.on_main(self._read)
             self.began |= state["began"]

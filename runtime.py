@@ -7,10 +7,10 @@ clear line and exit status 2, Ctrl-C in 130, and SIGTERM in 143.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -26,6 +26,13 @@ SECONDS_FOR_RANK_0 = 3.0  # to tell what all ranks have found
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+
+if sys.platform in ("linux", "darwin"):
+    import resource
+else:  # Windows has no resource, no fcntl and no SIGHUP
+    told = f"ERROR: this system is {sys.platform!r}, but Crossover needs Linux or macOS; on Windows use WSL"
+    print(told, file=sys.stderr)
+    sys.exit(EXIT_BAD_INPUT)
 
 
 class UserError(ValueError):
@@ -50,7 +57,11 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     signal.signal(signal.SIGHUP, on_sigterm)
     _ways_on[:] = [lambda: way_on]
     try:
-        main()
+        with contextlib.ExitStack() as stack:
+            _main_stacks.append(stack)
+            stack.callback(_main_stacks.remove, stack)
+            end_with_parent()
+            main()
         if has_joined():
             torch.distributed.barrier()  # nobody leaves while another still needs it
             _exit("", 0)
@@ -107,6 +118,14 @@ def _told_way_on(interruption: BaseException) -> str:
     return notes[0] if notes else _ways_on[-1]()
 
 
+_main_stacks = [contextlib.ExitStack()]  # of the main() that runs; the first is for a process without one
+
+
+def until_main_ends(context: contextlib.AbstractContextManager) -> None:
+    """Enter `context` now; `run_main` leaves it when main() ends, however it ends."""
+    _main_stacks[-1].enter_context(context)
+
+
 def is_main_rank() -> bool:
     """Whether this process is the one that speaks: rank 0 of those that torchrun started, or one on its own."""
     return int(os.environ.get("RANK", 0)) == 0
@@ -118,11 +137,26 @@ def of_rank(message: str, rank: str) -> str:
 
 
 STAGE_VARIABLE = "CROSSOVER_STAGE"
+PARENT_VARIABLE = "CROSSOVER_STAGE_PARENT"  # the number of the process that started the stage
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def is_stage() -> bool:
     """Whether run_cycles.py started this process, and tells people itself how to go on."""
     return STAGE_VARIABLE in os.environ
+
+
+def end_with_parent() -> None:
+    """In a stage: get SIGTERM when run_cycles.py ends without ending the stage, as SIGKILL makes it.
+
+    On Linux alone. Elsewhere such a stage runs to its end, and its lock keeps another run off its output.
+    """
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(parent):  # it ended before this was asked for
+        raise Terminated
 
 
 def has_joined() -> bool:
@@ -259,16 +293,26 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 def write_json(path: str | os.PathLike, value) -> None:
-    """Write `value` as JSON to `path`, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Write `value` as strict JSON to `path`, whole or not at all; ValueError for NaN and infinities."""
+    write_text(path, to_json(value, indent=2) + "\n")
 
 
 def read_json(path: str | os.PathLike):
     """The value in a JSON file; raises UserError where it is unreadable."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"ERROR: cannot read {path}: {error}") from None
+
+
+def to_json(value, indent: int | None = None) -> str:
+    """`value` as strict JSON, which has neither NaN nor infinities: ValueError for those."""
+    return json.dumps(value, indent=indent, allow_nan=False)
+
+
+def from_json(text: str):
+    """The value in a JSON text; NaN and infinities, which earlier versions wrote, become None."""
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def publish_directory(staging: str | os.PathLike, final: str | os.PathLike) -> None:

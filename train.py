@@ -336,10 +336,10 @@ def main() -> None:
             if (step % settings.eval_interval == 0 or step >= settings.max_iters) and not evaluated:
                 val_loss, select_loss = evaluate()
                 with state.step():
-                    log.log(step, val_loss=val_loss, select_loss=select_loss)
                     if not math.isfinite(val_loss):
                         told = f"validation loss is {val_loss}: lower the learning rate"
                         raise ranks.common_error(diverged(told, step, best_loss, settings))
+                    log.log(step, val_loss=val_loss, select_loss=select_loss)
                     stopping.update(select_loss)
                     # Nothing is written before the first step: a run begun by mistake must not replace a trained model.
                     better = select_loss < best_loss or settings.always_save_checkpoint
@@ -389,7 +389,11 @@ def main() -> None:
                 if step % settings.log_interval == 0:
                     train_loss = ranks.sum(float(loss_sum))[0] / ranks.world_size
                     rate = tokens_per_step * step_count / step_time
-                    figures = {"train_loss": train_loss, "gradient_norm": norm}
+                    if not math.isfinite(train_loss):
+                        told = f"training loss is {train_loss}: lower the learning rate"
+                        raise ranks.common_error(diverged(told, step, best_loss, settings))
+                    # Under float16 gradients may overflow: the scaler has skipped the step, which has no norm.
+                    figures = {"train_loss": train_loss, "gradient_norm": norm if math.isfinite(norm) else None}
                     figures["learning_rate"] = optimizers.learning_rate
                     figures |= {"tokens_per_second": round(rate), "peak_memory_mb": round(peak_memory_mb(device))}
                     log.log(step, quiet=True, **figures)

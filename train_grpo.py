@@ -42,7 +42,7 @@ from optimization import EarlyStopping, clip_gradients, copied, make_optimizers
 from ranks import Ranks, gradients_stay, parallel, start_ranks
 from reward_model import Judge, Verdict
 from rollouts import PolicyEvaluation, draw_prompts, masked_mean, written_mask
-from run_log import RunLog, format_size, make_tracker, picture, progress, read_records, say
+from run_log import RunLog, format_size, make_tracker, not_finite, picture, progress, read_records, say
 from run_state import RunState
 from runtime import (
     UserError,
@@ -308,6 +308,10 @@ def main() -> None:
         told |= {"optimizers": optimizers.state_dict(), "stops": stops.state_dict(), "best": best.state_dict()}
         return told
 
+    def check_finite(record: dict[str, Any]) -> None:
+        if wrong := not_finite(record):
+            raise ranks.common_error(diverged(f"{wrong}: lower the learning rate", step, best))
+
     with (
         RunLog(path.with_suffix(".jsonl"), saved and saved["num_records"], tracker=tracker) as log,
         state.kept(progress_so_far),
@@ -321,6 +325,7 @@ def main() -> None:
                 log.log(0, **start)
         if reason and "select_loss" not in record:  # it was interrupted at what has become its last step
             record |= ranks.on_main(lambda: selection(completer))
+            check_finite(record)
             best.offer(step, record, policy, stops.cap(record, start) is not None)
             log.log(step, **record)
         while reason is None:
@@ -341,6 +346,7 @@ def main() -> None:
                 verdict = judge(ids).of_all(ranks)
                 old_log_probs = ranks.gather(completions.model_log_probs.flatten(0, 1)[:, 1:])  # (R, N - 1)
                 figures = figures_of_rollouts(verdict, old_log_probs, mask, settings)
+                check_finite(figures)
 
                 # advantage
                 advantages = advantages_of(verdict, old_log_probs, mask, settings)  # (R,) or (R, N - 1)
@@ -369,10 +375,12 @@ def main() -> None:
 
                 # look, note, stop?
                 record = {**figures, **losses, **made, "updates": updates}
+                check_finite(record)
                 stops.note(step, figures["reward"])
                 if step % settings.eval_interval == 0 or stops.why(step, record, start):
                     record["kl_step"] = kl_of_step(policy, ids, old_log_probs, mask, micro_rows, ranks)
                     record |= ranks.on_main(lambda: selection(completer))
+                    check_finite(record)
                     best.offer(step, record, policy, stops.cap(record, start) is not None)
                     if record.get("above_natural"):
                         say(f"step {step}: completions get more reward than natural text, an exploited reward model")

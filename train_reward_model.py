@@ -453,8 +453,9 @@ def learn_natural_text(
                 if (step % settings.lm_eval_interval == 0 or step == num_iters) and not judged:
                     own_loss, loss = ranks.on_main(losses)
                     with run.state.step():
-                        if not math.isfinite(loss):
-                            raise UserError(f"ERROR: the loss on natural text is {loss} at step {step}")
+                        for value in (loss, own_loss):
+                            if not math.isfinite(value):
+                                raise UserError(f"ERROR: the loss on natural text is {value} at step {step}")
                         figures = {"lm_val_loss": own_loss, "lm_select_loss": loss}
                         run.log.log(step, unit="step", phase="natural_text", **figures)
                         if loss < best_loss:

@@ -10,6 +10,7 @@ sequence the posterior knows and a head does not: it is a bound.
 
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,10 @@ def main() -> None:
     source = dataset_folder(settings.dataset).resolve()
     p_path = pipeline.generator("p", source, settings.p_iters, **recipe(settings.p_size, settings.p_order))
     p = build_model(load_checkpoint(p_path), "generator", p_path)
-    corpus = pipeline.out / f"corpus_{settings.num_tokens}_{settings.seed}"
-    if not (corpus / "train.bin").is_file():
-        write_text_of(p, source, corpus, settings)
+    name = f"corpus_{settings.num_tokens}_{settings.seed}"
+    amount = {"block_size": N, "num_tokens": settings.num_tokens, "seed": settings.seed}
+    text = partial(write_text_of, p, source, pipeline.out / name, settings)
+    corpus = pipeline.make_once(name, text, amount, Path(__file__))
     q_path = pipeline.generator("q", corpus, settings.q_iters, **recipe(settings.q_size, N))
     q = build_model(load_checkpoint(q_path), "generator", q_path)
     if LARGE in settings.heads:

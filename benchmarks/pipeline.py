@@ -6,9 +6,11 @@ Not run by itself: oracle.py, reward_models.py and credit.py stand on it. The sc
 in processes of their own, one at a time.
 """
 
+import hashlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +33,39 @@ class Pipeline:
     def make(self, artefact: str, script: str, **options: Any) -> Path:
         """The artefact's path, made by `script` with the options unless it was made with them before.
 
-        Raises UserError where the script fails, or where the artefact was made with other options or defaults.
+        Raises UserError where the script fails, or where the artefact was made with other options or source files.
+        """
+        path = self.out / artefact
+
+        def run_script() -> None:
+            say(f"\n##### {artefact}: {script}.py")
+            arguments = [f"--{name}={value}" for name, value in options.items()]
+            status = subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *arguments]).wait()
+            if status != 0:
+                raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
+
+        return self.make_once(artefact, run_script, options)
+
+    def make_once(self, artefact: str, work: Callable[[], None], options: dict[str, Any], *makers: Path) -> Path:
+        """The artefact's path, made by `work` unless it was made with the same options and source files before.
+
+        The files are all of the project's root, and `makers`. Raises UserError where it was made with others.
         """
         path = self.out / artefact
         note = self.out / f"{artefact}.made.json"
         told = {name: str(value) for name, value in options.items()}
-        code = hash_file(ROOT / f"{script}.py")  # whose defaults count where nothing is told
+        code = hash_sources(*makers)
         if note.is_file() and path.exists():
             made = read_json(note)
             if (made["options"], made["code"]) != (told, code):
                 raise UserError(
-                    f"ERROR: {path} was made with other options, or by another {script}.py ({note}): "
+                    f"ERROR: {path} was made with other options, or by other source files ({note}): "
                     "use another --out_dir"
                 )
             return path
-        say(f"\n##### {artefact}: {script}.py")
         self.out.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
-        arguments = [f"--{name}={value}" for name, value in told.items()]
-        status = subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *arguments]).wait()
-        if status != 0:
-            raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
+        work()
         write_json(note, {"options": told, "code": code, "seconds": round(time.monotonic() - start, 1)})
         return path
 
@@ -89,6 +103,15 @@ class Pipeline:
             **options,
         )
         return load_checkpoint(path)["training"]["skill"] | {"seconds": self.seconds(f"{name}.pt")}
+
+
+def hash_sources(*more: Path) -> str:
+    """sha256, in hexadecimal, over names and contents of the project's root files (*.py) and of `more`.
+
+    Not of what one script imports: an artefact is also of the scripts that made what it was made from.
+    """
+    files = [*sorted(ROOT.glob("*.py")), *more]
+    return hashlib.sha256("".join(f"{path.name} {hash_file(path)}\n" for path in files).encode()).hexdigest()
 
 
 def val_loss(generator: Path) -> float:

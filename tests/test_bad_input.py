@@ -1,5 +1,7 @@
 """Bad input ends every script in clear words and exit status 2 (Ctrl-C in 130), and leaves nothing half-written."""
 
+import json
+import math
 import os
 import pickle
 import re
@@ -519,6 +521,97 @@ def test_learning_that_diverges(good, tmp_path):
     assert "diverged" in line
     for path in (tmp_path / "out").glob("*.pt"):
         load_checkpoint(path)  # what is there has finite weights
+
+
+def strict_json(text: str) -> list[dict]:
+    """The values in the lines of a text; NaN and infinities, which JSON does not have, are an error."""
+
+    def refused(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=refused) for line in text.splitlines()]
+
+
+def test_a_loss_that_is_not_finite_gets_no_record(good, tmp_path):
+    options = {**good["train"], "learning_rate": 1e30, "grad_clip": 0.0, "eval_interval": 1}
+    line = refuse_in_one_line("train", **options)
+    assert "validation loss is nan" in line
+    records = strict_json((tmp_path / "out" / "model_checkpoint.jsonl").read_text())
+    assert records and all(math.isfinite(record["val_loss"]) for record in records)
+
+
+def test_a_training_loss_that_is_not_finite_ends_the_run(good, tmp_path, monkeypatch):
+    """In float16, where gradients that overflow are the scaler's business."""
+    options = {**good["train"], "dtype": "float16", "log_interval": 1, "eval_interval": 4}
+    original, steps = train.next_token_loss, []
+
+    def overflowing(*arguments):
+        steps.append(1)
+        return original(*arguments) * (math.nan if len(steps) == 6 else 1.0)
+
+    monkeypatch.setattr(train, "next_token_loss", overflowing)
+    line = refuse_in_one_line("train", **options)
+    kept = tmp_path / "out" / "model_checkpoint.pt"
+    assert line.endswith(
+        f"ERROR: step 6: training loss is nan: lower the learning rate; the best model so far is kept in {kept}"
+    )
+    records = strict_json(kept.with_suffix(".jsonl").read_text())
+    assert [record["step"] for record in records if "train_loss" in record] == [1, 2, 3, 4, 5]
+    assert torch.load(kept.with_suffix(".resume"), weights_only=True)["progress"]["step"] == 4
+
+
+def test_float16_gradients_that_overflow_have_no_norm(good, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "clip_gradients", lambda *_: math.inf)
+    succeed("train", **{**good["train"], "dtype": "float16", "log_interval": 1, "max_iters": 2})
+    records = strict_json((tmp_path / "out" / "model_checkpoint.jsonl").read_text())
+    assert [record["gradient_norm"] for record in records if "train_loss" in record] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "told"),
+    [
+        ("figures_of_rollouts", {"kl_start": math.inf}, "kl_start is inf"),
+        ("accumulate_gradients", {"loss": math.nan, "ratio_mean": math.inf}, "loss is nan, ratio_mean is inf"),
+    ],
+)
+def test_grpo_ends_at_a_figure_that_is_not_finite(good, tmp_path, monkeypatch, function, changes, told):
+    original, calls = getattr(train_grpo, function), []
+
+    def overflowing(*arguments):
+        calls.append(1)
+        return original(*arguments) | (changes if len(calls) == 4 else {})
+
+    monkeypatch.setattr(train_grpo, function, overflowing)
+    line = refuse_in_one_line("train_grpo", **{**good["train_grpo"], "max_steps": 6})
+    assert line == (
+        f"ERROR: step 4: {told}: lower the learning rate; the best so far is kept with --init_from resume --max_steps 2"
+    )
+    records = strict_json((tmp_path / "out" / "policy.jsonl").read_text())
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert torch.load(tmp_path / "out" / "policy.resume", weights_only=True)["progress"]["step"] == 2
+
+
+def scaled(path: Path, generator: Path, factor: float) -> Path:
+    """A copy of a generator whose logits are `factor` times as large."""
+    contents = torch.load(generator, weights_only=True)
+    contents["model"] = {name: weight.clone() for name, weight in contents["model"].items()}
+    contents["model"]["transformer.ln_f.weight"] *= factor
+    torch.save(contents, path)
+    return path
+
+
+def test_a_perplexity_beyond_a_float_is_null_and_a_loss_that_is_not_finite_is_refused(good, tmp_path, generator):
+    large = scaled(tmp_path / "large.pt", generator, 1e5)
+    out = succeed("evaluate", **{**good["evaluate"], "checkpoints": [generator, large]})
+    assert out.splitlines()[-1].split()[-1] == "inf"
+    figures = strict_json((tmp_path / "out" / "e.json").read_text().replace("\n", ""))[0]
+    assert figures[str(large)]["loss"] > 709 and figures[str(large)]["perplexity"] is None
+    assert figures[str(generator)]["perplexity"] == math.exp(figures[str(generator)]["loss"])
+    broken = scaled(tmp_path / "broken.pt", generator, 3e37)
+    (tmp_path / "out" / "e.json").unlink()
+    line = refuse_in_one_line("evaluate", **{**good["evaluate"], "checkpoints": [generator, broken]})
+    assert re.fullmatch(rf"ERROR: the loss of {broken} is (nan|inf): .*; take an earlier checkpoint", line)
+    assert not (tmp_path / "out" / "e.json").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

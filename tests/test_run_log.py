@@ -1,6 +1,7 @@
 """run_log.py: what is logged is read back, resumed runs forget what came later.  `pytest tests/test_run_log.py`"""
 
 import json
+import math
 import sys
 import time
 from types import SimpleNamespace
@@ -13,7 +14,13 @@ from hypothesis import strategies as st
 from run_log import RunLog, counted, format_metrics, format_size, make_tracker, progress, read_records
 from runtime import UserError
 
-VALUES = st.integers(-(10**9), 10**9) | st.floats(allow_nan=False) | st.booleans() | st.text() | st.lists(st.integers())
+VALUES = (
+    st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.booleans()
+    | st.text()
+    | st.lists(st.integers())
+)
 METRICS = st.dictionaries(st.from_regex("[a-z]{3,9}_", fullmatch=True), VALUES, max_size=4)
 
 
@@ -96,6 +103,30 @@ def test_damage_elsewhere_is_told_with_its_line(tmp_path):
     with pytest.raises(UserError, match=r"log\.jsonl, line 2 is no JSON record"):
         read_records(path)
     assert read_records(tmp_path / "absent.jsonl") == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_figure_that_is_not_finite_is_refused_and_no_record_is_written(tmp_path, capsys, value):
+    path = tmp_path / "log.jsonl"
+    with RunLog(path) as log:
+        log.log(1, loss=1.0, r2=None)
+        with pytest.raises(
+            UserError, match=rf"^ERROR: step 2: loss is {value}, norm is {value}: the model has diverged"
+        ):
+            log.log(2, loss=value, rate=0.1, norm=value, r2=None)
+        assert log.num_records == 1
+        with pytest.raises(ValueError, match="not JSON compliant"):  # a table is a producer's own to check
+            log.log(2, table=[{"r2": value}])
+    assert read_records(path)[1:] == [] and "step 2" not in capsys.readouterr().out
+
+
+def test_records_of_earlier_versions_are_read_and_rewritten_as_strict_json(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1, "loss": NaN}\n{"step": 2, "loss": Infinity, "norm": [-Infinity, 1.5]}\n')
+    assert read_records(path) == [{"step": 1, "loss": None}, {"step": 2, "loss": None, "norm": [None, 1.5]}]
+    with RunLog(path, kept=2):
+        pass
+    assert path.read_text() == '{"step": 1, "loss": null}\n{"step": 2, "loss": null, "norm": [null, 1.5]}\n'
 
 
 def test_progress_counts_from_where_a_run_goes_on(capsys):

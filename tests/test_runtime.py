@@ -54,9 +54,12 @@ def test_a_write_replaces_the_whole_file_and_makes_folders(tmp_path):
 def test_json_round_trip_and_damage(tmp_path):
     runtime.write_json(tmp_path / "x.json", {"a": [1, None, "ä"]})
     assert runtime.read_json(tmp_path / "x.json") == {"a": [1, None, "ä"]}
-    with pytest.raises(TypeError):
-        runtime.write_json(tmp_path / "x.json", {"a": object()})
+    for value, error in ((object(), TypeError), (float("nan"), ValueError), ([float("-inf")], ValueError)):
+        with pytest.raises(error):
+            runtime.write_json(tmp_path / "x.json", {"a": value})
     assert runtime.read_json(tmp_path / "x.json") == {"a": [1, None, "ä"]}
+    (tmp_path / "old.json").write_text('{"a": [NaN, Infinity, 1]}')  # as earlier versions wrote it
+    assert runtime.read_json(tmp_path / "old.json") == {"a": [None, None, 1]}
     (tmp_path / "cut.json").write_text('{"a": [1, ')
     (tmp_path / "bytes.json").write_bytes(b'"\xff"')
     for name in ("cut.json", "bytes.json", "absent.json", "."):
@@ -322,3 +325,33 @@ def test_a_signal_in_the_middle_of_a_write_leaves_no_half_file(tmp_path, number,
     assert time.monotonic() - started < 15
     assert process.returncode == status and len(message.splitlines()) == 1
     assert os.listdir(tmp_path) == []
+
+
+OTHER_SYSTEM = """
+import platform, runpy, signal, subprocess, sys, tempfile
+import numpy, torch, tqdm
+sys.platform = "win32"
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None
+for name in ("SIGHUP", "pthread_sigmask"):
+    delattr(signal, name)
+for script in sys.argv[1:]:
+    sys.path.insert(0, script.rpartition("/")[0])
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        print(script, end.code)
+"""
+
+
+def test_other_systems_are_refused_in_one_line_by_every_script():
+    """As on Windows: without the modules and signals that it lacks."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("data/*/prepare.py"), *ROOT.glob("benchmarks/*.py")]
+    scripts = [str(path) for path in sorted(files) if "    run_main(main" in path.read_text(encoding="utf-8")]
+    assert len(scripts) >= 15
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", OTHER_SYSTEM, *scripts]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout.splitlines() == [f"{script} 2" for script in scripts], done.stderr
+    line = "ERROR: this system is 'win32', but Crossover needs Linux or macOS; on Windows use WSL"
+    assert done.stderr.splitlines() == [line] * len(scripts)

@@ -1,0 +1,62 @@
+"""benchmarks/pipeline.py: what is made already is taken again only if the same sources made it.
+
+`pytest tests/test_pipeline.py`
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime import UserError, read_json
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def pipeline(monkeypatch, tmp_path):
+    """The module, for a copy of the project whose train.py copies its own output from an option."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = pytest.importorskip("pipeline")
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    script = 'import pathlib, sys\npathlib.Path(sys.argv[1].removeprefix("--out=")).write_text("made")\n'
+    (tmp_path / "train.py").write_text(script)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    yield module
+    sys.modules.pop("pipeline")
+
+
+@pytest.mark.parametrize("changed", ["objectives.py", "train.py", "train_grpo.py", "new.py"])
+def test_an_artefact_of_other_sources_is_refused(pipeline, tmp_path, changed):
+    """Also of a file that the script imports, and of one that may have made what it reads."""
+    made = pipeline.Pipeline(tmp_path / "out")
+    options = {"out": tmp_path / "out" / "model.pt"}
+    path = made.make("model.pt", "train", **options)
+    path.write_text("made before")
+    assert made.make("model.pt", "train", **options).read_text() == "made before"  # not again
+    with open(tmp_path / changed, "a") as file:
+        file.write("\n# a change\n")
+    with pytest.raises(UserError, match=r"model\.pt was made with other options, or by other source files"):
+        made.make("model.pt", "train", **options)
+    path.unlink()
+    assert made.make("model.pt", "train", **options).read_text() == "made"
+    with pytest.raises(UserError, match="other options"):
+        made.make("model.pt", "train", **options, seed=3)
+
+
+def test_a_benchmark_s_own_artefact_is_of_its_own_source_too(pipeline, tmp_path):
+    made, maker = pipeline.Pipeline(tmp_path / "out"), tmp_path / "oracle.source"
+    maker.write_text("one")
+    (tmp_path / "out").mkdir()
+
+    def work() -> None:
+        (tmp_path / "out" / "text").write_text("made")
+
+    made.make_once("text", work, {"seed": 1}, maker)
+    assert made.make_once("text", None, {"seed": 1}, maker).read_text() == "made"
+    assert read_json(tmp_path / "out" / "text.made.json")["options"] == {"seed": "1"}
+    maker.write_text("other")
+    with pytest.raises(UserError, match="other source files"):
+        made.make_once("text", None, {"seed": 1}, maker)
