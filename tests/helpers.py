@@ -2,7 +2,8 @@
 
     python -m pytest tests/test_end_to_end.py
 
-The artefacts of one tiny run, as fixtures, are in tiny_run.py.
+The artefacts of one tiny run, as fixtures, are in tiny_run.py. CROSSOVER_TEST_THREADS=2 gives torch two threads, in
+this process and in those that tests start; by default it has one, which is what tests of tiny models are fastest with.
 """
 
 import contextlib
@@ -39,8 +40,10 @@ TINY_GRPO = {
     "device": "cpu",
 }
 
-# One thread: the sums of a test are then the same in this process and in one that it starts.
-torch.set_num_threads(1)
+# The sums of a test are the same in this process and in one that it starts, which inherits the variables.
+NUM_THREADS = int(os.environ.get("CROSSOVER_TEST_THREADS", "1"))
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(NUM_THREADS))
+torch.set_num_threads(NUM_THREADS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -113,7 +116,7 @@ def refuse_in_one_line(script: str, *arguments: str, **options: Any) -> str:
 
 def start(*command: Any, **keywords: Any) -> subprocess.Popen:
     """Start Python on a command from the root, in a group of processes of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=ROOT,

@@ -1,20 +1,17 @@
 """Make tests/data/v1: tiny artefacts of every kind, which tests/test_old_artefacts.py reads with today's code.
 
-    python tests/data/make_v1.py FOLDER
+    PYTHONPATH=.:tests python tests/data/make_v1.py FOLDER
 
 Made once, by the code of format version 1, and never again: a change that cannot read them refuses them in one line.
 The interrupted runs stop as people stop them, by SIGTERM within a step.
 """
 
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
 from helpers import TINY_GRPO, TINY_TRAIN, call, make_corpus, make_text, succeed
 from test_end_to_end import InThisProcess
@@ -82,8 +79,6 @@ def main() -> None:
         Path(path).unlink()
     for path in Path("reward_models").glob("finished_*.resume"):
         path.unlink()
-    for path in Path().rglob("*.features"):
-        shutil.rmtree(path)
 
 
 if __name__ == "__main__":
