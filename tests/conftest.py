@@ -3,15 +3,16 @@
 CROSSOVER_TEST_ORDER=7 shuffles modules, and tests within a module, by that seed.
 """
 
+import inspect
 import os
-import random
+import re
 import signal
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
-from helpers import NUM_THREADS
+from helpers import NUM_THREADS, shuffled
 
 import checkpoint
 import data_loader
@@ -27,16 +28,17 @@ hypothesis.settings.load_profile("crossover")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ORDER = os.environ.get("CROSSOVER_TEST_ORDER")
+COMPARISONS = ("approx", "allclose", "assert_close", ".equal", "assert_same_weights", "assert_weights_near")
+FLOATS = re.compile("|".join(map(re.escape, (*COMPARISONS, "assert_cache_changes_nothing"))))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Shuffle the tests if asked to; those of a module stay together, as its fixtures are made once."""
+    """Mark the comparisons of floats, and shuffle if asked to."""
+    for item in items:
+        if FLOATS.search(inspect.getsource(item.function)):
+            item.add_marker("floats")
     if ORDER:
-        draw, modules = random.Random(ORDER), {}
-        for item in items:
-            modules.setdefault(item.path, []).append(item)
-        shuffled = draw.sample(list(modules.values()), len(modules))
-        items[:] = [item for module in shuffled for item in draw.sample(module, len(module))]
+        items[:] = shuffled(items, ORDER)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -157,6 +157,15 @@ def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
     return Finished(process.returncode, out, err)
 
 
+def shuffled(items: list[Any], seed: str) -> list[Any]:
+    """Collected tests in an order of that seed; those of a module stay together, as its fixtures are made once."""
+    draw, modules = random.Random(seed), {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    of_modules = draw.sample(list(modules.values()), len(modules))
+    return [item for module in of_modules for item in draw.sample(module, len(module))]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # files
 
@@ -215,6 +224,17 @@ def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
     """Equal to the last bit."""
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def assert_weights_near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Ends of two trainings that differ in the order of their sums alone: 1e-5 apart on average.
+
+    No bound holds for each weight: Adam divides a gradient by its size, so that one which is all rounding moves its
+    weight by the learning rate, either way. Trainings on other batches end some 1e-3 apart, a learning rate.
+    """
+    assert one.keys() == other.keys()
+    apart = torch.cat([(one[name] - other[name]).abs().flatten() for name in one])
+    assert apart.mean() < 1e-5, (apart.mean(), apart.max())
 
 
 def prepare_options(corpus: Path, generator: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:

@@ -70,7 +70,6 @@ def is_read(artefact: str, finished: Finished) -> bool:
     return TODAY[artefact] == "read"
 
 
-@pytest.mark.floats
 @pytest.mark.parametrize(("name", "path"), [("generator", GENERATOR), ("policy", "policy.pt")])
 def test_a_generator_writes_and_has_the_loss_that_it_had(name, path):
     options = {"num_samples": 1, "max_new_tokens": 40, "start": "A", "device": "cpu"}
