@@ -1,15 +1,18 @@
-"""What the tests share: one torch thread, a corpus of a few kilobytes, a small generator.  `pytest --fixtures`"""
+"""What the tests share: the order they run in, a corpus of a few kilobytes, a small generator.  `pytest --fixtures`
 
+CROSSOVER_TEST_ORDER=7 shuffles modules, and tests within a module, by that seed.
+"""
+
+import inspect
 import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start; before torch is imported
-
+import re
 import signal
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from helpers import NUM_THREADS, shuffled
 
 import checkpoint
 import data_loader
@@ -21,9 +24,28 @@ from tokenization_manager import TokenizationManager
 
 hypothesis.settings.register_profile("crossover", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("crossover")
-torch.set_num_threads(1)
 # A shell's background job ignores Ctrl-C, and hands that on to what it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+ORDER = os.environ.get("CROSSOVER_TEST_ORDER")
+COMPARISONS = ("approx", "allclose", "assert_close", ".equal", "assert_same_weights", "assert_weights_near")
+FLOATS = re.compile("|".join(map(re.escape, (*COMPARISONS, "assert_cache_changes_nothing"))))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the comparisons of floats, and shuffle if asked to."""
+    for item in items:
+        if FLOATS.search(inspect.getsource(item.function)):
+            item.add_marker("floats")
+    if ORDER:
+        items[:] = shuffled(items, ORDER)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name what the tests depended on, so that a failure can be made again."""
+    if ORDER or NUM_THREADS > 1:
+        terminalreporter.write_line(f"CROSSOVER_TEST_THREADS={NUM_THREADS} CROSSOVER_TEST_ORDER={ORDER or ''}")
+
 
 VERSE = """{name}:
 Shall I the {thing} of thine heart compare
