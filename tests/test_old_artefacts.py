@@ -31,11 +31,11 @@ TODAY = {
     "likelihood reward model": "read",
     "position reward model": "read",
     "last reward model": "read",
-    "state of train.py": "read",
-    "state of train_reward_model.py, natural text": "read",
-    "state of train_reward_model.py, head": "read",
-    "state of train_grpo.py": "read",
-    "ledger": "read",
+    "state of train.py": "refused",
+    "state of train_reward_model.py, natural text": "refused",
+    "state of train_reward_model.py, head": "refused",
+    "state of train_grpo.py": "refused",
+    "ledger": "refused",
 }
 
 TRAIN = {"dataset": "corpus", "out_dir": "train", **TINY_TRAIN}
