@@ -32,6 +32,8 @@ NAMED_OTHERWISE = {
     "test_end_to_end": "every script",
     "test_grpo_tasks": "train_grpo",
     "test_integration": "tokenization, loading and data preparation together",
+    "test_kernels": "tests/kernels.py",
+    "test_old_artefacts": "what checkpoint, run_state and run_cycles wrote before",
     "test_oracle": "benchmarks/oracle.py",
     "test_pipeline": "benchmarks/pipeline.py",
     "test_reward_data_prep": "prepare_reward_data",
