@@ -1,10 +1,9 @@
 """What the tests share: the order they run in, a corpus of a few kilobytes, a small generator.  `pytest --fixtures`
 
-CROSSOVER_TEST_ORDER=7 shuffles modules, and tests within a module, by that seed.
+CROSSOVER_TEST_SEED=7 shuffles modules, and tests within a module, by that seed, and gives torch two threads.
 """
 
 import inspect
-import os
 import re
 import signal
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from helpers import NUM_THREADS, shuffled
+from helpers import SEED, shuffled
 
 import checkpoint
 import data_loader
@@ -27,9 +26,9 @@ hypothesis.settings.load_profile("crossover")
 # A shell's background job ignores Ctrl-C, and hands that on to what it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ORDER = os.environ.get("CROSSOVER_TEST_ORDER")
-COMPARISONS = ("approx", "allclose", "assert_close", ".equal", "assert_same_weights", "assert_weights_near")
-FLOATS = re.compile("|".join(map(re.escape, (*COMPARISONS, "assert_cache_changes_nothing"))))
+COMPARISONS = ("approx", "allclose", "assert_close", ".equal", "assert_same_weights", "assert_weights_near", "untimed(")
+NAMES = "|".join(map(re.escape, (*COMPARISONS, "assert_cache_changes_nothing")))
+FLOATS = re.compile(NAMES + r"|[<>]=? \d*\.?\d+e-\d+")  # and bounds such as `< 1e-5`
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,14 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FLOATS.search(inspect.getsource(item.function)):
             item.add_marker("floats")
-    if ORDER:
-        items[:] = shuffled(items, ORDER)
+    if SEED is not None:
+        items[:] = shuffled(items, SEED)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name what the tests depended on, so that a failure can be made again."""
-    if ORDER or NUM_THREADS > 1:
-        terminalreporter.write_line(f"CROSSOVER_TEST_THREADS={NUM_THREADS} CROSSOVER_TEST_ORDER={ORDER or ''}")
+    """Print the seed of the order, so that a failure can be reproduced."""
+    if SEED is not None:
+        terminalreporter.write_line(f"CROSSOVER_TEST_SEED={SEED}")
 
 
 VERSE = """{name}:

@@ -2,8 +2,9 @@
 
     python -m pytest tests/test_end_to_end.py
 
-The artefacts of one tiny run, as fixtures, are in tiny_run.py. CROSSOVER_TEST_THREADS=2 gives torch two threads, in
-this process and in those that tests start; by default it has one, which is what tests of tiny models are fastest with.
+The artefacts of one tiny run, as fixtures, are in tiny_run.py. CROSSOVER_TEST_SEED=7 gives torch two threads, in this
+process and in those that tests start, and conftest.py an order of the tests by that seed; without it torch has one
+thread, with which tests of tiny models are fastest.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ TINY_GRPO = {
 }
 
 # The sums of a test are the same in this process and in one that it starts, which inherits the variables.
-NUM_THREADS = int(os.environ.get("CROSSOVER_TEST_THREADS", "1"))
+SEED = os.environ.get("CROSSOVER_TEST_SEED")
+NUM_THREADS = 1 if SEED is None else 2
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(NUM_THREADS))
 torch.set_num_threads(NUM_THREADS)
 

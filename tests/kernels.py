@@ -24,7 +24,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "SSE": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     # Threads that wait for work leave the processor: two ranks have two threads each.
-    "two threads, random order": {"CROSSOVER_TEST_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},
+    "two threads, random order": {"CROSSOVER_TEST_SEED": "", "OMP_WAIT_POLICY": "PASSIVE"},
 }
 KERNELS = "import torch; print(torch.backends.cpu.get_cpu_capability())"
 
@@ -43,9 +43,10 @@ class Run:
 
 
 def variables_of(variant: str) -> dict[str, str]:
-    """The variables of a run; each in random order gets an order of its own."""
-    order = {"CROSSOVER_TEST_ORDER": str(random.randrange(10**6))} if "random order" in variant else {}
-    return VARIANTS[variant] | order
+    """The variables of a run; each in random order gets a seed of its own."""
+    variables = VARIANTS[variant]
+    seed = {"CROSSOVER_TEST_SEED": str(random.randrange(10**6))} if "CROSSOVER_TEST_SEED" in variables else {}
+    return variables | seed
 
 
 def run_tests(variant: str, variables: dict[str, str], tests: str, arguments: list[str]) -> Run:
