@@ -9,7 +9,7 @@ torch.load(weights_only=True): nothing in a checkpoint is executed.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from generation import Sampling
 from model import GPT, GPTConfig
-from reward_model import LikelihoodRewardModel, make_reward_model
+from reward_model import REWARD_MODELS, RewardModel, make_reward_model, parts_of
 from run_state import load_state, save_state
 from runtime import UserError, hash_tokens, warn
 from tokenization_manager import TokenizationManager
@@ -57,9 +57,8 @@ def save_checkpoint(
         "tokenization": tokenization,
         "data": data,
         "training": dict(training),
+        **parts_of(model),
     }
-    if isinstance(model, LikelihoodRewardModel):
-        contents |= {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}
     save_state(path, contents)
 
 
@@ -155,7 +154,7 @@ def _check_records(path: str | Path, contents: Mapping[str, Any]) -> None:
 def _check_likelihood_parts(path: str | Path, contents: dict[str, Any]) -> None:
     """Check `generator_config` and `sampling` where the config has a likelihood head; None, both, elsewhere."""
     config, generator_config = contents["config"], contents["generator_config"]
-    if config.mode != "reward" or config.reward_head_type != "likelihood":
+    if config.mode != "reward" or not REWARD_MODELS[config.reward_head_type].is_ratio:
         contents |= {"generator_config": None, "sampling": None}
         return
     if not isinstance(generator_config, GPTConfig):
@@ -175,8 +174,10 @@ def _check_likelihood_parts(path: str | Path, contents: dict[str, Any]) -> None:
         raise UserError(f"ERROR: {path}: 'sampling' is impossible: {_shown(sampling)}")
 
 
-def _new_model(contents: Mapping[str, Any]) -> GPT | LikelihoodRewardModel:
+def _new_model(contents: Mapping[str, Any]) -> GPT | RewardModel:
     """The model that a checked checkpoint describes, its weights new."""
+    if contents["config"].mode == "generator":
+        return GPT(contents["config"])
     return make_reward_model(contents["config"], contents["generator_config"], contents["sampling"])
 
 
@@ -204,7 +205,7 @@ def _check_weights(path: str | Path, contents: Mapping[str, Any]) -> None:
 
 def build_model(
     contents: Mapping[str, Any], mode: str, path: str | Path, device: torch.device | str = "cpu"
-) -> GPT | LikelihoodRewardModel:
+) -> GPT | RewardModel:
     """The model of a loaded checkpoint in evaluation mode.
 
     A generator's checkpoint also gives a reward model: its trunk, under a head that is new ('last' or 'position', as
@@ -217,7 +218,7 @@ def build_model(
         model = _new_model(contents)
         model.load_state_dict(contents["model"])
     else:
-        model = GPT(replace(config, mode=mode))
+        model = make_reward_model(replace(config, mode=mode))
         missing, unexpected = model.load_state_dict(contents["model"], strict=False)
         assert all(name.startswith(HEADS) for name in missing + unexpected)
     return model.to(device).eval()

@@ -18,6 +18,7 @@ from torch import Tensor
 from model import GPT
 from ranks import Ranks
 from reward_dataset_loader import RewardDataset
+from reward_model import TrunkRewardModel
 from run_log import progress
 from runtime import atomic_path
 
@@ -38,43 +39,31 @@ def to_device(array: np.ndarray | Tensor, rows: np.ndarray, device: torch.device
     return (part.long() if part.dtype == torch.uint16 else part).to(device)
 
 
-def head_output(model: GPT, inputs: Tensor, depth: int | None) -> Tensor:
-    """A last head's scores (B, 2) before the softmax, or a position head's evidence (B, T).
-
-    Of token ids (B, T), or of what `frozen_features` tells of them at that depth.
-    """
-    last, whole = model.config.reward_head_type == "last", depth == model.config.n_layer
-    if depth is None:
-        inputs = model.trunk(inputs)
-    elif not whole:
-        inputs = model.continue_trunk(inputs, depth)
-    if last:
-        return model.reward_head[:-1](inputs if whole else inputs[:, -1])
-    return model.reward_head(inputs).squeeze(-1)
-
-
 @torch.no_grad()
 def frozen_features(
-    model: GPT, dataset: RewardDataset, depth: int, folder: Path, ranks: Ranks, most_in_memory: int = MOST_IN_MEMORY
+    model: TrunkRewardModel,
+    dataset: RewardDataset,
+    depth: int,
+    folder: Path,
+    ranks: Ranks,
+    most_in_memory: int = MOST_IN_MEMORY,
 ) -> Tensor | np.ndarray:
-    """Hidden states (n, N, C) float32 after the frozen blocks; (n, C) where a last head reads no more of them.
+    """`model.features` (n, ...) float32 of a dataset's tokens (n, N) at `depth`, down to which the model is frozen.
 
     A tensor, or from `most_in_memory` bytes on a memory map of a file in `folder`, named after the weights, the tokens
     and the depth, that is made once, by each rank for itself. Every rank computes its share.
     """
     model.eval()
-    whole, size = depth == model.config.n_layer, model.rows_at_a_time()
-    width = model.config.n_embd
-    pooled = whole and model.config.reward_head_type == "last"
-    shape = (len(dataset), width) if pooled else (len(dataset), dataset.block_size, width)
+    size = model.rows_at_a_time()
+    example = torch.zeros((1, dataset.block_size), dtype=torch.int64, device=ranks.device)
+    shape = (len(dataset), *model.features(example, depth).shape[1:])
 
     def fill(features: Tensor | np.ndarray) -> None:
         with progress(len(dataset), f"Features ({dataset.split})", "seq") as bar:
             for first in range(0, len(dataset), size * ranks.world_size):
                 mine = np.arange(first + ranks.rank * size, first + (ranks.rank + 1) * size)
                 ids = to_device(dataset.x, np.minimum(mine, len(dataset) - 1), ranks.device)
-                hidden = model.trunk(ids) if whole else model.begin_trunk(ids, depth)
-                hidden = ranks.gather((hidden[:, -1] if pooled else hidden).float()).cpu()
+                hidden = ranks.gather(model.features(ids, depth).float()).cpu()
                 rows = slice(first, min(first + len(hidden), len(dataset)))
                 count = rows.stop - rows.start
                 features[rows] = hidden[:count] if isinstance(features, Tensor) else hidden[:count].numpy()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import generation
-from objectives import natural_probabilities, probability_pair
 from runtime import UserError
 
 REWARD_HEADS = ("last", "position", "likelihood")
@@ -37,7 +36,7 @@ class GPTConfig:
     reward_head_hidden_dim: int = 256
     position: str = "rope"  # 'rope' (inside attention) or 'learned' (transformer.wpe: nanoGPT, GPT-2)
     num_tokens: int | None = None  # ids that the tokenizer uses; the others are padding. None: see num_real_tokens
-    reward_head_type: str = "last"  # 'last' or 'position' (here), 'likelihood' (reward_model.LikelihoodRewardModel)
+    reward_head_type: str = "last"  # 'last', 'position' or 'likelihood': a class of reward_model.py each
 
     @property
     def num_real_tokens(self) -> int:
@@ -167,14 +166,20 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The dual-mode model: `config.mode` decides which head stands on the trunk."""
+    """The dual-mode model: `config.mode` decides which head stands on the trunk.
+
+    In reward mode that is the head of reward_model.LastRewardModel. UserError for the config of another head.
+    """
+
+    head_type = "last"
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         if problem := config.problem():
             raise UserError(problem)
-        if config.mode == "reward" and config.reward_head_type == "likelihood":
-            raise UserError("a likelihood head stands on two models: make a reward_model.LikelihoodRewardModel")
+        if config.mode == "reward" and config.reward_head_type != self.head_type:
+            kind = f"reward_head_type={config.reward_head_type!r}: {type(self).__name__} has a {self.head_type!r} head"
+            raise UserError(f"{kind}; make the model with reward_model.make_reward_model")
         self.config = config
         self.transformer = nn.ModuleDict(
             {
@@ -193,8 +198,13 @@ class GPT(nn.Module):
             self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
             self.transformer.wte.weight = self.lm_head.weight
         else:
-            self.reward_head = make_reward_head(config)
+            self.reward_head = self.make_reward_head()
         self._init_weights()
+
+    def make_reward_head(self) -> nn.Sequential:
+        """New layers from hidden states (B, C) to probabilities (B, 2): scores of [natural, synthetic], softmax."""
+        width = self.config.reward_head_hidden_dim
+        return nn.Sequential(nn.Linear(self.config.n_embd, width), nn.ReLU(), nn.Linear(width, 2), nn.Softmax(dim=-1))
 
     def _init_weights(self) -> None:
         """GPT-2's initialisation: normal 0.02, residual projections scaled down by depth; He for the reward head."""
@@ -277,27 +287,13 @@ class GPT(nn.Module):
         [P(natural), P(synthetic)]; targets (B, 2) float; the loss is their mean squared error.
         """
         if self.config.mode == "reward":
-            if self.config.reward_head_type == "last":
-                probabilities = self.reward_head(self.trunk(idx)[:, -1])  # (B, 2)
-            else:
-                probabilities = probability_pair(self.token_probabilities(idx).mean(1))
+            probabilities = self.reward_head(self.trunk(idx)[:, -1])  # (B, 2)
             return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
         x = self.trunk(idx, kv_cache)
         if targets is None:
             return self.logits(x[:, [-1]]), None
         logits = self.logits(x)
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
-
-    def evidence(self, idx: Tensor) -> Tensor:
-        """Every token's evidence (B, T) of being natural, of position heads: see objectives.crossover_log_posterior."""
-        if (self.config.mode, self.config.reward_head_type) != ("reward", "position"):
-            kind = f"a {self.config.mode} model with reward_head_type={self.config.reward_head_type!r}"
-            raise UserError(f"{kind} tells nothing of single tokens: use a 'position' or a 'likelihood' head")
-        return self.reward_head(self.trunk(idx)).squeeze(-1)
-
-    def token_probabilities(self, idx: Tensor) -> Tensor:
-        """P(token t is natural) (B, T) of token ids (B, T), in the light of the whole sequence; for position heads."""
-        return natural_probabilities(self.evidence(idx))
 
     def crop_block_size(self, block_size: int) -> None:
         """Let the model take sequences of at most `block_size` tokens, fewer than before."""
@@ -322,15 +318,6 @@ class GPT(nn.Module):
         if self.config.mode != "generator":
             raise UserError("a reward model cannot generate: load the checkpoint of a generator")
         return generation.generate(self, idx, max_new_tokens, generation.Sampling(temperature, top_k, top_p), generator)
-
-
-def make_reward_head(config: GPTConfig) -> nn.Sequential:
-    """The layers of a head: 'last' gives probabilities (B, 2) of hidden states (B, C), 'position' evidence (..., 1)."""
-    hidden = [nn.Linear(config.n_embd, config.reward_head_hidden_dim), nn.ReLU()]
-    if config.reward_head_type == "position":
-        return nn.Sequential(*hidden, nn.Linear(config.reward_head_hidden_dim, 1))
-    # scores of [natural, synthetic]
-    return nn.Sequential(*hidden, nn.Linear(config.reward_head_hidden_dim, 2), nn.Softmax(dim=-1))
 
 
 def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:

@@ -12,7 +12,7 @@ import contextlib
 import errno
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ METADATA_KEYS = (
     "format_version",
 )
 
-# What is wrong with a dataset: which check of the quality report found it, and a sentence.
+# What is wrong with a dataset: the name of the check that found it, and a sentence.
 Problem = tuple[str, str]
 
 
@@ -148,72 +148,51 @@ def _parse_metadata(text: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """What a split's files hold, from its metadata and file sizes."""
+class _Files:
+    """What a split's files tell by their names, sizes and metadata; None for what they do not."""
 
-    metadata: dict[str, str]
-    num_samples: int
-    block_size: int
-    samples_per_chunk: int | None
-    tokenization: TokenizationInfo
-    derived: tuple[str, ...]  # `key=value` of what the metadata lack
+    data_dir: Path
+    sizes: dict[Path, int | None]  # bytes of x and of y
+    metadata_path: Path
+    metadata: dict[str, str] | None
+    unreadable: str  # why there are no metadata
+    stated: dict[str, int | None]  # numbers in the metadata; None for what is no whole number >= 1
+    num_samples: int | None
+    block_size: int | None
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the metadata must say if they say it; nothing where there are no samples."""
+        if not (self.num_samples and self.block_size):
+            return {}
+        return {
+            "num_samples": f"{self.num_samples}",
+            "block_size": f"{self.block_size}",
+            "x_shape": f"({self.num_samples}, {self.block_size})",
+            "y_shape": f"({self.num_samples}, 2)",
+            "x_dtype": X_DTYPE.name,
+            "y_dtype": Y_DTYPE.name,
+            "format_version": f"{FORMAT_VERSION}",
+        }
 
 
-def _inspect(data_dir: Path, split: str) -> tuple[_Layout | None, list[Problem]]:
-    """The layout of a split, or everything that is wrong with its files and metadata."""
-    if not data_dir.is_dir():
-        return None, [("File integrity", f"Reward dataset not found: {data_dir}")]
-    paths = {name: data_dir / f"{split}_{name}.bin" for name in "xy"}
-    metadata_path = data_dir / f"{split}_metadata.txt"
-    problems = [("File integrity", f"Dataset file not found: {path}") for path in paths.values() if not path.is_file()]
+def _look_at(data_dir: str | Path, split: str) -> _Files:
+    """Read a split's metadata and its files' sizes."""
+    data_dir = Path(data_dir)
+    paths, metadata_path = [data_dir / f"{split}_{name}.bin" for name in "xy"], data_dir / f"{split}_metadata.txt"
+    sizes = {path: path.stat().st_size if path.is_file() else None for path in paths}
     try:
-        metadata = read_metadata(metadata_path)
+        metadata, unreadable = read_metadata(metadata_path), ""
     except UserError as error:
-        return None, [*problems, ("Metadata", str(error).removeprefix("ERROR: "))]
-
-    tokenization, sentence = _read_tokenization(metadata)
-    if tokenization is None:
-        problems.append(("Metadata", f"{metadata_path}: {sentence}"))
-    stated = {key: _whole_number(metadata[key]) for key in SIZES if key in metadata}
-    for key, number in stated.items():
-        if number is None:
-            problems.append(("Metadata", f"{metadata_path}: {key}={metadata[key]}: must be a whole number >= 1"))
-    if None in stated.values() or not all(path.is_file() for path in paths.values()):
-        return None, problems
-
-    # What is not stated follows from the sizes: a row of y has a fixed size, and with their number a row of x has one.
-    sizes = {name: path.stat().st_size for name, path in paths.items()}
-    num_samples = stated.get("num_samples", sizes["y"] // (2 * Y_DTYPE.itemsize))
-    block_size = stated.get("block_size", sizes["x"] // (X_DTYPE.itemsize * max(num_samples, 1)))
-    if not (num_samples and block_size):
-        held = " and ".join(f"{paths[name]} ({size:,} bytes)" for name, size in sizes.items())
-        return None, [*problems, ("File integrity", f"{held} hold no samples")]
-    for name, width, dtype in (("x", block_size, X_DTYPE), ("y", 2, Y_DTYPE)):
-        needed = num_samples * width * dtype.itemsize
-        if sizes[name] != needed:
-            sentence = (
-                f"{paths[name]} has {sizes[name]:,} bytes, but ({num_samples}, {width}) {dtype.name} needs {needed:,} "
-                "bytes: it is cut short or of another dataset"
-            )
-            problems.append(("File integrity", sentence))
-    facts = {
-        "num_samples": f"{num_samples}",
-        "block_size": f"{block_size}",
-        "x_shape": f"({num_samples}, {block_size})",
-        "y_shape": f"({num_samples}, 2)",
-        "x_dtype": X_DTYPE.name,
-        "y_dtype": Y_DTYPE.name,
-        "format_version": f"{FORMAT_VERSION}",
-    }
-    for key, fact in facts.items():
-        if metadata.get(key, fact) != fact:
-            problems.append(
-                ("Metadata", f"{metadata_path}: {key}={metadata[key]}, but by its other lines it is {fact}")
-            )
-    if problems:
-        return None, problems
-    derived = tuple(f"{key}={fact}" for key, fact in facts.items() if key not in metadata)
-    return _Layout(metadata, num_samples, block_size, stated.get("samples_per_chunk"), tokenization, derived), []
+        metadata, unreadable = None, str(error).removeprefix("ERROR: ")
+    stated = {key: _whole_number(metadata[key]) for key in SIZES if key in (metadata or {})}
+    num_samples = block_size = None
+    if metadata is not None and None not in (*stated.values(), *sizes.values()):
+        # What is not stated follows from the sizes: a row of y has a fixed size, and with their number a row of x has.
+        x_bytes, y_bytes = sizes.values()
+        num_samples = stated.get("num_samples", y_bytes // (2 * Y_DTYPE.itemsize))
+        block_size = stated.get("block_size", x_bytes // (X_DTYPE.itemsize * max(num_samples, 1)))
+    return _Files(data_dir, sizes, metadata_path, metadata, unreadable, stated, num_samples, block_size)
 
 
 def _whole_number(text: str) -> int | None:
@@ -257,16 +236,16 @@ class RewardDataset(Dataset):
         if split not in SPLITS:
             raise UserError(f"ERROR: split={split!r}: must be 'train' or 'val'")
         self.data_dir, self.split = Path(data_dir), split
-        layout, problems = _inspect(self.data_dir, split)
-        if layout is None:
+        files = _look_at(self.data_dir, split)
+        if problems := _Splits({split: files}, {}).problems():
             raise _error(data_dir, problems)
-        if layout.derived:
-            lacking = ", ".join(layout.derived)
-            warn(f"{self.data_dir / f'{split}_metadata.txt'} is incomplete; taken from the file sizes: {lacking}")
-        self.metadata = layout.metadata
-        self.num_samples, self.block_size = layout.num_samples, layout.block_size
-        self.samples_per_chunk = layout.samples_per_chunk
-        self._tokenization = layout.tokenization
+        lacking = ", ".join(f"{key}={fact}" for key, fact in files.facts.items() if key not in files.metadata)
+        if lacking:
+            warn(f"{files.metadata_path} is incomplete; taken from the file sizes: {lacking}")
+        self.metadata = files.metadata
+        self.num_samples, self.block_size = files.num_samples, files.block_size
+        self.samples_per_chunk = files.stated.get("samples_per_chunk")
+        self._tokenization, _ = _read_tokenization(files.metadata)
         if expected_tokenization_info is not None:
             self._tokenization.check_compatible(expected_tokenization_info)
         self._open()
@@ -359,13 +338,12 @@ def create_reward_dataloaders(
     `shuffle` is for the training split; its order depends on `seed` alone. `pin_memory` None: where CUDA is usable.
     Raises UserError, with everything that is wrong, also where the two splits do not fit together.
     """
-    datasets, problems = _open_splits(data_dir)
-    problems += _find_disagreements(datasets)
-    if problems:
+    splits = _open_splits(data_dir)
+    if problems := splits.problems("files", "splits"):
         raise _error(data_dir, problems)
     if expected_tokenization_info is not None:
-        datasets["train"].get_tokenization_info().check_compatible(expected_tokenization_info)
-    return _make_loaders(datasets, batch_size, num_workers, seed, shuffle, pin_memory)
+        splits.datasets["train"].get_tokenization_info().check_compatible(expected_tokenization_info)
+    return _make_loaders(splits.datasets, batch_size, num_workers, seed, shuffle, pin_memory)
 
 
 def _make_loaders(
@@ -420,38 +398,112 @@ def check_model_compatibility(dataset_info: TokenizationInfo, block_size: int, m
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# reports
+# checks
 
 
-def _open_splits(data_dir: str | Path) -> tuple[dict[str, RewardDataset], list[Problem]]:
-    """The splits that can be read, and everything that is wrong with the others."""
-    datasets, problems = {}, []
-    for split in SPLITS:
-        layout, found = _inspect(Path(data_dir), split)
-        problems += [problem for problem in found if problem not in problems]
-        if layout is not None:
-            datasets[split] = RewardDataset(data_dir, split)
-    return datasets, problems
+@dataclass(frozen=True)
+class _Splits:
+    """A dataset's splits: what is found of them, and those that can be read."""
+
+    files: dict[str, _Files]
+    datasets: dict[str, RewardDataset]
+
+    def problems(self, *what: str) -> list[Problem]:
+        """What the checks of these kinds find wrong, all of them where none is named; in the order of CHECKS."""
+        checks = [check for check in CHECKS if not what or check.reads in what]
+        # Both splits may say the same, of a folder that is not there.
+        return [(check.name, sentence) for check in checks for sentence in dict.fromkeys(check.find(self))]
+
+
+def _open_splits(data_dir: str | Path) -> _Splits:
+    """The splits of a folder."""
+    files = {split: _look_at(data_dir, split) for split in SPLITS}
+    readable = [split for split in SPLITS if not _Splits({split: files[split]}, {}).problems()]
+    return _Splits(files, {split: RewardDataset(data_dir, split) for split in readable})
 
 
 def open_checked_splits(data_dir: str | Path) -> tuple[RewardDataset, RewardDataset]:
     """(train, val), every label and token of them checked. Raises UserError with everything that is wrong."""
-    datasets, problems = _open_splits(data_dir)
-    problems += _find_disagreements(datasets)
-    for dataset in datasets.values():
-        problems += _check_contents(dataset)
-    if problems:
+    splits = _open_splits(data_dir)
+    if problems := splits.problems():
         raise _error(data_dir, problems)
-    return datasets["train"], datasets["val"]
+    return splits.datasets["train"], splits.datasets["val"]
 
 
-def _check_size(dataset: RewardDataset) -> list[Problem]:
+def _damaged_files(splits: _Splits) -> Iterator[str]:
+    """Files that are missing, or of another size than the samples need."""
+    for files in splits.files.values():
+        if not files.data_dir.is_dir():
+            yield f"Reward dataset not found: {files.data_dir}"
+            continue
+        yield from (f"Dataset file not found: {path}" for path, size in files.sizes.items() if size is None)
+        if files.num_samples is None:
+            continue
+        if not files.facts:
+            yield " and ".join(f"{path} ({size:,} bytes)" for path, size in files.sizes.items()) + " hold no samples"
+            continue
+        rows = ((files.block_size, X_DTYPE), (2, Y_DTYPE))
+        for (path, size), (width, dtype) in zip(files.sizes.items(), rows, strict=True):
+            needed = files.num_samples * width * dtype.itemsize
+            if size != needed:
+                yield (
+                    f"{path} has {size:,} bytes, but ({files.num_samples}, {width}) {dtype.name} needs {needed:,} "
+                    "bytes: it is cut short or of another dataset"
+                )
+
+
+def _bad_metadata(splits: _Splits) -> Iterator[str]:
+    """Metadata that cannot be read, lack the tokenization, or contradict themselves or the file sizes."""
+    for files in splits.files.values():
+        if files.metadata is None:
+            if files.data_dir.is_dir():
+                yield files.unreadable
+            continue
+        path, metadata = files.metadata_path, files.metadata
+        tokenization, sentence = _read_tokenization(metadata)
+        if tokenization is None:
+            yield f"{path}: {sentence}"
+        for key, number in files.stated.items():
+            if number is None:
+                yield f"{path}: {key}={metadata[key]}: must be a whole number >= 1"
+        for key, fact in files.facts.items():
+            if metadata.get(key, fact) != fact:
+                yield f"{path}: {key}={metadata[key]}, but by its other lines it is {fact}"
+
+
+def _other_tokenizations(splits: _Splits) -> Iterator[str]:
+    """Splits of two tokenizations."""
+    infos = [dataset.get_tokenization_info() for dataset in splits.datasets.values()]
+    if len(infos) == len(SPLITS) and infos[0] != infos[1]:
+        # Where method and size agree, the vocabularies' files do not: then these are named too.
+        same = infos[0].describe() == infos[1].describe()
+        train, val = (f"{info} from {info.meta_path}" if same else str(info) for info in infos)
+        yield f"Tokenization mismatch detected:\n    Train: {train}\n    Val: {val}"
+
+
+def _disagreements(splits: _Splits) -> Iterator[str]:
+    """Splits of another size than their metadata tell, and what keeps the two from being one dataset."""
+    for dataset in splits.datasets.values():
+        yield from _wrong_size(dataset)
+    if len(splits.datasets) < len(SPLITS):
+        return
+    train, val = splits.datasets.values()
+    if train.block_size != val.block_size:
+        yield f"train has block_size {train.block_size}, val has block_size {val.block_size}"
+    for key in COMMON_KEYS:
+        told = [dataset.metadata.get(key) for dataset in (train, val)]
+        if None not in told and told[0] != told[1]:
+            yield f"train and val are not of one dataset: {key} is {told[0]} in train, {told[1]} in val"
+
+
+def _wrong_size(dataset: RewardDataset) -> Iterator[str]:
     """Whether the split has as many rows as its metadata's tokens, block size and samples a block come to."""
     split, per_block, metadata = dataset.split, dataset.samples_per_chunk, dataset.metadata
     if metadata.get("split", split) != split:
-        return [("Split consistency", f"{split}_metadata.txt says split={metadata['split']}: it is of the other split")]
+        yield f"{split}_metadata.txt says split={metadata['split']}: it is of the other split"
+        return
     if per_block is None:
-        return []
+        return
     if f"{split}_tokens" in metadata:
         tokens = int(metadata[f"{split}_tokens"])
         blocks = min(tokens // dataset.block_size, int(metadata.get("max_blocks", tokens)))
@@ -460,91 +512,98 @@ def _check_size(dataset: RewardDataset) -> list[Problem]:
         )
     else:
         blocks, told = -(-dataset.num_samples // per_block), "whole blocks"
-    if dataset.num_samples == blocks * per_block:
-        return []
-    sentence = (
-        f"{split} has {dataset.num_samples:,} samples, but {told} with samples_per_chunk={per_block} "
-        f"are {blocks * per_block:,}"
-    )
-    return [("Split consistency", sentence)]
+    if dataset.num_samples != blocks * per_block:
+        yield (
+            f"{split} has {dataset.num_samples:,} samples, but {told} with samples_per_chunk={per_block} "
+            f"are {blocks * per_block:,}"
+        )
 
 
-def _find_disagreements(datasets: dict[str, RewardDataset]) -> list[Problem]:
-    """Splits of another size than their metadata tell, and what keeps the two from being one dataset."""
-    problems = [problem for dataset in datasets.values() for problem in _check_size(dataset)]
-    if len(datasets) < len(SPLITS):
-        return problems
-    train, val = (datasets[split].get_tokenization_info() for split in SPLITS)
-    if train != val:
-        # Where method and size agree, the vocabularies' files do not: then these are named too.
-        same = train.describe() == val.describe()
-        train_text, val_text = (f"{info} from {info.meta_path}" if same else str(info) for info in (train, val))
-        sentence = f"Tokenization mismatch detected:\n    Train: {train_text}\n    Val: {val_text}"
-        problems.append(("Tokenization", sentence))
-    if datasets["train"].block_size != datasets["val"].block_size:
-        sizes = (f"{split} has block_size {datasets[split].block_size}" for split in SPLITS)
-        problems.append(("Split consistency", ", ".join(sizes)))
-    for key in COMMON_KEYS:
-        told = [datasets[split].metadata.get(key) for split in SPLITS]
-        if None not in told and told[0] != told[1]:
-            sentence = f"train and val are not of one dataset: {key} is {told[0]} in train, {told[1]} in val"
-            problems.append(("Split consistency", sentence))
-    return problems
+def _bad_labels(splits: _Splits) -> Iterator[str]:
+    """Labels that are no probabilities: how many rows of a split, and the first one."""
 
-
-def _check_contents(dataset: RewardDataset) -> list[Problem]:
-    """Labels that are no probabilities and tokens out of range: how many rows of a split, and the first one."""
-    problems = []
-    count, first = 0, ""
-    for start, rows in _chunks(dataset.y):
-        labels = np.asarray(rows, dtype=np.float64)
+    def is_bad(labels: np.ndarray) -> np.ndarray:
         # Written so that NaN is bad: every comparison with it is false.
         good = (np.abs(labels.sum(axis=1) - 1) <= LABEL_TOLERANCE) & ((labels >= 0) & (labels <= 1)).all(axis=1)
-        count += np.count_nonzero(~good)
-        if count and not first:
-            row = int(np.argmin(good))
-            first = f"row {start + row} is {labels[row].tolist()}"
-    if count:
-        sentence = f"{count:,} {dataset.split} samples do not sum to 1 within [0, 1], the first: {first}"
-        problems.append(("Probability sums", sentence))
+        return ~good
 
-    vocab_size = dataset.get_tokenization_info().vocab_size
-    count, first = 0, ""
-    for start, rows in _chunks(dataset.x):
-        highest = rows.max(axis=1)
-        count += np.count_nonzero(highest >= vocab_size)
-        if count and not first:
-            row = int(np.argmax(highest >= vocab_size))
-            first = f"row {start + row} holds token {highest[row]}"
-    if count:
-        sentence = f"{count:,} {dataset.split} samples exceed vocab_size={vocab_size}, the first: {first}"
-        problems.append(("Token ranges", sentence))
-    return problems
+    for split, dataset in splits.datasets.items():
+        count, row = _count_rows(dataset.y, lambda rows: is_bad(np.asarray(rows, dtype=np.float64)))
+        if count:
+            labels = np.asarray(dataset.y[row], dtype=np.float64).tolist()
+            yield f"{count:,} {split} samples do not sum to 1 within [0, 1], the first: row {row} is {labels}"
+
+
+def _bad_tokens(splits: _Splits) -> Iterator[str]:
+    """Tokens out of range: how many rows of a split, and the first one."""
+    for split, dataset in splits.datasets.items():
+        vocab_size = dataset.get_tokenization_info().vocab_size
+        count, row = _count_rows(dataset.x, lambda rows, limit=vocab_size: rows.max(axis=1) >= limit)
+        if count:
+            first = f"row {row} holds token {dataset.x[row].max()}"
+            yield f"{count:,} {split} samples exceed vocab_size={vocab_size}, the first: {first}"
+
+
+def _count_rows(array: np.ndarray, is_bad: Callable[[np.ndarray], np.ndarray]) -> tuple[int, int]:
+    """How many rows of an array are bad, and the number of the first; `is_bad` tells it of a chunk, (rows,) bool."""
+    count = first = 0
+    for start, rows in _chunks(array):
+        bad = is_bad(rows)
+        if not count and bad.any():
+            first = start + int(np.argmax(bad))
+        count += np.count_nonzero(bad)
+    return count, first
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a dataset is held to: a line of the quality report, and an error where it fails.
+
+    The remedy is the same for all: the command that makes the dataset.
+    """
+
+    name: str
+    reads: str  # 'rows': every label or token; 'splits': the two that can be read; 'files': sizes and metadata
+    find: Callable[[_Splits], Iterator[str]]  # a sentence for everything that is wrong
+    good: str  # what the report says where nothing is; {train} and {val} are shares of the samples
+
+
+CHECKS = (
+    Check("Probability sums", "rows", _bad_labels, "All samples sum to 1.000000"),
+    Check("Token ranges", "rows", _bad_tokens, "All tokens within vocab bounds"),
+    Check("Split consistency", "splits", _disagreements, "{train:.1%} train, {val:.1%} validation"),
+    Check("Tokenization", "splits", _other_tokenizations, "Consistent across all samples"),
+    Check("File integrity", "files", _damaged_files, "All binary files valid"),
+    Check("Metadata", "files", _bad_metadata, "Complete tokenization information"),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reports
 
 
 def print_dataset_info(data_dir: str | Path) -> None:
     """Print sizes, tokenization and label statistics of both splits; raise UserError for a split that is unreadable."""
-    datasets, problems = _open_splits(data_dir)
-    if datasets:
-        _print_info(data_dir, datasets, problems)
-    if problems:
+    splits = _open_splits(data_dir)
+    if splits.datasets:
+        _print_info(data_dir, splits)
+    if problems := splits.problems("files"):
         raise _error(data_dir, problems)
 
 
-def _print_info(data_dir: str | Path, datasets: dict[str, RewardDataset], problems: list[Problem]) -> None:
+def _print_info(data_dir: str | Path, splits: _Splits) -> None:
     print(f"=== Reward Dataset Info: {data_dir} ===")
     for split in SPLITS:
         print(f"\n{split.upper()} SET:")
-        if split in datasets:
-            _print_split(datasets[split])
+        if split in splits.datasets:
+            _print_split(splits.datasets[split])
         else:
-            for _, sentence in problems:
+            for _, sentence in splits.problems("files"):
                 print(f"  ⚠️ {sentence}")
-    tokenization = next((text for check, text in _find_disagreements(datasets) if check == "Tokenization"), None)
-    if tokenization:
+    if tokenization := next(_other_tokenizations(splits), None):
         print(f"\n⚠️ {tokenization}")
-    elif len(datasets) == len(SPLITS):
-        info = datasets["train"].get_tokenization_info()
+    elif len(splits.datasets) == len(SPLITS):
+        info = splits.datasets["train"].get_tokenization_info()
         print(f"\n✅ Tokenization consistency: Both splits use {info.method} with vocab_size={info.vocab_size}")
 
 
@@ -576,32 +635,20 @@ def _print_loader_test(datasets: dict[str, RewardDataset], batch_size: int) -> N
 
 def print_quality_report(data_dir: str | Path) -> list[Problem]:
     """Print a ✅ or ⚠️ line for each check of a whole dataset; returns what is wrong, as (check, sentence) pairs."""
-    datasets, problems = _open_splits(data_dir)
-    problems += _find_disagreements(datasets)
-    for dataset in datasets.values():
-        problems += _check_contents(dataset)
-    return _print_quality(datasets, problems)
+    return _print_quality(_open_splits(data_dir))
 
 
-def _print_quality(datasets: dict[str, RewardDataset], problems: list[Problem]) -> list[Problem]:
-    whole = len(datasets) == len(SPLITS)
-    unread = [split for split in SPLITS if split not in datasets]
-    sizes = [datasets[split].num_samples if split in datasets else 0 for split in SPLITS]
-    train_share, val_share = (size / max(sum(sizes), 1) for size in sizes)
-    lines = {
-        "Probability sums": "All samples sum to 1.000000",
-        "Token ranges": "All tokens within vocab bounds",
-        "Split consistency": f"{train_share:.1%} train, {val_share:.1%} validation",
-        "Tokenization": "Consistent across all samples",
-        "File integrity": "All binary files valid",
-        "Metadata": "Complete tokenization information",
-    }
+def _print_quality(splits: _Splits) -> list[Problem]:
+    problems, unread = splits.problems(), [split for split in SPLITS if split not in splits.datasets]
+    sizes = {split: len(splits.datasets[split]) if split in splits.datasets else 0 for split in SPLITS}
+    shares = {split: size / max(sum(sizes.values()), 1) for split, size in sizes.items()}
     print("\nDataset Quality Validation:")
-    for check, good in lines.items():
-        found = [sentence for name, sentence in problems if name == check]
-        if not whole and not found and check not in ("File integrity", "Metadata"):
+    for check in CHECKS:
+        found = [sentence for name, sentence in problems if name == check.name]
+        if unread and not found and check.reads != "files":
             found = [f"Not checked for {' and '.join(unread)}, which cannot be read"]
-        print("\n".join(f"⚠️ {check}: {sentence}" for sentence in found) or f"✅ {check}: {good}")
+        good = f"✅ {check.name}: {check.good.format(**shares)}"
+        print("\n".join(f"⚠️ {check.name}: {sentence}" for sentence in found) or good)
     return problems
 
 
@@ -622,17 +669,13 @@ class InspectSettings:
 
 def main() -> None:
     settings = parse_settings(InspectSettings, "reward_dataset_loader")
-    datasets, problems = _open_splits(settings.data_dir)
-    if not datasets:
-        raise _error(settings.data_dir, problems)
-    _print_info(settings.data_dir, datasets, problems)
-    problems += _find_disagreements(datasets)
-    if not problems:
-        _print_loader_test(datasets, settings.batch_size)
-    for dataset in datasets.values():
-        problems += _check_contents(dataset)
-    _print_quality(datasets, problems)
-    if problems:
+    splits = _open_splits(settings.data_dir)
+    if not splits.datasets:
+        raise _error(settings.data_dir, splits.problems())
+    _print_info(settings.data_dir, splits)
+    if not splits.problems("files", "splits"):
+        _print_loader_test(splits.datasets, settings.batch_size)
+    if problems := _print_quality(splits):
         sys.stdout.flush()  # the report first, then the verdict, wherever both go
         raise _error(settings.data_dir, problems)
 

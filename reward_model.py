@@ -1,16 +1,32 @@
-"""The likelihood reward model: a language model of natural text, held against the generator that wrote the rest.
+"""The reward models: three heads, one interface; and the frozen reward model that GRPO asks.
 
     python -c "from reward_model import LikelihoodRewardModel; help(LikelihoodRewardModel)"
 
-Floor 3. No I/O. With a uniform crossover K, P(K | x) is proportional to the product over the natural tokens t < K of
+Floor 3. No I/O. A head is a class here, and a name in REWARD_MODELS. What all of them have:
+
+    losses         names of what can be minimised; the first is the default
+    knows_tokens   whether there is evidence of single tokens
+    is_ratio       whether that evidence is the log of a ratio of two models' probabilities, not a score learned from
+                   labels: such a head learns natural text, and from labels one number
+    forward(idx, targets=None) -> probabilities (B, 2) [P(natural), P(synthetic)], mean squared error () or None
+    output(idx)                -> what losses are made of: evidence (B, T), or scores (B, 2) before the softmax
+    loss(output, targets, name) -> (); targets (B, 2) [K/T, (T-K)/T]
+    share(output)              -> P(natural) (B,)
+    evidence(idx), token_probabilities(idx) -> (B, T); UserError where the head does not know tokens
+    on_trunk(trunk, generator, sampling, hidden_dim)  class method: a new head on the weights of `trunk`
+    take_trunk(trunk), copy_to_train()  weights of a trunk that has learned more; a copy whose head learns by itself
+
+With a uniform crossover K, P(K | x) is proportional to the product over the natural tokens t < K of
 p(x_t | x_<t) / q(x_t | x_<t): p natural text, q the generator (the posterior of a change point with known distributions
 on both sides; A. F. M. Smith, "A Bayesian approach to inference about a change-point in a sequence of random
 variables", Biometrika 62, 1975, section 2). q is at hand; p has to be learned, and has to know more than q.
 
-Shapes: B sequences of T tokens.
+Shapes: B sequences of T tokens, C = n_embd channels.
 """
 
-from dataclasses import dataclass, fields, replace
+import copy
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +36,151 @@ from generation import Sampling, sampling_distribution
 from model import GPT, GPTConfig, check_same_fields
 from objectives import (
     MAX_LOG_RATIO,
+    crossover_loss,
     natural_probabilities,
+    natural_share,
     probability_pair,
+    reward_loss,
     token_log_probs,
 )
 from ranks import Ranks
+from runtime import UserError
 
 
-class LikelihoodRewardModel(nn.Module):
+class TrunkRewardModel(GPT):
+    """A head on a trunk that learns from labels.
+
+    `pool` picks the hidden states that it reads of the trunk's (B, T, C); `score` is its output of these.
+    """
+
+    is_ratio: ClassVar[bool] = False
+
+    @classmethod
+    def on_trunk(cls, trunk: GPT, generator: GPT, sampling: Sampling, hidden_dim: int) -> "TrunkRewardModel":
+        """A new head of that width on a copy of the trunk; it needs neither the generator nor its sampling."""
+        changes = {"mode": "reward", "reward_head_type": cls.head_type, "reward_head_hidden_dim": hidden_dim}
+        model = cls(replace(trunk.config, **changes))
+        model.take_trunk(trunk)
+        return model
+
+    def take_trunk(self, trunk: GPT) -> None:
+        """Copy a trunk's weights."""
+        self.transformer.load_state_dict(trunk.transformer.state_dict())
+
+    def copy_to_train(self) -> "TrunkRewardModel":
+        """A copy of the model as it is now."""
+        return copy.deepcopy(self)
+
+    def features(self, idx: Tensor, depth: int) -> Tensor:
+        """What `output` needs of token ids (B, T): hidden states (B, T, C) after `depth` blocks; pooled after all."""
+        return self.pool(self.trunk(idx)) if depth == self.config.n_layer else self.begin_trunk(idx, depth)
+
+    def output(self, inputs: Tensor, depth: int | None = None) -> Tensor:
+        """The head's output of token ids (B, T), or of their `features` at that depth."""
+        if depth == self.config.n_layer:
+            return self.score(inputs)
+        return self.score(self.pool(self.trunk(inputs) if depth is None else self.continue_trunk(inputs, depth)))
+
+
+class LastRewardModel(TrunkRewardModel):
+    """Reads the last hidden state alone: one share a sequence."""
+
+    losses: ClassVar[tuple[str, ...]] = ("mse", "cross_entropy")
+    knows_tokens: ClassVar[bool] = False
+
+    def pool(self, hidden: Tensor) -> Tensor:
+        """(B, C)."""
+        return hidden[:, -1]
+
+    def score(self, pooled: Tensor) -> Tensor:
+        """Scores (B, 2) of [natural, synthetic], before the softmax."""
+        return self.reward_head[:-1](pooled)
+
+    def loss(self, scores: Tensor, targets: Tensor, name: str) -> Tensor:
+        """objectives.reward_loss ()."""
+        return reward_loss(scores, targets, name)
+
+    def share(self, scores: Tensor) -> Tensor:
+        """P(natural) (B,)."""
+        return scores.softmax(-1)[:, 0]
+
+    def evidence(self, idx: Tensor) -> Tensor:
+        """UserError."""
+        raise UserError("a last head knows nothing of single tokens: use a 'position' or a 'likelihood' head")
+
+    token_probabilities = evidence
+
+    def contains(self, reference: GPT) -> bool:
+        """Whether one pass of the trunk serves `read_with`."""
+        return _same(self.transformer, reference.transformer)
+
+    def read_with(self, reference: GPT, idx: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores (B, 2), and log-probabilities (B, T - 1) of all tokens but the first under `reference`."""
+        hidden = self.trunk(idx)  # (B, T, C)
+        return self.score(self.pool(hidden)), token_log_probs(reference.logits(hidden[:, :-1]), idx[:, 1:])
+
+
+class TokenEvidence(nn.Module):
+    """What heads have in common whose output is evidence (B, T) of every token being natural."""
+
+    losses: ClassVar[tuple[str, ...]] = ("nll", "token", "mse", "cross_entropy")
+    knows_tokens: ClassVar[bool] = True
+
+    def evidence(self, idx: Tensor) -> Tensor:
+        """Every token's evidence (B, T): see objectives.crossover_log_posterior."""
+        return self.output(idx)
+
+    def token_probabilities(self, idx: Tensor) -> Tensor:
+        """P(token t is natural) (B, T), in the light of the whole sequence."""
+        return natural_probabilities(self.evidence(idx))
+
+    def loss(self, evidence: Tensor, targets: Tensor, name: str) -> Tensor:
+        """objectives.crossover_loss ()."""
+        return crossover_loss(evidence, targets, name)
+
+    def share(self, evidence: Tensor) -> Tensor:
+        """P(natural) (B,): E[K] / T."""
+        return natural_share(evidence)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(probabilities, loss) as GPT's in reward mode: (B, 2) [P(natural), P(synthetic)], mean squared error."""
+        probabilities = probability_pair(self.share(self.evidence(idx)))
+        return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
+
+
+class PositionRewardModel(TokenEvidence, TrunkRewardModel):
+    """Reads the hidden states at all tokens: one number each, learned as their evidence."""
+
+    head_type = "position"
+
+    def make_reward_head(self) -> nn.Sequential:
+        """New layers from hidden states (..., C) to evidence (..., 1)."""
+        width = self.config.reward_head_hidden_dim
+        return nn.Sequential(nn.Linear(self.config.n_embd, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def pool(self, hidden: Tensor) -> Tensor:
+        """All of them."""
+        return hidden
+
+    def score(self, pooled: Tensor) -> Tensor:
+        """Evidence (B, T)."""
+        return self.reward_head(pooled).squeeze(-1)
+
+    def contains(self, reference: GPT) -> bool:
+        """False: whole sequences are read here, and all but the last token by the reference."""
+        return False
+
+
+class LikelihoodRewardModel(TokenEvidence):
     """Two generators as one reward model: `natural` (p, trained on natural text alone) and `generator` (q, frozen).
 
     What is held against q is the mixture w p + (1 - w) q, w being learned: two models of the same text know more
     together than each alone, a token's evidence cannot fall below log(1 - w), and where p knows nothing w is 0.
     `sampling` is how q's text was sampled. Raises UserError for models that do not read the same tokens.
     """
+
+    head_type = "likelihood"
+    is_ratio: ClassVar[bool] = True
 
     def __init__(self, natural: GPT, generator: GPT, sampling: Sampling | None = None) -> None:
         super().__init__()
@@ -44,10 +191,24 @@ class LikelihoodRewardModel(nn.Module):
         self.sampling = sampling or Sampling()
         self.mixture = nn.Parameter(torch.tensor(2.0))  # w = sigmoid(mixture)
 
+    @classmethod
+    def on_trunk(cls, trunk: GPT, generator: GPT, sampling: Sampling, hidden_dim: int) -> "LikelihoodRewardModel":
+        """The trunk itself, not a copy, against the generator; there is no hidden layer."""
+        return cls(trunk, generator, sampling)
+
+    def take_trunk(self, trunk: GPT) -> None:
+        """Copy the weights of a model of natural text."""
+        self.natural.load_state_dict(trunk.state_dict())
+
+    def copy_to_train(self) -> "LikelihoodRewardModel":
+        """One with a mixture of its own, as new, of the same two models."""
+        copied = LikelihoodRewardModel(self.natural, self.generator, self.sampling)
+        return copied.to(self.mixture.device).train(self.training)
+
     @property
     def config(self) -> GPTConfig:
         """That of the model of natural text, as a reward model's."""
-        return replace(self.natural.config, mode="reward", reward_head_type="likelihood")
+        return replace(self.natural.config, mode="reward", reward_head_type=self.head_type)
 
     def num_parameters(self) -> int:
         """Parameters of both models and the calibration."""
@@ -74,19 +235,46 @@ class LikelihoodRewardModel(nn.Module):
         evidence = torch.logaddexp(log_ratios + F.logsigmoid(self.mixture), F.logsigmoid(-self.mixture))
         return F.pad(evidence, (1, 0))
 
-    def evidence(self, idx: Tensor) -> Tensor:
+    def output(self, idx: Tensor) -> Tensor:
         """Every token's evidence (B, T) of being natural, given the tokens before it."""
         natural, written = self.log_probs(idx)
         return self.calibrated(natural - written)
 
-    def token_probabilities(self, idx: Tensor) -> Tensor:
-        """P(token t is natural) (B, T), in the light of the whole sequence."""
-        return natural_probabilities(self.evidence(idx))
+    def contains(self, reference: GPT) -> bool:
+        """Whether the generator is `reference`, so that one pass of it serves `read_with`."""
+        return _same(self.generator, reference)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(probabilities, loss) as GPT's in reward mode: (B, 2) [P(natural), P(synthetic)], mean squared error."""
-        probabilities = probability_pair(self.token_probabilities(idx).mean(1))
-        return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
+    def read_with(self, reference: GPT, idx: Tensor) -> tuple[Tensor, Tensor]:
+        """Evidence (B, T), and log-probabilities (B, T - 1) of all tokens but the first under the generator."""
+        natural, written = self.log_probs(idx)
+        return self.calibrated(natural - written), written
+
+
+RewardModel = LastRewardModel | PositionRewardModel | LikelihoodRewardModel
+REWARD_MODELS = {kind.head_type: kind for kind in (LastRewardModel, PositionRewardModel, LikelihoodRewardModel)}
+
+
+def make_reward_model(
+    config: GPTConfig, generator_config: GPTConfig | None = None, sampling: Sampling | None = None
+) -> RewardModel:
+    """The reward model that a config describes, its weights new. What it needs besides is what `parts_of` gives."""
+    kind = REWARD_MODELS[config.reward_head_type]
+    if not kind.is_ratio:
+        return kind(config)
+    if generator_config is None:
+        raise UserError("a likelihood head stands on two models: name its generator's config too")
+    return kind(GPT(replace(config, mode="generator")), GPT(generator_config), sampling)
+
+
+def parts_of(model: nn.Module) -> dict[str, Any]:
+    """What describes a model beside its config, as a checkpoint holds it: of a likelihood head its generator."""
+    if not isinstance(model, LikelihoodRewardModel):
+        return {}
+    return {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the frozen reward model in GRPO
 
 
 @dataclass(frozen=True)
@@ -111,19 +299,12 @@ class Judge:
     stands on, are the start itself.
     """
 
-    def __init__(self, reward_model: GPT | LikelihoodRewardModel, reference: GPT) -> None:
+    def __init__(self, reward_model: RewardModel, reference: GPT) -> None:
         self.reward_model, self.reference = reward_model.requires_grad_(False), reference.requires_grad_(False)
-        likelihood = isinstance(reward_model, LikelihoodRewardModel)
-        if likelihood:
+        self.is_ratio, self.knows_tokens = reward_model.is_ratio, reward_model.knows_tokens
+        if self.is_ratio:
             reward_model.sampling = Sampling()  # however its data were sampled: a policy's text is sampled plainly
-        self.is_start = likelihood and _same(reward_model.generator, reference)
-        self.stands_on_start = (
-            not likelihood
-            and reward_model.config.reward_head_type == "last"
-            and _same(reward_model.transformer, reference.transformer)
-        )
-        self.is_ratio = likelihood  # evidence is that of a ratio of probabilities, not a learned score
-        self.knows_tokens = likelihood or reward_model.config.reward_head_type == "position"
+        self.is_shared = reward_model.contains(reference)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> Verdict:
@@ -133,22 +314,15 @@ class Judge:
         return Verdict(*(None if column[0] is None else torch.cat(column) for column in columns))
 
     def _read(self, ids: Tensor) -> tuple[Tensor | None, ...]:
-        if self.stands_on_start:
-            hidden = self.reference.trunk(ids)  # (R, N, C)
-            natural = self.reward_model.reward_head(hidden[:, -1])[:, 0]
-            return natural, None, None, token_log_probs(self.reference.logits(hidden[:, :-1]), ids[:, 1:])
-        reference = None
-        if self.is_start:
-            own, reference = self.reward_model.log_probs(ids)
-            evidence = self.reward_model.calibrated(own - reference)
-        elif self.knows_tokens:
-            evidence = self.reward_model.evidence(ids)
-        if reference is None:
+        if self.is_shared:
+            output, reference = self.reward_model.read_with(self.reference, ids)
+        else:
+            output = self.reward_model.output(ids)
             reference = token_log_probs(self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:])
         if not self.knows_tokens:
-            return self.reward_model(ids)[0][:, 0].float(), None, None, reference
-        by_token = natural_probabilities(evidence)  # (R, N)
-        return by_token.mean(1), evidence[:, 1:], by_token[:, 1:], reference
+            return self.reward_model.share(output).float(), None, None, reference
+        by_token = natural_probabilities(output)  # (R, N)
+        return by_token.mean(1), output[:, 1:], by_token[:, 1:], reference
 
 
 def _same(ours: nn.Module, theirs: nn.Module) -> bool:
@@ -157,12 +331,3 @@ def _same(ours: nn.Module, theirs: nn.Module) -> bool:
     return states[0].keys() == states[1].keys() and all(
         torch.equal(states[0][name], states[1][name]) for name in states[0]
     )
-
-
-def make_reward_model(
-    config: GPTConfig, generator_config: GPTConfig | None = None, sampling: Sampling | None = None
-) -> GPT | LikelihoodRewardModel:
-    """The model that a config describes, weights new: the one place that tells the two classes apart."""
-    if config.mode != "reward" or config.reward_head_type != "likelihood":
-        return GPT(config)
-    return LikelihoodRewardModel(GPT(replace(config, mode="generator")), GPT(generator_config), sampling)

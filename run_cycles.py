@@ -471,9 +471,9 @@ def larger(own: dict[str, dict[str, Any]], factor: int) -> dict[str, dict[str, A
     if factor == 1:
         return {}
     data, model = own["prepare_reward_data"], own["train_reward_model"]
-    if model["head"] == "likelihood":
-        num_lm_iters = RewardModelSettings(trunk=model["trunk"], lm_iters=model["lm_iters"]).num_lm_iters
-        return {"train_reward_model": {"lm_iters": (num_lm_iters or DEFAULT_LM_ITERS) * factor}}
+    settings = RewardModelSettings(head=model["head"], trunk=model["trunk"], lm_iters=model["lm_iters"])
+    if settings.model_class.is_ratio:
+        return {"train_reward_model": {"lm_iters": (settings.num_lm_iters or DEFAULT_LM_ITERS) * factor}}
     training = {"unfreeze_layers": -1, "max_epochs": model["max_epochs"] * factor}
     training["learning_rate"] = model["learning_rate"] / 3  # a trunk that has learned much is moved gently
     more = {"samples_per_chunk": data["samples_per_chunk"] * factor}

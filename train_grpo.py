@@ -469,7 +469,7 @@ def with_choices_made(settings: GRPOSettings, judge: Judge) -> GRPOSettings:
             f"ERROR: kl_estimator=k1 with beta={beta:g}: as a loss k1 has an expected gradient of 0; use "
             f"--kl_estimator k3 or k2, or the KL in the reward, where k1 is right: --beta 0 --kl_in_reward {beta:g}"
         )
-    if judge.is_ratio and not judge.is_start:
+    if judge.is_ratio and not judge.is_shared:
         raise UserError(
             f"ERROR: {settings.reward_model_path} holds another generator than {settings.base_model_path}: its "
             "evidence is no ratio to this policy's start; make reward data and a reward model of this one"

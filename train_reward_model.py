@@ -8,7 +8,6 @@ model that does best on the validation blocks that select, its R2 measured on th
 then the head learns from labels.
 """
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,16 +21,10 @@ from torch import Tensor
 
 from checkpoint import build_model, check_same_tokens, load_checkpoint, save_checkpoint
 from data_loader import WholeSplitBatches, get_batch, validation_part
-from frozen_features import forget_features, frozen_depth, frozen_features, head_output, to_device
+from frozen_features import forget_features, frozen_depth, frozen_features, to_device
+from generation import Sampling
 from model import GPT, check_same_fields
-from objectives import (
-    crossover_loss,
-    mixture_loss,
-    natural_share,
-    next_token_loss,
-    reward_loss,
-    text_log_probs,
-)
+from objectives import mixture_loss, next_token_loss, text_log_probs
 from optimization import EarlyStopping, clip_gradients, cooldown_factor, copied, make_optimizers
 from provenance import (
     check_origin,
@@ -44,7 +37,7 @@ from provenance import (
 )
 from ranks import Ranks, parallel, start_ranks
 from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits
-from reward_model import LikelihoodRewardModel
+from reward_model import REWARD_MODELS, LikelihoodRewardModel, RewardModel, TrunkRewardModel
 from run_log import RunLog, counted, format_size, make_tracker, progress, say
 from run_state import RunState, WriteError
 from runtime import (
@@ -69,7 +62,6 @@ from skill import (
     skill_figures,
 )
 
-DEFAULT_LOSS = {"last": "mse", "position": "nll", "likelihood": "nll"}
 DEFAULT_LM_ITERS = 400
 LM_WARMUP, LM_MOMENTUM = 20, 0.85  # steps until the learning rate falls, in a straight line to 0; Muon's momentum
 # Options that a likelihood head has no use for, and those that go with lm_iters.
@@ -157,16 +149,21 @@ class RewardModelSettings:
     }
 
     @property
+    def model_class(self) -> type[RewardModel]:
+        """The head's class."""
+        return REWARD_MODELS[self.head]
+
+    @property
     def num_lm_iters(self) -> int:
         """Steps on natural text."""
         if self.lm_iters is not None:
             return self.lm_iters
-        return DEFAULT_LM_ITERS if self.head == "likelihood" and self.trunk is None else 0
+        return DEFAULT_LM_ITERS if self.model_class.is_ratio and self.trunk is None else 0
 
     @property
     def loss_name(self) -> str:
         """What is minimised."""
-        return self.loss or DEFAULT_LOSS[self.head]
+        return self.loss or self.model_class.losses[0]
 
     def problems(self) -> Problems:
         """What is wrong with the settings."""
@@ -179,14 +176,14 @@ class RewardModelSettings:
         problems.check_range(self, "lm_iters", "weight_decay", "grad_clip", "min_delta", "seed", minimum=0)
         problems.check_range(self, "dropout", minimum=0, below=1)
         problems.require(
-            self.head != "last" or self.loss in (None, "mse", "cross_entropy"),
-            f"loss={self.loss}: a last head knows one share a sequence, nothing of its tokens",
+            self.loss_name in self.model_class.losses,
+            f"loss={self.loss}: a {self.head} head knows one share a sequence, nothing of its tokens",
             "Leave out loss, or choose --head position or likelihood",
         )
-        if self.head == "likelihood":
+        if self.model_class.is_ratio:
             problems.require(
                 self.unfreeze_layers == 0,
-                f"unfreeze_layers={self.unfreeze_layers} is ignored with a likelihood head: lm_iters trains its trunk",
+                f"unfreeze_layers={self.unfreeze_layers} is ignored with a {self.head} head: lm_iters trains its trunk",
                 "Leave out unfreeze_layers, or choose --head position or last",
             )
             problems.require(
@@ -247,10 +244,7 @@ def main() -> None:
     # What can be refused is refused before the records of an earlier run are replaced.
     sampling = sampling_of(train_set.metadata)
     splits = natural_text(train_set.metadata, settings.dataset, checkpoint) if settings.num_lm_iters else None
-    if settings.head == "likelihood":
-        model = LikelihoodRewardModel(trunk, generator, sampling).to(device).eval()
-    else:
-        model = reward_gpt(settings, trunk).to(device)
+    model = new_reward_model(settings, trunk, generator, sampling).to(device).eval()
     say(f"Head: {settings.head}; loss: {settings.loss_name}")
     state = RunState(settings.output_path, settings, what_is_read(settings, generator_sha256), ranks)
     saved = state.begin(settings.init_from == "resume")
@@ -270,12 +264,11 @@ def main() -> None:
             unseen = validation_part(splits.val, val_set.block_size, "select")
             diverged = learn_natural_text(run, trunk, generator, splits.train, unseen, saved)
             saved = None
-            if settings.head != "likelihood":
-                model.transformer.load_state_dict(trunk.transformer.state_dict())
+            model.take_trunk(trunk)
 
         # the head learns labels
-        untrained = untrained_copy(model) if settings.control else None
-        if settings.head == "likelihood":
+        untrained = model.copy_to_train() if settings.control else None
+        if model.is_ratio:
             learn = learn_mixture
         else:
             inputs, depth = head_inputs(run, model)
@@ -309,7 +302,7 @@ def main() -> None:
     if ranks.rank == 0:
         forget_features(features_folder(settings))
         draw_skill(skill, f"{settings.head} head", output.with_suffix(".png"))
-    print_skill(skill, judged_on, settings.head)
+    print_skill(skill, judged_on, model)
     say(f"Saved {settings.output_path} and {output.with_suffix('.png')}")
     ranks.wait()  # for what rank 0 alone writes
     if diverged:
@@ -366,26 +359,19 @@ def load_trunk(
     return trunk
 
 
-def reward_gpt(settings: RewardModelSettings, trunk: GPT) -> GPT:
-    """A GPT with a new last or position head on the trunk's weights, frozen but for what is to be trained."""
+def new_reward_model(settings: RewardModelSettings, trunk: GPT, generator: GPT, sampling: Sampling) -> RewardModel:
+    """A reward model with a new head on the trunk's weights; what learns from labels is frozen but for what is to."""
     seed_step(settings.seed, "reward_head")
-    model = GPT(
-        replace(
-            trunk.config,
-            mode="reward",
-            reward_head_type=settings.head,
-            reward_head_hidden_dim=settings.reward_head_hidden_dim,
-        )
-    )
-    model.transformer.load_state_dict(trunk.transformer.state_dict())
-    count = freeze_trunk(model, settings.unfreeze_layers)
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    what = "the head alone" if count == 0 else f"the head and {count} of {model.config.n_layer} blocks"
-    say(f"Training {what}: {trainable:,} of {model.num_parameters():,} parameters")
+    model = settings.model_class.on_trunk(trunk, generator, sampling, settings.reward_head_hidden_dim)
+    if not model.is_ratio:
+        count = freeze_trunk(model, settings.unfreeze_layers)
+        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        what = "the head alone" if count == 0 else f"the head and {count} of {model.config.n_layer} blocks"
+        say(f"Training {what}: {trainable:,} of {model.num_parameters():,} parameters")
     return model
 
 
-def freeze_trunk(model: GPT, unfreeze_layers: int) -> int:
+def freeze_trunk(model: TrunkRewardModel, unfreeze_layers: int) -> int:
     """Freeze the trunk but for its last blocks (and the last normalisation with them); returns how many are trained."""
     n_layer = model.config.n_layer
     if unfreeze_layers > n_layer:
@@ -422,7 +408,7 @@ def learn_natural_text(
         LM_MOMENTUM,
     )
     batches = WholeSplitBatches(unseen, trunk.config.block_size, trunk.rows_at_a_time(), ranks.device)
-    is_mixed = settings.head == "likelihood"
+    is_mixed = settings.model_class.is_ratio
     generator_log_probs = text_log_probs(generator, batches) if is_mixed and ranks.rank == 0 else None
     best_state, best_step, best_loss, diverged, step, judged = None, 0, math.inf, None, 0, False
     if saved is not None:
@@ -546,7 +532,7 @@ def fit_mixture(run: Run, model: LikelihoodRewardModel, control: bool) -> tuple[
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = crossover_loss(model.calibrated(ratios), targets, run.settings.loss_name)
+        loss = model.loss(model.calibrated(ratios), targets, run.settings.loss_name)
         loss.backward()
         return loss
 
@@ -569,9 +555,11 @@ def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
     return targets[random_stream(seed, "control").permutation(len(targets))]
 
 
-def head_inputs(run: Run, model: GPT) -> tuple[tuple[np.ndarray | Tensor, np.ndarray | Tensor], int | None]:
+def head_inputs(
+    run: Run, model: TrunkRewardModel
+) -> tuple[tuple[np.ndarray | Tensor, np.ndarray | Tensor], int | None]:
     """What a head on a trunk reads in every epoch, of the training and of the validation set: tokens, with depth None,
-    or what the frozen blocks up to that depth say of them.
+    or `model.features` of them at that depth.
     """
     depth = frozen_depth(model) if run.settings.cache_features else None
     if depth is None:
@@ -582,7 +570,7 @@ def head_inputs(run: Run, model: GPT) -> tuple[tuple[np.ndarray | Tensor, np.nda
 
 def learn_head(
     run: Run,
-    model: GPT,
+    model: TrunkRewardModel,
     inputs: tuple[np.ndarray | Tensor, np.ndarray | Tensor],
     depth: int | None,
     saved: dict[str, Any] | None = None,
@@ -620,7 +608,7 @@ def learn_head(
         told |= {"best_state": best_state, "learned": learned, "epoch": epoch, "first": first, "loss_sum": loss_sum}
         return head_state(run, start, diverged) | told
 
-    forward, loss_of_batch = parallel(model, ranks), partial(weighted_loss, depth=depth, settings=settings)
+    forward, loss_of_batch = parallel(model, ranks), partial(weighted_loss, depth=depth, loss=settings.loss_name)
     num_samples, max_epochs = len(run.train_set), settings.max_epochs if control_epochs is None else control_epochs
     with run.state.kept(progress_so_far):
         while epoch <= max_epochs and not stopping.should_stop:
@@ -679,15 +667,10 @@ def in_epoch(error: UserError, epoch: int) -> str:
 
 
 def weighted_loss(
-    model: GPT, inputs: Tensor, targets: Tensor, weight: float, depth: int | None, settings: RewardModelSettings
+    model: TrunkRewardModel, inputs: Tensor, targets: Tensor, weight: float, depth: int | None, loss: str
 ) -> Tensor:
-    """`weight` times the loss () against targets (B, 2)."""
-    return weight * head_loss(head_output(model, inputs, depth), targets, settings)
-
-
-def head_loss(output: Tensor, targets: Tensor, settings: RewardModelSettings) -> Tensor:
-    """The loss () of what `head_output` gives, against targets (B, 2)."""
-    return (reward_loss if settings.head == "last" else crossover_loss)(output, targets, settings.loss_name)
+    """`weight` times the loss () of that name against targets (B, 2)."""
+    return weight * model.loss(model.output(inputs, depth), targets, loss)
 
 
 def train_what_learns(model: GPT) -> None:
@@ -699,26 +682,18 @@ def train_what_learns(model: GPT) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: GPT, inputs: np.ndarray | Tensor, depth: int | None) -> tuple[float, Tensor]:
+def evaluate(run: Run, model: TrunkRewardModel, inputs: np.ndarray | Tensor, depth: int | None) -> tuple[float, Tensor]:
     """Mean loss over the selection rows, and P(natural) (n,) of each."""
     model.eval()
     settings, rows = run.settings, run.select_rows
     total, predictions, size = 0.0, [], model.rows_at_a_time()
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
-        output = head_output(model, to_device(inputs, part, run.ranks.device), depth)
+        output = model.output(to_device(inputs, part, run.ranks.device), depth)
         targets = to_device(run.val_set.y, part, run.ranks.device)
-        total += head_loss(output, targets, settings).item() * len(part)
-        natural = output.softmax(-1)[:, 0] if settings.head == "last" else natural_share(output)
-        predictions.append(natural.cpu())
+        total += model.loss(output, targets, settings.loss_name).item() * len(part)
+        predictions.append(model.share(output).cpu())
     return total / len(rows), torch.cat(predictions)
-
-
-def untrained_copy(model: GPT | LikelihoodRewardModel) -> GPT | LikelihoodRewardModel:
-    """A model with the same trunks and a head of its own, as it is now."""
-    if isinstance(model, LikelihoodRewardModel):
-        return LikelihoodRewardModel(model.natural, model.generator, model.sampling).to(model.mixture.device).eval()
-    return copy.deepcopy(model)
 
 
 def control_figures(prediction: Tensor | None, truth: Tensor, blocks: Tensor, seed: int) -> dict[str, float | None]:
@@ -730,20 +705,18 @@ def control_figures(prediction: Tensor | None, truth: Tensor, blocks: Tensor, se
 
 
 @torch.no_grad()
-def predict(
-    model: GPT | LikelihoodRewardModel, dataset: RewardDataset, rows: np.ndarray, device: torch.device
-) -> Tensor:
+def predict(model: RewardModel, dataset: RewardDataset, rows: np.ndarray, device: torch.device) -> Tensor:
     """P(natural) (n,) of some rows, as whoever uses the model sees it."""
     parts = np.array_split(rows, -(-len(rows) // model.rows_at_a_time()))
     predictions = (model(to_device(dataset.x, part, device))[0][:, 0].cpu() for part in parts)
     return torch.cat(list(counted(predictions, len(parts), "Skill")))
 
 
-def print_skill(skill: dict[str, Any], of_what: str, head: str) -> None:
+def print_skill(skill: dict[str, Any], of_what: str, model: RewardModel) -> None:
     """Tell how well the reward model sees, and plainly so where it does not."""
     say(f"\nSkill on {of_what}:")
     say(describe_skill(skill))
-    if head != "likelihood" and better_than_constant(skill.get("control_r2_low")):
+    if not model.is_ratio and better_than_constant(skill.get("control_r2_low")):
         say("The control sees as well: some of this skill was not learned from labels (try more blocks, another seed).")
     if not better_than_constant(skill["r2_low"]):
         why = (

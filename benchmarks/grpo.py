@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,7 +27,7 @@ from model import GPT, GPTConfig
 from objectives import group_advantages
 from optimization import clip_gradients, make_optimizers
 from ranks import Ranks, parallel
-from reward_model import Judge
+from reward_model import Judge, LastRewardModel
 from rollouts import written_mask
 from run_log import say
 from runtime import run_main
@@ -64,8 +64,7 @@ class Ours:
         self.policy = GPT(SHAPE).eval()
         reference = GPT(SHAPE).eval()
         reference.load_state_dict(self.policy.state_dict())
-        reward_model = GPT(replace(SHAPE, mode="reward")).eval()
-        reward_model.transformer.load_state_dict(reference.transformer.state_dict())
+        reward_model = LastRewardModel.on_trunk(reference, reference, Sampling(), SHAPE.reward_head_hidden_dim).eval()
         self.judge = Judge(reward_model, reference)
         self.optimizers = make_optimizers(self.policy, learning_rate=LEARNING_RATE, weight_decay=0.0)
         self.completer, self.forward = Completer(self.policy, SHAPE.block_size), parallel(self.policy, Ranks())

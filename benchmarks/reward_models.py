@@ -23,6 +23,7 @@ from data_loader import dataset_folder, open_token_file
 from frozen_features import to_device
 from provenance import rows_by_part, samples_per_block
 from reward_dataset_loader import RewardDataset
+from reward_model import REWARD_MODELS
 from run_log import say
 from runtime import run_main
 from settings import Problems, parse_settings
@@ -101,7 +102,7 @@ def main() -> None:
         for head in settings.heads:
             options = {"control": False, **HEADS[head], "seed": settings.seed}
             if settings.quick:
-                options |= {"max_epochs": 1} if options["head"] != "likelihood" else {"lm_iters": 4}
+                options |= {"lm_iters": 4} if REWARD_MODELS[options["head"]].is_ratio else {"max_epochs": 1}
             file_name = f"{name}_{re.sub('[^a-z0-9]+', '_', head)}"
             rows.append([*about, head, *skill_cells(pipeline.judge(file_name, generator, data, **options))])
     header = ["generator's loss", "N", "samples", "reward model", "R² (95%)", "MAE, tokens", "AUC", "seconds"]

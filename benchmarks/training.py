@@ -24,6 +24,7 @@ from pipeline import ROOT, Pipeline, markdown, val_loss
 
 from data_loader import TokenSplits, dataset_folder, write_token_files
 from frozen_features import frozen_depth, to_device
+from generation import Sampling
 from model import GPT, GPTConfig
 from optimization import clip_gradients, make_optimizers
 from ranks import Ranks
@@ -31,7 +32,7 @@ from run_log import RunLog, read_records, say
 from run_state import RunState
 from runtime import run_main
 from settings import Problems, parse_settings
-from train_reward_model import RewardModelSettings, Run, head_inputs, learn_head, reward_gpt
+from train_reward_model import RewardModelSettings, Run, head_inputs, learn_head, new_reward_model
 
 NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
 PARTS = ("loss", "throughput", "reward", "grpo", "start", "memory")
@@ -257,7 +258,7 @@ def reward_epochs(settings: TrainingBenchSettings) -> None:
                 with RunLog(Path(folder, "model.jsonl")) as log:
                     state = RunState(own.output_path, own, {}, Ranks())
                     run = Run(own, Ranks(), state, log, train_set, val_set, np.arange(256))
-                    model = reward_gpt(own, trunk)
+                    model = new_reward_model(own, trunk, trunk, Sampling())
                     start = time.perf_counter()
                     inputs, depth = head_inputs(run, model)
                     learn_head(run, model, inputs, depth)

@@ -100,6 +100,27 @@ def test_the_floor_test_would_notice():
     assert faults("runtime", 0, {"settings"}) == ["settings"]
 
 
+def asks_which_head(source: str) -> list[str]:
+    """Comparisons of a head's name, and isinstance of a reward model's class."""
+    questions = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+            operands = [node.left, *node.comparators]
+            named = re.compile(r"\b(head|reward_head_type|head_type)(['\"]\])?$")
+            questions += [ast.unparse(node)] if any(named.search(ast.unparse(part)) for part in operands) else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            questions += [ast.unparse(node)] if re.search(r"\w+RewardModel\b", ast.unparse(node.args[1])) else []
+    return questions
+
+
+def test_only_reward_model_py_asks_which_head_it_is():
+    """Elsewhere a reward model is asked what it can do. model.py checks the field of its own config."""
+    asking = {path.name for path in [*FILES, *ROOT.glob("benchmarks/*.py")] if asks_which_head(path.read_text("utf-8"))}
+    assert asking <= {"reward_model.py", "model.py"}
+    source = "a = settings.head == 'last'\nif model['head'] != x: pass\nisinstance(m, GPT | LikelihoodRewardModel)\n"
+    assert len(asks_which_head(source + "isinstance(m, GPT)\nfirst.heads == 3\nbest_by == 'last'\n")) == 3
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_every_file_begins_with_purpose_command_and_floor(path):
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))

@@ -693,7 +693,7 @@ def test_a_full_disk_leaves_the_older_file_as_it_was(good, tmp_path):
     [
         ("train", train, "get_batch", 3),
         ("prepare_reward_data", prepare_reward_data, "make_samples", 1),
-        ("train_reward_model", train_reward_model, "reward_loss", 2),
+        ("train_reward_model", train_reward_model, "weighted_loss", 2),
         ("train_grpo", train_grpo, "rollout", 1),
     ],
 )

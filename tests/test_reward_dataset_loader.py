@@ -488,6 +488,36 @@ def test_damage_in_a_later_chunk_is_found(folder, monkeypatch, capsys):
     assert len(sentences) == 2 and "row 16 is" in sentences[0] and "row 13 holds token 300" in sentences[1]
 
 
+DAMAGES = {
+    "Probability sums": lambda folder, x, y: write_split(folder, "train", x, y * 0.9),
+    "Token ranges": lambda folder, x, y: write_split(folder, "train", x + 65, y),
+    "Split consistency": lambda folder, x, y: write_split(folder, "train", x, y, samples_per_chunk=4),
+    "Tokenization": lambda folder, x, y: write_split(folder, "train", x, y, vocab_size=66),
+    "File integrity": lambda folder, x, y: cut(folder / "train_y.bin", 1),
+    "Metadata": lambda folder, x, y: write_split(folder, "train", x, y, drop=("vocab_size",)),
+}
+
+
+@pytest.mark.parametrize("check", loader.CHECKS, ids=lambda check: check.name)
+def test_every_check_of_the_table_reaches_the_report_and_the_errors(folder, capsys, check):
+    """Damage of its kind is found by this check alone; report, exception and what is returned say the same sentence."""
+    DAMAGES[check.name](folder, *make_arrays(18, 8))
+    ((name, sentence),) = print_quality_report(folder)
+    report = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("    ")]
+    assert name == check.name and f"⚠️ {name}: {sentence.splitlines()[0]}" in report
+    rest = [line for line in report if line.startswith("✅") or "Not checked for train" in line]
+    assert len(rest) == len(loader.CHECKS) - 1
+    with pytest.raises(UserError) as caught:
+        loader.open_checked_splits(folder)
+    assert str(caught.value).startswith(f"ERROR: {sentence}\nMake the dataset with: python prepare_reward_data.py")
+    if check.reads == "rows":  # too slow to be done wherever a dataset is opened
+        create_reward_dataloaders(folder)
+    else:
+        with pytest.raises(UserError) as caught:
+            create_reward_dataloaders(folder)
+        assert str(caught.value).startswith(f"ERROR: {sentence}\n")
+
+
 def test_metadata_problems_stand_in_their_line(folder, capsys):
     write_split(folder, "val", *make_arrays(2, 8), drop=("vocab_size",))
     print_quality_report(folder)

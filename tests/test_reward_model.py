@@ -1,8 +1,9 @@
-"""reward_model.py: the likelihood head against Bayes by hand, on text of two known models; its checkpoints."""
+"""reward_model.py: three heads, one interface; the likelihood head against Bayes by hand; its checkpoints."""
 
 import dataclasses
 import math
 import os
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch.nn import functional as F
 
 from checkpoint import build_model, load_checkpoint, save_checkpoint
 from generation import Completer, Sampling, generate
-from model import GPT, GPTConfig
+from model import GPT, REWARD_HEADS, GPTConfig
 from objectives import MAX_LOG_RATIO
-from reward_model import LikelihoodRewardModel, make_reward_model
+from reward_model import REWARD_MODELS, LikelihoodRewardModel, make_reward_model, parts_of
 from runtime import UserError
 from skill import calibration, r_squared
+from train_reward_model import RewardModelSettings
 
 N, V = 12, 5
 CONFIG = GPTConfig(block_size=N, vocab_size=V, n_layer=1, n_head=2, n_embd=16)
@@ -213,17 +215,95 @@ def test_models_of_other_tokens_are_refused(name, value):
         LikelihoodRewardModel(other, tiny_gpt(1))
 
 
-def test_a_gpt_alone_has_no_likelihood_head():
-    config = dataclasses.replace(CONFIG, mode="reward", reward_head_type="likelihood")
-    with pytest.raises(UserError, match=r"a likelihood head stands on two models: .*LikelihoodRewardModel"):
+@pytest.mark.parametrize("head", ["position", "likelihood"])
+def test_a_gpt_has_the_last_head_alone(head):
+    config = dataclasses.replace(CONFIG, mode="reward", reward_head_type=head)
+    with pytest.raises(UserError, match=rf"reward_head_type='{head}': .*make_reward_model"):
         GPT(config)
+    assert GPT(dataclasses.replace(config, mode="generator")).config.reward_head_type == head
+
+
+def test_a_likelihood_head_needs_its_generator():
+    config = dataclasses.replace(CONFIG, mode="reward", reward_head_type="likelihood")
+    with pytest.raises(UserError, match="a likelihood head stands on two models: name its generator's config too"):
+        make_reward_model(config)
     made = make_reward_model(config, CONFIG, Sampling(top_k=2))
-    assert isinstance(made, LikelihoodRewardModel) and made.sampling.top_k == 2
-    for head in ("last", "position"):
-        config = dataclasses.replace(config, reward_head_type=head)
-        assert isinstance(made := make_reward_model(config), GPT) and made.config == config
-    config = dataclasses.replace(config, mode="generator", reward_head_type="likelihood")
-    assert isinstance(make_reward_model(config), GPT)
+    assert parts_of(made) == {"generator_config": CONFIG, "sampling": {"temperature": 1.0, "top_k": 2, "top_p": None}}
+    assert parts_of(GPT(CONFIG)) == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# three heads, one interface
+
+
+def test_every_head_has_its_class():
+    heads = get_args(get_type_hints(RewardModelSettings)["head"])
+    assert set(REWARD_MODELS) == set(REWARD_HEADS) == set(heads)
+    for head, kind in REWARD_MODELS.items():
+        assert RewardModelSettings(head=head).loss_name == kind.losses[0]
+
+
+@pytest.mark.parametrize("head", REWARD_HEADS)
+def test_every_head_answers_the_same_questions(head):
+    """What `output` says is what `forward` says; a loss falls along its own gradient; evidence or a clear refusal."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(CONFIG, mode="reward", reward_head_type=head)
+    model = make_reward_model(config, CONFIG)
+    assert type(model) is REWARD_MODELS[head] and model.config == config
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    idx = torch.randint(V, (6, N))
+    targets = torch.tensor([[k / N, 1 - k / N] for k in (1, 3, 5, 6, 8, 11)])
+    probabilities, loss = model(idx, targets)
+    assert probabilities.shape == (6, 2) and probabilities[:, 0].std() > 1e-4
+    assert loss.item() == pytest.approx((probabilities - targets).square().mean().item())
+    output = model.output(idx)
+    torch.testing.assert_close(model.share(output), probabilities[:, 0])
+    for name in model.losses:
+        value = model.loss(model.output(idx), targets, name)
+        model.zero_grad()
+        value.backward()
+        with torch.no_grad():
+            moved = [p for p in model.parameters() if p.grad is not None]
+            norm = sum(p.grad.square().sum() for p in moved).sqrt()
+            assert norm > 0
+            for parameter in moved:
+                parameter.sub_(1e-3 / norm * parameter.grad)
+            assert model.loss(model.output(idx), targets, name) < value
+    if model.knows_tokens:
+        assert model.evidence(idx).shape == model.token_probabilities(idx).shape == (6, N)
+    else:
+        for method in (model.evidence, model.token_probabilities):
+            with pytest.raises(UserError, match="knows nothing of single tokens: use a 'position' or a 'likelihood'"):
+                method(idx)
+
+
+@pytest.mark.parametrize("head", REWARD_HEADS)
+def test_a_copy_learns_without_its_original(head):
+    config = dataclasses.replace(CONFIG, mode="reward", reward_head_type=head)
+    model = make_reward_model(config, CONFIG)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    other = model.copy_to_train()
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
+    learned = [p for name, p in other.named_parameters() if name.startswith(("reward_head.", "mixture"))]
+    with torch.no_grad():
+        for parameter in learned:
+            parameter.add_(1.0)
+    assert learned and all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("head", REWARD_HEADS)
+def test_a_reward_model_takes_a_trunk_that_has_learned(head):
+    trunk = tiny_gpt(5)
+    model = REWARD_MODELS[head].on_trunk(trunk, tiny_gpt(2), Sampling(), 9)
+    with torch.no_grad():
+        trunk.transformer.h[0].mlp.c_fc.weight.add_(1.0)
+    model.take_trunk(trunk)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    state = model.state_dict()
+    assert torch.equal(state[name] if name in state else state[f"natural.{name}"], trunk.state_dict()[name])
+    assert model.config.reward_head_hidden_dim == (9 if "reward_head.0.weight" in state else 256)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

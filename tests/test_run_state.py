@@ -147,8 +147,8 @@ def trainers(corpus, generator, reward_data, seeing_reward_model):
     return {
         "train": (train, "get_batch", {**TINY_TRAIN, "dataset": corpus, "dropout": 0.1, "patience": 3}),
         "likelihood": (train_reward_model, "get_batch", {**data, **natural, "control": False}),
-        "position": (train_reward_model, "head_loss", {**data, **natural, **position}),
-        "last": (train_reward_model, "head_loss", {**data, **labels, "head": "last"}),
+        "position": (train_reward_model, "weighted_loss", {**data, **natural, **position}),
+        "last": (train_reward_model, "weighted_loss", {**data, **labels, "head": "last"}),
         "grpo": (train_grpo, "rollout", {**grpo, **TINY_GRPO, "max_steps": 6, "lm_coef": 0.1, "updates_per_step": 2}),
     }
 

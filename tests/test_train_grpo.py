@@ -310,7 +310,7 @@ def test_a_verdict_is_what_the_checkpoints_say(request, corpus, generator, judge
         with torch.no_grad():
             reference.transformer.ln_f.weight.mul_(1.5)
     asked = Judge(model, reference)
-    assert (asked.is_start or asked.stands_on_start) != of_another
+    assert asked.is_shared != of_another
     ids = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16)[: 90 * 5].astype(np.int64)).view(-1, 5)
     verdict = asked(ids)
     with torch.no_grad():

@@ -32,7 +32,7 @@ from model import GPT
 from objectives import crossover_loss
 from prepare_reward_data import save_reward_dataset
 from reward_dataset_loader import RewardDataset
-from reward_model import LikelihoodRewardModel
+from reward_model import RewardModel
 from run_log import read_records
 from runtime import UserError, hash_file
 from skill import measure_skill
@@ -52,7 +52,7 @@ def good(tmp_path, generator, reward_data) -> dict:
     return {**paths, "control": False, "device": "cpu"}
 
 
-def trained(options: dict) -> tuple[dict, GPT | LikelihoodRewardModel]:
+def trained(options: dict) -> tuple[dict, RewardModel]:
     """The checkpoint that a run left, and its model."""
     path = options["output_path"]
     checkpoint = load_checkpoint(path)
@@ -331,17 +331,17 @@ def test_what_diverges_after_a_good_epoch_leaves_the_good_model(monkeypatch, goo
     before = {**options, "output_path": tmp_path / "before.pt", "max_epochs": epochs_before}
     succeed("train_reward_model", **before)
     calls, batches = [], -(-1168 // 128)
-    original = train_reward_model.head_loss if place == "loss" else train_reward_model.evaluate
+    function = "weighted_loss" if place == "loss" else "evaluate"
+    original = getattr(train_reward_model, function)
 
-    def diverges(*arguments):
+    def diverges(*arguments, **keywords):
         calls.append(1)
         if place == "evaluation":
             value, prediction = original(*arguments)
             return (math.inf if len(calls) > epochs_before else value), prediction
-        # of every epoch: its batches and one evaluation
-        return original(*arguments) * (math.nan if len(calls) > epochs_before * (batches + 1) + 3 else 1)
+        return original(*arguments, **keywords) * (math.nan if len(calls) > epochs_before * batches + 3 else 1)
 
-    monkeypatch.setattr(train_reward_model, "head_loss" if place == "loss" else "evaluate", diverges)
+    monkeypatch.setattr(train_reward_model, function, diverges)
     line = refuse_in_one_line("train_reward_model", **{**options, "max_epochs": 9})
     kept = trained(before)[0]["training"]
     assert f"saved is the model of epoch {kept['epoch']}" in line and line.count("lower the learning rate") == 1
@@ -353,8 +353,8 @@ def test_what_diverges_after_a_good_epoch_leaves_the_good_model(monkeypatch, goo
 
 
 def test_what_diverges_at_once_leaves_nothing(monkeypatch, good):
-    original = train_reward_model.head_loss
-    monkeypatch.setattr(train_reward_model, "head_loss", lambda *arguments: original(*arguments) * math.nan)
+    original = train_reward_model.weighted_loss
+    monkeypatch.setattr(train_reward_model, "weighted_loss", lambda *a, **k: original(*a, **k) * math.nan)
     line = refuse_in_one_line("train_reward_model", **good, **POSITION)
     assert "is not finite" in line and line.count("lower the learning rate") == 1
     assert not good["output_path"].exists() and not good["output_path"].with_suffix(".png").exists()
