@@ -2,7 +2,7 @@
 
     python train_reward_model.py --base_model_path logs/model_checkpoint.pt --data_dir data/reward_dataset
 
-Floor 5. In: a generator's checkpoint, a reward dataset made with it, and the corpus where it lies. Out: the reward
+In: a generator's checkpoint, a reward dataset made with it, and the corpus where it lies. Out: the reward
 model that does best on the validation blocks that select, its R2 measured on those that report
 (data_loader.ValidationParts; also as a picture), and JSON records. First the trunk may learn more about natural text;
 then the head learns from labels.
@@ -19,39 +19,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import build_model, check_same_tokens, load_checkpoint, save_checkpoint
+from checkpoint import build_model, check_origin, check_same_tokens, check_unseen, load_checkpoint, save_checkpoint
 from data_loader import WholeSplitBatches, get_batch, validation_part
-from frozen_features import forget_features, frozen_depth, frozen_features, to_device
+from feature_cache import forget_features, frozen_depth, frozen_features, to_device
 from generation import Sampling
 from model import GPT, check_same_fields
 from objectives import mixture_loss, next_token_loss, text_log_probs
 from optimization import EarlyStopping, clip_gradients, cooldown_factor, copied, make_optimizers
-from provenance import (
-    check_origin,
-    check_unseen,
+from reward_dataset_loader import (
+    RewardDataset,
+    check_model_compatibility,
     check_variety,
     natural_text,
+    open_checked_splits,
     rows_by_part,
     samples_per_block,
     sampling_of,
 )
-from ranks import Ranks, parallel, start_ranks
-from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits
-from reward_model import REWARD_MODELS, LikelihoodRewardModel, RewardModel, TrunkRewardModel
-from run_log import RunLog, counted, format_size, make_tracker, progress, say
-from run_state import RunState, WriteError
-from runtime import (
-    UserError,
-    check_writable,
-    hash_file,
-    random_stream,
-    run_main,
-    seed_step,
-    select_device,
-    warn,
-)
-from settings import Problems, parse_settings
-from skill import (
+from reward_metrics import (
     MIN_BLOCKS,
     better_than_constant,
     bootstrap_r_squared,
@@ -61,6 +46,14 @@ from skill import (
     r_squared,
     skill_figures,
 )
+from reward_model import REWARD_MODELS, LikelihoodRewardModel, RewardModel, TrunkRewardModel
+from runtime.cli import Problems, parse_settings
+from runtime.device import random_stream, seed_step, select_device
+from runtime.distributed import Ranks, parallel, start_ranks
+from runtime.files import WriteError, check_writable, hash_file
+from runtime.process import UserError, run_main, warn
+from runtime.resume import RunState
+from runtime.run_log import RunLog, counted, format_size, make_tracker, progress, say
 
 DEFAULT_LM_ITERS = 400
 LM_WARMUP, LM_MOMENTUM = 20, 0.85  # steps until the learning rate falls, in a straight line to 0; Muon's momentum

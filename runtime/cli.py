@@ -1,9 +1,9 @@
 """Command lines and settings files: one dataclass a script becomes options, help and checks.
 
-    python -c "import settings; print(settings.read_config('config/shakespeare_char_cpu.py'))"
+    python -c "from runtime.cli import read_config; print(read_config('config/shakespeare_char_cpu.py'))"
 
-Floor 0. A settings file has nanoGPT's form, plain assignments, and is read as data: nothing in it is executed. A dict
-named after a script (`train = dict(max_iters=300)`) is for that script alone, so that one file can hold a whole cycle.
+A settings file has nanoGPT's form, plain assignments, and is read as data: nothing in it is executed. A dict named
+after a script (`train = dict(max_iters=300)`) is for that script alone, so that one file can hold a whole cycle.
 """
 
 import ast
@@ -18,15 +18,17 @@ from typing import Any, TypeVar
 
 import tyro
 
-from runtime import UserError
+from runtime.process import UserError
 
 Settings = TypeVar("Settings")
+ROOT = Path(__file__).resolve().parents[1]
 
-# The scripts that a section of a settings file can be for.
-SCRIPTS = (
-    *("train", "prepare_reward_data", "train_reward_model", "train_grpo", "run_cycles"),
-    *("evaluate", "sample", "reward_dataset_loader", "prepare"),
-)
+
+def script_names() -> list[str]:
+    """The project's scripts, for each of which a settings file can have a section: the files with a main()."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("data/*/prepare.py")]
+    return sorted({path.stem for path in files if "\ndef main()" in path.read_text(encoding="utf-8")})
+
 
 CONFIG_HELP = """
 
@@ -150,11 +152,12 @@ def split_config(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def _as_arguments(config: dict[str, Any], settings_class: type, script: str, path: str) -> list[str]:
     """The settings file's values as options, so that one parser checks the types of both."""
+    scripts = script_names()
     for name, value in config.items():
-        if name in SCRIPTS and not isinstance(value, dict):
+        if name in scripts and not isinstance(value, dict):
             raise UserError(f"ERROR: {path}: {name} is a script's section: write {name} = dict(NAME=VALUE)")
-        if isinstance(value, dict) and name not in SCRIPTS:
-            raise UserError(f"ERROR: {path}: section {name!r} is for no script; sections are {', '.join(SCRIPTS)}")
+        if isinstance(value, dict) and name not in scripts:
+            raise UserError(f"ERROR: {path}: section {name!r} is for no script; sections are {', '.join(scripts)}")
     values = {name: value for name, value in config.items() if not isinstance(value, dict)}
     values |= config.get(script, {})
     known = [field.name for field in dataclasses.fields(settings_class) if field.init]
@@ -171,7 +174,6 @@ def _as_arguments(config: dict[str, Any], settings_class: type, script: str, pat
 
 # ---------------------------------------------------------------------------------------------------------------------
 # settings files
-
 
 ARITHMETIC = {
     ast.Add: operator.add,
