@@ -30,6 +30,7 @@ NAMED_OTHERWISE = {
     "test_docs": "the documents",
     "test_dual_mode_gpt": "model",
     "test_end_to_end": "every script",
+    "test_golden_curves": "train, train_reward_model, train_grpo",
     "test_grpo_tasks": "train_grpo",
     "test_integration": "tokenization, loading and data preparation together",
     "test_kernels": "tests/kernels.py",
