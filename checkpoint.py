@@ -234,8 +234,11 @@ def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
     }
 
 
-def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any], allow_mismatch: bool) -> None:
-    """Raise UserError where the model was trained on other splits: its validation text may be training text here."""
+def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any], allow_mismatch: bool | None) -> None:
+    """Raise UserError where the model was trained on other splits: its training text may be validation text here.
+
+    `allow_mismatch` True warns instead; None: the script has no option for that.
+    """
     if trained is None:
         warn(
             "this checkpoint has no record of its training data; make sure that it used the same train/validation split"
@@ -247,9 +250,10 @@ def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any]
             for split in differing
         )
         if not allow_mismatch:
+            option = "" if allow_mismatch is None else ", or --allow_split_mismatch True"
             raise UserError(
-                f"ERROR: the model was trained on another train/validation split ({told}): the reward model would be "
-                "judged on text that the generator knows. Use the same data, or --allow_split_mismatch True"
+                f"ERROR: the model was trained on another train/validation split ({told}): its training text may hold "
+                f"validation text of this one. Use the same data{option}"
             )
         warn(f"the model was trained on another train/validation split ({told}), as allowed")
 
