@@ -8,6 +8,7 @@ likelihood reward model also `generator_config` (GPTConfig) and `sampling` (temp
 torch.load(weights_only=True): nothing in a checkpoint is executed.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -222,6 +223,15 @@ def build_model(
         missing, unexpected = model.load_state_dict(contents["model"], strict=False)
         assert all(name.startswith(HEADS) for name in missing + unexpected)
     return model.to(device).eval()
+
+
+def hash_weights(path: str | Path) -> str:
+    """sha256, in hexadecimal, of a checkpoint's weights: where and when they were trained does not change it."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_checkpoint(path)["model"].items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:

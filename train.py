@@ -23,6 +23,7 @@ from checkpoint import (
     check_same_splits,
     check_tokenizer,
     data_record,
+    hash_weights,
     load_checkpoint,
     save_checkpoint,
 )
@@ -44,7 +45,6 @@ from runtime import (
     UserError,
     autocast,
     check_writable,
-    hash_file,
     peak_memory_mb,
     random_stream,
     run_main,
@@ -295,7 +295,7 @@ def main() -> None:
     reads = {"corpus": data}
     if given.start_path is not None and not given.eval_only:
         ranks.everywhere(lambda: check_same_splits(start["data"], data, allow_mismatch=None))
-        reads["start"] = ranks.everywhere(lambda: hash_file(given.start_path))
+        reads["start"] = ranks.everywhere(lambda: hash_weights(given.start_path))
 
     # The state holds the settings as given: a start's shape is not among them, and no option of a run that goes on.
     state, saved = RunState(given.checkpoint_path, given, reads, ranks), None
@@ -544,7 +544,7 @@ def check_resumable(settings: TrainSettings, state: RunState, saved: dict[str, A
             f"{state.path} and start from scratch"
         )
     start = state.began["init_from"]
-    if "start" in state.reads and Path(start).is_file() and hash_file(start) != state.reads["start"]:
+    if "start" in state.reads and Path(start).is_file() and hash_weights(start) != state.reads["start"]:
         raise UserError(
             f"ERROR: {state.path} is of a run that began from another {start}; put that back, or delete the state and "
             f"start from scratch"
