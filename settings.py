@@ -132,7 +132,9 @@ def parse_settings(
     removed = []
     for name in getattr(settings_class, "REMOVED", ()):
         value, argv = _split_option(argv, name)
-        removed += [] if value is None else [name]
+        while value is not None:  # in the settings file and on the command line
+            removed.append(name)
+            value, argv = _split_option(argv, name)
     more = SECTION_HELP.format(own=script, others=", ".join(sections[1:])) if sections[1:] else ""
     settings = tyro.cli(
         settings_class,

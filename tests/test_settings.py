@@ -142,6 +142,43 @@ def test_keys_are_names_and_numbers_can_be_printed(config, text):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
+@dataclass
+class Ride:
+    """Take a ride."""
+
+    REMOVED = ("speed",)
+
+    miles: int = 1
+    """how many"""
+
+    def instead_of(self, removed: str) -> str:
+        return f"ERROR: {removed} is no more, over {self.miles} miles"
+
+
+@pytest.mark.parametrize("section", ["miles=5", "miles=5, speed=2"])
+@pytest.mark.parametrize("argv", [["--speed", "9"], ["--speed=9"], ["--speed=9", "--speed", "8"]])
+def test_a_removed_option_is_refused_with_what_takes_its_place(config, section, argv):
+    path = config(f"train = dict({section})")
+    for more, miles in (([], 5), (["--miles=3"], 3)):
+        with pytest.raises(UserError, match=f"^ERROR: speed is no more, over {miles} miles$"):
+            parse_settings(Ride, "train", [path, *argv, *more])
+    with pytest.raises(UserError, match="--speed needs a value"):
+        parse_settings(Ride, "train", ["--speed"])
+
+
+def test_another_section_of_the_same_script(config):
+    path = config("length = 1.5\ntrain = dict(steps=7)\nnatural_model = dict(steps=8)\n")
+    for argv, steps in ((["--section", "natural_model"], 8), (["--section=train"], 7), ([], 7)):
+        assert parse_settings(Walk, "train", [path, *argv]) == Walk(steps=steps, length=1.5)
+    for section in ("evaluate", "natural_modl", ""):
+        with pytest.raises(
+            UserError, match=f"^ERROR: --section={section}: train.py reads only the sections train, nat"
+        ):
+            parse_settings(Walk, "train", [path, f"--section={section}"])
+    with pytest.raises(UserError, match=r"train\.py has no setting 'stepz'"):
+        parse_settings(Walk, "train", [config("natural_model = dict(stepz=1)"), "--section", "natural_model"])
+
+
 def test_split_config():
     assert split_config([]) == (None, []) and split_config(["--steps", "3"]) == (None, ["--steps", "3"])
     assert split_config(["a.py", "--steps", "3"]) == split_config(["--steps", "3", "--config=a.py"])
