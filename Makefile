@@ -7,7 +7,7 @@ CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test bench-generation bench-reward-models bench-grpo bench-training lint format clean
+.PHONY: help setup run test test-kernels bench-generation bench-reward-models bench-grpo bench-training lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,6 +25,9 @@ run: setup ## train, detect, improve: the whole cycle on Shakespeare
 
 test: setup ## run the tests
 	$(PYTHON) -m pytest $(ARGS)
+
+test-kernels: setup ## run the tests with other processors' kernels, with two threads and in random order
+	$(PYTHON) tests/kernels.py $(ARGS)
 
 bench-generation: setup ## time text generation against the other ways (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt

@@ -64,7 +64,7 @@ class PolicyEvaluation:
         self,
         reward_model: Judge,
         tokenizer: TokenizationManager,
-        train_tokens: np.ndarray,
+        copies: "CopyFinder",
         val_tokens: np.ndarray,
         part: str,
         num_prompts: int,
@@ -73,7 +73,7 @@ class PolicyEvaluation:
         self.reward_model, self.tokenizer, self.part, self.seed = reward_model, tokenizer, part, seed
         self.length = reward_model.reference.config.block_size
         self.device = next(reward_model.reference.parameters()).device
-        self.tokens, self.copies = validation_part(val_tokens, self.length, part), CopyFinder(train_tokens)
+        self.tokens, self.copies = validation_part(val_tokens, self.length, part), copies
         self.drawn = draw_prompts(self.tokens, self.length, num_prompts, EVALUATION_SAMPLES, seed, "eval", part)
         self.natural_rewards = reward_model(self.drawn[0].to(self.device)).natural  # (P,)
 

@@ -357,8 +357,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     runner = Runner(config_path, settings.device, ledger)
 
-    losses = [runner.run(train_stage(folder, out))["select_loss"]]  # of version 1, 2, ...
+    runner.run(train_stage(folder, out))
     runner.run(perplexity_stage(1, folder, out))
+    losses: list[float] = []  # on the selecting part, of version 1, 2, ..., all as train_grpo.py measures them
     outcome = f"all {settings.num_cycles} cycles done"
     for cycle in range(1, settings.num_cycles + 1):
         judge, verdict = find_judge(runner, cycle, settings.reward_attempts, folder, out, natural)
@@ -366,7 +367,8 @@ def main() -> None:
             carry_on(ledger, cycle, verdict, out)
         else:
             ledger.forget_carried_on(base_model(out, cycle + 1).stem)
-            losses.append(runner.run(policy_stage(cycle, folder, out, judge))["select_loss"])
+            policy = runner.run(policy_stage(cycle, folder, out, judge))
+            losses = [*(losses or [policy["start_select_loss"]]), policy["select_loss"]]
         runner.run(perplexity_stage(cycle + 1, folder, out))
         if judge is None:
             outcome = f"ended in cycle {cycle} without GRPO: {verdict}; base model {cycle} is carried on"
@@ -510,7 +512,10 @@ def reward_stages(
 def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
     """GRPO, from one base model to the next."""
     next_model = base_model(out, cycle + 1)
-    names = ("steps", "stop_reason", "first_reward", "last_reward", "kept_step", "select_loss", "start", "kept")
+    names = (
+        *("steps", "stop_reason", "first_reward", "last_reward", "kept_step"),
+        *("select_loss", "start_select_loss", "start", "kept"),
+    )
     return Stage(
         next_model.stem,
         "train_grpo",
@@ -575,7 +580,7 @@ def perplexity_stage(version: int, folder: Path, out: Path) -> Stage:
         artefact.stem,
         "evaluate",
         artefact,
-        {"checkpoints": model, "baseline": base_model(out, 1)},
+        {"checkpoints": model} | ({"baseline": base_model(out, 1)} if version > 1 else {}),
         {"dataset": folder, "output_path": artefact, "part": "report"},
         lambda: read_json(artefact)[str(model)],
     )

@@ -72,9 +72,15 @@ def format_metrics(metrics: dict[str, Any]) -> str:
 
 
 def not_finite(metrics: dict[str, Any]) -> str:
-    """The figures that are NaN or infinite, as `name is value`; empty where none is."""
-    wrong = ((name, value) for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value))
-    return ", ".join(f"{name} is {value}" for name, value in wrong)
+    """The figures, also within dicts and lists, that are NaN or infinite, as `name is value`; empty where none is."""
+    wrong = []
+    for name, value in metrics.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            wrong.append(f"{name} is {value}")
+        elif isinstance(value, dict | list):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            wrong += filter(None, [not_finite({f"{name}.{key}": part for key, part in parts})])
+    return ", ".join(wrong)
 
 
 class Tracker(Protocol):

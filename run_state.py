@@ -87,12 +87,14 @@ def load_run_state(path: str | Path) -> dict[str, Any]:
         state = load_state(path)
     except UserError as error:
         raise UserError(f"{error}; delete it and start from scratch") from None
-    if (version := state.get("format_version", 1)) != FORMAT_VERSION:
+    is_state = all(isinstance(state.get(name), dict) for name in ("settings", "reads", "progress"))
+    version = state.get("format_version", 1)
+    if is_state and version != FORMAT_VERSION:
         raise UserError(
             f"ERROR: {path} has format_version {version!r:.20}; this program goes on from version {FORMAT_VERSION}: "
             "finish that run with the program that began it, or start with --init_from scratch"
         )
-    if not all(isinstance(state.get(name), dict) for name in ("settings", "began", "reads", "progress")):
+    if not is_state or not isinstance(state.get("began"), dict):
         raise UserError(f"ERROR: {path} is not the state of a run; start with --init_from scratch")
     return state
 
@@ -180,6 +182,10 @@ class RunState:
     def save(self, **progress: Any) -> None:
         """Write the state at an evaluation, from rank 0 alone, and remove what was set aside until now."""
         self._write(progress)
+        self.finish()
+
+    def finish(self) -> None:
+        """Remove what was set aside: the run has saved an evaluation, or made its output."""
         if self.ranks.rank == 0:
             for path in (*set_aside(self.path), *set_aside(self.log_path)):
                 path.unlink()

@@ -485,6 +485,7 @@ def main() -> None:
                     bar.set_postfix(loss=f"{train_loss:.3f}", tok_s=f"{rate:,.0f}")
                     step_time, step_count = 0.0, 0
             bar.update()
+    state.finish()
     say(f"Best select_loss: {best_loss:.4f} (perplexity {perplexity(best_loss):.3f}), on the selecting part of val.bin")
     say(f"Saved {settings.checkpoint_path}")
 

@@ -41,7 +41,7 @@ from objectives import (
 from optimization import EarlyStopping, clip_gradients, copied, make_optimizers
 from ranks import Ranks, gradients_stay, parallel, start_ranks
 from reward_model import Judge, Verdict
-from rollouts import PolicyEvaluation, draw_prompts, masked_mean, written_mask
+from rollouts import CopyFinder, PolicyEvaluation, draw_prompts, masked_mean, written_mask
 from run_log import RunLog, format_size, make_tracker, not_finite, picture, progress, read_records, say
 from run_state import RunState
 from runtime import (
@@ -51,6 +51,7 @@ from runtime import (
     random_stream,
     run_main,
     select_device,
+    until_main_ends,
     warn,
     write_json,
 )
@@ -143,8 +144,8 @@ class GRPOSettings:
     plateau_min_delta: float = 0.001
     """a smaller rise of the mean reward is no improvement"""
     update_kl_cap: float = 0.05
-    """end a step's updates when the KL from the policy that sampled exceeds this (nats a token), and the training when
-    a single update exceeds it at an evaluation"""
+    """end a step's updates when the KL from the policy that sampled exceeds this (nats a token); with one update a
+    step, end the training when an evaluation finds the step beyond it"""
     start_kl_cap: float = 0.5
     """end the training when the KL from the starting policy exceeds this (nats a token)"""
     natural_loss_cap: float = 0.3
@@ -177,9 +178,8 @@ class GRPOSettings:
         "allow_blind_reward",
         "max_steps",
         "reward_threshold",
+        "natural_threshold",
         "plateau_patience",
-        "start_kl_cap",
-        "natural_loss_cap",
     }
 
     def problems(self) -> Problems:
@@ -270,8 +270,9 @@ def main() -> None:
         return
     ranks.on_main(lambda: check_gate(settings, skill, r2))
 
+    copies = CopyFinder(train_tokens)
     selection, report = (
-        PolicyEvaluation(judge, tokenizer, train_tokens, val_tokens, part, settings.eval_prompts, settings.seed)
+        PolicyEvaluation(judge, tokenizer, copies, val_tokens, part, settings.eval_prompts, settings.seed)
         for part in ("select", "report")
     )
     stops, best = Stops(settings), Best(settings.best_by)
@@ -312,11 +313,9 @@ def main() -> None:
         if wrong := not_finite(record):
             raise ranks.common_error(diverged(f"{wrong}: lower the learning rate", step, best))
 
-    with (
-        RunLog(path.with_suffix(".jsonl"), saved and saved["num_records"], tracker=tracker) as log,
-        state.kept(progress_so_far),
-        progress(settings.max_steps, "GRPO", "step", initial=step) as bar,
-    ):
+    log = RunLog(path.with_suffix(".jsonl"), saved and saved["num_records"], tracker=tracker)
+    until_main_ends(log)
+    with state.kept(progress_so_far), progress(settings.max_steps, "GRPO", "step", initial=step) as bar:
         if start is None:
             first_look = ranks.on_main(lambda: selection(completer))
             with state.step():
@@ -391,9 +390,11 @@ def main() -> None:
             bar.set_postfix(reward=f"{figures['reward']:.3f}", kl=f"{figures['kl_start']:.3f}")
             bar.update()
 
-        policy.load_state_dict(best.state)
-        reported = ranks.on_main(lambda: report_figures(report, policy, reference, settings.seed))
-        log.log(step, quiet=True, final=True, kept_step=best.step, **reported["kept"])
+    # No longer within `kept`: the weights are now those of the kept policy, and not those of the last step.
+    policy.load_state_dict(best.state)
+    reported = ranks.on_main(lambda: report_figures(report, policy, reference, settings.seed))
+    check_finite(reported)
+    log.log(step, quiet=True, final=True, kept_step=best.step, **reported["kept"])
 
     first_reward, last_reward, window = first_and_last(stops.rewards, REWARD_STEPS)
     training = {"steps": step, "stop_reason": reason, "first_reward": first_reward, "last_reward": last_reward}
@@ -410,6 +411,7 @@ def main() -> None:
         f"Loss on the reporting part of natural text: {reported['start']['report_loss']:.4f} before, "
         f"{reported['kept']['report_loss']:.4f} after, difference {format_difference(reported)}"
     )
+    state.finish()
     say(f"Saved {path} and {path.with_suffix('.png')}")
 
 
@@ -466,6 +468,11 @@ def with_choices_made(settings: GRPOSettings, judge: Judge) -> GRPOSettings:
         raise UserError(
             f"ERROR: kl_estimator=k1 with beta={beta:g}: as a loss k1 has an expected gradient of 0; use "
             f"--kl_estimator k3 or k2, or the KL in the reward, where k1 is right: --beta 0 --kl_in_reward {beta:g}"
+        )
+    if judge.is_ratio and not judge.is_shared:
+        raise UserError(
+            f"ERROR: {settings.reward_model_path} holds another generator than {settings.base_model_path}: its "
+            "evidence is no ratio to this policy's start; make reward data and a reward model of this one"
         )
     best_by = settings.best_by if settings.best_by != "auto" else "divergence" if judge.is_ratio else "nearest"
     if judge.is_ratio and best_by == "nearest":
@@ -637,7 +644,7 @@ class Stops:
         for name in ("kl_start", "kl_now"):
             if (kl := record.get(name, 0.0)) > settings.start_kl_cap:
                 return f"KL cap: {kl:.3f} > {settings.start_kl_cap} nats a token from the start"
-        if record.get("updates") == 1 and (kl := record.get("kl_step", 0.0)) > settings.update_kl_cap:
+        if settings.updates_per_step == 1 and (kl := record.get("kl_step", 0.0)) > settings.update_kl_cap:
             return f"update KL cap: {kl:.3f} > {settings.update_kl_cap} nats a token in one update; lower learning_rate"
         rise = record.get("select_loss", start["select_loss"]) - start["select_loss"]
         if rise > settings.natural_loss_cap:

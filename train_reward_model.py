@@ -294,6 +294,7 @@ def main() -> None:
                 save_checkpoint(settings.output_path, model, *records, training)
         log.log(learned["epoch"], quiet=True, final=True, **skill)
 
+    state.finish()
     if ranks.rank == 0:
         forget_features(features_folder(settings))
         draw_skill(skill, f"{settings.head} head", output.with_suffix(".png"))

@@ -31,6 +31,7 @@ from tokenization_manager import TokenizationManager
 FREE = {
     "start_kl_cap": 100.0,
     "natural_loss_cap": 100.0,
+    "update_kl_cap": 100.0,
     "reward_threshold": 1.0,
     "plateau_patience": 10**6,
     "best_by": "last",

@@ -3,7 +3,7 @@
     python benchmarks/reward_models.py --strengths 1.89 1.55
 
 In: a corpus that data/NAME/prepare.py has made. Everything is made by the project's own scripts, in --out_dir; what is
-there is not made again. R2 with its 95% interval is of unseen natural text, the second half of the validation blocks.
+there is not made again. R2 with its 95% interval is of the validation blocks that report.
 """
 
 import re
@@ -165,7 +165,7 @@ def scoring_ratio(path: Path, data: Path, num_sequences: int = 1000, num_runs: i
 
 
 def fitted_skill(features: dict[str, np.ndarray], data: Path) -> dict[str, Any]:
-    """Skill of ridge regression from features (n, F) of both splits, its strength chosen on the selection half."""
+    """Skill of ridge regression from features (n, F) of both splits, its strength chosen on the selecting rows."""
     train, val = RewardDataset(data, "train"), RewardDataset(data, "val")
     select, report, _ = rows_by_part(val)
     mean, std = features["train"].mean(0), features["train"].std(0) + 1e-8

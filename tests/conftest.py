@@ -1,15 +1,17 @@
-"""What the tests share: one torch thread, a corpus of a few kilobytes, a small generator.  `pytest --fixtures`"""
+"""What the tests share: the order they run in, a corpus of a few kilobytes, a small generator.  `pytest --fixtures`
 
-import os
+CROSSOVER_TEST_SEED=7 shuffles modules, and tests within a module, by that seed, and gives torch two threads.
+"""
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the scripts that tests start; before torch is imported
-
+import inspect
+import re
 import signal
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from helpers import SEED, shuffled
 
 import checkpoint
 import data_loader
@@ -21,9 +23,28 @@ from tokenization_manager import TokenizationManager
 
 hypothesis.settings.register_profile("crossover", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("crossover")
-torch.set_num_threads(1)
 # A shell's background job ignores Ctrl-C, and hands that on to what it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+COMPARISONS = ("approx", "allclose", "assert_close", ".equal", "assert_same_weights", "assert_weights_near", "untimed(")
+NAMES = "|".join(map(re.escape, (*COMPARISONS, "assert_cache_changes_nothing")))
+FLOATS = re.compile(NAMES + r"|[<>]=? \d*\.?\d+e-\d+")  # and bounds such as `< 1e-5`
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the comparisons of floats, and shuffle if asked to."""
+    for item in items:
+        if FLOATS.search(inspect.getsource(item.function)):
+            item.add_marker("floats")
+    if SEED is not None:
+        items[:] = shuffled(items, SEED)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the seed of the order, so that a failure can be reproduced."""
+    if SEED is not None:
+        terminalreporter.write_line(f"CROSSOVER_TEST_SEED={SEED}")
+
 
 VERSE = """{name}:
 Shall I the {thing} of thine heart compare

@@ -2,7 +2,9 @@
 
     python -m pytest tests/test_end_to_end.py
 
-The artefacts of one tiny run, as fixtures, are in tiny_run.py.
+The artefacts of one tiny run, as fixtures, are in tiny_run.py. CROSSOVER_TEST_SEED=7 gives torch two threads, in this
+process and in those that tests start, and conftest.py an order of the tests by that seed; without it torch has one
+thread, with which tests of tiny models are fastest.
 """
 
 import contextlib
@@ -39,8 +41,11 @@ TINY_GRPO = {
     "device": "cpu",
 }
 
-# One thread: the sums of a test are then the same in this process and in one that it starts.
-torch.set_num_threads(1)
+# The sums of a test are the same in this process and in one that it starts, which inherits the variables.
+SEED = os.environ.get("CROSSOVER_TEST_SEED")
+NUM_THREADS = 1 if SEED is None else 2
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(NUM_THREADS))
+torch.set_num_threads(NUM_THREADS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,17 +103,22 @@ def refuse(script: str, *arguments: str, **options: Any) -> str:
     return finished.err
 
 
+def told_lines(err: str) -> list[str]:
+    """What is said on stderr, progress bars and torch's warnings aside."""
+    lines = [line for line in err.splitlines() if line.strip()]
+    return [line for line in lines if "it/s" not in line and "%|" not in line and not line.startswith("WARNING")]
+
+
 def refuse_in_one_line(script: str, *arguments: str, **options: Any) -> str:
     """As `refuse`; what is said, progress bars aside, is a single line."""
-    lines = [line for line in refuse(script, *arguments, **options).splitlines() if line.strip()]
-    lines = [line for line in lines if "it/s" not in line and "%|" not in line and not line.startswith("WARNING")]
+    lines = told_lines(refuse(script, *arguments, **options))
     assert len(lines) == 1, lines
     return lines[0]
 
 
 def start(*command: Any, **keywords: Any) -> subprocess.Popen:
     """Start Python on a command from the root, in a group of processes of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
@@ -147,6 +157,15 @@ def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
     process = start(*launch, ROOT / script, *as_arguments(options))
     out, err = process.communicate(timeout=240)
     return Finished(process.returncode, out, err)
+
+
+def shuffled(items: list[Any], seed: str) -> list[Any]:
+    """Collected tests in an order of that seed; those of a module stay together, as its fixtures are made once."""
+    draw, modules = random.Random(seed), {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    of_modules = draw.sample(list(modules.values()), len(modules))
+    return [item for module in of_modules for item in draw.sample(module, len(module))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,6 +226,17 @@ def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
     """Equal to the last bit."""
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def assert_weights_near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Ends of two trainings that differ in the order of their sums alone: 1e-5 apart on average.
+
+    No bound holds for each weight: Adam divides a gradient by its size, so that one which is all rounding moves its
+    weight by the learning rate, either way. Trainings on other batches end some 1e-3 apart, a learning rate.
+    """
+    assert one.keys() == other.keys()
+    apart = torch.cat([(one[name] - other[name]).abs().flatten() for name in one])
+    assert apart.mean() < 1e-5, (apart.mean(), apart.max())
 
 
 def prepare_options(corpus: Path, generator: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:

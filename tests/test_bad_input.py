@@ -607,7 +607,7 @@ def test_a_perplexity_beyond_a_float_is_null_and_a_loss_that_is_not_finite_is_re
     figures = strict_json((tmp_path / "out" / "e.json").read_text().replace("\n", ""))[0]
     assert figures[str(large)]["loss"] > 709 and figures[str(large)]["perplexity"] is None
     assert figures[str(generator)]["perplexity"] == math.exp(figures[str(generator)]["loss"])
-    broken = scaled(tmp_path / "broken.pt", generator, 3e37)
+    broken = scaled(tmp_path / "broken.pt", generator, 3e38)
     (tmp_path / "out" / "e.json").unlink()
     line = refuse_in_one_line("evaluate", **{**good["evaluate"], "checkpoints": [generator, broken]})
     assert re.fullmatch(rf"ERROR: the loss of {broken} is (nan|inf): .*; take an earlier checkpoint", line)

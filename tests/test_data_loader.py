@@ -282,8 +282,7 @@ def test_whole_split_batches_need_a_token_to_predict():
 def run_script(*arguments):
     """A script's result, run as a user runs it, from the root."""
     command = [sys.executable, *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_prepare_characters_end_to_end_and_the_benchmark_on_it(tmp_path):

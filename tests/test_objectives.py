@@ -104,7 +104,7 @@ def test_language_model_loss_leaves_ignored_targets_out():
     counts = [int((y != -1).sum()) for _, y in batches]
     with torch.no_grad():
         expected = sum(float(model(*batches[i])[1]) * counts[i] for i in (0, 2)) / sum(counts)
-    assert objectives.language_model_loss(model, batches) == pytest.approx(expected)
+    assert objectives.language_model_loss(model, batches) == pytest.approx(expected, rel=1e-5)
     assert objectives.language_model_loss(model, [(x, ignored)]) == math.inf
     assert objectives.language_model_loss(WithoutLoss(), [(x, y)]) == math.inf
 
@@ -122,9 +122,9 @@ class WithoutLoss(torch.nn.Module):
 
 def test_reward_losses_by_hand():
     scores, targets = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.5, 0.5]])  # probabilities 1/4, 3/4
-    assert objectives.reward_loss(scores, targets).item() == pytest.approx(0.0625)
+    assert objectives.reward_loss(scores, targets).item() == pytest.approx(0.0625, rel=1e-5)
     by_hand = -0.5 * (math.log(0.25) + math.log(0.75))
-    assert objectives.reward_loss(scores, targets, "cross_entropy").item() == pytest.approx(by_hand)
+    assert objectives.reward_loss(scores, targets, "cross_entropy").item() == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_reward_losses_take_scores_or_log_probabilities():
@@ -305,7 +305,7 @@ def test_the_mixture_is_the_best_on_a_grid(values):
     ratios = np.exp(np.clip(values, -10, 10))
     losses = -np.log1p(np.outer(np.linspace(0, 1, 2001), ratios - 1)).mean(1)
     assert objectives.mixture_loss(torch.tensor(values)) == pytest.approx(losses.min(), abs=1e-3)
-    assert objectives.mixture_loss(torch.tensor(values)) <= losses.min() + 1e-6
+    assert objectives.mixture_loss(torch.tensor(values)) <= losses.min() + 1e-5  # ratios up to e^10 in float32
 
 
 def test_mixtures_by_hand():
@@ -324,7 +324,7 @@ def test_mixtures_by_hand():
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_equal_the_reference(scale):
     ours = group_advantages(torch.tensor(INPUTS["rewards"]), INPUTS["G"], scale)
-    torch.testing.assert_close(ours, torch.tensor(REFERENCE[f"advantages/{scale}"]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours, torch.tensor(REFERENCE[f"advantages/{scale}"]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -372,9 +372,9 @@ def test_advantages_refuse_bad_input():
 
 def test_kl_estimates_by_hand():
     policy, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
-    assert kl_estimate(policy, reference, "k1").item() == pytest.approx(math.log(2))
-    assert kl_estimate(policy, reference, "k2").item() == pytest.approx(math.log(2) ** 2 / 2)
-    assert kl_estimate(policy, reference, "k3").item() == pytest.approx(0.5 - 1 + math.log(2))
+    assert kl_estimate(policy, reference, "k1").item() == pytest.approx(math.log(2), rel=1e-5)
+    assert kl_estimate(policy, reference, "k2").item() == pytest.approx(math.log(2) ** 2 / 2, rel=1e-5)
+    assert kl_estimate(policy, reference, "k3").item() == pytest.approx(0.5 - 1 + math.log(2), rel=1e-5)
 
 
 def test_k1_and_k3_have_the_kl_as_their_mean():
@@ -482,8 +482,8 @@ def test_policy_loss_equals_the_reference(name):
         max_completion_length=INPUTS["max_completion_length"],
     )
     loss.backward()
-    assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
-    torch.testing.assert_close(log_probs.grad, torch.tensor(expected["grad"]), rtol=0, atol=1e-6)
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(log_probs.grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-6)
     names = {
         "kl": "kl",
         "clip_ratio/low_mean": "clip_low",
@@ -493,7 +493,7 @@ def test_policy_loss_equals_the_reference(name):
         "clip_ratio/high_max": "clip_high_max",
     }
     for theirs, value in expected["metrics"].items():
-        assert metrics[names[theirs]].item() == pytest.approx(value, abs=1e-6), theirs
+        assert metrics[names[theirs]].item() == pytest.approx(value, rel=1e-5, abs=1e-6), theirs
     assert ("kl" in metrics) == bool(beta)
 
 
@@ -623,7 +623,7 @@ def test_metrics_by_hand():
     log_probs = torch.tensor([[math.log(1.5), 0.0], [math.log(0.5), -9.0]])
     mask, advantages = torch.tensor([[True, True], [True, False]]), torch.tensor([1.0, -1.0])
     loss, metrics = policy_loss(log_probs, old, advantages, mask, reference_log_probs=log_probs)
-    assert loss.item() == pytest.approx((-(1.2 + 1) / 2 + 0.8) / 2)
+    assert loss.item() == pytest.approx((-(1.2 + 1) / 2 + 0.8) / 2, rel=1e-5)
     by_hand = {
         "ratio_mean": 1.0,
         "approx_kl": (0.5 - math.log(1.5) + 0.0 - 0.5 - math.log(0.5)) / 3,
@@ -634,13 +634,13 @@ def test_metrics_by_hand():
         "clip_low_min": 0.0,
         "clip_high_max": 0.5,
     }
-    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(by_hand)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(by_hand, rel=1e-5)
     # By sequences: exp(log 1.5 / 2) = 1.22 is clipped above, 0.5 below.
     _, metrics = policy_loss(log_probs, old, advantages, mask, importance_level="sequence")
     assert [metrics[name].item() for name in ("clip_low", "clip_high", "clip_share")] == [0.5, 0.5, 1.0]
     # CISPO caps one side only: the ratio 1.5 of a token that is wanted.
     _, metrics = policy_loss(log_probs, old, advantages, mask, loss_type="cispo", epsilon_high=1.4)
-    assert [metrics[name].item() for name in ("clip_low", "clip_high")] == [0.0, pytest.approx(1 / 3)]
+    assert [metrics[name].item() for name in ("clip_low", "clip_high")] == [0.0, pytest.approx(1 / 3, rel=1e-5)]
 
 
 def test_on_policy_the_gradient_is_the_policy_gradient():

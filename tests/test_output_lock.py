@@ -76,7 +76,7 @@ def test_the_lock_lies_beside_the_output_and_is_removed(tmp_path, monkeypatch):
     with only_writer("new/data"), only_writer(tmp_path / "new" / "data"):  # in one process again
         assert os.listdir(tmp_path / "new") == [".data.lock"]
         holder = (tmp_path / "new" / ".data.lock").read_text()
-        assert holder.startswith(f"process {os.getpid()} on ") and "pytest" in holder
+        assert holder.startswith(f"process {os.getpid()} on ") and " ".join(sys.orig_argv)[:20] in holder
         with only_writer("new/other"):
             assert len(os.listdir(tmp_path / "new")) == 2
         assert os.listdir(tmp_path / "new") == [".data.lock"]
@@ -162,7 +162,8 @@ def test_two_trainers_of_one_output(tmp_path, corpus, monkeypatch):
     first.communicate()
     last = read_records(state.with_suffix(".jsonl"))[-1]["step"]
     succeed("train", **{**options, "max_iters": last + 1}, init_from="resume")
-    assert sorted(os.listdir(tmp_path / "out")) == [f"model_checkpoint.{end}" for end in ("jsonl", "pt", "resume")]
+    names = {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".partial"}  # killed while it wrote
+    assert names == {f"model_checkpoint.{end}" for end in ("jsonl", "pt", "resume")}
 
 
 @pytest.mark.parametrize("script", ["prepare_reward_data", "run_cycles"])

@@ -9,7 +9,17 @@ import signal
 import time
 
 import pytest
-from helpers import ROOT, TINY_GRPO, TINY_TRAIN, as_arguments, run_ranks, start, succeed, weights
+from helpers import (
+    ROOT,
+    TINY_GRPO,
+    TINY_TRAIN,
+    as_arguments,
+    assert_weights_near,
+    run_ranks,
+    start,
+    succeed,
+    weights,
+)
 
 from ranks import Ranks
 from run_log import read_records
@@ -98,9 +108,16 @@ def test_a_state_that_rank_0_lacks_is_reported_once(tmp_path, corpus):
 # the trainers
 
 
+# Ranks add float32 gradients up in another order: some 1e-7 of each, which a few steps of Adam make 1e-6 to 1e-5 of a
+# loss and of what is predicted. A mean loss is compared at ten times that. R2 = 1 - (mean squared error) / (1/12) moves
+# by 24 x (error, about 0.15) x (move of the prediction), four times as much and more where the moves agree.
+NEAR = {"abs": 1e-4, "rel": 1e-4}
+TOLERANCE = {"r2": {"abs": 5e-3}}
+
+
 @pytest.fixture
 def trainers(corpus, generator, reward_data, seeing_reward_model):
-    """Options of each trainer, and what its records must have in common, to 1e-5."""
+    """Options of each trainer, and what its records must have in common, up to rounding."""
     data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu", "batch_size": 100}
     position = {"head": "position", "unfreeze_layers": -1, "max_epochs": 2}
     grpo = {"base_model_path": generator, "reward_model_path": seeing_reward_model, "dataset": corpus, **TINY_GRPO}
@@ -135,10 +152,9 @@ def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, trainers,
         for name in names:
             if name in ours:
                 seen.add(name)
-                assert theirs[name] == pytest.approx(ours[name], abs=1e-5, rel=1e-5), (ours["step"], name)
+                assert theirs[name] == pytest.approx(ours[name], **TOLERANCE.get(name, NEAR)), (ours["step"], name)
     assert seen == set(names)
-    one, two = (weights(path) for path in where)
-    assert all((one[name] - two[name]).abs().max() < 2e-4 for name in one)
+    assert_weights_near(*(weights(path) for path in where))
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused(tmp_path, corpus):

@@ -145,7 +145,7 @@ def test_a_token_that_q_could_not_have_written_is_natural(sampling):
     assert (evidence[~impossible] < MAX_LOG_RATIO - 0.5).all()
     model.mixture.fill_(0.0)  # w = 1/2
     half = math.log(0.5 * math.exp(MAX_LOG_RATIO) + 0.5)
-    assert model.evidence(idx)[impossible].tolist() == pytest.approx([half] * int(impossible.sum()))
+    assert model.evidence(idx)[impossible].tolist() == pytest.approx([half] * int(impossible.sum()), rel=1e-5)
 
 
 @torch.no_grad()
@@ -178,9 +178,9 @@ def test_without_natural_text_s_model_only_the_prior_is_left():
     model = reward_model(mixture=-60.0)
     idx, _ = some_text(model, 8)
     assert model.evidence(idx).abs().max() < 1e-20
-    assert model(idx)[0].flatten().tolist() == pytest.approx([0.5] * 16)
+    assert model(idx)[0].flatten().tolist() == pytest.approx([0.5] * 16, rel=1e-5)
     prior = [1 - max(t - 1, 0) / (N - 1) for t in range(1, N)] + [0.0]  # P(K >= k), K uniform on 1 .. N - 1
-    assert model.token_probabilities(idx)[0].tolist() == pytest.approx(prior, abs=1e-6)
+    assert model.token_probabilities(idx)[0].tolist() == pytest.approx(prior, abs=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_it_is_a_reward_model_like_gpt():
     targets = torch.tensor([[0.25, 0.75]] * 6)
     probabilities, loss = model(idx, targets)
     assert (probabilities.shape, probabilities.dtype) == ((6, 2), torch.float32)
-    assert loss.item() == pytest.approx((probabilities - targets).square().mean().item())
+    assert loss.item() == pytest.approx((probabilities - targets).square().mean().item(), rel=1e-5)
     loss.backward()
     assert model.mixture.grad.abs() > 0
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.natural.parameters())

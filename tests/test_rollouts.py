@@ -88,7 +88,7 @@ def evaluated(corpus, generator, knowing):
     best, reference = (build_model(load_checkpoint(path), "generator", path) for path in (knowing, generator))
     tokenizer = TokenizationManager(data_path=corpus)
     train, val = (np.fromfile(corpus / f"{name}.bin", np.uint16) for name in ("train", "val"))
-    asked = PolicyEvaluation(Mixture(best, reference), tokenizer, train, val, "report", 64, 7)
+    asked = PolicyEvaluation(Mixture(best, reference), tokenizer, CopyFinder(train), val, "report", 64, 7)
     return {name: asked(Completer(model, 16)) for name, model in (("best", best), ("reference", reference))}, asked
 
 

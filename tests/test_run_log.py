@@ -115,7 +115,7 @@ def test_a_figure_that_is_not_finite_is_refused_and_no_record_is_written(tmp_pat
         ):
             log.log(2, loss=value, rate=0.1, norm=value, r2=None)
         assert log.num_records == 1
-        with pytest.raises(ValueError, match="not JSON compliant"):  # a table is a producer's own to check
+        with pytest.raises(UserError, match=rf"table\.0\.r2 is {value}"):  # within a table too
             log.log(2, table=[{"r2": value}])
     assert read_records(path)[1:] == [] and "step 2" not in capsys.readouterr().out
 

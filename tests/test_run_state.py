@@ -370,3 +370,32 @@ def test_what_is_set_aside_stays_until_an_evaluation_is_saved(monkeypatch, tmp_p
         assert (tmp_path / f"model{suffix}.old1").read_bytes() == content
     succeed(script, **{**options, "init_from": "resume"}, **where)
     assert not list(tmp_path.glob("*.old*"))
+
+
+def test_an_interruption_of_the_report_leaves_the_last_state(monkeypatch, tmp_path, trainers):
+    """The weights are then those of the kept policy: a state saved now would not be that of the last step."""
+    _, _, options = trainers["grpo"]
+    options = {**options, "max_steps": 4, "eval_interval": 4, "best_by": "val_loss", "learning_rate": 3e-2}
+    options |= {"start_kl_cap": 1e9, "natural_loss_cap": 1e9, "update_kl_cap": 1e9}
+    whole, parts = ({"output_path": tmp_path / name / "model.pt"} for name in ("whole", "parts"))
+    succeed("train_grpo", **options, **whole)
+    with monkeypatch.context() as patch:
+        ended_in_call(patch, train_grpo, "report_figures", 1, press_ctrl_c)
+        assert call("train_grpo", **options, **parts).status == 130
+    for where in (whole, parts):
+        succeed("train_grpo", **{**options, "max_steps": 6}, **where, init_from="resume")
+    assert untimed(tmp_path / "whole" / "model.jsonl") == untimed(tmp_path / "parts" / "model.jsonl")
+    assert_same_weights(*(weights(where["output_path"]) for where in (whole, parts)))
+
+
+def test_a_finished_run_leaves_nothing_set_aside(monkeypatch, tmp_path, trainers, knowing):
+    """Also one that saves no evaluation, as a likelihood head on a trunk of its own."""
+    _, _, options = trainers["likelihood"]
+    options = {name: value for name, value in options.items() if not name.startswith("lm_")} | {"trunk": knowing}
+    options |= {"output_path": tmp_path / "model.pt"}
+    with monkeypatch.context() as patch:
+        ended_in_call(patch, train_reward_model, "fit_mixture", 1, terminate)
+        assert call("train_reward_model", **options).status == 143
+    assert (tmp_path / "model.resume").is_file()
+    succeed("train_reward_model", **options)
+    assert not list(tmp_path.glob("*.old*"))

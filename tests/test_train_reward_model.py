@@ -88,14 +88,14 @@ def test_a_likelihood_head_learns_the_weight_of_its_trunk(good, generator, rewar
     # the one number that is learned from labels: no other is better on the half that selects
     x, y = parts(reward_data)[0]
     training = checkpoint["training"]
-    assert model.mixture.sigmoid().item() == pytest.approx(training["mixture"])
+    assert model.mixture.sigmoid().item() == pytest.approx(training["mixture"], rel=1e-5)
     with torch.no_grad():
         natural, written = model.log_probs(x)
         reached = crossover_loss(model.calibrated(natural - written), y).item()
         assert reached == pytest.approx(training["val_loss"], rel=1e-5)
         for mixture in torch.linspace(-6, 6, 25):
             model.mixture.copy_(mixture)
-            assert crossover_loss(model.calibrated(natural - written), y).item() >= reached - 1e-6
+            assert crossover_loss(model.calibrated(natural - written), y).item() >= reached - 1e-5
 
     # losses on the natural tokens of the same rows, each but the first, by hand
     record = read_records(good["output_path"].with_suffix(".jsonl"))[0]
@@ -121,9 +121,12 @@ def test_skill_is_measured_on_what_selected_nothing(good, generator, reward_data
         share = model(x)[0][:, 0]
     blocks = torch.arange(len(x)) // 4
     skill = checkpoint["training"]["skill"]
+    # Predictions are 1e-6 apart where rows are cut otherwise. That may move one across the edge of a bin, or past
+    # another one: a share of 1 / rows in a figure that counts.
+    counts = dict.fromkeys(("auc", "calibration_error"), 2 / len(x))
     for name, value in measure_skill(share, y[:, 0], blocks, 16, seed=42).items():
         if isinstance(value, float):
-            assert skill[name] == pytest.approx(value, abs=1e-5), name
+            assert skill[name] == pytest.approx(value, abs=counts.get(name, 1e-4)), name
     assert skill["r2_low"] > 0.8  # and this one sees
     assert f"R2 {skill['r2']:.4f} ({skill['r2_low']:.4f} to {skill['r2_high']:.4f})" in out
     assert "CONSTANT" not in out and "control_r2" not in skill
@@ -156,7 +159,7 @@ def test_losses_of_a_likelihood_head(good, reward_data, knowing, loss):
 
 def test_control_sees_nothing(good, knowing):
     """Labels in another order: a head that learned something from them would read what is not there."""
-    succeed("train_reward_model", **{**good, "control": True}, trunk=knowing, head="position", max_epochs=3)
+    succeed("train_reward_model", **{**good, "control": True}, trunk=knowing, head="position", max_epochs=8, patience=8)
     skill = trained(good)[0]["training"]["skill"]
     assert skill["r2_low"] > 0.1
     assert skill["control_r2_low"] <= skill["control_r2"] <= skill["control_r2_high"] < skill["r2_low"]

@@ -15,6 +15,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from data_loader import read_text, split_and_encode, write_token_files  # noqa: E402
 from downloads import ensure_corpus  # noqa: E402
+from output_lock import hold_output  # noqa: E402
 from runtime import run_main  # noqa: E402
 from settings import Problems, parse_settings  # noqa: E402
 from tokenization_manager import TokenizationManager, detect_method  # noqa: E402
@@ -43,6 +44,7 @@ class PrepareSettings:
 def main() -> None:
     """Fetch, split, encode, write."""
     settings = parse_settings(PrepareSettings, "prepare")
+    hold_output(Path(settings.out_dir, "train.bin"))
     text = read_text(ensure_corpus(settings.out_dir, settings.source))
     splits = split_and_encode(text, TokenizationManager("bpe"))
     write_token_files(settings.out_dir, splits)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from data_loader import read_text, split_and_encode, write_token_files  # noqa: E402
 from downloads import ensure_corpus  # noqa: E402
+from output_lock import hold_output  # noqa: E402
 from runtime import run_main  # noqa: E402
 from settings import parse_settings  # noqa: E402
 from tokenization_manager import TokenizationManager, save_meta  # noqa: E402
@@ -34,6 +35,7 @@ class PrepareSettings:
 def main() -> None:
     """Fetch, split, encode, write."""
     settings = parse_settings(PrepareSettings, "prepare")
+    hold_output(Path(settings.out_dir, "train.bin"))
     text = read_text(ensure_corpus(settings.out_dir, settings.source))
     tokenizer = TokenizationManager.from_text(text)
     splits = split_and_encode(text, tokenizer)
