@@ -428,6 +428,8 @@ def main() -> None:
                     # Nothing is written before the first step: a run begun by mistake must not replace a trained model.
                     if best is not None and (step or not settings.max_iters):
                         if ranks.rank == 0:
+                            if best["figures"]["step"] < step:
+                                say(f"The start is better than step {step}: {settings.checkpoint_path} holds the start")
                             kept = copy.deepcopy(model)
                             kept.load_state_dict(best["model"])
                             save_checkpoint(

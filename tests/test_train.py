@@ -82,6 +82,7 @@ def test_the_start_is_kept_where_nothing_is_better(options, generator):
     path = options["out_dir"] / "model_checkpoint.pt"
     assert load_checkpoint(path)["training"]["step"] == 0
     assert_same_weights(weights(path), weights(generator))
+    assert f"The start is better than step 4: {path} holds the start" in out
     assert f"Best select_loss: {load_checkpoint(generator)['training']['select_loss']:.4f}" in out
 
 
