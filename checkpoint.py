@@ -2,7 +2,7 @@
 
     python -c "import checkpoint; print(checkpoint.load_checkpoint('logs/model_checkpoint.pt')['config'])"
 
-Floor 4. A checkpoint is a dict: `model` (state dict), `config` (GPTConfig), `tokenization` (enough to rebuild the
+A checkpoint is a dict: `model` (state dict), `config` (GPTConfig), `tokenization` (enough to rebuild the
 tokenizer), `data` (hashes of the tokens it was trained with) and `training` (settings and figures of the run); for a
 likelihood reward model also `generator_config` (GPTConfig) and `sampling` (temperature, top_k, top_p). It is read with
 torch.load(weights_only=True): nothing in a checkpoint is executed.
@@ -18,11 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from data_loader import hash_tokens
 from generation import Sampling
 from model import GPT, GPTConfig
+from reward_dataset_loader import RewardDataset
 from reward_model import REWARD_MODELS, RewardModel, make_reward_model, parts_of
-from run_state import load_state, save_state
-from runtime import UserError, hash_tokens, warn
+from runtime.files import load_state, save_state
+from runtime.process import UserError, warn
 from tokenization_manager import TokenizationManager
 
 FORMAT_VERSION = 1
@@ -302,4 +304,33 @@ def check_tokenizer(contents: Mapping[str, Any], tokenizer: TokenizationManager)
         raise UserError(
             f"ERROR: the data's vocabulary ({tokenizer.info().describe()}) exceeds the model's {known} tokens; "
             "check --tokenization and --meta_path"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a reward dataset held against checkpoints
+
+
+def check_origin(dataset: RewardDataset, generator: Mapping[str, Any], generator_sha256: str, path: str) -> None:
+    """Hold the dataset against the generator's checkpoint: the same tokenizer, and the very model that wrote it."""
+    record = generator["tokenization"]
+    if record is not None:
+        dataset.get_tokenization_info().check_compatible(TokenizationManager.from_record(record).info())
+    writer = dataset.metadata.get("model_sha256")
+    if writer is not None and writer != generator_sha256:
+        raise UserError(
+            f"ERROR: {dataset.data_dir} was written by another model (sha256 {writer:.12}...) than "
+            f"{path} ({generator_sha256:.12}...); name that model, or make data with this one"
+        )
+
+
+def check_unseen(trained: Mapping[str, Any] | None, metadata: Mapping[str, str], path: str) -> None:
+    """Raise UserError for a trunk that was trained on another split: it may know the text that is to judge it."""
+    theirs = metadata.get("val_sha256")
+    if trained is None or theirs is None:
+        warn(f"{path} does not tell its training text; make sure that the reward data's validation text is not in it")
+    elif trained["val_sha256"] != theirs:
+        raise UserError(
+            f"ERROR: {path} was trained with another validation split (sha256 {trained['val_sha256']:.12}...) than the "
+            f"reward data's ({theirs:.12}...): it may know the text that is to judge it; use a trunk of the same split"
         )

@@ -2,10 +2,11 @@
 
     python -c "import data_loader as d; print(len(d.load_binary('train.bin', 'val.bin', vocab_size=65).train))"
 
-Floor 1. A token file is nothing but little-endian uint16 numbers. There is ONE split rule, `split_and_encode`: the text
+A token file is nothing but little-endian uint16 numbers. There is ONE split rule, `split_and_encode`: the text
 is cut by characters, then each part is encoded; so both modes give the same tokens. B, T: sequences and their length.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from runtime import UserError, atomic_path
+from runtime.files import atomic_path
+from runtime.process import UserError
 
 TOKEN_DTYPE = np.dtype("<u2")
 MAX_VOCAB_SIZE = 65536
@@ -208,6 +210,19 @@ def validation_part(tokens: np.ndarray, block_size: int, name: str) -> np.ndarra
     blocks = getattr(ValidationParts.of(len(tokens) // block_size), name)
     is_last = blocks.stop == len(tokens) // block_size
     return tokens[blocks.start * block_size : len(tokens) if is_last else blocks.stop * block_size + 1]
+
+
+def hash_tokens(tokens: np.ndarray) -> str:
+    """sha256 of the tokens as uint16 bytes: the same for a memory-mapped .bin file and for its text, encoded."""
+    digest = hashlib.sha256()
+    for start in range(0, len(tokens), 1 << 22):
+        digest.update(np.ascontiguousarray(tokens[start : start + (1 << 22)], dtype="<u2"))
+    return digest.hexdigest()
+
+
+def evenly_spaced(numbers: np.ndarray | int, total: int, count: int) -> np.ndarray | int:
+    """The blocks that are to be used as number 0, 1, ... of `count`: all of `total`, or evenly spaced among them."""
+    return numbers * total // count
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare
 
-Floor 5. In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table, and JSON with --output_path.
+In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table, and JSON with --output_path.
 """
 
 import math
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file, validation_part
 from objectives import language_model_loss, perplexity, text_log_probs
-from run_log import counted, say
-from runtime import UserError, check_writable, run_main, select_device, write_json
-from settings import Problems, parse_settings
-from skill import format_difference, paired_difference
+from reward_metrics import format_difference, paired_difference
+from runtime.cli import Problems, parse_settings
+from runtime.device import select_device
+from runtime.files import check_writable, write_json
+from runtime.process import UserError, run_main
+from runtime.run_log import counted, say
 from tokenization_manager import TokenizationManager
 
 SEED = 42  # of the intervals

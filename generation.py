@@ -2,7 +2,7 @@
 
     python -c "import torch, model; print(model.GPT(model.GPTConfig(n_layer=1)).generate(torch.zeros(1, 1).long(), 9))"
 
-Floor 1. Ids in, ids out: no tokenizer, no files. The engine knows a model by its calling convention alone,
+Ids in, ids out: no tokenizer, no files. The engine knows a model by its calling convention alone,
 `model(idx, kv_cache=cache) -> (logits, None)` and `model.config`: so it stands below model.py, whose `generate` is a
 caller.
 
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runtime import UserError, free_memory, warn
+from runtime.device import free_memory
+from runtime.process import UserError, warn
 
 DEFAULT_CPU_ROWS, DEFAULT_CPU_MB = 1024, 1024
 

@@ -2,7 +2,7 @@
 
     python -c "from model import GPT, GPTConfig; print(GPT(GPTConfig(n_layer=2)).num_parameters())"
 
-Floor 2. No I/O. Names follow nanoGPT, so that its checkpoints load (position='learned').
+No I/O. Names follow nanoGPT, so that its checkpoints load (position='learned').
 
 Shapes: B batch, T positions, C = n_embd channels, H = n_head, D = C / H, V = vocab_size.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import generation
-from runtime import UserError
+from runtime.process import UserError
 
 REWARD_HEADS = ("last", "position", "likelihood")
 

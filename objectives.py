@@ -2,7 +2,7 @@
 
     python -c "import torch, objectives; print(objectives.group_advantages(torch.tensor([0.9, 0.1, 0.3, 0.4]), 2))"
 
-Floor 1: pure functions of tensors; no I/O, no state. Shapes: B sequences of T tokens over a vocabulary of V; P prompts
+Pure functions of tensors; no I/O, no state. Shapes: B sequences of T tokens over a vocabulary of V; P prompts
 with G completions each, the G of one prompt side by side. Formulas are in float32 or better, whatever dtype comes in.
 
 Papers: GRPO (DeepSeekMath, arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), CISPO (MiniMax-M1, 2506.13585),
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runtime import UserError
+from runtime.process import UserError
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 # Beyond this many nats a difference of log-probabilities of sampled tokens is a fault, not information: e^20 = 5e8.

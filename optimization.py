@@ -2,7 +2,7 @@
 
     python -c "import optimization; print(optimization.learning_rate_factor(50, 100, 2000, 0.1))"
 
-Floor 1: knows nothing of models but parameter names; no I/O.
+Knows nothing of models but parameter names; no I/O.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from runtime import UserError
+from runtime.process import UserError
 
 # Names of the trunk's blocks, bare or behind the prefix of a wrapper (torch.compile, DDP).
 HIDDEN = "transformer.h."

@@ -2,7 +2,7 @@
 
     python prepare_reward_data.py --model_path logs/model_checkpoint.pt --data_path data/shakespeare/input.txt
 
-Floor 5. In: a generator's checkpoint and a corpus (text, or train.bin and val.bin). Out, in output_dir: for each split
+In: a generator's checkpoint and a corpus (text, or train.bin and val.bin). Out, in output_dir: for each split
 x.bin (uint16, samples x block_size), y.bin (float32, samples x 2), metadata.txt, under their final name when whole.
 Every sample depends on (seed, split, block, sample) alone, so an interrupted run goes on and ends in the same bytes.
 """
@@ -17,27 +17,20 @@ import numpy as np
 import torch
 
 from checkpoint import build_model, check_same_splits, check_tokenizer, data_record, load_checkpoint
-from data_loader import TokenSplits, load_binary, load_text
+from data_loader import TokenSplits, evenly_spaced, load_binary, load_text
 from generation import Completer, Sampling, compile_model, generate
 from model import GPT, GPTConfig
-from output_lock import hold_output
-from provenance import evenly_spaced
-from ranks import Ranks, start_ranks
-from reward_data_config import RewardDataConfig, TokenizationInfo
+from reward_data_config import RewardDataConfig
 from reward_dataset_loader import FORMAT_VERSION, format_metadata, read_metadata, write_metadata
-from run_log import progress, say
-from runtime import (
-    UserError,
-    atomic_path,
-    hash_file,
-    random_stream,
-    run_main,
-    select_device,
-    select_dtype,
-)
-from settings import parse_settings
-from staging import RowWriter, StagedFolder, differing_settings
-from tokenization_manager import TokenizationManager
+from runtime.cli import parse_settings
+from runtime.device import random_stream, select_device, select_dtype
+from runtime.distributed import Ranks, start_ranks
+from runtime.files import atomic_path, hash_file
+from runtime.output_lock import hold_output
+from runtime.process import UserError, run_main
+from runtime.run_log import progress, say
+from runtime.staged_folder import RowWriter, StagedFolder, differing_settings
+from tokenization_manager import TokenizationInfo, TokenizationManager
 
 SPLITS = {"train": "Training", "val": "Validation"}
 SAMPLES_PER_TASK = 256  # the same for all ranks, however much memory each has
@@ -45,7 +38,7 @@ FLUSH_SECONDS = 5.0  # work that a power cut may undo
 
 
 @dataclass(frozen=True)
-class SampleSettings:
+class RowSettings:
     """What decides the contents of a sample, beside the model and the text."""
 
     samples_per_chunk: int = 10
@@ -57,9 +50,7 @@ class SampleSettings:
 # samples
 
 
-def crossovers_and_uniforms(
-    settings: SampleSettings, split: str, block: int, block_size: int
-) -> tuple[np.ndarray, ...]:
+def crossovers_and_uniforms(settings: RowSettings, split: str, block: int, block_size: int) -> tuple[np.ndarray, ...]:
     """All the randomness of one block's samples.
 
     Returns K (G,) int64, uniform on [1, block_size - 1], and the uniforms (G, N) float32 that decide every token.
@@ -72,7 +63,7 @@ def crossovers_and_uniforms(
 
 
 def make_samples(
-    completer: Completer, tokens: np.ndarray, block_indices: np.ndarray, split: str, settings: SampleSettings
+    completer: Completer, tokens: np.ndarray, block_indices: np.ndarray, split: str, settings: RowSettings
 ) -> tuple[np.ndarray, np.ndarray]:
     """The samples of some blocks of a split: x (P * G, N) uint16 and y (P * G, 2) float32, in the blocks' order.
 
@@ -138,7 +129,7 @@ def write_split(
     completer: Completer,
     tokens: np.ndarray,
     split: str,
-    settings: SampleSettings,
+    settings: RowSettings,
     max_blocks: int | None,
 ) -> int:
     """Generate one split's samples into its files, this rank its share of them; returns the number of all."""
@@ -214,7 +205,7 @@ def main() -> None:
     say(f"  Val tokens: {len(splits.val):,}")
     check_same_splits(checkpoint["data"], data_record(splits.train, splits.val), config.allow_split_mismatch)
 
-    settings = SampleSettings(config.samples_per_chunk, Sampling(config.temperature, config.top_k), config.seed)
+    settings = RowSettings(config.samples_per_chunk, Sampling(config.temperature, config.top_k), config.seed)
     compiled = config.compile if config.compile is not None else device.type == "cuda"
     identity = describe_identity(config, model.config, splits, device) | {
         "dtype": str(dtype).removeprefix("torch."),
@@ -379,7 +370,7 @@ def create_reward_samples(
 
     The very samples that the script writes for the same seed and split.
     """
-    settings = SampleSettings(samples_per_chunk, Sampling(temperature, top_k), seed)
+    settings = RowSettings(samples_per_chunk, Sampling(temperature, top_k), seed)
     completer = Completer(model.to(device), config.block_size)
     samples_x: list[np.ndarray] = []
     samples_y: list[np.ndarray] = []

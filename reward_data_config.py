@@ -1,56 +1,22 @@
-"""The settings of reward-data preparation, checked, and the name of a tokenization.
+"""The settings of reward-data preparation, checked.
 
-    python -c "from reward_data_config import TokenizationInfo; print(TokenizationInfo('bpe', 50257))"
+    python -c "from reward_data_config import RewardDataConfig; print(RewardDataConfig().problems().errors)"
 
-Floor 1. The command line of prepare_reward_data.py is built from RewardDataConfig; `problems()` finds everything that
-is wrong with it before a model is loaded.
+The command line of prepare_reward_data.py is built from RewardDataConfig; `problems()` finds everything that is wrong
+with it before a model is loaded.
 """
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from runtime import UserError, check_writable, select_device
-from settings import Problems
+from runtime.cli import Problems
+from runtime.device import select_device
+from runtime.files import check_writable
+from runtime.process import UserError
+from tokenization_manager import MAX_VOCAB_SIZE, TokenizationInfo, TokenizationMethod  # noqa: F401 (public here)
 
-TokenizationMethod = Literal["bpe", "char"]
-MAX_VOCAB_SIZE = 1 << 16  # token files are uint16
 PREPARE_CORPUS = "Make the corpus with: python data/shakespeare/prepare.py (or python data/shakespeare_char/prepare.py)"
-
-
-@dataclass
-class TokenizationInfo:
-    """How text became the tokens of a dataset. Raises UserError for a method or vocabulary that cannot be."""
-
-    method: TokenizationMethod
-    vocab_size: int
-    meta_path: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.method not in get_args(TokenizationMethod):
-            raise UserError(f"tokenization method={self.method!r}: must be 'bpe' or 'char'")
-        if not 1 <= self.vocab_size <= MAX_VOCAB_SIZE:
-            raise UserError(f"vocab_size={self.vocab_size}: must be >= 1 and <= {MAX_VOCAB_SIZE} (tokens are uint16)")
-
-    def describe(self) -> str:
-        """One phrase: `bpe (vocab_size=50257)`."""
-        return f"{self.method} (vocab_size={self.vocab_size})"
-
-    __str__ = describe
-
-    def check_compatible(self, expected: "TokenizationInfo") -> None:
-        """Raise UserError unless `self`, a dataset's tokenization, is the expected one.
-
-        Paths of meta files are not compared: the same vocabulary may lie in two places.
-        """
-        if self.method != expected.method:
-            raise UserError(
-                f"Tokenization method mismatch: dataset uses '{self.method}' but expected '{expected.method}'"
-            )
-        if self.vocab_size != expected.vocab_size:
-            raise UserError(
-                f"Vocabulary size mismatch: dataset uses {self.vocab_size} but expected {expected.vocab_size}"
-            )
 
 
 @dataclass

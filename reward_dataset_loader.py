@@ -2,7 +2,7 @@
 
     python reward_dataset_loader.py --data_dir data/reward_dataset
 
-Floor 3. A dataset is a folder with three files a split (train, val): SPLIT_x.bin, uint16 (num_samples, block_size), the
+A dataset is a folder with three files a split (train, val): SPLIT_x.bin, uint16 (num_samples, block_size), the
 tokens; SPLIT_y.bin, float32 (num_samples, 2), the labels [P(natural), P(synthetic)]; SPLIT_metadata.txt, `key: value`
 lines. The binary files are memory-mapped and read in chunks, so that memory does not grow with the dataset. The script
 exits with status 2 when the dataset is bad, after it has told everything that is wrong.
@@ -22,9 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from reward_data_config import TokenizationInfo
-from runtime import UserError, run_main, warn, write_text
-from settings import Problems, parse_settings
+from data_loader import ValidationParts, evenly_spaced
+from generation import Sampling
+from runtime.cli import Problems, parse_settings
+from runtime.files import write_text
+from runtime.process import UserError, run_main, warn
+from tokenization_manager import TokenizationInfo
 
 FORMAT_VERSION = 1
 SIZES = ("num_samples", "block_size", "samples_per_chunk", "max_blocks", "train_tokens", "val_tokens")
@@ -413,6 +416,74 @@ class _Splits:
         checks = [check for check in CHECKS if not what or check.reads in what]
         # Both splits may say the same, of a folder that is not there.
         return [(check.name, sentence) for check in checks for sentence in dict.fromkeys(check.find(self))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what can be learned from
+
+
+def check_variety(dataset: RewardDataset) -> None:
+    """Raise UserError for data in which there is nothing to learn."""
+    name, shares = f"{dataset.data_dir}, {dataset.split} split", dataset.y[:, 0]
+    low, high = float(shares.min()), float(shares.max())
+    remedy = "make the data anew with prepare_reward_data.py"
+    if low == high:
+        kind = {1.0: "all natural", 0.0: "all written"}.get(low, "all natural up to the same place")
+        raise UserError(
+            f"ERROR: {name}: every label is K/N = {low:g}: texts {kind} hold nothing to tell apart; {remedy}"
+        )
+    first = int(dataset.x[0, 0])
+    step = max(1, 2**24 // dataset.block_size)
+    if all((dataset.x[row : row + step] == first).all() for row in range(0, len(dataset), step)):
+        raise UserError(f"ERROR: {name}: every token is {first}: a constant text teaches nothing; {remedy}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which rows select, and which report
+
+
+def samples_per_block(dataset: RewardDataset) -> int:
+    """How many rows share a natural block; 1 where the metadata do not say."""
+    return dataset.samples_per_chunk or 1
+
+
+def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
+    """Rows of a validation dataset whose natural blocks select, rows whose blocks report, and the name of the latter.
+
+    The parts are those of the whole validation split (data_loader.ValidationParts); the gate's rows are in neither.
+    """
+    rows, per_block = np.arange(len(dataset)), samples_per_block(dataset)
+    used = len(dataset) // per_block
+    if used < 2:
+        warn("a single validation block: it both selects the model and reports its skill, which is so too favourable")
+        return rows, rows, "the validation block that also selected it"
+    name = "validation blocks that did not select it"
+    if dataset.samples_per_chunk is None:
+        warn(
+            f"{dataset.data_dir / 'val_metadata.txt'} has no samples_per_chunk: parts and interval go by rows, not by "
+            "natural blocks; where rows share a block, the skill is too favourable and its interval too narrow"
+        )
+        name = "validation rows that did not select it (but may share text with some that did)"
+    total = int(dataset.metadata.get("val_tokens", used * dataset.block_size)) // dataset.block_size
+    blocks = evenly_spaced(rows // per_block, max(total, used), used)  # of the split, (num_samples,)
+    parts = ValidationParts.of(max(total, used))
+    return rows[blocks < parts.select.stop], rows[blocks >= parts.report.start], name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the metadata tell
+
+
+def sampling_of(metadata: Mapping[str, str]) -> Sampling:
+    """How the written text of a dataset was sampled; plainly, where its metadata do not say."""
+    top_k = metadata.get("top_k")
+    try:
+        return Sampling(float(metadata.get("temperature", 1.0)), None if top_k is None else int(top_k))
+    except ValueError:
+        raise UserError(
+            f"ERROR: the reward data's metadata have temperature={metadata.get('temperature')} and top_k={top_k}: no "
+            "such sampling is possible"
+        ) from None
 
 
 def _open_splits(data_dir: str | Path) -> _Splits:

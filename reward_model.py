@@ -2,7 +2,7 @@
 
     python -c "from reward_model import LikelihoodRewardModel; help(LikelihoodRewardModel)"
 
-Floor 3. No I/O. A head is a class here, and a name in REWARD_MODELS. What all of them have:
+No I/O. A head is a class here, and a name in REWARD_MODELS. What all of them have:
 
     losses         names of what can be minimised; the first is the default
     knows_tokens   whether there is evidence of single tokens
@@ -43,8 +43,8 @@ from objectives import (
     reward_loss,
     token_log_probs,
 )
-from ranks import Ranks
-from runtime import UserError
+from runtime.distributed import Ranks
+from runtime.process import UserError
 
 
 class TrunkRewardModel(GPT):

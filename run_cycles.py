@@ -2,7 +2,7 @@
 
     python run_cycles.py --config config/shakespeare_char_cpu.py
 
-Floor 6. Starts the scripts of floor 5 one after the other, each in a process of its own. Out, in out_dir:
+Starts the other scripts one after the other, each in a process of its own. Out, in out_dir:
 base_model_v1.pt and natural_model_v1.pt, then for every cycle n reward_data_vn/, reward_model_vn.pt, gate_vn.json (its
 R2 on the policy's text) and base_model_v(n+1).pt; and cycles.json.
 An interrupted run goes on at the stage where it stopped; a finished one says so.
@@ -21,28 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import data_record, hash_weights, load_checkpoint
-from data_loader import dataset_folder, open_token_file
+from data_loader import MAX_VOCAB_SIZE, dataset_folder, open_token_file
 from evaluate import EvaluateSettings
 from objectives import perplexity
-from output_lock import hold_output, only_writer
-from reward_data_config import MAX_VOCAB_SIZE, RewardDataConfig
-from run_log import say
-from run_state import SUFFIX, load_run_state, of_another_run, state_to_resume
-from runtime import (
-    PARENT_VARIABLE,
-    STAGE_VARIABLE,
-    UserError,
-    atomic_path,
-    check_writable,
-    interruption_tells,
-    read_json,
-    run_main,
-    select_device,
-    write_json,
-)
+from reward_data_config import RewardDataConfig
+from reward_metrics import better_than_constant, format_difference, format_r_squared
+from runtime.cli import Problems, all_sections, parse_settings, read_config, split_config
+from runtime.device import select_device
+from runtime.files import atomic_path, check_writable, read_json, write_json
+from runtime.output_lock import hold_output, only_writer
+from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, interruption_tells, run_main
+from runtime.resume import SUFFIX, load_run_state, of_another_run, state_to_resume
+from runtime.run_log import say
 from sample import SampleSettings, encode_start
-from settings import SECTIONS, Problems, parse_settings, read_config, split_config
-from skill import better_than_constant, format_difference, format_r_squared
 from tokenization_manager import TokenizationManager
 from train import TrainSettings
 from train_grpo import GRPOSettings
@@ -118,7 +109,7 @@ class Stage:
     @property
     def script(self) -> str:
         """The script that reads the section."""
-        return SECTIONS[self.section]
+        return all_sections()[self.section]
 
     @property
     def resumes(self) -> bool:
@@ -174,14 +165,14 @@ def refuse_options_of_stages(words: list[str]) -> None:
     ours = {field.name for field in fields(CycleSettings)}
     for word in words:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        sections = [
+        owned = [
             section for section, settings in SETTINGS.items() if name in {field.name for field in fields(settings)}
         ]
-        if word.startswith("--") and name not in ours and sections:
-            owners = ", ".join(dict.fromkeys(f"{SECTIONS[section]}.py" for section in sections))
+        if word.startswith("--") and name not in ours and owned:
+            owners = ", ".join(dict.fromkeys(f"{all_sections()[section]}.py" for section in owned))
             raise UserError(
                 f"ERROR: --{name} is no option of run_cycles.py but of {owners}: give it to that stage in the settings "
-                f"file, {sections[0]} = dict({name}=VALUE)"
+                f"file, {owned[0]} = dict({name}=VALUE)"
             )
 
 

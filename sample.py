@@ -2,7 +2,7 @@
 
     python sample.py --checkpoint_path logs/model_checkpoint.pt --start "ROMEO:" --num_samples 2
 
-Floor 5. In: a generator's checkpoint, with its tokenizer in it; for one from elsewhere, nanoGPT's for instance,
+In: a generator's checkpoint, with its tokenizer in it; for one from elsewhere, nanoGPT's for instance,
 --tokenization or --meta_path names the tokenizer. Out: text, and a file of it with --output_path.
 """
 
@@ -17,9 +17,11 @@ import torch
 from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import read_text
 from generation import Sampling, compile_model, generate
-from run_log import say
-from runtime import UserError, autocast, check_writable, is_stage, run_main, select_device, select_dtype, write_text
-from settings import Problems, parse_settings
+from runtime.cli import Problems, parse_settings
+from runtime.device import autocast, select_device, select_dtype
+from runtime.files import check_writable, write_text
+from runtime.process import UserError, is_stage, run_main
+from runtime.run_log import say
 from tokenization_manager import TokenizationManager
 
 

@@ -2,7 +2,7 @@
 
     python -c "from tokenization_manager import TokenizationManager as T; print(T('bpe').encode('To be, or not'))"
 
-Floor 2. In: a method, or a data folder from which to tell it; characters need a meta.pkl (nanoGPT's form). Tokens are
+In: a method, or a data folder from which to tell it; characters need a meta.pkl (nanoGPT's form). Tokens are
 uint16 arrays, because that is what token files hold.
 """
 
@@ -12,15 +12,16 @@ import os
 import pickle
 import pickletools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from data_loader import MAX_VOCAB_SIZE
-from downloads import ensure_gpt2_bpe_files
-from reward_data_config import TokenizationInfo
-from runtime import UserError, atomic_path
+from runtime.downloads import ensure_gpt2_bpe_files
+from runtime.files import atomic_path
+from runtime.process import UserError
 
 BPE_VOCAB_SIZE = 50257
 MAX_META_BYTES = 1 << 24
@@ -154,6 +155,44 @@ def _gpt2_encoding():
     import tiktoken  # here, so that character work needs neither it nor its files
 
     return tiktoken.get_encoding("gpt2")
+
+
+TokenizationMethod = Literal["bpe", "char"]
+
+
+@dataclass
+class TokenizationInfo:
+    """How text became the tokens of a dataset. Raises UserError for a method or vocabulary that cannot be."""
+
+    method: TokenizationMethod
+    vocab_size: int
+    meta_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(TokenizationMethod):
+            raise UserError(f"tokenization method={self.method!r}: must be 'bpe' or 'char'")
+        if not 1 <= self.vocab_size <= MAX_VOCAB_SIZE:
+            raise UserError(f"vocab_size={self.vocab_size}: must be >= 1 and <= {MAX_VOCAB_SIZE} (tokens are uint16)")
+
+    def describe(self) -> str:
+        """One phrase: `bpe (vocab_size=50257)`."""
+        return f"{self.method} (vocab_size={self.vocab_size})"
+
+    __str__ = describe
+
+    def check_compatible(self, expected: "TokenizationInfo") -> None:
+        """Raise UserError unless `self`, a dataset's tokenization, is the expected one.
+
+        Paths of meta files are not compared: the same vocabulary may lie in two places.
+        """
+        if self.method != expected.method:
+            raise UserError(
+                f"Tokenization method mismatch: dataset uses '{self.method}' but expected '{expected.method}'"
+            )
+        if self.vocab_size != expected.vocab_size:
+            raise UserError(
+                f"Vocabulary size mismatch: dataset uses {self.vocab_size} but expected {expected.vocab_size}"
+            )
 
 
 class TokenizationManager:

@@ -2,7 +2,7 @@
 
     python train.py --config config/train_shakespeare.py
 
-Floor 5. In: train.bin and val.bin (made by data/NAME/prepare.py; characters also need meta.pkl), and with
+In: train.bin and val.bin (made by data/NAME/prepare.py; characters also need meta.pkl), and with
 `--init_from PATH` a checkpoint to train further. Out, in out_dir: the best model (checkpoint_name), the state from
 which `--init_from resume` goes on, and one JSON record a step. Option names are nanoGPT's.
 """
@@ -30,29 +30,14 @@ from checkpoint import (
 from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token_file, validation_part
 from model import GPT, GPTConfig
 from objectives import language_model_loss, next_token_loss, perplexity
-from optimization import (
-    EarlyStopping,
-    clip_gradients,
-    cooldown_factor,
-    copied,
-    learning_rate_factor,
-    make_optimizers,
-)
-from ranks import gradients_stay, parallel, start_ranks
-from run_log import RunLog, counted, format_size, make_tracker, progress, say
-from run_state import RunState
-from runtime import (
-    UserError,
-    autocast,
-    check_writable,
-    peak_memory_mb,
-    random_stream,
-    run_main,
-    seed_step,
-    select_device,
-    select_dtype,
-)
-from settings import Problems, parse_settings
+from optimization import EarlyStopping, clip_gradients, cooldown_factor, copied, learning_rate_factor, make_optimizers
+from runtime.cli import Problems, parse_settings
+from runtime.device import autocast, peak_memory_mb, random_stream, seed_step, select_device, select_dtype
+from runtime.distributed import gradients_stay, parallel, start_ranks
+from runtime.files import check_writable
+from runtime.process import UserError, run_main
+from runtime.resume import RunState
+from runtime.run_log import RunLog, counted, format_size, make_tracker, progress, say
 from tokenization_manager import TokenizationManager
 
 

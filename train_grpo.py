@@ -2,7 +2,7 @@
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
-Floor 5. In: a generator, a reward model, and natural text for prompts. Out: the improved generator and one JSON record
+In: a generator, a reward model, and natural text for prompts. Out: the improved generator and one JSON record
 a step, and a picture of the training. Group Relative Policy Optimization: Shao et al. 2024, arXiv:2402.03300.
 
 Shapes: P prompts, G completions each, R = P * G rows, N positions.
@@ -27,46 +27,35 @@ from checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from data_loader import ValidationParts, dataset_folder, get_batch, open_token_file
+from data_loader import dataset_folder, get_batch, open_token_file
 from generation import Completer, Completions, Sampling
 from model import GPT, check_same_fields
-from objectives import (
-    group_advantages,
-    kl_estimate,
-    next_token_loss,
-    policy_loss,
-    token_advantages,
-    token_log_probs,
+from objectives import group_advantages, kl_estimate, next_token_loss, policy_loss, token_advantages, token_log_probs
+from optimization import clip_gradients, make_optimizers
+from policy_eval import (
+    Best,
+    CopyFinder,
+    PolicyEvaluation,
+    Stops,
+    check_gate,
+    draw_prompts,
+    first_and_last,
+    masked_mean,
+    report_figures,
+    skill_on_policy,
+    written_mask,
 )
-from optimization import EarlyStopping, clip_gradients, copied, make_optimizers
-from ranks import Ranks, gradients_stay, parallel, start_ranks
+from reward_metrics import MIN_BLOCKS, better_than_constant, format_difference, format_r_squared
 from reward_model import Judge, Verdict
-from rollouts import CopyFinder, PolicyEvaluation, draw_prompts, masked_mean, written_mask
-from run_log import RunLog, format_size, make_tracker, not_finite, picture, progress, read_records, say
-from run_state import RunState
-from runtime import (
-    UserError,
-    check_writable,
-    hash_file,
-    random_stream,
-    run_main,
-    select_device,
-    until_main_ends,
-    warn,
-    write_json,
-)
-from settings import Problems, parse_settings
-from skill import (
-    MIN_BLOCKS,
-    better_than_constant,
-    format_difference,
-    format_r_squared,
-    measure_skill,
-    paired_difference,
-)
+from runtime.cli import Problems, parse_settings
+from runtime.device import random_stream, select_device
+from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
+from runtime.files import check_writable, hash_file, write_json
+from runtime.process import UserError, run_main, until_main_ends, warn
+from runtime.resume import RunState
+from runtime.run_log import RunLog, format_size, make_tracker, not_finite, picture, progress, read_records, say
 from tokenization_manager import TokenizationManager
 
-GATE_SAMPLES = 4  # of each natural block
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
 
 
@@ -488,50 +477,6 @@ def with_choices_made(settings: GRPOSettings, judge: Judge) -> GRPOSettings:
     return replace(settings, reward=reward, credit=credit, kl_in_reward=kl_in_reward, beta=beta, best_by=best_by)
 
 
-def skill_on_policy(
-    completer: Completer,
-    judge: Judge,
-    tokens: np.ndarray,
-    settings: GRPOSettings,
-    device: torch.device,
-) -> dict[str, Any]:
-    """R2 and more of the reward model on fresh text of the policy, K uniform on 1 to N - 1, after natural text.
-
-    The natural blocks are evenly spaced in the gate's part of the validation split, which neither selected the reward
-    model nor reports its figures. See skill.measure_skill.
-    """
-    N, G = completer.length, GATE_SAMPLES
-    gate = ValidationParts.of(len(tokens) // N).gate
-    if not gate:
-        raise UserError(f"ERROR: {len(tokens)} validation tokens are fewer than four blocks of {N}: use more text")
-    count = min(settings.gate_blocks, len(gate))
-    blocks = gate.start + np.arange(count) * len(gate) // count
-    natural = torch.from_numpy(np.stack([tokens[block * N : (block + 1) * N] for block in blocks]).astype(np.int64))
-    draw = random_stream(settings.seed, "gate")
-    crossovers = torch.from_numpy(draw.integers(1, N, size=(count, G)))
-    uniforms = torch.from_numpy(draw.random((count, G, N), dtype=np.float32))
-    ids = completer(natural.to(device), crossovers, uniforms, Sampling()).ids.flatten(0, 1)
-    completer.release()
-    prediction, truth = judge(ids).natural.cpu(), crossovers.flatten() / N
-    return measure_skill(prediction, truth, torch.arange(count).repeat_interleave(G), N, settings.seed)
-
-
-def check_gate(settings: GRPOSettings, skill: dict[str, Any], r2: str) -> None:
-    """Raise UserError for a reward model that was not shown to see, unless that is allowed: then warn."""
-    if better_than_constant(skill["r2_low"]):
-        return
-    blind = f"{settings.reward_model_path} was not shown to see where this policy's text begins: R2 {r2}"
-    remedy = (
-        "train one that sees (train_reward_model.py with --head likelihood and a --trunk that has learned more "
-        "natural text), or test it on more text (--gate_blocks)"
-    )
-    if skill["num_blocks"] < MIN_BLOCKS:
-        remedy = f"the test had {skill['num_blocks']} natural blocks, but needs {MIN_BLOCKS}: use more validation text"
-    if not settings.allow_blind_reward:
-        raise UserError(f"ERROR: {blind}; {remedy}, or climb noise with --allow_blind_reward True")
-    warn(f"{blind}; going on, as allowed")
-
-
 def rollout(
     completer: Completer, tokens: np.ndarray, settings: GRPOSettings, step: int, prompts: slice
 ) -> tuple[Completions, Tensor]:
@@ -544,15 +489,6 @@ def rollout(
     natural, prefix_lengths, uniforms = draw_prompts(tokens, *amount, settings.seed, "rollout", step)
     completions = completer(natural[prompts].to(device), prefix_lengths[prompts], uniforms[prompts], Sampling())
     return completions, written_mask(prefix_lengths, completer.length).to(device)
-
-
-def first_and_last(values: list[float], window: int) -> tuple[float, float, int]:
-    """Means of the first and of the last values, and of how many each: `window`, or half of them where they are few.
-
-    Windows that shared values would hide a change. A single value is both.
-    """
-    size = max(1, min(window, len(values) // 2))
-    return float(np.mean(values[:size])), float(np.mean(values[-size:])), size
 
 
 def figures_of_rollouts(
@@ -594,105 +530,6 @@ def add_natural_gradients(
             (settings.lm_coef * loss).backward()
         total += loss.item()
     return ranks.sum(total / ranks.world_size)[0]
-
-
-class Stops:
-    """When to end the training, and why. One step's mean reward is noise: windows of steps are compared."""
-
-    def __init__(self, settings: GRPOSettings) -> None:
-        self.settings = settings
-        self.window = settings.plateau_window or max(1, min(10, settings.max_steps // 10))  # steps; of the run
-        self.rewards: list[float] = []  # one a step
-        self.plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Rewards so far, the window, and the state of the plateau."""
-        return {"rewards": self.rewards, "window": self.window, "plateau": self.plateau.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`."""
-        self.rewards, self.window = list(state["rewards"]), state["window"]
-        self.plateau.load_state_dict(state["plateau"])
-
-    def note(self, step: int, reward: float) -> None:
-        """Take note of a step's mean reward."""
-        self.rewards.append(reward)
-        if step >= self.window and step % self.window == 0:
-            self.plateau.update(float(np.mean(self.rewards[-self.window :])))
-
-    def why(self, step: int, record: dict[str, Any], start: dict[str, Any]) -> str | None:
-        """The reason to stop after a step with this record, whose first evaluation was `start`; or None."""
-        settings = self.settings
-        if cap := self.cap(record, start):
-            return cap
-        if step >= self.window:
-            mean, natural = float(np.mean(self.rewards[-self.window :])), start["natural_reward"]
-            if mean >= settings.reward_threshold:
-                return f"reward threshold: {mean:.3f} >= {settings.reward_threshold}"
-            share = settings.natural_threshold
-            if share is not None and mean >= share * natural:
-                return f"natural threshold: {mean:.3f} >= {share:g} of natural text's {natural:.3f}"
-            if self.plateau.should_stop:
-                return f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
-        if step >= settings.max_steps:
-            return f"step limit: {settings.max_steps}"
-        return None
-
-    def cap(self, record: dict[str, Any], start: dict[str, Any]) -> str | None:
-        """The cap that a step breaks, or the policy evaluated after it; None where all hold."""
-        settings = self.settings
-        for name in ("kl_start", "kl_now"):
-            if (kl := record.get(name, 0.0)) > settings.start_kl_cap:
-                return f"KL cap: {kl:.3f} > {settings.start_kl_cap} nats a token from the start"
-        if settings.updates_per_step == 1 and (kl := record.get("kl_step", 0.0)) > settings.update_kl_cap:
-            return f"update KL cap: {kl:.3f} > {settings.update_kl_cap} nats a token in one update; lower learning_rate"
-        rise = record.get("select_loss", start["select_loss"]) - start["select_loss"]
-        if rise > settings.natural_loss_cap:
-            return f"natural-text loss cap: risen by {rise:.3f} > {settings.natural_loss_cap} nats a token"
-        return None
-
-
-class Best:
-    """The best, by a named criterion, of the starting policy and those evaluated that broke no cap.
-
-    The start must be offered first; of equals the first is kept.
-    """
-
-    def __init__(self, criterion: str) -> None:
-        self.criterion, self.step, self.record, self.state = criterion, 0, None, None
-        self.looked = 0  # the last step that was evaluated
-
-    def _value(self, step: int, record: dict[str, Any]) -> float:
-        """What is to be least."""
-        if self.criterion == "nearest":
-            return abs(record["fresh_reward"] - record["natural_reward"])
-        if self.criterion == "divergence":
-            return record["kl_mixture"]
-        return record["select_loss"] if self.criterion == "val_loss" else -step
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best so far: its step, record and weights."""
-        return {"step": self.step, "record": self.record, "state": self.state, "looked": self.looked}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`."""
-        self.step, self.record, self.state, self.looked = (state[n] for n in ("step", "record", "state", "looked"))
-
-    def offer(self, step: int, record: dict[str, Any], policy: GPT, capped: bool) -> None:
-        """Keep this policy if it broke no cap and is better than the best so far."""
-        self.looked = step
-        if self.record is None or (not capped and self._value(step, record) < self._value(self.step, self.record)):
-            self.step, self.record = step, record
-            self.state = copied(policy.state_dict().items())
-
-
-def report_figures(report: PolicyEvaluation, policy: GPT, reference: GPT, seed: int) -> dict[str, Any]:
-    """Figures on the reporting part: of the kept policy, of its start, and the paired difference of their losses."""
-    figures, losses = {}, {}
-    for name, model in (("start", reference), ("kept", policy)):
-        losses[name] = report.losses(model)
-        figures[name] = report(Completer(model, report.length), losses[name])
-    return figures | paired_difference(losses["kept"], losses["start"], report.length, seed)
 
 
 @torch.no_grad()

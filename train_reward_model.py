@@ -2,7 +2,7 @@
 
     python train_reward_model.py --base_model_path logs/model_checkpoint.pt --trunk logs/natural_model.pt
 
-Floor 5. In: a generator's checkpoint, a reward dataset made with it, and for a likelihood head a model of natural text,
+In: a generator's checkpoint, a reward dataset made with it, and for a likelihood head a model of natural text,
 made by train.py. Out: the reward model that does best on the validation blocks that select, its R2 measured on those
 that report (data_loader.ValidationParts; also as a picture), and JSON records.
 """
@@ -20,37 +20,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import build_model, check_same_tokens, load_checkpoint, save_checkpoint
-from frozen_features import forget_features, frozen_depth, frozen_features, to_device
+from checkpoint import build_model, check_origin, check_same_tokens, check_unseen, load_checkpoint, save_checkpoint
+from feature_cache import forget_features, frozen_depth, frozen_features, to_device
 from generation import Sampling
 from model import GPT, check_same_fields
 from objectives import mixture_loss
 from optimization import EarlyStopping, clip_gradients, copied, make_optimizers
-from provenance import (
-    check_origin,
-    check_unseen,
+from reward_dataset_loader import (
+    RewardDataset,
+    check_model_compatibility,
     check_variety,
+    open_checked_splits,
+    read_metadata,
     rows_by_part,
     samples_per_block,
     sampling_of,
 )
-from ranks import Ranks, parallel, start_ranks
-from reward_dataset_loader import RewardDataset, check_model_compatibility, open_checked_splits, read_metadata
-from reward_model import REWARD_MODELS, LikelihoodRewardModel, RewardModel, TrunkRewardModel
-from run_log import RunLog, counted, format_size, make_tracker, progress, say
-from run_state import RunState
-from runtime import (
-    UserError,
-    check_writable,
-    hash_file,
-    random_stream,
-    run_main,
-    seed_step,
-    select_device,
-    warn,
-)
-from settings import Problems, parse_settings, split_config
-from skill import (
+from reward_metrics import (
     MIN_BLOCKS,
     better_than_constant,
     bootstrap_r_squared,
@@ -60,6 +46,14 @@ from skill import (
     r_squared,
     skill_figures,
 )
+from reward_model import REWARD_MODELS, LikelihoodRewardModel, RewardModel, TrunkRewardModel
+from runtime.cli import Problems, parse_settings, split_config
+from runtime.device import random_stream, seed_step, select_device
+from runtime.distributed import Ranks, parallel, start_ranks
+from runtime.files import check_writable, hash_file
+from runtime.process import UserError, run_main, warn
+from runtime.resume import RunState
+from runtime.run_log import RunLog, counted, format_size, make_tracker, progress, say
 
 # Options that a likelihood head has no use for.
 OF_OTHER_HEADS = (

@@ -22,10 +22,10 @@ from data_loader import WholeSplitBatches, dataset_folder, open_token_file
 from generation import Completer, Sampling
 from model import GPT
 from objectives import language_model_loss
-from rollouts import distinct_n, draw_prompts
-from run_log import say
-from runtime import run_main
-from settings import Problems, parse_settings
+from policy_eval import distinct_n, draw_prompts
+from runtime.cli import Problems, parse_settings
+from runtime.process import run_main
+from runtime.run_log import say
 from tokenization_manager import TokenizationManager
 
 FREE = {

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from generation import Completer, Sampling, compile_model
 from model import GPT, GPTConfig, Linear
-from run_log import say
-from runtime import run_main, select_device, select_dtype
-from settings import Problems, parse_settings
+from runtime.cli import Problems, parse_settings
+from runtime.device import select_device, select_dtype
+from runtime.process import run_main
+from runtime.run_log import say
 
 SHAPES = {
     "XS": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16},  # for a look at the tables

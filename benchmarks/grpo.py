@@ -26,12 +26,12 @@ from generation import Completer, Sampling
 from model import GPT, GPTConfig
 from objectives import group_advantages
 from optimization import clip_gradients, make_optimizers
-from ranks import Ranks, parallel
+from policy_eval import written_mask
 from reward_model import Judge, LastRewardModel
-from rollouts import written_mask
-from run_log import say
-from runtime import run_main
-from settings import Problems, parse_settings
+from runtime.cli import Problems, parse_settings
+from runtime.distributed import Ranks, parallel
+from runtime.process import run_main
+from runtime.run_log import say
 
 SHAPE = GPTConfig(block_size=128, vocab_size=67, n_layer=4, n_head=4, n_embd=128, position="learned")
 PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS = 16, 8, 32, 96

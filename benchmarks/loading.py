@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from data_loader import TokenSplits, load_binary, load_text
-from runtime import UserError, run_main
-from settings import Problems, parse_settings
+from runtime.cli import Problems, parse_settings
+from runtime.process import UserError, run_main
 from tokenization_manager import TokenizationManager
 
 

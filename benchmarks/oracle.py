@@ -21,16 +21,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from checkpoint import build_model, load_checkpoint
-from data_loader import TokenSplits, dataset_folder, open_token_file, write_token_files
+from data_loader import TokenSplits, dataset_folder, evenly_spaced, open_token_file, write_token_files
 from generation import Sampling, sample_tokens
 from model import GPT
 from objectives import natural_share, token_log_probs
-from provenance import evenly_spaced, rows_by_part, samples_per_block
-from reward_dataset_loader import RewardDataset
-from run_log import counted, picture, say
-from runtime import atomic_path, random_stream, run_main
-from settings import Problems, parse_settings
-from skill import measure_skill
+from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
+from reward_metrics import measure_skill
+from runtime.cli import Problems, parse_settings
+from runtime.device import random_stream
+from runtime.files import atomic_path
+from runtime.process import run_main
+from runtime.run_log import counted, picture, say
 
 OPTIMIZER = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 6e-3}
 TOKENS_A_STEP = 2048

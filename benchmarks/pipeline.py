@@ -17,9 +17,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checkpoint import load_checkpoint
-from run_log import say
-from runtime import UserError, hash_file, read_json, write_json
-from skill import format_r_squared
+from reward_metrics import format_r_squared
+from runtime.files import hash_file, read_json, write_json
+from runtime.process import UserError
+from runtime.run_log import say
 
 ROOT = Path(__file__).resolve().parents[1]
 # The section natural_model of config/shakespeare_char_cpu.py.
@@ -123,11 +124,11 @@ class Pipeline:
 
 
 def hash_sources(*more: Path) -> str:
-    """sha256, in hexadecimal, over names and contents of the project's root files (*.py) and of `more`.
+    """sha256, in hexadecimal, over names and contents of the project's files (*.py, runtime/*.py) and of `more`.
 
     Not of what one script imports: an artefact is also of the scripts that made what it was made from.
     """
-    files = [*sorted(ROOT.glob("*.py")), *more]
+    files = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("runtime/*.py")), *more]
     return hashlib.sha256("".join(f"{path.name} {hash_file(path)}\n" for path in files).encode()).hexdigest()
 
 

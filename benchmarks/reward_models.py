@@ -20,14 +20,13 @@ from pipeline import Pipeline, markdown, skill_cells, val_loss
 
 from checkpoint import build_model, load_checkpoint
 from data_loader import dataset_folder, open_token_file
-from frozen_features import to_device
-from provenance import rows_by_part, samples_per_block
-from reward_dataset_loader import RewardDataset
+from feature_cache import to_device
+from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
+from reward_metrics import measure_skill
 from reward_model import REWARD_MODELS
-from run_log import say
-from runtime import run_main
-from settings import Problems, parse_settings
-from skill import measure_skill
+from runtime.cli import Problems, parse_settings
+from runtime.process import run_main
+from runtime.run_log import say
 from tokenization_manager import TokenizationManager
 
 # The recipe of config/shakespeare_char_cpu.py.

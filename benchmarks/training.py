@@ -23,15 +23,15 @@ from grpo import Ours
 from pipeline import ROOT, Pipeline, markdown, val_loss
 
 from data_loader import TokenSplits, dataset_folder, write_token_files
-from frozen_features import frozen_depth, to_device
+from feature_cache import frozen_depth, to_device
 from generation import Sampling
 from model import GPT, GPTConfig
 from optimization import clip_gradients, make_optimizers
-from ranks import Ranks
-from run_log import RunLog, read_records, say
-from run_state import RunState
-from runtime import run_main
-from settings import Problems, parse_settings
+from runtime.cli import Problems, parse_settings
+from runtime.distributed import Ranks
+from runtime.process import run_main
+from runtime.resume import RunState
+from runtime.run_log import RunLog, read_records, say
 from train_reward_model import RewardModelSettings, Run, head_inputs, learn_head, new_reward_model
 
 NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split

@@ -16,9 +16,9 @@ from helpers import SEED, shuffled
 import checkpoint
 import data_loader
 import tokenization_manager
-from downloads import ensure_gpt2_bpe_files
 from model import GPT, GPTConfig
-from runtime import UserError
+from runtime.downloads import ensure_gpt2_bpe_files
+from runtime.process import UserError
 from tokenization_manager import TokenizationManager
 
 hypothesis.settings.register_profile("crossover", deadline=None)  # a busy machine is no failure

@@ -25,8 +25,8 @@ import torch
 from checkpoint import save_checkpoint
 from data_loader import TokenSplits, split_and_encode, write_token_files
 from model import GPT, GPTConfig
-from run_log import read_records
-from runtime import run_main
+from runtime.process import run_main
+from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager, save_meta
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,9 +133,9 @@ def start(*command: Any, **keywords: Any) -> subprocess.Popen:
 
 def kill_once_saved(script: str, function: str, seconds: float, state: Path, **options: Any) -> None:
     """Run a script, whose `function` takes so much longer, and kill it without warning once `state` is there."""
-    slow = f"import time, {script}, runtime; original = {script}.{function}\n"
+    slow = f"import time, {script}; from runtime import process; original = {script}.{function}\n"
     slow += f"def slow(*a): time.sleep({seconds}); return original(*a)\n"
-    slow += f"{script}.{function} = slow; runtime.run_main({script}.main)"
+    slow += f"{script}.{function} = slow; process.run_main({script}.main)"
     process = start("-c", slow, *as_arguments(options))
     while process.poll() is None and not state.exists():
         pass

@@ -1,7 +1,7 @@
 """Run the suite with other kernels, each of which rounds otherwise: no test may hold on one processor alone.
 
     python tests/kernels.py
-    make test-kernels ARGS="tests/test_ranks.py -k two_ranks"
+    make test-kernels ARGS="tests/test_runtime_distributed.py -k two_ranks"
 
 The whole suite once with each set of kernels and once with two threads in random order, then the comparisons of floats
 (the marker of conftest.py) twice more. Arguments go to pytest. Ends with a table, and status 1 where a test failed.

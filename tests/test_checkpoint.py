@@ -21,9 +21,10 @@ from checkpoint import (
     save_checkpoint,
     save_state,
 )
+from data_loader import hash_tokens
 from model import GPT, GPTConfig
 from reward_model import make_reward_model
-from runtime import UserError, hash_tokens
+from runtime.process import UserError
 from tokenization_manager import TokenizationManager
 
 CONFIG = GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=8)

@@ -6,6 +6,7 @@ Most tests use characters of a small made-up corpus. The figures of tiny Shakesp
 in data/shakespeare_char (or TINY_SHAKESPEARE names the file), those of BPE where pip can fetch its files.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 import data_loader
 from data_loader import (
@@ -26,6 +28,7 @@ from data_loader import (
     ValidationParts,
     WholeSplitBatches,
     get_batch,
+    hash_tokens,
     load_binary,
     load_text,
     open_token_file,
@@ -34,8 +37,9 @@ from data_loader import (
     validation_part,
     write_token_files,
 )
-from downloads import TINY_SHA256
-from runtime import UserError, hash_file
+from runtime.downloads import TINY_SHA256
+from runtime.files import hash_file
+from runtime.process import UserError
 from tokenization_manager import TokenizationManager
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -350,3 +354,26 @@ def test_the_windows_of_the_parts_are_those_of_the_split(num_tokens, block_size)
     parts = [validation_part(tokens, block_size, name) for name in names]
     windows = [WholeSplitBatches(part, block_size, 3) for part in parts if len(part) > 1]
     assert [tuple(row) for batches in windows for x, _ in batches for row in x.tolist()] == whole
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hashes
+
+
+@given(tokens=hnp.arrays(np.uint16, st.integers(1, 40)))
+def test_hash_tokens_is_the_same_for_a_mapped_file_and_for_any_array(tokens, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "tokens.bin"
+    tokens.astype("<u2").tofile(path)
+    expected = hashlib.sha256(tokens.astype("<u2").tobytes()).hexdigest()
+    assert hash_tokens(np.memmap(path, dtype="<u2", mode="r")) == expected == hash_file(path)
+    for same in (tokens, tokens.astype(np.int64), tokens.astype(">u2"), np.repeat(tokens, 2)[::2]):
+        assert hash_tokens(same) == expected
+    changed = tokens.copy()
+    changed[-1] ^= 1
+    assert hash_tokens(changed) != expected
+
+
+def test_hash_tokens_of_more_than_one_piece():
+    tokens = (np.arange((1 << 22) + 5) % 65536).astype(np.uint16)
+    assert hash_tokens(tokens) == hashlib.sha256(tokens.tobytes()).hexdigest()
+    assert hash_tokens(tokens[:0]) == hashlib.sha256(b"").hexdigest()

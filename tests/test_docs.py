@@ -26,15 +26,16 @@ from pathlib import Path
 import pytest
 from conftest import shakespearean_text
 
-import settings
 import tokenization_manager
-from downloads import ensure_gpt2_bpe_files
 from evaluate import EvaluateSettings
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import InspectSettings
 from run_cycles import CycleSettings
-from run_log import read_records
-from runtime import UserError, read_json
+from runtime import cli
+from runtime.downloads import ensure_gpt2_bpe_files
+from runtime.files import read_json
+from runtime.process import UserError
+from runtime.run_log import read_records
 from sample import SampleSettings
 from train import TrainSettings
 from train_grpo import GRPOSettings
@@ -166,7 +167,8 @@ def template(tmp_path_factory) -> Path:
     for path in [*ROOT.glob("*.py"), *ROOT.glob("config/*.py"), *ROOT.glob("data/*/prepare.py")]:
         (folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, folder / path.relative_to(ROOT))
-    shutil.copytree(ROOT / "benchmarks", folder / "benchmarks")
+    for name in ("benchmarks", "runtime"):
+        shutil.copytree(ROOT / name, folder / name)
     # The tiny models' judges are blind: as the settings file stands, the cycles would end before GRPO.
     config = folder / "config/shakespeare_char_cpu.py"
     config.write_text(config.read_text().replace("train_grpo = dict(", "train_grpo = dict(allow_blind_reward=True,"))
@@ -202,7 +204,7 @@ def run_script(script: str, arguments: list[str]) -> None:
     try:
         if name in SETTINGS:
             sys.argv = [script]
-            settings.parse_settings(SETTINGS[name], name, list(arguments))  # as it is printed
+            cli.parse_settings(SETTINGS[name], name, list(arguments))  # as it is printed
         sys.argv = [script, *arguments, *shlex.split(SHRINK.get(name, ""))]
         sys.path.insert(0, str(Path(script).resolve().parent))  # as Python does with a script
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -236,7 +238,7 @@ def run_command(words: list[str]) -> None:
                 continue
             assert (name, targets) == ("ARGS", ["run"]), f"{words}: teach this test to check it"
             config = re.search(r"^CONFIG := (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-            settings.parse_settings(CycleSettings, "run_cycles", ["--config", config[1], *shlex.split(value)])
+            cli.parse_settings(CycleSettings, "run_cycles", ["--config", config[1], *shlex.split(value)])
     elif words[0] == "python" and words[1:3] == ["-m", "pytest"]:
         assert all(Path(ROOT, word).exists() for word in words[3:] if not word.startswith("-")), words
     elif words[0] == "python" and words[1].endswith(".py"):
@@ -336,7 +338,7 @@ def test_links_lead_somewhere(name):
 KINDS = {".jsonl", ".resume", ".partial", "meta.pkl", "input.txt", "train.bin", "val.bin", "prepare.py"}
 
 
-@each_document
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "docs/LOG.md"])  # which names the files of its day
 def test_paths_exist(name, workspaces):
     """A file or folder named in the text is in the project, or the commands of this document or the guide make it."""
     folders = (workspaces[name].folder, workspaces[GUIDE].folder)
@@ -462,7 +464,7 @@ def test_dataset_keys_are_described(workspaces):
 def source_texts() -> list[str]:
     """Every string of the sources, with … for what an f-string fills in."""
     texts = []
-    for path in ROOT.glob("*.py"):
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("runtime/*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
@@ -506,8 +508,8 @@ def test_the_printed_validation_is_what_the_program_says():
 
 def test_every_module_stands_on_a_floor_of_the_architecture():
     drawing = read_document(ROOT / "docs/architecture.md").blocks[0].text
-    for path in ROOT.glob("*.py"):
-        assert re.search(rf"\b{path.name}\b", drawing), path.name
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("runtime/[!_]*.py")]:
+        assert re.search(rf"(?<!/)\b{path.relative_to(ROOT)}\b", drawing), path
     for name in re.findall(r"[\w/]+\.py", drawing):
         assert (ROOT / name).exists(), name
 

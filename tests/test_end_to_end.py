@@ -44,9 +44,9 @@ import train_grpo
 import train_reward_model
 from checkpoint import hash_weights
 from reward_dataset_loader import RewardDataset
-from run_log import read_records
-from runtime import hash_file
-from skill import measure_skill
+from reward_metrics import measure_skill
+from runtime.files import hash_file
+from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
 from train_reward_model import RewardModelSettings
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import generation
 from generation import Completer, Completions, KVCache, Sampling, compile_model, complete, generate, sample_tokens
 from model import GPT, GPTConfig
-from runtime import UserError, random_stream
+from runtime.device import random_stream
+from runtime.process import UserError
 
 N, V = 10, 13
 LARGEST_UNIFORM = 1 - 2**-24  # the largest float32 below 1

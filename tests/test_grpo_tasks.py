@@ -14,7 +14,7 @@ from helpers import assert_same_weights, succeed, weights
 import train_grpo
 from objectives import token_log_probs
 from reward_model import Verdict
-from run_log import read_records
+from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
 
 pytest_plugins = ["tiny_run"]

@@ -29,19 +29,18 @@ from helpers import (
     weights,
 )
 
+import policy_eval
 import prepare_reward_data
-import rollouts
 import train
 import train_grpo
 from checkpoint import build_model, load_checkpoint
 from data_loader import WholeSplitBatches, load_binary, load_text
 from evaluate import calculate_perplexity
-from reward_data_config import TokenizationInfo
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
-from run_log import read_records
-from run_state import load_state
-from runtime import UserError
-from tokenization_manager import TokenizationManager
+from runtime.files import load_state
+from runtime.process import UserError
+from runtime.run_log import read_records
+from tokenization_manager import TokenizationInfo, TokenizationManager
 
 pytest_plugins = ["tiny_run"]
 
@@ -474,7 +473,7 @@ def test_first_and_last_rewards_share_no_step(values, window, expected):
 
 
 def test_grpo_shows_its_evaluations(monkeypatch, tmp_path, grpo):
-    shown = spy_on_bars(monkeypatch, rollouts)
+    shown = spy_on_bars(monkeypatch, policy_eval)
     _, _, out = grpo(tmp_path / "policy.pt", max_steps=1)
     assert [title for _, title in shown] == ["Evaluating"] * 4  # step 0, step 1; at the end start and kept policy
     assert ", 3.5K parameters, block_size 16" in out

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import objectives
 from model import GPT, GPTConfig
 from objectives import group_advantages, groups_without_spread, kl_estimate, policy_loss
-from runtime import UserError
+from runtime.process import UserError
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "grpo_losses.json").read_text())
 INPUTS = REFERENCE["inputs"]

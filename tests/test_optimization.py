@@ -20,7 +20,7 @@ from optimization import (
     orthogonalised,
     split_parameters,
 )
-from runtime import UserError
+from runtime.process import UserError
 
 
 class Tiny(nn.Module):

@@ -10,8 +10,7 @@ from helpers import succeed
 
 from checkpoint import build_model, load_checkpoint
 from data_loader import open_token_file
-from provenance import rows_by_part
-from reward_dataset_loader import RewardDataset
+from reward_dataset_loader import RewardDataset, rows_by_part
 
 pytest_plugins = ["tiny_run"]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import UserError, read_json
+from runtime.files import read_json
+from runtime.process import UserError
 
 ROOT = Path(__file__).parents[1]
 

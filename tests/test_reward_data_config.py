@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reward_data_config import RewardDataConfig, TokenizationInfo
-from runtime import UserError
-from settings import parse_settings
+from reward_data_config import RewardDataConfig
+from runtime.cli import parse_settings
+from runtime.process import UserError
+from tokenization_manager import TokenizationInfo
 
 
 @pytest.fixture
@@ -191,3 +192,11 @@ def test_compatible_means_same_method_and_size(one, other):
     if (one.method, one.vocab_size) != (other.method, other.vocab_size):
         with pytest.raises(UserError):
             one.check_compatible(other)
+
+
+def test_the_name_of_a_tokenization_is_one_class_in_both_places():
+    """The reward-data documents import it from here; it is defined with the tokenizers."""
+    import reward_data_config
+    import tokenization_manager
+
+    assert reward_data_config.TokenizationInfo is tokenization_manager.TokenizationInfo

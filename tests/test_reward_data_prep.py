@@ -31,16 +31,16 @@ from hypothesis import strategies as st
 
 import generation
 import prepare_reward_data as prep
-import staging
 from checkpoint import build_model, load_checkpoint
 from data_loader import load_text, read_text
 from generation import Completer, Sampling
 from model import GPT, GPTConfig
-from reward_data_config import RewardDataConfig, TokenizationInfo
+from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
-from runtime import UserError
-from staging import StagedFolder
-from tokenization_manager import TokenizationManager, save_meta
+from runtime import staged_folder
+from runtime.process import UserError
+from runtime.staged_folder import StagedFolder
+from tokenization_manager import TokenizationInfo, TokenizationManager, save_meta
 
 pytest_plugins = ["tiny_run"]
 
@@ -136,7 +136,7 @@ def test_the_synthetic_part_is_the_models_own(generator, splits):
 
 def test_crossovers_are_uniform():
     """Chi-square over every K in [1, N - 1]: with 14 degrees of freedom 99.9% lie below 36.1."""
-    sample = prep.SampleSettings(samples_per_chunk=50, seed=3)
+    sample = prep.RowSettings(samples_per_chunk=50, seed=3)
     draws = [prep.crossovers_and_uniforms(sample, "train", block, N)[0] for block in range(600)]
     counts = np.bincount(np.concatenate(draws), minlength=N + 1)
     assert counts[0] == counts[N] == 0
@@ -147,14 +147,14 @@ def test_crossovers_are_uniform():
 @given(block_size=st.integers(2, 300), seed=st.integers(0, 2**40), block=st.integers(0, 10**6), more=st.integers(1, 5))
 @settings(max_examples=50, deadline=None)
 def test_a_samples_randomness_depends_on_its_place_alone(block_size, seed, block, more):
-    few = prep.crossovers_and_uniforms(prep.SampleSettings(2, seed=seed), "train", block, block_size)
-    many = prep.crossovers_and_uniforms(prep.SampleSettings(2 + more, seed=seed), "train", block, block_size)
+    few = prep.crossovers_and_uniforms(prep.RowSettings(2, seed=seed), "train", block, block_size)
+    many = prep.crossovers_and_uniforms(prep.RowSettings(2 + more, seed=seed), "train", block, block_size)
     assert np.array_equal(few[0], many[0][:2])
     assert np.array_equal(few[1], many[1][:2])
     assert ((few[0] >= 1) & (few[0] <= block_size - 1)).all()
     assert ((many[1] >= 0) & (many[1] < 1)).all()
     for split, number, other_seed in (("val", block, seed), ("train", block + 1, seed), ("train", block, seed + 1)):
-        other = prep.crossovers_and_uniforms(prep.SampleSettings(2, seed=other_seed), split, number, block_size)
+        other = prep.crossovers_and_uniforms(prep.RowSettings(2, seed=other_seed), split, number, block_size)
         assert not np.array_equal(few[1], other[1])
 
 
@@ -393,7 +393,7 @@ def small_batches(monkeypatch):
 
 SLOW = """
 import time, generation, prepare_reward_data as prep
-from runtime import run_main
+from runtime.process import run_main
 generation.DEFAULT_CPU_ROWS, prep.SAMPLES_PER_TASK, prep.FLUSH_SECONDS, make = 16, 16, 0.0, prep.make_samples
 def slow(*arguments):
     time.sleep(0.01)
@@ -468,7 +468,7 @@ def test_ranks_with_different_memory_leave_nothing_out(tmp_path, generator, rewa
     model, _ = prep.load_base_model(str(generator))
     staged = StagedFolder(tmp_path / "out")
     staged.claim({})
-    settings = prep.SampleSettings(G)
+    settings = prep.RowSettings(G)
     for rank, rows in enumerate((40, 20)):
         completer = Completer(model, N)
         completer.rows = rows
@@ -483,7 +483,7 @@ def test_ranks_with_different_memory_leave_nothing_out(tmp_path, generator, rewa
 
 MEASURED = """
 import sys, threading, time, prepare_reward_data as prep
-from runtime import run_main
+from runtime.process import run_main
 seen, result = [0], sys.argv.pop(1)
 def watch():
     while True:
@@ -533,7 +533,7 @@ def test_ctrl_c_and_again(monkeypatch, tmp_path, corpus, generator, reward_data,
 
         patch.setattr(prep, "make_samples", interrupted)
         if moment == "publish":
-            patch.setattr(staging, "publish_directory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(staged_folder, "publish_directory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         finished = call("prepare_reward_data", **options)
     assert finished.status == 130
     assert "Traceback" not in finished.err
@@ -550,7 +550,7 @@ def test_marks_without_their_data_are_not_believed(tmp_path, corpus, generator, 
     """A run killed after its dataset got its final name, but before its working folder was gone."""
     options = prepare_options(corpus, generator, tmp_path / "out")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(staged_folder.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert call("prepare_reward_data", **options).status == 130
     (tmp_path / "out").rename(tmp_path / "moved away")
     succeed("prepare_reward_data", **options)
@@ -560,7 +560,7 @@ def test_marks_without_their_data_are_not_believed(tmp_path, corpus, generator, 
 def test_unfinished_work_of_other_settings_is_refused(monkeypatch, tmp_path, corpus, generator, reward_data):
     options = prepare_options(corpus, generator, tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "publish_directory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(staged_folder, "publish_directory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert call("prepare_reward_data", **options, seed=7, temperature=0.5).status == 130
     line = refuse_in_one_line("prepare_reward_data", **options)
     assert "seed was 7, now 42" in line
@@ -744,7 +744,7 @@ def test_sample_settings_of_the_library_are_those_of_the_script(tmp_path, corpus
     )
     assert np.array_equal(np.stack(rows), RewardDataset(tmp_path / "out", "val").x)
     block = np.array([0])
-    sample = prep.SampleSettings(G, Sampling(0.7, 4), 5)
+    sample = prep.RowSettings(G, Sampling(0.7, 4), 5)
     assert np.array_equal(
         prep.make_samples(Completer(model, N), splits.val, block, "val", sample)[0], np.stack(rows[:G])
     )

@@ -13,9 +13,9 @@ from checkpoint import build_model, load_checkpoint, save_checkpoint
 from generation import Completer, Sampling, generate
 from model import GPT, REWARD_HEADS, GPTConfig
 from objectives import MAX_LOG_RATIO
+from reward_metrics import calibration, r_squared
 from reward_model import REWARD_MODELS, LikelihoodRewardModel, make_reward_model, parts_of
-from runtime import UserError
-from skill import calibration, r_squared
+from runtime.process import UserError
 from train_reward_model import RewardModelSettings
 
 N, V = 12, 5

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenization_manager
-from runtime import UserError
+from runtime.process import UserError
 from tokenization_manager import (
     MetaFileError,
     TokenizationManager,

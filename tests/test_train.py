@@ -21,8 +21,8 @@ from helpers import (
 
 import train
 from checkpoint import load_checkpoint
-from run_log import read_records
-from runtime import random_stream
+from runtime.device import random_stream
+from runtime.run_log import read_records
 
 pytest_plugins = ["tiny_run"]
 

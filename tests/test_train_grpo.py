@@ -15,11 +15,13 @@ from helpers import TINY_GRPO, call, folder_bytes, make_checkpoint, refuse, refu
 import train_grpo
 from checkpoint import build_model, load_checkpoint
 from generation import Completer
+from policy_eval import Best, Stops
+from reward_metrics import format_r_squared, measure_skill
 from reward_model import Judge, Verdict
-from run_log import read_records
-from runtime import UserError, hash_file
-from skill import format_r_squared, measure_skill
-from train_grpo import Best, GRPOSettings, Stops
+from runtime.files import hash_file
+from runtime.process import UserError
+from runtime.run_log import read_records
+from train_grpo import GRPOSettings
 
 pytest_plugins = ["tiny_run"]
 

@@ -32,10 +32,11 @@ from model import GPT
 from objectives import crossover_loss
 from prepare_reward_data import save_reward_dataset
 from reward_dataset_loader import RewardDataset
+from reward_metrics import measure_skill
 from reward_model import RewardModel
-from run_log import read_records
-from runtime import UserError, hash_file
-from skill import measure_skill
+from runtime.files import hash_file
+from runtime.process import UserError
+from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
 
 pytest_plugins = ["tiny_run"]

@@ -2,7 +2,7 @@
 
     python data/shakespeare/prepare.py --source auto
 
-Floor 5. In: input.txt beside the outputs, fetched where it is absent. Out: train.bin, val.bin (uint16 tokens).
+In: input.txt beside the outputs, fetched where it is absent. Out: train.bin, val.bin (uint16 tokens).
 """
 
 import sys
@@ -14,10 +14,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data_loader import read_text, split_and_encode, write_token_files  # noqa: E402
-from downloads import ensure_corpus  # noqa: E402
-from output_lock import hold_output  # noqa: E402
-from runtime import run_main  # noqa: E402
-from settings import Problems, parse_settings  # noqa: E402
+from runtime.cli import Problems, parse_settings  # noqa: E402
+from runtime.downloads import ensure_corpus  # noqa: E402
+from runtime.output_lock import hold_output  # noqa: E402
+from runtime.process import run_main  # noqa: E402
 from tokenization_manager import TokenizationManager, detect_method  # noqa: E402
 
 

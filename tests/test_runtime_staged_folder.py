@@ -1,10 +1,11 @@
-"""A folder in the making: python -m pytest tests/test_staging.py"""
+"""A folder in the making: python -m pytest tests/test_runtime_staged_folder.py"""
 
 import numpy as np
 import pytest
 
-from runtime import UserError, write_json
-from staging import RowWriter, StagedFolder
+from runtime.files import write_json
+from runtime.process import UserError
+from runtime.staged_folder import RowWriter, StagedFolder
 
 
 @pytest.fixture

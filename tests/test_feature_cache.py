@@ -1,4 +1,4 @@
-"""frozen_features.py: what is remembered is what would be computed again.  `pytest tests/test_frozen_features.py`"""
+"""feature_cache.py: what is remembered is what would be computed again.  `pytest tests/test_feature_cache.py`"""
 
 import json
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 from helpers import assert_same_weights, assert_weights_near, succeed, weights
 
-import frozen_features
+import feature_cache
 import train_reward_model
 from model import GPTConfig
-from ranks import Ranks
 from reward_dataset_loader import RewardDataset
 from reward_model import make_reward_model
+from runtime.distributed import Ranks
 from train_reward_model import freeze_trunk
 
 pytest_plugins = ["tiny_run"]
@@ -28,7 +28,7 @@ def reward_model(head="last", unfreeze_layers=0, **config):
 
 @pytest.mark.parametrize(("unfreeze_layers", "depth"), [(0, 3), (1, 2), (2, 1), (3, None), (-1, None)])
 def test_the_depth_to_which_a_trunk_is_frozen(unfreeze_layers, depth):
-    assert frozen_features.frozen_depth(reward_model(unfreeze_layers=unfreeze_layers)) == depth
+    assert feature_cache.frozen_depth(reward_model(unfreeze_layers=unfreeze_layers)) == depth
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
@@ -39,13 +39,13 @@ def test_a_head_says_the_same_of_features_in_memory_and_on_the_disk(
 ):
     model = reward_model(head, unfreeze_layers, position=position)
     dataset = RewardDataset(reward_data, "val")
-    depth = frozen_features.frozen_depth(model)
+    depth = feature_cache.frozen_depth(model)
     ids = torch.from_numpy(dataset.x.astype(np.int64))
     plain = model.output(ids)
     for most in (2**30, 0):
-        features = frozen_features.frozen_features(model, dataset, depth, tmp_path, Ranks(), most)
+        features = feature_cache.frozen_features(model, dataset, depth, tmp_path, Ranks(), most)
         assert isinstance(features, torch.Tensor) == bool(most)
-        rows = frozen_features.to_device(features, np.arange(len(dataset)), torch.device("cpu"))
+        rows = feature_cache.to_device(features, np.arange(len(dataset)), torch.device("cpu"))
         assert rows.shape == ((len(ids), 16) if (head, unfreeze_layers) == ("last", 0) else (len(ids), 16, 16))
         torch.testing.assert_close(model.output(rows, depth), plain, atol=1e-5, rtol=1e-5)
     assert [path.suffix for path in tmp_path.iterdir()] == [".f32"]
@@ -53,13 +53,13 @@ def test_a_head_says_the_same_of_features_in_memory_and_on_the_disk(
 
 def test_a_file_is_made_once_for_each_model_and_data(monkeypatch, tmp_path, reward_data):
     made = []
-    original = frozen_features.to_device
-    monkeypatch.setattr(frozen_features, "to_device", lambda *a: made.append(1) or original(*a))
+    original = feature_cache.to_device
+    monkeypatch.setattr(feature_cache, "to_device", lambda *a: made.append(1) or original(*a))
     datasets = [RewardDataset(reward_data, split) for split in ("train", "val")]
 
     def features(model, dataset):
         made.clear()
-        found = frozen_features.frozen_features(model, dataset, 3, tmp_path, Ranks(), 0)
+        found = feature_cache.frozen_features(model, dataset, 3, tmp_path, Ranks(), 0)
         return np.array(found), bool(made)
 
     model = reward_model()
@@ -101,6 +101,6 @@ def test_training_on_features_ends_in_the_weights_of_the_plain_way(monkeypatch, 
 
 def on_the_disk(*arguments):
     """`frozen_features`, for which nothing is small."""
-    features = frozen_features.frozen_features(*arguments, 0)
+    features = feature_cache.frozen_features(*arguments, 0)
     assert isinstance(features, np.memmap)
     return features

@@ -1,9 +1,9 @@
 """Command lines and settings files: one dataclass a script becomes options, help and checks.
 
-    python -c "import settings; print(settings.read_config('config/shakespeare_char_cpu.py'))"
+    python -c "from runtime.cli import read_config; print(read_config('config/shakespeare_char_cpu.py'))"
 
-Floor 0. A settings file has nanoGPT's form, plain assignments, and is read as data: nothing in it is executed. A dict
-named after a script (`train = dict(max_iters=300)`) is for that script alone, so that one file can hold a whole cycle;
+A settings file has nanoGPT's form, plain assignments, and is read as data: nothing in it is executed. A dict named
+after a script (`train = dict(max_iters=300)`) is for that script alone, so that one file can hold a whole cycle;
 `--section natural_model` has train.py read another section than its own.
 """
 
@@ -19,16 +19,20 @@ from typing import Any, TypeVar
 
 import tyro
 
-from runtime import UserError
+from runtime.process import UserError
 
 Settings = TypeVar("Settings")
+ROOT = Path(__file__).resolve().parents[1]
+# Sections of a settings file that are not named after a script, and the script that reads each.
+FURTHER_SECTIONS = {"natural_model": "train"}
 
-# The sections that a settings file can have, and the script that reads each.
-SECTIONS = {
-    **{name: name for name in ("train", "prepare_reward_data", "train_reward_model", "train_grpo", "run_cycles")},
-    **{name: name for name in ("evaluate", "sample", "reward_dataset_loader", "prepare")},
-    "natural_model": "train",
-}
+
+def all_sections() -> dict[str, str]:
+    """The sections that a settings file can have, and the script that reads each: all files with a main(), and more."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("data/*/prepare.py")]
+    scripts = sorted({path.stem for path in files if "\ndef main()" in path.read_text(encoding="utf-8")})
+    return {name: name for name in scripts} | FURTHER_SECTIONS
+
 
 CONFIG_HELP = """
 
@@ -124,9 +128,9 @@ def parse_settings(
     prog = None if argv is None else f"{script}.py"  # parsed for another script: its name is what an error needs
     config_path, argv = split_config(list(sys.argv[1:] if argv is None else argv))
     section, argv = _split_option(argv, "section")
-    sections = [name for name, reader in SECTIONS.items() if reader == script]
-    if section is not None and section not in sections:
-        raise UserError(f"ERROR: --section={section}: {script}.py reads only the sections {', '.join(sections)}")
+    readable = [name for name, reader in all_sections().items() if reader == script]
+    if section is not None and section not in readable:
+        raise UserError(f"ERROR: --section={section}: {script}.py reads only the sections {', '.join(readable)}")
     if config_path is not None:
         argv = _as_arguments(read_config(config_path), settings_class, section or script, config_path) + argv
     removed = []
@@ -135,7 +139,7 @@ def parse_settings(
         while value is not None:  # in the settings file and on the command line
             removed.append(name)
             value, argv = _split_option(argv, name)
-    more = SECTION_HELP.format(own=script, others=", ".join(sections[1:])) if sections[1:] else ""
+    more = SECTION_HELP.format(own=script, others=", ".join(readable[1:])) if readable[1:] else ""
     settings = tyro.cli(
         settings_class,
         prog=prog,
@@ -174,11 +178,12 @@ def _split_option(argv: list[str], name: str, needs: str = "a value") -> tuple[s
 
 def _as_arguments(config: dict[str, Any], settings_class: type, section: str, path: str) -> list[str]:
     """The settings file's values as options, so that one parser checks the types of both."""
+    readers = all_sections()
     for name, value in config.items():
-        if name in SECTIONS and not isinstance(value, dict):
+        if name in readers and not isinstance(value, dict):
             raise UserError(f"ERROR: {path}: {name} is a script's section: write {name} = dict(NAME=VALUE)")
-        if isinstance(value, dict) and name not in SECTIONS:
-            raise UserError(f"ERROR: {path}: section {name!r} is for no script; sections are {', '.join(SECTIONS)}")
+        if isinstance(value, dict) and name not in readers:
+            raise UserError(f"ERROR: {path}: section {name!r} is for no script; sections are {', '.join(readers)}")
     values = {name: value for name, value in config.items() if not isinstance(value, dict)}
     values |= config.get(section, {})
     known = [field.name for field in dataclasses.fields(settings_class) if field.init]
@@ -188,7 +193,7 @@ def _as_arguments(config: dict[str, Any], settings_class: type, section: str, pa
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(f"ERROR: {path}: {SECTIONS.get(section, section)}.py has no setting {name!r}{hint}")
+            raise UserError(f"ERROR: {path}: {readers.get(section, section)}.py has no setting {name!r}{hint}")
         # One word `--name=value`, so that a value may begin with dashes; several values need words of their own.
         arguments += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
     return arguments
@@ -196,7 +201,6 @@ def _as_arguments(config: dict[str, Any], settings_class: type, section: str, pa
 
 # ---------------------------------------------------------------------------------------------------------------------
 # settings files
-
 
 ARITHMETIC = {
     ast.Add: operator.add,

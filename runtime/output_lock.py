@@ -1,9 +1,8 @@
-"""One writer of an output at a time: a file lock that the system releases when its holder ends, however it ends.
+"""One writer of an output at a time: a lock that the system releases when the process ends, however it ends.
 
-    python -c "import output_lock; print(output_lock.lock_path('out/base_model_v1.resume'))"
+    python -c "from runtime.output_lock import lock_path; print(lock_path('out/base_model_v1.resume'))"
 
-Floor 1. The lock file lies beside the output, names its holder, and is removed by it. A killed process leaves the file,
-but not the lock.
+The lock (`flock`) is on a small hidden file beside the output, which names its holder.
 """
 
 import contextlib
@@ -17,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from run_log import say
-from runtime import UserError, until_main_ends, warn
+from runtime.process import UserError, until_main_ends, warn
+from runtime.run_log import say
 
 SECONDS_TO_WAIT = 60.0
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

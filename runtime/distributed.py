@@ -1,16 +1,15 @@
-"""The processes that torchrun started: shares of the work, sums over all, averaged gradients, signals heard together.
+"""The processes that torchrun started: shares of the work, sums over all ranks, averaged gradients.
 
     python -m torch.distributed.run --nproc_per_node=2 train.py --config config/shakespeare_char_cpu.py
 
-Floor 1. A process on its own is rank 0 of 1, for which all of this does nothing. `Ranks` is handed to whoever shares
-work; whoever only speaks asks `runtime.is_main_rank`.
+A process on its own is rank 0 of 1, for which all of this does nothing. `Ranks` is passed to code that divides work;
+code that only prints asks `process.is_main_rank`.
 """
 
 import contextlib
 import os
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime import Terminated, UserError, of_rank
+from runtime.process import UserError, of_rank
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(hours=2)  # of the ranks, while rank 0 evaluates for all
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -184,41 +182,3 @@ def gradients_stay(forward: Callable[..., Any], last: bool) -> contextlib.Abstra
     if last or not isinstance(forward, DistributedDataParallel):
         return contextlib.nullcontext()
     return forward.no_sync()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# signals
-
-
-@contextlib.contextmanager
-def signals_wait() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM wait until the work within is done, well or not; then they are raised.
-
-    Yields the list to which they are added meanwhile. A second Ctrl-C does not wait.
-    """
-    noted: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-
-    def note(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and number in noted:
-            handlers[number](number, frame)  # asked for twice: not even the step is waited for
-        noted.append(number)
-
-    for number in SIGNALS:
-        if callable(handlers[number]):  # else it is ignored
-            signal.signal(number, note)
-    try:
-        yield noted
-    finally:
-        for number in SIGNALS:
-            signal.signal(number, handlers[number])
-        raise_signal(noted)
-
-
-def raise_signal(noted: list[int]) -> None:
-    """Raise what the first of the signals stands for, if there is one: KeyboardInterrupt or runtime.Terminated."""
-    if noted and noted[0] == signal.SIGINT:
-        raise KeyboardInterrupt
-    if noted:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off is to be left to finish
-        raise Terminated

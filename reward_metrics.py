@@ -1,9 +1,9 @@
-"""How well a reward model sees: R2 and its interval, MAE, AUC, calibration, skill by crossover; a table and a picture.
+"""Metrics of a reward model: R2 with its interval, MAE, AUC, calibration, skill by crossover; a table and a picture.
 
-    python -c "import torch, skill; print(skill.r_squared(torch.tensor([0.1, 0.8]), torch.tensor([0.0, 1.0])))"
+    python -c "import torch as t, reward_metrics as m; print(m.r_squared(t.tensor([0.1, 0.8]), t.tensor([0.0, 1.0])))"
 
-Floor 1: pure functions of predictions and labels; `draw_skill` alone writes a file. n sequences of N tokens; a
-prediction is P(natural), a target the true K/N, and rows of one natural block share their text.
+Pure functions of predictions and labels; `draw_skill` alone writes a file. n sequences of N tokens; a prediction is
+P(natural), a target the true K/N, and rows of one natural block share their text.
 """
 
 import math
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from run_log import picture
-from runtime import UserError
+from runtime.process import UserError
+from runtime.run_log import picture
 
 # Resampling B blocks shows their variance short by a share of 1/B: below this many an interval would be too narrow.
 MIN_BLOCKS = 10

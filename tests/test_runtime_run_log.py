@@ -1,4 +1,7 @@
-"""run_log.py: what is logged is read back, resumed runs forget what came later.  `pytest tests/test_run_log.py`"""
+"""runtime/run_log.py: what is logged is read back, resumed runs forget what came later.
+
+`pytest tests/test_runtime_run_log.py`
+"""
 
 import json
 import math
@@ -11,8 +14,8 @@ from helpers import refuse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from run_log import RunLog, counted, format_metrics, format_size, make_tracker, progress, read_records
-from runtime import UserError
+from runtime.process import UserError
+from runtime.run_log import RunLog, counted, format_metrics, format_size, make_tracker, progress, read_records
 
 VALUES = (
     st.integers(-(10**9), 10**9)

@@ -1,4 +1,7 @@
-"""settings.py: options and settings files are read as data, and all problems told.  `pytest tests/test_settings.py`"""
+"""runtime/cli.py: options and settings files are read as data, and all problems told.
+
+`pytest tests/test_runtime_cli.py`
+"""
 
 import math
 import os
@@ -13,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from runtime import UserError
-from settings import Problems, parse_settings, read_config, split_config
+from runtime.cli import Problems, all_sections, parse_settings, read_config, split_config
+from runtime.process import UserError
 
 ROOT = Path(__file__).parent.parent
 
@@ -123,7 +126,7 @@ def test_sections_are_for_their_script_alone(config):
     assert parse(path) == Walk(steps=5, length=1.5)
     with pytest.raises(UserError, match=r"sample\.py has no setting 'speed'"):
         parse(path, script="sample")
-    with pytest.raises(UserError, match="section 'trian' is for no script; sections are train, "):
+    with pytest.raises(UserError, match="section 'trian' is for no script; sections are evaluate, prepare, "):
         parse(config("trian = dict(steps=7)"))
 
 
@@ -436,3 +439,9 @@ def test_a_script_ends_in_status_2_and_tells_all_problems(config):
     assert result.stderr.startswith("Validation Errors:\n") and "Traceback" not in result.stderr
     for problem in ("batch_size=0: must be >= 1", "learning_rate=nan: must be > 0", "dropout=1.5: must be >= 0"):
         assert f"  ERROR: {problem}" in result.stderr
+
+
+def test_every_script_can_have_a_section_and_nothing_else_can():
+    expected = {"train", "prepare_reward_data", "train_reward_model", "train_grpo", "run_cycles", "evaluate", "sample"}
+    assert set(all_sections()) >= expected | {"reward_dataset_loader", "prepare", "natural_model"}
+    assert not {"model", "checkpoint", "cli", "process"} & set(all_sections())

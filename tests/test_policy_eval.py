@@ -1,4 +1,4 @@
-"""rollouts.py: prompts, masks, and the counts that tell a degenerate policy, by hand and by brute force."""
+"""policy_eval.py: prompts, masks, and the counts that tell a degenerate policy, by hand and by brute force."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from data_loader import WholeSplitBatches
 from generation import Completer
 from model import GPT
 from objectives import language_model_loss, token_log_probs
+from policy_eval import CopyFinder, PolicyEvaluation, distinct_n, draw_prompts, masked_mean, repetition, written_mask
 from reward_model import Verdict
-from rollouts import CopyFinder, PolicyEvaluation, distinct_n, draw_prompts, masked_mean, repetition, written_mask
 from tokenization_manager import TokenizationManager
 
 pytest_plugins = ["tiny_run"]

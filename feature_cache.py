@@ -1,9 +1,9 @@
-"""What the frozen part of a reward model says of a dataset, computed once: every epoch after that reads it.
+"""Cached hidden states of a reward model's frozen trunk, computed once and read in every epoch.
 
-    python -c "import frozen_features as f, model as m; print(f.frozen_depth(m.GPT(m.GPTConfig(n_layer=1))))"
+    python -c "import feature_cache as f, model as m; print(f.frozen_depth(m.GPT(m.GPTConfig(n_layer=1))))"
 
-Floor 4. A trunk that is not trained says the same of the same tokens in every epoch. Where it is trained from some
-block on, what is below that does. Kept in memory, or in a file where it is large.
+Where the trunk is trained from some block on, the blocks below it are cached: in memory, or in a file where they are
+large.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from model import GPT
-from ranks import Ranks
 from reward_dataset_loader import RewardDataset
 from reward_model import TrunkRewardModel
-from run_log import progress
-from runtime import atomic_path
+from runtime.distributed import Ranks
+from runtime.files import atomic_path
+from runtime.run_log import progress
 
 MOST_IN_MEMORY = 2**30  # bytes of a dataset's features
 

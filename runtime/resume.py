@@ -1,72 +1,28 @@
-"""What an interrupted run goes on from: one file beside its output, written between steps, whole or not at all.
+"""The state from which an interrupted run resumes: one file beside its output, written between steps.
 
     python train.py --config config/shakespeare_char_cpu.py --init_from resume
 
-Floor 2. Knows nothing of what the state is of; the trainers put in what they need to go on as if nothing had been.
+The state is a dict that the trainer fills with what it needs to continue to the same bits.
 """
 
 import contextlib
 import glob
 import os
-import pickle
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import torch
-
-from output_lock import hold_output
-from ranks import Ranks, raise_signal, signals_wait
-from run_log import say
-from runtime import Terminated, UserError, atomic_path, from_here_on_tell
-from staging import differing_settings
+from runtime.distributed import Ranks
+from runtime.files import load_state, save_state
+from runtime.output_lock import hold_output
+from runtime.process import Terminated, UserError, from_here_on_tell, raise_signal, signals_wait
+from runtime.run_log import say
+from runtime.staged_folder import differing_settings
 
 SUFFIX = ".resume"
 FORMAT_VERSION = 3
 ASIDE = ".old"  # and a number: what an earlier run left where another has begun
-
-
-class WriteError(UserError):
-    """A state or checkpoint for which there is no room."""
-
-
-def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
-    """torch.save to `path`, whole or not at all; raises UserError where it cannot be written (a full disk)."""
-    with atomic_path(path) as partial, open(partial, "wb") as file:
-        try:
-            torch.save(dict(contents), file)
-        except RuntimeError as error:
-            # torch's writer tells a failed write as its own error, raised while it handles the system's.
-            if not isinstance(error.__context__, OSError):
-                raise
-            raise WriteError(f"ERROR: cannot write {path}: {error.__context__.strerror}") from None
-
-
-def load_state(path: str | Path) -> dict[str, Any]:
-    """torch.load of a dict of tensors and plain values, executing nothing; raises UserError for anything else."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"ERROR: Model file not found: {path}")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch's remarks on foreign files; the error below says it
-            contents = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""
-        )
-        raise UserError(
-            f"ERROR: {path} holds something else than tensors and settings; nothing was executed. {reason}"
-        ) from None
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged bytes can make the reader stumble in any way; a cut file gives an OSError
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {reason}") from None
-    if not isinstance(contents, dict):
-        raise UserError(f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint")
-    return contents
 
 
 class Settings(Protocol):

@@ -1,4 +1,7 @@
-"""output_lock.py: one writer of an output at a time, across processes and kills.  `pytest tests/test_output_lock.py`"""
+"""runtime/output_lock.py: one writer of an output at a time, across processes and kills.
+
+`pytest tests/test_runtime_output_lock.py`
+"""
 
 import errno
 import fcntl
@@ -26,18 +29,18 @@ from helpers import (
 )
 from test_end_to_end import InThisProcess
 
-import output_lock
 import run_cycles
-import runtime
-from output_lock import lock_path, only_writer
-from run_log import read_records
-from runtime import UserError
+from runtime import output_lock
+from runtime.output_lock import lock_path, only_writer
+from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError
+from runtime.run_log import read_records
 
 pytest_plugins = ["tiny_run"]
 
 LONG = {**TINY_TRAIN, "max_iters": 10**6, "eval_interval": 10}
 HOLDER = (
-    "import sys, output_lock\nwith output_lock.only_writer(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
+    "import sys; from runtime import output_lock\n"
+    "with output_lock.only_writer(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
 )
 
 
@@ -116,10 +119,10 @@ def test_the_lock_is_free_once_its_holder_is_gone(tmp_path, holder, way):
 
 def test_no_two_processes_are_within_at_once(tmp_path):
     """Locks come and go while others wait: nobody locks a file that its holder has removed."""
-    inside = "import os, sys, output_lock\n"
+    inside = "import os, sys; from runtime import output_lock\n"
     inside += "for _ in range(60):\n  with output_lock.only_writer(sys.argv[1]):\n"
     inside += "    os.close(os.open(sys.argv[2], os.O_CREAT | os.O_EXCL)); os.unlink(sys.argv[2])\n"
-    script = "import output_lock; output_lock.time.sleep = lambda seconds: None\n" + inside
+    script = "from runtime import output_lock; output_lock.time.sleep = lambda seconds: None\n" + inside
     processes = [start("-c", script, tmp_path / "model.pt", tmp_path / "inside") for _ in range(3)]
     for process in processes:
         assert process.communicate(timeout=120)[1] == "" and process.returncode == 0
@@ -221,8 +224,10 @@ def test_a_stage_whose_parent_is_killed_saves_and_ends_and_a_restart_goes_on(tmp
 @pytest.mark.skipif(sys.platform != "linux", reason="a process outlives its parent there")
 def test_a_stage_whose_parent_died_while_it_was_loading_ends_at_once(tmp_path):
     """The number that the parent left is no longer the parent's."""
-    script = "import runtime, pathlib, sys; runtime.run_main(lambda: pathlib.Path(sys.argv[1]).touch())"
-    environment = {**os.environ, runtime.STAGE_VARIABLE: "train", runtime.PARENT_VARIABLE: "1"}
+    script = (
+        "import pathlib, sys; from runtime import process; process.run_main(lambda: pathlib.Path(sys.argv[1]).touch())"
+    )
+    environment = {**os.environ, STAGE_VARIABLE: "train", PARENT_VARIABLE: "1"}
     done = subprocess.run(
         [sys.executable, "-c", script, tmp_path / "reached"], cwd=ROOT, env=environment, capture_output=True, text=True
     )

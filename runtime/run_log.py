@@ -1,8 +1,8 @@
-"""One line a step for people, the same numbers as JSON records for programs, progress bars, and pictures.
+"""A printed line and a JSON record for each step, progress bars, and pictures.
 
-    python -c "import run_log; print(run_log.read_records('out/train_log.jsonl')[-1])"
+    python -c "from runtime.run_log import read_records; print(read_records('out/train_log.jsonl')[-1])"
 
-Floor 0. What each number means is defined once, in docs/metrics.md.
+docs/metrics.md defines what each number means.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from runtime import UserError, atomic_path, from_json, is_main_rank, to_json, write_text
+from runtime.files import atomic_path, from_json, to_json, write_text
+from runtime.process import UserError, is_main_rank
 
 T = TypeVar("T")
 

@@ -1,10 +1,9 @@
-"""A folder in the making: beside its final place until it is whole, with a journal of the work that is finished.
+"""A folder that is published whole: built beside its final place, with a journal of finished work.
 
-    python -c "import staging; print(staging.StagedFolder('data/reward_dataset').finished('train'))"
+    python -c "from runtime.staged_folder import StagedFolder as S; print(S('data/reward_dataset').finished('train'))"
 
-Floor 1. Knows neither models nor datasets: work is numbered tasks, and files are rows of fixed size. An interrupted run
-finds its finished tasks again; several processes, also on several machines sharing a disk, can work on one,
-as each writes rows and a journal of its own.
+Work is numbered tasks, and files are rows of fixed size. An interrupted run finds its finished tasks again. Several
+processes, also on several machines with a common disk, can work on one folder: each has rows and a journal of its own.
 """
 
 import os
@@ -15,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime import UserError, publish_directory, read_json, write_json
+from runtime.files import publish_directory, read_json, write_json
+from runtime.process import UserError
 
 JOURNAL_DTYPE = np.dtype("<i8")
 

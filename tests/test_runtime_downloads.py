@@ -1,6 +1,6 @@
-"""downloads.py: what lies there wins, hashes hold, one way follows another, and no network is no hang.
+"""runtime/downloads.py: what lies there wins, hashes hold, one way follows another, and no network is no hang.
 
-    pytest tests/test_downloads.py
+    pytest tests/test_runtime_downloads.py
 
 No test needs the network: what would be fetched is replaced; only the last one asks pip, and skips without it.
 """
@@ -16,8 +16,8 @@ import zipfile
 
 import pytest
 
-import downloads
-from runtime import UserError
+from runtime import downloads
+from runtime.process import UserError
 
 
 def refuse(*_, **__):

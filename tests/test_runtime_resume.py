@@ -1,6 +1,6 @@
-"""run_state.py, and what stands on it: a run that is stopped anywhere goes on, and ends as if it had not been.
+"""runtime/resume.py, and what stands on it: a run that is stopped anywhere goes on, and ends as if it had not been.
 
-`pytest tests/test_run_state.py`
+`pytest tests/test_runtime_resume.py`
 """
 
 import os
@@ -26,10 +26,11 @@ from helpers import (
 import train
 import train_grpo
 import train_reward_model
-from ranks import Ranks, signals_wait
-from run_log import read_records
-from run_state import RunState, load_state
-from runtime import Terminated, UserError
+from runtime.distributed import Ranks
+from runtime.files import load_state
+from runtime.process import Terminated, UserError, signals_wait
+from runtime.resume import RunState
+from runtime.run_log import read_records
 
 pytest_plugins = ["tiny_run"]
 
@@ -302,14 +303,14 @@ def test_grpo_goes_on_from_the_state_before_its_first_step(monkeypatch, tmp_path
 
 
 INTERRUPTED_READING = """
-import os, signal, runtime, train_grpo
+import os, signal, train_grpo; from runtime import process
 
 def evaluate(policy, completer, losses=None, original=train_grpo.PolicyEvaluation.__call__):
     os.kill(os.getpid(), signal.SIGINT)
     return original(policy, completer, losses)
 
 train_grpo.PolicyEvaluation.__call__ = evaluate
-runtime.run_main(train_grpo.main)
+process.run_main(train_grpo.main)
 """
 
 

@@ -1,6 +1,6 @@
-"""ranks.py, and the trainers under torchrun: several ranks with a share of the batch each do what one does.
+"""runtime/distributed.py, and the trainers under torchrun: ranks with a share of the batch each do what one does.
 
-`pytest tests/test_ranks.py`
+`pytest tests/test_runtime_distributed.py`
 """
 
 import os
@@ -9,21 +9,11 @@ import signal
 import time
 
 import pytest
-from helpers import (
-    ROOT,
-    TINY_GRPO,
-    TINY_TRAIN,
-    as_arguments,
-    assert_weights_near,
-    run_ranks,
-    start,
-    succeed,
-    weights,
-)
+from helpers import ROOT, TINY_GRPO, TINY_TRAIN, as_arguments, assert_weights_near, run_ranks, start, succeed, weights
 
-from ranks import Ranks
-from run_log import read_records
-from runtime import UserError
+from runtime.distributed import Ranks
+from runtime.process import UserError
+from runtime.run_log import read_records
 
 pytest_plugins = ["tiny_run"]
 
@@ -48,9 +38,12 @@ def test_a_count_that_cannot_be_shared_out_is_refused():
 
 def run_where_rank_1_differs(script, tmp_path, change, **options):
     """Two ranks of a script, each in a folder of its own (rank0, rank1); on rank 1 `change` is executed first."""
-    lines = [f"import os, {script}, runtime", f"os.makedirs(f'{tmp_path}/rank' + os.environ['RANK'], exist_ok=True)"]
+    lines = [
+        f"import os, {script}; from runtime import process",
+        f"os.makedirs(f'{tmp_path}/rank' + os.environ['RANK'], exist_ok=True)",
+    ]
     lines += [f"os.chdir(f'{tmp_path}/rank' + os.environ['RANK'])", f"def change():\n    {change}"]
-    lines += ["if os.environ['RANK'] == '1':\n    change()", f"runtime.run_main({script}.main)"]
+    lines += ["if os.environ['RANK'] == '1':\n    change()", f"process.run_main({script}.main)"]
     (tmp_path / "differing.py").write_text("\n".join(lines))
     return run_ranks(2, tmp_path / "differing.py", **options)
 
@@ -66,7 +59,7 @@ def test_data_missing_on_one_rank_alone_are_named_with_the_rank(tmp_path, corpus
 
 
 def test_a_rollout_that_fails_on_one_rank_alone_is_named_with_the_rank(tmp_path, trainers):
-    change = "train_grpo.rollout = lambda *a: (_ for _ in ()).throw(runtime.UserError('ERROR: NaN among the logits'))"
+    change = "train_grpo.rollout = lambda *a: (_ for _ in ()).throw(process.UserError('ERROR: NaN among the logits'))"
     options = {**trainers["train_grpo"][0], "max_steps": 2, "output_path": tmp_path / "model.pt"}
     finished = run_where_rank_1_differs("train_grpo", tmp_path, change, **options)
     assert finished.status != 0
@@ -75,7 +68,7 @@ def test_a_rollout_that_fails_on_one_rank_alone_is_named_with_the_rank(tmp_path,
 
 
 def test_a_fault_that_rank_1_alone_meets_before_the_ranks_meet_is_printed_by_it(tmp_path, trainers):
-    change = "train_grpo.hash_file = lambda *a: (_ for _ in ()).throw(runtime.UserError('ERROR: no such model'))"
+    change = "train_grpo.hash_file = lambda *a: (_ for _ in ()).throw(process.UserError('ERROR: no such model'))"
     options = {**trainers["train_grpo"][0], "max_steps": 2, "output_path": tmp_path / "model.pt"}
     finished = run_where_rank_1_differs("train_grpo", tmp_path, change, **options)
     assert finished.status != 0

@@ -1,4 +1,7 @@
-"""skill.py: figures by hand and by brute force, intervals, records, the picture.  `pytest tests/test_skill.py`"""
+"""reward_metrics.py: figures by hand and by brute force, intervals, records, the picture.
+
+`pytest tests/test_reward_metrics.py`
+"""
 
 import json
 import math
@@ -9,18 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import skill
-from runtime import UserError
+import reward_metrics
+from runtime.process import UserError
 
 
 def test_skill_by_hand():
     target = torch.tensor([0.0, 0.5, 1.0])
-    assert skill.r_squared(target, target) == 1
-    assert skill.r_squared(torch.full((3,), 0.5), target) == 0
-    assert skill.r_squared([0.25, 0.5, 1.0], target) == pytest.approx(1 - 0.0625 / 0.5)
-    assert skill.r_squared(1 - target, target) == pytest.approx(-3)
-    assert math.isnan(skill.r_squared(target, torch.full((3,), 0.3)))
-    assert skill.mean_absolute_error([0.25, 0.5, 0.5], target) == pytest.approx(0.25)
+    assert reward_metrics.r_squared(target, target) == 1
+    assert reward_metrics.r_squared(torch.full((3,), 0.5), target) == 0
+    assert reward_metrics.r_squared([0.25, 0.5, 1.0], target) == pytest.approx(1 - 0.0625 / 0.5)
+    assert reward_metrics.r_squared(1 - target, target) == pytest.approx(-3)
+    assert math.isnan(reward_metrics.r_squared(target, torch.full((3,), 0.3)))
+    assert reward_metrics.mean_absolute_error([0.25, 0.5, 0.5], target) == pytest.approx(0.25)
 
 
 def test_bootstrap_interval_holds_the_figure_and_sees_that_blocks_are_not_rows():
@@ -29,20 +32,20 @@ def test_bootstrap_interval_holds_the_figure_and_sees_that_blocks_are_not_rows()
     target = torch.rand(400, generator=generator)
     shift = torch.randn(40, generator=generator).repeat_interleave(10)  # an error that all rows of a block share
     prediction = target + 0.2 * shift
-    low, high = skill.bootstrap_r_squared(prediction, target, blocks, seed=1)
-    assert low < skill.r_squared(prediction, target) < high
-    row_low, row_high = skill.bootstrap_r_squared(prediction, target, torch.arange(400), seed=1)
+    low, high = reward_metrics.bootstrap_r_squared(prediction, target, blocks, seed=1)
+    assert low < reward_metrics.r_squared(prediction, target) < high
+    row_low, row_high = reward_metrics.bootstrap_r_squared(prediction, target, torch.arange(400), seed=1)
     assert high - low > 1.5 * (row_high - row_low)
-    assert skill.bootstrap_r_squared(prediction, target, blocks, seed=1) == (low, high)
-    assert skill.bootstrap_r_squared(target, target, blocks, seed=1) == (1.0, 1.0)
+    assert reward_metrics.bootstrap_r_squared(prediction, target, blocks, seed=1) == (low, high)
+    assert reward_metrics.bootstrap_r_squared(target, target, blocks, seed=1) == (1.0, 1.0)
     constant = torch.full_like(target, target.mean().item())
-    low, high = skill.bootstrap_r_squared(constant, target, blocks, seed=1)
+    low, high = reward_metrics.bootstrap_r_squared(constant, target, blocks, seed=1)
     assert -0.05 < low < high <= 0
 
 
 def test_no_interval_where_the_data_give_none():
     target = torch.rand(400, generator=torch.Generator().manual_seed(0))
-    bootstrap = skill.bootstrap_r_squared
+    bootstrap = reward_metrics.bootstrap_r_squared
     assert bootstrap(target, target, torch.arange(400) % 9, seed=1) == (None, None)
     assert bootstrap(target, target, torch.arange(400) % 10, seed=1) == (1.0, 1.0)
     alike = torch.full((400,), 0.3)
@@ -52,43 +55,45 @@ def test_no_interval_where_the_data_give_none():
 
 
 def test_only_an_interval_above_0_is_better_than_a_constant():
-    better = [low for low in (None, math.nan, -math.inf, -0.1, 0.0, 1e-9, 0.5) if skill.better_than_constant(low)]
+    better = [
+        low for low in (None, math.nan, -math.inf, -0.1, 0.0, 1e-9, 0.5) if reward_metrics.better_than_constant(low)
+    ]
     assert better == [1e-9, 0.5]
 
 
 def test_r_squared_for_people():
-    assert skill.format_r_squared(0.12341, 0.1, 0.15) == "0.1234 (0.1000 to 0.1500)"
-    assert skill.format_r_squared(0.5, None, None, digits=3) == "0.500 (no interval)"
-    assert skill.format_r_squared(None, None, None) == "undefined (no interval)"
+    assert reward_metrics.format_r_squared(0.12341, 0.1, 0.15) == "0.1234 (0.1000 to 0.1500)"
+    assert reward_metrics.format_r_squared(0.5, None, None, digits=3) == "0.500 (no interval)"
+    assert reward_metrics.format_r_squared(None, None, None) == "undefined (no interval)"
 
 
 def test_skill_refuses_shapes_that_would_broadcast():
     with pytest.raises(UserError, match=r"shapes \(3,\) and \(3, 1\)"):
-        skill.r_squared(torch.zeros(3), torch.zeros(3, 1))
+        reward_metrics.r_squared(torch.zeros(3), torch.zeros(3, 1))
     with pytest.raises(UserError, match="n >= 1"):
-        skill.mean_absolute_error([], [])
+        reward_metrics.mean_absolute_error([], [])
 
 
 def test_calibration_by_hand():
-    table = skill.calibration([0.1, 0.3, 0.7, 1.0], [0.0, 0.2, 1.0, 0.5], num_bins=2)
+    table = reward_metrics.calibration([0.1, 0.3, 0.7, 1.0], [0.0, 0.2, 1.0, 0.5], num_bins=2)
     first, second = table.bins
     assert (first.lower, first.upper, first.count) == (0, 0.5, 2)
     assert (first.mean_prediction, first.mean_target) == (pytest.approx(0.2), pytest.approx(0.1))
     assert (second.count, second.mean_prediction, second.mean_target) == (2, pytest.approx(0.85), pytest.approx(0.75))
     assert table.expected_error == pytest.approx(0.5 * 0.1 + 0.5 * 0.1)
-    assert len(skill.calibration([0.05, 0.95], [0.0, 1.0]).bins) == 2  # empty bins are left out
+    assert len(reward_metrics.calibration([0.05, 0.95], [0.0, 1.0]).bins) == 2  # empty bins are left out
     for bad in ([1.5], [math.nan]):
         with pytest.raises(UserError, match=r"in \[0, 1\]"):
-            skill.calibration(bad, [0.5])
+            reward_metrics.calibration(bad, [0.5])
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30), st.integers(1, 20))
 def test_calibration_counts_everything_and_is_bounded_by_the_mean_absolute_error(pairs, num_bins):
     prediction, target = zip(*pairs, strict=True)
-    table = skill.calibration(prediction, target, num_bins)
+    table = reward_metrics.calibration(prediction, target, num_bins)
     assert sum(b.count for b in table.bins) == len(pairs)
-    assert table.expected_error <= skill.mean_absolute_error(prediction, target) + 1e-12
+    assert table.expected_error <= reward_metrics.mean_absolute_error(prediction, target) + 1e-12
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -101,23 +106,23 @@ FEW_VALUES = st.lists(st.integers(0, 8).map(lambda n: n / 8), min_size=1, max_si
 @given(FEW_VALUES, FEW_VALUES)
 def test_auc_counts_pairs_and_half_of_the_ties(positive, negative):
     wins = sum((p > n) + (p == n) / 2 for p in positive for n in negative)
-    auc = skill.area_under_curve(torch.tensor(positive), torch.tensor(negative))
+    auc = reward_metrics.area_under_curve(torch.tensor(positive), torch.tensor(negative))
     assert auc == pytest.approx(wins / (len(positive) * len(negative)))
 
 
 def test_auc_by_hand():
     high, low = torch.tensor([0.6, 0.9]), torch.tensor([0.1, 0.5, 0.2])
-    assert skill.area_under_curve(high, low) == 1
-    assert skill.area_under_curve(low, high) == 0
-    assert skill.area_under_curve(high, high) == 0.5
-    assert skill.area_under_curve(torch.tensor([]), low) is None
-    assert skill.area_under_curve(high, torch.tensor([])) is None
+    assert reward_metrics.area_under_curve(high, low) == 1
+    assert reward_metrics.area_under_curve(low, high) == 0
+    assert reward_metrics.area_under_curve(high, high) == 0.5
+    assert reward_metrics.area_under_curve(torch.tensor([]), low) is None
+    assert reward_metrics.area_under_curve(high, torch.tensor([])) is None
 
 
 def test_skill_by_crossover_by_hand():
     target = torch.tensor([0.05, 1.0, 0.02, 0.55, 0.95])
     prediction = torch.tensor([0.25, 0.9, 0.02, 0.35, 0.85])
-    rows = skill.skill_by_crossover(prediction, target, num_tokens=100)
+    rows = reward_metrics.skill_by_crossover(prediction, target, num_tokens=100)
     by_hand = [(0.0, 0.1, 2, 0.135, 10.0), (0.5, 0.6, 1, 0.35, 20.0), (0.9, 1.0, 2, 0.875, 10.0)]  # 1 is in the last
     for row, expected in zip(rows, by_hand, strict=True):
         assert (row.lower, row.upper, row.count, row.mean_prediction, row.mae_tokens) == pytest.approx(expected)
@@ -127,10 +132,10 @@ def test_skill_by_crossover_by_hand():
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30))
 def test_skill_by_crossover_counts_everything_once(pairs):
     prediction, target = zip(*pairs, strict=True)
-    rows = skill.skill_by_crossover(prediction, target, num_tokens=7)
+    rows = reward_metrics.skill_by_crossover(prediction, target, num_tokens=7)
     assert sum(row.count for row in rows) == len(pairs)
     errors = sum(row.count * row.mae_tokens for row in rows) / len(pairs)
-    assert errors == pytest.approx(7 * skill.mean_absolute_error(prediction, target), abs=1e-9)
+    assert errors == pytest.approx(7 * reward_metrics.mean_absolute_error(prediction, target), abs=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,13 +148,15 @@ def some_skill(alike: bool = False, num_blocks: int = 20) -> dict:
     target = torch.full((num_blocks * 4,), 0.5) if alike else torch.rand(num_blocks * 4, generator=draw)
     prediction = (target + 0.1 * torch.randn(len(target), generator=draw)).clamp(0, 1)
     blocks = torch.arange(num_blocks).repeat_interleave(4)
-    measured = skill.measure_skill(prediction, target, blocks, num_tokens=64, seed=3)
-    assert measured["r2"] is None or measured["r2"] == skill.r_squared(prediction, target)
-    assert (measured["r2_low"], measured["r2_high"]) == skill.bootstrap_r_squared(prediction, target, blocks, seed=3)
-    assert measured["mae"] == skill.mean_absolute_error(prediction, target) == measured["mae_tokens"] / 64
-    assert measured["calibration_error"] == skill.calibration(prediction, target).expected_error
+    measured = reward_metrics.measure_skill(prediction, target, blocks, num_tokens=64, seed=3)
+    assert measured["r2"] is None or measured["r2"] == reward_metrics.r_squared(prediction, target)
+    assert (measured["r2_low"], measured["r2_high"]) == reward_metrics.bootstrap_r_squared(
+        prediction, target, blocks, seed=3
+    )
+    assert measured["mae"] == reward_metrics.mean_absolute_error(prediction, target) == measured["mae_tokens"] / 64
+    assert measured["calibration_error"] == reward_metrics.calibration(prediction, target).expected_error
     ends = prediction[target >= 0.9], prediction[target <= 0.1]
-    assert measured["auc"] == skill.area_under_curve(*ends)
+    assert measured["auc"] == reward_metrics.area_under_curve(*ends)
     return measured
 
 
@@ -168,8 +175,8 @@ def test_everything_measured_is_plain_json(kind):
 
 def test_skill_for_people():
     measured = some_skill()
-    lines = skill.describe_skill(measured).splitlines()
-    r2 = skill.format_r_squared(measured["r2"], measured["r2_low"], measured["r2_high"])
+    lines = reward_metrics.describe_skill(measured).splitlines()
+    r2 = reward_metrics.format_r_squared(measured["r2"], measured["r2_low"], measured["r2_high"])
     assert lines[0].startswith(f"  R2 {r2}, ")
     assert f"MAE {measured['mae_tokens']:.1f} of 64 tokens, {measured['mae']:.4f} of the sequence" in lines[1]
     assert f"AUC {measured['auc']:.3f}: " in lines[2]
@@ -185,17 +192,17 @@ def test_skill_for_people():
 
 def test_skill_for_people_where_some_of_it_is_undefined():
     measured = some_skill(alike=True)
-    assert "R2 undefined (no interval)" in skill.describe_skill(measured)
-    assert "AUC undefined: " in skill.describe_skill(measured)
-    assert "Control" not in skill.describe_skill(measured)
+    assert "R2 undefined (no interval)" in reward_metrics.describe_skill(measured)
+    assert "AUC undefined: " in reward_metrics.describe_skill(measured)
+    assert "Control" not in reward_metrics.describe_skill(measured)
     measured |= {"control_r2": -0.01, "control_r2_low": -0.5, "control_r2_high": 0.25}
     control = "  Control, learned from shuffled labels: R2 -0.0100 (-0.5000 to 0.2500)"
-    assert control in skill.describe_skill(measured).splitlines()
+    assert control in reward_metrics.describe_skill(measured).splitlines()
 
 
 @pytest.mark.parametrize("kind", [{}, {"alike": True}])
 def test_the_picture_is_a_png(tmp_path, kind):
-    skill.draw_skill(some_skill(**kind), "a head", tmp_path / "new" / "skill.png")
+    reward_metrics.draw_skill(some_skill(**kind), "a head", tmp_path / "new" / "skill.png")
     assert (tmp_path / "new" / "skill.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert os.listdir(tmp_path / "new") == ["skill.png"]
 
@@ -211,5 +218,5 @@ def test_a_picture_that_fails_leaves_what_was_there(tmp_path, monkeypatch, older
     if older:
         path.write_bytes(older)
     with pytest.raises(OSError, match="No space left"):
-        skill.draw_skill(some_skill(), "a head", path)
+        reward_metrics.draw_skill(some_skill(), "a head", path)
     assert [file.read_bytes() for file in tmp_path.iterdir()] == ([older] if older else [])

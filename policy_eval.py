@@ -1,0 +1,356 @@
+"""Evaluation of a policy: its fresh completions, the gate before GRPO, when to stop, and which policy to keep.
+
+    python -c "import policy_eval, torch; print(policy_eval.distinct_n(torch.tensor([[1, 2, 1, 2]]), 2))"
+
+Reward alone does not show whether a policy writes well: beside it stand the loss on natural text, variety, repetitions,
+copies of the training text, and the reward of natural text.
+
+Shapes: P prompts, G completions each, R = P * G rows, N positions.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_loader import ValidationParts, WholeSplitBatches, validation_part
+from generation import Completer, Sampling
+from model import GPT
+from objectives import kl_estimate, text_log_probs
+from optimization import EarlyStopping, copied
+from reward_metrics import MIN_BLOCKS, better_than_constant, bootstrap_mean, measure_skill, paired_difference
+from reward_model import Judge, Verdict
+from runtime.device import random_stream
+from runtime.process import UserError, warn
+from runtime.run_log import counted
+from tokenization_manager import TokenizationManager
+
+EVALUATION_SAMPLES = 2  # completions of each prompt of an evaluation
+COMPLETIONS_SHOWN = 3  # in the records
+COPIES_SOUGHT = 16  # completions that are searched for in the training text
+
+
+def draw_prompts(
+    tokens: np.ndarray, length: int, num_prompts: int, group_size: int, seed: int, *purpose: str | int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Natural text (P, N), prompt lengths (P, G) and uniforms (P, G, N) that are a function of seed and purpose.
+
+    A prompt's place is uniform over the split, its length uniform on [1, N / 2]; a group shares both.
+    """
+    draw = random_stream(seed, *purpose)
+    offsets = draw.integers(0, len(tokens) - length + 1, size=num_prompts)
+    lengths = draw.integers(1, max(1, length // 2) + 1, size=num_prompts)
+    natural = torch.from_numpy(np.stack([tokens[offset : offset + length] for offset in offsets]).astype(np.int64))
+    prefix_lengths = torch.from_numpy(lengths)[:, None].expand(num_prompts, group_size)
+    return natural, prefix_lengths, torch.from_numpy(draw.random((num_prompts, group_size, length), dtype=np.float32))
+
+
+def written_mask(prefix_lengths: Tensor, length: int) -> Tensor:
+    """Which of the tokens after the first were written (R, N - 1), bool, from prompt lengths (P, G)."""
+    return torch.arange(1, length)[None] >= prefix_lengths.reshape(-1, 1)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> float:
+    """Mean of the values where the mask is set, both of one shape."""
+    return values[mask].mean().item()
+
+
+class PolicyEvaluation:
+    """Figures of a policy on one part of the validation split: its loss there, and its completions of prompts there.
+
+    Prompts, their lengths and the random numbers are the same each time. `part` is 'select' or 'report'.
+    """
+
+    def __init__(
+        self,
+        reward_model: Judge,
+        tokenizer: TokenizationManager,
+        copies: "CopyFinder",
+        val_tokens: np.ndarray,
+        part: str,
+        num_prompts: int,
+        seed: int,
+    ) -> None:
+        self.reward_model, self.tokenizer, self.part, self.seed = reward_model, tokenizer, part, seed
+        self.length = reward_model.reference.config.block_size
+        self.device = next(reward_model.reference.parameters()).device
+        self.tokens, self.copies = validation_part(val_tokens, self.length, part), copies
+        self.drawn = draw_prompts(self.tokens, self.length, num_prompts, EVALUATION_SAMPLES, seed, "eval", part)
+        self.natural_rewards = reward_model(self.drawn[0].to(self.device)).natural  # (P,)
+
+    def losses(self, policy: GPT) -> Tensor:
+        """Cross-entropies (n,) in nats of the part's tokens under the policy."""
+        batches = WholeSplitBatches(self.tokens, self.length, policy.rows_at_a_time(), self.device)
+        return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
+
+    @torch.no_grad()
+    def __call__(self, completer: Completer, losses: Tensor | None = None) -> dict[str, Any]:
+        """The figures, as docs/metrics.md defines them, and some completions as text.
+
+        `losses` are those of `self.losses(completer.model)`, where they are at hand.
+        """
+        N = self.length
+        natural, prefix_lengths, uniforms = self.drawn
+        completions = completer(natural.to(self.device), prefix_lengths, uniforms, Sampling())
+        completer.release()
+        ids = completions.ids.flatten(0, 1)  # (R, N)
+        mask = written_mask(prefix_lengths, N).to(self.device)
+        log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
+        verdict = self.reward_model(ids)
+        fresh = verdict.natural.view(len(natural), -1).mean(1)  # (P,)
+        tails = [row[length:].cpu() for row, length in zip(ids, prefix_lengths.flatten().tolist(), strict=True)]
+        half = torch.stack([tail[-(N // 2) :] for tail in tails])  # the last N / 2 tokens, all of them written
+        longest = 0
+        for tail in tails[:COPIES_SOUGHT]:
+            longest = self.copies.longest_copy(tail.numpy(), longest)
+        shown = range(0, len(ids), max(1, len(ids) // COMPLETIONS_SHOWN))
+        losses = self.losses(completer.model) if losses is None else losses
+        return {
+            f"{self.part}_loss": losses.double().mean().item(),
+            **self._with_interval("fresh_reward", fresh),
+            **self._with_interval("natural_reward", self.natural_rewards),
+            **self._against_the_reward_model(verdict, log_probs, mask, fresh),
+            "kl_now": masked_mean(kl_estimate(log_probs, verdict.reference_log_probs, "k3"), mask),
+            **{f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)},
+            "repetition": repetition(half),
+            "longest_copy": longest,
+            "completions": [self.tokenizer.decode(tails[row].tolist()) for row in shown][:COMPLETIONS_SHOWN],
+        }
+
+    def _with_interval(self, name: str, values: Tensor) -> dict[str, float | None]:
+        """The mean of a value a prompt (P,), and the 95% interval of the mean over prompts."""
+        low, high = bootstrap_mean(values, self.seed)
+        return {name: values.mean().item(), f"{name}_low": low, f"{name}_high": high}
+
+    def _against_the_reward_model(
+        self, verdict: Verdict, log_probs: Tensor, mask: Tensor, fresh: Tensor
+    ) -> dict[str, Any]:
+        """How far the policy is from what its reward asks for: `kl_mixture`, or whether it is beyond natural text.
+
+        A likelihood head's optimum is its own mixture m = w p + (1 - w) q, whose evidence can exceed natural text's;
+        the mean of log pi - log q - evidence, on tokens of pi, estimates KL(pi || m), 0 at the optimum.
+        """
+        if self.reward_model.is_ratio:
+            excess = (log_probs - verdict.reference_log_probs - verdict.evidence).masked_fill(~mask, 0.0)  # (R, N - 1)
+            sums = torch.stack([excess.sum(1), mask.sum(1).to(excess.dtype)]).view(2, len(fresh), -1).sum(2)
+            return self._with_interval("kl_mixture", sums[0] / sums[1])
+        gain = fresh - self.natural_rewards
+        # Prompt by prompt, and beyond chance: a policy that writes as natural text goes on is above it half the time.
+        return {"above_natural": bool(gain.mean() > 2 * gain.std(correction=0) / len(gain) ** 0.5)}
+
+
+def distinct_n(ids: Tensor, n: int) -> float:
+    """Different n-grams over all n-grams of sequences (B, T) (Li et al. 2016, arXiv 1510.03055): 1 is no repetition."""
+    if ids.size(1) < n:
+        return 0.0
+    grams = ids.unfold(1, n, 1).reshape(-1, n)  # (B (T - n + 1), n)
+    return len(grams.unique(dim=0)) / len(grams)
+
+
+def repetition(ids: Tensor, n: int = 4) -> float:
+    """Share of the n-grams of a sequence that stood in it before, mean over sequences (B, T)."""
+    if ids.size(1) < n:
+        return 0.0
+    grams = ids.unfold(1, n, 1)  # (B, T - n + 1, n)
+    shares = [1 - len(row.unique(dim=0)) / len(row) for row in grams]
+    return float(np.mean(shares))
+
+
+class CopyFinder:
+    """Finds the longest piece of a sequence that stands word for word in a corpus, or in its first 2^24 tokens."""
+
+    def __init__(self, corpus: np.ndarray) -> None:
+        self.text = _as_text(corpus[: 1 << 24])
+
+    def longest_copy(self, ids: np.ndarray, at_least: int = 0) -> int:
+        """Tokens of the longest run of `ids` (T,) that the corpus holds; `at_least` where none is longer."""
+        text, best = _as_text(ids), at_least
+        for start in range(len(text)):
+            # Nothing shorter than the best so far is of interest: each start is tried with one token more.
+            while start + best < len(text) and text[start : start + best + 1] in self.text:
+                best += 1
+        return best
+
+
+def _as_text(ids: np.ndarray) -> str:
+    """Token ids as characters, which Python searches fast; those that no text may hold (surrogates) are moved."""
+    numbers = np.asarray(ids, dtype=np.uint32)
+    return (numbers + (numbers >= 0xD800) * 0x800).astype("<u4").tobytes().decode("utf-32-le")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gate, stops, best policy
+
+GATE_SAMPLES = 4  # of each natural block
+
+
+class PolicySettings(Protocol):
+    """Settings that gate, stops and best policy read."""
+
+    reward_model_path: str | None
+    gate_blocks: int
+    allow_blind_reward: bool
+    max_steps: int
+    updates_per_step: int
+    reward_threshold: float
+    natural_threshold: float | None
+    plateau_window: int | None
+    plateau_patience: int
+    plateau_min_delta: float
+    update_kl_cap: float
+    start_kl_cap: float
+    natural_loss_cap: float
+    seed: int
+
+
+def skill_on_policy(
+    completer: Completer,
+    judge: Judge,
+    tokens: np.ndarray,
+    settings: PolicySettings,
+    device: torch.device,
+) -> dict[str, Any]:
+    """R2 and more of the reward model on fresh text of the policy, K uniform on 1 to N - 1, after natural text.
+
+    The natural blocks are evenly spaced in the gate's part of the validation split, which neither selected the reward
+    model nor reports its figures. See reward_metrics.measure_skill.
+    """
+    N, G = completer.length, GATE_SAMPLES
+    gate = ValidationParts.of(len(tokens) // N).gate
+    if not gate:
+        raise UserError(f"ERROR: {len(tokens)} validation tokens are fewer than four blocks of {N}: use more text")
+    count = min(settings.gate_blocks, len(gate))
+    blocks = gate.start + np.arange(count) * len(gate) // count
+    natural = torch.from_numpy(np.stack([tokens[block * N : (block + 1) * N] for block in blocks]).astype(np.int64))
+    draw = random_stream(settings.seed, "gate")
+    crossovers = torch.from_numpy(draw.integers(1, N, size=(count, G)))
+    uniforms = torch.from_numpy(draw.random((count, G, N), dtype=np.float32))
+    ids = completer(natural.to(device), crossovers, uniforms, Sampling()).ids.flatten(0, 1)
+    completer.release()
+    prediction, truth = judge(ids).natural.cpu(), crossovers.flatten() / N
+    return measure_skill(prediction, truth, torch.arange(count).repeat_interleave(G), N, settings.seed)
+
+
+def check_gate(settings: PolicySettings, skill: dict[str, Any], r2: str) -> None:
+    """Raise UserError for a reward model that was not shown to see, unless that is allowed: then warn."""
+    if better_than_constant(skill["r2_low"]):
+        return
+    blind = f"{settings.reward_model_path} was not shown to see where this policy's text begins: R2 {r2}"
+    remedy = (
+        "train one that sees (train_reward_model.py with --head likelihood and a --trunk that has learned more "
+        "natural text), or test it on more text (--gate_blocks)"
+    )
+    if skill["num_blocks"] < MIN_BLOCKS:
+        remedy = f"the test had {skill['num_blocks']} natural blocks, but needs {MIN_BLOCKS}: use more validation text"
+    if not settings.allow_blind_reward:
+        raise UserError(f"ERROR: {blind}; {remedy}, or climb noise with --allow_blind_reward True")
+    warn(f"{blind}; going on, as allowed")
+
+
+def first_and_last(values: list[float], window: int) -> tuple[float, float, int]:
+    """Means of the first and of the last values, and of how many each: `window`, or half of them where they are few.
+
+    Windows that shared values would hide a change. A single value is both.
+    """
+    size = max(1, min(window, len(values) // 2))
+    return float(np.mean(values[:size])), float(np.mean(values[-size:])), size
+
+
+class Stops:
+    """When to end the training, and why. One step's mean reward is noise: windows of steps are compared."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self.settings = settings
+        self.window = settings.plateau_window or max(1, min(10, settings.max_steps // 10))  # steps; of the run
+        self.rewards: list[float] = []  # one a step
+        self.plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rewards so far, the window, and the state of the plateau."""
+        return {"rewards": self.rewards, "window": self.window, "plateau": self.plateau.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict()`."""
+        self.rewards, self.window = list(state["rewards"]), state["window"]
+        self.plateau.load_state_dict(state["plateau"])
+
+    def note(self, step: int, reward: float) -> None:
+        """Take note of a step's mean reward."""
+        self.rewards.append(reward)
+        if step >= self.window and step % self.window == 0:
+            self.plateau.update(float(np.mean(self.rewards[-self.window :])))
+
+    def why(self, step: int, record: dict[str, Any], start: dict[str, Any]) -> str | None:
+        """The reason to stop after a step with this record, whose first evaluation was `start`; or None."""
+        settings = self.settings
+        if cap := self.cap(record, start):
+            return cap
+        if step >= self.window:
+            mean, natural = float(np.mean(self.rewards[-self.window :])), start["natural_reward"]
+            if mean >= settings.reward_threshold:
+                return f"reward threshold: {mean:.3f} >= {settings.reward_threshold}"
+            share = settings.natural_threshold
+            if share is not None and mean >= share * natural:
+                return f"natural threshold: {mean:.3f} >= {share:g} of natural text's {natural:.3f}"
+            if self.plateau.should_stop:
+                return f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
+        if step >= settings.max_steps:
+            return f"step limit: {settings.max_steps}"
+        return None
+
+    def cap(self, record: dict[str, Any], start: dict[str, Any]) -> str | None:
+        """The cap that a step breaks, or the policy evaluated after it; None where all hold."""
+        settings = self.settings
+        for name in ("kl_start", "kl_now"):
+            if (kl := record.get(name, 0.0)) > settings.start_kl_cap:
+                return f"KL cap: {kl:.3f} > {settings.start_kl_cap} nats a token from the start"
+        if settings.updates_per_step == 1 and (kl := record.get("kl_step", 0.0)) > settings.update_kl_cap:
+            return f"update KL cap: {kl:.3f} > {settings.update_kl_cap} nats a token in one update; lower learning_rate"
+        rise = record.get("select_loss", start["select_loss"]) - start["select_loss"]
+        if rise > settings.natural_loss_cap:
+            return f"natural-text loss cap: risen by {rise:.3f} > {settings.natural_loss_cap} nats a token"
+        return None
+
+
+class Best:
+    """The best, by a named criterion, of the starting policy and those evaluated that broke no cap.
+
+    The start must be offered first; of equals the first is kept.
+    """
+
+    def __init__(self, criterion: str) -> None:
+        self.criterion, self.step, self.record, self.state = criterion, 0, None, None
+        self.looked = 0  # the last step that was evaluated
+
+    def _value(self, step: int, record: dict[str, Any]) -> float:
+        """What is to be least."""
+        if self.criterion == "nearest":
+            return abs(record["fresh_reward"] - record["natural_reward"])
+        if self.criterion == "divergence":
+            return record["kl_mixture"]
+        return record["select_loss"] if self.criterion == "val_loss" else -step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best so far: its step, record and weights."""
+        return {"step": self.step, "record": self.record, "state": self.state, "looked": self.looked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict()`."""
+        self.step, self.record, self.state, self.looked = (state[n] for n in ("step", "record", "state", "looked"))
+
+    def offer(self, step: int, record: dict[str, Any], policy: GPT, capped: bool) -> None:
+        """Keep this policy if it broke no cap and is better than the best so far."""
+        self.looked = step
+        if self.record is None or (not capped and self._value(step, record) < self._value(self.step, self.record)):
+            self.step, self.record = step, record
+            self.state = copied(policy.state_dict().items())
+
+
+def report_figures(report: PolicyEvaluation, policy: GPT, reference: GPT, seed: int) -> dict[str, Any]:
+    """Figures on the reporting part: of the kept policy, of its start, and the paired difference of their losses."""
+    figures, losses = {}, {}
+    for name, model in (("start", reference), ("kept", policy)):
+        losses[name] = report.losses(model)
+        figures[name] = report(Completer(model, report.length), losses[name])
+    return figures | paired_difference(losses["kept"], losses["start"], report.length, seed)

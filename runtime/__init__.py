@@ -1,0 +1,11 @@
+"""What a training needs whatever it trains: processes, devices, files, command lines, logs.
+
+Imports nothing from the root.
+"""
+
+import sys
+
+if sys.platform not in ("linux", "darwin"):  # Windows has no fcntl, no resource
+    told = f"ERROR: this system is {sys.platform!r}, but Crossover needs Linux or macOS; on Windows use WSL"
+    print(told, file=sys.stderr)
+    sys.exit(2)

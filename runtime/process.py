@@ -1,0 +1,219 @@
+"""How a process ends: exit statuses, user-facing errors, signals, and which rank prints.
+
+    python -c "from runtime.process import is_main_rank; print(is_main_rank())"
+
+Imports nothing of the project. Every script runs its main() through `run_main`, so that bad input ends in one clear
+line and exit status 2, Ctrl-C in 130, and SIGTERM in 143.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+EXIT_RANK_LOST = 1
+SECONDS_FOR_RANK_0 = 3.0  # to tell what all ranks have found
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class UserError(ValueError):
+    """Bad input: the message says what is wrong, with the value, the rule and the way out."""
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. A BaseException, like KeyboardInterrupt, so that no `except Exception` swallows it."""
+
+
+def run_main(main: Callable[[], None], way_on: str = "Run the same command again.") -> None:
+    """Run a script's main(); turn what a user can cause into one line on stderr and an exit status.
+
+    `way_on` tells somebody who interrupted the script how to go on, where `interruption_tells` says nothing better.
+    """
+
+    def on_sigterm(signum, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off is to be left to finish
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    signal.signal(signal.SIGHUP, on_sigterm)
+    _ways_on[:] = [lambda: way_on]
+    try:
+        with contextlib.ExitStack() as stack:
+            _main_stacks.append(stack)
+            stack.callback(_main_stacks.remove, stack)
+            end_with_parent()
+            main()
+        if has_joined():
+            torch.distributed.barrier()  # nobody leaves while another still needs it
+            _exit("", 0)
+    except UserError as error:
+        if not is_main_rank():
+            # What all ranks find rank 0 tells, and torchrun, which ends all once one has ended, then ends the others.
+            # What rank 0 does not find is told here.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_BAD_INPUT))
+            time.sleep(SECONDS_FOR_RANK_0)
+            _exit(of_rank(str(error), os.environ["RANK"]), EXIT_BAD_INPUT)
+        _exit(str(error), EXIT_BAD_INPUT)
+    except (KeyboardInterrupt, Terminated) as error:
+        by_key = isinstance(error, KeyboardInterrupt)
+        told = f"{'Interrupted' if by_key else 'Terminated'}. {_told_way_on(error)}"
+        _exit("" if is_stage() or not is_main_rank() else told, EXIT_INTERRUPTED if by_key else EXIT_TERMINATED)
+    except BrokenPipeError:
+        # The reader of our output went away (`... | head`): nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_BAD_INPUT)
+    except torch.OutOfMemoryError as error:
+        _exit(f"ERROR: out of device memory: {str(error).splitlines()[0]} Use a smaller batch.", EXIT_BAD_INPUT)
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        told = f"ERROR: another rank ended, or cannot be reached. {_told_way_on(error)}"
+        _exit(told, EXIT_RANK_LOST)
+    except MemoryError as error:
+        _exit(f"ERROR: out of memory: {error}. Use a smaller batch or dataset.", EXIT_BAD_INPUT)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        _exit(f"ERROR: {error.strerror or error}{where}", EXIT_BAD_INPUT)
+
+
+@contextlib.contextmanager
+def interruption_tells(way_on: Callable[[], str]) -> Iterator[None]:
+    """Whoever interrupts the work within is told what `way_on` says then: what is kept depends on the moment."""
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as interruption:
+        interruption.add_note(way_on())
+        raise
+
+
+_ways_on: list[Callable[[], str]] = []
+
+
+def from_here_on_tell(way_on: Callable[[], str]) -> None:
+    """Whoever interrupts this process from now on is told what `way_on` says then, where nothing nearer says more."""
+    _ways_on.append(way_on)
+
+
+def _told_way_on(interruption: BaseException) -> str:
+    notes = getattr(interruption, "__notes__", [])
+    return notes[0] if notes else _ways_on[-1]()
+
+
+_main_stacks = [contextlib.ExitStack()]  # of the main() that runs; the first is for a process without one
+
+
+def until_main_ends(context: contextlib.AbstractContextManager) -> None:
+    """Enter `context` now; `run_main` leaves it when main() ends, however it ends."""
+    _main_stacks[-1].enter_context(context)
+
+
+def is_main_rank() -> bool:
+    """Whether this process is the one that speaks: rank 0 of those that torchrun started, or one on its own."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def of_rank(message: str, rank: str) -> str:
+    """An error's message with the rank that found the fault; an empty one stays empty."""
+    return message and f"ERROR: rank {rank}: {message.removeprefix('ERROR: ')}"
+
+
+STAGE_VARIABLE = "CROSSOVER_STAGE"
+PARENT_VARIABLE = "CROSSOVER_STAGE_PARENT"  # the number of the process that started the stage
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def is_stage() -> bool:
+    """Whether run_cycles.py started this process, and tells people itself how to go on."""
+    return STAGE_VARIABLE in os.environ
+
+
+def end_with_parent() -> None:
+    """In a stage: get SIGTERM when run_cycles.py ends without ending the stage, as SIGKILL makes it.
+
+    On Linux alone. Elsewhere such a stage runs to its end, and its lock keeps another run off its output.
+    """
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(parent):  # it ended before this was asked for
+        raise Terminated
+
+
+def has_joined() -> bool:
+    """Whether this process has joined others that torchrun started."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def is_lost_rank(error: RuntimeError) -> bool:
+    """Whether an error of torch.distributed says that another process is gone; it has no class for that."""
+    if not has_joined():
+        return False
+    words = ("gloo", "nccl", "connection", "socket", "peer")
+    return isinstance(error, torch.distributed.DistError) or any(word in str(error).lower() for word in words)
+
+
+def _exit(message: str, status: int) -> None:
+    if message:
+        print(message, file=sys.stderr)
+    if has_joined():
+        # At once: taken apart in order, a process may wait for a connection that is gone; and in 2 of some 10 runs of
+        # four ranks gloo's threads ended it with an abort, after all its work was done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def warn(message: str) -> None:
+    """One warning line for people, on stderr; from rank 0 alone."""
+    if is_main_rank():
+        print(f"WARNING: {message}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# signals that wait
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def signals_wait() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM wait until the work within is done, well or not; then they are raised.
+
+    Yields the list to which they are added meanwhile. A second Ctrl-C does not wait.
+    """
+    noted: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def note(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and number in noted:
+            handlers[number](number, frame)  # asked for twice: not even the step is waited for
+        noted.append(number)
+
+    for number in SIGNALS:
+        if callable(handlers[number]):  # else it is ignored
+            signal.signal(number, note)
+    try:
+        yield noted
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, handlers[number])
+        raise_signal(noted)
+
+
+def raise_signal(noted: list[int]) -> None:
+    """Raise what the first of the signals stands for, if there is one: KeyboardInterrupt or Terminated."""
+    if noted and noted[0] == signal.SIGINT:
+        raise KeyboardInterrupt
+    if noted:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off is to be left to finish
+        raise Terminated

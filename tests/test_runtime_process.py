@@ -1,0 +1,164 @@
+"""runtime/process.py: exit statuses, one line for each error.  `pytest tests/test_runtime_process.py`"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.process import Terminated, interruption_tells, run_main
+
+ROOT = Path(__file__).parent.parent
+
+# ---------------------------------------------------------------------------------------------------------------------
+# exit statuses
+
+
+def script(body: str) -> list[str]:
+    lines = [
+        "import os, signal, sys, time, torch",
+        "from runtime.files import *; from runtime.process import *",
+        "def main():",
+        f"    {body}",
+    ]
+    return [sys.executable, "-c", "\n".join([*lines, "run_main(main)"])]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ("raise UserError('ERROR: K=0: must be >= 1')", 2, "ERROR: K=0: must be >= 1\n"),
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, "Interrupted. "),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", 143, "Terminated. "),
+    ],
+)
+def test_a_script_ends_with_one_line_and_a_status(body, status, message):
+    result = subprocess.run(script(body), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == status
+    assert result.stderr.startswith(message) and len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def same_handler_afterwards():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted. "),
+        (Terminated(), 143, "Terminated. "),
+        (MemoryError("Unable to allocate 9 TiB"), 2, "ERROR: out of memory: Unable to allocate 9 TiB. "),
+        (torch.OutOfMemoryError("no 9 GiB\nmore"), 2, "ERROR: out of device memory: no 9 GiB "),
+        (FileNotFoundError(2, "No such file", "/absent/file"), 2, "ERROR: No such file: /absent/file\n"),
+        (OSError(28, "No space left on device"), 2, "ERROR: No space left on device\n"),
+        (OSError("only words"), 2, "ERROR: only words\n"),
+    ],
+)
+def test_what_a_user_can_cause_is_one_line_and_a_status(same_handler_afterwards, capsys, error, status, message):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run_main(main)
+    assert caught.value.code == status
+    told = capsys.readouterr()
+    assert told.err.startswith(message) and len(told.err.splitlines()) == 1 and told.out == ""
+
+
+def test_who_interrupts_is_told_the_way_on(same_handler_afterwards, capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        run_main(main, way_on="Go on with --init_from resume.")
+    assert capsys.readouterr().err == "Interrupted. Go on with --init_from resume.\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyboardInterrupt(), "Interrupted. 2 saved.\n"), (Terminated(), "Terminated. 2 saved.\n")],
+)
+def test_what_an_interruption_tells_is_true_at_its_moment(same_handler_afterwards, capsys, error, told):
+    def main():
+        saved = 0
+        with interruption_tells(lambda: f"{saved} saved."):
+            saved = 2
+            raise error
+
+    with pytest.raises(SystemExit):
+        run_main(main, way_on="Nothing is known.")
+    assert capsys.readouterr().err == told
+
+
+def test_run_main_hides_no_bug_and_changes_no_other_status(same_handler_afterwards):
+    assert run_main(lambda: None) is None
+    with pytest.raises(KeyError):
+        run_main(lambda: {}["x"])
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: sys.exit(5))
+    assert caught.value.code == 5
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    process = subprocess.Popen(
+        script("[print('x' * 9999) for _ in range(999)]"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 2
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_the_middle_of_a_write_leaves_no_half_file(tmp_path, number, status):
+    path = tmp_path / "file.txt"
+    body = f"with atomic_path({str(path)!r}) as p: p.write_text('half'); print(1, flush=True); time.sleep(30)"
+    process = subprocess.Popen(
+        script(body), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    process.stdout.readline()
+    assert len(os.listdir(tmp_path)) == 1
+    started = time.monotonic()
+    process.send_signal(number)
+    _, message = process.communicate(timeout=20)
+    assert time.monotonic() - started < 15
+    assert process.returncode == status and len(message.splitlines()) == 1
+    assert os.listdir(tmp_path) == []
+
+
+OTHER_SYSTEM = """
+import platform, runpy, signal, subprocess, sys, tempfile
+import numpy, torch, tqdm
+sys.platform = "win32"
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None
+for name in ("SIGHUP", "pthread_sigmask"):
+    delattr(signal, name)
+for script in sys.argv[1:]:
+    sys.path.insert(0, script.rpartition("/")[0])
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        print(script, end.code)
+"""
+
+
+def test_other_systems_are_refused_in_one_line_by_every_script():
+    """As on Windows: without the modules and signals that it lacks."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("data/*/prepare.py"), *ROOT.glob("benchmarks/*.py")]
+    scripts = [str(path) for path in sorted(files) if "    run_main(main" in path.read_text(encoding="utf-8")]
+    assert len(scripts) >= 15
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", OTHER_SYSTEM, *scripts]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout.splitlines() == [f"{script} 2" for script in scripts], done.stderr
+    line = "ERROR: this system is 'win32', but Crossover needs Linux or macOS; on Windows use WSL"
+    assert done.stderr.splitlines() == [line] * len(scripts)
