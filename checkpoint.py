@@ -8,6 +8,7 @@ likelihood reward model also `generator_config` (GPTConfig) and `sampling` (temp
 torch.load(weights_only=True): nothing in a checkpoint is executed.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -226,6 +227,15 @@ def build_model(
     return model.to(device).eval()
 
 
+def hash_weights(path: str | Path) -> str:
+    """sha256, in hexadecimal, of a checkpoint's weights: where and when they were trained does not change it."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_checkpoint(path)["model"].items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
     """What a checkpoint remembers of its data: sizes and hashes of both splits' tokens."""
     return {
@@ -236,8 +246,11 @@ def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
     }
 
 
-def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any], allow_mismatch: bool) -> None:
-    """Raise UserError where the model was trained on other splits: its validation text may be training text here."""
+def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any], allow_mismatch: bool | None) -> None:
+    """Raise UserError where the model was trained on other splits: its training text may be validation text here.
+
+    `allow_mismatch` True warns instead; None: the script has no option for that.
+    """
     if trained is None:
         warn(
             "this checkpoint has no record of its training data; make sure that it used the same train/validation split"
@@ -249,9 +262,10 @@ def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any]
             for split in differing
         )
         if not allow_mismatch:
+            option = "" if allow_mismatch is None else ", or --allow_split_mismatch True"
             raise UserError(
-                f"ERROR: the model was trained on another train/validation split ({told}): the reward model would be "
-                "judged on text that the generator knows. Use the same data, or --allow_split_mismatch True"
+                f"ERROR: the model was trained on another train/validation split ({told}): its training text may hold "
+                f"validation text of this one. Use the same data{option}"
             )
         warn(f"the model was trained on another train/validation split ({told}), as allowed")
 

@@ -238,8 +238,8 @@ def check_gate(settings: PolicySettings, skill: dict[str, Any], r2: str) -> None
         return
     blind = f"{settings.reward_model_path} was not shown to see where this policy's text begins: R2 {r2}"
     remedy = (
-        "train one that sees (train_reward_model.py with --head likelihood, more --lm_iters, or a --trunk that knows "
-        "more), or test it on more text (--gate_blocks)"
+        "train one that sees (train_reward_model.py with --head likelihood and a --trunk that has learned more "
+        "natural text), or test it on more text (--gate_blocks)"
     )
     if skill["num_blocks"] < MIN_BLOCKS:
         remedy = f"the test had {skill['num_blocks']} natural blocks, but needs {MIN_BLOCKS}: use more validation text"

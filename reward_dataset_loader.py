@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from data_loader import TokenSplits, ValidationParts, dataset_folder, evenly_spaced, hash_tokens, load_binary, load_text
+from data_loader import ValidationParts, evenly_spaced
 from generation import Sampling
 from runtime.cli import Problems, parse_settings
 from runtime.files import write_text
 from runtime.process import UserError, run_main, warn
-from tokenization_manager import TokenizationInfo, TokenizationManager
+from tokenization_manager import TokenizationInfo
 
 FORMAT_VERSION = 1
 SIZES = ("num_samples", "block_size", "samples_per_chunk", "max_blocks", "train_tokens", "val_tokens")
@@ -484,43 +484,6 @@ def sampling_of(metadata: Mapping[str, str]) -> Sampling:
             f"ERROR: the reward data's metadata have temperature={metadata.get('temperature')} and top_k={top_k}: no "
             "such sampling is possible"
         ) from None
-
-
-def natural_text(metadata: Mapping[str, str], dataset: str | None, generator: Mapping[str, Any]) -> TokenSplits:
-    """The corpus that the reward data were made from, in the folder `dataset` where one is named.
-
-    Raises UserError where it is not found, is another, or is shorter than a block of the generator's checkpoint.
-    """
-    vocab_size, mode = generator["config"].num_real_tokens, metadata.get("input_mode")
-    way_out = "name the folder of its train.bin and val.bin with --dataset, or use --lm_iters 0 (and --trunk)"
-    try:
-        if dataset is not None:
-            folder = dataset_folder(dataset)
-            splits = load_binary(folder / "train.bin", folder / "val.bin", vocab_size)
-        elif mode == "binary":
-            splits = load_binary(metadata["train_bin"], metadata["val_bin"], vocab_size)
-        elif mode == "text" and generator["tokenization"] is not None:
-            tokenizer = TokenizationManager.from_record(generator["tokenization"])
-            splits = load_text(metadata["data_path"], tokenizer, float(metadata["train_split"]))
-        else:
-            raise UserError("ERROR: the reward data do not say what corpus they were made from")
-    except (UserError, KeyError, ValueError) as error:
-        reason = str(error).removeprefix("ERROR: ").splitlines()[0]
-        if isinstance(error, KeyError):
-            reason = f"the reward data's metadata have no {error}"
-        raise UserError(f"ERROR: no natural text to learn: {reason}; {way_out}") from None
-    if "val_sha256" not in metadata:
-        warn("the reward data do not tell their corpus: make sure that their validation text is not trained on here")
-    for name in ("train", "val"):
-        ours, theirs = hash_tokens(getattr(splits, name)), metadata.get(f"{name}_sha256")
-        if theirs is not None and theirs != ours:
-            raise UserError(
-                f"ERROR: this is not the corpus that the reward data were made from: the hash of its {name} split is "
-                f"{ours[:12]}..., theirs {theirs[:12]}...; {way_out}"
-            )
-    if len(splits.train) <= generator["config"].block_size:
-        raise UserError(f"ERROR: {len(splits.train)} tokens of natural text are no more than one block: use more text")
-    return splits
 
 
 def _open_splits(data_dir: str | Path) -> _Splits:

@@ -7,14 +7,14 @@ No I/O. A head is a class here, and a name in REWARD_MODELS. What all of them ha
     losses         names of what can be minimised; the first is the default
     knows_tokens   whether there is evidence of single tokens
     is_ratio       whether that evidence is the log of a ratio of two models' probabilities, not a score learned from
-                   labels: such a head learns natural text, and from labels one number
+                   labels: such a head needs a model of natural text, and learns from labels one number
     forward(idx, targets=None) -> probabilities (B, 2) [P(natural), P(synthetic)], mean squared error () or None
     output(idx)                -> what losses are made of: evidence (B, T), or scores (B, 2) before the softmax
     loss(output, targets, name) -> (); targets (B, 2) [K/T, (T-K)/T]
     share(output)              -> P(natural) (B,)
     evidence(idx), token_probabilities(idx) -> (B, T); UserError where the head does not know tokens
     on_trunk(trunk, generator, sampling, hidden_dim)  class method: a new head on the weights of `trunk`
-    take_trunk(trunk), copy_to_train()  weights of a trunk that has learned more; a copy whose head learns by itself
+    copy_to_train()            a copy whose head learns by itself
 
 With a uniform crossover K, P(K | x) is proportional to the product over the natural tokens t < K of
 p(x_t | x_<t) / q(x_t | x_<t): p natural text, q the generator (the posterior of a change point with known distributions
@@ -60,12 +60,8 @@ class TrunkRewardModel(GPT):
         """A new head of that width on a copy of the trunk; it needs neither the generator nor its sampling."""
         changes = {"mode": "reward", "reward_head_type": cls.head_type, "reward_head_hidden_dim": hidden_dim}
         model = cls(replace(trunk.config, **changes))
-        model.take_trunk(trunk)
+        model.transformer.load_state_dict(trunk.transformer.state_dict())
         return model
-
-    def take_trunk(self, trunk: GPT) -> None:
-        """Copy a trunk's weights."""
-        self.transformer.load_state_dict(trunk.transformer.state_dict())
 
     def copy_to_train(self) -> "TrunkRewardModel":
         """A copy of the model as it is now."""
@@ -195,10 +191,6 @@ class LikelihoodRewardModel(TokenEvidence):
     def on_trunk(cls, trunk: GPT, generator: GPT, sampling: Sampling, hidden_dim: int) -> "LikelihoodRewardModel":
         """The trunk itself, not a copy, against the generator; there is no hidden layer."""
         return cls(trunk, generator, sampling)
-
-    def take_trunk(self, trunk: GPT) -> None:
-        """Copy the weights of a model of natural text."""
-        self.natural.load_state_dict(trunk.state_dict())
 
     def copy_to_train(self) -> "LikelihoodRewardModel":
         """One with a mixture of its own, as new, of the same two models."""

@@ -3,8 +3,8 @@
     python run_cycles.py --config config/shakespeare_char_cpu.py
 
 Starts the other scripts one after the other, each in a process of its own. Out, in out_dir:
-base_model_v1.pt, then for every cycle n reward_data_vn/, reward_model_vn.pt, gate_vn.json (does it see?) and
-base_model_v(n+1).pt; and cycles.json.
+base_model_v1.pt and natural_model_v1.pt, then for every cycle n reward_data_vn/, reward_model_vn.pt, gate_vn.json (its
+R2 on the policy's text) and base_model_v(n+1).pt; and cycles.json.
 An interrupted run goes on at the stage where it stopped; a finished one says so.
 """
 
@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint import data_record, load_checkpoint
+from checkpoint import data_record, hash_weights, load_checkpoint
 from data_loader import MAX_VOCAB_SIZE, dataset_folder, open_token_file
 from evaluate import EvaluateSettings
 from objectives import perplexity
 from reward_data_config import RewardDataConfig
 from reward_metrics import better_than_constant, format_difference, format_r_squared
-from runtime.cli import Problems, parse_settings, split_config
+from runtime.cli import Problems, all_sections, parse_settings, read_config, split_config
 from runtime.device import select_device
 from runtime.files import atomic_path, check_writable, read_json, write_json
 from runtime.output_lock import hold_output, only_writer
@@ -37,12 +37,13 @@ from sample import SampleSettings, encode_start
 from tokenization_manager import TokenizationManager
 from train import TrainSettings
 from train_grpo import GRPOSettings
-from train_reward_model import DEFAULT_LM_ITERS, RewardModelSettings
+from train_reward_model import RewardModelSettings
 
 ROOT = Path(__file__).resolve().parent
-LEDGER_VERSION = 4
-SETTINGS = {
+LEDGER_VERSION = 5
+SETTINGS = {  # by section of the settings file
     "train": TrainSettings,
+    "natural_model": TrainSettings,
     "prepare_reward_data": RewardDataConfig,
     "train_reward_model": RewardModelSettings,
     "train_grpo": GRPOSettings,
@@ -67,7 +68,9 @@ class CycleSettings:
     num_cycles: int = 2
     """cycles after the first base model"""
     reward_attempts: int = 2
-    """tries at a reward model that sees, each on twice the data and training of the one before"""
+    """tries at a reward model that predicts, each with more data and training than the one before"""
+    natural_model_each_cycle: bool = False
+    """train the likelihood head's model of natural text further before each cycle; False: all cycles have the first"""
     perplexity_patience: int | None = None
     """end after this many cycles without a lower loss on the selecting part of val.bin; None: do all cycles"""
     sample_tokens: int = 400
@@ -89,13 +92,11 @@ class CycleSettings:
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of a script: what it makes, from what, and what it is asked for beyond its section.
-
-    With `init_from` among its options it goes on where it was interrupted.
-    """
+    """One run of a script: what it makes, from what, and what it is asked for beyond its section."""
 
     name: str
-    script: str
+    section: str
+    """of the settings file"""
     artefact: Path
     inputs: dict[str, Path]
     """options that name what earlier stages, or prepare.py, have made"""
@@ -103,12 +104,27 @@ class Stage:
     figures: Callable[[], dict[str, Any]] = dict
     """reads what the stage found from what it made"""
     records_settings: bool = True
-    """whether the script's settings may no longer change once the stage is finished"""
+    """whether the section's settings may no longer change once the stage is finished"""
+
+    @property
+    def script(self) -> str:
+        """The script that reads the section."""
+        return all_sections()[self.section]
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on where it was interrupted."""
+        return "init_from" in {**self.inputs, **self.options}
 
     @property
     def held(self) -> Path:
         """What the stage locks: a trainer its state, which shares its name with the records; else the artefact."""
-        return self.artefact.with_suffix(SUFFIX) if "init_from" in self.options else self.artefact
+        return self.artefact.with_suffix(SUFFIX) if self.resumes else self.artefact
+
+    def start_hash(self) -> str | None:
+        """sha256 of the weights that training starts from, or of the trunk's; None: there are none."""
+        start = self.inputs.get("init_from", self.inputs.get("trunk"))
+        return start and hash_weights(start)
 
     def arguments(self, config_path: str | None, device: str) -> list[str]:
         """The command line of the script."""
@@ -116,12 +132,13 @@ class Stage:
         # One word `--name=value`, so that a value may begin with dashes.
         return [
             *([] if config_path is None else ["--config", config_path]),
+            *([] if self.section == self.script else ["--section", self.section]),
             *(f"--{n}={v}" for n, v in options.items()),
         ]
 
 
 def checked_settings(stages: list[Stage], config_path: str | None, device: str) -> dict[str, dict[str, Any]]:
-    """Each script's own settings, parsed as its stage will parse them: paths and what run_cycles.py decides left out.
+    """Each section's settings, parsed as its stage will parse them: paths and what run_cycles.py decides left out.
 
     Raises UserError that tells what is out of range in any of them: not after an hour, when the stage is reached.
     """
@@ -130,15 +147,15 @@ def checked_settings(stages: list[Stage], config_path: str | None, device: str) 
         # That an input is not made yet is no fault of the settings: a file that is there stands in for it.
         parsed = replace(stage, inputs=dict.fromkeys(stage.inputs, Path(__file__)))
         settings = parse_settings(
-            SETTINGS[stage.script], stage.script, parsed.arguments(config_path, device), check=False
+            SETTINGS[stage.section], stage.script, parsed.arguments(config_path, device), check=False
         )
         for error in settings.problems().errors:
-            remedy = f"Mend that script's section of {config_path}" if config_path else ""
-            told = f"{stage.script}: {error}"
+            remedy = f"Mend that section of {config_path}" if config_path else ""
+            told = f"{stage.section}: {error}"
             problems.require(told in problems.errors, told, remedy)  # a script with two stages tells it once
         decided = {*stage.inputs, *stage.options, *NO_IDENTITY}
         values = {name: value for name, value in asdict(settings).items() if name not in decided}
-        own[stage.script] = json.loads(json.dumps(values))  # as the ledger will give them back
+        own[stage.section] = json.loads(json.dumps(values))  # as the ledger will give them back
     problems.raise_if_any()
     return own
 
@@ -148,14 +165,14 @@ def refuse_options_of_stages(words: list[str]) -> None:
     ours = {field.name for field in fields(CycleSettings)}
     for word in words:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        scripts = [
-            script for script, settings in SETTINGS.items() if name in {field.name for field in fields(settings)}
+        owned = [
+            section for section, settings in SETTINGS.items() if name in {field.name for field in fields(settings)}
         ]
-        if word.startswith("--") and name not in ours and scripts:
-            owners = ", ".join(f"{script}.py" for script in scripts)
+        if word.startswith("--") and name not in ours and owned:
+            owners = ", ".join(dict.fromkeys(f"{all_sections()[section]}.py" for section in owned))
             raise UserError(
                 f"ERROR: --{name} is no option of run_cycles.py but of {owners}: give it to that stage in the settings "
-                f"file, {scripts[0]} = dict({name}=VALUE)"
+                f"file, {owned[0]} = dict({name}=VALUE)"
             )
 
 
@@ -167,7 +184,7 @@ class Ledger:
         self.contents: dict[str, Any] = {
             "format_version": LEDGER_VERSION,
             "corpus": corpus,
-            "settings": {},  # of scripts that have finished a stage; the others' may still change
+            "settings": {},  # of sections that have finished a stage; the others' may still change
             "stages": {},
         }
         if path.is_file():
@@ -197,7 +214,7 @@ class Ledger:
         """Note a finished stage."""
         self.stages[stage.name] = {"seconds": round(seconds, 1), **entry}
         if stage.records_settings:
-            self.contents["settings"][stage.script] = self.settings[stage.script]
+            self.contents["settings"][stage.section] = self.settings[stage.section]
         write_json(self.path, self.contents)
 
     def carry_on(self, name: str, reason: str) -> None:
@@ -229,6 +246,8 @@ class Runner:
         """The ledger's entry of a stage, after running its script if need be. Raises UserError where that fails."""
         # Not where things lie: a run that was moved or copied as a whole is still finished.
         told = {n: v for n, v in stage.options.items() if isinstance(v, int | float | str) and n not in NO_IDENTITY}
+        if start := stage.start_hash():
+            told["start_sha256"] = start
         entry = self.ledger.stages.get(stage.name)
         if entry is not None and entry.get("options") == told and stage.artefact.exists():
             return entry
@@ -249,11 +268,14 @@ class Runner:
     def is_begun(self, stage: Stage) -> bool:
         """Whether a stage can go on where it was interrupted; where its settings are others now, that is told."""
         state = state_to_resume(stage.artefact)
-        if "init_from" not in stage.options or state is None:
+        if not stage.resumes or state is None:
             return False
-        settings = parse_settings(SETTINGS[stage.script], stage.script, stage.arguments(self.config_path, self.device))
+        settings = parse_settings(SETTINGS[stage.section], stage.script, stage.arguments(self.config_path, self.device))
         try:
-            reason = of_another_run(load_run_state(state), settings)
+            contents = load_run_state(state)
+            reason = of_another_run(contents, settings)
+            if not reason and contents["reads"].get("start", stage.start_hash()) != stage.start_hash():
+                reason = "it began from another checkpoint"
         except UserError as error:
             reason = str(error).removeprefix("ERROR: ")
         if reason:
@@ -309,9 +331,11 @@ def main() -> None:
     select_device(settings.device)  # a device that is not there is told now, not by a stage
     out = Path(settings.out_dir)
     folder = dataset_folder(settings.dataset)
+    natural = natural_models(config_path, folder, out, settings.natural_model_each_cycle)
     first_of_each = [
         train_stage(folder, out),
-        *reward_stages(1, folder, out),
+        *(natural.stages(1, 1) or natural.stages(1, 2)),
+        *reward_stages(1, folder, out, natural),
         policy_stage(1, folder, out, reward_model(out, 1)),
         perplexity_stage(1, folder, out),
         sample_stage(1, settings, out),
@@ -329,7 +353,7 @@ def main() -> None:
     losses: list[float] = []  # on the selecting part, of version 1, 2, ..., all as train_grpo.py measures them
     outcome = f"all {settings.num_cycles} cycles done"
     for cycle in range(1, settings.num_cycles + 1):
-        judge, verdict = find_judge(runner, cycle, settings.reward_attempts, folder, out)
+        judge, verdict = find_judge(runner, cycle, settings.reward_attempts, folder, out, natural)
         if judge is None:
             carry_on(ledger, cycle, verdict, out)
         else:
@@ -375,6 +399,56 @@ def train_stage(folder: Path, out: Path) -> Stage:
     return Stage(model.stem, "train", model, {}, options, lambda: trained(model, "val_loss", "select_loss"))
 
 
+@dataclass(frozen=True)
+class NaturalModels:
+    """The models of natural text that likelihood heads need: one for all cycles, or one for each."""
+
+    folder: Path
+    out: Path
+    start: str | Path | None
+    """what the first one starts from, a checkpoint or scratch; None: the head needs none"""
+    given: bool
+    """whether that checkpoint is the first one, as it is"""
+    each_cycle: bool
+
+    def path(self, cycle: int, attempt: int) -> Path | None:
+        """The trunk of an attempt at a cycle's reward model; None: that of the settings file, or the generator's."""
+        version = cycle if self.each_cycle else 1
+        if self.start is None or (self.given and (version, attempt) == (1, 1)):
+            return None
+        return self.out / f"natural_model_v{version}{attempt_suffix(attempt)}.pt"
+
+    def stages(self, cycle: int, attempt: int) -> list[Stage]:
+        """Its training: from the attempt before, from the cycle before, or from the start."""
+        model = self.path(cycle, attempt)
+        if model is None:
+            return []
+        start = self.start
+        if attempt > 1:
+            start = self.path(cycle, attempt - 1) or start
+        elif self.each_cycle and cycle > 1:
+            start = self.path(cycle - 1, 1) or start
+        inputs, options = {"init_from": start}, {"dataset": self.folder, "out_dir": self.out}
+        options["checkpoint_name"] = model.name
+        if start == "scratch":
+            inputs, options["init_from"] = {}, start
+        figures = ("step", "val_loss", "select_loss")
+        return [Stage(model.stem, "natural_model", model, inputs, options, lambda: trained(model, *figures))]
+
+
+def natural_models(config_path: str | None, folder: Path, out: Path, each_cycle: bool) -> NaturalModels:
+    """The models of natural text that the settings file asks for; None of them where the head has no use for one."""
+    config = [] if config_path is None else ["--config", config_path]
+    head = parse_settings(RewardModelSettings, "train_reward_model", config, check=False)
+    section = {} if config_path is None else read_config(config_path).get("natural_model", {})
+    start = section.get("init_from", base_model(out, 1)) if head.trunk is None else head.trunk
+    if start == "resume":
+        raise UserError(f"ERROR: {config_path}: natural_model: init_from=resume: must be scratch or a checkpoint")
+    return NaturalModels(
+        folder, out, start if head.model_class.is_ratio else None, given=head.trunk is not None, each_cycle=each_cycle
+    )
+
+
 def reward_model(out: Path, cycle: int, attempt: int = 1) -> Path:
     return out / f"reward_model_v{cycle}{attempt_suffix(attempt)}.pt"
 
@@ -385,11 +459,16 @@ def attempt_suffix(attempt: int) -> str:
 
 
 def reward_stages(
-    cycle: int, folder: Path, out: Path, attempt: int = 1, more: dict[str, dict[str, Any]] | None = None
+    cycle: int,
+    folder: Path,
+    out: Path,
+    natural: NaturalModels,
+    attempt: int = 1,
+    more: dict[str, dict[str, Any]] | None = None,
 ) -> list[Stage]:
     """An attempt at a reward model: its data, its training, and its test on the policy. `more`: options by script."""
     model, judge = base_model(out, cycle), reward_model(out, cycle, attempt)
-    more = more or {}
+    trunk, more = natural.path(cycle, attempt), more or {}
     own_data = attempt_suffix(attempt) if "prepare_reward_data" in more else ""  # else the first attempt's
     reward_data = out / f"reward_data_v{cycle}{own_data}"
     gate = out / f"gate_v{cycle}{attempt_suffix(attempt)}.json"
@@ -405,7 +484,7 @@ def reward_stages(
             judge.stem,
             "train_reward_model",
             judge,
-            {"base_model_path": model, "data_dir": reward_data},
+            {"base_model_path": model, "data_dir": reward_data} | ({"trunk": trunk} if trunk else {}),
             {"output_path": judge, "init_from": "scratch", **more.get("train_reward_model", {})},
             lambda: trained(judge, "skill"),
         ),
@@ -438,12 +517,15 @@ def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
     )
 
 
-def find_judge(runner: Runner, cycle: int, attempts: int, folder: Path, out: Path) -> tuple[Path | None, str]:
+def find_judge(
+    runner: Runner, cycle: int, attempts: int, folder: Path, out: Path, natural: NaturalModels
+) -> tuple[Path | None, str]:
     """A reward model that sees the policy's text, or None after so many attempts and what the last one's test said."""
     own, attempt = runner.ledger.settings, 1
     asked = {"train_grpo": {name: own["train_grpo"][name] for name in ("gate_blocks", "seed")}}
     while True:
-        stages = reward_stages(cycle, folder, out, attempt, larger(own, 2 ** (attempt - 1)) | asked)
+        stages = natural.stages(cycle, attempt)
+        stages += reward_stages(cycle, folder, out, natural, attempt, larger(own, 2 ** (attempt - 1)) | asked)
         *_, gate = [runner.run(stage) for stage in stages]
         if better_than_constant(gate["r2_low"]) or own["train_grpo"]["allow_blind_reward"]:
             return reward_model(out, cycle, attempt), ""
@@ -458,13 +540,13 @@ def find_judge(runner: Runner, cycle: int, attempts: int, folder: Path, out: Pat
 
 
 def larger(own: dict[str, dict[str, Any]], factor: int) -> dict[str, dict[str, Any]]:
-    """Options by script for `factor` times the training, and data where a head learns from labels; its trunk too."""
-    if factor == 1:
-        return {}
+    """Options by section for `factor` times the data and training of a head that learns from labels, its trunk too.
+
+    None for a likelihood head: its model of natural text is trained further, in a stage of its own.
+    """
     data, model = own["prepare_reward_data"], own["train_reward_model"]
-    settings = RewardModelSettings(head=model["head"], trunk=model["trunk"], lm_iters=model["lm_iters"])
-    if settings.model_class.is_ratio:
-        return {"train_reward_model": {"lm_iters": (settings.num_lm_iters or DEFAULT_LM_ITERS) * factor}}
+    if factor == 1 or RewardModelSettings(head=model["head"]).model_class.is_ratio:
+        return {}
     training = {"unfreeze_layers": -1, "max_epochs": model["max_epochs"] * factor}
     training["learning_rate"] = model["learning_rate"] / 3  # a trunk that has learned much is moved gently
     more = {"samples_per_chunk": data["samples_per_chunk"] * factor}
@@ -538,7 +620,8 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
         seconds = policy["seconds"] + sum(
             entry["seconds"]
             for stage, entry in stages.items()
-            if stage.partition("_try")[0] in {f"{kind}_v{cycle}" for kind in ("reward_data", "reward_model", "gate")}
+            if stage.partition("_try")[0]
+            in {f"{kind}_v{cycle}" for kind in ("natural_model", "reward_data", "reward_model", "gate")}
         )
         skill = stages[judges[-1]]["skill"]  # of the last attempt
         gate = stages[judges[-1].replace("reward_model", "gate")]

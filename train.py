@@ -2,11 +2,12 @@
 
     python train.py --config config/train_shakespeare.py
 
-In: train.bin and val.bin (made by data/NAME/prepare.py; characters also need meta.pkl). Out, in out_dir: the
-best model (checkpoint_name), the state from which `--init_from resume` goes on, and one JSON record a step.
-Option names are nanoGPT's.
+In: train.bin and val.bin (made by data/NAME/prepare.py; characters also need meta.pkl), and with
+`--init_from PATH` a checkpoint to train further. Out, in out_dir: the best model (checkpoint_name), the state from
+which `--init_from resume` goes on, and one JSON record a step. Option names are nanoGPT's.
 """
 
+import copy
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -17,11 +18,19 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from checkpoint import build_model, check_tokenizer, data_record, load_checkpoint, save_checkpoint
+from checkpoint import (
+    build_model,
+    check_same_splits,
+    check_tokenizer,
+    data_record,
+    hash_weights,
+    load_checkpoint,
+    save_checkpoint,
+)
 from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token_file, validation_part
 from model import GPT, GPTConfig
 from objectives import language_model_loss, next_token_loss, perplexity
-from optimization import EarlyStopping, clip_gradients, cooldown_factor, learning_rate_factor, make_optimizers
+from optimization import EarlyStopping, clip_gradients, cooldown_factor, copied, learning_rate_factor, make_optimizers
 from runtime.cli import Problems, parse_settings
 from runtime.device import autocast, peak_memory_mb, random_stream, seed_step, select_device, select_dtype
 from runtime.distributed import gradients_stay, parallel, start_ranks
@@ -40,14 +49,14 @@ class TrainSettings:
     """folder for everything this run writes"""
     checkpoint_name: str = "model_checkpoint.pt"
     """file name of the best model, within out_dir"""
-    init_from: Literal["scratch", "resume"] = "scratch"
-    """start anew, or go on from the state in out_dir"""
+    init_from: str = "scratch"
+    """scratch; resume: go on from the state in out_dir; or a checkpoint, whose weights and shape the run starts from"""
     eval_interval: int = 250
     """steps between evaluations"""
     eval_iters: int | None = None
     """random batches in an evaluation, of the split and of its selecting part; None: the whole validation split"""
     eval_only: bool = False
-    """evaluate the checkpoint, or with init_from=resume the state, once and stop"""
+    """evaluate once and stop: the checkpoint, with init_from=resume the state, with init_from=PATH that checkpoint"""
     log_interval: int = 10
     """steps between records"""
     always_save_checkpoint: bool = False
@@ -150,9 +159,33 @@ class TrainSettings:
         "wandb_run_name",
     }
 
+    # What a checkpoint to start from decides.
+    SHAPE: ClassVar[tuple[str, ...]] = ("block_size", "n_layer", "n_head", "n_embd", "bias", "position")
+
+    @property
+    def start_path(self) -> str | None:
+        """The checkpoint to start from; None: new weights, or those of a state."""
+        return None if self.init_from in ("scratch", "resume") else self.init_from
+
     def problems(self) -> Problems:
         """What is wrong with the settings."""
         problems = Problems()
+        if self.start_path is not None:
+            problems.require(
+                Path(self.start_path).is_file(),
+                f"init_from={self.init_from}: must be scratch, resume or the path of a checkpoint, and no such file",
+                "Check the path",
+            )
+            problems.require(
+                self.eval_only or Path(self.start_path).resolve() != self.checkpoint_path.resolve(),
+                f"init_from={self.init_from}: this run would overwrite it",
+                "Choose another --out_dir or --checkpoint_name",
+            )
+            problems.require(
+                self.init == "gpt2",
+                f"init={self.init}: the first weights are those of {self.init_from}",
+                "Leave out --init, or start with --init_from scratch",
+            )
         problems.check_range(self, "eval_interval", "eval_iters", "log_interval", "patience", minimum=1)
         problems.check_range(self, "gradient_accumulation_steps", "batch_size", "block_size", minimum=1)
         problems.check_range(self, "n_layer", "n_head", "n_embd", minimum=1)
@@ -161,12 +194,8 @@ class TrainSettings:
         problems.check_range(self, "min_lr", "weight_decay", "grad_clip", "min_delta", minimum=0)
         problems.check_range(self, "dropout", "beta1", "beta2", "muon_momentum", minimum=0, below=1)
         problems.check_range(self, "cooldown", "short_share", above=0, maximum=1)
-        for length in self.short_contexts:
-            problems.require(
-                length > 0 and self.block_size % length == 0,
-                f"short_contexts: {length} does not divide block_size={self.block_size}",
-                "Choose lengths that do, such as powers of 2",
-            )
+        if self.init_from == "scratch":  # else another block_size may hold: see `shaped`
+            self.check_contexts(problems)
         problems.check_tracker(self.tracker_name)
         # Asked of heads and width alone, so that it is told beside whatever else is wrong.
         heads = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
@@ -191,6 +220,34 @@ class TrainSettings:
             num_tokens=num_tokens,
         )
 
+    def check_contexts(self, problems: Problems) -> None:
+        """Note each of the short contexts that does not divide the block size."""
+        for length in self.short_contexts:
+            problems.require(
+                length > 0 and self.block_size % length == 0,
+                f"short_contexts: {length} does not divide block_size={self.block_size}",
+                "Choose lengths that do, such as powers of 2",
+            )
+
+    def shaped(self, config: GPTConfig) -> "TrainSettings":
+        """These settings with the shape of the model that a run starts from, or goes on with.
+
+        Raises UserError for options that ask the start for another shape, and for contexts that do not fit this one.
+        """
+        problems, shape = Problems(), {name: getattr(config, name) for name in self.SHAPE}
+        for name, has in shape.items() if self.start_path is not None else ():
+            asked, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            problems.require(
+                asked in (has, default),
+                f"{name}={asked}: {self.start_path}, from which this run starts, has {name}={has}",
+                f"Leave out --{name}, or start with --init_from scratch",
+            )
+        shaped = replace(self, **shape)
+        if not self.eval_only:
+            shaped.check_contexts(problems)
+        problems.raise_if_any()
+        return shaped
+
     @property
     def checkpoint_path(self) -> Path:
         return Path(self.out_dir, self.checkpoint_name)
@@ -205,33 +262,42 @@ class TrainSettings:
 
 
 def main() -> None:
-    settings = parse_settings(TrainSettings, "train")
+    given = settings = parse_settings(TrainSettings, "train")
     ranks = start_ranks(select_device(settings.device))
     device = ranks.device
     dtype = select_dtype(settings.dtype, device)
     ranks.everywhere(lambda: ranks.check_divides(batch_size=settings.batch_size))
 
-    # what is evaluated, where nothing is trained: its context, not that of the options
-    trained = None
-    if settings.eval_only and settings.init_from == "scratch":
-        trained = ranks.everywhere(lambda: load_trained(settings))
-        settings = replace(settings, block_size=trained["config"].block_size)
+    # the checkpoint to start from, or to evaluate: its shape is the model's
+    start, model = ranks.everywhere(lambda: load_start(given, device))
+    if start is not None:
+        settings = ranks.everywhere(lambda: given.shaped(model.config))
 
     # data
-    folder, tokenizer, train_tokens, val_tokens = ranks.everywhere(lambda: open_corpus(settings, trained))
+    folder, tokenizer, train_tokens, val_tokens = ranks.everywhere(lambda: open_corpus(settings, start))
     vocab_size = tokenizer.vocab_size
     data = ranks.on_main(lambda: data_record(train_tokens, val_tokens))
+    reads = {"corpus": data}
+    if given.start_path is not None and not given.eval_only:
+        ranks.everywhere(lambda: check_same_splits(start["data"], data, allow_mismatch=None))
+        reads["start"] = ranks.everywhere(lambda: hash_weights(given.start_path))
 
-    # model: BPE's ids are padded to a multiple of 64, which matrix products like; padding ids are never used
-    seed_step(settings.seed, "weights")
-    if trained is None:
+    # The state holds the settings as given: a start's shape is not among them, and no option of a run that goes on.
+    state, saved = RunState(given.checkpoint_path, given, reads, ranks), None
+    if start is None or not given.eval_only:
+        saved = state.begin(given.init_from == "resume")
+    if saved is not None:
+        ranks.on_main(lambda: check_resumable(given, state, saved))
+        settings, model = given.shaped(saved["config"]), GPT(saved["config"]).to(device)
+
+    # a new model: BPE's ids are padded to a multiple of 64, which matrix products like; padding ids are never used
+    if model is None:
+        seed_step(settings.seed, "weights")
         padded = math.ceil(vocab_size / 64) * 64 if tokenizer.method == "bpe" else vocab_size
         model = GPT(settings.model_config(padded, vocab_size if padded > vocab_size else None))
         if settings.init == "orthogonal":
             model.init_orthogonal()
         model = model.to(device)
-    else:
-        model = build_model(trained, "generator", settings.checkpoint_path, device)
     optimizers = make_optimizers(
         model,
         settings.optimizer,
@@ -246,26 +312,27 @@ def main() -> None:
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     # steps made, whether the weights after them have been evaluated, records written, best loss so far
     first_step, evaluated, num_records, best_loss = 0, False, None, math.inf
-    state = RunState(settings.checkpoint_path, settings, {"corpus": data}, ranks)
-    if trained is None:
-        saved = state.begin(settings.init_from == "resume")
-        if saved is not None:
-            first_step, evaluated, num_records = saved["step"], saved["evaluated"], saved["num_records"]
-            best_loss = saved["best_loss"]
-            ranks.on_main(lambda: check_resumable(settings, state, best_loss))
-            model.load_state_dict(saved["model"])
-            optimizers.load_state_dict(saved["optimizers"])
-            scaler.load_state_dict(saved["scaler"])
-            stopping.load_state_dict(saved["stopping"])
-            say(f"Resuming {state.path} at iteration {first_step}")
-            if first_step >= settings.max_iters:
-                say(f"Nothing to do: more than {first_step} steps must be asked for with --max_iters")
+    # batches that the start has learned, which those of this run follow; the best model until it is written
+    first_batch, best, is_saved = 0 if start is None else batches_learned(start), None, False
+    if saved is not None:
+        first_step, evaluated, num_records = saved["step"], saved["evaluated"], saved["num_records"]
+        best_loss, first_batch, best = saved["best_loss"], saved["first_batch"], saved["best"]
+        is_saved = best_loss < math.inf and best is None
+        model.load_state_dict(saved["model"])
+        optimizers.load_state_dict(saved["optimizers"])
+        scaler.load_state_dict(saved["scaler"])
+        stopping.load_state_dict(saved["stopping"])
+        say(f"Resuming {state.path} at iteration {first_step}")
+        if first_step >= settings.max_iters:
+            say(f"Nothing to do: more than {first_step} steps must be asked for with --max_iters")
 
     horizon = state.began["max_iters"]  # of the schedules: a run that goes on longer does not stretch them
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
     say(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})")
     say(f"Data: {folder} ({tokenizer.info().describe()}), {len(train_tokens):,} + {len(val_tokens):,} tokens")
     say(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
+    if given.start_path is not None:
+        say(f"Starting from {given.start_path}")
 
     selecting = validation_part(val_tokens, settings.block_size, "select")
 
@@ -312,6 +379,9 @@ def main() -> None:
             "evaluated": evaluated,
             "num_records": log.num_records,
             "best_loss": best_loss,
+            "first_batch": first_batch,
+            "best": best,
+            "config": replace(model.config),
             "model": model.state_dict(),
             "optimizers": optimizers.state_dict(),
             "scaler": scaler.state_dict(),
@@ -330,17 +400,27 @@ def main() -> None:
                 with state.step():
                     if not math.isfinite(val_loss):
                         told = f"validation loss is {val_loss}: lower the learning rate"
-                        raise ranks.common_error(diverged(told, step, best_loss, settings))
+                        raise ranks.common_error(diverged(told, step, is_saved, settings))
                     log.log(step, val_loss=val_loss, select_loss=select_loss)
                     stopping.update(select_loss)
-                    # Nothing is written before the first step: a run begun by mistake must not replace a trained model.
                     better = select_loss < best_loss or settings.always_save_checkpoint
-                    if better and (step or not settings.max_iters):
+                    # New weights are no candidate; a start's are.
+                    if better and (step or not settings.max_iters or "start" in state.reads):
                         best_loss = min(select_loss, best_loss)
                         figures = {"step": step, "val_loss": val_loss, "select_loss": select_loss}
-                        figures |= {"settings": asdict(settings)}
+                        figures |= {"batches": first_batch + step, "settings": asdict(settings)}
+                        best = {"model": copied(model.state_dict().items()), "figures": figures}
+                    # Nothing is written before the first step: a run begun by mistake must not replace a trained model.
+                    if best is not None and (step or not settings.max_iters):
                         if ranks.rank == 0:
-                            save_checkpoint(settings.checkpoint_path, model, tokenizer.to_record(), data, figures)
+                            if best["figures"]["step"] < step:
+                                say(f"The start is better than step {step}: {settings.checkpoint_path} holds the start")
+                            kept = copy.deepcopy(model)
+                            kept.load_state_dict(best["model"])
+                            save_checkpoint(
+                                settings.checkpoint_path, kept, tokenizer.to_record(), data, best["figures"]
+                            )
+                        best, is_saved = None, True
                     evaluated = True
                     if step:
                         state.save(**progress_so_far())
@@ -353,7 +433,7 @@ def main() -> None:
             with state.step():
                 started = time.perf_counter()
                 optimizers.set_learning_rate_factor(factor_at(step, settings, horizon))
-                draw = random_stream(settings.seed, "train", step)
+                draw = random_stream(settings.seed, "train", first_batch + step)
                 seed_step(settings.seed, "dropout", step, *([ranks.rank] if ranks.rank else []))
                 loss_sum = 0.0
                 for micro_step in range(settings.gradient_accumulation_steps):
@@ -372,7 +452,7 @@ def main() -> None:
                     norm = clip_gradients(model.named_parameters(), settings.grad_clip, not scaler.is_enabled())
                 except UserError as error:
                     reason = str(error).removeprefix("ERROR: ")
-                    raise ranks.common_error(diverged(reason, step + 1, best_loss, settings)) from None
+                    raise ranks.common_error(diverged(reason, step + 1, is_saved, settings)) from None
                 optimizers.step(scaler)
                 optimizers.zero_grad()
                 step, evaluated = step + 1, False
@@ -383,7 +463,7 @@ def main() -> None:
                     rate = tokens_per_step * step_count / step_time
                     if not math.isfinite(train_loss):
                         told = f"training loss is {train_loss}: lower the learning rate"
-                        raise ranks.common_error(diverged(told, step, best_loss, settings))
+                        raise ranks.common_error(diverged(told, step, is_saved, settings))
                     # Under float16 gradients may overflow: the scaler has skipped the step, which has no norm.
                     figures = {"train_loss": train_loss, "gradient_norm": norm if math.isfinite(norm) else None}
                     figures["learning_rate"] = optimizers.learning_rate
@@ -397,22 +477,37 @@ def main() -> None:
     say(f"Saved {settings.checkpoint_path}")
 
 
-def load_trained(settings: TrainSettings) -> dict[str, Any]:
-    """The checkpoint that --eval_only evaluates; UserError where there is none."""
-    if not settings.checkpoint_path.is_file():
+def load_start(settings: TrainSettings, device: torch.device) -> tuple[dict[str, Any] | None, GPT | None]:
+    """The checkpoint that a run starts from, or evaluates, and its model with the dropout of the settings.
+
+    (None, None) for new weights and for those of a state. Raises UserError for a checkpoint that is no generator's, and
+    where --eval_only finds none.
+    """
+    if settings.start_path is None and not (settings.eval_only and settings.init_from == "scratch"):
+        return None, None
+    path = settings.start_path or settings.checkpoint_path
+    if not Path(path).is_file():
         raise UserError(
-            f"ERROR: eval_only: {settings.checkpoint_path} not found: train it first, or name a trained model with "
-            "--out_dir and --checkpoint_name"
+            f"ERROR: eval_only: {path} not found: train it first, or name a trained model with --out_dir and "
+            "--checkpoint_name"
         )
-    return load_checkpoint(settings.checkpoint_path)
+    start = load_checkpoint(path)
+    start["config"] = replace(start["config"], dropout=settings.dropout)
+    return start, build_model(start, "generator", path, device).train()
+
+
+def batches_learned(start: dict[str, Any]) -> int:
+    """How many batches train.py had drawn for a checkpoint's weights; 0 where it does not say."""
+    batches = (start["training"] or {}).get("batches")
+    return batches if type(batches) is int else 0
 
 
 def open_corpus(
-    settings: TrainSettings, trained: dict[str, Any] | None
+    settings: TrainSettings, start: dict[str, Any] | None
 ) -> tuple[Path, TokenizationManager, np.ndarray, np.ndarray]:
     """A corpus: its folder, its tokenizer, and the tokens (n,) uint16 of its training and validation splits.
 
-    Raises UserError where a file is missing or holds too few tokens, or where the `trained` checkpoint reads others.
+    Raises UserError where a file is missing or holds too few tokens, or where the checkpoint `start` reads others.
     """
     folder = dataset_folder(settings.dataset)
     if not (folder / "train.bin").is_file():
@@ -421,18 +516,26 @@ def open_corpus(
             remedy = f"make it with `python {folder}/prepare.py`"
         raise UserError(f"ERROR: {folder}/train.bin not found: {remedy}")
     tokenizer = TokenizationManager(data_path=folder)
-    if trained is not None:
-        check_tokenizer(trained, tokenizer)
+    if start is not None:
+        check_tokenizer(start, tokenizer)
     train_tokens = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, settings.block_size + 1)
     return folder, tokenizer, train_tokens, open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
 
 
-def check_resumable(settings: TrainSettings, state: RunState, best_loss: float) -> None:
-    """Raise UserError where the best model so far is gone, or where further steps would have a learning rate of 0."""
-    if best_loss < math.inf and not settings.checkpoint_path.is_file():
+def check_resumable(settings: TrainSettings, state: RunState, saved: dict[str, Any]) -> None:
+    """Raise UserError where the best model so far is gone, where the run began from another checkpoint than the one
+    that is now at its place, or where further steps would have a learning rate of 0.
+    """
+    if saved["best"] is None and saved["best_loss"] < math.inf and not settings.checkpoint_path.is_file():
         raise UserError(
             f"ERROR: {settings.checkpoint_path}, the best model so far, is gone; put it back, or delete "
             f"{state.path} and start from scratch"
+        )
+    start = state.began["init_from"]
+    if "start" in state.reads and Path(start).is_file() and hash_weights(start) != state.reads["start"]:
+        raise UserError(
+            f"ERROR: {state.path} is of a run that began from another {start}; put that back, or delete the state and "
+            f"start from scratch"
         )
     max_iters, horizon = settings.max_iters, state.began["max_iters"]
     if max_iters > horizon and not settings.eval_only and factor_at(max_iters - 1, settings, horizon) == 0:
@@ -455,10 +558,10 @@ def batch_shape(step: int, settings: TrainSettings, horizon: int) -> tuple[int, 
     return length, settings.batch_size * settings.block_size // length
 
 
-def diverged(what: str, step: int, best_loss: float, settings: TrainSettings) -> str:
+def diverged(what: str, step: int, is_saved: bool, settings: TrainSettings) -> str:
     """What is told of a training that has gone out of bounds."""
     kept = f"the best model so far is kept in {settings.checkpoint_path}"
-    return f"ERROR: step {step}: {what}; {kept if best_loss < math.inf else 'nothing was saved yet'}"
+    return f"ERROR: step {step}: {what}; {kept if is_saved else 'nothing was saved yet'}"
 
 
 def factor_at(step: int, settings: TrainSettings, horizon: int) -> float:

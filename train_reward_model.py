@@ -1,14 +1,15 @@
 """Trains the reward model: which share of a text is natural, and which the generator's own, read off its tokens.
 
-    python train_reward_model.py --base_model_path logs/model_checkpoint.pt --data_dir data/reward_dataset
+    python train_reward_model.py --base_model_path logs/model_checkpoint.pt --trunk logs/natural_model.pt
 
-In: a generator's checkpoint, a reward dataset made with it, and the corpus where it lies. Out: the reward
-model that does best on the validation blocks that select, its R2 measured on those that report
-(data_loader.ValidationParts; also as a picture), and JSON records. First the trunk may learn more about natural text;
-then the head learns from labels.
+In: a generator's checkpoint, a reward dataset made with it, and for a likelihood head a model of natural text,
+made by train.py. Out: the reward model that does best on the validation blocks that select, its R2 measured on those
+that report (data_loader.ValidationParts; also as a picture), and JSON records.
 """
 
 import math
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,18 +21,17 @@ import torch
 from torch import Tensor
 
 from checkpoint import build_model, check_origin, check_same_tokens, check_unseen, load_checkpoint, save_checkpoint
-from data_loader import WholeSplitBatches, get_batch, validation_part
 from feature_cache import forget_features, frozen_depth, frozen_features, to_device
 from generation import Sampling
 from model import GPT, check_same_fields
-from objectives import mixture_loss, next_token_loss, text_log_probs
-from optimization import EarlyStopping, clip_gradients, cooldown_factor, copied, make_optimizers
+from objectives import mixture_loss
+from optimization import EarlyStopping, clip_gradients, copied, make_optimizers
 from reward_dataset_loader import (
     RewardDataset,
     check_model_compatibility,
     check_variety,
-    natural_text,
     open_checked_splits,
+    read_metadata,
     rows_by_part,
     samples_per_block,
     sampling_of,
@@ -47,19 +47,19 @@ from reward_metrics import (
     skill_figures,
 )
 from reward_model import REWARD_MODELS, LikelihoodRewardModel, RewardModel, TrunkRewardModel
-from runtime.cli import Problems, parse_settings
+from runtime.cli import Problems, parse_settings, split_config
 from runtime.device import random_stream, seed_step, select_device
 from runtime.distributed import Ranks, parallel, start_ranks
-from runtime.files import WriteError, check_writable, hash_file
+from runtime.files import check_writable, hash_file
 from runtime.process import UserError, run_main, warn
 from runtime.resume import RunState
 from runtime.run_log import RunLog, counted, format_size, make_tracker, progress, say
 
-DEFAULT_LM_ITERS = 400
-LM_WARMUP, LM_MOMENTUM = 20, 0.85  # steps until the learning rate falls, in a straight line to 0; Muon's momentum
-# Options that a likelihood head has no use for, and those that go with lm_iters.
-OF_OTHER_HEADS = ("reward_head_hidden_dim", "learning_rate", "batch_size", "max_epochs", "patience", "min_delta")
-OF_NATURAL_TEXT = ("lm_batch_size", "lm_learning_rate", "lm_muon_learning_rate", "lm_eval_interval")
+# Options that a likelihood head has no use for.
+OF_OTHER_HEADS = (
+    *("reward_head_hidden_dim", "learning_rate", "weight_decay", "grad_clip", "dropout"),
+    *("batch_size", "max_epochs", "patience", "min_delta"),
+)
 MAX_MIXTURE = 20.0  # a mixture of e^-20 is none at all
 
 
@@ -79,19 +79,7 @@ class RewardModelSettings:
     head: Literal["likelihood", "position", "last"] = "likelihood"
     """likelihood: a language model of natural text against the generator; position, last: a new head on the trunk"""
     trunk: str | None = None
-    """checkpoint of a model of natural text to start from, of the same tokenization; None: the generator"""
-    dataset: str | None = None
-    """folder of the corpus's train.bin and val.bin, for lm_iters; None: what the reward data were made from"""
-    lm_iters: int | None = None
-    """steps in which the trunk first learns more natural text; None: 400 for a likelihood head without trunk, else 0"""
-    lm_batch_size: int = 16
-    """sequences in a batch of natural text"""
-    lm_learning_rate: float = 4e-3
-    """peak learning rate of AdamW on natural text; linear decay to 0"""
-    lm_muon_learning_rate: float = 2e-2
-    """peak learning rate of Muon for the matrices on natural text"""
-    lm_eval_interval: int = 100
-    """steps between evaluations on natural text of the part that selects, by which the best is kept"""
+    """model of natural text of the same tokenization; likelihood: required. None: the generator"""
     dropout: float = 0.0
     """share of activations dropped in training"""
 
@@ -132,7 +120,6 @@ class RewardModelSettings:
         "data_dir",
         "output_path",
         "trunk",
-        "dataset",
         "init_from",
         "device",
         "tracker",
@@ -141,17 +128,15 @@ class RewardModelSettings:
         "cache_features",
     }
 
+    # Options of the language-model training that was part of this script, and is train.py's.
+    REMOVED: ClassVar[tuple[str, ...]] = (
+        *("lm_iters", "lm_batch_size", "lm_learning_rate", "lm_muon_learning_rate", "lm_eval_interval", "dataset"),
+    )
+
     @property
     def model_class(self) -> type[RewardModel]:
         """The head's class."""
         return REWARD_MODELS[self.head]
-
-    @property
-    def num_lm_iters(self) -> int:
-        """Steps on natural text."""
-        if self.lm_iters is not None:
-            return self.lm_iters
-        return DEFAULT_LM_ITERS if self.model_class.is_ratio and self.trunk is None else 0
 
     @property
     def loss_name(self) -> str:
@@ -163,10 +148,9 @@ class RewardModelSettings:
         problems = Problems()
         problems.check_model_files(self, "base_model_path", *(["trunk"] if self.trunk is not None else []))
         problems.check_range(self, "reward_head_hidden_dim", "batch_size", "max_epochs", "patience", minimum=1)
-        problems.check_range(self, "lm_batch_size", "lm_eval_interval", minimum=1)
         problems.check_range(self, "unfreeze_layers", minimum=-1)
-        problems.check_range(self, "learning_rate", "lm_learning_rate", "lm_muon_learning_rate", above=0)
-        problems.check_range(self, "lm_iters", "weight_decay", "grad_clip", "min_delta", "seed", minimum=0)
+        problems.check_range(self, "learning_rate", above=0)
+        problems.check_range(self, "weight_decay", "grad_clip", "min_delta", "seed", minimum=0)
         problems.check_range(self, "dropout", minimum=0, below=1)
         problems.require(
             self.loss_name in self.model_class.losses,
@@ -174,28 +158,56 @@ class RewardModelSettings:
             "Leave out loss, or choose --head position or likelihood",
         )
         if self.model_class.is_ratio:
+            if self.trunk is None:
+                told = (
+                    f"a {self.head} head needs a model of natural text: make it with `{self.natural_model_command()}`"
+                )
+                problems.require(False, told, f"Name it with --trunk {self.natural_model_path}")
             problems.require(
                 self.unfreeze_layers == 0,
-                f"unfreeze_layers={self.unfreeze_layers} is ignored with a {self.head} head: lm_iters trains its trunk",
+                f"unfreeze_layers={self.unfreeze_layers} is ignored with a {self.head} head: train.py trains its trunk",
                 "Leave out unfreeze_layers, or choose --head position or last",
             )
-            problems.require(
-                self.lm_iters != 0 or self.trunk is not None,
-                "lm_iters=0 without a trunk: a likelihood head would hold the generator against itself",
-                "Let the trunk learn natural text with --lm_iters, or name a model of it with --trunk",
-            )
-            self._require_defaults(problems, OF_OTHER_HEADS, "a likelihood head has no use for them")
-        if self.num_lm_iters == 0:
-            self._require_defaults(problems, OF_NATURAL_TEXT, "without lm_iters no natural text is learned")
+            default = RewardModelSettings()
+            given = [name for name in OF_OTHER_HEADS if getattr(self, name) != getattr(default, name)]
+            told = ", ".join(f"{name}={getattr(self, name)}" for name in given)
+            problems.require(not given, f"{told}: a {self.head} head has no use for them", "Leave them out")
         problems.check_tracker(self.tracker)
         if obstacle := check_writable(self.output_path, is_file=True):
             problems.require(False, obstacle, "Choose a place you may write to with --output_path")
         return problems
 
-    def _require_defaults(self, problems: Problems, names: tuple[str, ...], why: str) -> None:
-        defaults = RewardModelSettings()
-        given = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(defaults, name)]
-        problems.require(not given, f"{', '.join(given)}: {why}", "Leave them out")
+    @property
+    def natural_model_path(self) -> Path:
+        """Where `natural_model_command` puts its model: beside the reward model."""
+        return Path(self.output_path).with_name("natural_model.pt")
+
+    def natural_model_command(self) -> str:
+        """The command line with which train.py makes a model of natural text from the generator."""
+        config, _ = split_config(sys.argv[1:])
+        words = ["python", "train.py", *(["--config", config, "--section", "natural_model"] if config else [])]
+        words += ["--init_from", self.base_model_path or "GENERATOR"]
+        words += ["--dataset", corpus_folder(self.data_dir) or "CORPUS"]
+        path = self.natural_model_path
+        return shlex.join([*words, "--out_dir", str(path.parent), "--checkpoint_name", path.name])
+
+    def instead_of(self, removed: str) -> str:
+        """What a user of a removed option is told."""
+        return (
+            f"ERROR: {removed}: the model of natural text is trained by train.py: `{self.natural_model_command()}`, "
+            f"and named here with --trunk {self.natural_model_path}; in a settings file of run_cycles.py, "
+            "natural_model = dict(NAME=VALUE)"
+        )
+
+
+def corpus_folder(data_dir: str) -> str | None:
+    """The folder of the token files that reward data were made from; None where their metadata name none."""
+    try:
+        metadata = read_metadata(Path(data_dir, "train_metadata.txt"))
+    except (OSError, UserError):  # what is wrong with the data is told by itself
+        return None
+    path = metadata.get("train_bin") or metadata.get("data_path")
+    return path and str(Path(path).parent)
 
 
 @dataclass
@@ -215,8 +227,6 @@ def main() -> None:
     settings = parse_settings(RewardModelSettings, "train_reward_model")
     ranks = start_ranks(select_device(settings.device))
     device = ranks.device
-    if settings.num_lm_iters:
-        ranks.everywhere(lambda: ranks.check_divides(lm_batch_size=settings.lm_batch_size))
 
     # the generator
     checkpoint, generator_sha256 = load_checkpoint(settings.base_model_path), hash_file(settings.base_model_path)
@@ -236,7 +246,6 @@ def main() -> None:
     say(f"Trunk: {settings.trunk or settings.base_model_path}, {format_size(trunk.num_parameters())}")
     # What can be refused is refused before the records of an earlier run are replaced.
     sampling = sampling_of(train_set.metadata)
-    splits = natural_text(train_set.metadata, settings.dataset, checkpoint) if settings.num_lm_iters else None
     model = new_reward_model(settings, trunk, generator, sampling).to(device).eval()
     say(f"Head: {settings.head}; loss: {settings.loss_name}")
     state = RunState(settings.output_path, settings, what_is_read(settings, generator_sha256), ranks)
@@ -248,17 +257,6 @@ def main() -> None:
     with RunLog(output.with_suffix(".jsonl"), num_records, unit="epoch", tracker=tracker) as log:
         run = Run(settings, ranks, state, log, train_set, val_set, select_rows)
 
-        # the trunk learns natural text
-        diverged = None
-        if saved is not None and saved["phase"] == "head":
-            model.load_state_dict(saved["start"])
-            diverged = saved["diverged"]
-        elif splits is not None:
-            unseen = validation_part(splits.val, val_set.block_size, "select")
-            diverged = learn_natural_text(run, trunk, generator, splits.train, unseen, saved)
-            saved = None
-            model.take_trunk(trunk)
-
         # the head learns labels
         untrained = model.copy_to_train() if settings.control else None
         if model.is_ratio:
@@ -266,8 +264,7 @@ def main() -> None:
         else:
             inputs, depth = head_inputs(run, model)
             learn = partial(learn_head, inputs=inputs, depth=depth)
-        learned = learn(run, model, saved=saved, diverged=diverged)
-        diverged = diverged or learned.get("diverged")
+        learned = learn(run, model, saved=saved)
 
         # skill, on blocks that selected nothing
         truth = torch.from_numpy(val_set.y[report_rows, 0])
@@ -298,8 +295,8 @@ def main() -> None:
     print_skill(skill, judged_on, model)
     say(f"Saved {settings.output_path} and {output.with_suffix('.png')}")
     ranks.wait()  # for what rank 0 alone writes
-    if diverged:
-        raise ranks.common_error(diverged)
+    if "diverged" in learned:
+        raise ranks.common_error(learned["diverged"])
 
 
 def what_is_read(settings: RewardModelSettings, generator_sha256: str) -> dict[str, str | None]:
@@ -333,9 +330,9 @@ def load_trunk(
     if settings.trunk is not None:
         path = settings.trunk
         contents = load_checkpoint(path)
-        if not settings.num_lm_iters and hash_file(path) == generator_sha256:
+        if hash_file(path) == generator_sha256:
             raise UserError(
-                f"ERROR: {path} is the generator itself, which knows nothing that it does not: give lm_iters"
+                f"ERROR: {path} is the generator itself, which knows nothing that it does not: name another --trunk"
             )
         names = ("vocab_size", "num_real_tokens")
         check_same_fields(contents["config"], generator["config"], names, path, "the generator")
@@ -378,149 +375,60 @@ def freeze_trunk(model: TrunkRewardModel, unfreeze_layers: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# natural text
-
-
-def learn_natural_text(
-    run: Run, trunk: GPT, generator: GPT, tokens: np.ndarray, unseen: np.ndarray, saved: dict[str, Any] | None
-) -> str | None:
-    """Train the trunk as a language model; keeps the weights that know `unseen` text best. What diverged, if so.
-
-    Of a likelihood head the best mixture with the generator is judged, for that is what it uses: a trunk that is no
-    better than the generator by itself, but knows other things, is of use to it. `saved` is where to go on.
-    """
-    settings, ranks, num_iters = run.settings, run.ranks, run.settings.num_lm_iters
-    optimizers = make_optimizers(
-        trunk,
-        "muon",
-        settings.lm_learning_rate,
-        settings.lm_muon_learning_rate,
-        settings.weight_decay,
-        (0.9, 0.99),
-        ranks.device.type,
-        LM_MOMENTUM,
-    )
-    batches = WholeSplitBatches(unseen, trunk.config.block_size, trunk.rows_at_a_time(), ranks.device)
-    is_mixed = settings.model_class.is_ratio
-    generator_log_probs = text_log_probs(generator, batches) if is_mixed and ranks.rank == 0 else None
-    best_state, best_step, best_loss, diverged, step, judged = None, 0, math.inf, None, 0, False
-    if saved is not None:
-        trunk.load_state_dict(saved["trunk"])
-        optimizers.load_state_dict(saved["optimizers"])
-        best_state, best_step, best_loss = saved["best_state"], saved["best_step"], saved["best_loss"]
-        step, judged = saved["step"], saved["judged"]
-        say(f"Resuming {run.state.path} at step {step} on natural text")
-
-    def losses() -> tuple[float, float]:
-        """The trunk's own loss on unseen text, and the one that selects."""
-        log_probs = text_log_probs(trunk, batches)
-        own = -log_probs.mean().item()
-        if not is_mixed:
-            return own, own
-        return own, mixture_loss(log_probs - generator_log_probs) - generator_log_probs.mean().item()
-
-    def progress_so_far() -> dict[str, Any] | None:
-        if best_state is None:
-            return None
-        told = {"best_state": best_state, "best_step": best_step, "best_loss": best_loss, "step": step}
-        told |= {"judged": judged, "phase": "natural_text", "num_records": run.log.num_records}
-        return told | {"trunk": trunk.state_dict(), "optimizers": optimizers.state_dict()}
-
-    forward = parallel(trunk, ranks)
-    with run.state.kept(progress_so_far), progress(num_iters, "Natural text", "step", initial=step) as bar:
-        try:
-            while True:
-                if (step % settings.lm_eval_interval == 0 or step == num_iters) and not judged:
-                    own_loss, loss = ranks.on_main(losses)
-                    with run.state.step():
-                        for value in (loss, own_loss):
-                            if not math.isfinite(value):
-                                raise UserError(f"ERROR: the loss on natural text is {value} at step {step}")
-                        figures = {"lm_val_loss": own_loss, "lm_select_loss": loss}
-                        run.log.log(step, unit="step", phase="natural_text", **figures)
-                        if loss < best_loss:
-                            best_state = copied(trunk.state_dict().items())
-                            best_step, best_loss = step, loss
-                        judged = True
-                        if step:
-                            run.state.save(**progress_so_far())
-                if step == num_iters:
-                    break
-                with run.state.step():
-                    factor = cooldown_factor(
-                        step, min(LM_WARMUP, num_iters // 10), num_iters, cooldown=1.0, min_factor=0.0
-                    )
-                    optimizers.set_learning_rate_factor(factor)
-                    draw = random_stream(settings.seed, "natural_text", step)
-                    seed_step(settings.seed, "lm_dropout", step, ranks.rank)
-                    share = ranks.share(settings.lm_batch_size)
-                    batch = trunk.config.block_size, settings.lm_batch_size, draw, ranks.device, share
-                    x, y = get_batch(tokens, *batch)  # (B / ranks, T) each
-                    trunk.train()
-                    forward(next_token_loss, x, y).backward()
-                    clip_gradients(trunk.named_parameters(), settings.grad_clip)
-                    optimizers.step()
-                    optimizers.zero_grad()
-                    step, judged = step + 1, False
-                bar.update()
-        except WriteError:
-            raise
-        except UserError as error:
-            remedy = "lower lm_learning_rate and lm_muon_learning_rate"
-            if best_state is None or (best_step == 0 and settings.trunk is None):  # nothing was learned
-                raise ranks.common_error(f"{error}; {remedy}") from None
-            diverged = f"{error}; saved is a reward model of step {best_step}; {remedy}"
-    trunk.load_state_dict(best_state)
-    trunk.eval()
-    say(f"Natural text: kept step {best_step}, lm_select_loss {best_loss:.4f}")
-    return diverged
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # heads
 
 
 @torch.no_grad()
-def log_ratios(model: LikelihoodRewardModel, x: np.ndarray, rows: np.ndarray, device: torch.device) -> Tensor:
-    """log p - log q (n, N - 1) float32 of the rows' tokens, on the CPU."""
+def both_log_probs(
+    model: LikelihoodRewardModel, x: np.ndarray, rows: np.ndarray, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """log p and log q (n, N - 1) float32 of the rows' tokens, on the CPU."""
     parts = []
     with progress(len(rows), "Log-likelihood ratios", "seq") as bar:
         for part in np.array_split(rows, -(-len(rows) // model.generator.rows_at_a_time())):
-            natural, written = model.log_probs(to_device(x, part, device))
-            parts.append((natural - written).cpu())
+            parts.append([log_probs.cpu() for log_probs in model.log_probs(to_device(x, part, device))])
             bar.update(len(part))
-    return torch.cat(parts)
+    natural, written = zip(*parts, strict=True)
+    return torch.cat(natural), torch.cat(written)
 
 
 def learn_mixture(
-    run: Run,
-    model: LikelihoodRewardModel,
-    saved: dict[str, Any] | None = None,
-    diverged: str | None = None,
-    control_epochs: int | None = None,
+    run: Run, model: LikelihoodRewardModel, saved: dict[str, Any] | None = None, control_epochs: int | None = None
 ) -> dict[str, Any]:
     """Fit the one number that a likelihood head learns from labels; with `control_epochs`, those shuffled.
 
     On the selection rows, not on training rows: what the trunk has learned by heart looks more natural than it is.
+    That takes so little that a run that is resumed does it again: `saved` is not needed.
     """
-    control = control_epochs is not None
-    start = copied(model.state_dict().items())
-    with run.state.kept(lambda: None if control else head_state(run, start, diverged)):
-        learned, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, control))
+    control, before = control_epochs is not None, run.log.num_records
+    learned, figures, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, control))
     with torch.no_grad():
         model.mixture.fill_(mixture)
     model.requires_grad_(False)
     if not control:
-        run.log.log(1, val_loss=learned["val_loss"], mixture=learned["mixture"])
+        told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
+        say(f"On the natural tokens of the selection rows: {told}")
+        with run.state.step():
+            run.log.log(1, val_loss=learned["val_loss"], mixture=learned["mixture"], **figures)
+            run.state.save(num_records=before)
     return learned
 
 
-def fit_mixture(run: Run, model: LikelihoodRewardModel, control: bool) -> tuple[dict[str, Any], float]:
-    """What is learned, and the logit of the copy's weight."""
+def fit_mixture(
+    run: Run, model: LikelihoodRewardModel, control: bool
+) -> tuple[dict[str, Any], dict[str, float | None], float]:
+    """What is learned, losses on natural tokens in nats (None where infinite), and the logit of the copy's weight."""
     rows, device = run.select_rows, run.ranks.device
     targets = run.val_set.y[rows]
+    natural, written = both_log_probs(model, run.val_set.x, rows, device)
+    N = run.val_set.block_size
+    is_natural = torch.arange(1, N) < torch.from_numpy(targets[:, :1] * N).round()  # (n, N - 1): t < K
+    p, q = natural[is_natural], written[is_natural]
+    losses = {"natural_loss": -p.mean().item(), "generator_loss": -q.mean().item()}
+    losses["mixture_loss"] = losses["generator_loss"] + mixture_loss(p - q)
+    figures = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
     targets = torch.from_numpy(shuffled(targets, run.settings.seed) if control else targets).to(device)
-    ratios = log_ratios(model, run.val_set.x, rows, device).to(device)
+    ratios = (natural - written).to(device)
     optimizer = torch.optim.LBFGS([model.mixture], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
@@ -535,12 +443,7 @@ def fit_mixture(run: Run, model: LikelihoodRewardModel, control: bool) -> tuple[
     val_loss, weight = closure().item(), model.mixture.sigmoid().item()
     if not math.isfinite(val_loss):
         raise UserError(f"ERROR: val_loss is {val_loss}: the models are damaged; take earlier checkpoints")
-    return {"epoch": 1, "val_loss": val_loss, "mixture": weight}, model.mixture.item()
-
-
-def head_state(run: Run, start: dict[str, Tensor], diverged: str | None) -> dict[str, Any]:
-    """The state of a run whose head has learned nothing yet."""
-    return {"phase": "head", "start": start, "diverged": diverged, "num_records": run.log.num_records}
+    return {"epoch": 1, "val_loss": val_loss, "mixture": weight}, figures, model.mixture.item()
 
 
 def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
@@ -567,7 +470,6 @@ def learn_head(
     inputs: tuple[np.ndarray | Tensor, np.ndarray | Tensor],
     depth: int | None,
     saved: dict[str, Any] | None = None,
-    diverged: str | None = None,
     control_epochs: int | None = None,
 ) -> dict[str, Any]:
     """Train a last or position head and the unfrozen blocks; keeps the epoch of least loss on the selection rows.
@@ -583,10 +485,9 @@ def learn_head(
     )
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    start = copied(model.state_dict().items())
     best_state, learned = None, {"epoch": 0, "val_loss": math.inf}
     epoch, first, loss_sum = 1, 0, 0.0  # of the epoch: its first sample that is still to come, its loss so far
-    if saved is not None and "epoch" in saved:
+    if saved is not None:
         model.load_state_dict(saved["learning"], strict=False)
         optimizers.load_state_dict(saved["optimizers"])
         stopping.load_state_dict(saved["stopping"])
@@ -599,7 +500,7 @@ def learn_head(
             return None
         told = {"learning": dict(trainable), "optimizers": optimizers.state_dict(), "stopping": stopping.state_dict()}
         told |= {"best_state": best_state, "learned": learned, "epoch": epoch, "first": first, "loss_sum": loss_sum}
-        return head_state(run, start, diverged) | told
+        return told | {"num_records": run.log.num_records}
 
     forward, loss_of_batch = parallel(model, ranks), partial(weighted_loss, depth=depth, loss=settings.loss_name)
     num_samples, max_epochs = len(run.train_set), settings.max_epochs if control_epochs is None else control_epochs
@@ -719,7 +620,7 @@ def print_skill(skill: dict[str, Any], of_what: str, model: RewardModel) -> None
         )
         say(f"This reward model is NO BETTER THAN A CONSTANT as far as is shown: {why}.")
         say("A policy that climbs it may climb noise, and train_grpo.py may refuse it. What to try is in")
-        say("docs/reward_model_training3.md: --head likelihood, more --lm_iters, a --trunk that knows more, more data.")
+        say("docs/reward_model_training3.md: --head likelihood, a --trunk that knows more natural text, more data.")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ def main() -> None:
     pipeline, corpus = Pipeline(settings.out_dir), dataset_folder(settings.dataset).resolve()
     table = TableSettings(dataset=settings.dataset, strengths=(settings.strength,))
     start, data, _, name, _ = next(prepared(table, pipeline))
-    pipeline.judge(f"{name}_likelihood", start, data, control=False, head="likelihood", seed=42)
+    head = {"head": "likelihood", "natural_iters": 400}
+    pipeline.judge(f"{name}_likelihood", start, data, corpus, control=False, **head, seed=42)
     judge = pipeline.out / f"{name}_likelihood.pt"
 
     yardstick = Yardstick(corpus)

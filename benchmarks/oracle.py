@@ -40,8 +40,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "last, frozen (the seeds')": {"head": "last"},
     "position, frozen": {"head": "position", "max_epochs": 3},
     "position, all unfrozen": {"head": "position", "unfreeze_layers": -1, "learning_rate": 3e-4, "max_epochs": 2},
-    "likelihood (the default)": {},
-    "likelihood, 1,600 steps": {"lm_iters": 1600},
+    "likelihood (the default)": {"natural_iters": 400},
+    "likelihood, 1,600 steps": {"natural_iters": 1600},
     LARGE: {"trunk": "large.pt"},
 }
 BLOCKS_A_STREAM = 64
@@ -122,7 +122,7 @@ def main() -> None:
         if "trunk" in options:
             options["trunk"] = pipeline.out / options["trunk"]
         file_name = "judge_" + "_".join(word for word in name.replace(",", "").split() if word.isalnum())
-        skill = pipeline.judge(file_name, q_path, data, **options)
+        skill = pipeline.judge(file_name, q_path, data, corpus, **options)
         skills[name] = skill
         rows.append([name, *skill_cells(skill), f"{skill['r2'] / best['r2']:.0%}", f"{best['r2'] - skill['r2']:.3f}"])
     say(f"\nPer-token divergence of q from p on p's text: {divergence:.4f} nats; N = {N}")

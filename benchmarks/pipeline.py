@@ -23,6 +23,11 @@ from runtime.process import UserError
 from runtime.run_log import say
 
 ROOT = Path(__file__).resolve().parents[1]
+# The section natural_model of config/shakespeare_char_cpu.py.
+FURTHER = {
+    **{"optimizer": "muon", "muon_learning_rate": 2e-2, "muon_momentum": 0.85, "learning_rate": 4e-3},
+    **{"weight_decay": 0.01, "lr_schedule": "cooldown", "cooldown": 1.0, "min_lr": 0.0, "eval_interval": 100},
+}
 
 
 class Pipeline:
@@ -93,8 +98,20 @@ class Pipeline:
             **options,
         )
 
-    def judge(self, name: str, generator: Path, data: Path, **options: Any) -> dict[str, Any]:
-        """A reward model's skill, with `seconds`."""
+    def natural_model(self, name: str, generator: Path, corpus: Path, iters: int, seed: int) -> Path:
+        """The generator, trained further for so many steps."""
+        checkpoint, options = f"{name}.pt", {**FURTHER, "max_iters": iters, "warmup_iters": min(20, iters // 10)}
+        where = {"dataset": corpus, "out_dir": self.out, "checkpoint_name": checkpoint, "seed": seed}
+        return self.make(checkpoint, "train", init_from=generator, **where, **options)
+
+    def judge(
+        self, name: str, generator: Path, data: Path, corpus: Path, natural_iters: int = 0, **options: Any
+    ) -> dict[str, Any]:
+        """A reward model's skill, with `seconds`; with `natural_iters` its trunk was trained for so many steps."""
+        seconds = 0.0
+        if natural_iters:
+            options["trunk"] = self.natural_model(f"{name}_natural", generator, corpus, natural_iters, options["seed"])
+            seconds = self.seconds(options["trunk"].name)
         path = self.make(
             f"{name}.pt",
             "train_reward_model",
@@ -103,7 +120,7 @@ class Pipeline:
             output_path=self.out / f"{name}.pt",
             **options,
         )
-        return load_checkpoint(path)["training"]["skill"] | {"seconds": self.seconds(f"{name}.pt")}
+        return load_checkpoint(path)["training"]["skill"] | {"seconds": seconds + self.seconds(f"{name}.pt")}
 
 
 def hash_sources(*more: Path) -> str:

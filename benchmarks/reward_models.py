@@ -54,8 +54,8 @@ HEADS: dict[str, dict[str, Any]] = {
         "learning_rate": 3e-4,
         "max_epochs": 2,
     },
-    "likelihood": {"head": "likelihood"},
-    "likelihood, 1,200 steps": {"head": "likelihood", "lm_iters": 1200},
+    "likelihood": {"head": "likelihood", "natural_iters": 400},
+    "likelihood, 1,200 steps": {"head": "likelihood", "natural_iters": 1200},
 }
 QUICK = {"n_layer": 1, "n_head": 2, "n_embd": 16, "batch_size": 4}
 
@@ -101,9 +101,9 @@ def main() -> None:
         for head in settings.heads:
             options = {"control": False, **HEADS[head], "seed": settings.seed}
             if settings.quick:
-                options |= {"lm_iters": 4} if REWARD_MODELS[options["head"]].is_ratio else {"max_epochs": 1}
+                options |= {"natural_iters": 4} if REWARD_MODELS[options["head"]].is_ratio else {"max_epochs": 1}
             file_name = f"{name}_{re.sub('[^a-z0-9]+', '_', head)}"
-            rows.append([*about, head, *skill_cells(pipeline.judge(file_name, generator, data, **options))])
+            rows.append([*about, head, *skill_cells(pipeline.judge(file_name, generator, data, corpus, **options))])
     header = ["generator's loss", "N", "samples", "reward model", "R² (95%)", "MAE, tokens", "AUC", "seconds"]
     say("\n" + markdown(header, rows))
     if "likelihood" in settings.heads:

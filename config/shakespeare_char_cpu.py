@@ -3,7 +3,7 @@
 #     python run_cycles.py --config config/shakespeare_char_cpu.py
 #     python train.py --config config/shakespeare_char_cpu.py        (its first stage alone)
 #
-# Each script reads the section named after it.
+# Each script reads the section named after it, and train.py --section natural_model that one.
 
 run_cycles = dict(
     out_dir="out/shakespeare_char_cpu",
@@ -36,6 +36,26 @@ train = dict(
     min_delta=0.001,
 )
 
+# Trains the base model further on natural text: what the reward model holds against the generator.
+natural_model = dict(
+    out_dir="out/shakespeare_char_cpu",
+    checkpoint_name="natural_model.pt",
+    dataset="shakespeare_char",
+    batch_size=16,
+    optimizer="muon",
+    muon_learning_rate=2e-2,
+    muon_momentum=0.85,
+    learning_rate=4e-3,
+    weight_decay=0.01,
+    grad_clip=1.0,
+    max_iters=250,
+    warmup_iters=20,
+    lr_schedule="cooldown",
+    cooldown=1.0,
+    min_lr=0.0,
+    eval_interval=100,
+)
+
 prepare_reward_data = dict(
     samples_per_chunk=10,
     max_blocks=200,
@@ -43,7 +63,6 @@ prepare_reward_data = dict(
 
 train_reward_model = dict(
     head="likelihood",
-    lm_iters=250,
 )
 
 train_grpo = dict(

@@ -3,7 +3,8 @@
     python -c "from runtime.cli import read_config; print(read_config('config/shakespeare_char_cpu.py'))"
 
 A settings file has nanoGPT's form, plain assignments, and is read as data: nothing in it is executed. A dict named
-after a script (`train = dict(max_iters=300)`) is for that script alone, so that one file can hold a whole cycle.
+after a script (`train = dict(max_iters=300)`) is for that script alone, so that one file can hold a whole cycle;
+`--section natural_model` has train.py read another section than its own.
 """
 
 import ast
@@ -22,17 +23,21 @@ from runtime.process import UserError
 
 Settings = TypeVar("Settings")
 ROOT = Path(__file__).resolve().parents[1]
+# Sections of a settings file that are not named after a script, and the script that reads each.
+FURTHER_SECTIONS = {"natural_model": "train"}
 
 
-def script_names() -> list[str]:
-    """The project's scripts, for each of which a settings file can have a section: the files with a main()."""
+def all_sections() -> dict[str, str]:
+    """The sections that a settings file can have, and the script that reads each: all files with a main(), and more."""
     files = [*ROOT.glob("*.py"), *ROOT.glob("data/*/prepare.py")]
-    return sorted({path.stem for path in files if "\ndef main()" in path.read_text(encoding="utf-8")})
+    scripts = sorted({path.stem for path in files if "\ndef main()" in path.read_text(encoding="utf-8")})
+    return {name: name for name in scripts} | FURTHER_SECTIONS
 
 
 CONFIG_HELP = """
 
 A settings file of plain assignments (nanoGPT's form) can come first or by --config FILE; options override it."""
+SECTION_HELP = " --section NAME reads its section of that name instead of {own}'s: {others}."
 
 
 class Problems:
@@ -116,21 +121,35 @@ def parse_settings(
 
     `settings_class` is a dataclass; where it has a method `problems() -> Problems`, that is called after parsing,
     unless `check` is False.
-    `script` is the script's name without .py: the name of its section in a settings file. Raises UserError for
+    `script` is the script's name without .py: the name of its section in a settings file, unless `--section` names
+    another. Options in the class's `REMOVED` are refused with what its `instead_of(name)` returns. Raises UserError for
     settings out of range; for a misspelt or badly typed option tyro explains and exits with status 2.
     """
     prog = None if argv is None else f"{script}.py"  # parsed for another script: its name is what an error needs
     config_path, argv = split_config(list(sys.argv[1:] if argv is None else argv))
+    section, argv = _split_option(argv, "section")
+    readable = [name for name, reader in all_sections().items() if reader == script]
+    if section is not None and section not in readable:
+        raise UserError(f"ERROR: --section={section}: {script}.py reads only the sections {', '.join(readable)}")
     if config_path is not None:
-        argv = _as_arguments(read_config(config_path), settings_class, script, config_path) + argv
+        argv = _as_arguments(read_config(config_path), settings_class, section or script, config_path) + argv
+    removed = []
+    for name in getattr(settings_class, "REMOVED", ()):
+        value, argv = _split_option(argv, name)
+        while value is not None:  # in the settings file and on the command line
+            removed.append(name)
+            value, argv = _split_option(argv, name)
+    more = SECTION_HELP.format(own=script, others=", ".join(readable[1:])) if readable[1:] else ""
     settings = tyro.cli(
         settings_class,
         prog=prog,
         args=argv,
-        description=(settings_class.__doc__ or "") + CONFIG_HELP,
+        description=(settings_class.__doc__ or "") + CONFIG_HELP + more,
         config=(tyro.conf.FlagConversionOff,),
         use_underscores=True,
     )
+    if removed:
+        raise UserError(settings.instead_of(removed[0]))
     if check and hasattr(settings, "problems"):
         settings.problems().raise_if_any()
     return settings
@@ -140,33 +159,41 @@ def split_config(argv: list[str]) -> tuple[str | None, list[str]]:
     """The settings file that a command line names, first or by --config, or None; and the other arguments."""
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
+    return _split_option(argv, "config", "the path of a settings file")
+
+
+def _split_option(argv: list[str], name: str, needs: str = "a value") -> tuple[str | None, list[str]]:
+    """The value of an option's first `--name VALUE` or `--name=VALUE`, or None; and the other arguments."""
     for position, argument in enumerate(argv):
-        if argument.startswith("--config="):
-            return argument.removeprefix("--config="), argv[:position] + argv[position + 1 :]
-        if argument == "--config":
-            if position + 1 == len(argv):
-                raise UserError("ERROR: --config needs the path of a settings file")
-            return argv[position + 1], argv[:position] + argv[position + 2 :]
+        option, equals, value = argument.partition("=")
+        if option.replace("-", "_") != f"__{name}":
+            continue
+        if equals:
+            return value, argv[:position] + argv[position + 1 :]
+        if position + 1 == len(argv):
+            raise UserError(f"ERROR: --{name} needs {needs}")
+        return argv[position + 1], argv[:position] + argv[position + 2 :]
     return None, argv
 
 
-def _as_arguments(config: dict[str, Any], settings_class: type, script: str, path: str) -> list[str]:
+def _as_arguments(config: dict[str, Any], settings_class: type, section: str, path: str) -> list[str]:
     """The settings file's values as options, so that one parser checks the types of both."""
-    scripts = script_names()
+    readers = all_sections()
     for name, value in config.items():
-        if name in scripts and not isinstance(value, dict):
+        if name in readers and not isinstance(value, dict):
             raise UserError(f"ERROR: {path}: {name} is a script's section: write {name} = dict(NAME=VALUE)")
-        if isinstance(value, dict) and name not in scripts:
-            raise UserError(f"ERROR: {path}: section {name!r} is for no script; sections are {', '.join(scripts)}")
+        if isinstance(value, dict) and name not in readers:
+            raise UserError(f"ERROR: {path}: section {name!r} is for no script; sections are {', '.join(readers)}")
     values = {name: value for name, value in config.items() if not isinstance(value, dict)}
-    values |= config.get(script, {})
+    values |= config.get(section, {})
     known = [field.name for field in dataclasses.fields(settings_class) if field.init]
+    known += getattr(settings_class, "REMOVED", ())
     arguments = []
     for name, value in values.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise UserError(f"ERROR: {path}: {script}.py has no setting {name!r}{hint}")
+            raise UserError(f"ERROR: {path}: {readers.get(section, section)}.py has no setting {name!r}{hint}")
         # One word `--name=value`, so that a value may begin with dashes; several values need words of their own.
         arguments += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
     return arguments

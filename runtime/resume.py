@@ -21,7 +21,7 @@ from runtime.run_log import say
 from runtime.staged_folder import differing_settings
 
 SUFFIX = ".resume"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ASIDE = ".old"  # and a number: what an earlier run left where another has begun
 
 
@@ -71,8 +71,9 @@ def state_to_resume(output: str | Path) -> Path | None:
 class RunState:
     """The state of a run that makes `output`, in a file of the same name but for its suffix, `.resume`.
 
-    `reads` tells what the run reads, by name: hashes that must be the same when it goes on. An earlier run's state and
-    records (`.jsonl`) are set aside by a run begun anew, until that one has saved an evaluation.
+    `reads` tells what the run reads, by name: hashes that must be the same when it goes on; one that is given at the
+    beginning alone is kept. An earlier run's state and records (`.jsonl`) are set aside by a run begun anew, until that
+    one has saved an evaluation.
     """
 
     def __init__(self, output: str | Path, settings: Settings, reads: Mapping[str, Any], ranks: Ranks) -> None:
@@ -94,6 +95,7 @@ class RunState:
         if resume:
             state = self.ranks.on_main(self._read)
             self.began |= state["began"]
+            self.reads = state["reads"] | self.reads
             return state["progress"]
         if self.ranks.rank == 0 and self.path.is_file():
             taken = [int(path.suffix.removeprefix(ASIDE)) for path in set_aside(self.path)]

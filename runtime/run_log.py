@@ -126,14 +126,14 @@ class RunLog:
         if self._tracker is not None:
             self._tracker.close()
 
-    def log(self, step: int, quiet: bool = False, unit: str | None = None, **metrics: Any) -> None:
+    def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
         """Append the record of a step and, unless `quiet`, print its line. Values are what JSON has.
 
-        `unit` is what this line calls a step, where that is not what the others do. A figure that is undefined is None;
-        raises UserError for one that is NaN or infinite, on every rank, before anything is written.
+        A figure that is undefined is None; raises UserError for one that is NaN or infinite, on every rank, before
+        anything is written.
         """
         if wrong := not_finite(metrics):
-            told = f"ERROR: {unit or self._unit} {step}: {wrong}: the model has diverged"
+            told = f"ERROR: {self._unit} {step}: {wrong}: the model has diverged"
             raise UserError(f"{told}; lower the learning rate, or take an earlier checkpoint")
         self.num_records += 1
         if self._file is None:
@@ -144,7 +144,7 @@ class RunLog:
         if self._tracker is not None:
             self._tracker.track(record)
         if not quiet:
-            say(f"{unit or self._unit} {step} | " + format_metrics(metrics))
+            say(f"{self._unit} {step} | " + format_metrics(metrics))
 
 
 def make_tracker(
@@ -171,10 +171,10 @@ class WandbTracker:
             self.run = wandb.init(project=project, name=run_name, config=settings)
         except wandb.Error as error:
             raise UserError(f"ERROR: --tracker wandb: {error}") from None
-        self.run.define_metric("*", step_metric="step")  # a reward model's record counts steps, then epochs
+        self.run.define_metric("*", step_metric="step")
 
     def track(self, record: dict[str, Any]) -> None:
-        self.run.log(_by_phase(record) | {"step": record["step"]})
+        self.run.log(_without_step(record) | {"step": record["step"]})
 
     def close(self) -> None:
         self.run.finish()
@@ -190,7 +190,7 @@ class TensorboardTracker:
         self.writer.add_text("settings", to_json(settings, indent=2))
 
     def track(self, record: dict[str, Any]) -> None:
-        for metric, value in _by_phase(record).items():
+        for metric, value in _without_step(record).items():
             if isinstance(value, str):
                 self.writer.add_text(metric, value, record["step"])
             elif isinstance(value, int | float):
@@ -201,12 +201,10 @@ class TensorboardTracker:
         self.writer.close()
 
 
-def _by_phase(record: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of a record, behind the name of its phase where it has one; lists of texts as one."""
-    prefix = f"{record['phase']}/" if "phase" in record else ""
-    metrics = {name: value for name, value in record.items() if name not in ("step", "phase")}
-    texts = {name: "\n\n".join(value) for name, value in metrics.items() if _is_texts(value)}
-    return {f"{prefix}{name}": value for name, value in (metrics | texts).items()}
+def _without_step(record: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a record; lists of texts as one."""
+    metrics = {name: value for name, value in record.items() if name != "step"}
+    return metrics | {name: "\n\n".join(value) for name, value in metrics.items() if _is_texts(value)}
 
 
 def _is_texts(value: Any) -> bool:

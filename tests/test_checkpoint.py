@@ -15,6 +15,7 @@ from checkpoint import (
     FORMAT_VERSION,
     build_model,
     data_record,
+    hash_weights,
     load_checkpoint,
     load_state,
     save_checkpoint,
@@ -403,3 +404,19 @@ def test_a_hostile_checkpoint_is_refused_and_runs_nothing(tmp_path, place, form)
         if form != "pickle":
             assert "nothing was executed" in str(caught.value)
     assert not (tmp_path / "mark").exists()
+
+
+def test_weights_have_a_hash_of_their_own(tmp_path):
+    """The same for the same weights in another file, another for others, of any floating-point type."""
+    model = tiny_model()
+    hashes = []
+    for name, training in (("a", {}), ("b", {"step": 3})):
+        save_checkpoint(tmp_path / name, model, None, None, training)
+        hashes.append(hash_weights(tmp_path / name))
+    save_checkpoint(tmp_path / "half", model.bfloat16(), None, None, {})
+    hashes.append(hash_weights(tmp_path / "half"))
+    with torch.no_grad():
+        model.transformer.ln_f.weight[0] += 1
+    save_checkpoint(tmp_path / "other", model, None, None, {})
+    hashes.append(hash_weights(tmp_path / "other"))
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 3

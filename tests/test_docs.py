@@ -61,7 +61,7 @@ SHRINK = {
     "train": "--n_layer 2 --n_head 2 --n_embd 16 --block_size 16 --batch_size 4 --max_iters 12 --eval_interval 6 "
     "--log_interval 2 --warmup_iters 2 --device cpu",
     "prepare_reward_data": "--samples_per_chunk 2 --max_blocks 6 --device cpu",
-    "train_reward_model": "--lm_iters 4 --device cpu",
+    "train_reward_model": "--device cpu",
     "train_grpo": "--prompts_per_step 2 --group_size 2 --max_steps 3 --eval_interval 2 --gate_blocks 12 "
     "--allow_blind_reward True --device cpu",
     "evaluate": "--device cpu",
@@ -76,7 +76,7 @@ SHRINK = {
     "benchmarks/generation": "--shapes XS --num_runs 1 --headline_blocks 0 --num_processes 1 --device cpu",
 }
 TORCHRUN = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"}
-NOT_OURS = {"config", "help", "cov", *TORCHRUN}  # options of every script, of pytest and of torchrun
+NOT_OURS = {"config", "section", "help", "cov", *TORCHRUN}  # options of every script, of pytest and of torchrun
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 

@@ -39,8 +39,10 @@ from helpers import (
 )
 
 import run_cycles
+import train
 import train_grpo
 import train_reward_model
+from checkpoint import hash_weights
 from reward_dataset_loader import RewardDataset
 from reward_metrics import measure_skill
 from runtime.files import hash_file
@@ -88,8 +90,10 @@ def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):
     assert "Batch X shape: torch.Size([4, 16])" in out
     assert "⚠️" not in out
 
-    reward_model = tmp_path / "logs" / "reward_model.pt"
-    options = {"base_model_path": generator, "output_path": reward_model, "device": "cpu", "lm_iters": 100}
+    reward_model, natural = tmp_path / "logs" / "reward_model.pt", tmp_path / "logs" / "natural_model.pt"
+    options = {"checkpoint_name": natural.name, "learning_rate": 1e-2, "device": "cpu"}
+    must("train.py", init_from=generator, dataset=corpus, out_dir=tmp_path / "logs", **options, max_iters=100)
+    options = {"base_model_path": generator, "output_path": reward_model, "device": "cpu", "trunk": natural}
     out = must("train_reward_model.py", data_dir=tmp_path / "reward_dataset", **options)
     assert "R2" in out
     assert "MAE" in out
@@ -212,13 +216,15 @@ def test_the_projects_settings_files_are_read():
 
 CONFIG = """
 train = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=8, max_iters=20, eval_interval=5, warmup_iters=2)
+natural_model = dict(batch_size=8, max_iters=4, eval_interval=2, warmup_iters=1)
 prepare_reward_data = dict(samples_per_chunk=4, max_blocks=40)
-train_reward_model = dict(lm_iters=4, lm_eval_interval=2)
+train_reward_model = dict(head="likelihood")
 train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2, allow_blind_reward=True)
 """
 STAGES = [
     "base_model_v1",
     "perplexity_base_model_v1",
+    "natural_model_v1",
     "reward_data_v1",
     "reward_model_v1",
     "gate_v1",
@@ -286,7 +292,8 @@ def test_artefacts_and_ledger(unbroken, corpus):
     names = {path.name for path in out.iterdir()}
     assert {f"base_model_v{n}.pt" for n in (1, 2, 3)} <= names
     assert {f"{kind}_v{n}.{end}" for kind, end in (("reward_model", "pt"), ("gate", "json")) for n in (1, 2)} <= names
-    assert {"reward_data_v1", "reward_data_v2", "cycles.json"} <= names
+    assert {"reward_data_v1", "reward_data_v2", "natural_model_v1.pt", "cycles.json"} <= names
+    assert not any(name.startswith("natural_model_v2") for name in names)  # one for all cycles
     assert not any("partial" in name for name in names)
     ledger = json.loads((out / "cycles.json").read_text())
     assert list(ledger["stages"])[: len(STAGES)] == STAGES
@@ -320,6 +327,12 @@ def test_each_cycle_starts_from_the_one_before(unbroken):
         assert judge["training"]["generator_sha256"] == base
         policy = torch.load(out / f"base_model_v{cycle + 1}.pt", weights_only=True)
         assert policy["training"]["settings"]["base_model_path"] == str(out / f"base_model_v{cycle}.pt")
+        ours, theirs = weights(out / "natural_model_v1.pt"), weights(out / f"reward_model_v{cycle}.pt")
+        assert all(torch.equal(tensor, theirs[f"natural.{name}"]) for name, tensor in ours.items())
+    natural = torch.load(out / "natural_model_v1.pt", weights_only=True)["training"]
+    assert natural["settings"]["init_from"] == str(out / "base_model_v1.pt")
+    stages = json.loads((out / "cycles.json").read_text())["stages"]
+    assert stages["natural_model_v1"]["options"]["start_sha256"] == hash_weights(out / "base_model_v1.pt")
     firsts = [weights(out / f"base_model_v{n}.pt")["lm_head.weight"] for n in (1, 2, 3)]
     assert not torch.equal(firsts[0], firsts[1])
     assert not torch.equal(firsts[1], firsts[2])
@@ -393,7 +406,8 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
     figures, trained = iter([2.2, 2.0, 2.1, 2.05, 1.9, 1.8]), run_cycles.trained
 
     def with_next_loss(path: Path, *names: str) -> dict:
-        return trained(path, *names) | ({"select_loss": next(figures)} if "select_loss" in names else {})
+        is_base = path.stem.startswith("base_model")
+        return trained(path, *names) | ({"select_loss": next(figures)} if is_base and "select_loss" in names else {})
 
     monkeypatch.setattr(run_cycles, "trained", with_next_loss)
     options = cycle_options(corpus, tmp_path / "out", num_cycles=5, perplexity_patience=2)
@@ -442,8 +456,8 @@ def test_after_blind_attempts_the_model_is_carried_on(tmp_path, corpus, strict, 
     assert in_this_process == [
         "train",
         "evaluate",
-        "prepare_reward_data",
-        *ATTEMPT * attempts,
+        *("train", "prepare_reward_data", *ATTEMPT),
+        *["train", *ATTEMPT] * (attempts - 1),
         "evaluate",
         "sample",
         "sample",
@@ -451,9 +465,12 @@ def test_after_blind_attempts_the_model_is_carried_on(tmp_path, corpus, strict, 
 
     ledger = json.loads((out / "cycles.json").read_text())
     for attempt in range(1, attempts + 1):
-        suffix, factor = ("" if attempt == 1 else f"_try{attempt}"), 2 ** (attempt - 1)
+        suffix = "" if attempt == 1 else f"_try{attempt}"
         training = torch.load(out / f"reward_model_v1{suffix}.pt", weights_only=True)["training"]
-        assert training["settings"]["lm_iters"] == 4 * factor
+        assert training["settings"]["trunk"] == str(out / f"natural_model_v1{suffix}.pt")
+        natural = torch.load(out / f"natural_model_v1{suffix}.pt", weights_only=True)["training"]["settings"]
+        before = {1: "base_model_v1", 2: "natural_model_v1"}.get(attempt, f"natural_model_v1_try{attempt - 1}")
+        assert (natural["init_from"], natural["max_iters"]) == (str(out / f"{before}.pt"), 4)  # as many steps again
         assert training["settings"]["data_dir"] == str(out / "reward_data_v1")
         gate = json.loads((out / f"gate_v1{suffix}.json").read_text())
         assert ledger["stages"][f"gate_v1{suffix}"]["r2_low"] == gate["r2_low"] < 0
@@ -486,8 +503,9 @@ def test_a_second_attempt_that_sees_is_the_judge(tmp_path, corpus, strict, in_th
     gate_sees.append("reward_model_v1_try2.pt")
     out = tmp_path / "out"
     printed = succeed("run_cycles", str(strict), **cycle_options(corpus, out, num_cycles=3))
-    tries = ["prepare_reward_data", *ATTEMPT * 2]
-    cycles = [*tries, "train_grpo", "evaluate", *tries, "evaluate"]
+    first = ["train", "prepare_reward_data", *ATTEMPT, "train", *ATTEMPT]
+    second = ["prepare_reward_data", *ATTEMPT * 2]  # with the models of natural text of the first
+    cycles = [*first, "train_grpo", "evaluate", *second, "evaluate"]
     assert in_this_process == ["train", "evaluate", *cycles, "sample", "sample"]
     policy = torch.load(out / "base_model_v2.pt", weights_only=True)["training"]
     assert policy["settings"]["reward_model_path"] == str(out / "reward_model_v1_try2.pt")
@@ -557,7 +575,7 @@ def test_an_interrupted_attempt_is_taken_up_again(monkeypatch, tmp_path, corpus,
 
 @pytest.mark.parametrize(
     ("module", "function", "calls", "stage"),
-    [(train_grpo, "rollout", 2, "base_model_v2"), (train_reward_model, "get_batch", 3, "reward_model_v1")],
+    [(train_grpo, "rollout", 2, "base_model_v2"), (train, "get_batch", 22, "natural_model_v1")],
 )
 def test_a_stage_that_is_stopped_goes_on_where_it_was(
     monkeypatch, tmp_path, corpus, config, in_this_process, unbroken, module, function, calls, stage
@@ -579,7 +597,7 @@ def test_a_stage_that_is_stopped_goes_on_where_it_was(
     assert (out / f"{stage}.resume").is_file() and not (out / f"{stage}.pt").exists()
     printed = succeed("run_cycles", str(config), **options)
     assert f"Resuming {out / stage}.resume" in printed and "begins anew" not in printed
-    for name in ("reward_model_v1.pt", "base_model_v2.pt"):
+    for name in ("natural_model_v1.pt", "reward_model_v1.pt", "base_model_v2.pt"):
         assert_same_weights(weights(out / name), weights(unbroken[0] / name))
 
 
@@ -595,22 +613,112 @@ UNFROZEN = {"unfreeze_layers": -1, "max_epochs": 80, "learning_rate": pytest.app
 @pytest.mark.parametrize(
     ("data", "model", "more_data", "more_training"),
     [
-        ({}, {}, None, {"lm_iters": 1600}),
-        ({"max_blocks": 50}, {"lm_iters": 30}, None, {"lm_iters": 120}),
-        ({}, {"trunk": "t.pt"}, None, {"lm_iters": 1600}),
-        ({}, {"trunk": "t.pt", "lm_iters": 7}, None, {"lm_iters": 28}),
+        ({}, {}, None, None),
         ({}, {"head": "position"}, {"samples_per_chunk": 40}, UNFROZEN),
-        ({}, {"head": "last", "lm_iters": 5}, {"samples_per_chunk": 40}, UNFROZEN),
+        ({}, {"head": "last"}, {"samples_per_chunk": 40}, UNFROZEN),
     ],
 )
 def test_what_a_further_attempt_gets_more_of(tmp_path, data, model, more_data, more_training):
     own = own_settings(data, model)
     assert run_cycles.larger(own, 1) == {}
     more = run_cycles.larger(own, 4)
-    assert more.pop("prepare_reward_data", None) == more_data
-    assert more == {"train_reward_model": more_training}
-    reward_data, *_ = run_cycles.reward_stages(1, tmp_path, tmp_path, 3, run_cycles.larger(own, 4))
+    assert (more.get("prepare_reward_data"), more.get("train_reward_model")) == (more_data, more_training)
+    natural = run_cycles.NaturalModels(tmp_path, tmp_path, None, given=False, each_cycle=False)
+    reward_data, *_ = run_cycles.reward_stages(1, tmp_path, tmp_path, natural, 3, run_cycles.larger(own, 4))
     assert reward_data.artefact.name == ("reward_data_v1" if more_data is None else "reward_data_v1_try3")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the model of natural text
+
+
+def stages_of(out: Path) -> dict:
+    return json.loads((out / "cycles.json").read_text())["stages"]
+
+
+def test_a_natural_model_for_each_cycle(tmp_path, corpus, config, in_this_process):
+    out = tmp_path / "out"
+    printed = succeed("run_cycles", str(config), **cycle_options(corpus, out, natural_model_each_cycle=True))
+    assert in_this_process.count("train") == 3
+    for cycle, before in ((1, "base_model_v1"), (2, "natural_model_v1")):
+        training = torch.load(out / f"natural_model_v{cycle}.pt", weights_only=True)["training"]
+        assert training["settings"]["init_from"] == str(out / f"{before}.pt")
+        trunk = torch.load(out / f"reward_model_v{cycle}.pt", weights_only=True)["training"]["settings"]["trunk"]
+        assert trunk == str(out / f"natural_model_v{cycle}.pt")
+    stages = stages_of(out)
+    for cycle in (1, 2):  # the table's seconds
+        kinds = [f"{kind}_v{cycle}" for kind in ("natural_model", "reward_data", "reward_model", "gate")]
+        seconds = sum(stages[name]["seconds"] for name in (*kinds, f"base_model_v{cycle + 1}"))
+        row = next(line for line in printed.splitlines() if line.startswith(f"    {cycle}  base_model_v"))
+        assert f"  {seconds:7.0f}  " in row
+
+
+def test_a_natural_model_of_its_own_size_begins_from_scratch(tmp_path, corpus, in_this_process):
+    path = write_config(
+        tmp_path / "own.py", natural_model='init_from="scratch", n_layer=2, n_head=2, n_embd=24, block_size=16'
+    )
+    succeed("run_cycles", str(path), **cycle_options(corpus, tmp_path / "out", num_cycles=1))
+    shape = torch.load(tmp_path / "out" / "reward_model_v1.pt", weights_only=True)["config"]
+    assert (shape.n_layer, shape.n_embd) == (2, 24)
+    assert "start_sha256" not in stages_of(tmp_path / "out")["natural_model_v1"]["options"]
+
+
+def test_a_trunk_of_the_settings_file_is_used_and_then_trained_further(
+    tmp_path, corpus, knowing, strict, in_this_process, gate_sees
+):
+    strict.write_text(strict.read_text().replace('head="likelihood"', f"trunk={str(knowing)!r}"))
+    out = tmp_path / "out"
+    succeed("run_cycles", str(strict), **cycle_options(corpus, out, num_cycles=1))
+    trunks = [
+        torch.load(out / f"reward_model_v1{suffix}.pt", weights_only=True)["training"]["settings"]["trunk"]
+        for suffix in ("", "_try2")
+    ]
+    assert trunks == [str(knowing), str(out / "natural_model_v1_try2.pt")]
+    further = torch.load(trunks[1], weights_only=True)["training"]["settings"]
+    assert further["init_from"] == str(knowing)
+
+
+def test_heads_that_learn_from_labels_need_none(tmp_path, corpus, in_this_process):
+    path = tmp_path / "last.py"
+    path.write_text(CONFIG.replace('head="likelihood"', 'head="last", max_epochs=1'))
+    succeed("run_cycles", str(path), **cycle_options(corpus, tmp_path / "out", num_cycles=1))
+    assert in_this_process.count("train") == 1 and "natural_model_v1" not in stages_of(tmp_path / "out")
+
+
+def test_another_start_makes_the_natural_model_anew(tmp_path, corpus, generator, knowing, in_this_process):
+    """Its hash belongs to the stage, finished or begun; and the reward model that stands on the model is made anew."""
+    out, start = tmp_path / "out", shutil.copy(generator, tmp_path / "start.pt")
+    path = write_config(tmp_path / "config.py", natural_model=f"init_from={str(start)!r}")
+    options = cycle_options(corpus, out, num_cycles=1)
+    succeed("run_cycles", str(path), **options)
+    before = weights(out / "reward_model_v1.pt")["natural.transformer.wte.weight"]
+    shutil.copy(knowing, start)
+    in_this_process.clear()
+    succeed("run_cycles", str(path), **options)
+    assert in_this_process[:2] == ["train", "train_reward_model"]
+    assert stages_of(out)["natural_model_v1"]["options"]["start_sha256"] == hash_weights(start)
+    assert not torch.equal(before, weights(out / "reward_model_v1.pt")["natural.transformer.wte.weight"])
+
+
+def test_a_natural_model_begun_from_another_start_begins_anew(monkeypatch, tmp_path, corpus, generator, knowing):
+    out, start = tmp_path / "out", shutil.copy(generator, tmp_path / "start.pt")
+    path = write_config(tmp_path / "config.py", natural_model=f"init_from={str(start)!r}")
+    options = cycle_options(corpus, out, num_cycles=1)
+    monkeypatch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
+    original, met = train.get_batch, []
+
+    def stopped(*arguments):
+        met.append(1)
+        if len(met) == 22:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "get_batch", stopped)
+        assert call("run_cycles", str(path), **options).status != 0
+    shutil.copy(knowing, start)
+    printed = succeed("run_cycles", str(path), **options)
+    assert "natural_model_v1 begins anew, not where it was interrupted: it began from another checkpoint" in printed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -633,10 +741,10 @@ def write_config(path: Path, **changes: str) -> Path:
         ({"train_grpo": "max_stepz=3"}, ["train_grpo.py has no setting 'max_stepz'; did you mean max_steps?"]),
         ({"train_grpo": "learning_rate='high'"}, ["--learning_rate", "train_grpo.py"]),
         (
-            {"train_grpo": "beta=-1", "train_reward_model": "patience=0", "prepare_reward_data": "top_k=0"},
+            {"train_grpo": "beta=-1", "natural_model": "patience=0", "prepare_reward_data": "top_k=0"},
             [
-                *("train_grpo: beta=-1.0: must be >= 0", "train_reward_model: patience=0: must be >= 1"),
-                *("prepare_reward_data: top_k=0: must be >= 1", "Mend that script's section of "),
+                *("train_grpo: beta=-1.0: must be >= 0", "natural_model: patience=0: must be >= 1"),
+                *("prepare_reward_data: top_k=0: must be >= 1", "Mend that section of "),
             ],
         ),
     ],
@@ -673,13 +781,13 @@ def test_settings_may_change_until_their_stage_is_finished(tmp_path, unbroken, c
     """After a GRPO that failed: its section may be mended, those of finished stages may not."""
     out = shutil.copytree(unbroken[0], tmp_path / "out")
     ledger = json.loads((out / "cycles.json").read_text())
-    ledger["stages"] = {name: ledger["stages"][name] for name in STAGES[:4]}
+    ledger["stages"] = {name: ledger["stages"][name] for name in STAGES[:5]}
     del ledger["settings"]["train_grpo"], ledger["settings"]["sample"]
     (out / "cycles.json").write_text(json.dumps(ledger))
-    changes = {"train_grpo": "beta=0.1", "train_reward_model": "weight_decay=0.5", "train": "seed=3"}
+    changes = {"train_grpo": "beta=0.1", "natural_model": "weight_decay=0.5", "train": "seed=3"}
     path = write_config(tmp_path / "changed.py", **changes)
     line = refuse_in_one_line("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
-    assert "(train.seed was 1337, now 3; train_reward_model.weight_decay was 0.01, now 0.5); use those settings" in line
+    assert "(train.seed was 1337, now 3; natural_model.weight_decay was 0.1, now 0.5); use those settings" in line
     assert "beta" not in line and in_this_process == []
     path = write_config(tmp_path / "changed.py", train_grpo="beta=0.1")
     succeed("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
@@ -689,10 +797,10 @@ def test_settings_may_change_until_their_stage_is_finished(tmp_path, unbroken, c
 
 def test_a_run_of_other_settings_is_refused(tmp_path, unbroken, corpus, config, in_this_process):
     other = tmp_path / "other.py"
-    other.write_text(CONFIG.replace("lm_iters=4", "lm_iters=5"))
+    other.write_text(CONFIG.replace("max_iters=4", "max_iters=5"))
     before = folder_bytes(unbroken[0])
     line = refuse_in_one_line("run_cycles", str(other), **cycle_options(corpus, unbroken[0]))
-    assert f"{unbroken[0]} holds a run of other settings (train_reward_model.lm_iters was 4, now 5);" in line
+    assert f"{unbroken[0]} holds a run of other settings (natural_model.max_iters was 4, now 5);" in line
     assert "--out_dir" in line
     assert in_this_process == []
     assert folder_bytes(unbroken[0]) == before
@@ -706,7 +814,7 @@ def test_a_stage_that_fails_is_named_and_taken_up_again(tmp_path, corpus, config
     finished = call("run_cycles", str(config), **options)
     assert finished.status == 2
     assert "reward_data_v1 ended with status 2" in finished.err
-    assert list(json.loads((tmp_path / "out" / "cycles.json").read_text())["stages"]) == STAGES[:2]
+    assert list(json.loads((tmp_path / "out" / "cycles.json").read_text())["stages"]) == STAGES[:3]
     assert not (tmp_path / "out" / "reward_data_v1").exists()
 
 
@@ -731,7 +839,7 @@ def test_killed_in_the_middle_and_continued(monkeypatch, tmp_path, corpus, confi
     assert start_and_stop(out / "base_model_v1.resume", signal.SIGKILL).returncode == -signal.SIGKILL
     assert not (out / "cycles.json").exists()
     assert start_and_stop(out / "reward_data_v1.partial", signal.SIGINT).returncode == 130
-    assert list(json.loads((out / "cycles.json").read_text())["stages"]) == STAGES[:2]
+    assert list(json.loads((out / "cycles.json").read_text())["stages"]) == STAGES[:3]
 
     monkeypatch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
     printed = succeed("run_cycles", *map(str, arguments[1:]))

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from runtime.cli import Problems, parse_settings, read_config, script_names, split_config
+from runtime.cli import Problems, all_sections, parse_settings, read_config, split_config
 from runtime.process import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -143,6 +143,43 @@ def test_keys_are_names_and_numbers_can_be_printed(config, text):
     with pytest.raises(UserError, match="line 1: only plain assignments") as caught:
         parse_settings(Walk, "train", [config(text)])
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@dataclass
+class Ride:
+    """Take a ride."""
+
+    REMOVED = ("speed",)
+
+    miles: int = 1
+    """how many"""
+
+    def instead_of(self, removed: str) -> str:
+        return f"ERROR: {removed} is no more, over {self.miles} miles"
+
+
+@pytest.mark.parametrize("section", ["miles=5", "miles=5, speed=2"])
+@pytest.mark.parametrize("argv", [["--speed", "9"], ["--speed=9"], ["--speed=9", "--speed", "8"]])
+def test_a_removed_option_is_refused_with_what_takes_its_place(config, section, argv):
+    path = config(f"train = dict({section})")
+    for more, miles in (([], 5), (["--miles=3"], 3)):
+        with pytest.raises(UserError, match=f"^ERROR: speed is no more, over {miles} miles$"):
+            parse_settings(Ride, "train", [path, *argv, *more])
+    with pytest.raises(UserError, match="--speed needs a value"):
+        parse_settings(Ride, "train", ["--speed"])
+
+
+def test_another_section_of_the_same_script(config):
+    path = config("length = 1.5\ntrain = dict(steps=7)\nnatural_model = dict(steps=8)\n")
+    for argv, steps in ((["--section", "natural_model"], 8), (["--section=train"], 7), ([], 7)):
+        assert parse_settings(Walk, "train", [path, *argv]) == Walk(steps=steps, length=1.5)
+    for section in ("evaluate", "natural_modl", ""):
+        with pytest.raises(
+            UserError, match=f"^ERROR: --section={section}: train.py reads only the sections train, nat"
+        ):
+            parse_settings(Walk, "train", [path, f"--section={section}"])
+    with pytest.raises(UserError, match=r"train\.py has no setting 'stepz'"):
+        parse_settings(Walk, "train", [config("natural_model = dict(stepz=1)"), "--section", "natural_model"])
 
 
 def test_split_config():
@@ -406,5 +443,5 @@ def test_a_script_ends_in_status_2_and_tells_all_problems(config):
 
 def test_every_script_can_have_a_section_and_nothing_else_can():
     expected = {"train", "prepare_reward_data", "train_reward_model", "train_grpo", "run_cycles", "evaluate", "sample"}
-    assert set(script_names()) >= expected | {"reward_dataset_loader", "prepare"}
-    assert not {"model", "checkpoint", "cli", "process"} & set(script_names())
+    assert set(all_sections()) >= expected | {"reward_dataset_loader", "prepare", "natural_model"}
+    assert not {"model", "checkpoint", "cli", "process"} & set(all_sections())

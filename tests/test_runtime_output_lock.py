@@ -188,8 +188,8 @@ def test_other_scripts_wait_for_its_output(tmp_path, corpus, generator, monkeypa
 
 CYCLE = """
 train = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=8, max_iters=600, eval_interval=100)
+natural_model = dict(batch_size=8, max_iters=4, eval_interval=2, warmup_iters=1)
 prepare_reward_data = dict(samples_per_chunk=4, max_blocks=40)
-train_reward_model = dict(lm_iters=4, lm_eval_interval=2)
 train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2, allow_blind_reward=True)
 """
 

@@ -138,17 +138,18 @@ def test_ctrl_c_twice_does_not_wait():
 
 
 @pytest.fixture
-def trainers(corpus, generator, reward_data, seeing_reward_model):
+def trainers(corpus, generator, reward_data, natural_model, seeing_reward_model):
     """Of each trainer: its options, and the name of a function that it calls in every step."""
     data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu"}
-    natural = {"lm_iters": 12, "lm_eval_interval": 4, "lm_batch_size": 4, "dropout": 0.1}
+    further = {"dataset": corpus, "init_from": generator, "batch_size": 4, "max_iters": 12, "eval_interval": 4}
     labels = {"batch_size": 128, "max_epochs": 3}
     position = {**labels, "head": "position", "unfreeze_layers": -1}
     grpo = {"base_model_path": generator, "reward_model_path": seeing_reward_model, "dataset": corpus}
     return {
         "train": (train, "get_batch", {**TINY_TRAIN, "dataset": corpus, "dropout": 0.1, "patience": 3}),
-        "likelihood": (train_reward_model, "get_batch", {**data, **natural, "control": False}),
-        "position": (train_reward_model, "weighted_loss", {**data, **natural, **position}),
+        "further": (train, "get_batch", {**further, "dropout": 0.1, "device": "cpu"}),
+        "likelihood": (train_reward_model, "fit_mixture", {**data, "trunk": natural_model, "control": False}),
+        "position": (train_reward_model, "weighted_loss", {**data, "trunk": natural_model, "dropout": 0.1, **position}),
         "last": (train_reward_model, "weighted_loss", {**data, **labels, "head": "last"}),
         "grpo": (train_grpo, "rollout", {**grpo, **TINY_GRPO, "max_steps": 6, "lm_coef": 0.1, "updates_per_step": 2}),
     }
@@ -165,8 +166,8 @@ def output_options(module, folder):
     ("name", "calls"),
     [
         *[("train", calls) for calls in (3, 5, 14)],
-        *[("likelihood", calls) for calls in (2, 9)],
-        *[("position", calls) for calls in (4, 15, 37)],
+        *[("further", calls) for calls in (2, 9)],
+        *[("position", calls) for calls in (4, 15, 27)],
         *[("last", calls) for calls in (11, 32)],
         *[("grpo", calls) for calls in (1, 5, 6)],
     ],
@@ -194,7 +195,7 @@ def test_a_run_that_is_stopped_goes_on_and_ends_in_the_same_bits(monkeypatch, tm
     saved = (tmp_path / "parts" / "model.resume").exists()
     assert saved or way == "error"
     assert ("Go on with --init_from resume." in finished.err) == saved
-    out = succeed(script, **parts, init_from="resume" if saved else "scratch")
+    out = succeed(script, **{**parts, **({"init_from": "resume"} if saved else {})})
     assert ("Resuming" in out) == saved
     assert_same_weights(weights(tmp_path / "whole" / "model.pt"), weights(tmp_path / "parts" / "model.pt"))
     assert untimed(tmp_path / "whole" / "model.jsonl") == untimed(tmp_path / "parts" / "model.jsonl")
@@ -225,13 +226,13 @@ def test_a_killed_policy_goes_on_from_its_last_evaluation(tmp_path, trainers):
     assert_same_weights(weights(tmp_path / "whole.pt"), weights(tmp_path / "parts.pt"))
 
 
-@pytest.mark.parametrize("name", ["train", "position", "grpo"])
+@pytest.mark.parametrize("name", ["train", "further", "likelihood", "position", "grpo"])
 def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, trainers, name):
     module, _, options = trainers[name]
     where = output_options(module, tmp_path)
     succeed(module.__name__, **options, **where)
     before, records = weights(tmp_path / "model.pt"), untimed(tmp_path / "model.jsonl")
-    succeed(module.__name__, **options, **where, init_from="resume")
+    succeed(module.__name__, **{**options, "init_from": "resume"}, **where)
     assert_same_weights(before, weights(tmp_path / "model.pt"))
     assert untimed(tmp_path / "model.jsonl") == records
 
@@ -330,7 +331,7 @@ def test_two_ranks_interrupted_in_the_first_evaluation_go_on(tmp_path, trainers)
 # a run begun anew by mistake
 
 
-@pytest.mark.parametrize(("name", "calls"), [("train", 12), ("likelihood", 9), ("last", 15), ("grpo", 4)])
+@pytest.mark.parametrize(("name", "calls"), [("train", 12), ("further", 9), ("last", 15), ("grpo", 4)])
 def test_a_run_begun_anew_by_mistake_leaves_the_earlier_one_to_go_on_with(monkeypatch, tmp_path, trainers, name, calls):
     module, function, options = trainers[name]
     script = module.__name__
@@ -346,13 +347,13 @@ def test_a_run_begun_anew_by_mistake_leaves_the_earlier_one_to_go_on_with(monkey
         assert finished.status == 130
         told = f"goes on with the earlier run, whose state is {tmp_path / 'parts' / 'model.resume.old1'}."
         assert told in finished.err
-    assert "Resuming" in succeed(script, **parts, init_from="resume")
+    assert "Resuming" in succeed(script, **{**parts, "init_from": "resume"})
     assert_same_weights(weights(tmp_path / "whole" / "model.pt"), weights(tmp_path / "parts" / "model.pt"))
     assert untimed(tmp_path / "whole" / "model.jsonl") == untimed(tmp_path / "parts" / "model.jsonl")
     assert not list((tmp_path / "parts").glob("*.old*"))
 
 
-@pytest.mark.parametrize(("name", "calls"), [("train", 3), ("likelihood", 2), ("grpo", 1)])
+@pytest.mark.parametrize(("name", "calls"), [("train", 3), ("further", 2), ("grpo", 1)])
 def test_what_is_set_aside_stays_until_an_evaluation_is_saved(monkeypatch, tmp_path, trainers, name, calls):
     """A state saved by an interruption before that replaces nothing either."""
     module, function, options = trainers[name]
@@ -368,7 +369,7 @@ def test_what_is_set_aside_stays_until_an_evaluation_is_saved(monkeypatch, tmp_p
         assert "Go on with --init_from resume." in finished.err
     for suffix, content in before.items():
         assert (tmp_path / f"model{suffix}.old1").read_bytes() == content
-    succeed(script, **options, **where, init_from="resume")
+    succeed(script, **{**options, "init_from": "resume"}, **where)
     assert not list(tmp_path.glob("*.old*"))
 
 

@@ -196,14 +196,14 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
     path = tmp_path / "model.jsonl"
     for name in ("none", "wandb", "tensorboard"):
         with RunLog(path, tracker=make_tracker(name, path, "run", {"lr": 0.1}, "crossover")) as log:
-            log.log(3, quiet=True, phase="natural_text", lm_val_loss=1.5)
+            log.log(3, quiet=True, train_loss=1.5)
             log.log(1, quiet=True, val_loss=0.5, completions=["a", "b"])
     assert closed == ["wandb", "tensorboard"]
-    natural, labels, *tensorboard = told
-    assert natural.pop("natural_text/seconds") >= 0 and natural == {"natural_text/lm_val_loss": 1.5, "step": 3}
-    assert labels.pop("seconds") >= 0 and labels == {"val_loss": 0.5, "completions": "a\n\nb", "step": 1}
+    first, second, *tensorboard = told
+    assert first.pop("seconds") >= 0 and first == {"train_loss": 1.5, "step": 3}
+    assert second.pop("seconds") >= 0 and second == {"val_loss": 0.5, "completions": "a\n\nb", "step": 1}
     assert tensorboard[0] == ("settings", '{\n  "lr": 0.1\n}', 0)
-    assert ("natural_text/lm_val_loss", 1.5, 3) in tensorboard and ("val_loss", 0.5, 1) in tensorboard
+    assert ("train_loss", 1.5, 3) in tensorboard and ("val_loss", 0.5, 1) in tensorboard
     assert ("completions", "a\n\nb", 1) in tensorboard
 
 

@@ -52,6 +52,15 @@ def knowing(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def natural_model(tmp_path_factory: pytest.TempPathFactory, corpus: Path, generator: Path) -> Path:
+    """The generator after some more steps."""
+    out = tmp_path_factory.mktemp("natural")
+    more = {"batch_size": 8, "max_iters": 20, "eval_interval": 10, "warmup_iters": 2, "optimizer": "muon"}
+    succeed("train", dataset=corpus, out_dir=out, init_from=generator, device="cpu", **more)
+    return out / "model_checkpoint.pt"
+
+
+@pytest.fixture(scope="session")
 def seeing_reward_model(
     tmp_path_factory: pytest.TempPathFactory, generator: Path, reward_data: Path, knowing: Path
 ) -> Path:

@@ -1,0 +1,198 @@
+"""train.py --init_from PATH: weights, shape, batches, selection, resumption, refusals.  `pytest tests/test_train.py`"""
+
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    assert_same_weights,
+    call,
+    make_corpus,
+    make_text,
+    refuse,
+    refuse_in_one_line,
+    succeed,
+    untimed,
+    weights,
+)
+
+import train
+from checkpoint import load_checkpoint
+from runtime.device import random_stream
+from runtime.run_log import read_records
+
+pytest_plugins = ["tiny_run"]
+
+MORE = {"batch_size": 8, "max_iters": 12, "eval_interval": 4, "warmup_iters": 2, "device": "cpu"}
+WILD = {"learning_rate": 2.0, "warmup_iters": 0, "max_iters": 8}  # every evaluation is worse than the start
+
+
+@pytest.fixture
+def options(tmp_path, corpus, generator) -> dict:
+    """Options that train the generator further; its shape is not among them."""
+    return {**MORE, "dataset": corpus, "init_from": generator, "out_dir": tmp_path / "out"}
+
+
+def test_weights_and_shape_are_the_checkpoints_and_dropout_the_options(options, generator):
+    """Before the first step: the start itself is evaluated, and with no steps saved."""
+    out = succeed("train", **{**options, "max_iters": 0, "dropout": 0.1})
+    path = options["out_dir"] / "model_checkpoint.pt"
+    assert_same_weights(weights(path), weights(generator))
+    ours, theirs = load_checkpoint(path), load_checkpoint(generator)
+    assert (ours["config"].n_layer, ours["config"].n_embd, ours["config"].block_size) == (1, 16, 16)
+    assert ours["config"].dropout == 0.1 and theirs["config"].dropout == 0.0
+    assert ours["training"]["val_loss"] == pytest.approx(theirs["training"]["val_loss"], abs=1e-6)
+    assert ours["training"]["settings"]["n_embd"] == 16
+    assert f"Starting from {generator}" in out
+
+
+def test_further_training_lowers_the_loss_with_a_schedule_of_its_own(options, generator):
+    succeed("train", **{**options, "log_interval": 1, "learning_rate": 1e-2})
+    records = read_records(options["out_dir"] / "model_checkpoint.jsonl")
+    rates = [record["learning_rate"] for record in records if "learning_rate" in record]
+    assert rates[:3] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2])  # the warm-up
+    losses = [record["select_loss"] for record in records if "select_loss" in record]
+    start = load_checkpoint(generator)["training"]["select_loss"]
+    assert losses[0] == pytest.approx(start, abs=1e-6) and losses[-1] < start
+
+
+def test_batches_follow_those_that_the_start_has_learned(monkeypatch, options, generator):
+    """The same seed draws no batch again; nor does a run from a run."""
+    drawn = []
+    original = train.get_batch
+
+    def noted(tokens, block_size, batch_size, rng, *more):
+        drawn.append(rng.bit_generator.state["state"]["key"].tolist())
+        return original(tokens, block_size, batch_size, rng, *more)
+
+    monkeypatch.setattr(train, "get_batch", noted)
+    options = {**options, "learning_rate": 1e-6, "always_save_checkpoint": True}
+    succeed("train", **options)
+    succeed("train", **{**options, "init_from": options["out_dir"] / "model_checkpoint.pt", "checkpoint_name": "b.pt"})
+    first = load_checkpoint(generator)["training"]["step"]
+    streams = [random_stream(1337, "train", first + step) for step in range(24)]
+    assert drawn == [stream.bit_generator.state["state"]["key"].tolist() for stream in streams]
+
+
+def test_the_start_is_kept_where_nothing_is_better(options, generator):
+    out = succeed("train", **{**options, **WILD})
+    path = options["out_dir"] / "model_checkpoint.pt"
+    assert load_checkpoint(path)["training"]["step"] == 0
+    assert_same_weights(weights(path), weights(generator))
+    assert f"The start is better than step 4: {path} holds the start" in out
+    assert f"Best select_loss: {load_checkpoint(generator)['training']['select_loss']:.4f}" in out
+
+
+@pytest.mark.parametrize("calls", [2, 7])
+def test_a_stopped_run_from_a_checkpoint_goes_on_without_it(monkeypatch, tmp_path, options, generator, calls):
+    """Shape and start are in the state, before the first evaluation and after it; nothing is better than the start."""
+    start = shutil.copy(generator, tmp_path / "start.pt")
+    options = {**options, **WILD, "init_from": start, "dropout": 0.1}
+    succeed("train", **{**options, "out_dir": tmp_path / "whole"})
+    original, met = train.get_batch, []
+
+    def stopped(*arguments):
+        met.append(1)
+        if len(met) == calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "get_batch", stopped)
+        assert call("train", **options).status == 143
+    assert (tmp_path / "out" / "model_checkpoint.pt").exists() == (calls > 4)
+    os.remove(start)
+    assert "Resuming" in succeed("train", **{**options, "init_from": "resume"})
+    ours, theirs = (tmp_path / name / "model_checkpoint" for name in ("out", "whole"))
+    assert_same_weights(weights(ours.with_suffix(".pt")), weights(theirs.with_suffix(".pt")))
+    assert untimed(ours.with_suffix(".jsonl")) == untimed(theirs.with_suffix(".jsonl"))
+    states = [
+        torch.load(path.with_suffix(".resume"), weights_only=True)["progress"]["model"] for path in (ours, theirs)
+    ]
+    assert_same_weights(*states)
+
+
+def test_a_run_from_another_checkpoint_is_not_resumed(tmp_path, options, generator):
+    start = shutil.copy(generator, tmp_path / "start.pt")
+    options = {**options, "init_from": start}
+    succeed("train", **options)
+    contents = torch.load(start, weights_only=True)
+    contents["model"]["transformer.ln_f.weight"] += 1
+    torch.save(contents, start)
+    line = refuse_in_one_line("train", **{**options, "init_from": "resume"})
+    assert f"began from another {start}" in line and "start from scratch" in line
+
+
+def test_an_earlier_model_is_not_replaced_before_a_step_is_evaluated(monkeypatch, options):
+    succeed("train", **options)
+    path = options["out_dir"] / "model_checkpoint.pt"
+    before = path.read_bytes()
+
+    def pressed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "get_batch", pressed)
+    assert call("train", **options).status == 130
+    assert path.read_bytes() == before
+
+
+def test_eval_only_evaluates_the_checkpoint_that_is_named(options, generator):
+    out = succeed("train", **options, eval_only=True)
+    assert f"val_loss {load_checkpoint(generator)['training']['val_loss']:.4f} | " in out
+    assert not (options["out_dir"] / "model_checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"init_from": "scratchh"}, "init_from=scratchh: must be scratch, resume or the path of a checkpoint"),
+        ({"n_layer": 2}, "n_layer=2: {generator}, from which this run starts, has n_layer=1"),
+        ({"bias": True}, "bias=True: {generator}, from which this run starts, has bias=False"),
+        ({"init": "orthogonal"}, "init=orthogonal: the first weights are those of {generator}"),
+        ({"short_contexts": 3}, "short_contexts: 3 does not divide block_size=16"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_start(options, generator, changes, problem):
+    message = refuse("train", **{**options, **changes})
+    assert message.count("ERROR: ") == 1 and problem.format(generator=generator) in message
+    assert not options["out_dir"].exists()
+
+
+def test_a_start_is_not_overwritten(options, generator):
+    message = refuse("train", **{**options, "out_dir": generator.parent})
+    assert f"init_from={generator}: this run would overwrite it" in message
+
+
+def test_a_start_that_is_a_reward_model_is_refused(options, reward_model):
+    line = refuse_in_one_line("train", **{**options, "init_from": reward_model})
+    assert f"{reward_model} holds a reward model, but a generator is needed here" in line
+    assert not options["out_dir"].exists()
+
+
+def test_a_start_of_another_tokenization_or_split_is_refused(options, tmp_path, corpus):
+    other = make_corpus(tmp_path / "other_char", make_text(1000) + "&%$")
+    assert "vocab" in refuse_in_one_line("train", **{**options, "dataset": other}).lower()
+    swapped = shutil.copytree(corpus, tmp_path / "swapped_char")
+    np.fromfile(swapped / "val.bin", np.uint16)[::-1].tofile(swapped / "val.bin")
+    line = refuse_in_one_line("train", **{**options, "dataset": swapped})
+    assert "was trained on another train/validation split" in line and "--allow_split_mismatch" not in line
+    assert not options["out_dir"].exists()
+
+
+def test_a_section_of_its_own(options, tmp_path, generator):
+    """train.py reads another section of the settings file, and its own without the option."""
+    config = tmp_path / "config.py"
+    config.write_text("train = dict(max_iters=3)\nnatural_model = dict(max_iters=2, learning_rate=0.002)\n")
+    del options["max_iters"]
+    for more, expected in (
+        ({"section": "natural_model"}, (2, 0.002)),
+        ({"section": "train"}, (3, 0.001)),
+        ({}, (3, 0.001)),
+    ):
+        succeed("train", str(config), **options, **more)
+        settings = load_checkpoint(options["out_dir"] / "model_checkpoint.pt")["training"]["settings"]
+        assert (settings["max_iters"], settings["learning_rate"]) == expected
+        shutil.rmtree(options["out_dir"])
