@@ -93,7 +93,7 @@ def test_a_mismatch_is_refused_wherever_it_shows(tmp_path, corpus, generator, re
     succeed("train", dataset=other, out_dir=tmp_path, **{**TINY_TRAIN, "max_iters": 1})
     stranger = tmp_path / "model_checkpoint.pt"
     options = {"base_model_path": stranger, "output_path": tmp_path / "out.pt", "device": "cpu"}
-    assert "vocab" in refuse_in_one_line("train_reward_model", **options, data_dir=reward_data).lower()
+    assert "vocab" in refuse_in_one_line("train_reward_model", **options, head="last", data_dir=reward_data).lower()
     line = refuse_in_one_line("train_grpo", **options, reward_model_path=reward_model, dataset=corpus)
     assert "vocab_size is 28 in the policy and 25 in the reward model" in line
     data = prepare_options(other, generator, tmp_path / "data")
