@@ -390,13 +390,14 @@ def test_an_interruption_of_the_report_leaves_the_last_state(monkeypatch, tmp_pa
 
 
 def test_a_finished_run_leaves_nothing_set_aside(monkeypatch, tmp_path, trainers, knowing):
-    """Also one that saves no evaluation, as a likelihood head on a trunk of its own."""
-    _, _, options = trainers["likelihood"]
-    options = {name: value for name, value in options.items() if not name.startswith("lm_")} | {"trunk": knowing}
-    options |= {"output_path": tmp_path / "model.pt"}
+    """Also one that saves no state of its own: a likelihood head after an interrupted last head of the same output."""
+    module, function, options = trainers["last"]
+    where = {"output_path": tmp_path / "model.pt"}
     with monkeypatch.context() as patch:
-        ended_in_call(patch, train_reward_model, "fit_mixture", 1, terminate)
-        assert call("train_reward_model", **options).status == 143
+        ended_in_call(patch, module, function, 15, terminate)
+        assert call("train_reward_model", **options, **where).status == 143
     assert (tmp_path / "model.resume").is_file()
-    succeed("train_reward_model", **options)
+    files = {name: options[name] for name in ("base_model_path", "data_dir", "device")}
+    out = succeed("train_reward_model", **files, **where, trunk=knowing, control=False)
+    assert f"set aside in {tmp_path / 'model.resume'}.old1" in out
     assert not list(tmp_path.glob("*.old*"))
