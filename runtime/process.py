@@ -6,6 +6,7 @@ Imports nothing of the project. Every script runs its main() through `run_main`,
 line and exit status 2, Ctrl-C in 130, and SIGTERM in 143.
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -108,6 +109,7 @@ def _told_way_on(interruption: BaseException) -> str:
 
 
 _main_stacks = [contextlib.ExitStack()]  # of the main() that runs; the first is for a process without one
+atexit.register(_main_stacks[0].close)
 
 
 def until_main_ends(context: contextlib.AbstractContextManager) -> None:
