@@ -7,7 +7,7 @@ In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table,
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,50 +18,37 @@ from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file, validation_part
 from objectives import language_model_loss, perplexity, text_log_probs
 from reward_metrics import format_difference, paired_difference
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.device import select_device
-from runtime.files import check_writable, write_json
+from runtime.files import write_json
 from runtime.process import UserError, run_main
 from runtime.run_log import counted, say
+from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
 
 SEED = 42  # of the intervals
 
 
 @dataclass
-class EvaluateSettings:
+class EvaluateSettings(Settings):
     """Measure the perplexity of checkpoints."""
 
-    checkpoints: list[str] = field(default_factory=list)
+    checkpoints: tuple[str, ...] = setting((), model_file="required")
     """generators' checkpoints (required)"""
     dataset: str = "shakespeare_char"
     """folder of train.bin and val.bin: a path, or a name below data/"""
     split: Literal["val", "train"] = "val"
     """which split"""
-    part: Literal["whole", "select", "gate", "report"] = "whole"
+    part: Literal["whole", "select", "gate", "report"] = setting("whole", belongs_to={"split": ("val",)})
     """part of the validation split: the first 40 % select models, the next 10 % are the gate's, the rest reports"""
-    baseline: str | None = None
+    baseline: str | None = setting(None, model_file="optional")
     """generator's checkpoint with which the others are compared: paired difference of the losses, 95% interval"""
-    batch_size: int | None = None
+    batch_size: int | None = setting(None, minimum=1)
     """sequences in a batch; None: as many as take about a gigabyte, 64 at most"""
-    output_path: str | None = None
+    output_path: str | None = setting(None, output="file")
     """also write the figures here, as JSON"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
-
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
-        problems.check_model_files(self, "checkpoints", *(["baseline"] if self.baseline is not None else []))
-        problems.require(
-            self.part == "whole" or self.split == "val",
-            f"part={self.part}: the {self.split} split has no parts",
-            "Leave out part, or choose --split val",
-        )
-        problems.check_range(self, "batch_size", minimum=1)
-        if self.output_path is not None and (obstacle := check_writable(self.output_path, is_file=True)):
-            problems.require(False, obstacle, "Choose a place you may write to with --output_path")
-        return problems
 
 
 def calculate_perplexity(

@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from data_loader import ValidationParts, evenly_spaced
 from generation import Sampling
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.files import write_text
 from runtime.process import UserError, run_main, warn
+from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationInfo
 
 FORMAT_VERSION = 1
@@ -724,18 +725,13 @@ def _print_quality(splits: _Splits) -> list[Problem]:
 
 
 @dataclass
-class InspectSettings:
+class InspectSettings(Settings):
     """Describe and check a reward dataset."""
 
     data_dir: str = "data/reward_dataset"
     """the folder that holds the dataset"""
-    batch_size: int = 4
+    batch_size: int = setting(4, minimum=1)
     """samples a batch in the test of the data loaders"""
-
-    def problems(self) -> Problems:
-        problems = Problems()
-        problems.check_range(self, "batch_size", minimum=1)
-        return problems
 
 
 def main() -> None:

@@ -26,13 +26,14 @@ from evaluate import EvaluateSettings
 from objectives import perplexity
 from reward_data_config import RewardDataConfig
 from reward_metrics import better_than_constant, format_difference, format_r_squared
-from runtime.cli import Problems, all_sections, parse_settings, read_config, split_config
+from runtime.cli import all_sections, parse_settings, read_config, split_config
 from runtime.device import select_device
-from runtime.files import atomic_path, check_writable, read_json, write_json
+from runtime.files import atomic_path, read_json, write_json
 from runtime.output_lock import hold_output, only_writer
 from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, interruption_tells, run_main
 from runtime.resume import SUFFIX, load_run_state, of_another_run, state_to_resume
 from runtime.run_log import say
+from runtime.settings import Problems, Settings, setting
 from sample import SampleSettings, encode_start
 from tokenization_manager import TokenizationManager
 from train import TrainSettings
@@ -58,36 +59,27 @@ NO_IDENTITY = (
 
 
 @dataclass
-class CycleSettings:
+class CycleSettings(Settings):
     """Run the whole loop: base model, then cycles of reward data, reward model and GRPO."""
 
-    out_dir: str = "out/cycles"
+    out_dir: str = setting("out/cycles", output="folder")
     """folder for everything that is made"""
     dataset: str = "shakespeare_char"
     """folder of the corpus: a path, or a name below data/ (made by its prepare.py where it is missing)"""
-    num_cycles: int = 2
+    num_cycles: int = setting(2, minimum=1)
     """cycles after the first base model"""
-    reward_attempts: int = 2
+    reward_attempts: int = setting(2, minimum=1)
     """tries at a reward model that predicts, each with more data and training than the one before"""
     natural_model_each_cycle: bool = False
     """train the likelihood head's model of natural text further before each cycle; False: all cycles have the first"""
-    perplexity_patience: int | None = None
+    perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
     """end after this many cycles without a lower loss on the selecting part of val.bin; None: do all cycles"""
-    sample_tokens: int = 400
+    sample_tokens: int = setting(400, minimum=1, unit="tokens")
     """tokens of sample text from the first and the last base model"""
     sample_start: str = "\n"
     """what the sample text begins with"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps, for every stage"""
-
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
-        problems.check_range(self, "num_cycles", "reward_attempts", minimum=1)
-        problems.check_range(self, "perplexity_patience", "sample_tokens", minimum=1)
-        if obstacle := check_writable(self.out_dir):
-            problems.require(False, obstacle, "Choose a folder you may write to with --out_dir")
-        return problems
 
 
 @dataclass(frozen=True)

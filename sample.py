@@ -17,16 +17,17 @@ import torch
 from checkpoint import build_model, check_tokenizer, load_checkpoint
 from data_loader import read_text
 from generation import Sampling, compile_model, generate
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.device import autocast, select_device, select_dtype
-from runtime.files import check_writable, write_text
+from runtime.files import write_text
 from runtime.process import UserError, is_stage, run_main
 from runtime.run_log import say
+from runtime.settings import Problems, Settings, setting
 from tokenization_manager import TokenizationManager
 
 
 @dataclass
-class SampleSettings:
+class SampleSettings(Settings):
     """Write text with a trained generator."""
 
     out_dir: str = "out"
@@ -35,21 +36,21 @@ class SampleSettings:
     """the generator; None: model_checkpoint.pt in out_dir"""
     tokenization: Literal["auto", "bpe", "char"] = "auto"
     """auto: as the checkpoint says, or char with a meta_path; a checkpoint from elsewhere may say nothing"""
-    meta_path: str | None = None
+    meta_path: str | None = setting(None, belongs_to={"tokenization": ("auto", "char")})
     """meta.pkl with the characters"""
     start: str = "\n"
     """the text to continue, or FILE:path for the text in a file"""
-    num_samples: int = 10
+    num_samples: int = setting(10, minimum=1)
     """texts to write"""
-    max_new_tokens: int = 500
+    max_new_tokens: int = setting(500, minimum=0, unit="tokens")
     """tokens in each"""
-    temperature: float = 0.8
+    temperature: float = setting(0.8, minimum=0)
     """1: the model's own distribution; lower: safer; 0: always the likeliest token"""
-    top_k: int | None = 200
+    top_k: int | None = setting(200, minimum=1)
     """keep the k likeliest tokens; None: all"""
-    top_p: float | None = None
+    top_p: float | None = setting(None, above=0, maximum=1)
     """keep the likeliest tokens that together have this probability; None: all"""
-    output_path: str | None = None
+    output_path: str | None = setting(None, output="file")
     """also write the texts here"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
@@ -57,29 +58,16 @@ class SampleSettings:
     """arithmetic of the passes; auto: bfloat16 on CUDA, else float32"""
     compile: bool = False
     """compile the model with torch.compile"""
-    seed: int = 1337
+    seed: int = setting(1337, minimum=0, maximum=2**63 - 1)
     """seed of the draws"""
 
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
-        problems.check_range(self, "num_samples", "top_k", minimum=1)
-        problems.check_range(self, "max_new_tokens", "temperature", minimum=0)
-        problems.check_range(self, "seed", minimum=0, maximum=2**63 - 1)
-        problems.check_range(self, "top_p", above=0, maximum=1)
+    def check_further(self, problems: Problems) -> None:
+        """Note a tokenization by characters without its characters."""
         problems.require(
             self.tokenization != "char" or self.meta_path is not None,
             "meta_path is required when tokenization is 'char'",
             "Name the meta.pkl that the model was trained with: --meta_path data/NAME/meta.pkl",
         )
-        problems.require(
-            self.tokenization != "bpe" or self.meta_path is None,
-            "meta_path is ignored when tokenization is 'bpe'",
-            "Leave out --meta_path, or use --tokenization char",
-        )
-        if self.output_path is not None and (obstacle := check_writable(self.output_path, is_file=True)):
-            problems.require(False, obstacle, "Choose a place you may write to with --output_path")
-        return problems
 
     @property
     def path(self) -> Path:

@@ -31,133 +31,116 @@ from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token
 from model import GPT, GPTConfig
 from objectives import language_model_loss, next_token_loss, perplexity
 from optimization import EarlyStopping, clip_gradients, cooldown_factor, copied, learning_rate_factor, make_optimizers
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.device import autocast, peak_memory_mb, random_stream, seed_step, select_device, select_dtype
 from runtime.distributed import gradients_stay, parallel, start_ranks
-from runtime.files import check_writable
 from runtime.process import UserError, run_main
 from runtime.resume import RunState
 from runtime.run_log import RunLog, counted, format_size, make_tracker, progress, say
+from runtime.settings import Problems, Settings, setting
 from tokenization_manager import TokenizationManager
 
 
 @dataclass
-class TrainSettings:
+class TrainSettings(Settings):
     """Train a GPT on a corpus of tokens."""
 
-    out_dir: str = "out"
+    out_dir: str = setting("out", output="folder", changeable=True)
     """folder for everything this run writes"""
     checkpoint_name: str = "model_checkpoint.pt"
     """file name of the best model, within out_dir"""
-    init_from: str = "scratch"
+    init_from: str = setting("scratch", changeable=True)
     """scratch; resume: go on from the state in out_dir; or a checkpoint, whose weights and shape the run starts from"""
-    eval_interval: int = 250
+    eval_interval: int = setting(250, minimum=1, unit="steps")
     """steps between evaluations"""
-    eval_iters: int | None = None
+    eval_iters: int | None = setting(None, minimum=1)
     """random batches in an evaluation, of the split and of its selecting part; None: the whole validation split"""
-    eval_only: bool = False
+    eval_only: bool = setting(False, changeable=True)
     """evaluate once and stop: the checkpoint, with init_from=resume the state, with init_from=PATH that checkpoint"""
-    log_interval: int = 10
+    log_interval: int = setting(10, minimum=1, unit="steps", changeable=True)
     """steps between records"""
     always_save_checkpoint: bool = False
     """write the checkpoint at every evaluation, not only at the best"""
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
     """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
-    wandb_log: bool = False
+    wandb_log: bool = setting(False, changeable=True)
     """nanoGPT's name for --tracker wandb"""
-    wandb_project: str = "crossover"
+    wandb_project: str = setting("crossover", changeable=True)
     """Weights & Biases project"""
-    wandb_run_name: str = "train"
+    wandb_run_name: str = setting("train", changeable=True)
     """Weights & Biases run name"""
 
-    dataset: str = "shakespeare_char"
+    dataset: str = setting("shakespeare_char", changeable=True)
     """folder of train.bin and val.bin: a path, or a name below data/"""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int = setting(1, minimum=1)
     """batches whose gradients are added up for one step"""
-    batch_size: int = 16
+    batch_size: int = setting(16, minimum=1)
     """sequences in a batch"""
-    block_size: int = 128
+    block_size: int = setting(128, minimum=1, unit="tokens")
     """longest context, in tokens"""
 
-    n_layer: int = 4
+    n_layer: int = setting(4, minimum=1)
     """transformer blocks"""
-    n_head: int = 4
+    n_head: int = setting(4, minimum=1)
     """attention heads"""
-    n_embd: int = 128
+    n_embd: int = setting(128, minimum=1)
     """channels"""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, minimum=0, below=1)
     """share of activations dropped in training"""
     bias: bool = False
     """biases in linear layers and norms"""
     position: Literal["rope", "learned"] = "rope"
     """rotary positions, or nanoGPT's learned ones"""
-    init: Literal["gpt2", "orthogonal"] = "gpt2"
+    init: Literal["gpt2", "orthogonal"] = setting("gpt2", belongs_to={"init_from": ("scratch", "resume")})
     """first weights; orthogonal: inside the blocks, and zeros where they write to the residual stream"""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices inside the blocks, AdamW for the rest"""
-    learning_rate: float = 1e-3
+    learning_rate: float = setting(1e-3, above=0)
     """peak learning rate of AdamW"""
-    muon_learning_rate: float = 2e-2
+    muon_learning_rate: float = setting(2e-2, above=0)
     """peak learning rate of Muon"""
-    muon_momentum: float = 0.95
+    muon_momentum: float = setting(0.95, minimum=0, below=1)
     """Muon's decay of the gradient's mean"""
-    max_iters: int = 1000
+    max_iters: int = setting(1000, minimum=0, unit="steps", changeable=True)
     """steps"""
-    weight_decay: float = 1e-1
+    weight_decay: float = setting(1e-1, minimum=0)
     """decoupled weight decay of matrices"""
-    beta1: float = 0.9
+    beta1: float = setting(0.9, minimum=0, below=1)
     """AdamW's decay of the gradient's mean"""
-    beta2: float = 0.99
+    beta2: float = setting(0.99, minimum=0, below=1)
     """AdamW's decay of the squared gradient's mean"""
-    grad_clip: float = 1.0
+    grad_clip: float = setting(1.0, minimum=0)
     """largest gradient norm; 0: no clipping"""
     decay_lr: bool = True
     """let the learning rate decay after the warm-up"""
     lr_schedule: Literal["cosine", "cooldown"] = "cosine"
     """cosine: from the warm-up on; cooldown: constant, then linear over the last steps"""
-    cooldown: float = 0.6
+    cooldown: float = setting(0.6, above=0, maximum=1)
     """cooldown: the share of the steps that the decay takes"""
     short_contexts: tuple[int, ...] = ()
     """lengths of the first contexts, such as 8 16: as many tokens a step, in more sequences"""
-    short_share: float = 0.6
+    short_share: float = setting(0.6, above=0, maximum=1)
     """share of the steps that short contexts get, each an equal part of it"""
-    warmup_iters: int = 20
+    warmup_iters: int = setting(20, minimum=0, unit="steps")
     """steps of linear warm-up"""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: int | None = setting(None, minimum=0, unit="steps")
     """step at which the decay ends; None: the max_iters with which the run began"""
-    min_lr: float | None = None
+    min_lr: float | None = setting(None, minimum=0)
     """learning rate at the end of the decay; None: a tenth of the peak. Muon's decays by the same factor"""
-    patience: int | None = None
+    patience: int | None = setting(None, minimum=1, unit="evaluations", changeable=True)
     """stop after this many evaluations without improvement; None: never"""
-    min_delta: float = 0.001
+    min_delta: float = setting(0.001, minimum=0, unit="nats")
     """minimum decrease of select_loss that resets the patience, in nats"""
 
-    device: str = "auto"
+    device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """arithmetic of the passes; auto: bfloat16 on CUDA, else float32"""
-    compile: bool = False
+    compile: bool = setting(False, changeable=True)
     """compile the model with torch.compile"""
-    seed: int = 1337
+    seed: int = setting(1337, minimum=0)
     """seed of weights, batches and dropout"""
-
-    # A resumed run may go on longer (at min_lr), log otherwise, or run elsewhere; all else would make it another run.
-    CHANGEABLE: ClassVar[set[str]] = {
-        "out_dir",
-        "dataset",
-        "init_from",
-        "eval_only",
-        "log_interval",
-        "device",
-        "compile",
-        "max_iters",
-        "patience",
-        "tracker",
-        "wandb_log",
-        "wandb_project",
-        "wandb_run_name",
-    }
 
     # What a checkpoint to start from decides.
     SHAPE: ClassVar[tuple[str, ...]] = ("block_size", "n_layer", "n_head", "n_embd", "bias", "position")
@@ -167,9 +150,8 @@ class TrainSettings:
         """The checkpoint to start from; None: new weights, or those of a state."""
         return None if self.init_from in ("scratch", "resume") else self.init_from
 
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
+    def check_further(self, problems: Problems) -> None:
+        """Note a start that cannot be, contexts or heads that do not fit, and a tracker that is not installed."""
         if self.start_path is not None:
             problems.require(
                 Path(self.start_path).is_file(),
@@ -181,19 +163,6 @@ class TrainSettings:
                 f"init_from={self.init_from}: this run would overwrite it",
                 "Choose another --out_dir or --checkpoint_name",
             )
-            problems.require(
-                self.init == "gpt2",
-                f"init={self.init}: the first weights are those of {self.init_from}",
-                "Leave out --init, or start with --init_from scratch",
-            )
-        problems.check_range(self, "eval_interval", "eval_iters", "log_interval", "patience", minimum=1)
-        problems.check_range(self, "gradient_accumulation_steps", "batch_size", "block_size", minimum=1)
-        problems.check_range(self, "n_layer", "n_head", "n_embd", minimum=1)
-        problems.check_range(self, "max_iters", "warmup_iters", "lr_decay_iters", "seed", minimum=0)
-        problems.check_range(self, "learning_rate", "muon_learning_rate", above=0)
-        problems.check_range(self, "min_lr", "weight_decay", "grad_clip", "min_delta", minimum=0)
-        problems.check_range(self, "dropout", "beta1", "beta2", "muon_momentum", minimum=0, below=1)
-        problems.check_range(self, "cooldown", "short_share", above=0, maximum=1)
         if self.init_from == "scratch":  # else another block_size may hold: see `shaped`
             self.check_contexts(problems)
         problems.check_tracker(self.tracker_name)
@@ -202,9 +171,6 @@ class TrainSettings:
         if (problem := heads.problem()) and problem not in problems.errors:
             width = self.n_head * 2 * max(1, round(self.n_embd / self.n_head / 2))
             problems.require(False, problem, f"Change --n_head or --n_embd, for instance to --n_embd {width}")
-        if obstacle := check_writable(self.out_dir):
-            problems.require(False, obstacle, "Choose a folder you may write to with --out_dir")
-        return problems
 
     def model_config(self, vocab_size: int, num_tokens: int | None = None) -> GPTConfig:
         """The model these settings describe."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -47,144 +47,115 @@ from policy_eval import (
 )
 from reward_metrics import MIN_BLOCKS, better_than_constant, format_difference, format_r_squared
 from reward_model import Judge, Verdict
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.device import random_stream, select_device
 from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
-from runtime.files import check_writable, hash_file, write_json
+from runtime.files import hash_file, write_json
 from runtime.process import UserError, run_main, until_main_ends, warn
 from runtime.resume import RunState
 from runtime.run_log import RunLog, format_size, make_tracker, not_finite, picture, progress, read_records, say
+from runtime.settings import Problems, Settings, setting
 from tokenization_manager import TokenizationManager
 
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
 
 
 @dataclass
-class GRPOSettings:
+class GRPOSettings(Settings):
     """Move a generator toward text that a frozen reward model takes for natural (GRPO)."""
 
-    base_model_path: str | None = None
+    base_model_path: str | None = setting(None, model_file="required", changeable=True)
     """checkpoint of the generator: the starting policy, and the reference of the KL penalty (required)"""
-    reward_model_path: str | None = None
+    reward_model_path: str | None = setting(None, model_file="required", changeable=True)
     """checkpoint of the reward model (required)"""
-    output_path: str = "logs/grpo_model.pt"
+    output_path: str = setting("logs/grpo_model.pt", changeable=True)
     """where the improved generator is written; records go beside it (.jsonl)"""
-    init_from: Literal["scratch", "resume"] = "scratch"
+    init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
     """start anew, or go on with a run that was interrupted, held against the same start as before"""
-    dataset: str = "shakespeare_char"
+    dataset: str = setting("shakespeare_char", changeable=True)
     """folder of train.bin (prompts) and val.bin (evaluation): a path, or a name below data/"""
 
-    gate_blocks: int = 100
+    gate_blocks: int = setting(100, minimum=MIN_BLOCKS, changeable=True)
     """natural blocks whose completions by the policy test the reward model first, 4 of each"""
-    gate_path: str | None = None
+    gate_path: str | None = setting(None, output="file", changeable=True)
     """measure the reward model on the policy's text, write the figures here (JSON), and stop"""
-    allow_blind_reward: bool = False
+    allow_blind_reward: bool = setting(False, changeable=True)
     """go on with a reward model that was not shown to see"""
 
-    prompts_per_step: int = 16
+    prompts_per_step: int = setting(16, minimum=1)
     """groups in a step"""
-    group_size: int = 8
+    group_size: int = setting(8, minimum=2, unit="completions to compare")
     """completions of each prompt, compared with each other"""
-    max_steps: int = 100
+    max_steps: int = setting(100, minimum=1, unit="steps", changeable=True)
     """steps, at most"""
-    updates_per_step: int = 1
+    updates_per_step: int = setting(1, minimum=1)
     """passes over a step's completions; from the second on, the clipped ratio matters"""
-    learning_rate: float = 3e-4
+    learning_rate: float = setting(3e-4, above=0)
     """learning rate of AdamW, constant"""
-    weight_decay: float = 0.0
+    weight_decay: float = setting(0.0, minimum=0)
     """decoupled weight decay of matrices"""
-    grad_clip: float = 1.0
+    grad_clip: float = setting(1.0, minimum=0)
     """largest gradient norm; 0: no clipping"""
 
     reward: Literal["auto", "natural", "evidence"] = "auto"
     """natural: P(natural); evidence: the log of the likelihood ratio; auto: evidence with a likelihood judge"""
     credit: Literal["auto", "token", "sequence"] = "auto"
     """one advantage for every token or for a sequence; auto: token where the judge knows single tokens"""
-    discount: float = 0.0
+    discount: float = setting(0.0, minimum=0, maximum=1)
     """with credit for tokens: what the next token's reward counts; 0: each token has its own alone"""
-    kl_in_reward: float | None = None
+    kl_in_reward: float | None = setting(None, minimum=0)
     """the KL to the start (k1, per token) times this is taken off the reward; None: 1 with evidence, else 0"""
-    lm_coef: float = 0.0
+    lm_coef: float = setting(0.0, minimum=0)
     """weight of the language-model loss on natural text in every update"""
 
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
     """how the tokens' losses are averaged and clipped"""
     importance_level: Literal["token", "sequence"] = "token"
     """ratios per token, or one per sequence (GSPO)"""
-    epsilon: float = 0.2
+    epsilon: float = setting(0.2, above=0)
     """the ratio is clipped below 1 - epsilon"""
-    epsilon_high: float | None = None
+    epsilon_high: float | None = setting(None, above=0)
     """the ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo, the largest weight"""
     advantage_scale: Literal["group", "batch", "none"] = "group"
     """standard deviation that divides the advantages"""
-    beta: float | None = None
+    beta: float | None = setting(None, minimum=0)
     """weight of the KL penalty to the starting policy in the loss; None: 0 with evidence, else 0.04"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """estimator of that KL; in the loss k2 descends KL(policy || start), k3 KL(start || policy), k1 neither"""
 
-    reward_threshold: float = 0.9
+    reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
     """stop when a window's mean reward reaches this"""
-    natural_threshold: float | None = None
+    natural_threshold: float | None = setting(None, above=0, changeable=True)
     """stop when a window's mean reward reaches this share of natural text's own reward (1: as natural); None: never"""
-    plateau_window: int | None = None
+    plateau_window: int | None = setting(None, minimum=1, unit="steps")
     """steps in a window, whose mean reward thresholds and plateau use; None: a tenth of max_steps, at most 10"""
-    plateau_patience: int = 5
+    plateau_patience: int = setting(5, minimum=1, unit="windows", changeable=True)
     """stop after this many windows without improvement"""
-    plateau_min_delta: float = 0.001
+    plateau_min_delta: float = setting(0.001, minimum=0)
     """a smaller rise of the mean reward is no improvement"""
-    update_kl_cap: float = 0.05
+    update_kl_cap: float = setting(0.05, above=0, unit="nats a token")
     """end a step's updates when the KL from the policy that sampled exceeds this (nats a token); with one update a
     step, end the training when an evaluation finds the step beyond it"""
-    start_kl_cap: float = 0.5
+    start_kl_cap: float = setting(0.5, above=0, unit="nats a token")
     """end the training when the KL from the starting policy exceeds this (nats a token)"""
-    natural_loss_cap: float = 0.3
+    natural_loss_cap: float = setting(0.3, above=0, unit="nats a token")
     """end the training when the loss on natural text has risen by more than this (nats a token)"""
-    eval_interval: int = 10
+    eval_interval: int = setting(10, minimum=1, unit="steps")
     """steps between evaluations: natural text, fresh completions, their variety, copies"""
-    eval_prompts: int = 64
+    eval_prompts: int = setting(64, minimum=1)
     """prompts of an evaluation, 2 completions each: of val.bin's selecting part, at the end of its reporting part"""
     best_by: Literal["auto", "divergence", "nearest", "val_loss", "last"] = "auto"
     """which policy is kept, the start included: least KL to a likelihood head's mixture (divergence), reward nearest to
     natural text's, least loss on natural text, last; auto: divergence with a likelihood head, else nearest"""
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
     """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
-    device: str = "auto"
+    device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
-    seed: int = 42
+    seed: int = setting(42, minimum=0)
     """seed of prompts and completions"""
 
-    # A resumed run may go on longer, stop otherwise, or run elsewhere; all else would make it another run.
-    CHANGEABLE: ClassVar[set[str]] = {
-        "base_model_path",
-        "reward_model_path",
-        "output_path",
-        "dataset",
-        "init_from",
-        "device",
-        "tracker",
-        "gate_blocks",
-        "gate_path",
-        "allow_blind_reward",
-        "max_steps",
-        "reward_threshold",
-        "natural_threshold",
-        "plateau_patience",
-    }
-
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
-        problems.check_model_files(self, "base_model_path", "reward_model_path")
-        problems.check_range(self, "gate_blocks", minimum=MIN_BLOCKS)
-        problems.check_range(self, "prompts_per_step", "max_steps", "updates_per_step", minimum=1)
-        problems.check_range(self, "plateau_window", "plateau_patience", "eval_interval", "eval_prompts", minimum=1)
-        problems.require(self.group_size >= 2, f"group_size={self.group_size}: need at least 2 completions to compare")
-        problems.check_range(self, "learning_rate", "epsilon", "epsilon_high", above=0)
-        problems.check_range(self, "update_kl_cap", "start_kl_cap", "natural_loss_cap", above=0)
-        problems.check_range(self, "weight_decay", "grad_clip", "beta", "plateau_min_delta", "seed", minimum=0)
-        problems.check_range(self, "kl_in_reward", "lm_coef", minimum=0)
-        problems.check_range(self, "reward_threshold", "discount", minimum=0, maximum=1)
-        problems.check_range(self, "natural_threshold", above=0)
+    def check_further(self, problems: Problems) -> None:
+        """Note a policy that cannot be written, cispo without its bound, and a tracker that is not installed."""
         problems.require(
             self.loss_type != "cispo" or self.epsilon_high is not None,
             "loss_type=cispo needs epsilon_high, the largest weight of a token",
@@ -195,12 +166,9 @@ class GRPOSettings:
             f"output_path={self.output_path}: records (.jsonl) and a picture (.png) are to lie beside it",
             "Give the policy another suffix, such as .pt",
         )
+        if self.gate_path is None:
+            problems.check_output("output_path", self.output_path, "file")
         problems.check_tracker(self.tracker)
-        if self.gate_path is None and (obstacle := check_writable(self.output_path, is_file=True)):
-            problems.require(False, obstacle, "Choose a place you may write to with --output_path")
-        if self.gate_path is not None and (obstacle := check_writable(self.gate_path, is_file=True)):
-            problems.require(False, obstacle, "Choose a place you may write to with --gate_path")
-        return problems
 
 
 def main() -> None:

@@ -47,86 +47,70 @@ from reward_metrics import (
     skill_figures,
 )
 from reward_model import REWARD_MODELS, LikelihoodRewardModel, RewardModel, TrunkRewardModel
-from runtime.cli import Problems, parse_settings, split_config
+from runtime.cli import parse_settings, split_config
 from runtime.device import random_stream, seed_step, select_device
 from runtime.distributed import Ranks, parallel, start_ranks
-from runtime.files import check_writable, hash_file
+from runtime.files import hash_file
 from runtime.process import UserError, run_main, warn
 from runtime.resume import RunState
 from runtime.run_log import RunLog, counted, format_size, make_tracker, progress, say
+from runtime.settings import Problems, Settings, setting
 
-# Options that a likelihood head has no use for.
-OF_OTHER_HEADS = (
-    *("reward_head_hidden_dim", "learning_rate", "weight_decay", "grad_clip", "dropout"),
-    *("batch_size", "max_epochs", "patience", "min_delta"),
-)
+# Heads that are trained here: the others' models are train.py's.
+TRAINED_HEADS = {"head": tuple(name for name, kind in REWARD_MODELS.items() if not kind.is_ratio)}
 MAX_MIXTURE = 20.0  # a mixture of e^-20 is none at all
 
 
 @dataclass
-class RewardModelSettings:
+class RewardModelSettings(Settings):
     """Train a reward model on sequences that are natural up to a crossover."""
 
-    base_model_path: str | None = None
+    base_model_path: str | None = setting(None, model_file="required", changeable=True)
     """checkpoint of the generator that wrote the synthetic part (required)"""
-    data_dir: str = "data/reward_dataset"
+    data_dir: str = setting("data/reward_dataset", changeable=True)
     """reward dataset, made by prepare_reward_data.py"""
-    output_path: str = "logs/reward_model.pt"
+    output_path: str = setting("logs/reward_model.pt", output="file", changeable=True)
     """where the reward model is written; records (.jsonl) and a picture (.png) go beside it"""
-    init_from: Literal["scratch", "resume"] = "scratch"
+    init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
     """start anew, or go on with a run that was interrupted"""
 
     head: Literal["likelihood", "position", "last"] = "likelihood"
     """likelihood: a language model of natural text against the generator; position, last: a new head on the trunk"""
-    trunk: str | None = None
+    trunk: str | None = setting(None, model_file="optional", changeable=True)
     """model of natural text of the same tokenization; likelihood: required. None: the generator"""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, minimum=0, below=1, belongs_to=TRAINED_HEADS)
     """share of activations dropped in training"""
 
-    reward_head_hidden_dim: int = 256
+    reward_head_hidden_dim: int = setting(256, minimum=1, belongs_to=TRAINED_HEADS)
     """width of the hidden layer of a last or position head"""
-    unfreeze_layers: int = 0
+    unfreeze_layers: int = setting(0, minimum=-1, belongs_to=TRAINED_HEADS)
     """last, position: train this many of the last transformer blocks too; 0: the head alone, -1: the whole trunk"""
     loss: Literal["mse", "cross_entropy", "token", "nll"] | None = None
     """what is minimised; token (a label for every token) and nll (-log P(K)) not for last. None: last mse, else nll"""
-    learning_rate: float = 1e-3
+    learning_rate: float = setting(1e-3, above=0, belongs_to=TRAINED_HEADS)
     """learning rate of AdamW for head and unfrozen blocks, constant"""
-    weight_decay: float = 0.01
+    weight_decay: float = setting(0.01, minimum=0, belongs_to=TRAINED_HEADS)
     """decoupled weight decay of matrices"""
-    grad_clip: float = 1.0
+    grad_clip: float = setting(1.0, minimum=0, belongs_to=TRAINED_HEADS)
     """largest gradient norm; 0: no clipping"""
-    batch_size: int = 64
+    batch_size: int = setting(64, minimum=1, belongs_to=TRAINED_HEADS)
     """sequences in a batch"""
-    max_epochs: int = 20
+    max_epochs: int = setting(20, minimum=1, unit="epochs", belongs_to=TRAINED_HEADS, changeable=True)
     """passes over the training samples, at most"""
-    patience: int = 3
+    patience: int = setting(3, minimum=1, unit="epochs", belongs_to=TRAINED_HEADS, changeable=True)
     """stop after this many epochs without improvement"""
-    min_delta: float = 1e-5
+    min_delta: float = setting(1e-5, minimum=0, belongs_to=TRAINED_HEADS)
     """a smaller fall of the selection loss is no improvement"""
     control: bool = True
     """train once more on shuffled labels: what a last or position head sees even so is not there"""
-    cache_features: bool = True
+    cache_features: bool = setting(True, changeable=True)
     """compute what the frozen part of the trunk says of the data once, not in every epoch (last, position)"""
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
     """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
-    device: str = "auto"
+    device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
-    seed: int = 42
+    seed: int = setting(42, minimum=0)
     """seed of the head's weights and the samples' order"""
-
-    # A resumed run may go on longer, or run elsewhere; all else would make it another run.
-    CHANGEABLE: ClassVar[set[str]] = {
-        "base_model_path",
-        "data_dir",
-        "output_path",
-        "trunk",
-        "init_from",
-        "device",
-        "tracker",
-        "max_epochs",
-        "patience",
-        "cache_features",
-    }
 
     # Options of the language-model training that was part of this script, and is train.py's.
     REMOVED: ClassVar[tuple[str, ...]] = (
@@ -143,39 +127,17 @@ class RewardModelSettings:
         """What is minimised."""
         return self.loss or self.model_class.losses[0]
 
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
-        problems.check_model_files(self, "base_model_path", *(["trunk"] if self.trunk is not None else []))
-        problems.check_range(self, "reward_head_hidden_dim", "batch_size", "max_epochs", "patience", minimum=1)
-        problems.check_range(self, "unfreeze_layers", minimum=-1)
-        problems.check_range(self, "learning_rate", above=0)
-        problems.check_range(self, "weight_decay", "grad_clip", "min_delta", "seed", minimum=0)
-        problems.check_range(self, "dropout", minimum=0, below=1)
+    def check_further(self, problems: Problems) -> None:
+        """Note a loss that is not the head's, a missing trunk, and a tracker that is not installed."""
         problems.require(
             self.loss_name in self.model_class.losses,
             f"loss={self.loss}: a {self.head} head knows one share a sequence, nothing of its tokens",
             "Leave out loss, or choose --head position or likelihood",
         )
-        if self.model_class.is_ratio:
-            if self.trunk is None:
-                told = (
-                    f"a {self.head} head needs a model of natural text: make it with `{self.natural_model_command()}`"
-                )
-                problems.require(False, told, f"Name it with --trunk {self.natural_model_path}")
-            problems.require(
-                self.unfreeze_layers == 0,
-                f"unfreeze_layers={self.unfreeze_layers} is ignored with a {self.head} head: train.py trains its trunk",
-                "Leave out unfreeze_layers, or choose --head position or last",
-            )
-            default = RewardModelSettings()
-            given = [name for name in OF_OTHER_HEADS if getattr(self, name) != getattr(default, name)]
-            told = ", ".join(f"{name}={getattr(self, name)}" for name in given)
-            problems.require(not given, f"{told}: a {self.head} head has no use for them", "Leave them out")
+        if self.model_class.is_ratio and self.trunk is None:
+            told = f"a {self.head} head needs a model of natural text: make it with `{self.natural_model_command()}`"
+            problems.require(False, told, f"Name it with --trunk {self.natural_model_path}")
         problems.check_tracker(self.tracker)
-        if obstacle := check_writable(self.output_path, is_file=True):
-            problems.require(False, obstacle, "Choose a place you may write to with --output_path")
-        return problems
 
     @property
     def natural_model_path(self) -> Path:

@@ -23,9 +23,10 @@ from generation import Completer, Sampling
 from model import GPT
 from objectives import language_model_loss
 from policy_eval import distinct_n, draw_prompts
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.process import run_main
 from runtime.run_log import say
+from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
 
 FREE = {
@@ -52,32 +53,21 @@ PROMPTS, GROUP = 64, 8
 
 
 @dataclass
-class CreditSettings:
+class CreditSettings(Settings):
     """Rewards and credit, measured from outside."""
 
     dataset: str = "shakespeare_char"
     """folder of the corpus, by characters: a path, or a name below data/"""
-    strength: str = "1.89"
+    strength: str = setting("1.89", known=tuple(STRENGTHS))
     """the generator: a name of STRENGTHS in benchmarks/reward_models.py"""
-    max_steps: int = 60
+    max_steps: int = setting(60, minimum=1, unit="steps")
     """steps of every way, 16 prompts with 8 completions each"""
-    ways: tuple[str, ...] = tuple(WAYS)
+    ways: tuple[str, ...] = setting(tuple(WAYS), known=tuple(WAYS))
     """names of WAYS"""
     seeds: tuple[int, ...] = (42,)
     """seeds of GRPO; with several, a row for each"""
     out_dir: str = "out/benchmarks/reward_models"
     """where everything is made"""
-
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
-        problems.check_range(self, "max_steps", minimum=1)
-        problems.require(
-            self.strength in STRENGTHS, f"strength={self.strength} is unknown", f"Use {', '.join(STRENGTHS)}"
-        )
-        for way in self.ways:
-            problems.require(way in WAYS, f"ways: {way!r} is unknown", f"Use of {'; '.join(WAYS)}")
-        return problems
 
 
 def main() -> None:

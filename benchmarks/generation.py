@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from generation import Completer, Sampling, compile_model
 from model import GPT, GPTConfig, Linear
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.device import select_device, select_dtype
 from runtime.process import run_main
 from runtime.run_log import say
+from runtime.settings import Problems, Settings, setting
 
 SHAPES = {
     "XS": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16},  # for a look at the tables
@@ -42,32 +43,25 @@ GOALS = {"S": (80, 5, 30), "M": (130, 4, 45)}  # times the seeds' way, times Hug
 
 
 @dataclass
-class GenerationSettings:
+class GenerationSettings(Settings):
     """The engine against the other ways."""
 
-    num_runs: int = 3
+    num_runs: int = setting(3, minimum=1)
     """timed runs of each way, in turns, after a warm-up"""
-    shapes: tuple[str, ...] = ("S", "M")
+    shapes: tuple[str, ...] = setting(("S", "M"), known=tuple(SHAPES))
     """of XS (2 layers, 2 heads, 32 wide, block 16), S (4, 4, 128, 64) and M (6, 6, 384, 256)"""
-    headline_blocks: int = 2
+    headline_blocks: int = setting(2, minimum=0, maximum=HEADLINE["blocks"])
     """blocks of the headline job that are really written; 0: leave the job out; 975: all of it"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     compile: bool | None = None
     """compile the model for the engine; None: on CUDA only, as prepare_reward_data.py does"""
-    num_processes: int | None = None
+    num_processes: int | None = setting(None, minimum=1)
     """processes of the row that has several, each with one thread; None: one a core; 1: without that row"""
 
-    def problems(self) -> Problems:
-        """Everything that is wrong with these settings."""
-        problems = Problems()
-        problems.check_range(self, "num_runs", minimum=1)
-        problems.check_range(self, "num_processes", minimum=1)
-        problems.check_range(self, "headline_blocks", minimum=0, maximum=HEADLINE["blocks"])
+    def check_further(self, problems: Problems) -> None:
+        """Note that no shape is named."""
         problems.require(bool(self.shapes), "shapes: none is named", f"Name some of {', '.join(SHAPES)}")
-        for shape in self.shapes:
-            problems.require(shape in SHAPES, f"shapes: no {shape!r}; there are {', '.join(SHAPES)}")
-        return problems
 
 
 def make_model(shape: dict[str, int], device: torch.device) -> GPT:

@@ -28,10 +28,11 @@ from objectives import group_advantages
 from optimization import clip_gradients, make_optimizers
 from policy_eval import written_mask
 from reward_model import Judge, LastRewardModel
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.distributed import Ranks, parallel
 from runtime.process import run_main
 from runtime.run_log import say
+from runtime.settings import Settings, setting
 
 SHAPE = GPTConfig(block_size=128, vocab_size=67, n_layer=4, n_head=4, n_embd=128, position="learned")
 PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS = 16, 8, 32, 96
@@ -39,21 +40,15 @@ BETA, LEARNING_RATE = 0.04, 1e-4
 
 
 @dataclass
-class GRPOBenchSettings:
+class GRPOBenchSettings(Settings):
     """GRPO steps against TRL's."""
 
-    num_runs: int = 3
+    num_runs: int = setting(3, minimum=1)
     """rounds: TRL's steps, then ours, after a warm-up of each"""
-    steps: int = 3
+    steps: int = setting(3, minimum=1)
     """steps in a round"""
     trl: bool = True
     """time TRL as well, where it is installed"""
-
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
-        problems.check_range(self, "num_runs", "steps", minimum=1)
-        return problems
 
 
 class Ours:

@@ -18,25 +18,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from data_loader import TokenSplits, load_binary, load_text
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.process import UserError, run_main
+from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
 
 
 @dataclass
-class LoadingSettings:
+class LoadingSettings(Settings):
     """Binary mode against text mode."""
 
     data_dir: tuple[str, ...] = ("data/shakespeare", "data/shakespeare_char")
     """folders with input.txt, train.bin and val.bin"""
-    num_runs: int = 7
+    num_runs: int = setting(7, minimum=1)
     """timed runs of each mode, in turns"""
-
-    def problems(self) -> Problems:
-        """Everything that is wrong with these settings."""
-        problems = Problems()
-        problems.check_range(self, "num_runs", minimum=1)
-        return problems
 
 
 def seconds(load: Callable[[], TokenSplits]) -> float:

@@ -27,11 +27,12 @@ from model import GPT
 from objectives import natural_share, token_log_probs
 from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
 from reward_metrics import measure_skill
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.device import random_stream
 from runtime.files import atomic_path
 from runtime.process import run_main
 from runtime.run_log import counted, picture, say
+from runtime.settings import Problems, Settings, setting
 
 OPTIMIZER = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 6e-3}
 TOKENS_A_STEP = 2048
@@ -49,52 +50,50 @@ ROWS_AT_A_TIME, WINDOWS_AT_A_TIME = 64, 8192
 
 
 @dataclass
-class OracleSettings:
+class OracleSettings(Settings):
     """Every head against the exact posterior."""
 
     dataset: str = "shakespeare_char"
     """corpus that p is trained on: a path, or a name below data/"""
-    block_size: int = 128
+    block_size: int = setting(128, minimum=1)
     """tokens in a sequence"""
     num_tokens: int = 3_000_000
     """tokens of text that p writes"""
-    p_order: int = 3
+    p_order: int = setting(3, minimum=1)
     """tokens that p looks back"""
     p_size: tuple[int, int] = (2, 64)
     """layers and width of p"""
-    p_iters: int = 100
+    p_iters: int = setting(100, minimum=1)
     """steps of p"""
     q_size: tuple[int, int] = (2, 48)
     """layers and width of q"""
-    q_iters: int = 200
+    q_iters: int = setting(200, minimum=1)
     """steps of q, on p's text"""
     large_size: tuple[int, int] = (3, 96)
     """layers and width of the larger trunk"""
-    large_iters: int = 1500
+    large_iters: int = setting(1500, minimum=1)
     """steps of the larger trunk, on p's text"""
-    max_blocks: int = 1000
+    max_blocks: int = setting(1000, minimum=1)
     """blocks of each split that q completes, 4 times each"""
-    heads: tuple[str, ...] = tuple(HEADS)
+    heads: tuple[str, ...] = setting(tuple(HEADS), known=tuple(HEADS))
     """names of HEADS"""
     out_dir: str = "out/benchmarks/oracle"
     """where everything is made, the picture too (oracle.png)"""
-    seed: int = 42
+    seed: int = setting(42, minimum=0)
     """seed of p's text, the reward data and the reward models"""
 
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
-        problems.check_range(self, "block_size", "max_blocks", "p_iters", "q_iters", "large_iters", minimum=1)
-        problems.check_range(self, "seed", minimum=0)
+    def check_further(self, problems: Problems) -> None:
+        """Note a text that is too short, or that p looks back farther than a block."""
         problems.require(
             self.num_tokens >= 400 * self.block_size,
             f"num_tokens={self.num_tokens}: fewer than 400 blocks of {self.block_size}",
             "Give more",
         )
-        problems.check_range(self, "p_order", minimum=1, maximum=self.block_size)
-        for head in self.heads:
-            problems.require(head in HEADS, f"heads: {head!r} is unknown", f"Use of {'; '.join(HEADS)}")
-        return problems
+        problems.require(
+            self.p_order <= self.block_size,
+            f"p_order={self.p_order}: must be <= block_size={self.block_size}",
+            "Give a smaller --p_order",
+        )
 
 
 def main() -> None:

@@ -24,9 +24,10 @@ from feature_cache import to_device
 from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
 from reward_metrics import measure_skill
 from reward_model import REWARD_MODELS
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.process import run_main
 from runtime.run_log import say
+from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
 
 # The recipe of config/shakespeare_char_cpu.py.
@@ -61,34 +62,25 @@ QUICK = {"n_layer": 1, "n_head": 2, "n_embd": 16, "batch_size": 4}
 
 
 @dataclass
-class TableSettings:
+class TableSettings(Settings):
     """Every head, measured."""
 
     quick: bool = False
     """a tiny model and few samples: a look at the table"""
     dataset: str = "shakespeare_char"
     """folder of the corpus: a path, or a name below data/"""
-    strengths: tuple[str, ...] = ("1.89", "1.55")
+    strengths: tuple[str, ...] = setting(("1.89", "1.55"), known=tuple(STRENGTHS))
     """generators: names of STRENGTHS, about their validation losses on tiny Shakespeare"""
-    heads: tuple[str, ...] = tuple(HEADS)
+    heads: tuple[str, ...] = setting(tuple(HEADS), known=tuple(HEADS))
     """names of HEADS"""
     samples: tuple[int, ...] = (12_000,)
     """training samples, 4 a block"""
     block_sizes: tuple[int, ...] = (128,)
     """tokens in a sequence"""
-    seed: int = 42
+    seed: int = setting(42, minimum=0)
     """seed of the reward data and the reward models"""
     out_dir: str = "out/benchmarks/reward_models"
     """where everything is made"""
-
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
-        problems.check_range(self, "seed", minimum=0)
-        for name, known in (("strengths", STRENGTHS), ("heads", HEADS)):
-            for value in getattr(self, name):
-                problems.require(value in known, f"{name}: {value!r} is unknown", f"Use of {', '.join(known)}")
-        return problems
 
 
 def main() -> None:

@@ -27,11 +27,12 @@ from feature_cache import frozen_depth, to_device
 from generation import Sampling
 from model import GPT, GPTConfig
 from optimization import clip_gradients, make_optimizers
-from runtime.cli import Problems, parse_settings
+from runtime.cli import parse_settings
 from runtime.distributed import Ranks
 from runtime.process import run_main
 from runtime.resume import RunState
 from runtime.run_log import RunLog, read_records, say
+from runtime.settings import Settings, setting
 from train_reward_model import RewardModelSettings, Run, head_inputs, learn_head, new_reward_model
 
 NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
@@ -43,34 +44,25 @@ SHAPES = {
 
 
 @dataclass
-class TrainingBenchSettings:
+class TrainingBenchSettings(Settings):
     """The trainers' speed."""
 
     quick: bool = False
     """few steps and samples: a look at the tables"""
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = setting(PARTS, known=PARTS)
     """of loss, throughput, reward, grpo, start and memory"""
     dataset: str = "shakespeare_char"
     """folder of the corpus, by characters: a path, or a name below data/"""
-    max_iters: int = 215
+    max_iters: int = setting(215, minimum=1)
     """steps of the fast recipe"""
     seeds: tuple[int, ...] = (1337, 1, 2)
     """seeds of the fast recipe, a row for each"""
-    large_tokens: int = 500_000_000
+    large_tokens: int = setting(500_000_000, minimum=10_000, unit="tokens")
     """tokens of the corpus that memory is measured with, two bytes each"""
-    num_runs: int = 5
+    num_runs: int = setting(5, minimum=1)
     """timed runs of what is timed in this process"""
     out_dir: str = "out/benchmarks/training"
     """where models are made; what is there is not made again"""
-
-    def problems(self) -> Problems:
-        """What is wrong with the settings."""
-        problems = Problems()
-        problems.check_range(self, "max_iters", "num_runs", minimum=1)
-        problems.check_range(self, "large_tokens", minimum=10_000)
-        for part in self.parts:
-            problems.require(part in PARTS, f"parts: {part!r} is unknown", f"Use of {', '.join(PARTS)}")
-        return problems
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ after a script (`train = dict(max_iters=300)`) is for that script alone, so that
 import ast
 import dataclasses
 import difflib
-import math
 import operator
 import sys
 from collections.abc import Iterator
@@ -20,8 +19,9 @@ from typing import Any, TypeVar
 import tyro
 
 from runtime.process import UserError
+from runtime.settings import Settings
 
-Settings = TypeVar("Settings")
+AnySettings = TypeVar("AnySettings", bound=Settings)
 ROOT = Path(__file__).resolve().parents[1]
 # Sections of a settings file that are not named after a script, and the script that reads each.
 FURTHER_SECTIONS = {"natural_model": "train"}
@@ -40,87 +40,12 @@ A settings file of plain assignments (nanoGPT's form) can come first or by --con
 SECTION_HELP = " --section NAME reads its section of that name instead of {own}'s: {others}."
 
 
-class Problems:
-    """Collects everything that is wrong with some settings, so that all of it can be told at once."""
-
-    def __init__(self) -> None:
-        self.errors: list[str] = []
-        self.suggestions: list[str] = []
-
-    def require(self, holds: bool, error: str, suggestion: str = "") -> bool:
-        """Note `error` (and what would mend it) unless `holds`; returns `holds`."""
-        if not holds:
-            self.errors.append(error)
-            if suggestion and suggestion not in self.suggestions:
-                self.suggestions.append(suggestion)
-        return holds
-
-    def check_range(
-        self,
-        settings: object,
-        *names: str,
-        minimum: float = -math.inf,
-        maximum: float = math.inf,
-        above: float = -math.inf,
-        below: float = math.inf,
-    ) -> None:
-        """Note each named setting that is not within [minimum, maximum] and (above, below), or not finite.
-
-        None passes: an optional setting that is absent has no range.
-        """
-        rules = [
-            f"{sign} {bound:g}"
-            for sign, bound in ((">=", minimum), ("<=", maximum), (">", above), ("<", below))
-            if math.isfinite(bound)
-        ]
-        rule = "must be " + (" and ".join(rules) if rules else "finite")
-        for name in names:
-            value = getattr(settings, name)
-            # Written so that NaN fails: every comparison with it is false. Infinity is not below the default bound.
-            within = value is None or (minimum <= value <= maximum and above < value < below)
-            default = type(settings).__dataclass_fields__[name].default
-            self.require(within, f"{name}={value}: {rule}", f"Leave out {name} for its default, {default}")
-
-    def check_model_files(self, settings: object, *names: str) -> None:
-        """Note each named setting that names no checkpoint (a path, or a list of them) or one that is not there."""
-        for name in names:
-            value = getattr(settings, name)
-            self.require(bool(value), f"{name} is required", f"Name the checkpoint with --{name}")
-            for path in value if isinstance(value, list) else [value] if value else []:
-                option = "" if name == "model_path" else f" (--{name})"  # without, as the reward-data documents have it
-                self.require(
-                    Path(path).is_file(),
-                    f"Model file not found: {path}{option}",
-                    "Check that the model checkpoint file exists and the path is correct",
-                )
-
-    def check_tracker(self, name: str) -> None:
-        """Note a tracker, wandb or tensorboard, whose package is not installed."""
-        try:
-            if name == "wandb":
-                import wandb  # noqa: F401
-            elif name == "tensorboard":
-                import tensorboard  # noqa: F401
-        except ImportError:
-            remedy = f"Install it with `pip install {name}`, or leave it out"
-            self.require(False, f"tracker={name} needs a package that is not installed", remedy)
-
-    def raise_if_any(self) -> None:
-        """Raise one UserError that tells every problem, in the form of the reward-data documents."""
-        if self.errors:
-            lines = ["Validation Errors:", *(f"  ERROR: {error}" for error in self.errors)]
-            if self.suggestions:
-                lines += ["", "Suggested fixes:", *(f"  SUGGESTION: {suggestion}" for suggestion in self.suggestions)]
-            raise UserError("\n".join(lines))
-
-
 def parse_settings(
-    settings_class: type[Settings], script: str, argv: list[str] | None = None, check: bool = True
-) -> Settings:
+    settings_class: type[AnySettings], script: str, argv: list[str] | None = None, check: bool = True
+) -> AnySettings:
     """The settings of a script, from its command line and settings file, checked.
 
-    `settings_class` is a dataclass; where it has a method `problems() -> Problems`, that is called after parsing,
-    unless `check` is False.
+    `settings_class` is a dataclass; its `problems()` are raised after parsing, unless `check` is False.
     `script` is the script's name without .py: the name of its section in a settings file, unless `--section` names
     another. Options in the class's `REMOVED` are refused with what its `instead_of(name)` returns. Raises UserError for
     settings out of range; for a misspelt or badly typed option tyro explains and exits with status 2.
@@ -134,7 +59,7 @@ def parse_settings(
     if config_path is not None:
         argv = _as_arguments(read_config(config_path), settings_class, section or script, config_path) + argv
     removed = []
-    for name in getattr(settings_class, "REMOVED", ()):
+    for name in settings_class.REMOVED:
         value, argv = _split_option(argv, name)
         while value is not None:  # in the settings file and on the command line
             removed.append(name)
@@ -150,7 +75,7 @@ def parse_settings(
     )
     if removed:
         raise UserError(settings.instead_of(removed[0]))
-    if check and hasattr(settings, "problems"):
+    if check:
         settings.problems().raise_if_any()
     return settings
 
@@ -176,7 +101,7 @@ def _split_option(argv: list[str], name: str, needs: str = "a value") -> tuple[s
     return None, argv
 
 
-def _as_arguments(config: dict[str, Any], settings_class: type, section: str, path: str) -> list[str]:
+def _as_arguments(config: dict[str, Any], settings_class: type[Settings], section: str, path: str) -> list[str]:
     """The settings file's values as options, so that one parser checks the types of both."""
     readers = all_sections()
     for name, value in config.items():
@@ -187,7 +112,7 @@ def _as_arguments(config: dict[str, Any], settings_class: type, section: str, pa
     values = {name: value for name, value in config.items() if not isinstance(value, dict)}
     values |= config.get(section, {})
     known = [field.name for field in dataclasses.fields(settings_class) if field.init]
-    known += getattr(settings_class, "REMOVED", ())
+    known += settings_class.REMOVED
     arguments = []
     for name, value in values.items():
         if name not in known:

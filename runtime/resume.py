@@ -11,13 +11,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from runtime.distributed import Ranks
 from runtime.files import load_state, save_state
 from runtime.output_lock import hold_output
 from runtime.process import Terminated, UserError, from_here_on_tell, raise_signal, signals_wait
 from runtime.run_log import say
+from runtime.settings import Settings
 from runtime.staged_folder import differing_settings
 
 SUFFIX = ".resume"
@@ -25,15 +26,9 @@ FORMAT_VERSION = 3
 ASIDE = ".old"  # and a number: what an earlier run left where another has begun
 
 
-class Settings(Protocol):
-    """A dataclass of settings, of which those named here make no other run of it."""
-
-    CHANGEABLE: ClassVar[set[str]]
-
-
 def of_another_run(state: Mapping[str, Any], settings: Settings) -> str:
     """What differs between the settings of the run whose state this is and these, as text; empty where nothing does."""
-    now = {name: value for name, value in asdict(settings).items() if name not in settings.CHANGEABLE}
+    now = {name: value for name, value in asdict(settings).items() if name not in settings.changeable}
     return differing_settings(state["settings"], now)
 
 
@@ -79,7 +74,7 @@ class RunState:
     def __init__(self, output: str | Path, settings: Settings, reads: Mapping[str, Any], ranks: Ranks) -> None:
         self.path, self.log_path = (Path(output).with_suffix(suffix) for suffix in (SUFFIX, ".jsonl"))
         self.settings, self.reads, self.ranks = settings, dict(reads), ranks
-        self.began = asdict(settings)  # the settings with which the run began: CHANGEABLE ones may differ now
+        self.began = asdict(settings)  # the settings with which the run began: changeable ones may differ now
         self.between_steps = True
         self.noted: list[int] = []  # signals, where they wait for all ranks
 
@@ -130,7 +125,7 @@ class RunState:
         if (then := state.get("world_size")) != self.ranks.world_size:
             say(f"Resuming on {self.ranks.world_size} ranks (was {then}): with dropout, its masks are others")
         then, now = state["settings"], asdict(self.settings)
-        for name in sorted(self.settings.CHANGEABLE - {"init_from"}):
+        for name in sorted(self.settings.changeable - {"init_from"}):
             if then.get(name) != now[name]:
                 say(f"Resuming with {name}={now[name]!r} (was {then.get(name)!r})")
         return state

@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["runtime.process"],
-    ["runtime.device", "runtime.files", "runtime.cli"],
-    ["runtime.run_log", "runtime.distributed", "runtime.staged_folder", "runtime.downloads"],
-    ["runtime.output_lock"],
+    ["runtime.device", "runtime.files"],
+    ["runtime.settings", "runtime.run_log", "runtime.distributed", "runtime.staged_folder", "runtime.downloads"],
+    ["runtime.cli", "runtime.output_lock"],
     ["runtime.resume"],
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
     ["model", "tokenization_manager"],

@@ -488,11 +488,13 @@ def test_messages_in_the_troubleshooting_are_those_of_the_programs():
 
 
 def settings_errors() -> list[str]:
-    """What RewardDataConfig says where the name of an option is filled in."""
+    """What settings say where the name of an option is filled in."""
     wrong = [
         RewardDataConfig(None, train_bin="train.bin"),
         RewardDataConfig("nowhere.pt", "binary", "input.txt", train_split=0.5),
         RewardDataConfig("nowhere.pt", "binary", None, "nowhere.bin", "nowhere.bin", device="cuda"),
+        RewardDataConfig("nowhere.pt", tokenization="bpe", meta_path="meta.pkl"),
+        RewardModelSettings("nowhere.pt", batch_size=1),
     ]
     return [error for config in wrong for error in config.problems().errors]
 

@@ -79,14 +79,14 @@ def test_text_mode(text_config, files, tmp_path):
 def test_binary_mode(text_config, files):
     binary = dataclasses.replace(text_config, input_mode="binary")
     assert errors(binary) == [
+        "data_path is ignored in binary mode",
         "train_bin is required in binary mode",
         "val_bin is required in binary mode",
-        "data_path is ignored in binary mode",
     ]
     assert errors(binary, data_path=None, train_bin="nonexistent.bin", val_bin="none.bin", train_split=0.8) == [
+        "train_split is ignored in binary mode",
         "Train binary file not found: nonexistent.bin",
         "Validation binary file not found: none.bin",
-        "train_split is ignored in binary mode",
     ]
 
 

@@ -3,7 +3,6 @@
 `pytest tests/test_runtime_cli.py`
 """
 
-import math
 import os
 import subprocess
 import sys
@@ -16,19 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from runtime.cli import Problems, all_sections, parse_settings, read_config, split_config
+from runtime.cli import all_sections, parse_settings, read_config, split_config
 from runtime.process import UserError
+from runtime.settings import Problems, Settings, setting
 
 ROOT = Path(__file__).parent.parent
 
 
 @dataclass
-class Walk:
+class Walk(Settings):
     """Take a walk."""
 
-    steps: int = 100
+    steps: int = setting(100, minimum=1)
     """how many"""
-    length: float = 0.7
+    length: float = setting(0.7, above=0, maximum=2, unit="metres")
     """metres"""
     name: str = "hill"
     """which way"""
@@ -36,17 +36,13 @@ class Walk:
     """how"""
     dog: bool = False
     """who"""
-    rests: int | None = None
+    rests: int | None = setting(None, minimum=1)
     """how often"""
     stops: list[str] = field(default_factory=list)
     """where"""
 
-    def problems(self) -> Problems:
-        problems = Problems()
-        problems.check_range(self, "steps", "rests", minimum=1)
-        problems.check_range(self, "length", above=0, maximum=2)
+    def check_further(self, problems: Problems) -> None:
         problems.require(self.name != "nowhere", "nowhere is no way", "Choose a --name")
-        return problems
 
 
 def parse(*argv: str, script: str = "walk") -> Walk:
@@ -79,7 +75,7 @@ def test_defaults_and_options():
 
 def test_a_setting_may_be_negative_or_begin_with_dashes(config):
     @dataclass
-    class Plain:
+    class Plain(Settings):
         offset: int = 0
         text: str = ""
 
@@ -146,7 +142,7 @@ def test_keys_are_names_and_numbers_can_be_printed(config, text):
 
 
 @dataclass
-class Ride:
+class Ride(Settings):
     """Take a ride."""
 
     REMOVED = ("speed",)
@@ -329,7 +325,7 @@ def test_unreadable_settings_files_are_told(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# ranges
+# problems
 
 
 def test_all_problems_are_told_at_once():
@@ -338,46 +334,16 @@ def test_all_problems_are_told_at_once():
     assert str(caught.value).splitlines() == [
         "Validation Errors:",
         "  ERROR: steps=0: must be >= 1",
+        "  ERROR: length=3.0: must be <= 2 and > 0 (metres)",
         "  ERROR: rests=-2: must be >= 1",
-        "  ERROR: length=3.0: must be <= 2 and > 0",
         "  ERROR: nowhere is no way",
         "",
         "Suggested fixes:",
         "  SUGGESTION: Leave out steps for its default, 100",
-        "  SUGGESTION: Leave out rests for its default, None",
         "  SUGGESTION: Leave out length for its default, 0.7",
+        "  SUGGESTION: Leave out rests for its default, None",
         "  SUGGESTION: Choose a --name",
     ]
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "-1", "2.0001"])
-def test_what_is_out_of_range_or_no_number_is_refused(value):
-    with pytest.raises(UserError, match=f"length={float(value)}"):
-        parse("--length", value)
-
-
-@pytest.mark.parametrize("value", ["1e-9", "2"])
-def test_the_edges_of_a_range(value):
-    assert parse("--length", value).length == float(value)
-
-
-def test_a_range_without_bounds_still_wants_finite_numbers():
-    for value in (math.nan, math.inf, -math.inf):
-        problems = Problems()
-        problems.check_range(Walk(length=value), "length")
-        assert problems.errors == [f"length={value}: must be finite"]
-    problems = Problems()
-    problems.check_range(Walk(length=-5.0, rests=None), "length", "rests")
-    problems.check_range(Walk(steps=10**400), "steps", minimum=1)  # an int is finite, however long
-    assert problems.errors == []
-    problems.raise_if_any()
-
-
-def test_require_returns_what_holds_and_tells_a_suggestion_once():
-    problems = Problems()
-    assert problems.require(True, "no") is True
-    assert problems.require(False, "first", "mend") is False and problems.require(False, "second", "mend") is False
-    assert (problems.errors, problems.suggestions) == (["first", "second"], ["mend"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -416,7 +382,7 @@ def test_nanogpt_s_settings_file_is_read_as_it_is(config, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     path = config("# a comment\n" + "".join(f"{name} = {value!r}  # why\n" for name, value in NANOGPT.items()))
     settings = parse_settings(train.TrainSettings, "train", [*option, path])
-    for name in (setting.name for setting in fields(settings)):
+    for name in (each.name for each in fields(settings)):
         expected = NANOGPT.get(name, getattr(train.TrainSettings(), name))
         assert getattr(settings, name) == expected, name
         assert type(getattr(settings, name)) is type(expected), name

@@ -6,7 +6,6 @@
 import os
 import signal
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -31,6 +30,7 @@ from runtime.files import load_state
 from runtime.process import Terminated, UserError, signals_wait
 from runtime.resume import RunState
 from runtime.run_log import read_records
+from runtime.settings import Settings, setting
 
 pytest_plugins = ["tiny_run"]
 
@@ -39,14 +39,13 @@ pytest_plugins = ["tiny_run"]
 
 
 @dataclass
-class Settings:
+class RunSettings(Settings):
     lr: float = 0.1
-    device: str = "cpu"
-    CHANGEABLE: ClassVar[set[str]] = {"device"}
+    device: str = setting("cpu", changeable=True)
 
 
 def state_of(path, settings=None, corpus=1):
-    return RunState(path, settings or Settings(), {"corpus": corpus}, Ranks())
+    return RunState(path, settings or RunSettings(), {"corpus": corpus}, Ranks())
 
 
 def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path, capsys):
@@ -57,10 +56,10 @@ def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path, capsys):
     saved = state_of(path).begin(True)
     assert saved["step"] == 3 and saved["weights"].tolist() == [0, 1, 2]
     with pytest.raises(UserError, match=r"is of another run \(lr was 0\.1, now 0\.2\)"):
-        state_of(path, Settings(lr=0.2)).begin(True)
+        state_of(path, RunSettings(lr=0.2)).begin(True)
     with pytest.raises(UserError, match="a run that read another corpus"):
         state_of(path, corpus=2).begin(True)
-    assert state_of(path, Settings(device="mps")).begin(True)["step"] == 3
+    assert state_of(path, RunSettings(device="mps")).begin(True)["step"] == 3
     assert "Resuming with device='mps' (was 'cpu')" in capsys.readouterr().out
     whole = path.with_suffix(".resume").read_bytes()
     path.with_suffix(".resume").write_bytes(whole[: len(whole) // 2])
@@ -85,7 +84,7 @@ def test_earlier_runs_are_set_aside_one_by_one_and_had_back_last_first(tmp_path)
     told = f" Or --init_from resume goes on with the earlier run, whose state is {aside}."
     assert state_of(path).way_on() == "Nothing was saved yet: run the same command again." + told
     with pytest.raises(UserError, match=r"model\.resume\.old2 is of another run \(lr was 0\.1, now 0\.2\)"):
-        state_of(path, Settings(lr=0.2)).begin(True)
+        state_of(path, RunSettings(lr=0.2)).begin(True)
     assert aside.exists()
     for step in (2, 1):
         assert state_of(path).begin(True) == {"step": step}

@@ -151,7 +151,7 @@ def test_eval_only_evaluates_the_checkpoint_that_is_named(options, generator):
         ({"init_from": "scratchh"}, "init_from=scratchh: must be scratch, resume or the path of a checkpoint"),
         ({"n_layer": 2}, "n_layer=2: {generator}, from which this run starts, has n_layer=1"),
         ({"bias": True}, "bias=True: {generator}, from which this run starts, has bias=False"),
-        ({"init": "orthogonal"}, "init=orthogonal: the first weights are those of {generator}"),
+        ({"init": "orthogonal"}, "init is ignored when init_from is '{generator}'"),
         ({"short_contexts": 3}, "short_contexts: 3 does not divide block_size=16"),
     ],
 )

@@ -173,7 +173,10 @@ def test_control_sees_nothing(good, knowing):
 
 def test_options_without_effect_are_refused(good, knowing):
     message = refuse("train_reward_model", **good, trunk=knowing, batch_size=7, dropout=0.1)
-    assert "ERROR: dropout=0.1, batch_size=7: a likelihood head has no use for them\n" in message
+    for name in ("dropout", "batch_size"):
+        assert f"ERROR: {name} is ignored when head is 'likelihood'\n" in message
+        assert f"SUGGESTION: Remove --{name}, or use --head last or position\n" in message + "\n"
+    assert message.count("ERROR: ") == 2
 
 
 @pytest.mark.parametrize("with_config", [False, True])
@@ -409,7 +412,7 @@ def test_a_trunk_that_is_no_generator_is_refused(good, tmp_path, reward_model):
     [
         ({"head": "last", "loss": "nll"}, "loss=nll: a last head knows one share a sequence", "choose --head position"),
         ({"head": "last", "loss": "token"}, "loss=token: a last head knows one share", "choose --head position"),
-        ({"unfreeze_layers": -1}, "unfreeze_layers=-1 is ignored with a likelihood head", "Leave out unfreeze_layers"),
+        ({"unfreeze_layers": -1}, "unfreeze_layers is ignored when head is 'likelihood'", "Remove --unfreeze_layers"),
     ],
 )
 def test_settings_that_make_no_sense_together(good, tmp_path, knowing, options, told, way_out):

@@ -14,15 +14,16 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from data_loader import read_text, split_and_encode, write_token_files  # noqa: E402
-from runtime.cli import Problems, parse_settings  # noqa: E402
+from runtime.cli import parse_settings  # noqa: E402
 from runtime.downloads import ensure_corpus  # noqa: E402
 from runtime.output_lock import hold_output  # noqa: E402
 from runtime.process import run_main  # noqa: E402
+from runtime.settings import Problems, Settings  # noqa: E402
 from tokenization_manager import TokenizationManager, detect_method  # noqa: E402
 
 
 @dataclass
-class PrepareSettings:
+class PrepareSettings(Settings):
     """Shakespeare in GPT-2's BPE tokens."""
 
     source: Literal["auto", "tiny", "complete"] = "auto"
@@ -30,15 +31,13 @@ class PrepareSettings:
     out_dir: str = str(HERE)
     """folder of input.txt, train.bin and val.bin"""
 
-    def problems(self) -> Problems:
-        """Everything that is wrong with these settings."""
-        problems = Problems()
+    def check_further(self, problems: Problems) -> None:
+        """Note a folder that is one of characters."""
         problems.require(
             detect_method(self.out_dir) == "bpe",
             f"out_dir={self.out_dir}: a meta.pkl in it, or 'char' in its name, marks a folder of characters",
             "Choose an --out_dir without meta.pkl and without 'char' in its name",
         )
-        return problems
 
 
 def main() -> None:

@@ -19,11 +19,12 @@ from runtime.cli import parse_settings  # noqa: E402
 from runtime.downloads import ensure_corpus  # noqa: E402
 from runtime.output_lock import hold_output  # noqa: E402
 from runtime.process import run_main  # noqa: E402
+from runtime.settings import Settings  # noqa: E402
 from tokenization_manager import TokenizationManager, save_meta  # noqa: E402
 
 
 @dataclass
-class PrepareSettings:
+class PrepareSettings(Settings):
     """Shakespeare, one token a character."""
 
     source: Literal["auto", "tiny", "complete"] = "auto"
