@@ -11,7 +11,7 @@ FLOORS = [
     ["runtime.process"],
     ["runtime.device", "runtime.files"],
     ["runtime.settings", "runtime.run_log", "runtime.distributed", "runtime.staged_folder", "runtime.downloads"],
-    ["runtime.cli", "runtime.output_lock"],
+    ["runtime.cli", "runtime.output_lock", "runtime.artefacts"],
     ["runtime.resume"],
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
     ["model", "tokenization_manager"],
