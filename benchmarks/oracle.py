@@ -106,7 +106,7 @@ def main() -> None:
     name = f"corpus_{settings.num_tokens}_{settings.seed}"
     amount = {"block_size": N, "num_tokens": settings.num_tokens, "seed": settings.seed}
     text = partial(write_text_of, p, source, pipeline.out / name, settings)
-    corpus = pipeline.make_once(name, text, amount, Path(__file__))
+    corpus = pipeline.make_once(name, text, {"p": p_path, "dataset": source}, amount, Path(__file__))
     q_path = pipeline.generator("q", corpus, settings.q_iters, **recipe(settings.q_size, N))
     q = build_model(load_checkpoint(q_path), "generator", q_path)
     if LARGE in settings.heads:

@@ -6,19 +6,18 @@ Not run by itself: oracle.py, reward_models.py and credit.py stand on it. The sc
 in processes of their own, one at a time.
 """
 
-import hashlib
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint import load_checkpoint
+from checkpoint import hash_weights, load_checkpoint
 from reward_metrics import format_r_squared
-from runtime.files import hash_file, read_json, write_json
+from runtime.artefacts import identity, make_once
+from runtime.files import read_json, write_json
 from runtime.process import UserError
 from runtime.run_log import say
 
@@ -39,7 +38,8 @@ class Pipeline:
     def make(self, artefact: str, script: str, **options: Any) -> Path:
         """The artefact's path, made by `script` with the options unless it was made with them before.
 
-        Raises UserError where the script fails, or where the artefact was made with other options or source files.
+        Paths among the options are inputs, unless their names begin with `out`. Raises UserError if the script fails,
+        or if the artefact was made from other inputs, or with other options or source files.
         """
         path = self.out / artefact
 
@@ -50,29 +50,28 @@ class Pipeline:
             if status != 0:
                 raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
 
-        return self.make_once(artefact, run_script, options)
+        paths = {name: value for name, value in options.items() if isinstance(value, Path)}
+        inputs = {name: path for name, path in paths.items() if not name.startswith("out")}
+        settings = {name: value for name, value in options.items() if name not in paths}
+        return self.make_once(artefact, run_script, inputs, settings)
 
-    def make_once(self, artefact: str, work: Callable[[], None], options: dict[str, Any], *makers: Path) -> Path:
-        """The artefact's path, made by `work` unless it was made with the same options and source files before.
+    def make_once(
+        self,
+        artefact: str,
+        work: Callable[[], None],
+        inputs: dict[str, Path],
+        settings: dict[str, Any],
+        *makers: Path,
+    ) -> Path:
+        """The artefact's path, made by `work` unless it was made from and with the same before.
 
-        The files are all of the project's root, and `makers`. Raises UserError where it was made with others.
+        Its source files are all of the project's root, and `makers`. Raises UserError if it was made otherwise.
         """
-        path = self.out / artefact
-        note = self.out / f"{artefact}.made.json"
-        told = {name: str(value) for name, value in options.items()}
-        code = hash_sources(*makers)
-        if note.is_file() and path.exists():
-            made = read_json(note)
-            if (made["options"], made["code"]) != (told, code):
-                raise UserError(
-                    f"ERROR: {path} was made with other options, or by other source files ({note}): "
-                    "use another --out_dir"
-                )
-            return path
+        path, note = self.out / artefact, self.out / f"{artefact}.made.json"
+        now = identity(inputs, settings, ROOT, *makers, hash_model=hash_weights)
+        then = read_json(note) if note.is_file() else None
         self.out.mkdir(parents=True, exist_ok=True)
-        start = time.monotonic()
-        work()
-        write_json(note, {"options": told, "code": code, "seconds": round(time.monotonic() - start, 1)})
+        make_once(path, now, then, work, lambda record: write_json(note, record), strict=True)
         return path
 
     def seconds(self, artefact: str) -> float:
@@ -121,15 +120,6 @@ class Pipeline:
             **options,
         )
         return load_checkpoint(path)["training"]["skill"] | {"seconds": seconds + self.seconds(f"{name}.pt")}
-
-
-def hash_sources(*more: Path) -> str:
-    """sha256, in hexadecimal, over names and contents of the project's files (*.py, runtime/*.py) and of `more`.
-
-    Not of what one script imports: an artefact is also of the scripts that made what it was made from.
-    """
-    files = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("runtime/*.py")), *more]
-    return hashlib.sha256("".join(f"{path.name} {hash_file(path)}\n" for path in files).encode()).hexdigest()
 
 
 def val_loss(generator: Path) -> float:

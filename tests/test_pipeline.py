@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.files import read_json
+from runtime.files import hash_file, read_json
 from runtime.process import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +22,7 @@ def pipeline(monkeypatch, tmp_path):
     module = pytest.importorskip("pipeline")
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
-    script = 'import pathlib, sys\npathlib.Path(sys.argv[1].removeprefix("--out=")).write_text("made")\n'
+    script = 'import pathlib, sys\npathlib.Path(sys.argv[1].removeprefix("--out_dir=")).write_text("made")\n'
     (tmp_path / "train.py").write_text(script)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     yield module
@@ -33,21 +33,21 @@ def pipeline(monkeypatch, tmp_path):
 def test_an_artefact_of_other_sources_is_refused(pipeline, tmp_path, changed):
     """Also of a file that the script imports, and of one that may have made what it reads."""
     made = pipeline.Pipeline(tmp_path / "out")
-    options = {"out": tmp_path / "out" / "model.pt"}
+    options = {"out_dir": tmp_path / "out" / "model.pt"}
     path = made.make("model.pt", "train", **options)
     path.write_text("made before")
     assert made.make("model.pt", "train", **options).read_text() == "made before"  # not again
     with open(tmp_path / changed, "a") as file:
         file.write("\n# a change\n")
-    with pytest.raises(UserError, match=r"model\.pt was made with other options, or by other source files"):
+    with pytest.raises(UserError, match=r"model\.pt was made otherwise \(source files were "):
         made.make("model.pt", "train", **options)
     path.unlink()
     assert made.make("model.pt", "train", **options).read_text() == "made"
-    with pytest.raises(UserError, match="other options"):
+    with pytest.raises(UserError, match=r"otherwise \(seed was None, now 3\)"):
         made.make("model.pt", "train", **options, seed=3)
 
 
-def test_a_benchmark_s_own_artefact_is_of_its_own_source_too(pipeline, tmp_path):
+def test_a_benchmark_s_own_artefact_is_of_its_inputs_and_its_own_source_too(pipeline, tmp_path):
     made, maker = pipeline.Pipeline(tmp_path / "out"), tmp_path / "oracle.source"
     maker.write_text("one")
     (tmp_path / "out").mkdir()
@@ -55,9 +55,13 @@ def test_a_benchmark_s_own_artefact_is_of_its_own_source_too(pipeline, tmp_path)
     def work() -> None:
         (tmp_path / "out" / "text").write_text("made")
 
-    made.make_once("text", work, {"seed": 1}, maker)
-    assert made.make_once("text", None, {"seed": 1}, maker).read_text() == "made"
-    assert read_json(tmp_path / "out" / "text.made.json")["options"] == {"seed": "1"}
-    maker.write_text("other")
-    with pytest.raises(UserError, match="other source files"):
-        made.make_once("text", None, {"seed": 1}, maker)
+    source = tmp_path / "source.bin"
+    source.write_text("tokens")
+    made.make_once("text", work, {"source": source}, {"seed": 1}, maker)
+    assert made.make_once("text", None, {"source": source}, {"seed": 1}, maker).read_text() == "made"
+    record = read_json(tmp_path / "out" / "text.made.json")
+    assert (record["settings"], record["inputs"]) == ({"seed": 1}, {"source": hash_file(source)})
+    for path, text in ((source, "input source"), (maker, "input source .*; source files")):
+        path.write_text("other")
+        with pytest.raises(UserError, match=rf"otherwise \({text} w"):
+            made.make_once("text", None, {"source": source}, {"seed": 1}, maker)
