@@ -14,8 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,12 @@ from evaluate import EvaluateSettings
 from objectives import perplexity
 from reward_data_config import RewardDataConfig
 from reward_metrics import better_than_constant, format_difference, format_r_squared
+from runtime.artefacts import identity, make_once, other_code
 from runtime.cli import all_sections, parse_settings, read_config, split_config
 from runtime.device import select_device
 from runtime.files import atomic_path, read_json, write_json
 from runtime.output_lock import hold_output, only_writer
-from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, interruption_tells, run_main
+from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, interruption_tells, run_main, warn
 from runtime.resume import SUFFIX, load_run_state, of_another_run, state_to_resume
 from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
@@ -41,7 +41,7 @@ from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
 
 ROOT = Path(__file__).resolve().parent
-LEDGER_VERSION = 5
+LEDGER_VERSION = 6
 SETTINGS = {  # by section of the settings file
     "train": TrainSettings,
     "natural_model": TrainSettings,
@@ -51,7 +51,7 @@ SETTINGS = {  # by section of the settings file
     "evaluate": EvaluateSettings,
     "sample": SampleSettings,
 }
-# Where a stage runs, how it goes on, how much memory it may use and what it tells make no other run of it.
+# Settings that may change after a stage is finished: its device, how it resumes, its memory, what it logs.
 NO_IDENTITY = (
     *("device", "init_from", "overwrite", "kv_cache_mb", "log_interval", "cache_features"),
     *("tracker", "wandb_log", "wandb_project", "wandb_run_name"),
@@ -84,14 +84,14 @@ class CycleSettings(Settings):
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of a script: what it makes, from what, and what it is asked for beyond its section."""
+    """One run of a script: what it makes, from what, and its options beyond its section."""
 
     name: str
     section: str
     """of the settings file"""
     artefact: Path
-    inputs: dict[str, Path]
-    """options that name what earlier stages, or prepare.py, have made"""
+    inputs: dict[str, str | Path]
+    """options that name what it reads: the corpus, and what earlier stages have made"""
     options: dict[str, Any]
     figures: Callable[[], dict[str, Any]] = dict
     """reads what the stage found from what it made"""
@@ -112,11 +112,6 @@ class Stage:
     def held(self) -> Path:
         """What the stage locks: a trainer its state, which shares its name with the records; else the artefact."""
         return self.artefact.with_suffix(SUFFIX) if self.resumes else self.artefact
-
-    def start_hash(self) -> str | None:
-        """sha256 of the weights that training starts from, or of the trunk's; None: there are none."""
-        start = self.inputs.get("init_from", self.inputs.get("trunk"))
-        return start and hash_weights(start)
 
     def arguments(self, config_path: str | None, device: str) -> list[str]:
         """The command line of the script."""
@@ -169,7 +164,7 @@ def refuse_options_of_stages(words: list[str]) -> None:
 
 
 class Ledger:
-    """cycles.json: the corpus, the finished stages with their times and figures, and the settings they ran with."""
+    """cycles.json: the corpus, the stages' records, and the settings of sections that have finished a stage."""
 
     def __init__(self, path: Path, corpus: dict[str, Any], settings: dict[str, dict[str, Any]]) -> None:
         self.path, self.settings = path, settings
@@ -202,24 +197,12 @@ class Ledger:
     def stages(self) -> dict[str, Any]:
         return self.contents["stages"]
 
-    def finish(self, stage: Stage, seconds: float, entry: dict[str, Any]) -> None:
-        """Note a finished stage."""
-        self.stages[stage.name] = {"seconds": round(seconds, 1), **entry}
-        if stage.records_settings:
-            self.contents["settings"][stage.section] = self.settings[stage.section]
+    def record(self, name: str, record: dict[str, Any], section: str | None = None) -> None:
+        """Write a stage's record and, if it is finished, the settings of its section (None: it used none)."""
+        self.stages[name] = record
+        if section and "unfinished" not in record:
+            self.contents["settings"][section] = self.settings[section]
         write_json(self.path, self.contents)
-
-    def carry_on(self, name: str, reason: str) -> None:
-        """Note a base model that is the one before, and why."""
-        self.stages[name] = {"seconds": 0.0, "carried_on": reason}
-        write_json(self.path, self.contents)
-
-    def forget_carried_on(self, name: str) -> None:
-        """Forget a base model that is the one before, and its figures: another is about to take its name."""
-        if "carried_on" in self.stages.get(name, {}):
-            for stage in (name, f"perplexity_{name}", f"sample_{name}"):
-                self.stages.pop(stage, None)
-            write_json(self.path, self.contents)
 
     def conclude(self, outcome: str) -> None:
         """Note why the run ended."""
@@ -228,37 +211,64 @@ class Ledger:
 
 
 class Runner:
-    """Runs a stage unless the ledger says that it is finished and what it made is there."""
+    """Runs a stage unless the ledger has its record and what it made is there."""
 
     def __init__(self, config_path: str | None, device: str, ledger: Ledger) -> None:
         self.config_path, self.device, self.ledger = config_path, device, ledger
         self.ran: list[str] = []
+        self.warned = False
 
-    def run(self, stage: Stage) -> dict[str, Any]:
-        """The ledger's entry of a stage, after running its script if need be. Raises UserError where that fails."""
-        # Not where things lie: a run that was moved or copied as a whole is still finished.
-        told = {n: v for n, v in stage.options.items() if isinstance(v, int | float | str) and n not in NO_IDENTITY}
-        if start := stage.start_hash():
-            told["start_sha256"] = start
-        entry = self.ledger.stages.get(stage.name)
-        if entry is not None and entry.get("options") == told and stage.artefact.exists():
-            return entry
-        script = ROOT / f"{stage.script}.py"
-        with only_writer(stage.held):  # the stage of a run that was killed saves what it has, and ends
-            pass
-        if entry is None and self.is_begun(stage):
-            stage = replace(stage, options=stage.options | {"init_from": "resume"})
-        with interruption_tells(self.way_on):  # from its first printed word on
-            say(f"\n##### {stage.name}: {script.name}")
-            seconds = run_stage(
-                stage.name, [sys.executable, str(script), *stage.arguments(self.config_path, self.device)]
-            )
-            self.ledger.finish(stage, seconds, {**stage.figures(), "options": told})
-        self.ran.append(stage.name)
-        return self.ledger.stages[stage.name]
+    def run(self, stage: Stage) -> Mapping[str, Any]:
+        """The ledger's record of a stage, after running its script if need be. Raises UserError where that fails."""
+        own = self.ledger.settings[stage.section]
+        inputs = {name: own[name] for name in ("trunk", "meta_path") if own.get(name)} | stage.inputs
+        settings = {name: value for name, value in stage.options.items() if not isinstance(value, Path | None)}
+        now = identity(inputs, settings, ROOT, hash_model=hash_weights)
+        then = self.ledger.stages.get(stage.name)
+        is_first = then is None or "carried_on" in then
 
-    def is_begun(self, stage: Stage) -> bool:
-        """Whether a stage can go on where it was interrupted; where its settings are others now, that is told."""
+        def work() -> dict[str, Any]:
+            with only_writer(stage.held):  # the stage of a run that was killed saves what it has, and ends
+                pass
+            options = stage.options
+            if is_first and self.is_begun(stage, now["inputs"].get("init_from")):
+                options = options | {"init_from": "resume"}
+            command = replace(stage, options=options).arguments(self.config_path, self.device)
+            script = ROOT / f"{stage.script}.py"
+            with interruption_tells(self.way_on):  # from its first printed word on
+                say(f"\n##### {stage.name}: {script.name}")
+                run_stage(stage.name, [sys.executable, str(script), *command])
+                self.ran.append(stage.name)
+                return stage.figures()
+
+        return self.make_once(stage.name, stage.artefact, now, work, stage.section if stage.records_settings else None)
+
+    def carry_on(self, cycle: int, reason: str, out: Path) -> None:
+        """Give the base model, unchanged, its next name."""
+        model, next_model = base_model(out, cycle), base_model(out, cycle + 1)
+
+        def copy() -> dict[str, Any]:
+            with atomic_path(next_model) as partial:
+                shutil.copyfile(model, partial)
+            return {"carried_on": reason}
+
+        now = identity({"base_model_path": model}, {"carried_on": reason}, ROOT, hash_model=hash_weights)
+        self.make_once(next_model.stem, next_model, now, copy)
+
+    def make_once(
+        self, name: str, artefact: Path, now: dict[str, Any], work: Callable[[], Any], section: str | None = None
+    ) -> Mapping[str, Any]:
+        """The record of an artefact, which `work` makes unless it is there. Warns once if others have other sources."""
+        others = next(filter(None, (other_code(entry, now) for entry in self.ledger.stages.values())), "")
+        if others and not self.warned:
+            self.warned = True
+            warn(f"finished stages were made by other code, and are kept ({others})")
+        return make_once(
+            artefact, now, self.ledger.stages.get(name), work, lambda made: self.ledger.record(name, made, section)
+        )
+
+    def is_begun(self, stage: Stage, start: str | None) -> bool:
+        """Whether a stage can be resumed; if its settings or `start`, a hash of weights, are others, says so."""
         state = state_to_resume(stage.artefact)
         if not stage.resumes or state is None:
             return False
@@ -266,7 +276,7 @@ class Runner:
         try:
             contents = load_run_state(state)
             reason = of_another_run(contents, settings)
-            if not reason and contents["reads"].get("start", stage.start_hash()) != stage.start_hash():
+            if not reason and contents["reads"].get("start", start) != start:
                 reason = "it began from another checkpoint"
         except UserError as error:
             reason = str(error).removeprefix("ERROR: ")
@@ -279,9 +289,8 @@ class Runner:
         return ("Finished stages are kept; run" if self.ledger.stages else "Run") + " the same command again to go on."
 
 
-def run_stage(name: str, command: list[str]) -> float:
-    """Run a command in a process of its own; the seconds it took. Raises UserError where it fails."""
-    start = time.monotonic()
+def run_stage(name: str, command: list[str]) -> None:
+    """Run a command in a process of its own. Raises UserError where it fails."""
     # A stage inherits the blocked signal and so is deaf to Ctrl-C, which reaches us as well: we end it with SIGTERM.
     # That ends it without a word while it still loads torch, and later lets it finish what it is writing.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -296,7 +305,6 @@ def run_stage(name: str, command: list[str]) -> float:
         raise
     if status != 0:
         raise UserError(f"ERROR: {name} ended with status {status}; mend the cause and run the same command again")
-    return time.monotonic() - start
 
 
 def prepare_corpus(folder: Path) -> None:
@@ -347,9 +355,8 @@ def main() -> None:
     for cycle in range(1, settings.num_cycles + 1):
         judge, verdict = find_judge(runner, cycle, settings.reward_attempts, folder, out, natural)
         if judge is None:
-            carry_on(ledger, cycle, verdict, out)
+            runner.carry_on(cycle, verdict, out)
         else:
-            ledger.forget_carried_on(base_model(out, cycle + 1).stem)
             policy = runner.run(policy_stage(cycle, folder, out, judge))
             losses = [*(losses or [policy["start_select_loss"]]), policy["select_loss"]]
         runner.run(perplexity_stage(cycle + 1, folder, out))
@@ -387,8 +394,8 @@ def base_model(out: Path, version: int) -> Path:
 def train_stage(folder: Path, out: Path) -> Stage:
     """The first base model."""
     model = base_model(out, 1)
-    options = {"dataset": folder, "out_dir": out, "checkpoint_name": model.name, "init_from": "scratch"}
-    return Stage(model.stem, "train", model, {}, options, lambda: trained(model, "val_loss", "select_loss"))
+    inputs, options = {"dataset": folder}, {"out_dir": out, "checkpoint_name": model.name, "init_from": "scratch"}
+    return Stage(model.stem, "train", model, inputs, options, lambda: trained(model, "val_loss", "select_loss"))
 
 
 @dataclass(frozen=True)
@@ -420,10 +427,8 @@ class NaturalModels:
             start = self.path(cycle, attempt - 1) or start
         elif self.each_cycle and cycle > 1:
             start = self.path(cycle - 1, 1) or start
-        inputs, options = {"init_from": start}, {"dataset": self.folder, "out_dir": self.out}
-        options["checkpoint_name"] = model.name
-        if start == "scratch":
-            inputs, options["init_from"] = {}, start
+        inputs, options = {"dataset": self.folder}, {"out_dir": self.out, "checkpoint_name": model.name}
+        (options if start == "scratch" else inputs)["init_from"] = start
         figures = ("step", "val_loss", "select_loss")
         return [Stage(model.stem, "natural_model", model, inputs, options, lambda: trained(model, *figures))]
 
@@ -484,8 +489,8 @@ def reward_stages(
             gate.stem,
             "train_grpo",
             gate,
-            {"base_model_path": model, "reward_model_path": judge},
-            {"dataset": folder, "gate_path": gate, **more.get("train_grpo", {})},
+            {"dataset": folder, "base_model_path": model, "reward_model_path": judge},
+            {"gate_path": gate, **more.get("train_grpo", {})},
             lambda: read_json(gate),
             records_settings=False,  # GRPO's own have not been used yet
         ),
@@ -503,8 +508,8 @@ def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
         next_model.stem,
         "train_grpo",
         next_model,
-        {"base_model_path": base_model(out, cycle), "reward_model_path": judge},
-        {"output_path": next_model, "dataset": folder, "gate_path": None, "init_from": "scratch"},
+        {"dataset": folder, "base_model_path": base_model(out, cycle), "reward_model_path": judge},
+        {"output_path": next_model, "gate_path": None, "init_from": "scratch"},
         lambda: trained(next_model, *names),
     )
 
@@ -545,16 +550,6 @@ def larger(own: dict[str, dict[str, Any]], factor: int) -> dict[str, dict[str, A
     return {"prepare_reward_data": more, "train_reward_model": training}
 
 
-def carry_on(ledger: Ledger, cycle: int, reason: str, out: Path) -> None:
-    """Give the base model, unchanged, its next name."""
-    model, next_model = base_model(out, cycle), base_model(out, cycle + 1)
-    if ledger.stages.get(next_model.stem, {}).get("carried_on") == reason and next_model.is_file():
-        return
-    with atomic_path(next_model) as partial:
-        shutil.copyfile(model, partial)
-    ledger.carry_on(next_model.stem, reason)
-
-
 def perplexity_stage(version: int, folder: Path, out: Path) -> Stage:
     """Perplexity of a base model over the reporting part of the validation split, and its loss against the first's."""
     model = base_model(out, version)
@@ -563,8 +558,8 @@ def perplexity_stage(version: int, folder: Path, out: Path) -> Stage:
         artefact.stem,
         "evaluate",
         artefact,
-        {"checkpoints": model} | ({"baseline": base_model(out, 1)} if version > 1 else {}),
-        {"dataset": folder, "output_path": artefact, "part": "report"},
+        {"dataset": folder, "checkpoints": model} | ({"baseline": base_model(out, 1)} if version > 1 else {}),
+        {"output_path": artefact, "part": "report"},
         lambda: read_json(artefact)[str(model)],
     )
 

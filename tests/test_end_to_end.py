@@ -332,7 +332,7 @@ def test_each_cycle_starts_from_the_one_before(unbroken):
     natural = torch.load(out / "natural_model_v1.pt", weights_only=True)["training"]
     assert natural["settings"]["init_from"] == str(out / "base_model_v1.pt")
     stages = json.loads((out / "cycles.json").read_text())["stages"]
-    assert stages["natural_model_v1"]["options"]["start_sha256"] == hash_weights(out / "base_model_v1.pt")
+    assert stages["natural_model_v1"]["inputs"]["init_from"] == hash_weights(out / "base_model_v1.pt")
     firsts = [weights(out / f"base_model_v{n}.pt")["lm_head.weight"] for n in (1, 2, 3)]
     assert not torch.equal(firsts[0], firsts[1])
     assert not torch.equal(firsts[1], firsts[2])
@@ -376,8 +376,37 @@ def test_a_stage_asked_for_otherwise_is_run_again(tmp_path, unbroken, corpus, co
     shutil.copytree(unbroken[0], tmp_path / "out")
     options = cycle_options(corpus, tmp_path / "out")
     assert "Nothing to do" in succeed("run_cycles", str(config), **options)
-    succeed("run_cycles", str(config), **{**options, "sample_tokens": 7})
+    printed = succeed("run_cycles", str(config), **{**options, "sample_tokens": 7})
     assert in_this_process == ["sample", "sample"]
+    assert "sample_base_model_v1 is made again: max_new_tokens was 30, now 7\n" in printed
+
+
+def test_stages_that_read_a_different_artefact_run_again(tmp_path, unbroken, corpus, config, in_this_process, knowing):
+    """Inputs are compared by content; other stages are kept."""
+    out = shutil.copytree(unbroken[0], tmp_path / "out")
+    shutil.copy(knowing, out / "base_model_v3.pt")
+    printed = succeed("run_cycles", str(config), **cycle_options(corpus, out))
+    assert in_this_process == ["evaluate", "sample"]
+    digests = [hash_weights(path)[:12] for path in (unbroken[0] / "base_model_v3.pt", knowing)]
+    assert "perplexity_base_model_v3 is made again: input checkpoints was {}, now {}\n".format(*digests) in printed
+
+
+def test_different_code_gives_one_warning_and_keeps_finished_stages(
+    tmp_path, unbroken, corpus, config, in_this_process
+):
+    out = shutil.copytree(unbroken[0], tmp_path / "out")
+    ledger = json.loads((out / "cycles.json").read_text())
+    now = ledger["stages"]["gate_v1"]["code"]
+    for entry in ledger["stages"].values():
+        entry |= {"code": "0" * 64, "commit": "a" * 40}
+    del ledger["stages"]["sample_base_model_v3"]
+    (out / "cycles.json").write_text(json.dumps(ledger))
+    finished = call("run_cycles", str(config), **cycle_options(corpus, out))
+    assert finished.status == 0 and in_this_process == ["sample"]
+    change = f"source files were 000000000000 (commit aaaaaaaaaaaa), now {now:.12} (commit "
+    assert finished.err.count(f"WARNING: finished stages were made by other code, and are kept ({change}") == 1
+    codes = {name: entry["code"] for name, entry in stages_of(out).items()}
+    assert codes.pop("sample_base_model_v3") == now and set(codes.values()) == {"0" * 64}
 
 
 def test_a_run_belongs_to_one_corpus(tmp_path, unbroken, corpus, config, in_this_process):
@@ -558,12 +587,18 @@ def test_an_interrupted_attempt_is_taken_up_again(monkeypatch, tmp_path, corpus,
             raise KeyboardInterrupt
         return original(*arguments, **keywords)
 
+    def unwritten(ledger, name, record, section=None):
+        if "carried_on" in record:
+            raise KeyboardInterrupt
+        write(ledger, name, record, section)
+
+    write = run_cycles.Ledger.record
     with monkeypatch.context() as patch:
         patch.setattr(train_reward_model, "learn_mixture", interrupted)
         assert call("run_cycles", str(strict), **options).status != 0
     with monkeypatch.context() as patch:
         in_this_process.clear()
-        patch.setattr(run_cycles.Ledger, "carry_on", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(run_cycles.Ledger, "record", unwritten)
         assert call("run_cycles", str(strict), **options).status == 130
         assert in_this_process == ["train_reward_model", "train_grpo"]
         assert (out / "base_model_v2.pt").is_file()
@@ -660,7 +695,7 @@ def test_a_natural_model_of_its_own_size_begins_from_scratch(tmp_path, corpus, i
     succeed("run_cycles", str(path), **cycle_options(corpus, tmp_path / "out", num_cycles=1))
     shape = torch.load(tmp_path / "out" / "reward_model_v1.pt", weights_only=True)["config"]
     assert (shape.n_layer, shape.n_embd) == (2, 24)
-    assert "start_sha256" not in stages_of(tmp_path / "out")["natural_model_v1"]["options"]
+    assert "init_from" not in stages_of(tmp_path / "out")["natural_model_v1"]["inputs"]
 
 
 def test_a_trunk_of_the_settings_file_is_used_and_then_trained_further(
@@ -696,7 +731,7 @@ def test_another_start_makes_the_natural_model_anew(tmp_path, corpus, generator,
     in_this_process.clear()
     succeed("run_cycles", str(path), **options)
     assert in_this_process[:2] == ["train", "train_reward_model"]
-    assert stages_of(out)["natural_model_v1"]["options"]["start_sha256"] == hash_weights(start)
+    assert stages_of(out)["natural_model_v1"]["inputs"]["init_from"] == hash_weights(start)
     assert not torch.equal(before, weights(out / "reward_model_v1.pt")["natural.transformer.wte.weight"])
 
 
