@@ -10,7 +10,7 @@ torch.load(weights_only=True): nothing in a checkpoint is executed.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from data_loader import hash_tokens
+from data_loader import dataset_folder, hash_tokens, open_token_file
 from generation import Sampling
 from model import GPT, GPTConfig
 from reward_dataset_loader import RewardDataset
@@ -334,3 +334,40 @@ def check_unseen(trained: Mapping[str, Any] | None, metadata: Mapping[str, str],
             f"ERROR: {path} was trained with another validation split (sha256 {trained['val_sha256']:.12}...) than the "
             f"reward data's ({theirs:.12}...): it may know the text that is to judge it; use a trunk of the same split"
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a corpus, held against a checkpoint
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The token files of a folder: splits (n,) uint16, and their tokenizer."""
+
+    folder: Path
+    tokenizer: TokenizationManager
+    train: np.ndarray
+    val: np.ndarray
+
+    def describe(self) -> str:
+        """Folder, tokenization and sizes."""
+        sizes = f"{len(self.train):,} + {len(self.val):,} tokens"
+        return f"{self.folder} ({self.tokenizer.info().describe()}), {sizes}"
+
+
+def open_corpus(dataset: str, min_train_tokens: int, checkpoint: Mapping[str, Any] | None) -> Corpus:
+    """The corpus in a folder, or in one of that name below data/.
+
+    Raises UserError where a file is missing or holds too few tokens, or where the checkpoint's model reads others.
+    """
+    folder = dataset_folder(dataset)
+    if not (folder / "train.bin").is_file():
+        remedy = "name a folder that holds it, or a name below data/, with --dataset"
+        if (folder / "prepare.py").is_file():
+            remedy = f"make it with `python {folder}/prepare.py`"
+        raise UserError(f"ERROR: {folder}/train.bin not found: {remedy}")
+    tokenizer = TokenizationManager(data_path=folder)
+    if checkpoint is not None:
+        check_tokenizer(checkpoint, tokenizer)
+    train = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, min_train_tokens)
+    return Corpus(folder, tokenizer, train, open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2))

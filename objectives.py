@@ -11,7 +11,7 @@ token mean over a batch. Normalisers are those of TRL's GRPO trainer.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -66,16 +66,11 @@ def next_token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def language_model_loss(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    add_up: Callable[[float, int], Sequence[float]] = lambda *sums: sums,
-) -> float:
-    """Mean cross-entropy in nats over all targets of batches (x, y), each (B, T) int64, every target weighing the same.
+def loss_sums(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+    """The sum of cross-entropies in nats over all targets of batches (x, y), each (B, T) int64, and their number.
 
     Targets of -1 are none. `model(x, y)` returns (logits, mean loss over the targets). It is asked without dropout, and
-    left in the mode it came in. Infinity where there is no target. Where others have the rest of the batches, `add_up`
-    makes of the sum of losses and the number of targets here those of all.
+    left in the mode it came in.
     """
     was_training = model.training
     model.eval()
@@ -89,7 +84,12 @@ def language_model_loss(
                 count += targets
     finally:
         model.train(was_training)
-    total, count = add_up(total, count)
+    return total, count
+
+
+def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Mean cross-entropy in nats over all targets of `loss_sums`, each of the same weight; infinity without any."""
+    total, count = loss_sums(model, batches)
     return total / count if count else math.inf
 
 
@@ -350,10 +350,10 @@ def policy_loss(
     num_sequences and num_tokens are those of the whole update (default: of this call): the losses of an update's
     micro-batches then add up to the update's loss. (For bnpo a call weighs B / num_sequences.)
 
-    Metrics: ratio_mean, approx_kl (k3 of old || new), kl (where there is a reference) are means over tokens; clip_low
-    and clip_high the share of tokens (of sequences, for level 'sequence') whose gradient the clip at that side stopped,
-    clip_share both; clip_low_min and clip_high_max the extremes over sequences. For cispo: the share whose weight was
-    capped, A > 0. On-policy (r = 1 throughout) the loss is near 0 and nothing is clipped: the gradient is what counts.
+    Metrics: ratio_mean, approx_kl (k3 of old || new) and kl (with a reference) are means over tokens; clip_low and
+    clip_high the share of tokens (of sequences, for level 'sequence') whose gradient the clip at that side stopped,
+    clip_share both; for cispo the share whose weight was capped, A > 0. On-policy (r = 1 throughout) the loss is near
+    0 and nothing is clipped: the gradient is what counts.
     """
     _choose("loss_type", loss_type, LOSS_TYPES)
     _choose("importance_level", importance_level, ("token", "sequence"))
@@ -417,5 +417,4 @@ def policy_loss(
     weights = mask.sum(1) if importance_level == "token" else counts.any(1).to(mask.dtype)
     weights = weights / weights.sum().clamp(min=1)
     metrics |= {"clip_low": low @ weights, "clip_high": high @ weights, "clip_share": (low + high) @ weights}
-    metrics |= {"clip_low_min": low.min(), "clip_high_max": high.max()}
     return loss, {name: value.detach() for name, value in metrics.items()}

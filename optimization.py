@@ -7,6 +7,7 @@ Knows nothing of models but parameter names; no I/O.
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +142,6 @@ def make_optimizers(
     muon_learning_rate: float = 0.02,
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
-    device_type: str = "cpu",
     muon_momentum: float = 0.95,
 ) -> Optimizers:
     """Optimizers for the model's parameters that require gradients.
@@ -167,7 +167,7 @@ def make_optimizers(
     groups = [group for group in groups if group["params"]]
     if groups:
         # One fused kernel for all tensors: on two CPU cores, a third of the loop's time for a small model.
-        fused = device_type in ("cuda", "cpu")
+        fused = named[0][1].device.type in ("cuda", "cpu")
         made.append(torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused))
     return Optimizers(made)
 
@@ -221,11 +221,6 @@ def clip_gradients(
     return value
 
 
-def copied(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Named tensors as they are now: what trains on does not change them."""
-    return {name: tensor.detach().clone() for name, tensor in tensors}
-
-
 class EarlyStopping:
     """Says when to stop: the value has not improved by at least `min_delta` over the last `patience` evaluations.
 
@@ -266,6 +261,13 @@ class EarlyStopping:
         """Whether the patience has run out."""
         return self.patience is not None and self.num_without_improvement >= self.patience
 
+    @property
+    def reason(self) -> str | None:
+        """Why to stop; None while there is patience."""
+        if not self.should_stop:
+            return None
+        return f"patience: no improvement of {self.min_delta} in {self.patience} evaluations"
+
     def state_dict(self) -> dict[str, float | int | None]:
         """Best value and counter; patience, min_delta and mode are settings."""
         return {"best": self.best, "num_without_improvement": self.num_without_improvement}
@@ -273,3 +275,44 @@ class EarlyStopping:
     def load_state_dict(self, state: dict[str, float | int | None]) -> None:
         """Go on from a `state_dict()`."""
         self.best, self.num_without_improvement = state["best"], state["num_without_improvement"]
+
+
+class Best:
+    """The weights of least value that were offered, with what is noted of them; of equals the first."""
+
+    def __init__(self) -> None:
+        self.value, self.step = math.inf, 0
+        self.figures: dict[str, Any] = {}
+        self.weights: dict[str, Tensor] | None = None  # None: none was offered, or they are written already
+
+    def offer(
+        self, value: float, step: int, weights: Iterable[tuple[str, Tensor]], figures: dict[str, Any], any_value=False
+    ) -> None:
+        """Keep a copy of these weights if their value is below the least so far, or at `any_value`."""
+        if value < self.value or any_value:
+            self.value, self.step, self.figures = min(value, self.value), step, figures
+            self.weights = {name: tensor.detach().clone() for name, tensor in weights}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Value, step, figures and weights."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict()`."""
+        vars(self).update(state)
+
+
+class TrainableWeights:
+    """Those weights of a model that require gradients, as a part of a run's state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights by name."""
+        return {name: weight.detach() for name, weight in self.named}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Set the weights; what is frozen stays."""
+        self.model.load_state_dict(state, strict=False)

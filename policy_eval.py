@@ -8,23 +8,24 @@ copies of the training text, and the reward of natural text.
 Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoint import Corpus
 from data_loader import ValidationParts, WholeSplitBatches, validation_part
 from generation import Completer, Sampling
 from model import GPT
 from objectives import kl_estimate, text_log_probs
-from optimization import EarlyStopping, copied
+from optimization import EarlyStopping
 from reward_metrics import MIN_BLOCKS, better_than_constant, bootstrap_mean, measure_skill, paired_difference
 from reward_model import Judge, Verdict
 from runtime.device import random_stream
 from runtime.process import UserError, warn
 from runtime.run_log import counted
-from tokenization_manager import TokenizationManager
 
 EVALUATION_SAMPLES = 2  # completions of each prompt of an evaluation
 COMPLETIONS_SHOWN = 3  # in the records
@@ -63,20 +64,14 @@ class PolicyEvaluation:
     """
 
     def __init__(
-        self,
-        reward_model: Judge,
-        tokenizer: TokenizationManager,
-        copies: "CopyFinder",
-        val_tokens: np.ndarray,
-        part: str,
-        num_prompts: int,
-        seed: int,
+        self, reward_model: Judge, corpus: Corpus, copies: "CopyFinder", settings: "PolicySettings", part: str
     ) -> None:
-        self.reward_model, self.tokenizer, self.part, self.seed = reward_model, tokenizer, part, seed
+        self.reward_model, self.tokenizer, self.part, self.seed = reward_model, corpus.tokenizer, part, settings.seed
         self.length = reward_model.reference.config.block_size
         self.device = next(reward_model.reference.parameters()).device
-        self.tokens, self.copies = validation_part(val_tokens, self.length, part), copies
-        self.drawn = draw_prompts(self.tokens, self.length, num_prompts, EVALUATION_SAMPLES, seed, "eval", part)
+        self.tokens, self.copies = validation_part(corpus.val, self.length, part), copies
+        amount = self.length, settings.eval_prompts, EVALUATION_SAMPLES
+        self.drawn = draw_prompts(self.tokens, *amount, settings.seed, "eval", part)
         self.natural_rewards = reward_model(self.drawn[0].to(self.device)).natural  # (P,)
 
     def losses(self, policy: GPT) -> Tensor:
@@ -190,6 +185,7 @@ class PolicySettings(Protocol):
 
     reward_model_path: str | None
     gate_blocks: int
+    eval_prompts: int
     allow_blind_reward: bool
     max_steps: int
     updates_per_step: int
@@ -205,18 +201,14 @@ class PolicySettings(Protocol):
 
 
 def skill_on_policy(
-    completer: Completer,
-    judge: Judge,
-    tokens: np.ndarray,
-    settings: PolicySettings,
-    device: torch.device,
+    completer: Completer, reward_model: Judge, tokens: np.ndarray, settings: PolicySettings
 ) -> dict[str, Any]:
     """R2 and more of the reward model on fresh text of the policy, K uniform on 1 to N - 1, after natural text.
 
     The natural blocks are evenly spaced in the gate's part of the validation split, which neither selected the reward
     model nor reports its figures. See reward_metrics.measure_skill.
     """
-    N, G = completer.length, GATE_SAMPLES
+    N, G, device = completer.length, GATE_SAMPLES, next(completer.model.parameters()).device
     gate = ValidationParts.of(len(tokens) // N).gate
     if not gate:
         raise UserError(f"ERROR: {len(tokens)} validation tokens are fewer than four blocks of {N}: use more text")
@@ -228,7 +220,7 @@ def skill_on_policy(
     uniforms = torch.from_numpy(draw.random((count, G, N), dtype=np.float32))
     ids = completer(natural.to(device), crossovers, uniforms, Sampling()).ids.flatten(0, 1)
     completer.release()
-    prediction, truth = judge(ids).natural.cpu(), crossovers.flatten() / N
+    prediction, truth = reward_model(ids).natural.cpu(), crossovers.flatten() / N
     return measure_skill(prediction, truth, torch.arange(count).repeat_interleave(G), N, settings.seed)
 
 
@@ -263,31 +255,33 @@ class Stops:
     def __init__(self, settings: PolicySettings) -> None:
         self.settings = settings
         self.window = settings.plateau_window or max(1, min(10, settings.max_steps // 10))  # steps; of the run
+        self.start: dict[str, Any] | None = None  # figures of the starting policy, among them its loss and reward
         self.rewards: list[float] = []  # one a step
         self.plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
 
     def state_dict(self) -> dict[str, Any]:
-        """Rewards so far, the window, and the state of the plateau."""
-        return {"rewards": self.rewards, "window": self.window, "plateau": self.plateau.state_dict()}
+        """The start's figures, rewards so far, the window, and the state of the plateau."""
+        named = {"start": self.start, "rewards": self.rewards, "window": self.window}
+        return named | {"plateau": self.plateau.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self.rewards, self.window = list(state["rewards"]), state["window"]
+        self.start, self.rewards, self.window = state["start"], list(state["rewards"]), state["window"]
         self.plateau.load_state_dict(state["plateau"])
 
-    def note(self, step: int, reward: float) -> None:
+    def note(self, reward: float) -> None:
         """Take note of a step's mean reward."""
         self.rewards.append(reward)
-        if step >= self.window and step % self.window == 0:
+        if len(self.rewards) % self.window == 0:
             self.plateau.update(float(np.mean(self.rewards[-self.window :])))
 
-    def why(self, step: int, record: dict[str, Any], start: dict[str, Any]) -> str | None:
-        """The reason to stop after a step with this record, whose first evaluation was `start`; or None."""
+    def why(self, record: Mapping[str, Any]) -> str | None:
+        """The reason to stop after a step with this record, which may have an evaluation's figures; or None."""
         settings = self.settings
-        if cap := self.cap(record, start):
+        if cap := self.cap(record):
             return cap
-        if step >= self.window:
-            mean, natural = float(np.mean(self.rewards[-self.window :])), start["natural_reward"]
+        if len(self.rewards) >= self.window:
+            mean, natural = float(np.mean(self.rewards[-self.window :])), self.start["natural_reward"]
             if mean >= settings.reward_threshold:
                 return f"reward threshold: {mean:.3f} >= {settings.reward_threshold}"
             share = settings.natural_threshold
@@ -295,11 +289,9 @@ class Stops:
                 return f"natural threshold: {mean:.3f} >= {share:g} of natural text's {natural:.3f}"
             if self.plateau.should_stop:
                 return f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
-        if step >= settings.max_steps:
-            return f"step limit: {settings.max_steps}"
         return None
 
-    def cap(self, record: dict[str, Any], start: dict[str, Any]) -> str | None:
+    def cap(self, record: Mapping[str, Any]) -> str | None:
         """The cap that a step breaks, or the policy evaluated after it; None where all hold."""
         settings = self.settings
         for name in ("kl_start", "kl_now"):
@@ -307,44 +299,19 @@ class Stops:
                 return f"KL cap: {kl:.3f} > {settings.start_kl_cap} nats a token from the start"
         if settings.updates_per_step == 1 and (kl := record.get("kl_step", 0.0)) > settings.update_kl_cap:
             return f"update KL cap: {kl:.3f} > {settings.update_kl_cap} nats a token in one update; lower learning_rate"
-        rise = record.get("select_loss", start["select_loss"]) - start["select_loss"]
+        rise = record.get("select_loss", self.start["select_loss"]) - self.start["select_loss"]
         if rise > settings.natural_loss_cap:
             return f"natural-text loss cap: risen by {rise:.3f} > {settings.natural_loss_cap} nats a token"
         return None
 
 
-class Best:
-    """The best, by a named criterion, of the starting policy and those evaluated that broke no cap.
-
-    The start must be offered first; of equals the first is kept.
-    """
-
-    def __init__(self, criterion: str) -> None:
-        self.criterion, self.step, self.record, self.state = criterion, 0, None, None
-        self.looked = 0  # the last step that was evaluated
-
-    def _value(self, step: int, record: dict[str, Any]) -> float:
-        """What is to be least."""
-        if self.criterion == "nearest":
-            return abs(record["fresh_reward"] - record["natural_reward"])
-        if self.criterion == "divergence":
-            return record["kl_mixture"]
-        return record["select_loss"] if self.criterion == "val_loss" else -step
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best so far: its step, record and weights."""
-        return {"step": self.step, "record": self.record, "state": self.state, "looked": self.looked}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`."""
-        self.step, self.record, self.state, self.looked = (state[n] for n in ("step", "record", "state", "looked"))
-
-    def offer(self, step: int, record: dict[str, Any], policy: GPT, capped: bool) -> None:
-        """Keep this policy if it broke no cap and is better than the best so far."""
-        self.looked = step
-        if self.record is None or (not capped and self._value(step, record) < self._value(self.step, self.record)):
-            self.step, self.record = step, record
-            self.state = copied(policy.state_dict().items())
+def selection_value(criterion: str, step: int, figures: Mapping[str, Any]) -> float:
+    """The value, least for the policy to keep, that a criterion of `best_by` gives an evaluated policy."""
+    if criterion == "nearest":
+        return abs(figures["fresh_reward"] - figures["natural_reward"])
+    if criterion == "divergence":
+        return figures["kl_mixture"]
+    return figures["select_loss"] if criterion == "val_loss" else -step
 
 
 def report_figures(report: PolicyEvaluation, policy: GPT, reference: GPT, seed: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import copy
 import math
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -19,24 +20,33 @@ import numpy as np
 import torch
 
 from checkpoint import (
+    Corpus,
     build_model,
     check_same_splits,
-    check_tokenizer,
     data_record,
     hash_weights,
     load_checkpoint,
+    open_corpus,
     save_checkpoint,
 )
-from data_loader import WholeSplitBatches, dataset_folder, get_batch, open_token_file, validation_part
+from data_loader import WholeSplitBatches, get_batch, validation_part
 from model import GPT, GPTConfig
-from objectives import language_model_loss, next_token_loss, perplexity
-from optimization import EarlyStopping, clip_gradients, cooldown_factor, copied, learning_rate_factor, make_optimizers
+from objectives import loss_sums, next_token_loss, perplexity
+from optimization import (
+    Best,
+    EarlyStopping,
+    Optimizers,
+    clip_gradients,
+    cooldown_factor,
+    learning_rate_factor,
+    make_optimizers,
+)
 from runtime.cli import parse_settings
 from runtime.device import autocast, peak_memory_mb, random_stream, seed_step, select_device, select_dtype
-from runtime.distributed import gradients_stay, parallel, start_ranks
+from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
 from runtime.process import UserError, run_main
-from runtime.resume import RunState
-from runtime.run_log import RunLog, counted, format_size, make_tracker, progress, say
+from runtime.resume import Run, Values
+from runtime.run_log import Tracker, counted, format_size, make_tracker, say
 from runtime.settings import Problems, Settings, setting
 from tokenization_manager import TokenizationManager
 
@@ -228,219 +238,97 @@ class TrainSettings(Settings):
 
 
 def main() -> None:
-    given = settings = parse_settings(TrainSettings, "train")
-    ranks = start_ranks(select_device(settings.device))
-    device = ranks.device
-    dtype = select_dtype(settings.dtype, device)
-    ranks.everywhere(lambda: ranks.check_divides(batch_size=settings.batch_size))
-
-    # the checkpoint to start from, or to evaluate: its shape is the model's
+    # settings, data, and the checkpoint to start from or to evaluate, whose shape is the model's
+    given = parse_settings(TrainSettings, "train")
+    ranks = start_ranks(select_device(given.device))
+    device, dtype = ranks.device, select_dtype(given.dtype, ranks.device)
+    ranks.everywhere(lambda: ranks.check_divides(batch_size=given.batch_size))
     start, model = ranks.everywhere(lambda: load_start(given, device))
-    if start is not None:
-        settings = ranks.everywhere(lambda: given.shaped(model.config))
+    settings = given if start is None else ranks.everywhere(lambda: given.shaped(model.config))
+    corpus = ranks.everywhere(lambda: open_corpus(settings.dataset, settings.block_size + 1, start))
+    data = ranks.on_main(lambda: data_record(corpus.train, corpus.val))
+    reads = ranks.everywhere(lambda: what_is_read(given, start, data))
 
-    # data
-    folder, tokenizer, train_tokens, val_tokens = ranks.everywhere(lambda: open_corpus(settings, start))
-    vocab_size = tokenizer.vocab_size
-    data = ranks.on_main(lambda: data_record(train_tokens, val_tokens))
-    reads = {"corpus": data}
-    if given.start_path is not None and not given.eval_only:
-        ranks.everywhere(lambda: check_same_splits(start["data"], data, allow_mismatch=None))
-        reads["start"] = ranks.everywhere(lambda: hash_weights(given.start_path))
-
-    # The state holds the settings as given: a start's shape is not among them, and no option of a run that goes on.
-    state, saved = RunState(given.checkpoint_path, given, reads, ranks), None
+    # run. The state holds the settings as given: a start's shape is not among them, and no option of a resumed run.
+    run = Run(given.checkpoint_path, given, ranks, reads, tracker=partial(tracker_of, settings))
     if start is None or not given.eval_only:
-        saved = state.begin(given.init_from == "resume")
-    if saved is not None:
-        ranks.on_main(lambda: check_resumable(given, state, saved))
-        settings, model = given.shaped(saved["config"]), GPT(saved["config"]).to(device)
-
-    # a new model: BPE's ids are padded to a multiple of 64, which matrix products like; padding ids are never used
-    if model is None:
-        seed_step(settings.seed, "weights")
-        padded = math.ceil(vocab_size / 64) * 64 if tokenizer.method == "bpe" else vocab_size
-        model = GPT(settings.model_config(padded, vocab_size if padded > vocab_size else None))
-        if settings.init == "orthogonal":
-            model.init_orthogonal()
-        model = model.to(device)
-    optimizers = make_optimizers(
-        model,
-        settings.optimizer,
-        settings.learning_rate,
-        settings.muon_learning_rate,
-        settings.weight_decay,
-        (settings.beta1, settings.beta2),
-        device.type,
-        settings.muon_momentum,
-    )
+        run.begin(given.init_from == "resume")
+    if run.is_resumed:
+        model = GPT(run.saved("facts")["config"]).to(device)
+        settings = given.shaped(model.config)
+    elif model is None:
+        model = new_model(settings, corpus.tokenizer).to(device)
+    optimizers = optimizers_of(model, settings)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    stopping = EarlyStopping(settings.patience, settings.min_delta)
-    # steps made, whether the weights after them have been evaluated, records written, best loss so far
-    first_step, evaluated, num_records, best_loss = 0, False, None, math.inf
-    # batches that the start has learned, which those of this run follow; the best model until it is written
-    first_batch, best, is_saved = 0 if start is None else batches_learned(start), None, False
-    if saved is not None:
-        first_step, evaluated, num_records = saved["step"], saved["evaluated"], saved["num_records"]
-        best_loss, first_batch, best = saved["best_loss"], saved["first_batch"], saved["best"]
-        is_saved = best_loss < math.inf and best is None
-        model.load_state_dict(saved["model"])
-        optimizers.load_state_dict(saved["optimizers"])
-        scaler.load_state_dict(saved["scaler"])
-        stopping.load_state_dict(saved["stopping"])
-        say(f"Resuming {state.path} at iteration {first_step}")
-        if first_step >= settings.max_iters:
-            say(f"Nothing to do: more than {first_step} steps must be asked for with --max_iters")
+    stopping, best = EarlyStopping(settings.patience, settings.min_delta), Best()
+    facts = Values(config=replace(model.config), first_batch=0 if start is None else batches_learned(start))
+    run.track(model=model, optimizers=optimizers, scaler=scaler, stopping=stopping, best=best, facts=facts)
+    if run.is_resumed:
+        ranks.on_main(lambda: check_resumable(given, run, best))
 
-    horizon = state.began["max_iters"]  # of the schedules: a run that goes on longer does not stretch them
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
     say(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})")
-    say(f"Data: {folder} ({tokenizer.info().describe()}), {len(train_tokens):,} + {len(val_tokens):,} tokens")
+    say(f"Data: {corpus.describe()}")
     say(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
     if given.start_path is not None:
         say(f"Starting from {given.start_path}")
-
-    selecting = validation_part(val_tokens, settings.block_size, "select")
-
-    def loss_on(tokens: np.ndarray) -> float:
-        """The mean loss on validation text, of which every rank reads its share."""
-        if settings.eval_iters is None:
-            batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, device)
-            total = len(batches)
-        else:
-            size = min(settings.block_size, len(tokens) - 1)
-            draws = (random_stream(settings.seed, "val", index) for index in range(settings.eval_iters))
-            batches = (get_batch(tokens, size, settings.batch_size, draw, device) for draw in draws)
-            total = settings.eval_iters
-        share = islice(counted(batches, total, "Evaluating"), ranks.rank, None, ranks.world_size)
-        with autocast(device, dtype):
-            return language_model_loss(model, share, ranks.sum)
-
-    def evaluate() -> tuple[float, float]:
-        """val_loss, of the whole validation split, and select_loss, of its selecting part."""
-        select_loss, rest = loss_on(selecting), val_tokens[len(selecting) - 1 :]
-        if settings.eval_iters is not None:
-            return loss_on(val_tokens), select_loss
-        if len(rest) < 2:
-            return select_loss, select_loss
-        targets = len(selecting) - 1, len(rest) - 1
-        return (select_loss * targets[0] + loss_on(rest) * targets[1]) / sum(targets), select_loss
-
     if settings.eval_only:
-        val_loss, select_loss = evaluate()
-        say(f"val_loss {val_loss:.4f} | select_loss {select_loss:.4f}")
+        losses = validation_losses(model, corpus, settings, ranks, dtype)
+        say(" | ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
         return
+    if run.is_resumed and run.step >= settings.max_iters:
+        say(f"Nothing to do: more than {run.step} steps must be asked for with --max_iters")
+
+    def evaluate() -> None:
+        losses = validation_losses(model, corpus, settings, ranks, dtype)
+        run.note(**losses)
+        stopping.update(losses["select_loss"])
+        figures = {"step": run.step, **losses, "batches": facts.first_batch + run.step, "settings": asdict(settings)}
+        keep_best(best, model, run, figures, (corpus.tokenizer.to_record(), data))
 
     forward = parallel(torch.compile(model) if settings.compile else model, ranks)
-    tracker = make_tracker(
-        settings.tracker_name, settings.log_path, settings.wandb_run_name, asdict(settings), settings.wandb_project
-    )
-    step = first_step
+    horizon = run.began["max_iters"]  # of the schedules: a run that goes on longer does not stretch them
+    seconds, num_timed = 0.0, 0
+    for step in run.steps("max_iters", evaluate, settings.eval_interval, until=lambda _: stopping.reason):
+        started = time.perf_counter()
+        optimizers.set_learning_rate_factor(factor_at(step, settings, horizon))
+        length, rows = batch_shape(step, settings, horizon)
+        draw = random_stream(settings.seed, "train", facts.first_batch + step)  # batches follow those of the start
+        seed_step(settings.seed, "dropout", step, *([ranks.rank] if ranks.rank else []))
+        loss_sum = 0.0
+        for micro_step in range(settings.gradient_accumulation_steps):
+            # (B / ranks, T) each: of a batch that all ranks draw alike, every one has its rows
+            x, y = get_batch(corpus.train, length, rows, draw, device, ranks.share(rows))
+            with gradients_stay(forward, last=micro_step == settings.gradient_accumulation_steps - 1):
+                with autocast(device, dtype):
+                    loss = forward(next_token_loss, x, y) / settings.gradient_accumulation_steps
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+        optimizers.unscale(scaler)
+        # Under float16 the scaler itself skips a step whose gradients overflowed.
+        norm = clip_gradients(model.named_parameters(), settings.grad_clip, not scaler.is_enabled())
+        optimizers.step(scaler)
+        optimizers.zero_grad()
+        seconds, num_timed = seconds + time.perf_counter() - started, num_timed + 1
 
-    def progress_so_far() -> dict[str, Any] | None:
-        if step == 0:
-            return None
-        return {
-            "step": step,
-            "evaluated": evaluated,
-            "num_records": log.num_records,
-            "best_loss": best_loss,
-            "first_batch": first_batch,
-            "best": best,
-            "config": replace(model.config),
-            "model": model.state_dict(),
-            "optimizers": optimizers.state_dict(),
-            "scaler": scaler.state_dict(),
-            "stopping": stopping.state_dict(),
-        }
+        if (step + 1) % settings.log_interval == 0:
+            train_loss = ranks.sum(float(loss_sum))[0] / ranks.world_size
+            rate = tokens_per_step * num_timed / seconds
+            run.note(train_loss=train_loss, gradient_norm=norm if math.isfinite(norm) else None)
+            run.note(learning_rate=optimizers.learning_rate, tokens_per_second=round(rate))
+            run.note(peak_memory_mb=round(peak_memory_mb(device)))
+            run.bar.set_postfix(loss=f"{train_loss:.3f}", tok_s=f"{rate:,.0f}")
+            seconds, num_timed = 0.0, 0
 
-    with (
-        RunLog(settings.log_path, num_records, tracker=tracker) as log,
-        state.kept(progress_so_far),
-        progress(settings.max_iters, "Training", "step", initial=first_step) as bar,
-    ):
-        step_time, step_count = 0.0, 0
-        while True:
-            if (step % settings.eval_interval == 0 or step >= settings.max_iters) and not evaluated:
-                val_loss, select_loss = evaluate()
-                with state.step():
-                    if not math.isfinite(val_loss):
-                        told = f"validation loss is {val_loss}: lower the learning rate"
-                        raise ranks.common_error(diverged(told, step, is_saved, settings))
-                    log.log(step, val_loss=val_loss, select_loss=select_loss)
-                    stopping.update(select_loss)
-                    better = select_loss < best_loss or settings.always_save_checkpoint
-                    # New weights are no candidate; a start's are.
-                    if better and (step or not settings.max_iters or "start" in state.reads):
-                        best_loss = min(select_loss, best_loss)
-                        figures = {"step": step, "val_loss": val_loss, "select_loss": select_loss}
-                        figures |= {"batches": first_batch + step, "settings": asdict(settings)}
-                        best = {"model": copied(model.state_dict().items()), "figures": figures}
-                    # Nothing is written before the first step: a run begun by mistake must not replace a trained model.
-                    if best is not None and (step or not settings.max_iters):
-                        if ranks.rank == 0:
-                            if best["figures"]["step"] < step:
-                                say(f"The start is better than step {step}: {settings.checkpoint_path} holds the start")
-                            kept = copy.deepcopy(model)
-                            kept.load_state_dict(best["model"])
-                            save_checkpoint(
-                                settings.checkpoint_path, kept, tokenizer.to_record(), data, best["figures"]
-                            )
-                        best, is_saved = None, True
-                    evaluated = True
-                    if step:
-                        state.save(**progress_so_far())
-            if stopping.should_stop:
-                say(f"Stopped at step {step}: no fall of {settings.min_delta} in {settings.patience} evaluations")
-                break
-            if step >= settings.max_iters:
-                break
-
-            with state.step():
-                started = time.perf_counter()
-                optimizers.set_learning_rate_factor(factor_at(step, settings, horizon))
-                draw = random_stream(settings.seed, "train", first_batch + step)
-                seed_step(settings.seed, "dropout", step, *([ranks.rank] if ranks.rank else []))
-                loss_sum = 0.0
-                for micro_step in range(settings.gradient_accumulation_steps):
-                    # (B / ranks, T) each: of a batch that all ranks draw alike, every one has its rows
-                    length, rows = batch_shape(step, settings, horizon)
-                    x, y = get_batch(train_tokens, length, rows, draw, device, ranks.share(rows))
-                    last = micro_step == settings.gradient_accumulation_steps - 1
-                    with gradients_stay(forward, last):
-                        with autocast(device, dtype):
-                            loss = forward(next_token_loss, x, y) / settings.gradient_accumulation_steps
-                        scaler.scale(loss).backward()
-                    loss_sum += loss.detach()
-                optimizers.unscale(scaler)
-                try:
-                    # Under float16 the scaler itself skips a step whose gradients overflowed.
-                    norm = clip_gradients(model.named_parameters(), settings.grad_clip, not scaler.is_enabled())
-                except UserError as error:
-                    reason = str(error).removeprefix("ERROR: ")
-                    raise ranks.common_error(diverged(reason, step + 1, is_saved, settings)) from None
-                optimizers.step(scaler)
-                optimizers.zero_grad()
-                step, evaluated = step + 1, False
-                step_time, step_count = step_time + time.perf_counter() - started, step_count + 1
-
-                if step % settings.log_interval == 0:
-                    train_loss = ranks.sum(float(loss_sum))[0] / ranks.world_size
-                    rate = tokens_per_step * step_count / step_time
-                    if not math.isfinite(train_loss):
-                        told = f"training loss is {train_loss}: lower the learning rate"
-                        raise ranks.common_error(diverged(told, step, is_saved, settings))
-                    # Under float16 gradients may overflow: the scaler has skipped the step, which has no norm.
-                    figures = {"train_loss": train_loss, "gradient_norm": norm if math.isfinite(norm) else None}
-                    figures["learning_rate"] = optimizers.learning_rate
-                    figures |= {"tokens_per_second": round(rate), "peak_memory_mb": round(peak_memory_mb(device))}
-                    log.log(step, quiet=True, **figures)
-                    bar.set_postfix(loss=f"{train_loss:.3f}", tok_s=f"{rate:,.0f}")
-                    step_time, step_count = 0.0, 0
-            bar.update()
-    state.finish()
-    say(f"Best select_loss: {best_loss:.4f} (perplexity {perplexity(best_loss):.3f}), on the selecting part of val.bin")
+    run.finish()
+    say(f"Stopped at step {run.step} by {run.reason}")
+    measured = f"{best.value:.4f} (perplexity {perplexity(best.value):.3f})"
+    say(f"Best select_loss: {measured}, on the selecting part of val.bin")
     say(f"Saved {settings.checkpoint_path}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the model, first and best
 
 
 def load_start(settings: TrainSettings, device: torch.device) -> tuple[dict[str, Any] | None, GPT | None]:
@@ -468,48 +356,126 @@ def batches_learned(start: dict[str, Any]) -> int:
     return batches if type(batches) is int else 0
 
 
-def open_corpus(
-    settings: TrainSettings, start: dict[str, Any] | None
-) -> tuple[Path, TokenizationManager, np.ndarray, np.ndarray]:
-    """A corpus: its folder, its tokenizer, and the tokens (n,) uint16 of its training and validation splits.
+def what_is_read(settings: TrainSettings, start: dict[str, Any] | None, data: dict[str, Any]) -> dict[str, Any]:
+    """Record of the data, and hash of the checkpoint to train further, which must not have learned other data."""
+    if settings.start_path is None or settings.eval_only:
+        return {"corpus": data}
+    check_same_splits(start["data"], data, allow_mismatch=None)
+    return {"corpus": data, "start": hash_weights(settings.start_path)}
 
-    Raises UserError where a file is missing or holds too few tokens, or where the checkpoint `start` reads others.
+
+def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
+    """A model with random weights.
+
+    BPE's ids are padded to a multiple of 64, which matrix products like; padding ids are never used.
     """
-    folder = dataset_folder(settings.dataset)
-    if not (folder / "train.bin").is_file():
-        remedy = "name a folder that holds it, or a name below data/, with --dataset"
-        if (folder / "prepare.py").is_file():
-            remedy = f"make it with `python {folder}/prepare.py`"
-        raise UserError(f"ERROR: {folder}/train.bin not found: {remedy}")
-    tokenizer = TokenizationManager(data_path=folder)
-    if start is not None:
-        check_tokenizer(start, tokenizer)
-    train_tokens = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, settings.block_size + 1)
-    return folder, tokenizer, train_tokens, open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
+    seed_step(settings.seed, "weights")
+    vocab_size = tokenizer.vocab_size
+    padded = math.ceil(vocab_size / 64) * 64 if tokenizer.method == "bpe" else vocab_size
+    model = GPT(settings.model_config(padded, vocab_size if padded > vocab_size else None))
+    if settings.init == "orthogonal":
+        model.init_orthogonal()
+    return model
 
 
-def check_resumable(settings: TrainSettings, state: RunState, saved: dict[str, Any]) -> None:
+def optimizers_of(model: GPT, settings: TrainSettings) -> Optimizers:
+    """The optimizers that the settings ask for."""
+    return make_optimizers(
+        model,
+        settings.optimizer,
+        settings.learning_rate,
+        settings.muon_learning_rate,
+        settings.weight_decay,
+        (settings.beta1, settings.beta2),
+        settings.muon_momentum,
+    )
+
+
+def check_resumable(settings: TrainSettings, run: Run, best: Best) -> None:
     """Raise UserError where the best model so far is gone, where the run began from another checkpoint than the one
     that is now at its place, or where further steps would have a learning rate of 0.
     """
-    if saved["best"] is None and saved["best_loss"] < math.inf and not settings.checkpoint_path.is_file():
+    if best.weights is None and best.figures and not settings.checkpoint_path.is_file():
         raise UserError(
             f"ERROR: {settings.checkpoint_path}, the best model so far, is gone; put it back, or delete "
-            f"{state.path} and start from scratch"
+            f"{run.path} and start from scratch"
         )
-    start = state.began["init_from"]
-    if "start" in state.reads and Path(start).is_file() and hash_weights(start) != state.reads["start"]:
+    start = run.began["init_from"]
+    if "start" in run.reads and Path(start).is_file() and hash_weights(start) != run.reads["start"]:
         raise UserError(
-            f"ERROR: {state.path} is of a run that began from another {start}; put that back, or delete the state and "
+            f"ERROR: {run.path} is of a run that began from another {start}; put that back, or delete the state and "
             f"start from scratch"
         )
-    max_iters, horizon = settings.max_iters, state.began["max_iters"]
+    max_iters, horizon = settings.max_iters, run.began["max_iters"]
     if max_iters > horizon and not settings.eval_only and factor_at(max_iters - 1, settings, horizon) == 0:
         end = horizon if settings.lr_decay_iters is None else settings.lr_decay_iters
         raise UserError(
             f"ERROR: max_iters={max_iters}: the schedule of this run ends at step {end} with a learning rate of 0 "
             f"(min_lr={settings.min_lr:g}): start a longer run with --init_from scratch and another --out_dir"
         )
+
+
+def keep_best(best: Best, model: GPT, run: Run, figures: dict[str, Any], records: tuple[dict, dict]) -> None:
+    """Offer an evaluated model; write the checkpoint of a new best. `records` are those of the tokenizer and the data.
+
+    New weights are no candidate, but those of a start are. Nothing is written before the first step: a run begun by
+    mistake must not replace a trained model.
+    """
+    settings, step = run.settings, run.step
+    no_steps = settings.max_iters == 0
+    if step or no_steps or "start" in run.reads:
+        weights = model.state_dict().items()
+        best.offer(figures["select_loss"], step, weights, figures, settings.always_save_checkpoint)
+    if best.weights is None or not (step or no_steps):
+        return
+    if run.ranks.rank == 0:
+        if best.step < step:
+            say(f"The start is better than step {step}: {settings.checkpoint_path} holds the start")
+        kept = copy.deepcopy(model)
+        kept.load_state_dict(best.weights)
+        save_checkpoint(settings.checkpoint_path, kept, *records, best.figures)
+    best.weights = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# evaluation, schedules, records
+
+
+def validation_losses(
+    model: GPT, corpus: Corpus, settings: TrainSettings, ranks: Ranks, dtype: torch.dtype
+) -> dict[str, float]:
+    """val_loss, of the whole validation split, and select_loss, of its selecting part; each rank reads its share."""
+
+    def loss_on(tokens: np.ndarray) -> float:
+        if settings.eval_iters is None:
+            batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, ranks.device)
+            total = len(batches)
+        else:
+            size = min(settings.block_size, len(tokens) - 1)
+            draws = (random_stream(settings.seed, "val", index) for index in range(settings.eval_iters))
+            batches = (get_batch(tokens, size, settings.batch_size, draw, ranks.device) for draw in draws)
+            total = settings.eval_iters
+        share = islice(counted(batches, total, "Evaluating"), ranks.rank, None, ranks.world_size)
+        with autocast(ranks.device, dtype):
+            loss, count = ranks.sum(*ranks.everywhere(lambda: loss_sums(model, share)))
+        return loss / count if count else math.inf
+
+    selecting = validation_part(corpus.val, settings.block_size, "select")
+    select_loss, rest = loss_on(selecting), corpus.val[len(selecting) - 1 :]
+    val_loss = select_loss
+    if settings.eval_iters is not None:
+        val_loss = loss_on(corpus.val)
+    elif len(rest) >= 2:
+        targets = len(selecting) - 1, len(rest) - 1
+        val_loss = (select_loss * targets[0] + loss_on(rest) * targets[1]) / sum(targets)
+    return {"val_loss": val_loss, "select_loss": select_loss}
+
+
+def tracker_of(settings: TrainSettings) -> Tracker | None:
+    """Where else the records go."""
+    return make_tracker(
+        settings.tracker_name, settings.log_path, settings.wandb_run_name, asdict(settings), settings.wandb_project
+    )
 
 
 def batch_shape(step: int, settings: TrainSettings, horizon: int) -> tuple[int, int]:
@@ -522,12 +488,6 @@ def batch_shape(step: int, settings: TrainSettings, horizon: int) -> tuple[int, 
         lengths = settings.short_contexts or (length,)
         length = lengths[int(step / part * len(lengths))]
     return length, settings.batch_size * settings.block_size // length
-
-
-def diverged(what: str, step: int, is_saved: bool, settings: TrainSettings) -> str:
-    """What is told of a training that has gone out of bounds."""
-    kept = f"the best model so far is kept in {settings.checkpoint_path}"
-    return f"ERROR: step {step}: {what}; {kept if is_saved else 'nothing was saved yet'}"
 
 
 def factor_at(step: int, settings: TrainSettings, horizon: int) -> float:

@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 
 from checkpoint import (
+    Corpus,
     build_model,
     check_same_splits,
     check_same_tokens,
-    check_tokenizer,
     data_record,
     load_checkpoint,
+    open_corpus,
     save_checkpoint,
 )
-from data_loader import dataset_folder, get_batch, open_token_file
-from generation import Completer, Completions, Sampling
+from data_loader import get_batch
+from generation import Completer, Sampling
 from model import GPT, check_same_fields
 from objectives import group_advantages, kl_estimate, next_token_loss, policy_loss, token_advantages, token_log_probs
-from optimization import clip_gradients, make_optimizers
+from optimization import Best, clip_gradients, make_optimizers
 from policy_eval import (
-    Best,
     CopyFinder,
     PolicyEvaluation,
     Stops,
@@ -42,6 +42,7 @@ from policy_eval import (
     first_and_last,
     masked_mean,
     report_figures,
+    selection_value,
     skill_on_policy,
     written_mask,
 )
@@ -51,11 +52,10 @@ from runtime.cli import parse_settings
 from runtime.device import random_stream, select_device
 from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
 from runtime.files import hash_file, write_json
-from runtime.process import UserError, run_main, until_main_ends, warn
-from runtime.resume import RunState
-from runtime.run_log import RunLog, format_size, make_tracker, not_finite, picture, progress, read_records, say
+from runtime.process import UserError, run_main, warn
+from runtime.resume import Run
+from runtime.run_log import format_size, picture, read_records, say
 from runtime.settings import Problems, Settings, setting
-from tokenization_manager import TokenizationManager
 
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
 
@@ -172,203 +172,94 @@ class GRPOSettings(Settings):
 
 
 def main() -> None:
-    settings = parse_settings(GRPOSettings, "train_grpo")
-    ranks = start_ranks(select_device(settings.device))
-    device = ranks.device
-    ranks.everywhere(lambda: ranks.check_divides(prompts_per_step=settings.prompts_per_step))
+    # settings
+    asked = parse_settings(GRPOSettings, "train_grpo")
+    ranks = start_ranks(select_device(asked.device))
+    ranks.everywhere(lambda: ranks.check_divides(prompts_per_step=asked.prompts_per_step))
 
-    # models: the policy, its frozen start, and the frozen judge. All stay in evaluation mode: dropout would make the
-    # policy that is scored another one than the policy that sampled.
-    checkpoint = load_checkpoint(settings.base_model_path)
-    judge_checkpoint = load_checkpoint(settings.reward_model_path)
-    base_sha256 = hash_file(settings.base_model_path)
-    check_judge(settings, checkpoint, base_sha256, judge_checkpoint)
-    policy = build_model(checkpoint, "generator", settings.base_model_path, device)
-    reference = build_model(checkpoint, "generator", settings.base_model_path, device)
-    judge = make_judge(judge_checkpoint, reference, settings, device)
-    asked, settings = settings, with_choices_made(settings, judge)
-    optimizers = make_optimizers(
-        policy, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=device.type
-    )
+    # models: pi, its frozen start pi_ref, and the frozen reward model. All stay in evaluation mode: dropout would make
+    # the policy that is scored another one than the policy that sampled.
+    checkpoint, base_sha256 = load_checkpoint(asked.base_model_path), hash_file(asked.base_model_path)
+    reward_model = load_reward_model(asked, checkpoint, base_sha256, ranks.device)
+    policy = build_model(checkpoint, "generator", asked.base_model_path, ranks.device)
+    settings = with_choices_made(asked, reward_model)
+    optimizers = make_optimizers(policy, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay)
 
-    # natural text: prompts from the training split; the validation split selects, gates and reports, each in its part
-    N = policy.config.block_size
-    folder = dataset_folder(settings.dataset)
-    tokenizer = TokenizationManager(data_path=folder)
-    check_tokenizer(checkpoint, tokenizer)
-    train_tokens = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, N + 1)
-    val_tokens = open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
-    corpus = ranks.on_main(lambda: data_record(train_tokens, val_tokens))
-    check_same_splits(checkpoint["data"], corpus, allow_mismatch=True)
-
-    say(f"Using device: {ranks.where}")
-    say(f"Policy: {settings.base_model_path}, {format_size(policy.num_parameters())}, block_size {N}")
-    say(f"Judge: {settings.reward_model_path}; prompts: {folder}")
-    rows = settings.prompts_per_step * settings.group_size
-    say(f"Each step: {settings.prompts_per_step} prompts x {settings.group_size} completions = {rows} sequences")
-
-    say(
-        f"Reward: {settings.reward}, credit for each {settings.credit}; KL: {settings.kl_in_reward:g} in the reward, "
-        f"{settings.beta:g} in the loss"
-    )
-    if settings.updates_per_step == 1:
-        say("One update a step: the policy that is scored is the one that sampled, ratios are 1 and nothing is clipped")
-
-    completer, micro_rows = Completer(policy, N), policy.rows_at_a_time()
-    prompts = ranks.share(settings.prompts_per_step)  # this rank's
-    skill = ranks.on_main(lambda: skill_on_policy(completer, judge, val_tokens, settings, device))
-    r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
-    say(f"R2 of the judge on {skill['num_sequences']} texts of the policy: {r2}")
-    if settings.gate_path is not None:
-        if ranks.rank == 0:
-            write_json(settings.gate_path, skill)
-        verdict = "open" if better_than_constant(skill["r2_low"]) else "closed: the interval's lower end is not above 0"
-        say(f"The gate is {verdict}. Saved {settings.gate_path}")
+    # data: prompts from the training split; the validation split selects, gates and reports, each in its part
+    corpus = open_corpus(settings.dataset, policy.config.block_size + 1, checkpoint)
+    data = ranks.on_main(lambda: data_record(corpus.train, corpus.val))
+    check_same_splits(checkpoint["data"], data, allow_mismatch=True)
+    describe_run(settings, policy, corpus, ranks)
+    completer = Completer(policy, policy.config.block_size)
+    if not passes_gate(completer, reward_model, corpus, settings, ranks):
         return
-    ranks.on_main(lambda: check_gate(settings, skill, r2))
+    copies = CopyFinder(corpus.train)
+    selection, report = (PolicyEvaluation(reward_model, corpus, copies, settings, p) for p in ("select", "report"))
 
-    copies = CopyFinder(train_tokens)
-    selection, report = (
-        PolicyEvaluation(judge, tokenizer, copies, val_tokens, part, settings.eval_prompts, settings.seed)
-        for part in ("select", "report")
-    )
-    stops, best = Stops(settings), Best(settings.best_by)
+    # run
     path = Path(settings.output_path)
-    reads = {
-        "base model": base_sha256,
-        "reward model": hash_file(settings.reward_model_path),
-        "corpus": corpus,
-    }
-    state = RunState(path, asked, reads, ranks)
-    saved = state.begin(settings.init_from == "resume")
-    step, reason, start, record = 0, None, None, {}
-    if saved is not None:
-        step, start, record = saved["step"], saved["start"], saved["record"]
-        policy.load_state_dict(saved["policy"])
-        optimizers.load_state_dict(saved["optimizers"])
-        stops.load_state_dict(saved["stops"])
-        best.load_state_dict(saved["best"])
-        reason = stops.why(step, record, start) if step else None  # by today's limits
-        say(f"Resuming {state.path} at step {step}")
-    tracker = make_tracker(settings.tracker, path.with_suffix(".jsonl"), path.stem, asdict(settings))
+    reads = {"base model": base_sha256, "reward model": hash_file(settings.reward_model_path), "corpus": data}
+    run = Run(path, asked, ranks, reads)
+    run.begin(settings.init_from == "resume")
+    stops, best = Stops(settings), Best()
+    run.track(policy=policy, optimizers=optimizers, stops=stops, best=best)
+
+    def evaluate() -> None:
+        figures = ranks.on_main(lambda: selection(completer))
+        run.note(**figures)
+        stops.start = stops.start or figures
+        if not stops.cap(run.record):  # a policy that broke a cap is never kept
+            value = selection_value(settings.best_by, run.step, figures)
+            best.offer(value, run.step, policy.state_dict().items(), figures)
+        if figures.get("above_natural"):
+            say(f"step {run.step}: completions get more reward than natural text, an exploited reward model")
+
     forward = parallel(policy, ranks)
+    for step in run.steps("max_steps", evaluate, settings.eval_interval, until=stops.why, first=1):
+        # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
+        batch = ranks.everywhere(partial(sample_group, completer, corpus.train, settings, step, ranks))
 
-    def progress_so_far() -> dict[str, Any] | None:
-        if start is None:
-            return None
-        told = {
-            "step": step,
-            "start": start,
-            "record": record,
-            "num_records": log.num_records,
-            "policy": policy.state_dict(),
-        }
-        told |= {"optimizers": optimizers.state_dict(), "stops": stops.state_dict(), "best": best.state_dict()}
-        return told
+        # r_1 .. r_G and log pi_ref, from here on of the rows of all ranks
+        batch.score(reward_model, ranks)
+        run.note(**figures_of_rollouts(batch, settings))
+        stops.note(run.record["reward"])
 
-    def check_finite(record: dict[str, Any]) -> None:
-        if wrong := not_finite(record):
-            raise ranks.common_error(diverged(f"{wrong}: lower the learning rate", step, best))
+        # A_i = (r_i - mean(r)) / std(r)
+        batch.advantages = advantages_of(batch, settings)
+        run.note(flat_groups=batch.flat_groups(settings.prompts_per_step))
 
-    log = RunLog(path.with_suffix(".jsonl"), saved and saved["num_records"], tracker=tracker)
-    until_main_ends(log)
-    with state.kept(progress_so_far), progress(settings.max_steps, "GRPO", "step", initial=step) as bar:
-        if start is None:
-            first_look = ranks.on_main(lambda: selection(completer))
-            with state.step():
-                start = first_look
-                best.offer(0, start, policy, capped=False)
-                log.log(0, **start)
-        if reason and "select_loss" not in record:  # it was interrupted at what has become its last step
-            record |= ranks.on_main(lambda: selection(completer))
-            check_finite(record)
-            best.offer(step, record, policy, stops.cap(record, start) is not None)
-            log.log(step, **record)
-        while reason is None:
-            with state.step():
-                step += 1
-                # sample: every rank completes its share of the prompts
-                try:
-                    # memory may be short on one rank alone
-                    completions, mask = ranks.everywhere(
-                        partial(rollout, completer, train_tokens, settings, step, prompts)
-                    )
-                except UserError as error:
-                    raise ranks.common_error(diverged(f"{error}; lower the learning rate", step, best)) from None
-                completer.release()  # the update needs the memory
-                ids = completions.ids.flatten(0, 1)  # (R / ranks, N)
+        # ascend J_GRPO(theta) (arXiv:2402.03300, equation 3), several times on the same completions
+        updates = 0
+        for update in range(settings.updates_per_step):
+            losses = accumulate_gradients(forward, batch, settings, ranks)
+            run.note(**losses)
+            if update and losses["kl_update"] > settings.update_kl_cap:
+                break  # the steps so far have moved the policy far enough
+            if settings.lm_coef:
+                draw, B = random_stream(settings.seed, "natural", step, update), settings.prompts_per_step
+                x, y = get_batch(corpus.train, completer.length, B, draw, ranks.device, ranks.share(B))
+                run.note(lm_loss=add_natural_gradients(forward, x, y, batch.micro_rows, settings, ranks))
+            run.note(gradient_norm=clip_gradients(policy.named_parameters(), settings.grad_clip))
+            optimizers.step()
+            optimizers.zero_grad()
+            updates += 1
+        optimizers.zero_grad()
+        run.note(updates=updates)
+        if run.evaluates_at(step):
+            run.note(kl_step=kl_of_step(policy, batch, ranks))
+        run.bar.set_postfix(reward=f"{run.record['reward']:.3f}", kl=f"{run.record['kl_start']:.3f}")
 
-                # score; from here on every rank knows all rows: figures and advantages are of the whole step
-                verdict = judge(ids).of_all(ranks)
-                old_log_probs = ranks.gather(completions.model_log_probs.flatten(0, 1)[:, 1:])  # (R, N - 1)
-                figures = figures_of_rollouts(verdict, old_log_probs, mask, settings)
-                check_finite(figures)
-
-                # advantage
-                advantages = advantages_of(verdict, old_log_probs, mask, settings)  # (R,) or (R, N - 1)
-                by_group = advantages.view(settings.prompts_per_step, -1)
-                figures["flat_groups"] = (by_group == 0).all(1).float().mean().item()
-
-                # loss and step, several times on the same completions
-                scored = old_log_probs, verdict.reference_log_probs, advantages, mask  # R rows each
-                updates, made = 0, {"gradient_norm": 0.0}  # figures of the last update that was made
-                for update in range(settings.updates_per_step):
-                    losses = accumulate_gradients(forward, ids, *scored, micro_rows, settings, ranks)
-                    if updates and losses["kl_update"] > settings.update_kl_cap:
-                        break  # the steps so far have moved the policy far enough
-                    if settings.lm_coef:
-                        draw = random_stream(settings.seed, "natural", step, update)
-                        natural = get_batch(train_tokens, N, settings.prompts_per_step, draw, device, prompts)
-                        made["lm_loss"] = add_natural_gradients(forward, *natural, micro_rows, settings, ranks)
-                    try:
-                        made["gradient_norm"] = clip_gradients(policy.named_parameters(), settings.grad_clip)
-                    except UserError as error:
-                        raise ranks.common_error(diverged(str(error), step, best)) from None
-                    optimizers.step()
-                    optimizers.zero_grad()
-                    updates += 1
-                optimizers.zero_grad()
-
-                # look, note, stop?
-                record = {**figures, **losses, **made, "updates": updates}
-                check_finite(record)
-                stops.note(step, figures["reward"])
-                if step % settings.eval_interval == 0 or stops.why(step, record, start):
-                    record["kl_step"] = kl_of_step(policy, ids, old_log_probs, mask, micro_rows, ranks)
-                    record |= ranks.on_main(lambda: selection(completer))
-                    check_finite(record)
-                    best.offer(step, record, policy, stops.cap(record, start) is not None)
-                    if record.get("above_natural"):
-                        say(f"step {step}: completions get more reward than natural text, an exploited reward model")
-                reason = stops.why(step, record, start)
-                log.log(step, quiet="select_loss" not in record, **record)
-                if "select_loss" in record:
-                    state.save(**progress_so_far())
-            bar.set_postfix(reward=f"{figures['reward']:.3f}", kl=f"{figures['kl_start']:.3f}")
-            bar.update()
-
-    # No longer within `kept`: the weights are now those of the kept policy, and not those of the last step.
-    policy.load_state_dict(best.state)
-    reported = ranks.on_main(lambda: report_figures(report, policy, reference, settings.seed))
-    check_finite(reported)
-    log.log(step, quiet=True, final=True, kept_step=best.step, **reported["kept"])
-
-    first_reward, last_reward, window = first_and_last(stops.rewards, REWARD_STEPS)
-    training = {"steps": step, "stop_reason": reason, "first_reward": first_reward, "last_reward": last_reward}
-    training |= {"kept_step": best.step, "select_loss": best.record["select_loss"], **reported}
-    training |= {"start_select_loss": start["select_loss"], "settings": asdict(settings)}
+    # the kept policy, on the reporting part
+    policy.load_state_dict(best.weights)
+    reported = ranks.on_main(lambda: report_figures(report, policy, reward_model.reference, settings.seed))
+    run.log(run.step, final=True, kept_step=best.step, **reported["kept"])
+    training = {"steps": run.step, "stop_reason": run.reason, "kept_step": best.step, **reported}
+    training |= {"select_loss": best.figures["select_loss"], "start_select_loss": stops.start["select_loss"]}
+    training |= print_outcome(training, stops.rewards, settings)
     if ranks.rank == 0:
         save_checkpoint(path, policy, checkpoint["tokenization"], checkpoint["data"], training)
-        draw_curves(read_records(path.with_suffix(".jsonl")), path.with_suffix(".png"))
-    kept = f"the policy of step {best.step}" if best.step else "the starting policy: none that broke no cap was better"
-    say(f"\nStopped after {step} steps by {reason}; kept {kept} (best by {settings.best_by})")
-    span = f"{window} step{'s' if window > 1 else ''}"
-    say(f"Mean reward: {first_reward:.4f} over the first {span}, {last_reward:.4f} over the last {span}")
-    say(
-        f"Loss on the reporting part of natural text: {reported['start']['report_loss']:.4f} before, "
-        f"{reported['kept']['report_loss']:.4f} after, difference {format_difference(reported)}"
-    )
-    state.finish()
+        draw_curves(read_records(run.log_path), path.with_suffix(".png"))
+    run.finish()
     say(f"Saved {path} and {path.with_suffix('.png')}")
 
 
@@ -400,8 +291,11 @@ def check_judge(settings: GRPOSettings, checkpoint: dict, base_sha256: str, judg
         )
 
 
-def make_judge(contents: dict, reference: GPT, settings: GRPOSettings, device: torch.device) -> Judge:
-    """The frozen reward model together with the policy's start."""
+def load_reward_model(settings: GRPOSettings, generator: dict, generator_sha256: str, device: torch.device) -> Judge:
+    """The frozen reward model together with the policy's start, as its checkpoint `generator` has it."""
+    contents = load_checkpoint(settings.reward_model_path)
+    check_judge(settings, generator, generator_sha256, contents)
+    reference = build_model(generator, "generator", settings.base_model_path, device)
     return Judge(build_model(contents, "reward", settings.reward_model_path, device), reference)
 
 
@@ -445,39 +339,121 @@ def with_choices_made(settings: GRPOSettings, judge: Judge) -> GRPOSettings:
     return replace(settings, reward=reward, credit=credit, kl_in_reward=kl_in_reward, beta=beta, best_by=best_by)
 
 
-def rollout(
-    completer: Completer, tokens: np.ndarray, settings: GRPOSettings, step: int, prompts: slice
-) -> tuple[Completions, Tensor]:
-    """Completions (p, G, N) of those of the step's P prompts; for all, the mask (R, N - 1) of what policies write.
+def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ranks) -> None:
+    """Print what is trained, with which reward."""
+    P, G = settings.prompts_per_step, settings.group_size
+    say(f"Using device: {ranks.where}")
+    size = f"{format_size(policy.num_parameters())}, block_size {policy.config.block_size}"
+    say(f"Policy: {settings.base_model_path}, {size}")
+    say(f"Reward model: {settings.reward_model_path}; prompts: {corpus.folder}")
+    say(f"Each step: {P} prompts x {G} completions = {P * G} sequences")
+    say(
+        f"Reward: {settings.reward}, credit for each {settings.credit}; KL: {settings.kl_in_reward:g} in the reward, "
+        f"{settings.beta:g} in the loss"
+    )
+    if settings.updates_per_step == 1:
+        say("One update a step: the policy that is scored is the one that sampled, ratios are 1 and nothing is clipped")
+
+
+def passes_gate(
+    completer: Completer, reward_model: Judge, corpus: Corpus, settings: GRPOSettings, ranks: Ranks
+) -> bool:
+    """Measure the reward model on the policy's text; False where that was all that was asked for (--gate_path).
+
+    Raises UserError where its R2 interval does not lie above 0 and that is not allowed.
+    """
+    skill = ranks.on_main(lambda: skill_on_policy(completer, reward_model, corpus.val, settings))
+    r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
+    say(f"R2 of the reward model on {skill['num_sequences']} texts of the policy: {r2}")
+    if settings.gate_path is None:
+        ranks.on_main(lambda: check_gate(settings, skill, r2))
+        return True
+    if ranks.rank == 0:
+        write_json(settings.gate_path, skill)
+    result = "open" if better_than_constant(skill["r2_low"]) else "closed: the interval's lower end is not above 0"
+    say(f"The gate is {result}. Saved {settings.gate_path}")
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rollouts
+
+
+@dataclass
+class RolloutBatch:
+    """The completions of a step, R = P * G rows of N tokens; or some of the rows."""
+
+    ids: Tensor  # (R / ranks, N) int64, of this rank: prompts and what was written after them
+    old_log_probs: (
+        Tensor  # (R / ranks, N - 1) under the policy that sampled, of all tokens but the first; scored: (R, N - 1)
+    )
+    mask: Tensor  # (R, N - 1) bool: tokens that the policy wrote
+    first: int  # number of this rank's first row among the R
+    micro_rows: int  # rows in one pass: as many as fit in memory and, with a small model, near the processor
+    verdict: Verdict | None = None  # rewards and log_probs of the reference, R rows
+    advantages: Tensor | None = None  # (R,) or (R, N - 1)
+
+    def score(self, reward_model: Judge, ranks: Ranks) -> None:
+        """Ask the reward model for the rows of all ranks."""
+        self.verdict = reward_model(self.ids).of_all(ranks)
+        self.old_log_probs = ranks.gather(self.old_log_probs)
+
+    def flat_groups(self, num_groups: int) -> float:
+        """Share of the groups whose advantages are all 0."""
+        return (self.advantages.view(num_groups, -1) == 0).all(1).float().mean().item()
+
+    def micro_batches(self) -> Iterator[tuple["RolloutBatch", bool]]:
+        """This rank's rows, some at a time, and whether they are the last."""
+        for start in range(0, len(self.ids), self.micro_rows):
+            ids = self.ids[start : start + self.micro_rows]
+            rows = slice(self.first + start, self.first + start + len(ids))
+            verdict = replace(self.verdict, reference_log_probs=self.verdict.reference_log_probs[rows])
+            part = replace(self, ids=ids, old_log_probs=self.old_log_probs[rows], mask=self.mask[rows], verdict=verdict)
+            part.advantages = self.advantages[rows]
+            yield part, start + len(ids) == len(self.ids)
+
+
+def sample_group(
+    completer: Completer, tokens: np.ndarray, settings: GRPOSettings, step: int, ranks: Ranks
+) -> RolloutBatch:
+    """Completions of this rank's share of the step's P prompts, G of each.
 
     Sampling is at temperature 1 over all tokens: the very distribution that the formulas score.
     """
-    device = next(completer.model.parameters()).device
-    amount = completer.length, settings.prompts_per_step, settings.group_size
+    N, device, mine = completer.length, ranks.device, ranks.share(settings.prompts_per_step)
+    amount = N, settings.prompts_per_step, settings.group_size
     natural, prefix_lengths, uniforms = draw_prompts(tokens, *amount, settings.seed, "rollout", step)
-    completions = completer(natural[prompts].to(device), prefix_lengths[prompts], uniforms[prompts], Sampling())
-    return completions, written_mask(prefix_lengths, completer.length).to(device)
+    completions = completer(natural[mine].to(device), prefix_lengths[mine], uniforms[mine], Sampling())
+    completer.release()  # the update needs the memory
+    return RolloutBatch(
+        ids=completions.ids.flatten(0, 1),
+        old_log_probs=completions.model_log_probs.flatten(0, 1)[:, 1:],
+        mask=written_mask(prefix_lengths, N).to(device),
+        first=mine.start * settings.group_size,
+        micro_rows=completer.model.rows_at_a_time(),
+    )
 
 
-def figures_of_rollouts(
-    verdict: Verdict, old_log_probs: Tensor, mask: Tensor, settings: GRPOSettings
-) -> dict[str, float]:
-    """What a step's completions tell of the policy that wrote them."""
-    kl = kl_estimate(old_log_probs, verdict.reference_log_probs, settings.kl_estimator)
+def figures_of_rollouts(batch: RolloutBatch, settings: GRPOSettings) -> dict[str, float]:
+    """Rewards and divergence of a step's completions."""
+    verdict = batch.verdict
+    kl = kl_estimate(batch.old_log_probs, verdict.reference_log_probs, settings.kl_estimator)
     figures = {"reward": verdict.natural.mean().item(), "reward_std": verdict.natural.std().item()}
     if verdict.evidence is not None:
-        figures["evidence"] = masked_mean(verdict.evidence, mask)
+        figures["evidence"] = masked_mean(verdict.evidence, batch.mask)
     # The mean of -log p over samples of p estimates its entropy without another pass over the logits.
-    return figures | {"kl_start": masked_mean(kl, mask), "entropy": -masked_mean(old_log_probs, mask)}
+    entropy = -masked_mean(batch.old_log_probs, batch.mask)
+    return figures | {"kl_start": masked_mean(kl, batch.mask), "entropy": entropy}
 
 
-def advantages_of(verdict: Verdict, old_log_probs: Tensor, mask: Tensor, settings: GRPOSettings) -> Tensor:
+def advantages_of(batch: RolloutBatch, settings: GRPOSettings) -> Tensor:
     """Advantages of sequences (R,) or tokens (R, N - 1), relative to the group, from what the settings call reward.
 
     The KL in the reward is k1 against the start, log p - log p_start of each token. With evidence, which is a log ratio
     to the start's probability, a coefficient of 1 makes it one to the current policy's.
     """
-    penalty = settings.kl_in_reward * kl_estimate(old_log_probs, verdict.reference_log_probs, "k1")  # (R, N - 1)
+    verdict, mask = batch.verdict, batch.mask
+    penalty = settings.kl_in_reward * kl_estimate(batch.old_log_probs, verdict.reference_log_probs, "k1")  # (R, N - 1)
     if settings.credit == "token":
         rewards = (verdict.evidence if settings.reward == "evidence" else verdict.by_token) - penalty
         return token_advantages(rewards, mask, settings.group_size, settings.discount, settings.advantage_scale)
@@ -487,12 +463,55 @@ def advantages_of(verdict: Verdict, old_log_probs: Tensor, mask: Tensor, setting
     return group_advantages(rewards, settings.group_size, settings.advantage_scale)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# gradients
+
+
+def accumulate_gradients(
+    forward: Callable[..., Any], batch: RolloutBatch, settings: GRPOSettings, ranks: Ranks
+) -> dict[str, float]:
+    """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens."""
+    num_sequences, num_tokens, figures = len(batch.mask), batch.mask.sum(), {}
+    for part, is_last in batch.micro_batches():
+        with gradients_stay(forward, last=is_last):
+            loss, metrics = forward(loss_of_rows, part, num_sequences, num_tokens, settings)
+            (loss * ranks.world_size).backward()  # of the losses' sum, where DDP takes their mean
+        share = float(part.mask.sum() / num_tokens)
+        figures["loss"] = figures.get("loss", 0.0) + loss.item()
+        for name, metric in (("kl_update", "approx_kl"), ("clip_share", "clip_share"), ("ratio_mean", "ratio_mean")):
+            figures[name] = figures.get(name, 0.0) + metrics[metric].item() * share
+    return dict(zip(figures, ranks.sum(*figures.values()), strict=True))
+
+
+def loss_of_rows(
+    policy: GPT, rows: RolloutBatch, num_sequences: int, num_tokens: Tensor, settings: GRPOSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss () of some rows of an update, as their part of it, and its metrics."""
+    return policy_loss(
+        token_log_probs(policy.logits(policy.trunk(rows.ids[:, :-1])), rows.ids[:, 1:]),
+        rows.old_log_probs,
+        rows.advantages,
+        rows.mask,
+        loss_type=settings.loss_type,
+        epsilon_low=settings.epsilon,
+        epsilon_high=settings.epsilon_high,
+        importance_level=settings.importance_level,
+        reference_log_probs=rows.verdict.reference_log_probs,
+        beta=settings.beta,
+        kl_estimator=settings.kl_estimator,
+        max_completion_length=policy.config.block_size - 1,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+    )
+
+
 def add_natural_gradients(
     forward: Callable[..., Any], x: Tensor, y: Tensor, micro_rows: int, settings: GRPOSettings, ranks: Ranks
 ) -> float:
     """Add the gradients of `lm_coef` times the loss on natural text, x and y (B, N) on each rank; returns that loss."""
     total = 0.0
-    for rows in micro_batches(len(x), micro_rows):
+    for first in range(0, len(x), micro_rows):
+        rows = slice(first, first + micro_rows)
         with gradients_stay(forward, last=rows.stop >= len(x)):
             loss = forward(next_token_loss, x[rows], y[rows]) * (len(x[rows]) / len(x))
             (settings.lm_coef * loss).backward()
@@ -501,23 +520,33 @@ def add_natural_gradients(
 
 
 @torch.no_grad()
-def kl_of_step(policy: GPT, ids: Tensor, old_log_probs: Tensor, mask: Tensor, micro_rows: int, ranks: Ranks) -> float:
-    """KL(sampling policy || policy) by k3 in nats a token, over a step's completions, after all its updates.
-
-    `ids` (R / ranks, N) are this rank's rows; `old_log_probs` and `mask` (R, N - 1) are of all ranks.
-    """
-    mine, total = ranks.share(len(mask)), 0.0
-    for rows in micro_batches(len(ids), micro_rows):
-        old, written = old_log_probs[mine][rows], mask[mine][rows]
-        log_probs = token_log_probs(policy.logits(policy.trunk(ids[rows, :-1])), ids[rows, 1:])
-        total += kl_estimate(old, log_probs, "k3")[written].sum().item()
-    return ranks.sum(total)[0] / int(mask.sum())
+def kl_of_step(policy: GPT, batch: RolloutBatch, ranks: Ranks) -> float:
+    """KL(sampling policy || policy) by k3 in nats a token, over a step's completions, after all its updates."""
+    total = 0.0
+    for part, _ in batch.micro_batches():
+        log_probs = token_log_probs(policy.logits(policy.trunk(part.ids[:, :-1])), part.ids[:, 1:])
+        total += kl_estimate(part.old_log_probs, log_probs, "k3")[part.mask].sum().item()
+    return ranks.sum(total)[0] / int(batch.mask.sum())
 
 
-def diverged(error: str, step: int, best: Best) -> str:
-    """What is told of a training that has gone out of bounds."""
-    kept = f"; the best so far is kept with --init_from resume --max_steps {best.looked}" if best.looked else ""
-    return f"ERROR: step {step}: {error.removeprefix('ERROR: ')}{kept}"
+# ---------------------------------------------------------------------------------------------------------------------
+# outcome
+
+
+def print_outcome(training: dict[str, Any], rewards: list[float], settings: GRPOSettings) -> dict[str, Any]:
+    """Print how the training ended; returns what that adds to the record in the checkpoint."""
+    first, last, window = first_and_last(rewards, REWARD_STEPS)
+    step, span = training["kept_step"], f"{window} step{'s' if window > 1 else ''}"
+    kept = f"the policy of step {step}" if step else "the starting policy: none that broke no cap was better"
+    reason = training["stop_reason"]
+    say(f"\nStopped after {training['steps']} steps by {reason}; kept {kept} (best by {settings.best_by})")
+    say(f"Mean reward: {first:.4f} over the first {span}, {last:.4f} over the last {span}")
+    before, after = (training[name]["report_loss"] for name in ("start", "kept"))
+    say(
+        f"Loss on the reporting part of natural text: {before:.4f} before, {after:.4f} after, "
+        f"difference {format_difference(training)}"
+    )
+    return {"first_reward": first, "last_reward": last, "settings": asdict(settings)}
 
 
 def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
@@ -535,77 +564,6 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
                 axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else None)
             axes.set(xlabel="step")
             axes.legend()
-
-
-def accumulate_gradients(
-    forward: Callable[..., Any],
-    ids: Tensor,
-    old_log_probs: Tensor,
-    reference_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    micro_rows: int,
-    settings: GRPOSettings,
-    ranks: Ranks,
-) -> dict[str, float]:
-    """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens.
-
-    `ids` are the rows of this rank; all else is of the rows of all ranks.
-    """
-    first, total_tokens, figures = ranks.share(len(mask)).start, mask.sum(), {}
-    for rows in micro_batches(len(ids), micro_rows):
-        part = slice(first + rows.start, first + min(rows.stop, len(ids)))
-        scored = old_log_probs[part], reference_log_probs[part], advantages[part], mask[part]
-        with gradients_stay(forward, last=rows.stop >= len(ids)):
-            loss, metrics = forward(loss_of_rows, ids[rows], *scored, len(mask), total_tokens, settings)
-            (loss * ranks.world_size).backward()  # of the losses' sum, where DDP takes their mean
-        share = float(mask[part].sum() / total_tokens)
-        means = {
-            "kl_update": metrics["approx_kl"],
-            "clip_share": metrics["clip_share"],
-            "ratio_mean": metrics["ratio_mean"],
-        }
-        figures["loss"] = figures.get("loss", 0.0) + loss.item()
-        for name, value in means.items():
-            figures[name] = figures.get(name, 0.0) + value.item() * share
-    return dict(zip(figures, ranks.sum(*figures.values()), strict=True))
-
-
-def loss_of_rows(
-    policy: GPT,
-    ids: Tensor,
-    old_log_probs: Tensor,
-    reference_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    num_sequences: int,
-    num_tokens: Tensor,
-    settings: GRPOSettings,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss () of some rows of an update, as their part of it, and its metrics."""
-    log_probs = token_log_probs(policy.logits(policy.trunk(ids[:, :-1])), ids[:, 1:])
-    return policy_loss(
-        log_probs,
-        old_log_probs,
-        advantages,
-        mask,
-        loss_type=settings.loss_type,
-        epsilon_low=settings.epsilon,
-        epsilon_high=settings.epsilon_high,
-        importance_level=settings.importance_level,
-        reference_log_probs=reference_log_probs,
-        beta=settings.beta,
-        kl_estimator=settings.kl_estimator,
-        max_completion_length=policy.config.block_size - 1,
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
-    )
-
-
-def micro_batches(num_rows: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size` rows: as many as fit in memory and, with a small model, near the processor."""
-    for first in range(0, num_rows, size):
-        yield slice(first, first + size)
 
 
 if __name__ == "__main__":

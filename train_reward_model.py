@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +25,7 @@ from feature_cache import forget_features, frozen_depth, frozen_features, to_dev
 from generation import Sampling
 from model import GPT, check_same_fields
 from objectives import mixture_loss
-from optimization import EarlyStopping, clip_gradients, copied, make_optimizers
+from optimization import Best, EarlyStopping, TrainableWeights, clip_gradients, make_optimizers
 from reward_dataset_loader import (
     RewardDataset,
     check_model_compatibility,
@@ -52,8 +52,8 @@ from runtime.device import random_stream, seed_step, select_device
 from runtime.distributed import Ranks, parallel, start_ranks
 from runtime.files import hash_file
 from runtime.process import UserError, run_main, warn
-from runtime.resume import RunState
-from runtime.run_log import RunLog, counted, format_size, make_tracker, progress, say
+from runtime.resume import Run, Values
+from runtime.run_log import counted, format_size, progress, say
 from runtime.settings import Problems, Settings, setting
 
 # Heads that are trained here: the others' models are train.py's.
@@ -172,93 +172,81 @@ def corpus_folder(data_dir: str) -> str | None:
     return path and str(Path(path).parent)
 
 
-@dataclass
-class Run:
-    """What every phase of a run needs."""
+@dataclass(frozen=True)
+class Data:
+    """Reward data, and which rows of the validation set select and which report."""
 
-    settings: RewardModelSettings
-    ranks: Ranks
-    state: RunState
-    log: RunLog
     train_set: RewardDataset
     val_set: RewardDataset
-    select_rows: np.ndarray  # of the validation set: those that select
+    select_rows: np.ndarray
+    report_rows: np.ndarray
+
+    def reported(self) -> tuple[Tensor, Tensor]:
+        """K/N and block (n,) of the rows that report."""
+        blocks = self.report_rows // samples_per_block(self.val_set)
+        return torch.from_numpy(self.val_set.y[self.report_rows, 0]), torch.from_numpy(blocks)
 
 
 def main() -> None:
+    # settings, data, and models: the generator, and the trunk, its own or another model of natural text
     settings = parse_settings(RewardModelSettings, "train_reward_model")
     ranks = start_ranks(select_device(settings.device))
-    device = ranks.device
-
-    # the generator
     checkpoint, generator_sha256 = load_checkpoint(settings.base_model_path), hash_file(settings.base_model_path)
-    generator = build_model(checkpoint, "generator", settings.base_model_path, device)
-
-    # data, and the trunk to begin with: the generator's own, or another model of natural text
+    generator = build_model(checkpoint, "generator", settings.base_model_path, ranks.device)
     train_set, val_set = open_checked_splits(settings.data_dir)
     for dataset in (train_set, val_set):
         check_model_compatibility(dataset.get_tokenization_info(), dataset.block_size, generator.config)
         check_variety(dataset)
     check_origin(train_set, checkpoint, generator_sha256, settings.base_model_path)
-    trunk = load_trunk(settings, checkpoint, generator_sha256, train_set.metadata, device)
-    select_rows, report_rows, judged_on = rows_by_part(val_set)
+    trunk = load_trunk(settings, checkpoint, generator_sha256, train_set.metadata, ranks.device)
+    select_rows, report_rows, measured_on = rows_by_part(val_set)
+    data = Data(train_set, val_set, select_rows, report_rows)
 
     say(f"Using device: {ranks.where}")
     say(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
     say(f"Trunk: {settings.trunk or settings.base_model_path}, {format_size(trunk.num_parameters())}")
-    # What can be refused is refused before the records of an earlier run are replaced.
     sampling = sampling_of(train_set.metadata)
-    model = new_reward_model(settings, trunk, generator, sampling).to(device).eval()
+    model = new_reward_model(settings, trunk, generator, sampling).to(ranks.device).eval()
     say(f"Head: {settings.head}; loss: {settings.loss_name}")
-    state = RunState(settings.output_path, settings, what_is_read(settings, generator_sha256), ranks)
-    saved = state.begin(settings.init_from == "resume")
-    output = Path(settings.output_path)
-    tracker = make_tracker(settings.tracker, output.with_suffix(".jsonl"), output.stem, asdict(settings))
 
-    num_records = saved and saved["num_records"]
-    with RunLog(output.with_suffix(".jsonl"), num_records, unit="epoch", tracker=tracker) as log:
-        run = Run(settings, ranks, state, log, train_set, val_set, select_rows)
+    # run: the head learns labels
+    output, reads = Path(settings.output_path), what_is_read(settings, generator_sha256)
+    run = Run(output, settings, ranks, reads, unit="epoch")
+    run.begin(settings.init_from == "resume")
+    untrained = model.copy_to_train() if settings.control else None
+    learn = learn_mixture if model.is_ratio else partial(learn_head, inputs=head_inputs(model, data, settings, ranks))
+    best = learn(run, model, data)
+    model.load_state_dict(best.weights, strict=False)
+    model.eval()
 
-        # the head learns labels
-        untrained = model.copy_to_train() if settings.control else None
-        if model.is_ratio:
-            learn = learn_mixture
-        else:
-            inputs, depth = head_inputs(run, model)
-            learn = partial(learn_head, inputs=inputs, depth=depth)
-        learned = learn(run, model, saved=saved)
-
-        # skill, on blocks that selected nothing
-        truth = torch.from_numpy(val_set.y[report_rows, 0])
-        blocks = torch.from_numpy(report_rows // samples_per_block(val_set))
-        prediction = ranks.on_main(lambda: predict(model, val_set, report_rows, device))
-        skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
-        training = {**learned, "skill": skill, "settings": asdict(settings), "generator_sha256": generator_sha256}
-        records = checkpoint["tokenization"], checkpoint["data"]
+    # metrics, on blocks that selected nothing
+    truth, blocks = data.reported()
+    prediction = ranks.on_main(lambda: predict(model, val_set, report_rows, ranks.device))
+    skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
+    training = {**best.figures, "skill": skill, "settings": asdict(settings), "generator_sha256": generator_sha256}
+    records = checkpoint["tokenization"], checkpoint["data"]
+    if ranks.rank == 0:
+        save_checkpoint(output, model, *records, training)
+    if settings.control:
+        # Only now: whatever becomes of the control, the model is there.
+        try:
+            learn(Run(None, replace(settings, max_epochs=best.step), ranks), untrained, data, control=True)
+            control = ranks.on_main(lambda: predict(untrained.eval(), val_set, report_rows, ranks.device))
+        except UserError as error:
+            warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
+            control = None
+        skill |= control_figures(control, truth, blocks, settings.seed)
         if ranks.rank == 0:
-            save_checkpoint(settings.output_path, model, *records, training)
-        if settings.control:
-            # Only now: whatever becomes of the control, the model is there.
-            try:
-                learn(run, untrained, control_epochs=learned["epoch"])
-                control = ranks.on_main(lambda: predict(untrained, val_set, report_rows, device))
-            except UserError as error:
-                warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
-                control = None
-            skill |= control_figures(control, truth, blocks, settings.seed)
-            if ranks.rank == 0:
-                save_checkpoint(settings.output_path, model, *records, training)
-        log.log(learned["epoch"], quiet=True, final=True, **skill)
+            save_checkpoint(output, model, *records, training)
+    run.log(best.step, final=True, **skill)
 
-    state.finish()
+    run.finish()
     if ranks.rank == 0:
         forget_features(features_folder(settings))
         draw_skill(skill, f"{settings.head} head", output.with_suffix(".png"))
-    print_skill(skill, judged_on, model)
-    say(f"Saved {settings.output_path} and {output.with_suffix('.png')}")
+    print_skill(skill, measured_on, model)
+    say(f"Saved {output} and {output.with_suffix('.png')}")
     ranks.wait()  # for what rank 0 alone writes
-    if "diverged" in learned:
-        raise ranks.common_error(learned["diverged"])
 
 
 def what_is_read(settings: RewardModelSettings, generator_sha256: str) -> dict[str, str | None]:
@@ -354,36 +342,31 @@ def both_log_probs(
     return torch.cat(natural), torch.cat(written)
 
 
-def learn_mixture(
-    run: Run, model: LikelihoodRewardModel, saved: dict[str, Any] | None = None, control_epochs: int | None = None
-) -> dict[str, Any]:
-    """Fit the one number that a likelihood head learns from labels; with `control_epochs`, those shuffled.
+def learn_mixture(run: Run, model: LikelihoodRewardModel, data: Data, control: bool = False) -> Best:
+    """Fit the one weight that a likelihood head learns from labels, shuffled ones as `control`; one step is enough.
 
-    On the selection rows, not on training rows: what the trunk has learned by heart looks more natural than it is.
-    That takes so little that a run that is resumed does it again: `saved` is not needed.
+    On the selection rows, not on training rows: text that the trunk was trained on gets too high a likelihood.
     """
-    control, before = control_epochs is not None, run.log.num_records
-    learned, figures, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, control))
-    with torch.no_grad():
-        model.mixture.fill_(mixture)
-    model.requires_grad_(False)
-    if not control:
-        told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
-        say(f"On the natural tokens of the selection rows: {told}")
-        with run.state.step():
-            run.log.log(1, val_loss=learned["val_loss"], mixture=learned["mixture"], **figures)
-            run.state.save(num_records=before)
-    return learned
+    model.natural.requires_grad_(False)
+    weights, best = TrainableWeights(model), Best()
+    run.track(learning=weights, best=best)
+    for _ in run.steps("max_epochs", evaluate=lambda: None, until=lambda _: "one fit", at_start=False):
+        learned, figures, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, data, control))
+        with torch.no_grad():
+            model.mixture.fill_(mixture)
+        run.note(**learned, **figures)
+        best.offer(learned["val_loss"], 1, weights.named, {"epoch": 1, **learned})
+    return best
 
 
 def fit_mixture(
-    run: Run, model: LikelihoodRewardModel, control: bool
-) -> tuple[dict[str, Any], dict[str, float | None], float]:
-    """What is learned, losses on natural tokens in nats (None where infinite), and the logit of the copy's weight."""
-    rows, device = run.select_rows, run.ranks.device
-    targets = run.val_set.y[rows]
-    natural, written = both_log_probs(model, run.val_set.x, rows, device)
-    N = run.val_set.block_size
+    run: Run, model: LikelihoodRewardModel, data: Data, control: bool
+) -> tuple[dict[str, float], dict[str, float | None], float]:
+    """What is learned, losses on natural tokens in nats (None where infinite), and the logit of the natural weight."""
+    rows, device = data.select_rows, run.ranks.device
+    targets = data.val_set.y[rows]
+    natural, written = both_log_probs(model, data.val_set.x, rows, device)
+    N = data.val_set.block_size
     is_natural = torch.arange(1, N) < torch.from_numpy(targets[:, :1] * N).round()  # (n, N - 1): t < K
     p, q = natural[is_natural], written[is_natural]
     losses = {"natural_loss": -p.mean().item(), "generator_loss": -q.mean().item()}
@@ -405,7 +388,7 @@ def fit_mixture(
     val_loss, weight = closure().item(), model.mixture.sigmoid().item()
     if not math.isfinite(val_loss):
         raise UserError(f"ERROR: val_loss is {val_loss}: the models are damaged; take earlier checkpoints")
-    return {"epoch": 1, "val_loss": val_loss, "mixture": weight}, figures, model.mixture.item()
+    return {"val_loss": val_loss, "mixture": weight}, figures, model.mixture.item()
 
 
 def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
@@ -413,113 +396,72 @@ def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
     return targets[random_stream(seed, "control").permutation(len(targets))]
 
 
-def head_inputs(
-    run: Run, model: TrunkRewardModel
-) -> tuple[tuple[np.ndarray | Tensor, np.ndarray | Tensor], int | None]:
-    """What a head on a trunk reads in every epoch, of the training and of the validation set: tokens, with depth None,
-    or `model.features` of them at that depth.
-    """
-    depth = frozen_depth(model) if run.settings.cache_features else None
+@dataclass(frozen=True)
+class HeadInputs:
+    """What a head on a trunk reads in every epoch: tokens, with depth None, or `model.features` of them at a depth."""
+
+    train: np.ndarray | Tensor
+    val: np.ndarray | Tensor
+    depth: int | None
+
+
+def head_inputs(model: TrunkRewardModel, data: Data, settings: RewardModelSettings, ranks: Ranks) -> HeadInputs:
+    """The inputs of a head: features of the frozen part of the trunk, computed once, if the settings allow it."""
+    depth = frozen_depth(model) if settings.cache_features else None
     if depth is None:
-        return (run.train_set.x, run.val_set.x), None
-    folder = features_folder(run.settings)
-    return tuple(frozen_features(model, data, depth, folder, run.ranks) for data in (run.train_set, run.val_set)), depth
+        return HeadInputs(data.train_set.x, data.val_set.x, None)
+    folder = features_folder(settings)
+    features = (frozen_features(model, part, depth, folder, ranks) for part in (data.train_set, data.val_set))
+    return HeadInputs(*features, depth)
 
 
-def learn_head(
-    run: Run,
-    model: TrunkRewardModel,
-    inputs: tuple[np.ndarray | Tensor, np.ndarray | Tensor],
-    depth: int | None,
-    saved: dict[str, Any] | None = None,
-    control_epochs: int | None = None,
-) -> dict[str, Any]:
-    """Train a last or position head and the unfrozen blocks; keeps the epoch of least loss on the selection rows.
+def learn_head(run: Run, model: TrunkRewardModel, data: Data, inputs: HeadInputs, control: bool = False) -> Best:
+    """Train a last or position head and the unfrozen blocks; returns the epoch of least loss on the selection rows.
 
-    `saved` is where to go on. With `control_epochs`: on shuffled labels, and so many epochs whatever comes out.
+    As `control` on shuffled labels, all epochs, and nothing is selected: the model is left as it ends.
     """
-    settings, ranks, control = run.settings, run.ranks, control_epochs is not None
-    (train_inputs, val_inputs), targets = inputs, run.train_set.y
-    if control:
-        targets = shuffled(targets, settings.seed)
-    optimizers = make_optimizers(
-        model, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay, device_type=ranks.device.type
-    )
-    stopping = EarlyStopping(settings.patience, settings.min_delta)
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    best_state, learned = None, {"epoch": 0, "val_loss": math.inf}
-    epoch, first, loss_sum = 1, 0, 0.0  # of the epoch: its first sample that is still to come, its loss so far
-    if saved is not None:
-        model.load_state_dict(saved["learning"], strict=False)
-        optimizers.load_state_dict(saved["optimizers"])
-        stopping.load_state_dict(saved["stopping"])
-        best_state, learned = saved["best_state"], saved["learned"]
-        epoch, first, loss_sum = saved["epoch"], saved["first"], saved["loss_sum"]
-        say(f"Resuming {run.state.path} in epoch {epoch}")
+    settings, ranks, num_samples = run.settings, run.ranks, len(data.train_set)
+    targets = shuffled(data.train_set.y, settings.seed) if control else data.train_set.y
+    optimizers = make_optimizers(model, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay)
+    weights, stopping, best = TrainableWeights(model), EarlyStopping(settings.patience, settings.min_delta), Best()
+    epoch_loss = Values(sum=0.0)  # over the epoch's samples so far
+    run.track(learning=weights, optimizers=optimizers, stopping=stopping, best=best, epoch_loss=epoch_loss)
 
-    def progress_so_far() -> dict[str, Any] | None:
-        if control:
-            return None
-        told = {"learning": dict(trainable), "optimizers": optimizers.state_dict(), "stopping": stopping.state_dict()}
-        told |= {"best_state": best_state, "learned": learned, "epoch": epoch, "first": first, "loss_sum": loss_sum}
-        return told | {"num_records": run.log.num_records}
+    def evaluate() -> None:
+        val_loss, prediction = ranks.on_main(lambda: evaluate_head(run, model, data, inputs))
+        truth = torch.from_numpy(data.val_set.y[data.select_rows, 0])
+        run.note(train_loss=epoch_loss.sum / num_samples, val_loss=val_loss)
+        run.note(**skill_figures(prediction, truth, data.val_set.block_size))
+        epoch = run.step // steps_per_epoch
+        best.offer(val_loss, epoch, weights.named, {"epoch": epoch, "val_loss": val_loss})
+        stopping.update(val_loss)
+        epoch_loss.sum = 0.0
+        train_what_learns(model)
 
-    forward, loss_of_batch = parallel(model, ranks), partial(weighted_loss, depth=depth, loss=settings.loss_name)
-    num_samples, max_epochs = len(run.train_set), settings.max_epochs if control_epochs is None else control_epochs
-    with run.state.kept(progress_so_far):
-        while epoch <= max_epochs and not stopping.should_stop:
-            order = random_stream(settings.seed, "order", epoch).permutation(num_samples)
-            try:
-                with progress(-(-num_samples // settings.batch_size), f"Epoch {epoch}/{max_epochs}", "step") as bar:
-                    bar.update(-(-first // settings.batch_size))
-                    train_what_learns(model)
-                    while first < num_samples:
-                        with run.state.step():
-                            seed_step(settings.seed, "dropout", epoch, first, ranks.rank)
-                            rows = np.sort(order[first : first + settings.batch_size])  # a memory map reads forward
-                            mine = rows[ranks.share(len(rows))]
-                            share = len(mine) / len(rows)
-                            mine = mine if len(mine) else rows[:1]  # of weight 0: all ranks must take part
-                            batch = to_device(train_inputs, mine, ranks.device), to_device(targets, mine, ranks.device)
-                            loss = forward(loss_of_batch, *batch, share * ranks.world_size)
-                            loss.backward()
-                            clip_gradients(trainable, settings.grad_clip)
-                            optimizers.step()
-                            optimizers.zero_grad()
-                            loss_sum += ranks.sum(loss.item() / ranks.world_size)[0] * len(rows)
-                            first += len(rows)
-                        bar.update()
-                val_loss, prediction = ranks.on_main(lambda: evaluate(run, model, val_inputs, depth))
-                if not math.isfinite(val_loss):
-                    raise UserError(f"ERROR: val_loss is {val_loss}: the training diverged; lower the learning rate")
-            except UserError as error:
-                if best_state is None:
-                    raise ranks.common_error(in_epoch(error, epoch)) from None
-                learned["diverged"] = f"{in_epoch(error, epoch)}; saved is the model of epoch {learned['epoch']}"
-                break
-            with run.state.step():
-                if not control:
-                    truth = torch.from_numpy(run.val_set.y[run.select_rows, 0])
-                    figures = skill_figures(prediction, truth, run.val_set.block_size)
-                    run.log.log(epoch, train_loss=loss_sum / num_samples, val_loss=val_loss, **figures)
-                    if val_loss < learned["val_loss"]:
-                        best_state = copied(trainable)
-                        learned = {"epoch": epoch, "val_loss": val_loss}
-                    stopping.update(val_loss)
-                epoch, first, loss_sum = epoch + 1, 0, 0.0
-                if not control:
-                    run.state.save(**progress_so_far())
-    if stopping.should_stop:
-        say(f"Stopped after epoch {epoch - 1}: no improvement of {settings.min_delta} in {settings.patience} epochs")
-    if not control:
-        model.load_state_dict(best_state, strict=False)
-    model.eval()
-    return learned
+    @lru_cache(maxsize=1)
+    def order(epoch: int) -> np.ndarray:
+        return random_stream(settings.seed, "order", epoch).permutation(num_samples)
 
-
-def in_epoch(error: UserError, epoch: int) -> str:
-    """The error's message, and when it was."""
-    return f"ERROR: epoch {epoch}: {str(error).removeprefix('ERROR: ')}"
+    forward = parallel(model, ranks)
+    loss_of_batch = partial(weighted_loss, depth=inputs.depth, loss=settings.loss_name)
+    steps_per_epoch = -(-num_samples // settings.batch_size)
+    schedule = {"every": steps_per_epoch, "unit_steps": steps_per_epoch, "at_start": False}
+    train_what_learns(model)
+    for step in run.steps("max_epochs", None if control else evaluate, until=lambda _: stopping.reason, **schedule):
+        epoch, first = step // steps_per_epoch + 1, step % steps_per_epoch * settings.batch_size
+        rows = np.sort(order(epoch)[first : first + settings.batch_size])  # a memory map reads forward
+        mine = rows[ranks.share(len(rows))]
+        share = len(mine) / len(rows)
+        mine = mine if len(mine) else rows[:1]  # of weight 0: all ranks must take part
+        batch = to_device(inputs.train, mine, ranks.device), to_device(targets, mine, ranks.device)
+        seed_step(settings.seed, "dropout", epoch, first, ranks.rank)
+        loss = forward(loss_of_batch, *batch, share * ranks.world_size)
+        loss.backward()
+        clip_gradients(weights.named, settings.grad_clip)
+        optimizers.step()
+        optimizers.zero_grad()
+        epoch_loss.sum += ranks.sum(loss.item() / ranks.world_size)[0] * len(rows)
+    return best
 
 
 def weighted_loss(
@@ -538,16 +480,15 @@ def train_what_learns(model: GPT) -> None:
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: TrunkRewardModel, inputs: np.ndarray | Tensor, depth: int | None) -> tuple[float, Tensor]:
+def evaluate_head(run: Run, model: TrunkRewardModel, data: Data, inputs: HeadInputs) -> tuple[float, Tensor]:
     """Mean loss over the selection rows, and P(natural) (n,) of each."""
     model.eval()
-    settings, rows = run.settings, run.select_rows
-    total, predictions, size = 0.0, [], model.rows_at_a_time()
-    for first in range(0, len(rows), size):
-        part = rows[first : first + size]
-        output = model.output(to_device(inputs, part, run.ranks.device), depth)
-        targets = to_device(run.val_set.y, part, run.ranks.device)
-        total += model.loss(output, targets, settings.loss_name).item() * len(part)
+    rows, size, total, predictions = data.select_rows, model.rows_at_a_time(), 0.0, []
+    parts = [rows[first : first + size] for first in range(0, len(rows), size)]
+    for part in counted(parts, len(parts), "Evaluating"):
+        output = model.output(to_device(inputs.val, part, run.ranks.device), inputs.depth)
+        targets = to_device(data.val_set.y, part, run.ranks.device)
+        total += model.loss(output, targets, run.settings.loss_name).item() * len(part)
         predictions.append(model.share(output).cpu())
     return total / len(rows), torch.cat(predictions)
 

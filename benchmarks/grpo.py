@@ -85,16 +85,18 @@ class Ours:
         prefix_lengths = torch.full((PROMPTS, GROUP), PROMPT_LENGTH)
         uniforms = torch.from_numpy(self.draw.random((PROMPTS, GROUP, SHAPE.block_size), dtype=np.float32))
         completions = self.completer(natural, prefix_lengths, uniforms, Sampling())
-        mask = written_mask(prefix_lengths, SHAPE.block_size)
-        ids = completions.ids.flatten(0, 1)
+        batch = train_grpo.RolloutBatch(
+            ids=completions.ids.flatten(0, 1),
+            old_log_probs=completions.model_log_probs.flatten(0, 1)[:, 1:],
+            mask=written_mask(prefix_lengths, SHAPE.block_size),
+            first=0,
+            micro_rows=self.policy.rows_at_a_time(),
+        )
         clock.append(time.perf_counter())
-        old_log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]
-        verdict = self.judge(ids)
-        advantages = group_advantages(verdict.natural, GROUP)
+        batch.score(self.judge, Ranks())
+        batch.advantages = group_advantages(batch.verdict.natural, GROUP)
         clock.append(time.perf_counter())
-        scored = old_log_probs, verdict.reference_log_probs, advantages, mask
-        rows = self.policy.rows_at_a_time()
-        train_grpo.accumulate_gradients(self.forward, ids, *scored, rows, self.settings, Ranks())
+        train_grpo.accumulate_gradients(self.forward, batch, self.settings, Ranks())
         clock.append(time.perf_counter())
         clip_gradients(self.policy.named_parameters(), 1.0)
         self.optimizers.step()

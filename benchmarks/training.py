@@ -30,10 +30,10 @@ from optimization import clip_gradients, make_optimizers
 from runtime.cli import parse_settings
 from runtime.distributed import Ranks
 from runtime.process import run_main
-from runtime.resume import RunState
-from runtime.run_log import RunLog, read_records, say
+from runtime.resume import Run
+from runtime.run_log import read_records, say
 from runtime.settings import Settings, setting
-from train_reward_model import RewardModelSettings, Run, head_inputs, learn_head, new_reward_model
+from train_reward_model import Data, RewardModelSettings, head_inputs, learn_head, new_reward_model
 
 NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
 PARTS = ("loss", "throughput", "reward", "grpo", "start", "memory")
@@ -234,6 +234,7 @@ def reward_epochs(settings: TrainingBenchSettings) -> None:
     torch.manual_seed(0)
     trunk = GPT(GPTConfig(vocab_size=65, bias=False, dropout=0.0, **SHAPES["S"])).eval()
     train_set, val_set = Samples("train", count, 64), Samples("val", 256, 64)
+    data = Data(train_set, val_set, np.arange(256), np.arange(256))
     rows = []
     with TemporaryDirectory() as folder:
         for head, unfreeze_layers in (("last", 0), ("position", 0), ("last", 1)):
@@ -247,15 +248,12 @@ def reward_epochs(settings: TrainingBenchSettings) -> None:
                     patience=epochs,
                     output_path=str(Path(folder, "model.pt")),
                 )
-                with RunLog(Path(folder, "model.jsonl")) as log:
-                    state = RunState(own.output_path, own, {}, Ranks())
-                    run = Run(own, Ranks(), state, log, train_set, val_set, np.arange(256))
-                    model = new_reward_model(own, trunk, trunk, Sampling())
-                    start = time.perf_counter()
-                    inputs, depth = head_inputs(run, model)
-                    learn_head(run, model, inputs, depth)
-                    seconds[cached] = time.perf_counter() - start
-                assert (depth is not None) == (cached and frozen_depth(model) is not None)
+                model = new_reward_model(own, trunk, trunk, Sampling())
+                start = time.perf_counter()
+                inputs = head_inputs(model, data, own, Ranks())
+                learn_head(Run(Path(folder, "model.pt"), own, Ranks(), unit="epoch"), model, data, inputs)
+                seconds[cached] = time.perf_counter() - start
+                assert (inputs.depth is not None) == (cached and frozen_depth(model) is not None)
 
             def one_pass(model: GPT = model) -> None:
                 with torch.no_grad():

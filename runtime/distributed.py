@@ -8,6 +8,7 @@ code that only prints asks `process.is_main_rank`.
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runtime.process import UserError, of_rank
+from runtime.process import Terminated, UserError, of_rank, raise_signal, was_flagged
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(hours=2)  # of the ranks, while rank 0 evaluates for all
@@ -38,36 +39,35 @@ class Ranks:
         return str(self.device) + (f" on {self.world_size} ranks" if self.world_size > 1 else "")
 
     def on_main(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, done on rank 0 alone and told to all; its UserError is raised on every rank."""
+        """The result of `work`, done on rank 0 alone and sent to all.
+
+        Its UserError, or a flagged signal (`process.flag_signals`), is raised on every rank.
+        """
         if self.world_size == 1:
             return work()
-        outcome: list[Any] = [None, None]
+        outcome: list[Any] = [None] * 3
         if self.rank == 0:
-            try:
-                outcome[0] = work()
-            except UserError as error:
-                outcome[1] = str(error)
+            outcome = list(_outcome(work))
         torch.distributed.broadcast_object_list(outcome, src=0, device=self.device)
-        if outcome[1] is not None:
-            raise self.common_error(outcome[1])
-        return outcome[0]
+        result, fault, signals = outcome
+        raise_signal(signals)
+        if fault is not None:
+            raise self.common_error(fault)
+        return result
 
     def everywhere(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, done by each rank for itself; a UserError on any is raised on all.
+        """The result of `work`, done by each rank for itself; a UserError or flagged signal on any is raised on all.
 
         Every rank must come here. Rank 0 prints its own fault and, with rank and host, those that it does not have.
         """
         if self.world_size == 1:
             return work()
-        result, fault = None, None
-        try:
-            result = work()
-        except UserError as error:
-            fault = str(error)
+        result, fault, signals = _outcome(work)
         found: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(found, (fault, socket.gethostname()))
+        torch.distributed.all_gather_object(found, (fault, socket.gethostname(), signals))
+        raise_signal([number for *_, numbers in found for number in numbers])
         faults: dict[str, str] = {}  # by what was found: as it is printed
-        for rank, (message, host) in enumerate(found):
+        for rank, (message, host, _) in enumerate(found):
             if message is not None and message not in faults:
                 faults[message] = of_rank(message, f"{rank} on {host}") if rank else message
         if faults:
@@ -122,6 +122,18 @@ class Ranks:
                     f"ERROR: {name}={count} cannot be shared out to {self.world_size} ranks: choose a multiple of "
                     f"{self.world_size}, for instance --{name} {-(-count // self.world_size) * self.world_size}"
                 )
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[Any, str | None, list[int]]:
+    """The result of `work`; or its UserError's message; or the flagged signal that ended it, in a list."""
+    try:
+        return work(), None, []
+    except UserError as error:
+        return None, str(error), []
+    except (KeyboardInterrupt, Terminated) as error:
+        if not was_flagged(error):
+            raise
+        return None, None, [signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM]
 
 
 def start_ranks(device: torch.device) -> Ranks:

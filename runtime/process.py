@@ -14,9 +14,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 EXIT_RANK_LOST = 1
 SECONDS_FOR_RANK_0 = 3.0  # to tell what all ranks have found
@@ -112,9 +114,9 @@ _main_stacks = [contextlib.ExitStack()]  # of the main() that runs; the first is
 atexit.register(_main_stacks[0].close)
 
 
-def until_main_ends(context: contextlib.AbstractContextManager) -> None:
-    """Enter `context` now; `run_main` leaves it when main() ends, however it ends."""
-    _main_stacks[-1].enter_context(context)
+def until_main_ends(context: contextlib.AbstractContextManager[T]) -> T:
+    """Enter `context` now, and return what that gives; `run_main` leaves it when main() ends, however it ends."""
+    return _main_stacks[-1].enter_context(context)
 
 
 def is_main_rank() -> bool:
@@ -185,37 +187,53 @@ def warn(message: str) -> None:
 # signals that wait
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_flagged: list[list[int]] = []  # signals that wait, innermost `flag_signals` last
 
 
 @contextlib.contextmanager
-def signals_wait() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM wait until the work within is done, well or not; then they are raised.
+def flag_signals() -> Iterator[list[int]]:
+    """Within, Ctrl-C and SIGTERM are added to the list that this yields instead of being raised.
 
-    Yields the list to which they are added meanwhile. A second Ctrl-C does not wait.
+    A second Ctrl-C is raised at once.
     """
-    noted: list[int] = []
+    flagged: list[int] = []
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
-    def note(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and number in noted:
-            handlers[number](number, frame)  # asked for twice: not even the step is waited for
-        noted.append(number)
+    def flag(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and number in flagged:
+            handlers[number](number, frame)
+        flagged.append(number)
 
     for number in SIGNALS:
         if callable(handlers[number]):  # else it is ignored
-            signal.signal(number, note)
+            signal.signal(number, flag)
+    _flagged.append(flagged)
     try:
-        yield noted
+        yield flagged
     finally:
+        _flagged.remove(flagged)
         for number in SIGNALS:
             signal.signal(number, handlers[number])
-        raise_signal(noted)
 
 
-def raise_signal(noted: list[int]) -> None:
+def raise_flagged() -> None:
+    """Raise the first signal that waits, if there is one: called between the batches of an evaluation."""
+    if _flagged:
+        raise_signal(_flagged[-1])
+
+
+def raise_signal(flagged: list[int]) -> None:
     """Raise what the first of the signals stands for, if there is one: KeyboardInterrupt or Terminated."""
-    if noted and noted[0] == signal.SIGINT:
-        raise KeyboardInterrupt
-    if noted:
+    if not flagged:
+        return
+    error: BaseException = KeyboardInterrupt()
+    if flagged[0] != signal.SIGINT:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off is to be left to finish
-        raise Terminated
+        error = Terminated()
+    error.flagged = True
+    raise error
+
+
+def was_flagged(error: BaseException) -> bool:
+    """Whether an interruption was raised at a point where nothing is half done, by `raise_signal`."""
+    return getattr(error, "flagged", False)

@@ -1,29 +1,60 @@
-"""The state from which an interrupted run resumes: one file beside its output, written between steps.
+"""A training run: its steps, its records, and the state from which it resumes after an interruption.
 
     python train.py --config config/shakespeare_char_cpu.py --init_from resume
 
-The state is a dict that the trainer fills with what it needs to continue to the same bits.
+A trainer declares what its state consists of (`Run.track`, in the manner of torchtitan's Stateful) and loops over
+`Run.steps`, which evaluates, records, saves, stops and answers signals. The state is one file beside the output.
 """
 
-import contextlib
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace, TracebackType
+from typing import Any, Protocol
 
 from runtime.distributed import Ranks
 from runtime.files import load_state, save_state
 from runtime.output_lock import hold_output
-from runtime.process import Terminated, UserError, from_here_on_tell, raise_signal, signals_wait
-from runtime.run_log import say
+from runtime.process import (
+    Terminated,
+    UserError,
+    flag_signals,
+    from_here_on_tell,
+    raise_signal,
+    until_main_ends,
+    was_flagged,
+)
+from runtime.run_log import RunLog, Tracker, check_finite, make_tracker, progress, say
 from runtime.settings import Settings
 from runtime.staged_folder import differing_settings
 
 SUFFIX = ".resume"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 ASIDE = ".old"  # and a number: what an earlier run left where another has begun
+
+
+class Stateful(Protocol):
+    """A part of a run's state."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Tensors and plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Go on from a `state_dict()`."""
+
+
+class Values(SimpleNamespace):
+    """Plain values and tensors, as attributes, that are a part of a run's state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values by name."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the values."""
+        vars(self).update(state)
 
 
 def of_another_run(state: Mapping[str, Any], settings: Settings) -> str:
@@ -33,19 +64,19 @@ def of_another_run(state: Mapping[str, Any], settings: Settings) -> str:
 
 
 def load_run_state(path: str | Path) -> dict[str, Any]:
-    """The dict in a state's file: `settings`, `began`, `reads` and `progress`. Raises UserError for anything else."""
+    """The dict in a state's file: `settings`, `began`, `reads` and `parts`. Raises UserError for anything else."""
     try:
         state = load_state(path)
     except UserError as error:
         raise UserError(f"{error}; delete it and start from scratch") from None
-    is_state = all(isinstance(state.get(name), dict) for name in ("settings", "reads", "progress"))
+    is_state = all(isinstance(state.get(name), dict) for name in ("settings", "reads"))
     version = state.get("format_version", 1)
     if is_state and version != FORMAT_VERSION:
         raise UserError(
             f"ERROR: {path} has format_version {version!r:.20}; this program goes on from version {FORMAT_VERSION}: "
             "finish that run with the program that began it, or start with --init_from scratch"
         )
-    if not is_state or not isinstance(state.get("began"), dict):
+    if not is_state or not all(isinstance(state.get(name), dict) for name in ("began", "parts")):
         raise UserError(f"ERROR: {path} is not the state of a run; start with --init_from scratch")
     return state
 
@@ -63,36 +94,73 @@ def state_to_resume(output: str | Path) -> Path | None:
     return path if path.is_file() else next(reversed(set_aside(path)), None)
 
 
-class RunState:
-    """The state of a run that makes `output`, in a file of the same name but for its suffix, `.resume`.
+class Run:
+    """A training that makes `output`: its steps, its records (`.jsonl`) and its state (`.resume`), beside the output.
 
-    `reads` tells what the run reads, by name: hashes that must be the same when it goes on; one that is given at the
-    beginning alone is kept. An earlier run's state and records (`.jsonl`) are set aside by a run begun anew, until that
-    one has saved an evaluation.
+    `reads` are hashes, by name, of what the run reads, which must be the same when it is resumed; one that is given at
+    the beginning alone is kept. An earlier run's state and records are set aside by a run begun anew, until that one
+    has saved an evaluation. `unit` is the word for what a record is of, a step or an epoch; `tracker` makes what gets
+    every record too (None: what the setting of that name says). With no `output` nothing is recorded or saved.
     """
 
-    def __init__(self, output: str | Path, settings: Settings, reads: Mapping[str, Any], ranks: Ranks) -> None:
-        self.path, self.log_path = (Path(output).with_suffix(suffix) for suffix in (SUFFIX, ".jsonl"))
-        self.settings, self.reads, self.ranks = settings, dict(reads), ranks
+    def __init__(
+        self,
+        output: str | Path | None,
+        settings: Settings,
+        ranks: Ranks,
+        reads: Mapping[str, Any] | None = None,
+        unit: str = "step",
+        tracker: Callable[[], Tracker | None] | None = None,
+    ) -> None:
+        if output is not None:
+            self.path, self.log_path = (Path(output).with_suffix(suffix) for suffix in (SUFFIX, ".jsonl"))
+        self.output, self.settings, self.ranks, self.reads, self.unit = output, settings, ranks, dict(reads or {}), unit
         self.began = asdict(settings)  # the settings with which the run began: changeable ones may differ now
-        self.between_steps = True
-        self.noted: list[int] = []  # signals, where they wait for all ranks
+        self.is_resumed = False
+        self.reason: str | None = None  # why the loop ended
+        self._tracker, self._log = tracker or self._default_tracker, None
+        self._parts: dict[str, Stateful] = {}
+        self._saved: dict[str, Any] = {}  # states of the parts that are not tracked yet
+        # Steps made; whether the weights after them have been evaluated; the last step's figures; the log's records.
+        self._own = Values(step=0, evaluated=False, record={}, recorded=True, num_records=None)
+        self._kept_step, self._number = 0, None  # of the last evaluation saved; of what is being done, within `steps`
 
-    def begin(self, resume: bool) -> dict[str, Any] | None:
-        """What was saved last, to go on from; None for a run from scratch, which sets an earlier one's state aside.
+    @property
+    def step(self) -> int:
+        """Steps made."""
+        return self._own.step
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """Figures of the last step and of the evaluation after it."""
+        return self._own.record
+
+    def _default_tracker(self) -> Tracker | None:
+        return make_tracker(self.settings.tracker, self.log_path, self.log_path.stem, asdict(self.settings))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # begin and resume
+
+    def begin(self, resume: bool) -> None:
+        """Read what was saved last, to go on from; a run from scratch sets an earlier one's state aside.
 
         Rank 0, which writes the state, reads it for all. From here until main() ends no other process writes the
         output. Raises UserError where one does and goes on, where there is nothing to resume, or where the state is of
         another run: what differs is named.
         """
-        from_here_on_tell(self.way_on)
+        from_here_on_tell(self.resume_hint)
         hold_output(self.path, self.ranks.on_main)
+        until_main_ends(self)
+        self.is_resumed = resume
         if resume:
             state = self.ranks.on_main(self._read)
             self.began |= state["began"]
             self.reads = state["reads"] | self.reads
-            return state["progress"]
-        if self.ranks.rank == 0 and self.path.is_file():
+            self._saved = state["parts"]
+            self._own.load_state_dict(self._saved.pop("run"))
+            self._kept_step = self.step if self._own.evaluated else 0
+            say(f"Resuming {self.path} at step {self.step}")
+        elif self.ranks.rank == 0 and self.path.is_file():
             taken = [int(path.suffix.removeprefix(ASIDE)) for path in set_aside(self.path)]
             aside = f"{ASIDE}{max(taken, default=0) + 1}"
             say(
@@ -102,7 +170,6 @@ class RunState:
             for path in (self.path, self.log_path):
                 if path.is_file():
                     os.replace(path, f"{path}{aside}")
-        return None
 
     def _read(self) -> dict[str, Any]:
         """The state to resume, checked; one that was set aside gets its name back, and so do its records."""
@@ -130,58 +197,150 @@ class RunState:
                 say(f"Resuming with {name}={now[name]!r} (was {then.get(name)!r})")
         return state
 
-    def save(self, **progress: Any) -> None:
+    def saved(self, part: str) -> Mapping[str, Any]:
+        """The saved state of a part that is not tracked yet; empty for a run from scratch."""
+        return self._saved.get(part, {})
+
+    def track(self, **parts: Stateful) -> None:
+        """Make these parts of the state; those of a resumed run are restored at once."""
+        self._parts |= parts
+        for name, part in parts.items():
+            if self.is_resumed:
+                part.load_state_dict(self._saved.pop(name))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # steps
+
+    def steps(
+        self,
+        limit: str,
+        evaluate: Callable[[], None] | None = None,
+        every: int = 1,
+        until: Callable[[Mapping[str, Any]], str | None] = lambda record: None,
+        first: int = 0,
+        unit_steps: int = 1,
+        at_start: bool = True,
+    ) -> Iterator[int]:
+        """Yield the number, counted from `first`, of each step to make; end with a `reason`.
+
+        `limit` is the setting that holds the greatest number of units, each `unit_steps` steps. `evaluate()` is called
+        every `every` steps, after the last and, `at_start`, before the first; then the state is saved. `until` returns
+        a reason to stop, or None, from the last step's record. A signal waits until the step is whole, or for the next
+        batch of an evaluation; then the state is saved and the signal raised, on every rank if on one.
+        """
+        own, self._limit, self._unit_steps, self._every, self._until = self._own, limit, unit_steps, every, until
+        own.evaluated = own.evaluated or evaluate is None or (self.step == 0 and not at_start)
+        if self.output is not None:
+            self._log = RunLog(self.log_path, own.num_records, unit=self.unit, tracker=self._tracker())
+        total = self._total_steps()
+        with flag_signals() as signals, progress(total, self.unit.capitalize(), "step", initial=self.step) as self.bar:
+            while True:
+                self._number = self.step // unit_steps
+                if not own.evaluated and self.evaluates_at(self.step):
+                    self._evaluate(evaluate)
+                elif not own.recorded:
+                    self._write_record(quiet=True)
+                self._raise_on_all_ranks(signals)
+                self.reason = self._reason_to_stop(self.step)
+                if self.reason is not None:
+                    break
+                self._number, own.record = self.step // unit_steps + 1, {}
+                yield self.step + first
+                own.step, own.evaluated = self.step + 1, evaluate is None
+                self._raise_on_all_ranks(signals)
+                self.bar.update()
+        self._number = None
+
+    def note(self, **figures: Any) -> None:
+        """Add figures to the record of the step that is being made or evaluated; UserError for NaN and infinities."""
+        check_finite(figures)
+        self._own.record |= figures
+        self._own.recorded = False
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether there is an evaluation after so many steps."""
+        return step % self._every == 0 or self._reason_to_stop(step) is not None
+
+    def _total_steps(self) -> int:
+        return getattr(self.settings, self._limit) * self._unit_steps
+
+    def _reason_to_stop(self, step: int) -> str | None:
+        reason = self._until(self._own.record) if step else None
+        if reason is None and step >= self._total_steps():
+            reason = f"{self.unit} limit: {getattr(self.settings, self._limit)}"
+        return reason
+
+    def _evaluate(self, evaluate: Callable[[], None]) -> None:
+        try:
+            evaluate()
+        except (KeyboardInterrupt, Terminated) as interruption:
+            if was_flagged(interruption):  # nothing of it is kept: it begins anew
+                self._write()
+            raise
+        self._own.evaluated = True
+        self._write_record()
+        if self.step:
+            self.save()
+
+    def _raise_on_all_ranks(self, signals: list[int]) -> None:
+        if agreed := self.ranks.agree(signals):
+            self._write()
+            raise_signal(agreed)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # records and state
+
+    def _write_record(self, quiet: bool = False) -> None:
+        self._own.recorded = True
+        self.log(self.step // self._unit_steps, quiet, **self._own.record)
+
+    def log(self, number: int, quiet: bool = True, **figures: Any) -> None:
+        """Append a record of a step or epoch."""
+        if self._log is not None:
+            self._log.log(number, quiet, **figures)
+            self._own.num_records = self._log.num_records
+
+    def save(self) -> None:
         """Write the state at an evaluation, from rank 0 alone, and remove what was set aside until now."""
-        self._write(progress)
+        self._write()
+        self._kept_step = self.step
         self.finish()
 
     def finish(self) -> None:
         """Remove what was set aside: the run has saved an evaluation, or made its output."""
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and self.output is not None:
             for path in (*set_aside(self.path), *set_aside(self.log_path)):
                 path.unlink()
 
-    def _write(self, progress: Mapping[str, Any]) -> None:
-        if self.ranks.rank == 0:
+    def _write(self) -> None:
+        """Write the state, from rank 0 alone; not before there is anything to go on from."""
+        if self.ranks.rank == 0 and self.output is not None and (self.step or self._own.evaluated):
+            parts = {name: dict(part.state_dict()) for name, part in {"run": self._own, **self._parts}.items()}
             state = {"format_version": FORMAT_VERSION, "settings": asdict(self.settings), "began": self.began}
-            save_state(
-                self.path, state | {"reads": self.reads, "world_size": self.ranks.world_size, "progress": progress}
-            )
+            save_state(self.path, state | {"reads": self.reads, "world_size": self.ranks.world_size, "parts": parts})
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """A step of the run, done whole before Ctrl-C or SIGTERM is heard: on every rank if on one."""
-        alone = self.ranks.world_size == 1
-        with signals_wait() if alone else contextlib.nullcontext():
-            self.between_steps = False
-            yield
-            self.between_steps = True
-        if not alone:
-            raise_signal(self.ranks.agree(self.noted))
-
-    @contextlib.contextmanager
-    def kept(self, progress: Callable[[], Mapping[str, Any] | None]) -> Iterator[None]:
-        """Who interrupts the work within has its `progress` saved (None: there is none yet), and is told how to go on.
-
-        Between steps that is; of a step that was broken off, and of a killed process, what was saved before remains.
-        With several ranks signals wait for the end of a step wherever they come: all must be at the same one.
-        """
-        self.between_steps = True
-        try:
-            with contextlib.nullcontext([]) if self.ranks.world_size == 1 else signals_wait() as self.noted:
-                yield
-        except (KeyboardInterrupt, Terminated):
-            if self.between_steps and (state := progress()) is not None:
-                with signals_wait():
-                    self._write(state)
-            raise
-
-    def way_on(self) -> str:
-        """What somebody who interrupts the run is told."""
-        told = "Nothing was saved yet: run the same command again."
+    def resume_hint(self) -> str:
+        """How to go on after an interruption."""
+        hint = "Nothing was saved yet: run the same command again."
         if self.path.is_file():
-            told = "Go on with --init_from resume."
+            hint = "Go on with --init_from resume."
         if earlier := set_aside(self.path):
             delete = f"delete {self.path}, and " if self.path.is_file() else ""
-            told += f" Or {delete}--init_from resume goes on with the earlier run, whose state is {earlier[-1]}."
-        return told
+            hint += f" Or {delete}--init_from resume goes on with the earlier run, whose state is {earlier[-1]}."
+        return hint
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the log; give an error within a step the step's number and what is kept."""
+        if self._log is not None:
+            self._log.__exit__(kind, error, trace)
+        if self._number is None or not isinstance(error, UserError) or not str(error):
+            return
+        kept = "nothing was saved yet"
+        if self._kept_step:
+            number = self._kept_step // self._unit_steps
+            kept = f"{self.unit} {number} is kept: --init_from resume --{self._limit} {number} ends the run there"
+        message = str(error).removeprefix("ERROR: ")
+        raise UserError(f"ERROR: {self.unit} {self._number}: {message}; {kept}") from None

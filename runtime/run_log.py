@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from tqdm import tqdm
 
 from runtime.files import atomic_path, from_json, to_json, write_text
-from runtime.process import UserError, is_main_rank
+from runtime.process import UserError, is_main_rank, raise_flagged
 
 T = TypeVar("T")
 
@@ -43,9 +43,13 @@ def progress(total: int, description: str, unit: str = "it", initial: int = 0, p
 
 
 def counted(batches: Iterable[T], total: int, description: str, passing: bool = True) -> Iterator[T]:
-    """The batches, each of which moves a progress bar when it is done."""
+    """The batches of an evaluation, each of which moves a progress bar when it is done.
+
+    Between them a signal that a training run has flagged is raised.
+    """
     with progress(total, description, "batch", passing=passing) as bar:
         for batch in batches:
+            raise_flagged()
             yield batch
             bar.update()
 
@@ -82,6 +86,13 @@ def not_finite(metrics: dict[str, Any]) -> str:
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             wrong += filter(None, [not_finite({f"{name}.{key}": part for key, part in parts})])
     return ", ".join(wrong)
+
+
+def check_finite(metrics: dict[str, Any]) -> None:
+    """Raise UserError for figures that are NaN or infinite."""
+    if wrong := not_finite(metrics):
+        remedy = "lower the learning rate, or take an earlier checkpoint"
+        raise UserError(f"ERROR: {wrong}: the model has diverged; {remedy}")
 
 
 class Tracker(Protocol):
@@ -132,9 +143,7 @@ class RunLog:
         A figure that is undefined is None; raises UserError for one that is NaN or infinite, on every rank, before
         anything is written.
         """
-        if wrong := not_finite(metrics):
-            told = f"ERROR: {self._unit} {step}: {wrong}: the model has diverged"
-            raise UserError(f"{told}; lower the learning rate, or take an earlier checkpoint")
+        check_finite(metrics)
         self.num_records += 1
         if self._file is None:
             return

@@ -16,7 +16,8 @@ FLOORS = [
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
     ["model", "tokenization_manager"],
     ["reward_model", "reward_data_config", "reward_dataset_loader"],
-    ["checkpoint", "feature_cache", "policy_eval"],
+    ["checkpoint"],
+    ["feature_cache", "policy_eval"],
     ["train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
     ["run_cycles"],
 ]

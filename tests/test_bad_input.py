@@ -535,7 +535,7 @@ def strict_json(text: str) -> list[dict]:
 def test_a_loss_that_is_not_finite_gets_no_record(good, tmp_path):
     options = {**good["train"], "learning_rate": 1e30, "grad_clip": 0.0, "eval_interval": 1}
     line = refuse_in_one_line("train", **options)
-    assert "validation loss is nan" in line
+    assert "step 1: val_loss is nan, select_loss is nan: the model has diverged" in line
     records = strict_json((tmp_path / "out" / "model_checkpoint.jsonl").read_text())
     assert records and all(math.isfinite(record["val_loss"]) for record in records)
 
@@ -552,12 +552,11 @@ def test_a_training_loss_that_is_not_finite_ends_the_run(good, tmp_path, monkeyp
     monkeypatch.setattr(train, "next_token_loss", overflowing)
     line = refuse_in_one_line("train", **options)
     kept = tmp_path / "out" / "model_checkpoint.pt"
-    assert line.endswith(
-        f"ERROR: step 6: training loss is nan: lower the learning rate; the best model so far is kept in {kept}"
-    )
+    assert "ERROR: step 6: train_loss is nan: the model has diverged" in line
+    assert line.endswith("step 4 is kept: --init_from resume --max_iters 4 ends the run there")
     records = strict_json(kept.with_suffix(".jsonl").read_text())
     assert [record["step"] for record in records if "train_loss" in record] == [1, 2, 3, 4, 5]
-    assert torch.load(kept.with_suffix(".resume"), weights_only=True)["progress"]["step"] == 4
+    assert torch.load(kept.with_suffix(".resume"), weights_only=True)["parts"]["run"]["step"] == 4
 
 
 def test_float16_gradients_that_overflow_have_no_norm(good, tmp_path, monkeypatch):
@@ -583,12 +582,11 @@ def test_grpo_ends_at_a_figure_that_is_not_finite(good, tmp_path, monkeypatch, f
 
     monkeypatch.setattr(train_grpo, function, overflowing)
     line = refuse_in_one_line("train_grpo", **{**good["train_grpo"], "max_steps": 6})
-    assert line == (
-        f"ERROR: step 4: {told}: lower the learning rate; the best so far is kept with --init_from resume --max_steps 2"
-    )
+    assert line.startswith(f"ERROR: step 4: {told}: the model has diverged; lower the learning rate")
+    assert line.endswith("step 2 is kept: --init_from resume --max_steps 2 ends the run there")
     records = strict_json((tmp_path / "out" / "policy.jsonl").read_text())
     assert [record["step"] for record in records] == [0, 1, 2, 3]
-    assert torch.load(tmp_path / "out" / "policy.resume", weights_only=True)["progress"]["step"] == 2
+    assert torch.load(tmp_path / "out" / "policy.resume", weights_only=True)["parts"]["run"]["step"] == 2
 
 
 def scaled(path: Path, generator: Path, factor: float) -> Path:
@@ -694,7 +692,7 @@ def test_a_full_disk_leaves_the_older_file_as_it_was(good, tmp_path):
         ("train", train, "get_batch", 3),
         ("prepare_reward_data", prepare_reward_data, "make_samples", 1),
         ("train_reward_model", train_reward_model, "weighted_loss", 2),
-        ("train_grpo", train_grpo, "rollout", 1),
+        ("train_grpo", train_grpo, "sample_group", 1),
     ],
 )
 def test_ctrl_c(monkeypatch, script, module, name, calls, good, tmp_path):

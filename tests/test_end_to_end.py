@@ -456,7 +456,7 @@ def gate_sees(monkeypatch):
     """A list of the reward models, by file name, that the gate finds to see; its figures for the others are blind."""
     seeing, truth = [], torch.arange(1, 16).repeat(12) / 16
 
-    def skill_on_policy(completer, reward_model, tokens, settings, device):
+    def skill_on_policy(completer, reward_model, tokens, settings):
         sees = Path(settings.reward_model_path).name in seeing
         prediction = truth if sees else torch.rand(len(truth), generator=torch.Generator().manual_seed(1))
         return measure_skill(prediction, truth, torch.arange(len(truth)) // 4, 16, seed=0)
@@ -610,7 +610,7 @@ def test_an_interrupted_attempt_is_taken_up_again(monkeypatch, tmp_path, corpus,
 
 @pytest.mark.parametrize(
     ("module", "function", "calls", "stage"),
-    [(train_grpo, "rollout", 2, "base_model_v2"), (train, "get_batch", 22, "natural_model_v1")],
+    [(train_grpo, "sample_group", 2, "base_model_v2"), (train, "get_batch", 22, "natural_model_v1")],
 )
 def test_a_stage_that_is_stopped_goes_on_where_it_was(
     monkeypatch, tmp_path, corpus, config, in_this_process, unbroken, module, function, calls, stage

@@ -12,6 +12,7 @@ import torch
 from helpers import assert_same_weights, succeed, weights
 
 import train_grpo
+from checkpoint import build_model
 from objectives import token_log_probs
 from reward_model import Verdict
 from runtime.run_log import read_records
@@ -49,8 +50,10 @@ def grpo(monkeypatch, tmp_path, corpus, generator):
     """Runs train_grpo.py with a reward of ids (R, N) as judge; returns its records of steps and of evaluations."""
 
     def train(reward, **options: Any) -> tuple[list[dict], list[dict]]:
-        monkeypatch.setattr(train_grpo, "check_judge", lambda *_: None)
-        monkeypatch.setattr(train_grpo, "make_judge", lambda _, reference, *__: TaskJudge(reference, reward))
+        def load_reward_model(settings, contents, *_):
+            return TaskJudge(build_model(contents, "generator", settings.base_model_path), reward)
+
+        monkeypatch.setattr(train_grpo, "load_reward_model", load_reward_model)
         free = {"start_kl_cap": 100, "natural_loss_cap": 100, "update_kl_cap": 1.0, "plateau_patience": 1000}
         files = {"base_model_path": generator, "reward_model_path": generator, "dataset": corpus}
         files["output_path"] = tmp_path / "policy.pt"

@@ -259,10 +259,10 @@ def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus
     out = succeed("train", **options, out_dir=tmp_path / "parts", init_from="resume")
     name = "model_checkpoint"
     last_evaluation = (batch - 1) // 5 * 5
-    assert f"Resuming {tmp_path / 'parts' / name}.resume at iteration {last_evaluation}\n" in out
+    assert f"Resuming {tmp_path / 'parts' / name}.resume at step {last_evaluation}\n" in out
     whole, parts = (load_checkpoint(tmp_path / run / f"{name}.pt") for run in ("whole", "parts"))
     assert_same_weights(whole["model"], parts["model"])
-    states = [load_state(tmp_path / run / f"{name}.resume")["progress"] for run in ("whole", "parts")]
+    states = [load_state(tmp_path / run / f"{name}.resume")["parts"] for run in ("whole", "parts")]
     assert_same_weights(states[0]["model"], states[1]["model"])
     assert states[0]["stopping"] == states[1]["stopping"]
     records = [untimed(tmp_path / run / f"{name}.jsonl") for run in ("whole", "parts")]
@@ -288,14 +288,14 @@ def test_resume_refuses_changed_settings(tmp_path, corpus, generator):
     assert refuse("train", **{**options, "dataset": other})
     out = succeed("train", **{**options, "max_iters": 25})  # longer is allowed, and told
     assert "max_iters=25 (was 20)" in out
-    assert load_state(tmp_path / "model_checkpoint.resume")["progress"]["step"] == 25
+    assert load_state(tmp_path / "model_checkpoint.resume")["parts"]["run"]["step"] == 25
 
 
 def test_early_stopping(tmp_path, corpus):
     """A demand that no step can meet: the first evaluation sets the bar, two more end the run."""
     options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "patience": 2, "min_delta": 50.0}
     out = succeed("train", **{**options, "max_iters": 100})
-    assert "Stopped at step 10: no fall of 50.0 in 2 evaluations" in out
+    assert "Stopped at step 10 by patience: no improvement of 50.0 in 2 evaluations" in out
     steps = [record["step"] for record in read_records(tmp_path / "model_checkpoint.jsonl") if "val_loss" in record]
     assert steps == [0, 5, 10]
 
@@ -306,7 +306,7 @@ def test_early_stopping_counts_on_after_a_resume(monkeypatch, tmp_path, corpus):
     with monkeypatch.context() as patch:
         patch.setattr(train, "clip_gradients", interrupt_at(7, train.clip_gradients))
         assert call("train", **options).status == 130
-    assert "Stopped at step 10:" in succeed("train", **options, init_from="resume")
+    assert "Stopped at step 10 by patience" in succeed("train", **options, init_from="resume")
 
 
 def test_short_contexts_come_first_and_every_step_has_as_many_tokens(monkeypatch, tmp_path, corpus):

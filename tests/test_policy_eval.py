@@ -6,14 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import build_model, load_checkpoint
+from checkpoint import build_model, load_checkpoint, open_corpus
 from data_loader import WholeSplitBatches
 from generation import Completer
 from model import GPT
 from objectives import language_model_loss, token_log_probs
 from policy_eval import CopyFinder, PolicyEvaluation, distinct_n, draw_prompts, masked_mean, repetition, written_mask
 from reward_model import Verdict
-from tokenization_manager import TokenizationManager
+from train_grpo import GRPOSettings
 
 pytest_plugins = ["tiny_run"]
 
@@ -86,9 +86,8 @@ class Mixture:
 def evaluated(corpus, generator, knowing):
     """Figures of a policy under a mixture that is the model `knowing`, on a part of the validation split."""
     best, reference = (build_model(load_checkpoint(path), "generator", path) for path in (knowing, generator))
-    tokenizer = TokenizationManager(data_path=corpus)
-    train, val = (np.fromfile(corpus / f"{name}.bin", np.uint16) for name in ("train", "val"))
-    asked = PolicyEvaluation(Mixture(best, reference), tokenizer, CopyFinder(train), val, "report", 64, 7)
+    opened, settings = open_corpus(str(corpus), 17, None), GRPOSettings(eval_prompts=64, seed=7)
+    asked = PolicyEvaluation(Mixture(best, reference), opened, CopyFinder(opened.train), settings, "report")
     return {name: asked(Completer(model, 16)) for name, model in (("best", best), ("reference", reference))}, asked
 
 

@@ -210,7 +210,7 @@ def test_a_stage_whose_parent_is_killed_saves_and_ends_and_a_restart_goes_on(tmp
     printed = succeed("run_cycles", str(config), **options, out_dir=tmp_path / "out")
     assert is_free(state)
     process.communicate(timeout=60)  # its pipes are closed once the stage is gone too
-    resumed_at = int(re.search(rf"Resuming {state} at iteration (\d+)", printed)[1])
+    resumed_at = int(re.search(rf"Resuming {state} at step (\d+)", printed)[1])
     assert 100 <= resumed_at < 600, "the stage was to end by itself"
 
     whole = tmp_path / "whole"

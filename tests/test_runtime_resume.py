@@ -27,9 +27,9 @@ import train_grpo
 import train_reward_model
 from runtime.distributed import Ranks
 from runtime.files import load_state
-from runtime.process import Terminated, UserError, signals_wait
-from runtime.resume import RunState
-from runtime.run_log import read_records
+from runtime.process import Terminated, UserError
+from runtime.resume import Run, Values
+from runtime.run_log import counted, read_records
 from runtime.settings import Settings, setting
 
 pytest_plugins = ["tiny_run"]
@@ -42,94 +42,199 @@ pytest_plugins = ["tiny_run"]
 class RunSettings(Settings):
     lr: float = 0.1
     device: str = setting("cpu", changeable=True)
+    max_steps: int = setting(6, changeable=True)
+    tracker: str = "none"
 
 
-def state_of(path, settings=None, corpus=1):
-    return RunState(path, settings or RunSettings(), {"corpus": corpus}, Ranks())
+def begun(path, resume=False, settings=None, corpus=1) -> tuple[Run, Values]:
+    """A run that counts its steps and evaluations."""
+    run, counts = Run(path, settings or RunSettings(), Ranks(), {"corpus": corpus}), Values(made=[], evaluated=[])
+    run.begin(resume)
+    run.track(counts=counts)
+    return run, counts
+
+
+def make_steps(run, counts, end=lambda step: None, look=lambda: None, every=2, until=lambda record: None):
+    """The run's steps; `end(step)` is called within each of them, `look()` within each evaluation."""
+
+    def evaluate():
+        look()
+        counts.evaluated.append(run.step)
+        run.note(loss=1.0 / (1 + run.step))
+
+    for step in run.steps("max_steps", evaluate, every, until, first=1):
+        end(step)
+        counts.made.append(step)
+        run.note(reward=step / 10)
 
 
 def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path, capsys):
     path = tmp_path / "model.pt"
     with pytest.raises(UserError, match=r"nothing to resume: .*model\.resume not found"):
-        state_of(path).begin(True)
-    state_of(path).save(step=3, weights=torch.arange(3))
-    saved = state_of(path).begin(True)
-    assert saved["step"] == 3 and saved["weights"].tolist() == [0, 1, 2]
+        begun(path, resume=True)
+    make_steps(*begun(path))
+    _, counts = begun(path, resume=True)
+    assert counts == Values(made=[1, 2, 3, 4, 5, 6], evaluated=[0, 2, 4, 6])
     with pytest.raises(UserError, match=r"is of another run \(lr was 0\.1, now 0\.2\)"):
-        state_of(path, RunSettings(lr=0.2)).begin(True)
+        begun(path, True, RunSettings(lr=0.2))
     with pytest.raises(UserError, match="a run that read another corpus"):
-        state_of(path, corpus=2).begin(True)
-    assert state_of(path, RunSettings(device="mps")).begin(True)["step"] == 3
+        begun(path, True, corpus=2)
+    begun(path, True, RunSettings(device="mps"))
     assert "Resuming with device='mps' (was 'cpu')" in capsys.readouterr().out
     whole = path.with_suffix(".resume").read_bytes()
     path.with_suffix(".resume").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="is damaged or no checkpoint"):
-        state_of(path).begin(True)
+        begun(path, True)
     torch.save({"model": torch.zeros(1)}, path.with_suffix(".resume"))
     with pytest.raises(UserError, match="is not the state of a run"):
-        state_of(path).begin(True)
-    assert state_of(path).begin(False) is None
+        begun(path, True)
+    begun(path)
     assert not path.with_suffix(".resume").exists()
+
+
+def test_records_are_of_steps_with_what_their_evaluation_adds(tmp_path):
+    path = tmp_path / "model.pt"
+    make_steps(*begun(path))
+    records = [{"step": 0, "loss": 1.0}]
+    records += [{"step": n, "reward": n / 10} | ({} if n % 2 else {"loss": 1 / (1 + n)}) for n in range(1, 7)]
+    assert untimed(path.with_suffix(".jsonl")) == records
+
+
+def test_a_reason_to_stop_brings_a_last_evaluation(tmp_path):
+    """And is asked of the resumed run's last record, before another step is made."""
+    path = tmp_path / "model.pt"
+    run, counts = begun(path)
+    make_steps(run, counts, until=lambda record: "enough reward" if record.get("reward", 0) >= 0.3 else None)
+    assert (run.reason, counts.made, counts.evaluated) == ("enough reward", [1, 2, 3], [0, 2, 3])
+    run, counts = begun(path, True, RunSettings(max_steps=3))
+    make_steps(run, counts)
+    assert (run.reason, counts.made) == ("step limit: 3", [1, 2, 3])
+    run, counts = begun(path, True)
+    make_steps(run, counts, until=lambda record: f"reward {record['reward']}")
+    assert (run.reason, counts.made) == ("reward 0.3", [1, 2, 3])
 
 
 def test_earlier_runs_are_set_aside_one_by_one_and_had_back_last_first(tmp_path):
     path = tmp_path / "model.pt"
-    for step in (1, 2):
-        with pytest.raises(KeyboardInterrupt), state_of(path).kept(lambda step=step: {"step": step}):
-            raise KeyboardInterrupt
-        path.with_suffix(".jsonl").write_text(f"{step}\n")
-        assert state_of(path).begin(False) is None
-    assert state_of(path).begin(False) is None  # nothing more to set aside
+
+    def interrupted_after(last):
+        run, counts = begun(path)
+        with pytest.raises(KeyboardInterrupt):
+            make_steps(run, counts, end=lambda step: end_with(signal.SIGINT)() if step == last else None, every=9)
+
+    for last in (1, 2):
+        interrupted_after(last)
+    run, _ = begun(path)
     aside = tmp_path / "model.resume.old2"
-    told = f" Or --init_from resume goes on with the earlier run, whose state is {aside}."
-    assert state_of(path).way_on() == "Nothing was saved yet: run the same command again." + told
+    hint = f" Or --init_from resume goes on with the earlier run, whose state is {aside}."
+    assert run.resume_hint() == "Nothing was saved yet: run the same command again." + hint
+    begun(path)  # nothing more to set aside
     with pytest.raises(UserError, match=r"model\.resume\.old2 is of another run \(lr was 0\.1, now 0\.2\)"):
-        state_of(path, RunSettings(lr=0.2)).begin(True)
+        begun(path, True, RunSettings(lr=0.2))
     assert aside.exists()
-    for step in (2, 1):
-        assert state_of(path).begin(True) == {"step": step}
-        assert path.with_suffix(".jsonl").read_text() == f"{step}\n"
+    for last in (2, 1):
+        _, counts = begun(path, True)
+        assert counts.made == list(range(1, last + 1))
+        assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == list(range(last))
         path.with_suffix(".resume").unlink()
     with pytest.raises(UserError, match="nothing to resume"):
-        state_of(path).begin(True)
+        begun(path, True)
+
+
+def end_with(number):
+    """Raises a signal in the process itself."""
+    return lambda *_: os.kill(os.getpid(), number)
+
+
+@pytest.fixture
+def terminated():
+    """SIGTERM as `run_main` has it."""
+    handlers = {known: signal.getsignal(known) for known in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(Terminated))
+    yield
+    for known, handler in handlers.items():
+        signal.signal(known, handler)
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
-def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, number, raised):
-    handlers = {known: signal.getsignal(known) for known in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(Terminated))
-    state, done = state_of(tmp_path / "model.pt"), []
-    try:
-        with pytest.raises(raised), state.kept(lambda: {"done": len(done)}):
-            for step in range(9):
-                with state.step():
-                    if step == 3:
-                        os.kill(os.getpid(), number)
-                    done.append(step)
-    finally:
-        for known, handler in handlers.items():
-            signal.signal(known, handler)
-    assert done == [0, 1, 2, 3]
-    assert load_state(state.path)["progress"] == {"done": 4}
-    assert state.way_on() == "Go on with --init_from resume."
+def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, terminated, number, raised):
+    path = tmp_path / "model.pt"
+    run, counts = begun(path)
+    with pytest.raises(raised):
+        make_steps(run, counts, end=lambda step: end_with(number)() if step == 3 else None)
+    assert counts.made == [1, 2, 3]
+    assert run.resume_hint() == "Go on with --init_from resume."
+    run, counts = begun(path, True)
+    make_steps(run, counts)
+    assert counts == Values(made=[1, 2, 3, 4, 5, 6], evaluated=[0, 2, 4, 6])
+    assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == list(range(7))
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_ends_an_evaluation_between_its_batches(tmp_path, terminated, number, raised):
+    """The step before it is saved; the evaluation begins anew."""
+    path, seen = tmp_path / "model.pt", []
+    run, counts = begun(path)
+
+    def look():
+        for batch in counted(range(9), 9, "Evaluating"):
+            if run.step == 4 and batch == 2:
+                end_with(number)()
+            seen.append((run.step, batch))
+
+    with pytest.raises(raised):
+        make_steps(run, counts, look=look)
+    assert seen[-1] == (4, 2) and counts == Values(made=[1, 2, 3, 4], evaluated=[0, 2])
+    run, counts = begun(path, True)
+    make_steps(run, counts)
+    assert counts == Values(made=[1, 2, 3, 4, 5, 6], evaluated=[0, 2, 4, 6])
+    assert untimed(path.with_suffix(".jsonl"))[4] == {"step": 4, "reward": 0.4, "loss": 0.2}
 
 
 def test_a_step_that_was_broken_off_is_not_saved(tmp_path):
-    state = state_of(tmp_path / "model.pt")
-    with pytest.raises(KeyboardInterrupt), state.kept(lambda: {"done": 0}), state.step():
-        raise KeyboardInterrupt
-    assert not state.path.exists()
-    assert state.way_on() == "Nothing was saved yet: run the same command again."
+    run, counts = begun(tmp_path / "model.pt")
+    with pytest.raises(KeyboardInterrupt):
+        make_steps(run, counts, end=lambda step: press_ctrl_c())
+    assert not run.path.exists()
+    assert run.resume_hint() == "Nothing was saved yet: run the same command again."
 
 
-def test_ctrl_c_twice_does_not_wait():
+def test_ctrl_c_twice_does_not_wait(tmp_path):
+    run, counts = begun(tmp_path / "model.pt")
     done = []
-    with pytest.raises(KeyboardInterrupt), signals_wait():
-        os.kill(os.getpid(), signal.SIGINT)
-        done.append("after the first")
-        os.kill(os.getpid(), signal.SIGINT)
-        done.append("after the second")
-    assert done == ["after the first"]
+
+    def twice(step):
+        for number in (1, 2):
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        make_steps(run, counts, end=twice)
+    assert done == [1] and not run.path.exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_within_a_step_names_the_step_and_what_is_kept(tmp_path):
+    with (
+        pytest.raises(UserError, match=r"ERROR: step 1: disk full; nothing was saved yet$"),
+        begun(tmp_path / "a.pt")[0] as run,
+    ):
+        make_steps(run, Values(made=[], evaluated=[]), end=fail)
+    kept = r"ERROR: step 5: disk full; step 4 is kept: --init_from resume --max_steps 4 ends the run there$"
+    with pytest.raises(UserError, match=kept), begun(tmp_path / "b.pt")[0] as run:
+        make_steps(run, Values(made=[], evaluated=[]), end=lambda step: fail() if step == 5 else None)
+    with (
+        pytest.raises(UserError, match=r"^ERROR: step 2: loss is nan: the model has diverged"),
+        begun(tmp_path / "c.pt")[0] as run,
+    ):
+        make_steps(run, Values(made=[], evaluated=[]), look=lambda: run.note(loss=float("nan")) if run.step else None)
+    with pytest.raises(UserError, match=r"^ERROR: disk full$"), begun(tmp_path / "d.pt")[0] as run:
+        make_steps(run, Values(made=[], evaluated=[]))
+        fail()
+
+
+def fail(*_):
+    raise UserError("ERROR: disk full")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,7 +255,11 @@ def trainers(corpus, generator, reward_data, natural_model, seeing_reward_model)
         "likelihood": (train_reward_model, "fit_mixture", {**data, "trunk": natural_model, "control": False}),
         "position": (train_reward_model, "weighted_loss", {**data, "trunk": natural_model, "dropout": 0.1, **position}),
         "last": (train_reward_model, "weighted_loss", {**data, **labels, "head": "last"}),
-        "grpo": (train_grpo, "rollout", {**grpo, **TINY_GRPO, "max_steps": 6, "lm_coef": 0.1, "updates_per_step": 2}),
+        "grpo": (
+            train_grpo,
+            "sample_group",
+            {**grpo, **TINY_GRPO, "max_steps": 6, "lm_coef": 0.1, "updates_per_step": 2},
+        ),
     }
 
 
@@ -219,7 +328,7 @@ def test_a_killed_policy_goes_on_from_its_last_evaluation(tmp_path, trainers):
     _, _, options = trainers["grpo"]
     succeed("train_grpo", **options, output_path=tmp_path / "whole.pt")
     options = {**options, "output_path": tmp_path / "parts.pt"}
-    kill_once_saved("train_grpo", "rollout", 0.2, tmp_path / "parts.resume", **options)
+    kill_once_saved("train_grpo", "sample_group", 0.2, tmp_path / "parts.resume", **options)
     assert not (tmp_path / "parts.pt").exists()
     succeed("train_grpo", **options, init_from="resume")
     assert_same_weights(weights(tmp_path / "whole.pt"), weights(tmp_path / "parts.pt"))
@@ -245,12 +354,6 @@ def test_fewer_steps_than_were_made_end_at_once(tmp_path, trainers):
     _, _, options = trainers["train"]
     succeed("train", **options, out_dir=tmp_path)
     succeed("train", **{**options, "max_iters": 7}, out_dir=tmp_path, init_from="resume")
-
-
-def test_a_signal_in_a_step_that_fails_is_not_lost():
-    with pytest.raises(KeyboardInterrupt), signals_wait():
-        os.kill(os.getpid(), signal.SIGINT)
-        raise UserError("the training diverged")
 
 
 def test_longer_is_allowed_and_told(tmp_path, trainers):
@@ -293,34 +396,41 @@ def test_grpo_goes_on_from_the_state_before_its_first_step(monkeypatch, tmp_path
     succeed("train_grpo", **options, output_path=tmp_path / "whole.pt")
     options = {**options, "output_path": tmp_path / "parts.pt"}
     with monkeypatch.context() as patch:
-        ended_in_call(patch, train_grpo.RunLog, "log", 1, terminate)
+        ended_in_call(patch, train_grpo.Run, "log", 1, terminate)
         assert call("train_grpo", **options).status == 143
-    assert load_state(tmp_path / "parts.resume")["progress"]["step"] == 0
+    assert load_state(tmp_path / "parts.resume")["parts"]["run"]["step"] == 0
     assert "at step 0" in succeed("train_grpo", **options, init_from="resume")
     assert_same_weights(weights(tmp_path / "whole.pt"), weights(tmp_path / "parts.pt"))
     assert untimed(tmp_path / "whole.jsonl") == untimed(tmp_path / "parts.jsonl")
 
 
-INTERRUPTED_READING = """
+INTERRUPTED = """
 import os, signal, train_grpo; from runtime import process
 
-def evaluate(policy, completer, losses=None, original=train_grpo.PolicyEvaluation.__call__):
-    os.kill(os.getpid(), signal.SIGINT)
-    return original(policy, completer, losses)
+def interrupted(*arguments, original={function}, **keywords):
+    if os.environ["RANK"] == "{rank}":
+        os.kill(os.getpid(), signal.SIGINT)
+    return original(*arguments, **keywords)
 
-train_grpo.PolicyEvaluation.__call__ = evaluate
+{function} = interrupted
 process.run_main(train_grpo.main)
 """
 
 
-def test_two_ranks_interrupted_in_the_first_evaluation_go_on(tmp_path, trainers):
-    """There a signal waits for the end of the step that follows: the state is saved with no step made."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_ranks_interrupted_before_the_first_step_go_on(tmp_path, trainers, rank):
+    """In the first evaluation, which rank 0 makes: there is nothing to save. Or as it is recorded: step 0 is saved."""
     _, _, options = trainers["grpo"]
     options = {**options, "max_steps": 2, "output_path": tmp_path / "model.pt"}
-    (tmp_path / "interrupted.py").write_text(INTERRUPTED_READING)
-    finished = run_ranks(2, tmp_path / "interrupted.py", **options)
+    script = tmp_path / "interrupted.py"
+    if rank == 0:
+        script.write_text(INTERRUPTED.format(function="train_grpo.PolicyEvaluation.__call__", rank=rank))
+        finished = run_ranks(2, script, **options)
+        assert "Interrupted. Nothing was saved yet: run the same command again." in finished.err, finished.err
+    script.write_text(INTERRUPTED.format(function="train_grpo.Run.log", rank=rank))
+    finished = run_ranks(2, script, **options)
     assert "Interrupted. Go on with --init_from resume." in finished.err, finished.err
-    assert load_state(tmp_path / "model.resume")["progress"]["step"] == 0
+    assert load_state(tmp_path / "model.resume")["parts"]["run"]["step"] == 0
     finished = run_ranks(2, "train_grpo.py", **options, init_from="resume")
     assert finished.status == 0, finished.err
     assert [record["step"] for record in read_records(tmp_path / "model.jsonl")] == [0, 1, 2, 2]

@@ -113,9 +113,7 @@ def test_a_figure_that_is_not_finite_is_refused_and_no_record_is_written(tmp_pat
     path = tmp_path / "log.jsonl"
     with RunLog(path) as log:
         log.log(1, loss=1.0, r2=None)
-        with pytest.raises(
-            UserError, match=rf"^ERROR: step 2: loss is {value}, norm is {value}: the model has diverged"
-        ):
+        with pytest.raises(UserError, match=rf"^ERROR: loss is {value}, norm is {value}: the model has diverged"):
             log.log(2, loss=value, rate=0.1, norm=value, r2=None)
         assert log.num_records == 1
         with pytest.raises(UserError, match=rf"table\.0\.r2 is {value}"):  # within a table too

@@ -109,9 +109,7 @@ def test_a_stopped_run_from_a_checkpoint_goes_on_without_it(monkeypatch, tmp_pat
     ours, theirs = (tmp_path / name / "model_checkpoint" for name in ("out", "whole"))
     assert_same_weights(weights(ours.with_suffix(".pt")), weights(theirs.with_suffix(".pt")))
     assert untimed(ours.with_suffix(".jsonl")) == untimed(theirs.with_suffix(".jsonl"))
-    states = [
-        torch.load(path.with_suffix(".resume"), weights_only=True)["progress"]["model"] for path in (ours, theirs)
-    ]
+    states = [torch.load(path.with_suffix(".resume"), weights_only=True)["parts"]["model"] for path in (ours, theirs)]
     assert_same_weights(*states)
 
 

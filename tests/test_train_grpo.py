@@ -15,7 +15,8 @@ from helpers import TINY_GRPO, call, folder_bytes, make_checkpoint, refuse, refu
 import train_grpo
 from checkpoint import build_model, load_checkpoint
 from generation import Completer
-from policy_eval import Best, Stops
+from optimization import Best
+from policy_eval import Stops, selection_value
 from reward_metrics import format_r_squared, measure_skill
 from reward_model import Judge, Verdict
 from runtime.files import hash_file
@@ -42,7 +43,7 @@ def test_a_reward_model_that_sees_is_let_through(good):
     finished = call("train_grpo", **good)
     assert finished.status == 0, finished.err
     assert "WARNING" not in finished.err
-    assert "R2 of the judge on 40 texts of the policy: 0.9" in finished.out
+    assert "R2 of the reward model on 40 texts of the policy: 0.9" in finished.out
     assert load_checkpoint(good["output_path"])["training"]["steps"] == 1
 
 
@@ -105,7 +106,7 @@ def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, request, judge)
     out = succeed("train_grpo", **options, gate_path=tmp_path / "gates" / "gate.json")
     gate = json.loads((tmp_path / "gates" / "gate.json").read_text(), parse_constant=pytest.fail)
     assert f"Saved {tmp_path / 'gates' / 'gate.json'}" in out and "Stopped after" not in out
-    assert f"R2 of the judge on 40 texts of the policy: {gate['r2']:.4f} ({gate['r2_low']:.4f} to " in out
+    assert f"R2 of the reward model on 40 texts of the policy: {gate['r2']:.4f} ({gate['r2_low']:.4f} to " in out
     assert (gate["num_blocks"], gate["num_sequences"], gate["num_tokens"]) == (10, 40, 16)
     assert (gate["r2_low"] > 0.8) == (judge == "seeing_reward_model")
     assert not (tmp_path / "out").exists() and folder_bytes(options["base_model_path"].parent) == before
@@ -130,7 +131,7 @@ def test_the_gate_s_texts(generator, num_blocks, gate_blocks, first, count):
         return Verdict(torch.linspace(0, 1, len(ids)), None, None, torch.zeros(len(ids), 15))
 
     settings = GRPOSettings(gate_blocks=gate_blocks)
-    measured = train_grpo.skill_on_policy(Completer(policy, 16), half_blind, tokens, settings, torch.device("cpu"))
+    measured = train_grpo.skill_on_policy(Completer(policy, 16), half_blind, tokens, settings)
     (ids,) = seen
     assert ids.shape == (count * 4, 16)
     blocks = tokens[: num_blocks * 16].reshape(-1, 16).astype(np.int64)
@@ -197,9 +198,10 @@ START = {"natural_reward": 0.6, "select_loss": 2.0, "kl_now": 0.0}
 def reason(settings: GRPOSettings, rewards: list[float], **record: float) -> str | None:
     """The reason to stop after the last of so many steps."""
     stops = Stops(settings)
-    for step, reward in enumerate(rewards, 1):
-        stops.note(step, reward)
-    return stops.why(len(rewards), {"kl_start": 0.0, **record}, START)
+    stops.start = START
+    for reward in rewards:
+        stops.note(reward)
+    return stops.why({"kl_start": 0.0, **record})
 
 
 def test_the_default_window_fits_the_steps():
@@ -235,24 +237,13 @@ def test_one_update_beyond_its_cap_ends_the_run():
 
 @pytest.mark.parametrize(("criterion", "kept"), [("divergence", 20), ("nearest", 30), ("val_loss", 10), ("last", 30)])
 def test_the_best_policy_by_each_criterion(criterion, kept):
-    """The start is a candidate, a policy that broke a cap is none, of equals the first is kept."""
-    policy = torch.nn.Linear(1, 1)
-    looks = [  # step, kl_mixture, fresh reward (natural: 0.6), loss, capped
-        (0, 0.09, 0.3, 2.0, False),
-        (10, 0.05, 0.4, 1.9, False),
-        (20, 0.04, 0.5, 1.9, False),
-        (30, 0.04, 0.58, 2.1, False),
-        (40, 0.01, 0.6, 1.8, True),
-    ]
-    best = Best(criterion)
-    for step, kl, fresh, loss, capped in looks:
-        record = {"kl_mixture": kl, "fresh_reward": fresh, "natural_reward": 0.6, "select_loss": loss}
-        best.offer(step, record, policy, capped)
-    assert (best.step, best.looked) == (kept, 40)
-    worse = Best(criterion)
-    worse.offer(0, {"kl_mixture": 0.0, "fresh_reward": 0.6, "natural_reward": 0.6, "select_loss": 1.0}, policy, False)
-    worse.offer(10, {"kl_mixture": 0.1, "fresh_reward": 0.5, "natural_reward": 0.6, "select_loss": 2.0}, policy, False)
-    assert worse.step == (10 if criterion == "last" else 0)
+    """The start is a candidate, and of equals the first is kept."""
+    looks = [(0, 0.09, 0.3, 2.0), (10, 0.05, 0.4, 1.9), (20, 0.04, 0.5, 1.9), (30, 0.04, 0.58, 2.1)]
+    best = Best()
+    for step, kl, fresh, loss in looks:
+        figures = {"kl_mixture": kl, "fresh_reward": fresh, "natural_reward": 0.6, "select_loss": loss}
+        best.offer(selection_value(criterion, step, figures), step, [("w", torch.tensor(step))], figures)
+    assert (best.step, best.weights["w"].item(), best.figures["select_loss"]) == (kept, kept, looks[kept // 10][3])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

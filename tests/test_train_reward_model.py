@@ -76,7 +76,7 @@ def trunk_of(state: dict, prefix: str = "") -> dict:
 
 
 def test_a_likelihood_head_learns_the_weight_of_its_trunk(good, generator, reward_data, natural_model):
-    out = succeed("train_reward_model", **good, head="likelihood", trunk=natural_model, loss="nll")
+    succeed("train_reward_model", **good, head="likelihood", trunk=natural_model, loss="nll")
     checkpoint, model = trained(good)
     assert checkpoint["config"].reward_head_type == "likelihood"
     assert checkpoint["sampling"] == Sampling()
@@ -110,7 +110,6 @@ def test_a_likelihood_head_learns_the_weight_of_its_trunk(good, generator, rewar
     by_hand = {"natural_loss": -p.mean(), "generator_loss": -q.mean(), "mixture_loss": min(mixed)}
     for name, loss in by_hand.items():
         assert record[name] == pytest.approx(loss, abs=1e-4)
-        assert f"{name} {record[name]:.4f}" in out
 
 
 def test_skill_is_measured_on_what_selected_nothing(good, generator, reward_data, knowing):
@@ -299,14 +298,14 @@ def test_unfrozen_trunks(good, generator, head):
 
 @pytest.mark.parametrize("place", ["loss", "evaluation"])
 @pytest.mark.parametrize("head", [POSITION, LAST], ids=lambda head: head["head"])
-def test_what_diverges_after_a_good_epoch_leaves_the_good_model(monkeypatch, good, tmp_path, head, place):
-    """Exit status 2 and one line that says so; the model is that of the epochs before, to the last bit."""
+def test_what_diverges_after_a_good_epoch_keeps_the_good_model(monkeypatch, good, tmp_path, head, place):
+    """Exit status 2 and one line with the way out, which gives the model of the epochs before, to the last bit."""
     epochs_before = 2
     options = {**good, **head, "batch_size": 128, "learning_rate": 1e-3}
     before = {**options, "output_path": tmp_path / "before.pt", "max_epochs": epochs_before}
     succeed("train_reward_model", **before)
     calls, batches = [], -(-1168 // 128)
-    function = "weighted_loss" if place == "loss" else "evaluate"
+    function = "weighted_loss" if place == "loss" else "evaluate_head"
     original = getattr(train_reward_model, function)
 
     def diverges(*arguments, **keywords):
@@ -316,15 +315,14 @@ def test_what_diverges_after_a_good_epoch_leaves_the_good_model(monkeypatch, goo
             return (math.inf if len(calls) > epochs_before else value), prediction
         return original(*arguments, **keywords) * (math.nan if len(calls) > epochs_before * batches + 3 else 1)
 
-    monkeypatch.setattr(train_reward_model, function, diverges)
-    line = refuse_in_one_line("train_reward_model", **{**options, "max_epochs": 9})
-    kept = trained(before)[0]["training"]
-    assert f"saved is the model of epoch {kept['epoch']}" in line and line.count("lower the learning rate") == 1
-    assert ("is not finite" if place == "loss" else "epoch 3: val_loss is inf: the training diverged") in line
+    with monkeypatch.context() as patch:
+        patch.setattr(train_reward_model, function, diverges)
+        line = refuse_in_one_line("train_reward_model", **{**options, "max_epochs": 9})
+    assert ("is not finite" if place == "loss" else "epoch 3: val_loss is inf: the model has diverged") in line
+    assert line.count("lower the learning rate") == 1
+    assert line.endswith("epoch 2 is kept: --init_from resume --max_epochs 2 ends the run there")
+    succeed("train_reward_model", **{**options, "max_epochs": 2, "init_from": "resume"})
     assert_same_weights(weights(options["output_path"]), weights(tmp_path / "before.pt"))
-    training = trained(options)[0]["training"]
-    assert training == {**kept, "diverged": line, "settings": training["settings"]}
-    assert options["output_path"].with_suffix(".png").is_file()
 
 
 def test_what_diverges_at_once_leaves_nothing(monkeypatch, good):

@@ -54,7 +54,7 @@ def main() -> None:
     # the ledger of a cycle that was stopped in GRPO; with it a generator, reward data and a likelihood reward model
     cycle = {"out_dir": "cycles", "dataset": "corpus", "num_cycles": 1, "sample_tokens": 30, "device": "cpu"}
     with mock.patch.object(run_cycles.subprocess, "Popen", InThisProcess):
-        interrupted(train_grpo, "rollout", 2, "run_cycles", "config.py", **cycle)
+        interrupted(train_grpo, "sample_group", 2, "run_cycles", "config.py", **cycle)
 
     # resume states of the other trainers: of the generator, of the natural model, of a head; and of GRPO, above
     interrupted(train, "get_batch", 13, "train", dataset="corpus", out_dir="train", **TINY_TRAIN)
