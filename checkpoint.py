@@ -30,9 +30,9 @@ from tokenization_manager import TokenizationManager
 FORMAT_VERSION = 1
 MAX_SIZE = 2**24  # of anything that a config counts; far beyond any model, and no product of two overflows
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# What each field of a config may be, where that is not its default's type alone.
+# Types of a config's fields that may have others than their default's.
 CONFIG_TYPES = {"dropout": (float, int), "num_tokens": (int, type(None))}
-# What the records must hold: code further on relies on it.
+# Fields of the records, on which code further on relies.
 RECORDS = {
     "tokenization": {"method": str, "vocab_size": int, "meta_path": str | None, "chars": str | None},
     "data": {"train_tokens": int, "val_tokens": int, "train_sha256": str, "val_sha256": str},
@@ -237,7 +237,7 @@ def hash_weights(path: str | Path) -> str:
 
 
 def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
-    """What a checkpoint remembers of its data: sizes and hashes of both splits' tokens."""
+    """A checkpoint's record of its data: sizes and hashes of both splits' tokens."""
     return {
         "train_tokens": len(train),
         "val_tokens": len(val),
@@ -257,17 +257,17 @@ def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any]
         )
     elif trained != data:
         differing = [name for name in ("train", "val") if trained[f"{name}_sha256"] != data[f"{name}_sha256"]]
-        told = ", ".join(
+        sizes = ", ".join(
             f"{split} {trained[f'{split}_tokens']:,} tokens then, {data[f'{split}_tokens']:,} now"
             for split in differing
         )
         if not allow_mismatch:
             option = "" if allow_mismatch is None else ", or --allow_split_mismatch True"
             raise UserError(
-                f"ERROR: the model was trained on another train/validation split ({told}): its training text may hold "
+                f"ERROR: the model was trained on another train/validation split ({sizes}): its training text may hold "
                 f"validation text of this one. Use the same data{option}"
             )
-        warn(f"the model was trained on another train/validation split ({told}), as allowed")
+        warn(f"the model was trained on another train/validation split ({sizes}), as allowed")
 
 
 def check_same_tokens(ours: Mapping | None, theirs: Mapping | None, our_name: str, their_name: str) -> None:
@@ -325,14 +325,14 @@ def check_origin(dataset: RewardDataset, generator: Mapping[str, Any], generator
 
 
 def check_unseen(trained: Mapping[str, Any] | None, metadata: Mapping[str, str], path: str) -> None:
-    """Raise UserError for a trunk that was trained on another split: it may know the text that is to judge it."""
+    """Raise UserError for a trunk that was trained on another split: its training text may hold the validation text."""
     theirs = metadata.get("val_sha256")
     if trained is None or theirs is None:
-        warn(f"{path} does not tell its training text; make sure that the reward data's validation text is not in it")
+        warn(f"{path} has no record of its training text; make sure that it has no validation text of the reward data")
     elif trained["val_sha256"] != theirs:
         raise UserError(
             f"ERROR: {path} was trained with another validation split (sha256 {trained['val_sha256']:.12}...) than the "
-            f"reward data's ({theirs:.12}...): it may know the text that is to judge it; use a trunk of the same split"
+            f"reward data's ({theirs:.12}...): it may have learned the validation text; use a trunk of the same split"
         )
 
 

@@ -31,7 +31,7 @@ class BinaryFileError(UserError):
 
 
 class Tokenizer(Protocol):
-    """What text mode needs of a tokenizer: see `tokenization_manager.TokenizationManager`."""
+    """A tokenizer as text mode needs it: see `tokenization_manager.TokenizationManager`."""
 
     vocab_size: int
 
@@ -251,7 +251,7 @@ def get_batch(
 class WholeSplitBatches:
     """Batches (inputs, targets), int64 (B, T) each, in which every token but the first is a target exactly once.
 
-    The windows follow one another without overlap. Where the last one is shorter it comes as a batch of its own,
+    The windows follow one another without overlap. A shorter last one comes as a batch of its own,
     (1, T') with T' < T. Can be iterated over again and again.
     """
 

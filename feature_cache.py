@@ -89,7 +89,7 @@ def forget_features(folder: Path) -> None:
     """Remove the files that `frozen_features` has made in a folder."""
     for path in folder.glob("*.f32"):
         path.unlink()
-    with contextlib.suppress(OSError):  # where somebody else has put something there, or nothing was made
+    with contextlib.suppress(OSError):  # it holds other files, or nothing was made
         folder.rmdir()
 
 

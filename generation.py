@@ -58,7 +58,7 @@ class Completions:
 class KVCache:
     """Keys and values of every layer, written position by position.
 
-    keys[layer], values[layer]: (R, n_head, N, head_dim). What changes from pass to pass is held in tensors, not in
+    keys[layer], values[layer]: (R, n_head, N, head_dim). Values that change from pass to pass are tensors, not
     numbers: so torch.compile makes one program for all passes.
     """
 
@@ -74,7 +74,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_row(model: nn.Module, length: int) -> int:
-        """What a row of `length` positions takes."""
+        """Bytes of a row of `length` positions."""
         return 2 * model.config.n_layer * model.config.n_embd * length * next(model.parameters()).element_size()
 
     def at(self, position: int, length: int, rows: int) -> None:
@@ -138,7 +138,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
     """Draw one token a row by inverting the distribution function at `uniforms`.
 
     logits: (R, V); uniforms: (R,) in [0, 1), float32. Returns ids (R,) int64, their log-probabilities (R,) under the
-    distribution sampled from and (R,) under the model's own. The same uniforms give the same ids, whoever asks. Of
+    distribution sampled from and (R,) under the model's own. The same uniforms give the same ids to all callers. Of
     logits with a NaN the latter are NaN: see `check_drawn`.
     """
     model_log_probs = logits.float().log_softmax(-1)
@@ -179,7 +179,7 @@ def complete(
 
     natural: (P, N) int64, valid ids throughout, of which row p decides nothing beyond its largest K; prefix_lengths:
     (P, G) int64, 1 <= K <= N (K = N writes nothing); uniforms: (P, G, N) float32 in [0, 1), of which entry t decides
-    the token at position t. Who calls often passes a `cache` of at least R rows and N positions: fresh memory takes
+    the token at position t. Frequent callers pass a `cache` of at least R rows and N positions: fresh memory takes
     longer. Its contents do not matter.
     `use_cache=False` runs the whole prefix again for every token: slow, and the reference for tests. Raises UserError
     for lengths out of range, more positions than the model has, or logits that are NaN.
@@ -232,7 +232,7 @@ class Completer:
     """`complete` for any number of rows and calls: at most `rows` at a time, in one cache that serves all of them.
 
     kv_cache_mb: memory for keys and values, in MiB; common prefixes take up to 1/G of it on top. None: half of what is
-    free, without CUDA at most DEFAULT_CPU_ROWS rows and DEFAULT_CPU_MB, where more gain nothing. Where memory runs out
+    free, without CUDA at most DEFAULT_CPU_ROWS rows and DEFAULT_CPU_MB, as more gain nothing. If memory runs out
     all the same, half as many rows from then on. On a CPU the division shows in no bit of the result: see
     docs/performance.md. Raises UserError where one row does not fit.
     """

@@ -45,7 +45,7 @@ class GPTConfig:
         return self.num_tokens or padded.get(self.vocab_size, self.vocab_size)
 
     def problem(self) -> str | None:
-        """What makes this configuration impossible, as one sentence, or None."""
+        """The reason why this configuration is impossible, as one sentence, or None."""
         counts = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "reward_head_hidden_dim")
         for name in (*counts, *(["num_tokens"] if self.num_tokens is not None else [])):
             # A checkpoint may come from anywhere: its config can hold any type.
@@ -244,7 +244,7 @@ class GPT(nn.Module):
     def trunk(self, idx: Tensor, kv_cache: "generation.KVCache | None" = None) -> Tensor:
         """Hidden states (B, T, C), after the last normalisation, of token ids (B, T).
 
-        With a `kv_cache`, idx holds the tokens of the rows and positions that were told to its `at`.
+        With a `kv_cache`, idx holds the tokens of the rows and positions that were given to its `at`.
         """
         return self.continue_trunk(self.begin_trunk(idx, 0, kv_cache), 0, kv_cache)
 
@@ -259,7 +259,7 @@ class GPT(nn.Module):
         return self._run_blocks(self.transformer.drop(x), 0, num_blocks, kv_cache)
 
     def continue_trunk(self, x: Tensor, num_blocks: int, kv_cache: "generation.KVCache | None" = None) -> Tensor:
-        """What `trunk` returns, from what `begin_trunk` returned after so many blocks."""
+        """The result of `trunk`, from that of `begin_trunk` after so many blocks."""
         return self.transformer.ln_f(self._run_blocks(x, num_blocks, self.config.n_layer, kv_cache))
 
     def _run_blocks(self, x: Tensor, first: int, last: int, kv_cache: "generation.KVCache | None") -> Tensor:

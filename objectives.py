@@ -160,7 +160,7 @@ def probability_pair(natural: Tensor) -> Tensor:
 
 
 def crossover_loss(evidence: Tensor, targets: Tensor, loss: str = "nll") -> Tensor:
-    """Loss () of a reward model that tells evidence (B, T), from its targets (B, 2), rows [K/T, (T-K)/T].
+    """Loss () of a reward model that gives evidence (B, T), from its targets (B, 2), rows [K/T, (T-K)/T].
 
     'mse' and 'cross_entropy': as `reward_loss`, of [E[K]/T, 1 - E[K]/T]. 'nll': -log P(K | x), mean over B. 'token':
     T - 2 labels a sequence, -log P(K > t | x) of natural and -log P(K <= t | x) of written tokens t = 1 .. T - 2, mean

@@ -1,4 +1,4 @@
-"""What moves weights: parameter groups, optimizers, learning-rate schedule, gradient clipping, early stopping.
+"""Parameter groups, optimizers, learning-rate schedules, gradient clipping, early stopping, the best weights.
 
     python -c "import optimization; print(optimization.learning_rate_factor(50, 100, 2000, 0.1))"
 
@@ -71,7 +71,7 @@ def orthogonalised(matrices: Tensor, steps: int, coefficients: tuple[float, floa
 
 
 class Optimizers:
-    """One or several torch optimizers behind one interface, so that training loops do not tell them apart."""
+    """One or several torch optimizers behind one interface, so that training loops treat all alike."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -173,7 +173,7 @@ def make_optimizers(
 
 
 def learning_rate_factor(step: int, warmup_steps: int, decay_steps: int, min_factor: float) -> float:
-    """What to multiply the learning rate by at a step, counted from 0 (nanoGPT's convention).
+    """The factor of the learning rate at a step, counted from 0 (nanoGPT's convention).
 
     (step + 1) / (warmup_steps + 1) while step < warmup_steps, then half a cosine from 1 down to min_factor at
     decay_steps, and min_factor from there on.
@@ -281,20 +281,20 @@ class Best:
     """The weights of least value that were offered, with what is noted of them; of equals the first."""
 
     def __init__(self) -> None:
-        self.value, self.step = math.inf, 0
+        self.value, self.at = math.inf, 0
         self.figures: dict[str, Any] = {}
         self.weights: dict[str, Tensor] | None = None  # None: none was offered, or they are written already
 
     def offer(
-        self, value: float, step: int, weights: Iterable[tuple[str, Tensor]], figures: dict[str, Any], any_value=False
+        self, value: float, at: int, weights: Iterable[tuple[str, Tensor]], figures: dict[str, Any], any_value=False
     ) -> None:
-        """Keep a copy of these weights if their value is below the least so far, or at `any_value`."""
+        """Keep a copy of the weights `at` a step or epoch if their value is below the least so far, or `any_value`."""
         if value < self.value or any_value:
-            self.value, self.step, self.figures = min(value, self.value), step, figures
+            self.value, self.at, self.figures = min(value, self.value), at, figures
             self.weights = {name: tensor.detach().clone() for name, tensor in weights}
 
     def state_dict(self) -> dict[str, Any]:
-        """Value, step, figures and weights."""
+        """Value, step or epoch, figures and weights."""
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from model import GPT
 from objectives import kl_estimate, text_log_probs
 from optimization import EarlyStopping
 from reward_metrics import MIN_BLOCKS, better_than_constant, bootstrap_mean, measure_skill, paired_difference
-from reward_model import Judge, Verdict
+from reward_model import RewardScorer, Scores
 from runtime.device import random_stream
 from runtime.process import UserError, warn
 from runtime.run_log import counted
@@ -64,15 +64,15 @@ class PolicyEvaluation:
     """
 
     def __init__(
-        self, reward_model: Judge, corpus: Corpus, copies: "CopyFinder", settings: "PolicySettings", part: str
+        self, scorer: RewardScorer, corpus: Corpus, copies: "CopyFinder", settings: "PolicySettings", part: str
     ) -> None:
-        self.reward_model, self.tokenizer, self.part, self.seed = reward_model, corpus.tokenizer, part, settings.seed
-        self.length = reward_model.reference.config.block_size
-        self.device = next(reward_model.reference.parameters()).device
+        self.scorer, self.tokenizer, self.part, self.seed = scorer, corpus.tokenizer, part, settings.seed
+        self.length = scorer.reference.config.block_size
+        self.device = next(scorer.reference.parameters()).device
         self.tokens, self.copies = validation_part(corpus.val, self.length, part), copies
         amount = self.length, settings.eval_prompts, EVALUATION_SAMPLES
         self.drawn = draw_prompts(self.tokens, *amount, settings.seed, "eval", part)
-        self.natural_rewards = reward_model(self.drawn[0].to(self.device)).natural  # (P,)
+        self.natural_rewards = scorer(self.drawn[0].to(self.device)).natural  # (P,)
 
     def losses(self, policy: GPT) -> Tensor:
         """Cross-entropies (n,) in nats of the part's tokens under the policy."""
@@ -92,8 +92,8 @@ class PolicyEvaluation:
         ids = completions.ids.flatten(0, 1)  # (R, N)
         mask = written_mask(prefix_lengths, N).to(self.device)
         log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
-        verdict = self.reward_model(ids)
-        fresh = verdict.natural.view(len(natural), -1).mean(1)  # (P,)
+        scores = self.scorer(ids)
+        fresh = scores.natural.view(len(natural), -1).mean(1)  # (P,)
         tails = [row[length:].cpu() for row, length in zip(ids, prefix_lengths.flatten().tolist(), strict=True)]
         half = torch.stack([tail[-(N // 2) :] for tail in tails])  # the last N / 2 tokens, all of them written
         longest = 0
@@ -105,8 +105,8 @@ class PolicyEvaluation:
             f"{self.part}_loss": losses.double().mean().item(),
             **self._with_interval("fresh_reward", fresh),
             **self._with_interval("natural_reward", self.natural_rewards),
-            **self._against_the_reward_model(verdict, log_probs, mask, fresh),
-            "kl_now": masked_mean(kl_estimate(log_probs, verdict.reference_log_probs, "k3"), mask),
+            **self._against_the_reward_model(scores, log_probs, mask, fresh),
+            "kl_now": masked_mean(kl_estimate(log_probs, scores.reference_log_probs, "k3"), mask),
             **{f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)},
             "repetition": repetition(half),
             "longest_copy": longest,
@@ -119,15 +119,15 @@ class PolicyEvaluation:
         return {name: values.mean().item(), f"{name}_low": low, f"{name}_high": high}
 
     def _against_the_reward_model(
-        self, verdict: Verdict, log_probs: Tensor, mask: Tensor, fresh: Tensor
+        self, scores: Scores, log_probs: Tensor, mask: Tensor, fresh: Tensor
     ) -> dict[str, Any]:
         """How far the policy is from what its reward asks for: `kl_mixture`, or whether it is beyond natural text.
 
         A likelihood head's optimum is its own mixture m = w p + (1 - w) q, whose evidence can exceed natural text's;
         the mean of log pi - log q - evidence, on tokens of pi, estimates KL(pi || m), 0 at the optimum.
         """
-        if self.reward_model.is_ratio:
-            excess = (log_probs - verdict.reference_log_probs - verdict.evidence).masked_fill(~mask, 0.0)  # (R, N - 1)
+        if self.scorer.is_ratio:
+            excess = (log_probs - scores.reference_log_probs - scores.evidence).masked_fill(~mask, 0.0)  # (R, N - 1)
             sums = torch.stack([excess.sum(1), mask.sum(1).to(excess.dtype)]).view(2, len(fresh), -1).sum(2)
             return self._with_interval("kl_mixture", sums[0] / sums[1])
         gain = fresh - self.natural_rewards
@@ -201,7 +201,7 @@ class PolicySettings(Protocol):
 
 
 def skill_on_policy(
-    completer: Completer, reward_model: Judge, tokens: np.ndarray, settings: PolicySettings
+    completer: Completer, scorer: RewardScorer, tokens: np.ndarray, settings: PolicySettings
 ) -> dict[str, Any]:
     """R2 and more of the reward model on fresh text of the policy, K uniform on 1 to N - 1, after natural text.
 
@@ -220,24 +220,24 @@ def skill_on_policy(
     uniforms = torch.from_numpy(draw.random((count, G, N), dtype=np.float32))
     ids = completer(natural.to(device), crossovers, uniforms, Sampling()).ids.flatten(0, 1)
     completer.release()
-    prediction, truth = reward_model(ids).natural.cpu(), crossovers.flatten() / N
+    prediction, truth = scorer(ids).natural.cpu(), crossovers.flatten() / N
     return measure_skill(prediction, truth, torch.arange(count).repeat_interleave(G), N, settings.seed)
 
 
 def check_gate(settings: PolicySettings, skill: dict[str, Any], r2: str) -> None:
-    """Raise UserError for a reward model that was not shown to see, unless that is allowed: then warn."""
+    """Raise UserError for a reward model whose R2 interval is not above 0, unless that is allowed: then warn."""
     if better_than_constant(skill["r2_low"]):
         return
-    blind = f"{settings.reward_model_path} was not shown to see where this policy's text begins: R2 {r2}"
+    finding = f"{settings.reward_model_path} does not predict where this policy's text begins: R2 {r2}"
     remedy = (
-        "train one that sees (train_reward_model.py with --head likelihood and a --trunk that has learned more "
+        "train one that predicts (train_reward_model.py with --head likelihood and a --trunk that has learned more "
         "natural text), or test it on more text (--gate_blocks)"
     )
     if skill["num_blocks"] < MIN_BLOCKS:
         remedy = f"the test had {skill['num_blocks']} natural blocks, but needs {MIN_BLOCKS}: use more validation text"
     if not settings.allow_blind_reward:
-        raise UserError(f"ERROR: {blind}; {remedy}, or climb noise with --allow_blind_reward True")
-    warn(f"{blind}; going on, as allowed")
+        raise UserError(f"ERROR: {finding}; {remedy}, or optimise noise with --allow_unpredictive_reward True")
+    warn(f"{finding}; going on, as allowed")
 
 
 def first_and_last(values: list[float], window: int) -> tuple[float, float, int]:

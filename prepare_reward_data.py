@@ -39,7 +39,7 @@ FLUSH_SECONDS = 5.0  # work that a power cut may undo
 
 @dataclass(frozen=True)
 class RowSettings:
-    """What decides the contents of a sample, beside the model and the text."""
+    """Settings that decide the contents of a sample, beside the model and the text."""
 
     samples_per_chunk: int = 10
     sampling: Sampling = field(default_factory=Sampling)
@@ -212,7 +212,7 @@ def main() -> None:
         "compiled": compiled,
     }
     completer = Completer(compile_model(model) if compiled else model, model.config.block_size, config.kv_cache_mb)
-    # What the metadata cannot hold is told now, not after hours of work.
+    # Refuse values that the metadata cannot hold now, not after hours of work.
     format_metadata(dataset_entries(0, model.config.block_size, tokenizer.info()) | identity | describe_sources(config))
     hold_output(config.output_dir, ranks.on_main)
     if ranks.on_main(lambda: is_complete(config.output_dir, identity, config.overwrite)):
@@ -300,7 +300,7 @@ def describe_identity(
 
 
 def describe_sources(config: RewardDataConfig) -> dict[str, Any]:
-    """Where model and text lay: with the identity, all that the command needs to make the data again."""
+    """Paths of model and text: with the identity, all that the command needs to make the data again."""
     names = ("model_path", "input_mode", "data_path", "train_bin", "val_bin", "tokenization")
     sources = {name: getattr(config, name) for name in names}
     return sources | ({"train_split": config.train_split} if config.input_mode == "text" else {})
@@ -420,4 +420,4 @@ def save_reward_dataset(
 
 
 if __name__ == "__main__":
-    run_main(main, way_on="Finished samples are kept; run the same command again to go on.")
+    run_main(main, resume_hint="Finished samples are kept; run the same command again to go on.")

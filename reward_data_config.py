@@ -92,11 +92,11 @@ class RewardDataConfig(Settings):
             "data_path is required in text mode",
             "Specify --data_path, a text file or a folder with input.txt, or use --input_mode binary",
         ):
-            path, told = Path(self.data_path), self.data_path
+            path, shown = Path(self.data_path), self.data_path
             if path.is_dir():
                 path = path / "input.txt"
-                told = f"{path} (data_path is a folder: it must hold input.txt)"
-            problems.require(path.is_file(), f"Data file not found: {told}", PREPARE_CORPUS)
+                shown = f"{path} (data_path is a folder: it must hold input.txt)"
+            problems.require(path.is_file(), f"Data file not found: {shown}", PREPARE_CORPUS)
 
     def _check_token_files(self, problems: Problems) -> None:
         for name, title in (("train_bin", "Train"), ("val_bin", "Validation")):

@@ -5,7 +5,7 @@
 A dataset is a folder with three files a split (train, val): SPLIT_x.bin, uint16 (num_samples, block_size), the
 tokens; SPLIT_y.bin, float32 (num_samples, 2), the labels [P(natural), P(synthetic)]; SPLIT_metadata.txt, `key: value`
 lines. The binary files are memory-mapped and read in chunks, so that memory does not grow with the dataset. The script
-exits with status 2 when the dataset is bad, after it has told everything that is wrong.
+exits with status 2 when the dataset is bad, after it has printed everything that is wrong.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from tokenization_manager import TokenizationInfo
 
 FORMAT_VERSION = 1
 SIZES = ("num_samples", "block_size", "samples_per_chunk", "max_blocks", "train_tokens", "val_tokens")
-# What both splits of one dataset have the same, where it is told.
+# Metadata that both splits of one dataset have in common.
 COMMON_KEYS = ("model_sha256", "temperature", "train_tokens", "val_tokens", "train_sha256", "val_sha256")
 SPLITS = ("train", "val")
 X_DTYPE, Y_DTYPE = np.dtype("<u2"), np.dtype("<f4")
@@ -51,7 +51,7 @@ METADATA_KEYS = (
     "format_version",
 )
 
-# What is wrong with a dataset: the name of the check that found it, and a sentence.
+# A fault of a dataset: the name of the check that found it, and a sentence.
 Problem = tuple[str, str]
 
 
@@ -73,7 +73,7 @@ def _allocating(num_bytes: int, purpose: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
-        # torch tells a failed allocation on the CPU as a RuntimeError of its allocator.
+        # torch raises a failed allocation on the CPU as a RuntimeError of its allocator.
         out_of_memory = (
             isinstance(error, MemoryError)
             or getattr(error, "errno", None) == errno.ENOMEM
@@ -153,7 +153,7 @@ def _parse_metadata(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Files:
-    """What a split's files tell by their names, sizes and metadata; None for what they do not."""
+    """A split as its files' names, sizes and metadata describe it; None for what is missing."""
 
     data_dir: Path
     sizes: dict[Path, int | None]  # bytes of x and of y
@@ -166,7 +166,7 @@ class _Files:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the metadata must say if they say it; nothing where there are no samples."""
+        """Values that the metadata must have if they have them; none without samples."""
         if not (self.num_samples and self.block_size):
             return {}
         return {
@@ -192,7 +192,7 @@ def _look_at(data_dir: str | Path, split: str) -> _Files:
     stated = {key: _whole_number(metadata[key]) for key in SIZES if key in (metadata or {})}
     num_samples = block_size = None
     if metadata is not None and None not in (*stated.values(), *sizes.values()):
-        # What is not stated follows from the sizes: a row of y has a fixed size, and with their number a row of x has.
+        # The rest follows from the sizes: a row of y has a fixed size, and with their number a row of x has.
         x_bytes, y_bytes = sizes.values()
         num_samples = stated.get("num_samples", y_bytes // (2 * Y_DTYPE.itemsize))
         block_size = stated.get("block_size", x_bytes // (X_DTYPE.itemsize * max(num_samples, 1)))
@@ -205,7 +205,7 @@ def _whole_number(text: str) -> int | None:
 
 
 def _read_tokenization(metadata: Mapping[str, str]) -> tuple[TokenizationInfo | None, str]:
-    """The tokenization that metadata tell, or None and why not. File sizes cannot tell it."""
+    """The tokenization in the metadata, or None and why not. File sizes do not determine it."""
     missing = [key for key in ("tokenization_method", "vocab_size") if key not in metadata]
     if missing:
         return None, f"incomplete tokenization information: {' and '.join(missing)} missing"
@@ -226,9 +226,9 @@ class RewardDataset(Dataset):
     """One split of a reward dataset. dataset[i] is x: LongTensor (block_size,), y: FloatTensor (2,).
 
     `x` and `y` are the memory maps: (num_samples, block_size) uint16 and (num_samples, 2) float32; `metadata` is the
-    metadata file's dict; row r is of the `r // samples_per_chunk`-th natural block, where that is told (else None).
+    metadata file's dict; row r is of the `r // samples_per_chunk`-th natural block (None without that in the metadata).
     Raises UserError, with everything that is wrong, for a dataset that cannot be read or whose
-    tokenization is not `expected_tokenization_info`. What the metadata lack and the file sizes tell is warned of.
+    tokenization is not `expected_tokenization_info`. Warns of metadata that are missing and follow from the file sizes.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class RewardDataset(Dataset):
         first = np.append(self.y[0], self.y[0].sum(dtype=np.float64)).astype(np.float64)
         low, high = np.full(3, np.inf), np.full(3, -np.inf)
         total, squares = np.zeros(3), np.zeros(3)
-        with np.errstate(invalid="ignore"):  # NaN and infinity are told by the figures themselves
+        with np.errstate(invalid="ignore"):  # NaN and infinity show in the figures themselves
             for _, rows in _chunks(self.y):
                 labels = np.asarray(rows, dtype=np.float64)
                 columns = np.column_stack([labels, labels.sum(axis=1)])  # (rows, 3): natural, synthetic, their sum
@@ -413,7 +413,7 @@ class _Splits:
     datasets: dict[str, RewardDataset]
 
     def problems(self, *what: str) -> list[Problem]:
-        """What the checks of these kinds find wrong, all of them where none is named; in the order of CHECKS."""
+        """Faults that the checks of these kinds (all if none is named) find, in the order of CHECKS."""
         checks = [check for check in CHECKS if not what or check.reads in what]
         # Both splits may say the same, of a folder that is not there.
         return [(check.name, sentence) for check in checks for sentence in dict.fromkeys(check.find(self))]
@@ -431,7 +431,7 @@ def check_variety(dataset: RewardDataset) -> None:
     if low == high:
         kind = {1.0: "all natural", 0.0: "all written"}.get(low, "all natural up to the same place")
         raise UserError(
-            f"ERROR: {name}: every label is K/N = {low:g}: texts {kind} hold nothing to tell apart; {remedy}"
+            f"ERROR: {name}: every label is K/N = {low:g}: texts {kind} hold nothing to distinguish; {remedy}"
         )
     first = int(dataset.x[0, 0])
     step = max(1, 2**24 // dataset.block_size)
@@ -472,7 +472,7 @@ def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what the metadata tell
+# what the metadata say
 
 
 def sampling_of(metadata: Mapping[str, str]) -> Sampling:
@@ -547,14 +547,14 @@ def _other_tokenizations(splits: _Splits) -> Iterator[str]:
     """Splits of two tokenizations."""
     infos = [dataset.get_tokenization_info() for dataset in splits.datasets.values()]
     if len(infos) == len(SPLITS) and infos[0] != infos[1]:
-        # Where method and size agree, the vocabularies' files do not: then these are named too.
+        # If method and size agree, the vocabularies' files differ: then these are named too.
         same = infos[0].describe() == infos[1].describe()
         train, val = (f"{info} from {info.meta_path}" if same else str(info) for info in infos)
         yield f"Tokenization mismatch detected:\n    Train: {train}\n    Val: {val}"
 
 
 def _disagreements(splits: _Splits) -> Iterator[str]:
-    """Splits of another size than their metadata tell, and what keeps the two from being one dataset."""
+    """Splits of another size than their metadata say, and what keeps the two from being one dataset."""
     for dataset in splits.datasets.values():
         yield from _wrong_size(dataset)
     if len(splits.datasets) < len(SPLITS):
@@ -563,9 +563,9 @@ def _disagreements(splits: _Splits) -> Iterator[str]:
     if train.block_size != val.block_size:
         yield f"train has block_size {train.block_size}, val has block_size {val.block_size}"
     for key in COMMON_KEYS:
-        told = [dataset.metadata.get(key) for dataset in (train, val)]
-        if None not in told and told[0] != told[1]:
-            yield f"train and val are not of one dataset: {key} is {told[0]} in train, {told[1]} in val"
+        values = [dataset.metadata.get(key) for dataset in (train, val)]
+        if None not in values and values[0] != values[1]:
+            yield f"train and val are not of one dataset: {key} is {values[0]} in train, {values[1]} in val"
 
 
 def _wrong_size(dataset: RewardDataset) -> Iterator[str]:
@@ -579,14 +579,14 @@ def _wrong_size(dataset: RewardDataset) -> Iterator[str]:
     if f"{split}_tokens" in metadata:
         tokens = int(metadata[f"{split}_tokens"])
         blocks = min(tokens // dataset.block_size, int(metadata.get("max_blocks", tokens)))
-        told = f"{tokens:,} tokens in blocks of {dataset.block_size}" + (
+        source = f"{tokens:,} tokens in blocks of {dataset.block_size}" + (
             f", at most {metadata['max_blocks']} of them," if "max_blocks" in metadata else ""
         )
     else:
-        blocks, told = -(-dataset.num_samples // per_block), "whole blocks"
+        blocks, source = -(-dataset.num_samples // per_block), "whole blocks"
     if dataset.num_samples != blocks * per_block:
         yield (
-            f"{split} has {dataset.num_samples:,} samples, but {told} with samples_per_chunk={per_block} "
+            f"{split} has {dataset.num_samples:,} samples, but {source} with samples_per_chunk={per_block} "
             f"are {blocks * per_block:,}"
         )
 
@@ -617,7 +617,7 @@ def _bad_tokens(splits: _Splits) -> Iterator[str]:
 
 
 def _count_rows(array: np.ndarray, is_bad: Callable[[np.ndarray], np.ndarray]) -> tuple[int, int]:
-    """How many rows of an array are bad, and the number of the first; `is_bad` tells it of a chunk, (rows,) bool."""
+    """How many rows of an array are bad, and the number of the first; `is_bad(chunk)` gives (rows,) bool."""
     count = first = 0
     for start, rows in _chunks(array):
         bad = is_bad(rows)
@@ -629,7 +629,7 @@ def _count_rows(array: np.ndarray, is_bad: Callable[[np.ndarray], np.ndarray]) -
 
 @dataclass(frozen=True)
 class Check:
-    """What a dataset is held to: a line of the quality report, and an error where it fails.
+    """A check of a dataset: a line of the quality report, and an error if it fails.
 
     The remedy is the same for all: the command that makes the dataset.
     """
@@ -685,7 +685,7 @@ def _print_split(dataset: RewardDataset) -> None:
     print(f"  Block size: {stats['block_size']}")
     print(f"  Tokenization: {dataset.get_tokenization_info().describe()}")
     print("  Y statistics:")
-    # The digits of the guide: a largest label of 1023/1024 is told from 1.
+    # The digits of the guide: a largest label of 1023/1024 differs from 1.
     for name, key, digits in (("Min", "y_min", 4), ("Max", "y_max", 6), ("Mean", "y_mean", 4), ("Std", "y_std", 4)):
         natural, synthetic = stats[key]
         print(f"    {name}: [{natural:.{digits}g} {synthetic:.{digits}g}]")

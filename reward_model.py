@@ -2,7 +2,7 @@
 
     python -c "from reward_model import LikelihoodRewardModel; help(LikelihoodRewardModel)"
 
-No I/O. A head is a class here, and a name in REWARD_MODELS. What all of them have:
+No I/O. A head is a class here, and a name in REWARD_MODELS. All of them have:
 
     losses         names of what can be minimised; the first is the default
     knows_tokens   whether there is evidence of single tokens
@@ -68,7 +68,7 @@ class TrunkRewardModel(GPT):
         return copy.deepcopy(self)
 
     def features(self, idx: Tensor, depth: int) -> Tensor:
-        """What `output` needs of token ids (B, T): hidden states (B, T, C) after `depth` blocks; pooled after all."""
+        """Inputs of `output` for token ids (B, T): hidden states (B, T, C) after `depth` blocks; pooled after all."""
         return self.pool(self.trunk(idx)) if depth == self.config.n_layer else self.begin_trunk(idx, depth)
 
     def output(self, inputs: Tensor, depth: int | None = None) -> Tensor:
@@ -117,7 +117,7 @@ class LastRewardModel(TrunkRewardModel):
 
 
 class TokenEvidence(nn.Module):
-    """What heads have in common whose output is evidence (B, T) of every token being natural."""
+    """The common part of heads whose output is evidence (B, T) of every token being natural."""
 
     losses: ClassVar[tuple[str, ...]] = ("nll", "token", "mse", "cross_entropy")
     knows_tokens: ClassVar[bool] = True
@@ -181,8 +181,8 @@ class LikelihoodRewardModel(TokenEvidence):
     def __init__(self, natural: GPT, generator: GPT, sampling: Sampling | None = None) -> None:
         super().__init__()
         names = ("vocab_size", "num_real_tokens", "block_size")
-        told = "the model of natural text", "the generator", "; train both on the same tokenization"
-        check_same_fields(natural.config, generator.config, names, *told)
+        roles = "the model of natural text", "the generator", "; train both on the same tokenization"
+        check_same_fields(natural.config, generator.config, names, *roles)
         self.natural, self.generator = natural, generator.requires_grad_(False)
         self.sampling = sampling or Sampling()
         self.mixture = nn.Parameter(torch.tensor(2.0))  # w = sigmoid(mixture)
@@ -249,7 +249,7 @@ REWARD_MODELS = {kind.head_type: kind for kind in (LastRewardModel, PositionRewa
 def make_reward_model(
     config: GPTConfig, generator_config: GPTConfig | None = None, sampling: Sampling | None = None
 ) -> RewardModel:
-    """The reward model that a config describes, its weights new. What it needs besides is what `parts_of` gives."""
+    """The reward model that a config describes, its weights new. `parts_of` gives the other arguments."""
     kind = REWARD_MODELS[config.reward_head_type]
     if not kind.is_ratio:
         return kind(config)
@@ -259,7 +259,7 @@ def make_reward_model(
 
 
 def parts_of(model: nn.Module) -> dict[str, Any]:
-    """What describes a model beside its config, as a checkpoint holds it: of a likelihood head its generator."""
+    """A model's description beside its config, for a checkpoint: of a likelihood head its generator."""
     if not isinstance(model, LikelihoodRewardModel):
         return {}
     return {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}
@@ -270,22 +270,22 @@ def parts_of(model: nn.Module) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a judge says of R sequences of N tokens."""
+class Scores:
+    """Scores of R sequences of N tokens by a reward model, and by the policy's start."""
 
     natural: Tensor  # (R,) P(natural)
     evidence: Tensor | None  # (R, N - 1) of all tokens but the first being natural; None where the head knows no tokens
     by_token: Tensor | None  # (R, N - 1) P(token is natural); None likewise
     reference_log_probs: Tensor  # (R, N - 1) under the starting policy, of all tokens but the first
 
-    def of_all(self, ranks: Ranks) -> "Verdict":
+    def of_all(self, ranks: Ranks) -> "Scores":
         """The same of the sequences of all ranks, R on each."""
         parts = (getattr(self, field.name) for field in fields(self))
-        return Verdict(*(None if part is None else ranks.gather(part) for part in parts))
+        return Scores(*(None if part is None else ranks.gather(part) for part in parts))
 
 
-class Judge:
-    """A frozen reward model and the policy's start (the reference of the KL), asked together.
+class RewardScorer:
+    """A frozen reward model and the policy's start (the reference of the KL), which score sequences together.
 
     Where one is part of the other, one pass serves both: a likelihood model's generator, and the trunk that a last head
     stands on, are the start itself.
@@ -299,11 +299,11 @@ class Judge:
         self.is_shared = reward_model.contains(reference)
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> Verdict:
+    def __call__(self, ids: Tensor) -> Scores:
         """Read sequences (R, N), as many at a time as fit."""
         parts = [self._read(part) for part in ids.split(self.reference.rows_at_a_time())]
         columns = zip(*parts, strict=True)
-        return Verdict(*(None if column[0] is None else torch.cat(column) for column in columns))
+        return Scores(*(None if column[0] is None else torch.cat(column) for column in columns))
 
     def _read(self, ids: Tensor) -> tuple[Tensor | None, ...]:
         if self.is_shared:

@@ -30,7 +30,7 @@ from runtime.cli import all_sections, parse_settings, read_config, split_config
 from runtime.device import select_device
 from runtime.files import atomic_path, read_json, write_json
 from runtime.output_lock import hold_output, only_writer
-from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, interruption_tells, run_main, warn
+from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, on_interruption, run_main, warn
 from runtime.resume import SUFFIX, load_run_state, of_another_run, state_to_resume
 from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
@@ -110,7 +110,7 @@ class Stage:
 
     @property
     def held(self) -> Path:
-        """What the stage locks: a trainer its state, which shares its name with the records; else the artefact."""
+        """The path that the stage locks: of a trainer its state, else the artefact."""
         return self.artefact.with_suffix(SUFFIX) if self.resumes else self.artefact
 
     def arguments(self, config_path: str | None, device: str) -> list[str]:
@@ -127,7 +127,7 @@ class Stage:
 def checked_settings(stages: list[Stage], config_path: str | None, device: str) -> dict[str, dict[str, Any]]:
     """Each section's settings, parsed as its stage will parse them: paths and what run_cycles.py decides left out.
 
-    Raises UserError that tells what is out of range in any of them: not after an hour, when the stage is reached.
+    Raises UserError that names what is out of range in any of them: not after an hour, when the stage is reached.
     """
     problems, own = Problems(), {}
     for stage in stages:
@@ -138,8 +138,8 @@ def checked_settings(stages: list[Stage], config_path: str | None, device: str) 
         )
         for error in settings.problems().errors:
             remedy = f"Mend that section of {config_path}" if config_path else ""
-            told = f"{stage.section}: {error}"
-            problems.require(told in problems.errors, told, remedy)  # a script with two stages tells it once
+            named = f"{stage.section}: {error}"
+            problems.require(named in problems.errors, named, remedy)  # once for a script with two stages
         decided = {*stage.inputs, *stage.options, *NO_IDENTITY}
         values = {name: value for name, value in asdict(settings).items() if name not in decided}
         own[stage.section] = json.loads(json.dumps(values))  # as the ledger will give them back
@@ -235,7 +235,7 @@ class Runner:
                 options = options | {"init_from": "resume"}
             command = replace(stage, options=options).arguments(self.config_path, self.device)
             script = ROOT / f"{stage.script}.py"
-            with interruption_tells(self.way_on):  # from its first printed word on
+            with on_interruption(self.resume_hint):  # from its first printed word on
                 say(f"\n##### {stage.name}: {script.name}")
                 run_stage(stage.name, [sys.executable, str(script), *command])
                 self.ran.append(stage.name)
@@ -284,8 +284,8 @@ class Runner:
             say(f"\n{stage.name} begins anew, not where it was interrupted: {reason}")
         return not reason
 
-    def way_on(self) -> str:
-        """What somebody who interrupts a stage is told."""
+    def resume_hint(self) -> str:
+        """How to go on after an interruption."""
         return ("Finished stages are kept; run" if self.ledger.stages else "Run") + " the same command again to go on."
 
 
@@ -328,7 +328,7 @@ def main() -> None:
     config_path, options = split_config(sys.argv[1:])
     refuse_options_of_stages(options)
     settings = parse_settings(CycleSettings, "run_cycles")
-    select_device(settings.device)  # a device that is not there is told now, not by a stage
+    select_device(settings.device)  # a device that is not there is refused now, not by a stage
     out = Path(settings.out_dir)
     folder = dataset_folder(settings.dataset)
     natural = natural_models(config_path, folder, out, settings.natural_model_each_cycle)
@@ -353,15 +353,15 @@ def main() -> None:
     losses: list[float] = []  # on the selecting part, of version 1, 2, ..., all as train_grpo.py measures them
     outcome = f"all {settings.num_cycles} cycles done"
     for cycle in range(1, settings.num_cycles + 1):
-        judge, verdict = find_judge(runner, cycle, settings.reward_attempts, folder, out, natural)
-        if judge is None:
-            runner.carry_on(cycle, verdict, out)
+        reward_model_path, finding = find_reward_model(runner, cycle, settings.reward_attempts, folder, out, natural)
+        if reward_model_path is None:
+            runner.carry_on(cycle, finding, out)
         else:
-            policy = runner.run(policy_stage(cycle, folder, out, judge))
+            policy = runner.run(policy_stage(cycle, folder, out, reward_model_path))
             losses = [*(losses or [policy["start_select_loss"]]), policy["select_loss"]]
         runner.run(perplexity_stage(cycle + 1, folder, out))
-        if judge is None:
-            outcome = f"ended in cycle {cycle} without GRPO: {verdict}; base model {cycle} is carried on"
+        if reward_model_path is None:
+            outcome = f"ended in cycle {cycle} without GRPO: {finding}; base model {cycle} is carried on"
             break
         since_best = len(losses) - 1 - losses.index(min(losses))
         if settings.perplexity_patience is not None and since_best >= settings.perplexity_patience:
@@ -464,7 +464,7 @@ def reward_stages(
     more: dict[str, dict[str, Any]] | None = None,
 ) -> list[Stage]:
     """An attempt at a reward model: its data, its training, and its test on the policy. `more`: options by script."""
-    model, judge = base_model(out, cycle), reward_model(out, cycle, attempt)
+    model, path = base_model(out, cycle), reward_model(out, cycle, attempt)
     trunk, more = natural.path(cycle, attempt), more or {}
     own_data = attempt_suffix(attempt) if "prepare_reward_data" in more else ""  # else the first attempt's
     reward_data = out / f"reward_data_v{cycle}{own_data}"
@@ -478,18 +478,18 @@ def reward_stages(
             {"input_mode": "binary", "output_dir": reward_data, **more.get("prepare_reward_data", {})},
         ),
         Stage(
-            judge.stem,
+            path.stem,
             "train_reward_model",
-            judge,
+            path,
             {"base_model_path": model, "data_dir": reward_data} | ({"trunk": trunk} if trunk else {}),
-            {"output_path": judge, "init_from": "scratch", **more.get("train_reward_model", {})},
-            lambda: trained(judge, "skill"),
+            {"output_path": path, "init_from": "scratch", **more.get("train_reward_model", {})},
+            lambda: trained(path, "skill"),
         ),
         Stage(
             gate.stem,
             "train_grpo",
             gate,
-            {"dataset": folder, "base_model_path": model, "reward_model_path": judge},
+            {"dataset": folder, "base_model_path": model, "reward_model_path": path},
             {"gate_path": gate, **more.get("train_grpo", {})},
             lambda: read_json(gate),
             records_settings=False,  # GRPO's own have not been used yet
@@ -497,7 +497,7 @@ def reward_stages(
     ]
 
 
-def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
+def policy_stage(cycle: int, folder: Path, out: Path, reward_model_path: Path) -> Stage:
     """GRPO, from one base model to the next."""
     next_model = base_model(out, cycle + 1)
     names = (
@@ -508,16 +508,16 @@ def policy_stage(cycle: int, folder: Path, out: Path, judge: Path) -> Stage:
         next_model.stem,
         "train_grpo",
         next_model,
-        {"dataset": folder, "base_model_path": base_model(out, cycle), "reward_model_path": judge},
+        {"dataset": folder, "base_model_path": base_model(out, cycle), "reward_model_path": reward_model_path},
         {"output_path": next_model, "gate_path": None, "init_from": "scratch"},
         lambda: trained(next_model, *names),
     )
 
 
-def find_judge(
+def find_reward_model(
     runner: Runner, cycle: int, attempts: int, folder: Path, out: Path, natural: NaturalModels
 ) -> tuple[Path | None, str]:
-    """A reward model that sees the policy's text, or None after so many attempts and what the last one's test said."""
+    """A reward model that predicts on the policy's text; or None after so many attempts, and the last one's figures."""
     own, attempt = runner.ledger.settings, 1
     asked = {"train_grpo": {name: own["train_grpo"][name] for name in ("gate_blocks", "seed")}}
     while True:
@@ -527,12 +527,12 @@ def find_judge(
         if better_than_constant(gate["r2_low"]) or own["train_grpo"]["allow_blind_reward"]:
             return reward_model(out, cycle, attempt), ""
         r2 = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"], digits=3)
-        verdict = f"the reward model was not shown to see, R2 {r2} on the policy's text"
-        say(f"\nAttempt {attempt} of {attempts}: {verdict}")
+        finding = f"the reward model does not predict, R2 {r2} on the policy's text"
+        say(f"\nAttempt {attempt} of {attempts}: {finding}")
         # When more attempts were asked for.
         tried = f"gate_v{cycle}{attempt_suffix(attempt + 1)}" in runner.ledger.stages
-        if (attempt >= attempts and not tried) or gate["r2_low"] is None:  # no interval: too little text for any judge
-            return None, verdict
+        if (attempt >= attempts and not tried) or gate["r2_low"] is None:  # no interval: too little text
+            return None, finding
         attempt += 1
 
 
@@ -584,8 +584,8 @@ def trained(path: Path, *names: str) -> dict[str, Any]:
 
 
 def cycle_table(ledger: Ledger, num_cycles: int) -> str:
-    """What every cycle did, as a table."""
-    stages, blind = ledger.stages, []
+    """The cycles' figures as a table."""
+    stages, unpredictive = ledger.stages, []
 
     def figures(version: int) -> str:
         measured = stages[f"perplexity_base_model_v{version}"]
@@ -603,33 +603,33 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
     for cycle in range(1, num_cycles + 1):
         name = f"base_model_v{cycle + 1}"
         policy = stages[name]
-        judges = [stage for stage in stages if stage.partition("_try")[0] == f"reward_model_v{cycle}"]
+        attempts = [stage for stage in stages if stage.partition("_try")[0] == f"reward_model_v{cycle}"]
         seconds = policy["seconds"] + sum(
             entry["seconds"]
             for stage, entry in stages.items()
             if stage.partition("_try")[0]
             in {f"{kind}_v{cycle}" for kind in ("natural_model", "reward_data", "reward_model", "gate")}
         )
-        skill = stages[judges[-1]]["skill"]  # of the last attempt
-        gate = stages[judges[-1].replace("reward_model", "gate")]
+        skill = stages[attempts[-1]]["skill"]  # of the last attempt
+        gate = stages[attempts[-1].replace("reward_model", "gate")]
         r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
         at_gate = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"], digits=3)
         rewards, kl, kept = "", "", ""
-        reason = f"not started: the judge was not shown to see (at the gate R2 {at_gate})"
+        reason = f"not started: the reward model does not predict (at the gate R2 {at_gate})"
         if "carried_on" not in policy:
             rewards = f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}"
             kl, reason = f"{policy['kept']['kl_now']:.3f}", policy["stop_reason"]
             kept = str(policy["kept_step"]) if policy["kept_step"] else "0 (start)"
             if not better_than_constant(gate["r2_low"]):
-                blind.append(cycle)
+                unpredictive.append(cycle)
         lines.append(
             f"{cycle:>5}  {name:<14} {figures(cycle + 1)}  {r2:<24} {rewards:<21} {kl:>6}  {kept:>9}  {seconds:7.0f}  "
             f"{reason}"
         )
-    if blind:
+    if unpredictive:
         lines.append(
-            f"In cycle {', '.join(map(str, blind))} the reward model was not shown at the gate to be better than a "
-            "constant: what GRPO did there may be noise."
+            f"In cycle {', '.join(map(str, unpredictive))} the R2 interval at the gate is not above 0: what GRPO did "
+            "there may be noise."
         )
     return "\n".join(lines)
 

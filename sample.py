@@ -92,7 +92,7 @@ def encode_start(tokenizer: TokenizationManager, start: str, option: str) -> np.
     """The tokens, uint16, of the text to continue, or of that in FILE:path.
 
     Raises UserError, naming the option, where it is empty or has characters that are not the tokenizer's: a trained
-    model can be taught no more of them.
+    model has no ids for others.
     """
     if start.startswith("FILE:"):
         start = read_text(start.removeprefix("FILE:"))

@@ -2,7 +2,7 @@
 
     python -c "from tokenization_manager import TokenizationManager as T; print(T('bpe').encode('To be, or not'))"
 
-In: a method, or a data folder from which to tell it; characters need a meta.pkl (nanoGPT's form). Tokens are
+In: a method, or a data folder from which to detect it; characters need a meta.pkl (nanoGPT's form). Tokens are
 uint16 arrays, because that is what token files hold.
 """
 
@@ -76,7 +76,7 @@ def load_meta(path: str | Path) -> dict[str, Any]:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name not in PLAIN_OPCODES:
                 raise pickle.UnpicklingError(f"its pickle has the instruction {opcode.name}")
-            # The unpickler makes room for as many entries as the highest number it is told to remember.
+            # The unpickler makes room for as many entries as the highest number that it is to remember.
             if opcode.name.endswith("PUT") and not 0 <= int(argument) <= len(data):
                 raise pickle.UnpicklingError("its pickle numbers its parts beyond its size")
         meta = _PlainUnpickler(io.BytesIO(data)).load()
@@ -92,7 +92,7 @@ def load_meta(path: str | Path) -> dict[str, Any]:
 
 
 def _meta_problem(meta: Any) -> str | None:
-    """What is wrong with the contents of a meta.pkl, or None."""
+    """The fault of the contents of a meta.pkl, or None."""
     if not isinstance(meta, dict):
         return f"holds a {type(meta).__name__}, not a dict"
     for key, kind in (("vocab_size", int), ("stoi", dict), ("itos", dict)):

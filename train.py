@@ -152,7 +152,7 @@ class TrainSettings(Settings):
     seed: int = setting(1337, minimum=0)
     """seed of weights, batches and dropout"""
 
-    # What a checkpoint to start from decides.
+    # Settings that a checkpoint to start from decides.
     SHAPE: ClassVar[tuple[str, ...]] = ("block_size", "n_layer", "n_head", "n_embd", "bias", "position")
 
     @property
@@ -176,7 +176,7 @@ class TrainSettings(Settings):
         if self.init_from == "scratch":  # else another block_size may hold: see `shaped`
             self.check_contexts(problems)
         problems.check_tracker(self.tracker_name)
-        # Asked of heads and width alone, so that it is told beside whatever else is wrong.
+        # Asked of heads and width alone, so that it is reported beside whatever else is wrong.
         heads = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
         if (problem := heads.problem()) and problem not in problems.errors:
             width = self.n_head * 2 * max(1, round(self.n_embd / self.n_head / 2))
@@ -262,6 +262,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     stopping, best = EarlyStopping(settings.patience, settings.min_delta), Best()
     facts = Values(config=replace(model.config), first_batch=0 if start is None else batches_learned(start))
+    # The state's parts; those of a resumed run are restored here.
     run.track(model=model, optimizers=optimizers, scaler=scaler, stopping=stopping, best=best, facts=facts)
     if run.is_resumed:
         ranks.on_main(lambda: check_resumable(given, run, best))
@@ -289,7 +290,9 @@ def main() -> None:
     forward = parallel(torch.compile(model) if settings.compile else model, ranks)
     horizon = run.began["max_iters"]  # of the schedules: a run that goes on longer does not stretch them
     seconds, num_timed = 0.0, 0
-    for step in run.steps("max_iters", evaluate, settings.eval_interval, until=lambda _: stopping.reason):
+    # Evaluates at steps 0, eval_interval, ... and the last; a signal ends it after a whole step, with the state saved.
+    stop = {"limit": "max_iters", "until": lambda _: stopping.reason}
+    for step in run.steps(evaluate=evaluate, every=settings.eval_interval, **stop):
         started = time.perf_counter()
         optimizers.set_learning_rate_factor(factor_at(step, settings, horizon))
         length, rows = batch_shape(step, settings, horizon)
@@ -306,7 +309,8 @@ def main() -> None:
             loss_sum += loss.detach()
         optimizers.unscale(scaler)
         # Under float16 the scaler itself skips a step whose gradients overflowed.
-        norm = clip_gradients(model.named_parameters(), settings.grad_clip, not scaler.is_enabled())
+        strict = not scaler.is_enabled()
+        norm = clip_gradients(model.named_parameters(), settings.grad_clip, error_if_nonfinite=strict)
         optimizers.step(scaler)
         optimizers.zero_grad()
         seconds, num_timed = seconds + time.perf_counter() - started, num_timed + 1
@@ -320,7 +324,7 @@ def main() -> None:
             run.bar.set_postfix(loss=f"{train_loss:.3f}", tok_s=f"{rate:,.0f}")
             seconds, num_timed = 0.0, 0
 
-    run.finish()
+    run.remove_earlier_run()
     say(f"Stopped at step {run.step} by {run.reason}")
     measured = f"{best.value:.4f} (perplexity {perplexity(best.value):.3f})"
     say(f"Best select_loss: {measured}, on the selecting part of val.bin")
@@ -429,12 +433,12 @@ def keep_best(best: Best, model: GPT, run: Run, figures: dict[str, Any], records
     if best.weights is None or not (step or no_steps):
         return
     if run.ranks.rank == 0:
-        if best.step < step:
+        if best.at < step:
             say(f"The start is better than step {step}: {settings.checkpoint_path} holds the start")
         kept = copy.deepcopy(model)
         kept.load_state_dict(best.weights)
         save_checkpoint(settings.checkpoint_path, kept, *records, best.figures)
-    best.weights = None
+    best.weights = None  # written: the state need not hold them
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -472,7 +476,7 @@ def validation_losses(
 
 
 def tracker_of(settings: TrainSettings) -> Tracker | None:
-    """Where else the records go."""
+    """The further place of the records, if any."""
     return make_tracker(
         settings.tracker_name, settings.log_path, settings.wandb_run_name, asdict(settings), settings.wandb_project
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ from policy_eval import (
     written_mask,
 )
 from reward_metrics import MIN_BLOCKS, better_than_constant, format_difference, format_r_squared
-from reward_model import Judge, Verdict
+from reward_model import RewardScorer, Scores
 from runtime.cli import parse_settings
 from runtime.device import random_stream, select_device
 from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
@@ -63,6 +63,8 @@ REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end 
 @dataclass
 class GRPOSettings(Settings):
     """Move a generator toward text that a frozen reward model takes for natural (GRPO)."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"allow_unpredictive_reward": "allow_blind_reward"}
 
     base_model_path: str | None = setting(None, model_file="required", changeable=True)
     """checkpoint of the generator: the starting policy, and the reference of the KL penalty (required)"""
@@ -80,7 +82,7 @@ class GRPOSettings(Settings):
     gate_path: str | None = setting(None, output="file", changeable=True)
     """measure the reward model on the policy's text, write the figures here (JSON), and stop"""
     allow_blind_reward: bool = setting(False, changeable=True)
-    """go on with a reward model that was not shown to see"""
+    """go on with a reward model whose R2 interval includes 0; also --allow_unpredictive_reward"""
 
     prompts_per_step: int = setting(16, minimum=1)
     """groups in a step"""
@@ -98,9 +100,9 @@ class GRPOSettings(Settings):
     """largest gradient norm; 0: no clipping"""
 
     reward: Literal["auto", "natural", "evidence"] = "auto"
-    """natural: P(natural); evidence: the log of the likelihood ratio; auto: evidence with a likelihood judge"""
+    """natural: P(natural); evidence: the log of the likelihood ratio; auto: evidence with a likelihood head"""
     credit: Literal["auto", "token", "sequence"] = "auto"
-    """one advantage for every token or for a sequence; auto: token where the judge knows single tokens"""
+    """one advantage for every token or for a sequence; auto: token if the head knows single tokens"""
     discount: float = setting(0.0, minimum=0, maximum=1)
     """with credit for tokens: what the next token's reward counts; 0: each token has its own alone"""
     kl_in_reward: float | None = setting(None, minimum=0)
@@ -124,15 +126,15 @@ class GRPOSettings(Settings):
     """estimator of that KL; in the loss k2 descends KL(policy || start), k3 KL(start || policy), k1 neither"""
 
     reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
-    """stop when a window's mean reward reaches this"""
+    """stop when a window's mean P(natural) reaches this"""
     natural_threshold: float | None = setting(None, above=0, changeable=True)
-    """stop when a window's mean reward reaches this share of natural text's own reward (1: as natural); None: never"""
+    """stop when a window's mean P(natural) reaches this share of natural text's own (1: as natural); None: never"""
     plateau_window: int | None = setting(None, minimum=1, unit="steps")
-    """steps in a window, whose mean reward thresholds and plateau use; None: a tenth of max_steps, at most 10"""
+    """steps in a window of mean P(natural), for thresholds and plateau; None: a tenth of max_steps, at most 10"""
     plateau_patience: int = setting(5, minimum=1, unit="windows", changeable=True)
     """stop after this many windows without improvement"""
     plateau_min_delta: float = setting(0.001, minimum=0)
-    """a smaller rise of the mean reward is no improvement"""
+    """minimum rise of a window's mean P(natural) that resets plateau_patience"""
     update_kl_cap: float = setting(0.05, above=0, unit="nats a token")
     """end a step's updates when the KL from the policy that sampled exceeds this (nats a token); with one update a
     step, end the training when an evaluation finds the step beyond it"""
@@ -173,16 +175,16 @@ class GRPOSettings(Settings):
 
 def main() -> None:
     # settings
-    asked = parse_settings(GRPOSettings, "train_grpo")
-    ranks = start_ranks(select_device(asked.device))
-    ranks.everywhere(lambda: ranks.check_divides(prompts_per_step=asked.prompts_per_step))
+    given = parse_settings(GRPOSettings, "train_grpo")
+    ranks = start_ranks(select_device(given.device))
+    ranks.everywhere(lambda: ranks.check_divides(prompts_per_step=given.prompts_per_step))
 
-    # models: pi, its frozen start pi_ref, and the frozen reward model. All stay in evaluation mode: dropout would make
-    # the policy that is scored another one than the policy that sampled.
-    checkpoint, base_sha256 = load_checkpoint(asked.base_model_path), hash_file(asked.base_model_path)
-    reward_model = load_reward_model(asked, checkpoint, base_sha256, ranks.device)
-    policy = build_model(checkpoint, "generator", asked.base_model_path, ranks.device)
-    settings = with_choices_made(asked, reward_model)
+    # models: pi, and the scorer, that is the frozen reward model and pi_ref, the policy's start. All stay in evaluation
+    # mode: dropout would make the policy that is scored another one than the policy that sampled.
+    checkpoint, base_sha256 = load_checkpoint(given.base_model_path), hash_file(given.base_model_path)
+    scorer = load_scorer(given, checkpoint, base_sha256, ranks.device)
+    policy = build_model(checkpoint, "generator", given.base_model_path, ranks.device)
+    settings = with_choices_made(given, scorer)
     optimizers = make_optimizers(policy, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay)
 
     # data: prompts from the training split; the validation split selects, gates and reports, each in its part
@@ -191,36 +193,37 @@ def main() -> None:
     check_same_splits(checkpoint["data"], data, allow_mismatch=True)
     describe_run(settings, policy, corpus, ranks)
     completer = Completer(policy, policy.config.block_size)
-    if not passes_gate(completer, reward_model, corpus, settings, ranks):
+    if not passes_gate(completer, scorer, corpus, settings, ranks):
         return
     copies = CopyFinder(corpus.train)
-    selection, report = (PolicyEvaluation(reward_model, corpus, copies, settings, p) for p in ("select", "report"))
+    selection, report = (PolicyEvaluation(scorer, corpus, copies, settings, p) for p in ("select", "report"))
 
     # run
     path = Path(settings.output_path)
     reads = {"base model": base_sha256, "reward model": hash_file(settings.reward_model_path), "corpus": data}
-    run = Run(path, asked, ranks, reads)
+    run = Run(path, given, ranks, reads)  # given: what a resumed run is compared with
     run.begin(settings.init_from == "resume")
     stops, best = Stops(settings), Best()
-    run.track(policy=policy, optimizers=optimizers, stops=stops, best=best)
+    run.track(policy=policy, optimizers=optimizers, stops=stops, best=best)  # restored here if the run is resumed
 
     def evaluate() -> None:
         figures = ranks.on_main(lambda: selection(completer))
         run.note(**figures)
         stops.start = stops.start or figures
-        if not stops.cap(run.record):  # a policy that broke a cap is never kept
+        if not stops.cap(run.record):  # of the step or of the evaluation: such a policy is never kept
             value = selection_value(settings.best_by, run.step, figures)
             best.offer(value, run.step, policy.state_dict().items(), figures)
         if figures.get("above_natural"):
             say(f"step {run.step}: completions get more reward than natural text, an exploited reward model")
 
+    # Evaluates at steps 0, eval_interval, ... and the last; a signal ends it after a whole step, with the state saved.
     forward = parallel(policy, ranks)
-    for step in run.steps("max_steps", evaluate, settings.eval_interval, until=stops.why, first=1):
+    for step in run.steps("max_steps", evaluate, every=settings.eval_interval, until=stops.why, first=1):
         # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
         batch = ranks.everywhere(partial(sample_group, completer, corpus.train, settings, step, ranks))
 
-        # r_1 .. r_G and log pi_ref, from here on of the rows of all ranks
-        batch.score(reward_model, ranks)
+        # r_1 .. r_G and log pi_ref; each rank scores its rows, then all know all
+        batch.score(scorer, ranks)
         run.note(**figures_of_rollouts(batch, settings))
         stops.note(run.record["reward"])
 
@@ -234,7 +237,8 @@ def main() -> None:
             losses = accumulate_gradients(forward, batch, settings, ranks)
             run.note(**losses)
             if update and losses["kl_update"] > settings.update_kl_cap:
-                break  # the steps so far have moved the policy far enough
+                optimizers.zero_grad()
+                break  # the updates so far have moved the policy far enough
             if settings.lm_coef:
                 draw, B = random_stream(settings.seed, "natural", step, update), settings.prompts_per_step
                 x, y = get_batch(corpus.train, completer.length, B, draw, ranks.device, ranks.share(B))
@@ -243,23 +247,24 @@ def main() -> None:
             optimizers.step()
             optimizers.zero_grad()
             updates += 1
-        optimizers.zero_grad()
         run.note(updates=updates)
-        if run.evaluates_at(step):
+        if run.evaluates_at(step):  # here, not in evaluate(): it needs the batch
             run.note(kl_step=kl_of_step(policy, batch, ranks))
         run.bar.set_postfix(reward=f"{run.record['reward']:.3f}", kl=f"{run.record['kl_start']:.3f}")
 
     # the kept policy, on the reporting part
     policy.load_state_dict(best.weights)
-    reported = ranks.on_main(lambda: report_figures(report, policy, reward_model.reference, settings.seed))
-    run.log(run.step, final=True, kept_step=best.step, **reported["kept"])
-    training = {"steps": run.step, "stop_reason": run.reason, "kept_step": best.step, **reported}
+    reported = ranks.on_main(lambda: report_figures(report, policy, scorer.reference, settings.seed))
+    run.log(run.step, final=True, kept_step=best.at, **reported["kept"])
+    training = {"steps": run.step, "stop_reason": run.reason, "kept_step": best.at, **reported}
     training |= {"select_loss": best.figures["select_loss"], "start_select_loss": stops.start["select_loss"]}
-    training |= print_outcome(training, stops.rewards, settings)
+    first, last, window = first_and_last(stops.rewards, REWARD_STEPS)
+    training |= {"first_reward": first, "last_reward": last, "settings": asdict(settings)}
+    print_outcome(training, window)
     if ranks.rank == 0:
         save_checkpoint(path, policy, checkpoint["tokenization"], checkpoint["data"], training)
         draw_curves(read_records(run.log_path), path.with_suffix(".png"))
-    run.finish()
+    run.remove_earlier_run()
     say(f"Saved {path} and {path.with_suffix('.png')}")
 
 
@@ -267,46 +272,45 @@ def main() -> None:
 # parts
 
 
-def check_judge(settings: GRPOSettings, checkpoint: dict, base_sha256: str, judge: dict) -> None:
-    """Raise UserError where policy and reward model do not read the same tokens; warn where they are strangers."""
-    if (mode := checkpoint["config"].mode) != "generator":
+def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, device: torch.device) -> RewardScorer:
+    """The frozen reward model together with the policy's start, as the base model's checkpoint has it."""
+    contents = load_checkpoint(settings.reward_model_path)
+    check_reward_model(settings, base, base_sha256, contents)
+    reference = build_model(base, "generator", settings.base_model_path, device)
+    return RewardScorer(build_model(contents, "reward", settings.reward_model_path, device), reference)
+
+
+def check_reward_model(settings: GRPOSettings, base: dict, base_sha256: str, contents: dict) -> None:
+    """Raise UserError unless both checkpoints are of the same tokens, and the reward model is of this generator."""
+    if (mode := base["config"].mode) != "generator":
         raise UserError(f"ERROR: {settings.base_model_path} holds a {mode} model, but a generator is needed here")
-    if checkpoint["config"].block_size < 2:
+    if base["config"].block_size < 2:
         raise UserError(
             f"ERROR: {settings.base_model_path} has block_size 1: there is nothing to complete; use 2 or more"
         )
-    if judge["config"].mode != "reward":
-        raise UserError(f"ERROR: {settings.reward_model_path} holds a {judge['config'].mode} model, not a reward model")
+    if (mode := contents["config"].mode) != "reward":
+        raise UserError(f"ERROR: {settings.reward_model_path} holds a {mode} model, not a reward model")
     names = ("vocab_size", "num_real_tokens", "block_size")
-    check_same_fields(checkpoint["config"], judge["config"], names, "the policy", "the reward model")
-    check_same_tokens(checkpoint["tokenization"], judge["tokenization"], "the policy", "the reward model")
-    theirs = (judge["training"] or {}).get("generator_sha256")
+    check_same_fields(base["config"], contents["config"], names, "the policy", "the reward model")
+    check_same_tokens(base["tokenization"], contents["tokenization"], "the policy", "the reward model")
+    theirs = (contents["training"] or {}).get("generator_sha256")
     if theirs is None:
         warn(f"{settings.reward_model_path} does not say against which generator it was trained")
     elif theirs != base_sha256:
         raise UserError(
             f"ERROR: {settings.reward_model_path} was trained against another generator (sha256 {theirs:.12}...) than "
-            f"{settings.base_model_path} ({base_sha256:.12}...): it knows that one's traits; make reward data and a "
-            "reward model of this one"
+            f"{settings.base_model_path} ({base_sha256:.12}...); make reward data and a reward model of this one"
         )
 
 
-def load_reward_model(settings: GRPOSettings, generator: dict, generator_sha256: str, device: torch.device) -> Judge:
-    """The frozen reward model together with the policy's start, as its checkpoint `generator` has it."""
-    contents = load_checkpoint(settings.reward_model_path)
-    check_judge(settings, generator, generator_sha256, contents)
-    reference = build_model(generator, "generator", settings.base_model_path, device)
-    return Judge(build_model(contents, "reward", settings.reward_model_path, device), reference)
-
-
-def with_choices_made(settings: GRPOSettings, judge: Judge) -> GRPOSettings:
-    """The settings with what is 'auto' or None decided by what the judge can tell; UserError for what it cannot."""
-    reward = settings.reward if settings.reward != "auto" else "evidence" if judge.is_ratio else "natural"
-    credit = settings.credit if settings.credit != "auto" else "token" if judge.knows_tokens else "sequence"
-    if not judge.knows_tokens and (reward == "evidence" or credit == "token"):
+def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSettings:
+    """The settings with 'auto' and None decided by the reward model's head; UserError for what it does not know."""
+    reward = settings.reward if settings.reward != "auto" else "evidence" if scorer.is_ratio else "natural"
+    credit = settings.credit if settings.credit != "auto" else "token" if scorer.knows_tokens else "sequence"
+    if not scorer.knows_tokens and (reward == "evidence" or credit == "token"):
         raise UserError(
             f"ERROR: reward={reward}, credit={credit}: {settings.reward_model_path} knows whole sequences alone; use "
-            "--reward natural --credit sequence, or a judge with a likelihood or position head"
+            "--reward natural --credit sequence, or a reward model with a likelihood or position head"
         )
     if settings.discount and credit == "sequence":
         raise UserError(
@@ -320,18 +324,18 @@ def with_choices_made(settings: GRPOSettings, judge: Judge) -> GRPOSettings:
             f"ERROR: kl_estimator=k1 with beta={beta:g}: as a loss k1 has an expected gradient of 0; use "
             f"--kl_estimator k3 or k2, or the KL in the reward, where k1 is right: --beta 0 --kl_in_reward {beta:g}"
         )
-    if judge.is_ratio and not judge.is_shared:
+    if scorer.is_ratio and not scorer.is_shared:
         raise UserError(
             f"ERROR: {settings.reward_model_path} holds another generator than {settings.base_model_path}: its "
             "evidence is no ratio to this policy's start; make reward data and a reward model of this one"
         )
-    best_by = settings.best_by if settings.best_by != "auto" else "divergence" if judge.is_ratio else "nearest"
-    if judge.is_ratio and best_by == "nearest":
+    best_by = settings.best_by if settings.best_by != "auto" else "divergence" if scorer.is_ratio else "nearest"
+    if scorer.is_ratio and best_by == "nearest":
         raise UserError(
             "ERROR: best_by=nearest: the optimum of a likelihood head is its own mixture, which can get more reward "
             "than natural text; use --best_by divergence, val_loss or last"
         )
-    if not judge.is_ratio and best_by == "divergence":
+    if not scorer.is_ratio and best_by == "divergence":
         raise UserError(
             f"ERROR: best_by=divergence: {settings.reward_model_path} has no mixture to measure a KL to; use a reward "
             "model with a likelihood head, or --best_by nearest, val_loss or last"
@@ -356,13 +360,13 @@ def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ran
 
 
 def passes_gate(
-    completer: Completer, reward_model: Judge, corpus: Corpus, settings: GRPOSettings, ranks: Ranks
+    completer: Completer, scorer: RewardScorer, corpus: Corpus, settings: GRPOSettings, ranks: Ranks
 ) -> bool:
     """Measure the reward model on the policy's text; False where that was all that was asked for (--gate_path).
 
     Raises UserError where its R2 interval does not lie above 0 and that is not allowed.
     """
-    skill = ranks.on_main(lambda: skill_on_policy(completer, reward_model, corpus.val, settings))
+    skill = ranks.on_main(lambda: skill_on_policy(completer, scorer, corpus.val, settings))
     r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
     say(f"R2 of the reward model on {skill['num_sequences']} texts of the policy: {r2}")
     if settings.gate_path is None:
@@ -381,36 +385,45 @@ def passes_gate(
 
 @dataclass
 class RolloutBatch:
-    """The completions of a step, R = P * G rows of N tokens; or some of the rows."""
+    """The completions of a step, R = P * G rows of N tokens. Each rank has the ids of its own rows, all else of all."""
 
-    ids: Tensor  # (R / ranks, N) int64, of this rank: prompts and what was written after them
-    old_log_probs: (
-        Tensor  # (R / ranks, N - 1) under the policy that sampled, of all tokens but the first; scored: (R, N - 1)
-    )
-    mask: Tensor  # (R, N - 1) bool: tokens that the policy wrote
-    first: int  # number of this rank's first row among the R
+    own_ids: Tensor  # (R / ranks, N) int64: prompts and the tokens written after them
+    first_own_row: int
+    mask: Tensor  # (R, N - 1) bool: which tokens but the first the policy wrote
+    old_log_probs: Tensor  # (R / ranks, N - 1) under the policy that sampled; once scored (R, N - 1)
     micro_rows: int  # rows in one pass: as many as fit in memory and, with a small model, near the processor
-    verdict: Verdict | None = None  # rewards and log_probs of the reference, R rows
+    scores: Scores | None = None  # of R rows
     advantages: Tensor | None = None  # (R,) or (R, N - 1)
 
-    def score(self, reward_model: Judge, ranks: Ranks) -> None:
-        """Ask the reward model for the rows of all ranks."""
-        self.verdict = reward_model(self.ids).of_all(ranks)
+    def score(self, scorer: RewardScorer, ranks: Ranks) -> None:
+        """Score this rank's rows, then gather those of all ranks."""
+        self.scores = scorer(self.own_ids).of_all(ranks)
         self.old_log_probs = ranks.gather(self.old_log_probs)
 
     def flat_groups(self, num_groups: int) -> float:
         """Share of the groups whose advantages are all 0."""
         return (self.advantages.view(num_groups, -1) == 0).all(1).float().mean().item()
 
-    def micro_batches(self) -> Iterator[tuple["RolloutBatch", bool]]:
-        """This rank's rows, some at a time, and whether they are the last."""
-        for start in range(0, len(self.ids), self.micro_rows):
-            ids = self.ids[start : start + self.micro_rows]
-            rows = slice(self.first + start, self.first + start + len(ids))
-            verdict = replace(self.verdict, reference_log_probs=self.verdict.reference_log_probs[rows])
-            part = replace(self, ids=ids, old_log_probs=self.old_log_probs[rows], mask=self.mask[rows], verdict=verdict)
-            part.advantages = self.advantages[rows]
-            yield part, start + len(ids) == len(self.ids)
+    def micro_batches(self) -> Iterator["MicroBatch"]:
+        """This rank's rows, `micro_rows` at a time."""
+        for start in range(0, len(self.own_ids), self.micro_rows):
+            ids = self.own_ids[start : start + self.micro_rows]
+            rows = slice(self.first_own_row + start, self.first_own_row + start + len(ids))
+            advantages = None if self.advantages is None else self.advantages[rows]
+            tensors = self.old_log_probs[rows], self.scores.reference_log_probs[rows], self.mask[rows]
+            yield MicroBatch(ids, *tensors, advantages, is_last=start + len(ids) == len(self.own_ids))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """B rows of a RolloutBatch."""
+
+    ids: Tensor  # (B, N)
+    old_log_probs: Tensor  # (B, N - 1)
+    reference_log_probs: Tensor  # (B, N - 1)
+    mask: Tensor  # (B, N - 1)
+    advantages: Tensor | None  # (B,) or (B, N - 1)
+    is_last: bool  # of this rank's rows
 
 
 def sample_group(
@@ -426,21 +439,21 @@ def sample_group(
     completions = completer(natural[mine].to(device), prefix_lengths[mine], uniforms[mine], Sampling())
     completer.release()  # the update needs the memory
     return RolloutBatch(
-        ids=completions.ids.flatten(0, 1),
-        old_log_probs=completions.model_log_probs.flatten(0, 1)[:, 1:],
+        own_ids=completions.ids.flatten(0, 1),
+        first_own_row=mine.start * settings.group_size,
         mask=written_mask(prefix_lengths, N).to(device),
-        first=mine.start * settings.group_size,
+        old_log_probs=completions.model_log_probs.flatten(0, 1)[:, 1:],
         micro_rows=completer.model.rows_at_a_time(),
     )
 
 
 def figures_of_rollouts(batch: RolloutBatch, settings: GRPOSettings) -> dict[str, float]:
     """Rewards and divergence of a step's completions."""
-    verdict = batch.verdict
-    kl = kl_estimate(batch.old_log_probs, verdict.reference_log_probs, settings.kl_estimator)
-    figures = {"reward": verdict.natural.mean().item(), "reward_std": verdict.natural.std().item()}
-    if verdict.evidence is not None:
-        figures["evidence"] = masked_mean(verdict.evidence, batch.mask)
+    scores = batch.scores
+    kl = kl_estimate(batch.old_log_probs, scores.reference_log_probs, settings.kl_estimator)
+    figures = {"reward": scores.natural.mean().item(), "reward_std": scores.natural.std().item()}
+    if scores.evidence is not None:
+        figures["evidence"] = masked_mean(scores.evidence, batch.mask)
     # The mean of -log p over samples of p estimates its entropy without another pass over the logits.
     entropy = -masked_mean(batch.old_log_probs, batch.mask)
     return figures | {"kl_start": masked_mean(kl, batch.mask), "entropy": entropy}
@@ -452,14 +465,14 @@ def advantages_of(batch: RolloutBatch, settings: GRPOSettings) -> Tensor:
     The KL in the reward is k1 against the start, log p - log p_start of each token. With evidence, which is a log ratio
     to the start's probability, a coefficient of 1 makes it one to the current policy's.
     """
-    verdict, mask = batch.verdict, batch.mask
-    penalty = settings.kl_in_reward * kl_estimate(batch.old_log_probs, verdict.reference_log_probs, "k1")  # (R, N - 1)
+    scores, mask = batch.scores, batch.mask
+    penalty = settings.kl_in_reward * kl_estimate(batch.old_log_probs, scores.reference_log_probs, "k1")  # (R, N - 1)
     if settings.credit == "token":
-        rewards = (verdict.evidence if settings.reward == "evidence" else verdict.by_token) - penalty
+        rewards = (scores.evidence if settings.reward == "evidence" else scores.by_token) - penalty
         return token_advantages(rewards, mask, settings.group_size, settings.discount, settings.advantage_scale)
     counts = mask.sum(1).clamp(min=1)
-    natural = verdict.natural if settings.reward == "natural" else (verdict.evidence * mask).sum(1) / counts
-    rewards = natural - (penalty * mask).sum(1) / counts  # (R,)
+    rewards = scores.natural if settings.reward == "natural" else (scores.evidence * mask).sum(1) / counts  # (R,)
+    rewards = rewards - (penalty * mask).sum(1) / counts
     return group_advantages(rewards, settings.group_size, settings.advantage_scale)
 
 
@@ -472,8 +485,8 @@ def accumulate_gradients(
 ) -> dict[str, float]:
     """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens."""
     num_sequences, num_tokens, figures = len(batch.mask), batch.mask.sum(), {}
-    for part, is_last in batch.micro_batches():
-        with gradients_stay(forward, last=is_last):
+    for part in batch.micro_batches():
+        with gradients_stay(forward, last=part.is_last):
             loss, metrics = forward(loss_of_rows, part, num_sequences, num_tokens, settings)
             (loss * ranks.world_size).backward()  # of the losses' sum, where DDP takes their mean
         share = float(part.mask.sum() / num_tokens)
@@ -484,7 +497,7 @@ def accumulate_gradients(
 
 
 def loss_of_rows(
-    policy: GPT, rows: RolloutBatch, num_sequences: int, num_tokens: Tensor, settings: GRPOSettings
+    policy: GPT, rows: MicroBatch, num_sequences: int, num_tokens: Tensor, settings: GRPOSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss () of some rows of an update, as their part of it, and its metrics."""
     return policy_loss(
@@ -496,7 +509,7 @@ def loss_of_rows(
         epsilon_low=settings.epsilon,
         epsilon_high=settings.epsilon_high,
         importance_level=settings.importance_level,
-        reference_log_probs=rows.verdict.reference_log_probs,
+        reference_log_probs=rows.reference_log_probs,
         beta=settings.beta,
         kl_estimator=settings.kl_estimator,
         max_completion_length=policy.config.block_size - 1,
@@ -523,7 +536,7 @@ def add_natural_gradients(
 def kl_of_step(policy: GPT, batch: RolloutBatch, ranks: Ranks) -> float:
     """KL(sampling policy || policy) by k3 in nats a token, over a step's completions, after all its updates."""
     total = 0.0
-    for part, _ in batch.micro_batches():
+    for part in batch.micro_batches():
         log_probs = token_log_probs(policy.logits(policy.trunk(part.ids[:, :-1])), part.ids[:, 1:])
         total += kl_estimate(part.old_log_probs, log_probs, "k3")[part.mask].sum().item()
     return ranks.sum(total)[0] / int(batch.mask.sum())
@@ -533,20 +546,19 @@ def kl_of_step(policy: GPT, batch: RolloutBatch, ranks: Ranks) -> float:
 # outcome
 
 
-def print_outcome(training: dict[str, Any], rewards: list[float], settings: GRPOSettings) -> dict[str, Any]:
-    """Print how the training ended; returns what that adds to the record in the checkpoint."""
-    first, last, window = first_and_last(rewards, REWARD_STEPS)
+def print_outcome(training: dict[str, Any], window: int) -> None:
+    """Print how the training ended, from its record; mean rewards are over `window` steps."""
     step, span = training["kept_step"], f"{window} step{'s' if window > 1 else ''}"
     kept = f"the policy of step {step}" if step else "the starting policy: none that broke no cap was better"
-    reason = training["stop_reason"]
-    say(f"\nStopped after {training['steps']} steps by {reason}; kept {kept} (best by {settings.best_by})")
+    by = f"(best by {training['settings']['best_by']})"
+    say(f"\nStopped after {training['steps']} steps by {training['stop_reason']}; kept {kept} {by}")
+    first, last = training["first_reward"], training["last_reward"]
     say(f"Mean reward: {first:.4f} over the first {span}, {last:.4f} over the last {span}")
     before, after = (training[name]["report_loss"] for name in ("start", "kept"))
     say(
         f"Loss on the reporting part of natural text: {before:.4f} before, {after:.4f} after, "
         f"difference {format_difference(training)}"
     )
-    return {"first_reward": first, "last_reward": last, "settings": asdict(settings)}
 
 
 def draw_curves(records: list[dict[str, Any]], path: Path) -> None:

@@ -102,7 +102,7 @@ class RewardModelSettings(Settings):
     min_delta: float = setting(1e-5, minimum=0, belongs_to=TRAINED_HEADS)
     """a smaller fall of the selection loss is no improvement"""
     control: bool = True
-    """train once more on shuffled labels: what a last or position head sees even so is not there"""
+    """train once more on shuffled labels: R2 of a last or position head should then not be above 0"""
     cache_features: bool = setting(True, changeable=True)
     """compute what the frozen part of the trunk says of the data once, not in every epoch (last, position)"""
     tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
@@ -124,7 +124,7 @@ class RewardModelSettings(Settings):
 
     @property
     def loss_name(self) -> str:
-        """What is minimised."""
+        """Name of the loss."""
         return self.loss or self.model_class.losses[0]
 
     def check_further(self, problems: Problems) -> None:
@@ -135,13 +135,13 @@ class RewardModelSettings(Settings):
             "Leave out loss, or choose --head position or likelihood",
         )
         if self.model_class.is_ratio and self.trunk is None:
-            told = f"a {self.head} head needs a model of natural text: make it with `{self.natural_model_command()}`"
-            problems.require(False, told, f"Name it with --trunk {self.natural_model_path}")
+            needed = f"a {self.head} head needs a model of natural text: make it with `{self.natural_model_command()}`"
+            problems.require(False, needed, f"Name it with --trunk {self.natural_model_path}")
         problems.check_tracker(self.tracker)
 
     @property
     def natural_model_path(self) -> Path:
-        """Where `natural_model_command` puts its model: beside the reward model."""
+        """Path of the model that `natural_model_command` makes: beside the reward model."""
         return Path(self.output_path).with_name("natural_model.pt")
 
     def natural_model_command(self) -> str:
@@ -154,7 +154,7 @@ class RewardModelSettings(Settings):
         return shlex.join([*words, "--out_dir", str(path.parent), "--checkpoint_name", path.name])
 
     def instead_of(self, removed: str) -> str:
-        """What a user of a removed option is told."""
+        """The error for a removed option."""
         return (
             f"ERROR: {removed}: the model of natural text is trained by train.py: `{self.natural_model_command()}`, "
             f"and named here with --trunk {self.natural_model_path}; in a settings file of run_cycles.py, "
@@ -166,7 +166,7 @@ def corpus_folder(data_dir: str) -> str | None:
     """The folder of the token files that reward data were made from; None where their metadata name none."""
     try:
         metadata = read_metadata(Path(data_dir, "train_metadata.txt"))
-    except (OSError, UserError):  # what is wrong with the data is told by itself
+    except (OSError, UserError):  # faults of the data are reported elsewhere
         return None
     path = metadata.get("train_bin") or metadata.get("data_path")
     return path and str(Path(path).parent)
@@ -230,7 +230,7 @@ def main() -> None:
     if settings.control:
         # Only now: whatever becomes of the control, the model is there.
         try:
-            learn(Run(None, replace(settings, max_epochs=best.step), ranks), untrained, data, control=True)
+            learn(Run(None, replace(settings, max_epochs=best.at), ranks), untrained, data, control=True)
             control = ranks.on_main(lambda: predict(untrained.eval(), val_set, report_rows, ranks.device))
         except UserError as error:
             warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
@@ -238,9 +238,9 @@ def main() -> None:
         skill |= control_figures(control, truth, blocks, settings.seed)
         if ranks.rank == 0:
             save_checkpoint(output, model, *records, training)
-    run.log(best.step, final=True, **skill)
+    run.log(best.at, final=True, **skill)
 
-    run.finish()
+    run.remove_earlier_run()
     if ranks.rank == 0:
         forget_features(features_folder(settings))
         draw_skill(skill, f"{settings.head} head", output.with_suffix(".png"))
@@ -260,7 +260,7 @@ def what_is_read(settings: RewardModelSettings, generator_sha256: str) -> dict[s
 
 
 def features_folder(settings: RewardModelSettings) -> Path:
-    """Where features lie that are too large for the memory, while the head is trained."""
+    """Folder of features that are too large for the memory, while the head is trained."""
     return Path(settings.output_path).with_suffix(".features")
 
 
@@ -350,7 +350,7 @@ def learn_mixture(run: Run, model: LikelihoodRewardModel, data: Data, control: b
     model.natural.requires_grad_(False)
     weights, best = TrainableWeights(model), Best()
     run.track(learning=weights, best=best)
-    for _ in run.steps("max_epochs", evaluate=lambda: None, until=lambda _: "one fit", at_start=False):
+    for _ in run.steps(limit="max_epochs", evaluate=lambda: None, until=lambda _: "one fit", at_start=False):
         learned, figures, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, data, control))
         with torch.no_grad():
             model.mixture.fill_(mixture)
@@ -362,7 +362,7 @@ def learn_mixture(run: Run, model: LikelihoodRewardModel, data: Data, control: b
 def fit_mixture(
     run: Run, model: LikelihoodRewardModel, data: Data, control: bool
 ) -> tuple[dict[str, float], dict[str, float | None], float]:
-    """What is learned, losses on natural tokens in nats (None where infinite), and the logit of the natural weight."""
+    """Validation loss and weight; losses on natural tokens in nats (None if infinite); and the logit of the weight."""
     rows, device = data.select_rows, run.ranks.device
     targets = data.val_set.y[rows]
     natural, written = both_log_probs(model, data.val_set.x, rows, device)
@@ -398,7 +398,7 @@ def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What a head on a trunk reads in every epoch: tokens, with depth None, or `model.features` of them at a depth."""
+    """Inputs of a head in every epoch: tokens, with depth None, or `model.features` of them at a depth."""
 
     train: np.ndarray | Tensor
     val: np.ndarray | Tensor
@@ -433,8 +433,8 @@ def learn_head(run: Run, model: TrunkRewardModel, data: Data, inputs: HeadInputs
         run.note(train_loss=epoch_loss.sum / num_samples, val_loss=val_loss)
         run.note(**skill_figures(prediction, truth, data.val_set.block_size))
         epoch = run.step // steps_per_epoch
-        best.offer(val_loss, epoch, weights.named, {"epoch": epoch, "val_loss": val_loss})
         stopping.update(val_loss)
+        best.offer(val_loss, epoch, weights.named, {"epoch": epoch, "val_loss": val_loss})
         epoch_loss.sum = 0.0
         train_what_learns(model)
 
@@ -447,7 +447,8 @@ def learn_head(run: Run, model: TrunkRewardModel, data: Data, inputs: HeadInputs
     steps_per_epoch = -(-num_samples // settings.batch_size)
     schedule = {"every": steps_per_epoch, "unit_steps": steps_per_epoch, "at_start": False}
     train_what_learns(model)
-    for step in run.steps("max_epochs", None if control else evaluate, until=lambda _: stopping.reason, **schedule):
+    stop = {"limit": "max_epochs", "until": lambda _: stopping.reason}
+    for step in run.steps(evaluate=None if control else evaluate, **schedule, **stop):
         epoch, first = step // steps_per_epoch + 1, step % steps_per_epoch * settings.batch_size
         rows = np.sort(order(epoch)[first : first + settings.batch_size])  # a memory map reads forward
         mine = rows[ranks.share(len(rows))]
@@ -503,18 +504,18 @@ def control_figures(prediction: Tensor | None, truth: Tensor, blocks: Tensor, se
 
 @torch.no_grad()
 def predict(model: RewardModel, dataset: RewardDataset, rows: np.ndarray, device: torch.device) -> Tensor:
-    """P(natural) (n,) of some rows, as whoever uses the model sees it."""
+    """P(natural) (n,) of some rows, by the model's forward pass."""
     parts = np.array_split(rows, -(-len(rows) // model.rows_at_a_time()))
     predictions = (model(to_device(dataset.x, part, device))[0][:, 0].cpu() for part in parts)
     return torch.cat(list(counted(predictions, len(parts), "Skill")))
 
 
 def print_skill(skill: dict[str, Any], of_what: str, model: RewardModel) -> None:
-    """Tell how well the reward model sees, and plainly so where it does not."""
+    """Print how well the reward model predicts, and plainly so where it does not."""
     say(f"\nSkill on {of_what}:")
     say(describe_skill(skill))
     if not model.is_ratio and better_than_constant(skill.get("control_r2_low")):
-        say("The control sees as well: some of this skill was not learned from labels (try more blocks, another seed).")
+        say("The control has R2 above 0 too: some of this was not learned from labels (try more blocks, another seed).")
     if not better_than_constant(skill["r2_low"]):
         why = (
             f"these samples give no interval (fewer than {MIN_BLOCKS} blocks, or labels that are alike)"
@@ -522,7 +523,7 @@ def print_skill(skill: dict[str, Any], of_what: str, model: RewardModel) -> None
             else "its interval is not above 0"
         )
         say(f"This reward model is NO BETTER THAN A CONSTANT as far as is shown: {why}.")
-        say("A policy that climbs it may climb noise, and train_grpo.py may refuse it. What to try is in")
+        say("GRPO on it may optimise noise, and train_grpo.py may refuse it. For ways out see")
         say("docs/reward_model_training3.md: --head likelihood, a --trunk that knows more natural text, more data.")
 
 

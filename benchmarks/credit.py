@@ -1,10 +1,11 @@
-"""What GRPO makes of a reward: credit for sequences or tokens, with and without a KL, against lowering the temperature.
+"""GRPO by form of reward: credit for sequences or tokens, with and without a KL, against lowering the temperature.
 
     python benchmarks/credit.py --strength 1.89
 
 In: a corpus by characters. Everything is made by the project's own scripts in --out_dir, shared with
-benchmarks/reward_models.py; what is there is not made again. A policy's last step is judged by what no judge can bend:
-its loss on natural text, the share of its words that the corpus does not have, and its variety.
+benchmarks/reward_models.py; what is there is not made again. A policy's last step is evaluated by
+figures that no reward model affects: its loss on natural text, the share of its words that the corpus does not have,
+and its variety.
 """
 
 import re
@@ -76,8 +77,8 @@ def main() -> None:
     table = TableSettings(dataset=settings.dataset, strengths=(settings.strength,))
     start, data, _, name, _ = next(prepared(table, pipeline))
     head = {"head": "likelihood", "natural_iters": 400}
-    pipeline.judge(f"{name}_likelihood", start, data, corpus, control=False, **head, seed=42)
-    judge = pipeline.out / f"{name}_likelihood.pt"
+    pipeline.reward_model(f"{name}_likelihood", start, data, corpus, control=False, **head, seed=42)
+    reward_model = pipeline.out / f"{name}_likelihood.pt"
 
     yardstick = Yardstick(corpus)
     model = build_model(load_checkpoint(start), "generator", start)
@@ -90,7 +91,7 @@ def main() -> None:
                 file_name,
                 "train_grpo",
                 base_model_path=start,
-                reward_model_path=judge,
+                reward_model_path=reward_model,
                 dataset=corpus,
                 output_path=pipeline.out / file_name,
                 eval_interval=settings.max_steps,

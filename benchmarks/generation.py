@@ -249,10 +249,10 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
     if name not in GOALS:
         return
     rivals = [tokens for title, tokens in medians.items() if title.startswith(hugging_face)]
-    told = f"{medians[engine] / rivals[0]:.1f} times Hugging Face" if rivals else "transformers is not installed"
+    rival = f"{medians[engine] / rivals[0]:.1f} times Hugging Face" if rivals else "transformers is not installed"
     goals = GOALS[name]
     say(
-        f"The engine: {medians[engine] / medians[seeds]:.0f} times the seeds' way (goal {goals[0]}), {told} "
+        f"The engine: {medians[engine] / medians[seeds]:.0f} times the seeds' way (goal {goals[0]}), {rival} "
         f"(goal {goals[1]}), {medians[engine] / bound:.0%} of the product rate (goal {goals[2]}%)"
     )
 

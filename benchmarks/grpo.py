@@ -27,7 +27,7 @@ from model import GPT, GPTConfig
 from objectives import group_advantages
 from optimization import clip_gradients, make_optimizers
 from policy_eval import written_mask
-from reward_model import Judge, LastRewardModel
+from reward_model import LastRewardModel, RewardScorer
 from runtime.cli import parse_settings
 from runtime.distributed import Ranks, parallel
 from runtime.process import run_main
@@ -60,7 +60,7 @@ class Ours:
         reference = GPT(SHAPE).eval()
         reference.load_state_dict(self.policy.state_dict())
         reward_model = LastRewardModel.on_trunk(reference, reference, Sampling(), SHAPE.reward_head_hidden_dim).eval()
-        self.judge = Judge(reward_model, reference)
+        self.scorer = RewardScorer(reward_model, reference)
         self.optimizers = make_optimizers(self.policy, learning_rate=LEARNING_RATE, weight_decay=0.0)
         self.completer, self.forward = Completer(self.policy, SHAPE.block_size), parallel(self.policy, Ranks())
         self.settings = train_grpo.GRPOSettings(reward="natural", credit="sequence", kl_in_reward=0.0, beta=BETA)
@@ -86,15 +86,15 @@ class Ours:
         uniforms = torch.from_numpy(self.draw.random((PROMPTS, GROUP, SHAPE.block_size), dtype=np.float32))
         completions = self.completer(natural, prefix_lengths, uniforms, Sampling())
         batch = train_grpo.RolloutBatch(
-            ids=completions.ids.flatten(0, 1),
+            own_ids=completions.ids.flatten(0, 1),
             old_log_probs=completions.model_log_probs.flatten(0, 1)[:, 1:],
             mask=written_mask(prefix_lengths, SHAPE.block_size),
-            first=0,
+            first_own_row=0,
             micro_rows=self.policy.rows_at_a_time(),
         )
         clock.append(time.perf_counter())
-        batch.score(self.judge, Ranks())
-        batch.advantages = group_advantages(batch.verdict.natural, GROUP)
+        batch.score(self.scorer, Ranks())
+        batch.advantages = group_advantages(batch.scores.natural, GROUP)
         clock.append(time.perf_counter())
         train_grpo.accumulate_gradients(self.forward, batch, self.settings, Ranks())
         clock.append(time.perf_counter())

@@ -120,8 +120,8 @@ def main() -> None:
         options = {"control": False, **HEADS[name], "seed": settings.seed}
         if "trunk" in options:
             options["trunk"] = pipeline.out / options["trunk"]
-        file_name = "judge_" + "_".join(word for word in name.replace(",", "").split() if word.isalnum())
-        skill = pipeline.judge(file_name, q_path, data, corpus, **options)
+        file_name = "reward_model_" + "_".join(word for word in name.replace(",", "").split() if word.isalnum())
+        skill = pipeline.reward_model(file_name, q_path, data, corpus, **options)
         skills[name] = skill
         rows.append([name, *skill_cells(skill), f"{skill['r2'] / best['r2']:.0%}", f"{best['r2'] - skill['r2']:.3f}"])
     say(f"\nPer-token divergence of q from p on p's text: {divergence:.4f} nats; N = {N}")
@@ -169,7 +169,7 @@ def write_text_of(p: GPT, source: Path, corpus: Path, settings: OracleSettings) 
 def exact_skill(p: GPT, q: GPT, data: Path, corpus: Path) -> tuple[dict[str, Any], float]:
     """Skill of the exact posterior's mean on the reporting half, and the mean of log p - log q over its natural blocks.
 
-    The latter without a block's first `order` tokens, of which q sees less than p.
+    The latter without a block's first `order` tokens, of which q reads less than p.
     """
     dataset, order = RewardDataset(data, "val"), p.config.block_size
     _, rows, _ = rows_by_part(dataset)
@@ -186,7 +186,7 @@ def exact_skill(p: GPT, q: GPT, data: Path, corpus: Path) -> tuple[dict[str, Any
 
 
 def tokens_before(corpus: Path, natural: np.ndarray, blocks: np.ndarray, block_size: int) -> np.ndarray:
-    """What p looked at (n, order) when it wrote the first tokens of the validation split's blocks."""
+    """The context (n, order) of p at the first tokens of the validation split's blocks."""
     begun_with = np.load(corpus / "before.npy")  # (streams, order)
     order = begun_with.shape[1]
     before = natural[blocks[:, None] * block_size + np.arange(-order, 0)]

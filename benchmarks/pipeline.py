@@ -103,7 +103,7 @@ class Pipeline:
         where = {"dataset": corpus, "out_dir": self.out, "checkpoint_name": checkpoint, "seed": seed}
         return self.make(checkpoint, "train", init_from=generator, **where, **options)
 
-    def judge(
+    def reward_model(
         self, name: str, generator: Path, data: Path, corpus: Path, natural_iters: int = 0, **options: Any
     ) -> dict[str, Any]:
         """A reward model's skill, with `seconds`; with `natural_iters` its trunk was trained for so many steps."""

@@ -1,4 +1,4 @@
-"""How well reward models see: every head by generator, size of the data, block size and corpus, as tables.
+"""How well reward models predict: every head by generator, size of the data, block size and corpus, as tables.
 
     python benchmarks/reward_models.py --strengths 1.89 1.55
 
@@ -95,12 +95,13 @@ def main() -> None:
             if settings.quick:
                 options |= {"natural_iters": 4} if REWARD_MODELS[options["head"]].is_ratio else {"max_epochs": 1}
             file_name = f"{name}_{re.sub('[^a-z0-9]+', '_', head)}"
-            rows.append([*about, head, *skill_cells(pipeline.judge(file_name, generator, data, corpus, **options))])
+            skill = pipeline.reward_model(file_name, generator, data, corpus, **options)
+            rows.append([*about, head, *skill_cells(skill)])
     header = ["generator's loss", "N", "samples", "reward model", "R² (95%)", "MAE, tokens", "AUC", "seconds"]
     say("\n" + markdown(header, rows))
     if "likelihood" in settings.heads:
-        judge = pipeline.out / f"{name}_likelihood.pt"
-        say(f"\nScoring over the models' plain forward passes, time: {scoring_ratio(judge, data):.2f}")
+        reward_model = pipeline.out / f"{name}_likelihood.pt"
+        say(f"\nScoring over the models' plain forward passes, time: {scoring_ratio(reward_model, data):.2f}")
 
 
 def prepared(settings: TableSettings, pipeline: Pipeline) -> Iterator[tuple[Path, Path, Path, str, list[str]]]:
@@ -123,21 +124,21 @@ def prepared(settings: TableSettings, pipeline: Pipeline) -> Iterator[tuple[Path
 
 @torch.no_grad()
 def scoring_ratio(path: Path, data: Path, num_sequences: int = 1000, num_runs: int = 5) -> float:
-    """What a likelihood model's verdicts on sequences cost, over passes of its two models that end in their logits.
+    """Time of a likelihood model's scores of sequences over passes of its two models that end in their logits.
 
     The median of runs in turns, after a warm-up.
     """
-    judge = build_model(load_checkpoint(path), "reward", path)
+    reward_model = build_model(load_checkpoint(path), "reward", path)
     x = RewardDataset(data, "val").x[:num_sequences].astype(np.int64)
-    batches = torch.from_numpy(x).split(judge.rows_at_a_time())
+    batches = torch.from_numpy(x).split(reward_model.rows_at_a_time())
 
     def score() -> None:
         for ids in batches:
-            judge(ids)
+            reward_model(ids)
 
     def forward() -> None:
         for ids in batches:
-            for model in (judge.natural, judge.generator):
+            for model in (reward_model.natural, reward_model.generator):
                 model.logits(model.trunk(ids))
 
     ratios = []

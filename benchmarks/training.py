@@ -197,8 +197,8 @@ def memory(settings: TrainingBenchSettings) -> None:
             if process.returncode:
                 say(f"train.py ended with status {process.returncode} on {num_tokens:,} tokens")
             peaks[num_tokens] = peak
-    told = ", ".join(f"{count * 2 / 1e9:.2f} GB of tokens {kib / 1024:,.0f} MiB" for count, kib in peaks.items())
-    say(f"\nPeak anonymous memory (RssAnon) of train.py: {told}")
+    shown = ", ".join(f"{count * 2 / 1e9:.2f} GB of tokens {kib / 1024:,.0f} MiB" for count, kib in peaks.items())
+    say(f"\nPeak anonymous memory (RssAnon) of train.py: {shown}")
 
 
 def anonymous_kib(pid: int) -> int:

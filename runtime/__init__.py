@@ -1,4 +1,4 @@
-"""What a training needs whatever it trains: processes, devices, files, command lines, logs.
+"""The machinery of any training: processes, devices, files, command lines, logs.
 
 Imports nothing from the root.
 """
@@ -6,6 +6,6 @@ Imports nothing from the root.
 import sys
 
 if sys.platform not in ("linux", "darwin"):  # Windows has no fcntl, no resource
-    told = f"ERROR: this system is {sys.platform!r}, but Crossover needs Linux or macOS; on Windows use WSL"
-    print(told, file=sys.stderr)
+    message = f"ERROR: this system is {sys.platform!r}, but Crossover needs Linux or macOS; on Windows use WSL"
+    print(message, file=sys.stderr)
     sys.exit(2)

@@ -35,7 +35,7 @@ def identity(
     *makers: Path,
     hash_model: Callable[[Path], str] = hash_file,
 ) -> dict[str, Any]:
-    """What makes an artefact this one, as plain values.
+    """The identity of an artefact, as plain values.
 
     `inputs` are hashed by content, a torch file by `hash_model`; `code` is over the sources of `root` and `makers`.
     """

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +58,7 @@ def parse_settings(
         raise UserError(f"ERROR: --section={section}: {script}.py reads only the sections {', '.join(readable)}")
     if config_path is not None:
         argv = _as_arguments(read_config(config_path), settings_class, section or script, config_path) + argv
+    argv = [_by_own_name(argument, settings_class.ALIASES) for argument in argv]
     removed = []
     for name in settings_class.REMOVED:
         value, argv = _split_option(argv, name)
@@ -87,6 +88,13 @@ def split_config(argv: list[str]) -> tuple[str | None, list[str]]:
     return _split_option(argv, "config", "the path of a settings file")
 
 
+def _by_own_name(argument: str, aliases: Mapping[str, str]) -> str:
+    """An argument with an option's alias replaced by the option's name."""
+    option, equals, value = argument.partition("=")
+    name = aliases.get(option.removeprefix("--").replace("-", "_")) if option.startswith("--") else None
+    return argument if name is None else f"--{name}{equals}{value}"
+
+
 def _split_option(argv: list[str], name: str, needs: str = "a value") -> tuple[str | None, list[str]]:
     """The value of an option's first `--name VALUE` or `--name=VALUE`, or None; and the other arguments."""
     for position, argument in enumerate(argv):
@@ -112,7 +120,7 @@ def _as_arguments(config: dict[str, Any], settings_class: type[Settings], sectio
     values = {name: value for name, value in config.items() if not isinstance(value, dict)}
     values |= config.get(section, {})
     known = [field.name for field in dataclasses.fields(settings_class) if field.init]
-    known += settings_class.REMOVED
+    known += [*settings_class.REMOVED, *settings_class.ALIASES]
     arguments = []
     for name, value in values.items():
         if name not in known:

@@ -53,7 +53,7 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of memory that a device has left; where the system does not tell, what it has in all."""
+    """Bytes of memory that a device has left; what it has in all if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -167,7 +167,7 @@ def start_ranks(device: torch.device) -> Ranks:
 
 
 class _Computation(nn.Module):
-    """Whatever is to be computed with a model, as the forward pass that DDP wants to see."""
+    """A computation with a model, as the forward pass of a module, which DDP needs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _Computation(nn.Module):
 def parallel(model: nn.Module, ranks: Ranks) -> Callable[..., Any]:
     """A function of `compute` and inputs, `compute(model, *inputs)`, whose gradients DDP averages over the ranks.
 
-    All ranks begin with rank 0's weights. What does not require gradients is left alone.
+    All ranks begin with rank 0's weights. Parameters that do not require gradients are left alone.
     """
     computation = _Computation(model)
     if ranks.world_size == 1:

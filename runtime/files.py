@@ -100,7 +100,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def check_writable(path: str | os.PathLike, is_file: bool = False) -> str | None:
-    """What stands in the way of creating or replacing `path`, a folder or a file, as a sentence, or None."""
+    """The obstacle to creating or replacing `path`, a folder or a file, as a sentence, or None."""
     path = Path(path).absolute()
     if is_file and path.is_dir():
         return f"{path} is a folder, not a file"
@@ -135,7 +135,7 @@ def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
         try:
             torch.save(dict(contents), file)
         except RuntimeError as error:
-            # torch's writer tells a failed write as its own error, raised while it handles the system's.
+            # torch's writer raises its own error for a failed write, while it handles the system's.
             if not isinstance(error.__context__, OSError):
                 raise
             raise WriteError(f"ERROR: cannot write {path}: {error.__context__.strerror}") from None

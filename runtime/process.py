@@ -21,7 +21,7 @@ import torch
 T = TypeVar("T")
 
 EXIT_RANK_LOST = 1
-SECONDS_FOR_RANK_0 = 3.0  # to tell what all ranks have found
+SECONDS_FOR_RANK_0 = 3.0  # to print what all ranks have found
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -35,10 +35,10 @@ class Terminated(BaseException):
     """SIGTERM arrived. A BaseException, like KeyboardInterrupt, so that no `except Exception` swallows it."""
 
 
-def run_main(main: Callable[[], None], way_on: str = "Run the same command again.") -> None:
+def run_main(main: Callable[[], None], resume_hint: str = "Run the same command again.") -> None:
     """Run a script's main(); turn what a user can cause into one line on stderr and an exit status.
 
-    `way_on` tells somebody who interrupted the script how to go on, where `interruption_tells` says nothing better.
+    `resume_hint` is printed on an interruption, unless `on_interruption` gives a nearer one.
     """
 
     def on_sigterm(signum, frame):
@@ -47,7 +47,7 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
 
     signal.signal(signal.SIGTERM, on_sigterm)
     signal.signal(signal.SIGHUP, on_sigterm)
-    _ways_on[:] = [lambda: way_on]
+    _resume_hints[:] = [lambda: resume_hint]
     try:
         with contextlib.ExitStack() as stack:
             _main_stacks.append(stack)
@@ -59,18 +59,18 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
             _exit("", 0)
     except UserError as error:
         if not is_main_rank():
-            # What all ranks find rank 0 tells, and torchrun, which ends all once one has ended, then ends the others.
-            # What rank 0 does not find is told here.
+            # Rank 0 prints the faults that all ranks find; torchrun ends the others once one has ended. Faults
+            # that rank 0 does not find are printed here.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_BAD_INPUT))
             time.sleep(SECONDS_FOR_RANK_0)
             _exit(of_rank(str(error), os.environ["RANK"]), EXIT_BAD_INPUT)
         _exit(str(error), EXIT_BAD_INPUT)
     except (KeyboardInterrupt, Terminated) as error:
         by_key = isinstance(error, KeyboardInterrupt)
-        told = f"{'Interrupted' if by_key else 'Terminated'}. {_told_way_on(error)}"
-        _exit("" if is_stage() or not is_main_rank() else told, EXIT_INTERRUPTED if by_key else EXIT_TERMINATED)
+        message = f"{'Interrupted' if by_key else 'Terminated'}. {_resume_hint(error)}"
+        _exit("" if is_stage() or not is_main_rank() else message, EXIT_INTERRUPTED if by_key else EXIT_TERMINATED)
     except BrokenPipeError:
-        # The reader of our output went away (`... | head`): nobody is left to tell.
+        # The reader of our output went away (`... | head`): nobody is left to read.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_BAD_INPUT)
     except torch.OutOfMemoryError as error:
@@ -78,8 +78,7 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
-        told = f"ERROR: another rank ended, or cannot be reached. {_told_way_on(error)}"
-        _exit(told, EXIT_RANK_LOST)
+        _exit(f"ERROR: another rank ended, or cannot be reached. {_resume_hint(error)}", EXIT_RANK_LOST)
     except MemoryError as error:
         _exit(f"ERROR: out of memory: {error}. Use a smaller batch or dataset.", EXIT_BAD_INPUT)
     except OSError as error:
@@ -88,26 +87,26 @@ def run_main(main: Callable[[], None], way_on: str = "Run the same command again
 
 
 @contextlib.contextmanager
-def interruption_tells(way_on: Callable[[], str]) -> Iterator[None]:
-    """Whoever interrupts the work within is told what `way_on` says then: what is kept depends on the moment."""
+def on_interruption(resume_hint: Callable[[], str]) -> Iterator[None]:
+    """On an interruption within, print `resume_hint()`: what is kept depends on the moment."""
     try:
         yield
     except (KeyboardInterrupt, Terminated) as interruption:
-        interruption.add_note(way_on())
+        interruption.add_note(resume_hint())
         raise
 
 
-_ways_on: list[Callable[[], str]] = []
+_resume_hints: list[Callable[[], str]] = []
 
 
-def from_here_on_tell(way_on: Callable[[], str]) -> None:
-    """Whoever interrupts this process from now on is told what `way_on` says then, where nothing nearer says more."""
-    _ways_on.append(way_on)
+def print_on_interruption(resume_hint: Callable[[], str]) -> None:
+    """On an interruption from now on, print `resume_hint()`, unless `on_interruption` gives a nearer one."""
+    _resume_hints.append(resume_hint)
 
 
-def _told_way_on(interruption: BaseException) -> str:
+def _resume_hint(interruption: BaseException) -> str:
     notes = getattr(interruption, "__notes__", [])
-    return notes[0] if notes else _ways_on[-1]()
+    return notes[0] if notes else _resume_hints[-1]()
 
 
 _main_stacks = [contextlib.ExitStack()]  # of the main() that runs; the first is for a process without one
@@ -135,7 +134,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def is_stage() -> bool:
-    """Whether run_cycles.py started this process, and tells people itself how to go on."""
+    """Whether run_cycles.py started this process, and prints itself how to go on."""
     return STAGE_VARIABLE in os.environ
 
 

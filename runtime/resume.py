@@ -21,7 +21,7 @@ from runtime.process import (
     Terminated,
     UserError,
     flag_signals,
-    from_here_on_tell,
+    print_on_interruption,
     raise_signal,
     until_main_ends,
     was_flagged,
@@ -58,7 +58,7 @@ class Values(SimpleNamespace):
 
 
 def of_another_run(state: Mapping[str, Any], settings: Settings) -> str:
-    """What differs between the settings of the run whose state this is and these, as text; empty where nothing does."""
+    """The differences between the settings of the run whose state this is and these, as text; empty without any."""
     now = {name: value for name, value in asdict(settings).items() if name not in settings.changeable}
     return differing_settings(state["settings"], now)
 
@@ -148,7 +148,7 @@ class Run:
         output. Raises UserError where one does and goes on, where there is nothing to resume, or where the state is of
         another run: what differs is named.
         """
-        from_here_on_tell(self.resume_hint)
+        print_on_interruption(self.resume_hint)
         hold_output(self.path, self.ranks.on_main)
         until_main_ends(self)
         self.is_resumed = resume
@@ -178,8 +178,8 @@ class Run:
             raise UserError(f"ERROR: nothing to resume: {self.path} not found; start with --init_from scratch")
         state = load_run_state(source)
         way_out = "use its settings, or delete it and start from scratch"
-        if told := of_another_run(state, self.settings):
-            raise UserError(f"ERROR: {source} is of another run ({told}); {way_out}")
+        if difference := of_another_run(state, self.settings):
+            raise UserError(f"ERROR: {source} is of another run ({difference}); {way_out}")
         if others := [name for name, value in self.reads.items() if state["reads"].get(name) != value]:
             raise UserError(
                 f"ERROR: {source} is of a run that read another {others[0]}; resume with that, or {way_out}"
@@ -204,9 +204,13 @@ class Run:
     def track(self, **parts: Stateful) -> None:
         """Make these parts of the state; those of a resumed run are restored at once."""
         self._parts |= parts
-        for name, part in parts.items():
-            if self.is_resumed:
-                part.load_state_dict(self._saved.pop(name))
+        for name, part in parts.items() if self.is_resumed else ():
+            if name not in self._saved:
+                raise UserError(
+                    f"ERROR: {self.path} has no {name!r}: finish that run with the program that began it, or start "
+                    "with --init_from scratch"
+                )
+            part.load_state_dict(self._saved.pop(name))
 
     # -----------------------------------------------------------------------------------------------------------------
     # steps
@@ -304,10 +308,10 @@ class Run:
         """Write the state at an evaluation, from rank 0 alone, and remove what was set aside until now."""
         self._write()
         self._kept_step = self.step
-        self.finish()
+        self.remove_earlier_run()
 
-    def finish(self) -> None:
-        """Remove what was set aside: the run has saved an evaluation, or made its output."""
+    def remove_earlier_run(self) -> None:
+        """Remove what was set aside of an earlier run: this one has saved an evaluation, or made its output."""
         if self.ranks.rank == 0 and self.output is not None:
             for path in (*set_aside(self.path), *set_aside(self.log_path)):
                 path.unlink()

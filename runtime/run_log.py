@@ -96,7 +96,7 @@ def check_finite(metrics: dict[str, Any]) -> None:
 
 
 class Tracker(Protocol):
-    """Where records go beside their file."""
+    """A further place for records, beside their file."""
 
     def track(self, record: dict[str, Any]) -> None:
         """Take a record."""
@@ -159,7 +159,7 @@ class RunLog:
 def make_tracker(
     name: str, log_path: Path, run_name: str, settings: dict[str, Any], project: str = "crossover"
 ) -> Tracker | None:
-    """Where else records go: 'none', 'wandb' (Weights & Biases) or 'tensorboard' (a folder beside `log_path`).
+    """The further place of records: 'none', 'wandb' (Weights & Biases) or 'tensorboard' (a folder beside `log_path`).
 
     From rank 0 alone. Raises UserError where Weights & Biases does not begin (nobody is logged in).
     """

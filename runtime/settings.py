@@ -16,7 +16,7 @@ from runtime.process import UserError
 
 
 class Problems:
-    """Collects everything that is wrong with some settings, so that all of it can be told at once."""
+    """Collects everything that is wrong with some settings, so that all of it can be reported at once."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -59,7 +59,7 @@ class Problems:
             self.require(False, f"tracker={name} needs a package that is not installed", remedy)
 
     def raise_if_any(self) -> None:
-        """Raise one UserError that tells every problem, in the form of the reward-data documents."""
+        """Raise one UserError that names every problem, in the form of the reward-data documents."""
         if self.errors:
             lines = ["Validation Errors:", *(f"  ERROR: {error}" for error in self.errors)]
             if self.suggestions:
@@ -69,7 +69,7 @@ class Problems:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a field of Settings declares beside its type, default and help."""
+    """A field's declarations beside its type, default and help."""
 
     minimum: float = -math.inf
     maximum: float = math.inf
@@ -109,6 +109,8 @@ def setting(default: Any, **declared: Any) -> Any:
 class Settings:
     """The settings of a script."""
 
+    # Further names of options, on command lines and in settings files.
+    ALIASES: ClassVar[Mapping[str, str]] = {}
     # Options that are no more: `instead_of` says what takes their place.
     REMOVED: ClassVar[tuple[str, ...]] = ()
 

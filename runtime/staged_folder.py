@@ -21,7 +21,7 @@ JOURNAL_DTYPE = np.dtype("<i8")
 
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs between two identities, as text; empty where nothing does."""
+    """The differences between two identities, as text; empty without any."""
     names = [name for name in now if str(then.get(name)) != str(now[name])]
     return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
 
@@ -50,7 +50,7 @@ class StagedFolder:
                 )
             if differences:
                 shutil.rmtree(self.folder)
-        elif self.folder.exists():  # a run was killed while it removed this folder; a stranger's is left alone
+        elif self.folder.exists():  # a run was killed while it removed this folder; another's is left alone
             foreign = [
                 path.name for path in self.folder.iterdir() if path.name != "contents" and path.suffix != ".journal"
             ]
@@ -73,7 +73,7 @@ class StagedFolder:
             journal.unlink()
         try:
             with open(path, "wb") as file:
-                if hasattr(os, "posix_fallocate"):  # a full disk is told now, not after hours of work
+                if hasattr(os, "posix_fallocate"):  # a full disk is reported now, not after hours of work
                     os.posix_fallocate(file.fileno(), 0, size)
                 else:
                     file.truncate(size)

@@ -103,7 +103,7 @@ def refuse(script: str, *arguments: str, **options: Any) -> str:
     return finished.err
 
 
-def told_lines(err: str) -> list[str]:
+def printed_lines(err: str) -> list[str]:
     """What is said on stderr, progress bars and torch's warnings aside."""
     lines = [line for line in err.splitlines() if line.strip()]
     return [line for line in lines if "it/s" not in line and "%|" not in line and not line.startswith("WARNING")]
@@ -111,7 +111,7 @@ def told_lines(err: str) -> list[str]:
 
 def refuse_in_one_line(script: str, *arguments: str, **options: Any) -> str:
     """As `refuse`; what is said, progress bars aside, is a single line."""
-    lines = told_lines(refuse(script, *arguments, **options))
+    lines = printed_lines(refuse(script, *arguments, **options))
     assert len(lines) == 1, lines
     return lines[0]
 

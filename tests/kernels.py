@@ -95,8 +95,8 @@ def main() -> None:
     for variant, number in planned:
         tests = "all" if number == 1 else f"floats, {number} of {TIMES}"
         variables = variables_of(variant)
-        told = " ".join(f"{name}={value}" for name, value in variables.items())
-        print(f"\n##### run {len(runs) + 1} of {len(planned)}: {variant}, {tests}. {told}", flush=True)
+        said = " ".join(f"{name}={value}" for name, value in variables.items())
+        print(f"\n##### run {len(runs) + 1} of {len(planned)}: {variant}, {tests}. {said}", flush=True)
         arguments = [*sys.argv[1:], *(["-m", "floats"] if number > 1 else [])]
         runs.append(run_tests(variant, variables, tests, arguments))
     print(f"\n{table(runs)}")

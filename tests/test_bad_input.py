@@ -128,10 +128,10 @@ def test_misspelt_and_badly_typed_options(script, good, tmp_path):
 )
 def test_all_problems_are_told_at_once(script, wrong, good, tmp_path):
     message = refuse(script, **{**good[script], **wrong})
-    told = [line for line in message.splitlines() if line.startswith("  ERROR: ")]
-    assert len(told) == len(wrong)
+    said = [line for line in message.splitlines() if line.startswith("  ERROR: ")]
+    assert len(said) == len(wrong)
     for name in wrong:
-        assert any(name in line or "nowhere.pt" in line for line in told), (name, told)
+        assert any(name in line or "nowhere.pt" in line for line in said), (name, said)
     assert left_behind(tmp_path) == []
 
 
@@ -145,8 +145,8 @@ def test_all_problems_are_told_at_once(script, wrong, good, tmp_path):
 )
 def test_an_impossible_model_is_told_with_the_other_problems(good, heads, problem, width):
     message = refuse("train", **{**good["train"], **heads, "batch_size": 0, "n_layer": 0})
-    told = [line for line in message.splitlines() if line.startswith("  ERROR: ")]
-    assert len(told) == 3 and f"  ERROR: {problem}" in told
+    said = [line for line in message.splitlines() if line.startswith("  ERROR: ")]
+    assert len(said) == 3 and f"  ERROR: {problem}" in said
     assert f"  SUGGESTION: Change --n_head or --n_embd, for instance to --n_embd {width}\n" in message
     message = refuse("train", **{**good["train"], "n_head": 0})
     assert message.count("n_head=0") == 1
@@ -214,24 +214,24 @@ def damage(path: Path, kind: str, generator: Path, reward_model: Path) -> str:
     contents = torch.load(generator, weights_only=True)
     if kind == "nan":
         contents["model"]["transformer.ln_f.weight"][3] = float("nan")
-        told = "NaN"
+        said = "NaN"
     elif kind == "no config":
         del contents["config"]
-        told = "'config'"
+        said = "'config'"
     elif kind == "list":
-        contents, told = [1, 2], "list"
+        contents, said = [1, 2], "list"
     elif kind == "other shape":
         contents["config"].n_embd = 32
-        told = "has shape"
+        said = "has shape"
     elif kind == "impossible":
         contents["config"].n_head = 3
-        told = "n_head=3"
+        said = "n_head=3"
     else:
         assert kind == "later format"
         contents["format_version"] = 2
-        told = "format_version 2"
+        said = "format_version 2"
     torch.save(contents, path)
-    return told
+    return said
 
 
 BAD_CHECKPOINTS = ("missing", "empty", "truncated", "text", "folder", "nan", "no config", "list")
@@ -244,8 +244,8 @@ BAD_CHECKPOINTS += ("other shape", "impossible", "later format", "reward model")
 )
 def test_bad_checkpoints(script, kind, good, tmp_path, generator, reward_model):
     path = tmp_path / "bad.pt"
-    told = damage(path, kind, generator, reward_model)
-    assert told in refuse(script, **{**good[script], MODEL_OPTION[script]: path})
+    said = damage(path, kind, generator, reward_model)
+    assert said in refuse(script, **{**good[script], MODEL_OPTION[script]: path})
     assert not (tmp_path / "out").exists()
 
 
@@ -303,8 +303,8 @@ def test_a_hostile_resume_state_and_reward_model_run_nothing(good, tmp_path, gen
     (tmp_path / "out").mkdir()
     write_hostile(tmp_path / "out" / "model_checkpoint.resume", "torch zip", harm, generator)
     refuse("train", **good["train"], init_from="resume")
-    write_hostile(tmp_path / "judge.pt", "torch zip", harm, generator)
-    refuse("train_grpo", **{**good["train_grpo"], "reward_model_path": tmp_path / "judge.pt"})
+    write_hostile(tmp_path / "reward_model.pt", "torch zip", harm, generator)
+    refuse("train_grpo", **{**good["train_grpo"], "reward_model_path": tmp_path / "reward_model.pt"})
     assert not harm.exists()
 
 
@@ -345,7 +345,7 @@ BAD_TOKENS = {
 @pytest.mark.parametrize(
     ("script", "kind"),
     [(script, kind) for script in ("train", "prepare_reward_data", "train_grpo", "evaluate") for kind in BAD_TOKENS]
-    + [("run_cycles", "missing")],  # the others are told by its first stage, train.py
+    + [("run_cycles", "missing")],  # its first stage, train.py, reports the others
 )
 def test_bad_token_files(script, kind, good, tmp_path, corpus):
     bad = tmp_path / "bad_char"
@@ -404,8 +404,8 @@ def test_bad_texts(kind, good, tmp_path, corpus):
     else:
         path.write_text("ael\n" + "et€" + path.read_text())
     line = refuse_in_one_line("prepare_reward_data", **{**good["prepare_reward_data"], "data_path": path})
-    told = {"empty": "is empty", "not utf-8": "not UTF-8", "unknown character": "'€' (U+20AC) at line 2, column 3"}
-    assert told[kind] in line
+    said = {"empty": "is empty", "not utf-8": "not UTF-8", "unknown character": "'€' (U+20AC) at line 2, column 3"}
+    assert said[kind] in line
     assert not (tmp_path / "out").exists()
 
 
@@ -418,8 +418,8 @@ def test_a_missing_model_is_told_with_its_option(good, tmp_path):
 
 
 def test_a_sample_that_cannot_start(good, tmp_path):
-    for begin, told in (("", "empty"), ("FILE:/no/such/file", "/no/such/file")):
-        assert told in refuse_in_one_line("sample", **{**good["sample"], "start": begin})
+    for begin, said in (("", "empty"), ("FILE:/no/such/file", "/no/such/file")):
+        assert said in refuse_in_one_line("sample", **{**good["sample"], "start": begin})
     line = refuse_in_one_line("sample", **{**good["sample"], "start": "a§é"})
     assert line.startswith(r"ERROR: start has '§é', but the model knows only its 25 characters, '\n .A")
     assert line.endswith("': change --start") and "meta.pkl" not in line
@@ -430,18 +430,18 @@ def test_a_sample_that_cannot_start(good, tmp_path):
 
 def test_a_sample_by_another_tokenizer(good, corpus, tmp_path):
     (tmp_path / "meta.pkl").write_bytes((corpus / "meta.pkl").read_bytes())
-    for options, told in (
+    for options, said in (
         ({"tokenization": "char"}, "meta_path is required when tokenization is 'char'"),
         ({"tokenization": "bpe", "meta_path": corpus / "meta.pkl"}, "meta_path is ignored when tokenization is 'bpe'"),
         ({"tokenization": "words"}, "words"),
         ({"dtype": "int8"}, "int8"),
     ):
-        assert told in refuse("sample", **{**good["sample"], **options})
-    for options, told in (
+        assert said in refuse("sample", **{**good["sample"], **options})
+    for options, said in (
         ({"tokenization": "bpe"}, "mismatch"),
         ({"meta_path": tmp_path / "absent.pkl"}, "Meta file not found"),
     ):
-        assert told in refuse_in_one_line("sample", **{**good["sample"], **options})
+        assert said in refuse_in_one_line("sample", **{**good["sample"], **options})
     assert left_behind(tmp_path) == ["meta.pkl"]
 
 
@@ -460,16 +460,16 @@ def test_bad_reward_data(kind, good, tmp_path, reward_data):
             path = bad / f"{split}_metadata.txt"
             rows = (bad / f"{split}_y.bin").stat().st_size // 8
             text = path.read_text().replace("block_size: 16", "block_size: 32").replace(", 16)", ", 32)")
-            path.write_text(re.sub("(?m)^(train|val)_tokens: .*\n", "", text))  # which would tell the swindle
+            path.write_text(re.sub("(?m)^(train|val)_tokens: .*\n", "", text))  # which would reveal it
             (bad / f"{split}_x.bin").write_bytes(b"\1\0" * 32 * rows)
     message = refuse("train_reward_model", **{**good["train_reward_model"], "data_dir": bad})
-    told = {"missing folder": str(bad), "missing file": "val_y.bin", "truncated": "train_x.bin"}
-    assert told.get(kind, "Block size mismatch: dataset uses 32") in message
+    said = {"missing folder": str(bad), "missing file": "val_y.bin", "truncated": "train_x.bin"}
+    assert said.get(kind, "Block size mismatch: dataset uses 32") in message
     assert not (tmp_path / "out").exists()
 
 
 def test_reward_data_is_checked_before_training(good, tmp_path, reward_data):
-    """All that is wrong with contents and metadata at once, as the inspection tells it, and no model."""
+    """All that is wrong with contents and metadata at once, as the inspection prints it, and no model."""
     bad = tmp_path / "bad"
     shutil.copytree(reward_data, bad)
     x = np.memmap(bad / "train_x.bin", np.uint16, "r+")
@@ -516,7 +516,7 @@ def test_learning_that_diverges(good, tmp_path):
     wild = {"learning_rate": 1e30, "grad_clip": 0.0}
     refuse_in_one_line("train_grpo", **{**good["train_grpo"], **wild, "max_steps": 4, "start_kl_cap": 1e30})
     assert not (tmp_path / "out" / "policy.pt").exists()
-    wild["batch_size"] = 10_000  # the one step of an epoch is harmful, and no gradient comes after it to tell
+    wild["batch_size"] = 10_000  # the one step of an epoch is harmful, and no gradient comes after it
     line = refuse_in_one_line("train_reward_model", **{**good["train_reward_model"], **wild})
     assert "diverged" in line
     for path in (tmp_path / "out").glob("*.pt"):
@@ -567,13 +567,13 @@ def test_float16_gradients_that_overflow_have_no_norm(good, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("function", "changes", "told"),
+    ("function", "changes", "said"),
     [
         ("figures_of_rollouts", {"kl_start": math.inf}, "kl_start is inf"),
         ("accumulate_gradients", {"loss": math.nan, "ratio_mean": math.inf}, "loss is nan, ratio_mean is inf"),
     ],
 )
-def test_grpo_ends_at_a_figure_that_is_not_finite(good, tmp_path, monkeypatch, function, changes, told):
+def test_grpo_ends_at_a_figure_that_is_not_finite(good, tmp_path, monkeypatch, function, changes, said):
     original, calls = getattr(train_grpo, function), []
 
     def overflowing(*arguments):
@@ -582,7 +582,7 @@ def test_grpo_ends_at_a_figure_that_is_not_finite(good, tmp_path, monkeypatch, f
 
     monkeypatch.setattr(train_grpo, function, overflowing)
     line = refuse_in_one_line("train_grpo", **{**good["train_grpo"], "max_steps": 6})
-    assert line.startswith(f"ERROR: step 4: {told}: the model has diverged; lower the learning rate")
+    assert line.startswith(f"ERROR: step 4: {said}: the model has diverged; lower the learning rate")
     assert line.endswith("step 2 is kept: --init_from resume --max_steps 2 ends the run there")
     records = strict_json((tmp_path / "out" / "policy.jsonl").read_text())
     assert [record["step"] for record in records] == [0, 1, 2, 3]
@@ -651,7 +651,7 @@ def test_no_permission_as_the_machine_tells_it(monkeypatch, good, tmp_path):
 
 @pytest.mark.parametrize("script", ["train", "prepare_reward_data", "train_reward_model", "train_grpo"])
 def test_a_full_disk(script, good, tmp_path):
-    """No file may grow beyond 4,000 bytes: what the scripts then hear is what a full disk tells them."""
+    """No file may grow beyond 4,000 bytes: a full disk gives the same error."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
     try:

@@ -63,7 +63,7 @@ SHRINK = {
     "prepare_reward_data": "--samples_per_chunk 2 --max_blocks 6 --device cpu",
     "train_reward_model": "--device cpu",
     "train_grpo": "--prompts_per_step 2 --group_size 2 --max_steps 3 --eval_interval 2 --gate_blocks 12 "
-    "--allow_blind_reward True --device cpu",
+    "--allow_unpredictive_reward True --device cpu",
     "evaluate": "--device cpu",
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--sample_tokens 20 --device cpu",
@@ -169,7 +169,7 @@ def template(tmp_path_factory) -> Path:
         shutil.copy(path, folder / path.relative_to(ROOT))
     for name in ("benchmarks", "runtime"):
         shutil.copytree(ROOT / name, folder / name)
-    # The tiny models' judges are blind: as the settings file stands, the cycles would end before GRPO.
+    # The tiny models' reward models do not predict: as the settings file stands, the cycles would end before GRPO.
     config = folder / "config/shakespeare_char_cpu.py"
     config.write_text(config.read_text().replace("train_grpo = dict(", "train_grpo = dict(allow_blind_reward=True,"))
     verses = re.sub(r"\d", "", shakespearean_text(54))
@@ -327,7 +327,7 @@ def test_links_lead_somewhere(name):
     document = read_document(ROOT / name)
     links = re.findall(r"\]\(([^)\s]+)\)", document.prose) + re.findall(r'src="([^"]+)"', document.prose)
     for link in links:
-        assert "://" not in link, f"{name}: {link}: this test cannot see beyond the project"
+        assert "://" not in link, f"{name}: {link}: this test cannot look beyond the project"
         target, _, anchor = link.partition("#")
         path = (document.path.parent / target).resolve() if target else document.path
         assert path.exists(), f"{name}: {link}"

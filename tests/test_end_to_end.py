@@ -323,8 +323,8 @@ def test_each_cycle_starts_from_the_one_before(unbroken):
     for cycle in (1, 2):
         base = hash_file(out / f"base_model_v{cycle}.pt")
         assert RewardDataset(out / f"reward_data_v{cycle}").metadata["model_sha256"] == base
-        judge = torch.load(out / f"reward_model_v{cycle}.pt", weights_only=True)
-        assert judge["training"]["generator_sha256"] == base
+        scorer = torch.load(out / f"reward_model_v{cycle}.pt", weights_only=True)
+        assert scorer["training"]["generator_sha256"] == base
         policy = torch.load(out / f"base_model_v{cycle + 1}.pt", weights_only=True)
         assert policy["training"]["settings"]["base_model_path"] == str(out / f"base_model_v{cycle}.pt")
         ours, theirs = weights(out / "natural_model_v1.pt"), weights(out / f"reward_model_v{cycle}.pt")
@@ -448,26 +448,26 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# reward models that do not see
+# reward models that do not predict
 
 
 @pytest.fixture
-def gate_sees(monkeypatch):
-    """A list of the reward models, by file name, that the gate finds to see; its figures for the others are blind."""
-    seeing, truth = [], torch.arange(1, 16).repeat(12) / 16
+def gate_accepts(monkeypatch):
+    """A list of the reward models, by file name, that predict at the gate; the others have an R2 below 0."""
+    predictive, truth = [], torch.arange(1, 16).repeat(12) / 16
 
     def skill_on_policy(completer, reward_model, tokens, settings):
-        sees = Path(settings.reward_model_path).name in seeing
-        prediction = truth if sees else torch.rand(len(truth), generator=torch.Generator().manual_seed(1))
+        predicts = Path(settings.reward_model_path).name in predictive
+        prediction = truth if predicts else torch.rand(len(truth), generator=torch.Generator().manual_seed(1))
         return measure_skill(prediction, truth, torch.arange(len(truth)) // 4, 16, seed=0)
 
     monkeypatch.setattr(train_grpo, "skill_on_policy", skill_on_policy)
-    return seeing
+    return predictive
 
 
 @pytest.fixture
 def strict(tmp_path):
-    """The settings file of these tests, but that no blind reward model may go on."""
+    """The settings file of these tests, but that a reward model must predict."""
     path = tmp_path / "strict.py"
     path.write_text(CONFIG.replace(", allow_blind_reward=True", ""))
     return path
@@ -477,7 +477,9 @@ ATTEMPT = ["train_reward_model", "train_grpo"]  # the latter as a gate
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
-def test_after_blind_attempts_the_model_is_carried_on(tmp_path, corpus, strict, in_this_process, gate_sees, attempts):
+def test_after_failed_attempts_the_model_is_carried_on(
+    tmp_path, corpus, strict, in_this_process, gate_accepts, attempts
+):
     """Each with twice the training; then the run ends, well, and a second has nothing to do."""
     out = tmp_path / "out"
     options = cycle_options(corpus, out, reward_attempts=attempts)
@@ -504,18 +506,18 @@ def test_after_blind_attempts_the_model_is_carried_on(tmp_path, corpus, strict, 
         gate = json.loads((out / f"gate_v1{suffix}.json").read_text())
         assert ledger["stages"][f"gate_v1{suffix}"]["r2_low"] == gate["r2_low"] < 0
         r2 = f"{gate['r2']:.3f} ({gate['r2_low']:.3f} to {gate['r2_high']:.3f})"
-        told = f"the reward model was not shown to see, R2 {r2} on the policy's text"
-        assert f"\nAttempt {attempt} of {attempts}: {told}\n" in printed
+        said = f"the reward model does not predict, R2 {r2} on the policy's text"
+        assert f"\nAttempt {attempt} of {attempts}: {said}\n" in printed
     assert not list(out.glob(f"*_try{attempts + 1}*"))
 
-    assert ledger["stages"]["base_model_v2"]["carried_on"] == told
-    assert ledger["outcome"] == f"ended in cycle 1 without GRPO: {told}; base model 1 is carried on"
+    assert ledger["stages"]["base_model_v2"]["carried_on"] == said
+    assert ledger["outcome"] == f"ended in cycle 1 without GRPO: {said}; base model 1 is carried on"
     assert (out / "base_model_v2.pt").read_bytes() == (out / "base_model_v1.pt").read_bytes()
     assert not (out / "base_model_v3.pt").exists()
     perplexities = [ledger["stages"][f"perplexity_base_model_v{version}"]["perplexity"] for version in (1, 2)]
     assert perplexities[0] == perplexities[1]
     row = next(line for line in printed.splitlines() if line.startswith("    1  base_model_v2"))
-    assert re.search(r"not started: the judge was not shown to see \(at the gate R2 .*\)$", row)
+    assert re.search(r"not started: the reward model does not predict \(at the gate R2 .*\)$", row)
 
     def files() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in out.rglob("*.pt")}
@@ -527,9 +529,9 @@ def test_after_blind_attempts_the_model_is_carried_on(tmp_path, corpus, strict, 
     assert folder_bytes(out) == before and files() == written
 
 
-def test_a_second_attempt_that_sees_is_the_judge(tmp_path, corpus, strict, in_this_process, gate_sees):
-    """Of the first cycle; in the second nobody sees, and its base model is carried on."""
-    gate_sees.append("reward_model_v1_try2.pt")
+def test_a_second_attempt_that_predicts_is_used(tmp_path, corpus, strict, in_this_process, gate_accepts):
+    """Of the first cycle; in the second none predicts, and its base model is carried on."""
+    gate_accepts.append("reward_model_v1_try2.pt")
     out = tmp_path / "out"
     printed = succeed("run_cycles", str(strict), **cycle_options(corpus, out, num_cycles=3))
     first = ["train", "prepare_reward_data", *ATTEMPT, "train", *ATTEMPT]
@@ -550,20 +552,20 @@ def test_a_second_attempt_that_sees_is_the_judge(tmp_path, corpus, strict, in_th
     assert in_this_process == [] and "Nothing to do" in again
 
 
-def test_a_closed_gate_is_asked_again_with_more_text(tmp_path, corpus, strict, in_this_process, gate_sees):
+def test_a_closed_gate_is_asked_again_with_more_text(tmp_path, corpus, strict, in_this_process, gate_accepts):
     """As its refusal advises: --gate_blocks is the gate's own, and what it says then counts."""
     out = tmp_path / "out"
     options = cycle_options(corpus, out, reward_attempts=1, num_cycles=1)
     succeed("run_cycles", str(strict), **options)
     in_this_process.clear()
-    gate_sees.append("reward_model_v1.pt")
+    gate_accepts.append("reward_model_v1.pt")
     strict.write_text(strict.read_text().replace("train_grpo = dict(", "train_grpo = dict(gate_blocks=50, "))
     succeed("run_cycles", str(strict), **options)
     assert in_this_process == ["train_grpo", "train_grpo", "evaluate", "sample"]  # the gate, and the policy
     assert "carried_on" not in json.loads((out / "cycles.json").read_text())["stages"]["base_model_v2"]
 
 
-def test_a_carried_model_that_is_gone_is_copied_again(tmp_path, corpus, strict, in_this_process, gate_sees):
+def test_a_carried_model_that_is_gone_is_copied_again(tmp_path, corpus, strict, in_this_process, gate_accepts):
     out = tmp_path / "out"
     options = cycle_options(corpus, out, reward_attempts=1)
     succeed("run_cycles", str(strict), **options)
@@ -574,7 +576,7 @@ def test_a_carried_model_that_is_gone_is_copied_again(tmp_path, corpus, strict, 
     assert in_this_process == [] and folder_bytes(out) == whole
 
 
-def test_an_interrupted_attempt_is_taken_up_again(monkeypatch, tmp_path, corpus, strict, in_this_process, gate_sees):
+def test_an_interrupted_attempt_is_taken_up_again(monkeypatch, tmp_path, corpus, strict, in_this_process, gate_accepts):
     """Ctrl-C between the copy and its note, and in the second attempt's training: no stage is done twice."""
     out = tmp_path / "out"
     options = cycle_options(corpus, out)
@@ -699,7 +701,7 @@ def test_a_natural_model_of_its_own_size_begins_from_scratch(tmp_path, corpus, i
 
 
 def test_a_trunk_of_the_settings_file_is_used_and_then_trained_further(
-    tmp_path, corpus, knowing, strict, in_this_process, gate_sees
+    tmp_path, corpus, knowing, strict, in_this_process, gate_accepts
 ):
     strict.write_text(strict.read_text().replace('head="likelihood"', f"trunk={str(knowing)!r}"))
     out = tmp_path / "out"
@@ -771,7 +773,7 @@ def write_config(path: Path, **changes: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "said"),
     [
         ({"train_grpo": "max_stepz=3"}, ["train_grpo.py has no setting 'max_stepz'; did you mean max_steps?"]),
         ({"train_grpo": "learning_rate='high'"}, ["--learning_rate", "train_grpo.py"]),
@@ -784,11 +786,11 @@ def write_config(path: Path, **changes: str) -> Path:
         ),
     ],
 )
-def test_settings_of_every_stage_are_checked_before_the_first(tmp_path, corpus, in_this_process, changes, told, capsys):
+def test_settings_of_every_stage_are_checked_before_the_first(tmp_path, corpus, in_this_process, changes, said, capsys):
     path = write_config(tmp_path / "wrong.py", **changes)
     finished = call("run_cycles", str(path), **cycle_options(corpus, tmp_path / "out"))
     assert finished.status == 2
-    for words in told:
+    for words in said:
         assert words in finished.out + finished.err
     assert "not found" not in finished.err  # of what is yet to be made
     assert in_this_process == [] and not (tmp_path / "out").exists()

@@ -28,12 +28,12 @@ FIGURES = {
 
 
 @pytest.fixture
-def options(corpus, generator, reward_data, seeing_reward_model) -> dict[str, dict]:
+def options(corpus, generator, reward_data, predictive_reward_model) -> dict[str, dict]:
     """Options of each trainer."""
     data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu"}
     head = {"head": "position", "unfreeze_layers": -1, "max_epochs": STEPS, "patience": STEPS, "control": False}
     head["batch_size"] = 10**4  # one step an epoch
-    grpo = {"base_model_path": generator, "reward_model_path": seeing_reward_model, "dataset": corpus, **TINY_GRPO}
+    grpo = {"base_model_path": generator, "reward_model_path": predictive_reward_model, "dataset": corpus, **TINY_GRPO}
     return {
         "train": {**TINY_TRAIN, "max_iters": STEPS, "log_interval": 1, "dataset": corpus},
         "train_reward_model": data | head,

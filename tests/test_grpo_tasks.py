@@ -14,7 +14,7 @@ from helpers import assert_same_weights, succeed, weights
 import train_grpo
 from checkpoint import build_model
 from objectives import token_log_probs
-from reward_model import Verdict
+from reward_model import Scores
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
 
@@ -31,7 +31,7 @@ LOSSES = [
 ]
 
 
-class TaskJudge:
+class TaskScorer:
     """Rewards that anyone can check, in place of a reward model."""
 
     knows_tokens = is_ratio = False
@@ -40,20 +40,20 @@ class TaskJudge:
         self.reference, self.reward = reference.requires_grad_(False), reward
 
     @torch.no_grad()
-    def __call__(self, ids: torch.Tensor) -> Verdict:
+    def __call__(self, ids: torch.Tensor) -> Scores:
         log_probs = token_log_probs(self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:])
-        return Verdict(self.reward(ids), None, None, log_probs)
+        return Scores(self.reward(ids), None, None, log_probs)
 
 
 @pytest.fixture
 def grpo(monkeypatch, tmp_path, corpus, generator):
-    """Runs train_grpo.py with a reward of ids (R, N) as judge; returns its records of steps and of evaluations."""
+    """Runs train_grpo.py with a reward of ids (R, N); returns its records of steps and of evaluations."""
 
     def train(reward, **options: Any) -> tuple[list[dict], list[dict]]:
-        def load_reward_model(settings, contents, *_):
-            return TaskJudge(build_model(contents, "generator", settings.base_model_path), reward)
+        def load_scorer(settings, contents, *_):
+            return TaskScorer(build_model(contents, "generator", settings.base_model_path), reward)
 
-        monkeypatch.setattr(train_grpo, "load_reward_model", load_reward_model)
+        monkeypatch.setattr(train_grpo, "load_scorer", load_scorer)
         free = {"start_kl_cap": 100, "natural_loss_cap": 100, "update_kl_cap": 1.0, "plateau_patience": 1000}
         files = {"base_model_path": generator, "reward_model_path": generator, "dataset": corpus}
         files["output_path"] = tmp_path / "policy.pt"

@@ -91,8 +91,8 @@ def test_a_mismatch_is_refused_wherever_it_shows(tmp_path, corpus, generator, re
 
     other = make_corpus(tmp_path / "other_char", make_text(700) + "Xyz")
     succeed("train", dataset=other, out_dir=tmp_path, **{**TINY_TRAIN, "max_iters": 1})
-    stranger = tmp_path / "model_checkpoint.pt"
-    options = {"base_model_path": stranger, "output_path": tmp_path / "out.pt", "device": "cpu"}
+    foreign = tmp_path / "model_checkpoint.pt"
+    options = {"base_model_path": foreign, "output_path": tmp_path / "out.pt", "device": "cpu"}
     assert "vocab" in refuse_in_one_line("train_reward_model", **options, head="last", data_dir=reward_data).lower()
     line = refuse_in_one_line("train_grpo", **options, reward_model_path=reward_model, dataset=corpus)
     assert "vocab_size is 28 in the policy and 25 in the reward model" in line
@@ -144,14 +144,18 @@ def save_marked_data(folder, info, rng, visible: bool, samples_per_chunk=4) -> N
 
 
 @pytest.fixture
-def judge(tmp_path, corpus, generator):
+def scorer(tmp_path, corpus, generator):
     """Trains a reward model, whole trunk, on marked data; returns its stdout, its stderr and its final record."""
 
     def train_on(**kind) -> tuple[str, str, dict]:
         save_marked_data(
             tmp_path / "data", TokenizationManager(data_path=corpus).info(), np.random.default_rng(0), **kind
         )
-        options = {"base_model_path": generator, "data_dir": tmp_path / "data", "output_path": tmp_path / "judge.pt"}
+        options = {
+            "base_model_path": generator,
+            "data_dir": tmp_path / "data",
+            "output_path": tmp_path / "reward_model.pt",
+        }
         options |= {**TINY_REWARD, "unfreeze_layers": -1, "learning_rate": 1e-2, "max_epochs": 5}
         finished = call("train_reward_model", **options)
         assert finished.status == 0, finished.err
@@ -159,38 +163,38 @@ def judge(tmp_path, corpus, generator):
         def refuse_constant(name: str) -> None:
             raise AssertionError(f"{name} is no JSON")
 
-        lines = (tmp_path / "judge.jsonl").read_text().splitlines()
+        lines = (tmp_path / "reward_model.jsonl").read_text().splitlines()
         return finished.out, finished.err, [json.loads(line, parse_constant=refuse_constant) for line in lines][-1]
 
     return train_on
 
 
-def test_a_reward_model_that_sees_is_not_called_blind(judge):
-    out, err, final = judge(visible=True)
+def test_a_reward_model_that_predicts_is_not_called_a_constant(scorer):
+    out, err, final = scorer(visible=True)
     assert final["r2_low"] > 0.3
     assert "CONSTANT" not in out
     assert "validation blocks that did not select it" in out
     assert "WARNING" not in err
 
 
-def test_a_reward_model_that_sees_nothing_says_so(judge):
-    """Sequences that tell nothing of their labels: there is nothing to learn."""
-    out, _, final = judge(visible=False)
+def test_a_reward_model_that_predicts_nothing_says_so(scorer):
+    """Sequences that hold nothing of their labels: there is nothing to learn."""
+    out, _, final = scorer(visible=False)
     assert final["r2_low"] <= final["r2"] <= 0
     assert "NO BETTER THAN A CONSTANT as far as is shown: its interval is not above 0." in out
 
 
-def test_a_reward_model_without_an_interval_is_not_called_seeing(judge):
+def test_a_reward_model_without_an_interval_is_not_called_predictive(scorer):
     """5 blocks to report on."""
-    out, _, final = judge(visible=True, samples_per_chunk=16)
+    out, _, final = scorer(visible=True, samples_per_chunk=16)
     assert (final["r2_low"], final["r2_high"]) == (None, None)
     assert final["r2"] > 0.3
     assert "(no interval)" in out
     assert "NO BETTER THAN A CONSTANT as far as is shown: these samples give no interval" in out
 
 
-def test_rows_of_unknown_blocks_are_told(judge):
-    out, err, final = judge(visible=True, samples_per_chunk=None)
+def test_rows_of_unknown_blocks_are_reported(scorer):
+    out, err, final = scorer(visible=True, samples_per_chunk=None)
     assert "has no samples_per_chunk: parts and interval go by rows" in err
     assert "validation rows that did not select it (but may share text with some that did)" in out
     assert final["r2_low"] > 0
@@ -286,7 +290,7 @@ def test_resume_refuses_changed_settings(tmp_path, corpus, generator):
     assert "batch_size was 8, now 3" in line
     other = make_corpus(tmp_path / "tiny_char", make_text(1000, seed=1))
     assert refuse("train", **{**options, "dataset": other})
-    out = succeed("train", **{**options, "max_iters": 25})  # longer is allowed, and told
+    out = succeed("train", **{**options, "max_iters": 25})  # longer is allowed, and reported
     assert "max_iters=25 (was 20)" in out
     assert load_state(tmp_path / "model_checkpoint.resume")["parts"]["run"]["step"] == 25
 
@@ -489,13 +493,13 @@ def test_grpo_measures_both_kls(tmp_path, grpo):
     assert records[0]["kl_now"] == pytest.approx(0, abs=1e-9) and second["kl_now"] > 1e-5
 
 
-def test_one_lucky_step_is_no_beaten_judge(tmp_path, grpo):
+def test_one_lucky_step_is_no_beaten_reward_model(tmp_path, grpo):
     checkpoint, _, _ = grpo(tmp_path / "policy.pt", reward_threshold=0.0, plateau_window=3, max_steps=9)
     assert checkpoint["training"]["steps"] == 3
 
 
 def test_grpo_raises_its_reward(tmp_path, grpo):
-    """Twenty steps without a penalty: the judge is climbed. Means of five steps, as one step's is noisy."""
+    """Twenty steps without a penalty: the reward rises. Means of five steps, as one step's is noisy."""
     options = {"max_steps": 25, "learning_rate": 3e-3, "beta": 0.0, "start_kl_cap": 100.0, "prompts_per_step": 8}
     _, records, _ = grpo(tmp_path / "policy.pt", **options, group_size=8)
     rewards = [record["reward"] for record in records if "reward" in record]
@@ -541,12 +545,12 @@ def test_the_update_kl_cap_ends_the_inner_updates(tmp_path, grpo):
 
 
 def test_groups_that_all_agree_are_told(tmp_path, grpo, generator, reward_model, corpus):
-    """A judge that gives everything the same reward: no group has spread, and nothing moves."""
+    """A reward model that gives everything the same reward: no group has spread, and nothing moves."""
     contents = torch.load(reward_model, weights_only=True)
     for name in ("reward_head.2.weight", "reward_head.2.bias"):
         contents["model"][name].zero_()
-    torch.save(contents, tmp_path / "blind.pt")
-    paths = {"base_model_path": generator, "reward_model_path": tmp_path / "blind.pt", "dataset": corpus}
+    torch.save(contents, tmp_path / "constant.pt")
+    paths = {"base_model_path": generator, "reward_model_path": tmp_path / "constant.pt", "dataset": corpus}
     succeed("train_grpo", **paths, output_path=tmp_path / "p.pt", **TINY_GRPO, max_steps=1)
     record = next(r for r in read_records(tmp_path / "p.jsonl") if "reward" in r)
     assert record["reward"] == pytest.approx(0.5)
@@ -647,7 +651,7 @@ def test_training_example_of_the_guide(guide_paths, corpus, capsys):
     assert [line.split(":")[0] for line in lines] == [f"Epoch {epoch}" for epoch in range(1, 11)]
     losses = [float(line.split("Train Loss: ")[1].split(",")[0]) for line in lines]
     assert losses[-1] < losses[0]
-    # What it saves is a checkpoint like any other: train_grpo.py takes it for its judge.
+    # What it saves is a checkpoint like any other: train_grpo.py takes it for its reward model.
     options = {"base_model_path": "logs/model_checkpoint.pt", "reward_model_path": "logs/reward_model.pt"}
     succeed("train_grpo", **options, dataset=corpus, output_path="logs/grpo.pt", **TINY_GRPO, max_steps=1)
 
@@ -707,13 +711,13 @@ def test_loader_example_of_the_guide(guide_paths):
 def test_grpo_fragment_of_the_guide(generator, reward_model, corpus):
     """Completions by `generate(prompts)` fill the block, and the reward is P(natural)."""
     base_model = build_model(load_checkpoint(generator), "generator", generator)
-    judge = build_model(load_checkpoint(reward_model), "reward", reward_model)
+    scorer = build_model(load_checkpoint(reward_model), "reward", reward_model)
     prompts = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16)[:20].astype(np.int64)).view(4, 5)
     completions = base_model.generate(prompts)
     assert completions.shape == (4, 16)
     assert torch.equal(completions[:, :5], prompts)
     with torch.no_grad():
-        rewards, _ = judge(completions)
+        rewards, _ = scorer(completions)
         reward_scores = rewards[:, 0]
     assert reward_scores.shape == (4,)
     assert ((reward_scores > 0) & (reward_scores < 1)).all()

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY_GRPO, TINY_TRAIN, Finished, call, run, told_lines
+from helpers import ROOT, TINY_GRPO, TINY_TRAIN, Finished, call, printed_lines, run
 
 from checkpoint import load_checkpoint
 from reward_dataset_loader import RewardDataset
@@ -60,7 +60,7 @@ def outcome(finished: Finished) -> str:
     if finished.status == 0:
         return "read"
     assert finished.status == 2, (finished.status, finished.out, finished.err)
-    assert len(lines := told_lines(finished.err)) == 1, lines
+    assert len(lines := printed_lines(finished.err)) == 1, lines
     return "refused"
 
 

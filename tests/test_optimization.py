@@ -277,7 +277,7 @@ def test_early_stopping_mirrors_and_resumes(values, patience, min_delta):
         assert down.best == min(values)
 
 
-def test_early_stopping_refuses_what_it_cannot_judge():
+def test_early_stopping_refuses_what_it_cannot_compare():
     for bad in (math.nan, math.inf):
         with pytest.raises(UserError, match="training has diverged"):
             EarlyStopping(3).update(bad)

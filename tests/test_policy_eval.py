@@ -1,4 +1,4 @@
-"""policy_eval.py: prompts, masks, and the counts that tell a degenerate policy, by hand and by brute force."""
+"""policy_eval.py: prompts, masks, and the counts that show a degenerate policy, by hand and by brute force."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from generation import Completer
 from model import GPT
 from objectives import language_model_loss, token_log_probs
 from policy_eval import CopyFinder, PolicyEvaluation, distinct_n, draw_prompts, masked_mean, repetition, written_mask
-from reward_model import Verdict
+from reward_model import Scores
 from train_grpo import GRPOSettings
 
 pytest_plugins = ["tiny_run"]
@@ -75,11 +75,11 @@ class Mixture:
         self.best, self.reference = best, reference
 
     @torch.no_grad()
-    def __call__(self, ids: torch.Tensor) -> Verdict:
+    def __call__(self, ids: torch.Tensor) -> Scores:
         m, q = (
             token_log_probs(model.logits(model.trunk(ids[:, :-1])), ids[:, 1:]) for model in (self.best, self.reference)
         )
-        return Verdict((m - q).mean(1).sigmoid(), m - q, m - q, q)
+        return Scores((m - q).mean(1).sigmoid(), m - q, m - q, q)
 
 
 @pytest.fixture
@@ -109,5 +109,5 @@ def test_figures_of_a_part_are_of_its_text_alone(evaluated, corpus):
     windows = {tuple(text[start : start + 16].tolist()) for start in range(len(text) - 15)}
     assert all(tuple(row.tolist()) in windows for row in asked.drawn[0])
     batches = WholeSplitBatches(text, 16, 64)
-    loss = language_model_loss(asked.reward_model.reference, batches)
+    loss = language_model_loss(asked.scorer.reference, batches)
     assert figures["reference"]["report_loss"] == pytest.approx(loss, abs=1e-6)

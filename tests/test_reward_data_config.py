@@ -15,7 +15,7 @@ from tokenization_manager import TokenizationInfo
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Files that exist; what is in them is for their readers to judge."""
+    """Files that exist; what is in them is not for these to reward model."""
     paths = {name: tmp_path / name for name in ("model.pt", "input.txt", "train.bin", "val.bin", "meta.pkl")}
     for path in paths.values():
         path.write_bytes(b"12")

@@ -121,7 +121,7 @@ def test_labels_are_exact_and_natural_prefixes_untouched(reward_data, splits):
 
 
 def test_the_synthetic_part_is_the_models_own(generator, splits):
-    """At temperature 0 every token after K is the model's likeliest, as the plain forward pass tells it."""
+    """At temperature 0 every token after K is the model's likeliest, by the plain forward pass."""
     model, config = prep.load_base_model(str(generator))
     rows, labels = prep.create_reward_samples(
         splits.train, model, config, samples_per_chunk=3, temperature=0.0, max_blocks=5
@@ -576,7 +576,7 @@ def test_ranks_give_the_same_bytes(tmp_path, corpus, generator, reward_data, num
     assert finished.status == 0, finished.err
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
     assert finished.out.count("Configuration validation passed") == 1, "one rank speaks"
-    # What one rank refuses ends all of them, and is told once.
+    # What one rank refuses ends all of them, and is printed once.
     refused = run_ranks(num_ranks, "prepare_reward_data.py", **{**options, "seed": 7})
     assert refused.status != 0
     assert refused.err.count("holds a dataset of other settings (seed was 42, now 7)") == 1
@@ -652,12 +652,12 @@ def test_the_command_can_be_rebuilt_from_the_metadata(tmp_path, corpus, generato
 
 def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator):
     text = read_text(corpus)
-    stranger = make_corpus(tmp_path / "stranger_char", text + "z")
-    options = prepare_options(stranger, generator, tmp_path / "out")
+    foreign = make_corpus(tmp_path / "foreign_char", text + "z")
+    options = prepare_options(foreign, generator, tmp_path / "out")
     assert "Vocabulary size mismatch" in refuse_in_one_line("prepare_reward_data", **options)
     chars = TokenizationManager(data_path=corpus).chars
-    save_meta(stranger / "meta.pkl", chars[1] + chars[0] + chars[2:])
-    (stranger / "input.txt").write_text(text)
+    save_meta(foreign / "meta.pkl", chars[1] + chars[0] + chars[2:])
+    (foreign / "input.txt").write_text(text)
     assert "numbers its 25 characters otherwise" in refuse_in_one_line("prepare_reward_data", **options)
 
 

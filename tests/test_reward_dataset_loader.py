@@ -1,4 +1,4 @@
-"""Reward datasets: what is written is read back, what is damaged is told, and the reports are the documented ones."""
+"""Reward datasets: reading back what was written, reporting damage, and the documented reports."""
 
 import pickle
 import subprocess
@@ -80,7 +80,7 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def call_main(monkeypatch, *arguments: str) -> int:
-    """main() as the shell sees it: its exit status."""
+    """main() as the shell gets it: its exit status."""
     monkeypatch.setattr(sys, "argv", ["reward_dataset_loader.py", *arguments])
     monkeypatch.setattr("signal.signal", lambda *_: None)
     try:
@@ -532,7 +532,7 @@ def test_metadata_problems_stand_in_their_line(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "said"),
     [
         ({"train_tokens": 50, "samples_per_chunk": 3}, None),  # 6 blocks of 8, and a rest
         ({"train_tokens": 1000, "samples_per_chunk": 3, "max_blocks": 6}, None),
@@ -546,17 +546,17 @@ def test_metadata_problems_stand_in_their_line(folder, capsys):
         ({"train_sha256": "another"}, "train_sha256 is another in train, one in val"),
     ],
 )
-def test_sizes_are_held_against_what_the_metadata_tell(folder, capsys, changes, told):
+def test_sizes_are_held_against_what_the_metadata_say(folder, capsys, changes, said):
     write_split(folder, "val", *make_arrays(2, 8), train_sha256="one")
     write_split(folder, "train", *make_arrays(18, 8), **{"train_sha256": "one", **changes})
     problems = print_quality_report(folder)
     line = next(line for line in capsys.readouterr().out.splitlines() if "Split consistency" in line)
-    if told is None:
+    if said is None:
         assert (problems, line) == ([], "✅ Split consistency: 90.0% train, 10.0% validation")
         loader.open_checked_splits(folder)
     else:
         assert [check for check, _ in problems] == ["Split consistency"]
-        assert line.startswith("⚠️") and told in line
+        assert line.startswith("⚠️") and said in line
         with pytest.raises(UserError, match="ERROR: "):
             loader.open_checked_splits(folder)
 

@@ -208,8 +208,8 @@ def test_models_of_other_tokens_are_refused(name, value):
     named = "num_real_tokens" if name == "num_tokens" else name
     ours = getattr(CONFIG, named)
     other = tiny_gpt(3, **{name: value})
-    told = f"{named} is {ours} in the model of natural text and {value} in the generator: they do not match"
-    with pytest.raises(UserError, match=told):
+    said = f"{named} is {ours} in the model of natural text and {value} in the generator: they do not match"
+    with pytest.raises(UserError, match=said):
         LikelihoodRewardModel(tiny_gpt(1), other)
     with pytest.raises(UserError, match=f"{named} is {value} in the model of natural text and {ours} in"):
         LikelihoodRewardModel(other, tiny_gpt(1))
@@ -337,7 +337,7 @@ class Hostile:
 
 
 def damaged(contents: dict, kind: str, mark) -> tuple[dict, str]:
-    """A likelihood checkpoint with something wrong, and what is to be told."""
+    """A likelihood checkpoint with something wrong, and the error for it."""
     state = dict(contents["model"])
     if kind == "no generator_config":
         del contents["generator_config"]
@@ -391,13 +391,13 @@ DAMAGES += ("hostile sampling", "hostile generator_config", "temperature", "text
 def test_damaged_checkpoints_are_refused_in_one_line(tmp_path, kind):
     save_checkpoint(tmp_path / "whole.pt", reward_model(), None, None, {})
     contents = torch.load(tmp_path / "whole.pt", weights_only=True)
-    contents, told = damaged(contents, kind, tmp_path / "mark")
+    contents, said = damaged(contents, kind, tmp_path / "mark")
     torch.save(contents, tmp_path / "damaged.pt")
     with pytest.raises(UserError) as caught:
         load_checkpoint(tmp_path / "damaged.pt")
     message = str(caught.value)
     assert message.startswith("ERROR: ") and "damaged.pt" in message and "\n" not in message
-    assert told in message
+    assert said in message
     assert not (tmp_path / "mark").exists()
 
 

@@ -1,4 +1,4 @@
-"""runtime/cli.py: options and settings files are read as data, and all problems told.
+"""runtime/cli.py: options and settings files are read as data, and all problems reported.
 
 `pytest tests/test_runtime_cli.py`
 """

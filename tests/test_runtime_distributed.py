@@ -53,8 +53,8 @@ def test_data_missing_on_one_rank_alone_are_named_with_the_rank(tmp_path, corpus
     options = {**TINY_TRAIN, "dataset": corpus, "out_dir": "out"}
     finished = run_where_rank_1_differs("train", tmp_path, change, **options)
     assert finished.status != 0
-    told = [line for line in finished.err.splitlines() if "ERROR: " in line]
-    assert len(told) == 1 and re.match(r"ERROR: rank 1 on \S+: nowhere/train\.bin not found: name a folder", told[0])
+    said = [line for line in finished.err.splitlines() if "ERROR: " in line]
+    assert len(said) == 1 and re.match(r"ERROR: rank 1 on \S+: nowhere/train\.bin not found: name a folder", said[0])
     assert "UserError" not in finished.err
 
 
@@ -65,9 +65,9 @@ def test_a_rollout_that_fails_on_one_rank_alone_is_named_with_the_rank(tmp_path,
     options = {**trainers["train_grpo"][0], "max_steps": 2, "output_path": tmp_path / "model.pt"}
     finished = run_where_rank_1_differs("train_grpo", tmp_path, change, **options)
     assert finished.status != 0
-    told = [line for line in finished.err.splitlines() if "ERROR: " in line]
-    assert len(told) == 1 and re.match(
-        r"ERROR: step 1: rank 1 on \S+: NaN among the logits; nothing was saved yet$", told[0]
+    said = [line for line in finished.err.splitlines() if "ERROR: " in line]
+    assert len(said) == 1 and re.match(
+        r"ERROR: step 1: rank 1 on \S+: NaN among the logits; nothing was saved yet$", said[0]
     )
 
 
@@ -113,11 +113,11 @@ TOLERANCE = {"r2": {"abs": 5e-3}}
 
 
 @pytest.fixture
-def trainers(corpus, generator, reward_data, seeing_reward_model):
+def trainers(corpus, generator, reward_data, predictive_reward_model):
     """Options of each trainer, and what its records must have in common, up to rounding."""
     data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu", "batch_size": 100}
     position = {"head": "position", "unfreeze_layers": -1, "max_epochs": 2}
-    grpo = {"base_model_path": generator, "reward_model_path": seeing_reward_model, "dataset": corpus, **TINY_GRPO}
+    grpo = {"base_model_path": generator, "reward_model_path": predictive_reward_model, "dataset": corpus, **TINY_GRPO}
     return {
         "train": (
             {**TINY_TRAIN, "dataset": corpus, "log_interval": 1, "gradient_accumulation_steps": 2},

@@ -31,7 +31,7 @@ def test_a_write_replaces_the_whole_file_and_makes_folders(tmp_path):
     assert path.read_bytes() == "ä\n".encode()
     with open(path, "rb") as reader:
         write_text(path, "newer")
-        assert reader.read() == "ä\n".encode()  # who reads meanwhile sees the old file, whole
+        assert reader.read() == "ä\n".encode()  # a reader meanwhile gets the old file, whole
     assert os.listdir(path.parent) == ["file.txt"]
 
 

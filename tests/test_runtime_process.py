@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.process import Terminated, interruption_tells, run_main
+from runtime.process import Terminated, on_interruption, run_main
 
 ROOT = Path(__file__).parent.parent
 
@@ -68,33 +68,33 @@ def test_what_a_user_can_cause_is_one_line_and_a_status(same_handler_afterwards,
     with pytest.raises(SystemExit) as caught:
         run_main(main)
     assert caught.value.code == status
-    told = capsys.readouterr()
-    assert told.err.startswith(message) and len(told.err.splitlines()) == 1 and told.out == ""
+    said = capsys.readouterr()
+    assert said.err.startswith(message) and len(said.err.splitlines()) == 1 and said.out == ""
 
 
-def test_who_interrupts_is_told_the_way_on(same_handler_afterwards, capsys):
+def test_an_interruption_prints_how_to_go_on(same_handler_afterwards, capsys):
     def main():
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit):
-        run_main(main, way_on="Go on with --init_from resume.")
+        run_main(main, resume_hint="Go on with --init_from resume.")
     assert capsys.readouterr().err == "Interrupted. Go on with --init_from resume.\n"
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "said"),
     [(KeyboardInterrupt(), "Interrupted. 2 saved.\n"), (Terminated(), "Terminated. 2 saved.\n")],
 )
-def test_what_an_interruption_tells_is_true_at_its_moment(same_handler_afterwards, capsys, error, told):
+def test_the_hint_of_an_interruption_is_true_at_its_moment(same_handler_afterwards, capsys, error, said):
     def main():
         saved = 0
-        with interruption_tells(lambda: f"{saved} saved."):
+        with on_interruption(lambda: f"{saved} saved."):
             saved = 2
             raise error
 
     with pytest.raises(SystemExit):
-        run_main(main, way_on="Nothing is known.")
-    assert capsys.readouterr().err == told
+        run_main(main, resume_hint="Nothing is known.")
+    assert capsys.readouterr().err == said
 
 
 def test_run_main_hides_no_bug_and_changes_no_other_status(same_handler_afterwards):

@@ -242,13 +242,13 @@ def fail(*_):
 
 
 @pytest.fixture
-def trainers(corpus, generator, reward_data, natural_model, seeing_reward_model):
+def trainers(corpus, generator, reward_data, natural_model, predictive_reward_model):
     """Of each trainer: its options, and the name of a function that it calls in every step."""
     data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu"}
     further = {"dataset": corpus, "init_from": generator, "batch_size": 4, "max_iters": 12, "eval_interval": 4}
     labels = {"batch_size": 128, "max_epochs": 3}
     position = {**labels, "head": "position", "unfreeze_layers": -1}
-    grpo = {"base_model_path": generator, "reward_model_path": seeing_reward_model, "dataset": corpus}
+    grpo = {"base_model_path": generator, "reward_model_path": predictive_reward_model, "dataset": corpus}
     return {
         "train": (train, "get_batch", {**TINY_TRAIN, "dataset": corpus, "dropout": 0.1, "patience": 3}),
         "further": (train, "get_batch", {**further, "dropout": 0.1, "device": "cpu"}),
@@ -454,8 +454,8 @@ def test_a_run_begun_anew_by_mistake_leaves_the_earlier_one_to_go_on_with(monkey
             ended_in_call(patch, module, function, 1, press_ctrl_c)
             finished = call(script, **parts)
         assert finished.status == 130
-        told = f"goes on with the earlier run, whose state is {tmp_path / 'parts' / 'model.resume.old1'}."
-        assert told in finished.err
+        said = f"goes on with the earlier run, whose state is {tmp_path / 'parts' / 'model.resume.old1'}."
+        assert said in finished.err
     assert "Resuming" in succeed(script, **{**parts, "init_from": "resume"})
     assert_same_weights(weights(tmp_path / "whole" / "model.pt"), weights(tmp_path / "parts" / "model.pt"))
     assert untimed(tmp_path / "whole" / "model.jsonl") == untimed(tmp_path / "parts" / "model.jsonl")

@@ -145,29 +145,29 @@ def test_a_pause_that_lasts_shows_a_bar_that_goes_away(monkeypatch, capsys, slow
         batches = counted((time.sleep(0.15 * slow) or n for n in range(3)), 3, "Evaluating")
         assert list(batches) == [0, 1, 2]
         assert (bar.n, bar.total) == (0, 10)
-    told = capsys.readouterr().err
-    assert ("Evaluating:  67%" in told) == shown
-    assert "Evaluating" not in told.splitlines()[-1]
+    said = capsys.readouterr().err
+    assert ("Evaluating:  67%" in said) == shown
+    assert "Evaluating" not in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("count", "told"),
+    ("count", "said"),
     [(3_410, "3.4K"), (999_949, "999.9K"), (1_000_000, "1.00M"), (10_650_000, "10.65M")],
 )
-def test_the_size_of_a_model(count, told):
-    assert format_size(count) == f"{told} parameters"
+def test_the_size_of_a_model(count, said):
+    assert format_size(count) == f"{said} parameters"
 
 
 def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
     """Neither package is a requirement: both are stood in for, as far as they are used."""
-    told, closed = [], []
+    said, closed = [], []
 
     class Run:
         def define_metric(self, name, step_metric):
             assert (name, step_metric) == ("*", "step")
 
         def log(self, metrics):
-            told.append(metrics)
+            said.append(metrics)
 
         def finish(self):
             closed.append("wandb")
@@ -177,10 +177,10 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
             assert folder == str(tmp_path / "model.tensorboard")
 
         def add_text(self, name, text, step=0):
-            told.append((name, text, step))
+            said.append((name, text, step))
 
         def add_scalar(self, name, value, step):
-            told.append((name, value, step))
+            said.append((name, value, step))
 
         def flush(self):
             pass
@@ -197,7 +197,7 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
             log.log(3, quiet=True, train_loss=1.5)
             log.log(1, quiet=True, val_loss=0.5, completions=["a", "b"])
     assert closed == ["wandb", "tensorboard"]
-    first, second, *tensorboard = told
+    first, second, *tensorboard = said
     assert first.pop("seconds") >= 0 and first == {"train_loss": 1.5, "step": 3}
     assert second.pop("seconds") >= 0 and second == {"val_loss": 0.5, "completions": "a\n\nb", "step": 1}
     assert tensorboard[0] == ("settings", '{\n  "lr": 0.1\n}', 0)

@@ -79,14 +79,14 @@ def test_empty_text_is_no_tokens():
     assert tokenizer.decode([]) == ""
 
 
-@pytest.mark.parametrize("stranger", ["é", "\x00", "z", "\U0001f600"])
-def test_an_unknown_character_is_named_with_its_place(stranger):
+@pytest.mark.parametrize("foreign", ["é", "\x00", "z", "\U0001f600"])
+def test_an_unknown_character_is_named_with_its_place(foreign):
     tokenizer = TokenizationManager.from_text("ab\nc")
-    place = f"U\\+{ord(stranger):04X}.*line 3, column 2 "
+    place = f"U\\+{ord(foreign):04X}.*line 3, column 2 "
     with pytest.raises(UnknownCharacterError, match=place):
-        tokenizer.encode(f"abc\n\na{stranger}b{stranger}")
+        tokenizer.encode(f"abc\n\na{foreign}b{foreign}")
     with pytest.raises(UnknownCharacterError, match=place):  # counted from the text's start, not from the part's
-        tokenizer.encode(f"abc\n\na{stranger}", start=5)
+        tokenizer.encode(f"abc\n\na{foreign}", start=5)
 
 
 def test_decode_refuses_ids_out_of_range():

@@ -18,7 +18,7 @@ from generation import Completer
 from optimization import Best
 from policy_eval import Stops, selection_value
 from reward_metrics import format_r_squared, measure_skill
-from reward_model import Judge, Verdict
+from reward_model import RewardScorer, Scores
 from runtime.files import hash_file
 from runtime.process import UserError
 from runtime.run_log import read_records
@@ -28,9 +28,9 @@ pytest_plugins = ["tiny_run"]
 
 
 @pytest.fixture
-def good(tmp_path, corpus, generator, seeing_reward_model) -> dict:
-    """Options with which the script runs; the gate is closed to who is blind."""
-    paths = {"base_model_path": generator, "reward_model_path": seeing_reward_model, "dataset": corpus}
+def good(tmp_path, corpus, generator, predictive_reward_model) -> dict:
+    """Options with which the script runs; the gate is closed to a reward model that does not predict."""
+    paths = {"base_model_path": generator, "reward_model_path": predictive_reward_model, "dataset": corpus}
     more = {"allow_blind_reward": False, "max_steps": 1, "output_path": tmp_path / "out" / "policy.pt"}
     return {**TINY_GRPO, **paths, **more}
 
@@ -39,7 +39,7 @@ def good(tmp_path, corpus, generator, seeing_reward_model) -> dict:
 # who is let through
 
 
-def test_a_reward_model_that_sees_is_let_through(good):
+def test_a_reward_model_that_predicts_is_let_through(good):
     finished = call("train_grpo", **good)
     assert finished.status == 0, finished.err
     assert "WARNING" not in finished.err
@@ -47,7 +47,7 @@ def test_a_reward_model_that_sees_is_let_through(good):
     assert load_checkpoint(good["output_path"])["training"]["steps"] == 1
 
 
-def test_a_blind_reward_model_is_refused(good, tmp_path, reward_model):
+def test_an_unpredictive_reward_model_is_refused(good, tmp_path, reward_model):
     """With the figures and the way out; nothing is written."""
     options = {**good, "reward_model_path": reward_model}
     succeed("train_grpo", **options, gate_path=tmp_path / "gate.json")
@@ -55,17 +55,17 @@ def test_a_blind_reward_model_is_refused(good, tmp_path, reward_model):
     assert gate["r2_low"] <= 0
     line = refuse_in_one_line("train_grpo", **options)
     r2 = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"])
-    assert f"{reward_model} was not shown to see where this policy's text begins: R2 {r2}; train one that sees" in line
-    assert line.endswith("--allow_blind_reward True")
+    assert f"{reward_model} does not predict where this policy's text begins: R2 {r2}; train one that predicts" in line
+    assert line.endswith("--allow_unpredictive_reward True")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_blind_reward_model_may_be_allowed(good, reward_model):
+def test_an_unpredictive_reward_model_may_be_allowed(good, reward_model):
     finished = call("train_grpo", **{**good, "reward_model_path": reward_model, "allow_blind_reward": True})
     assert finished.status == 0, finished.err
     warnings = [line for line in finished.err.splitlines() if line.startswith("WARNING")]
     assert len(warnings) == 1
-    assert "was not shown to see" in warnings[0] and warnings[0].endswith("; going on, as allowed")
+    assert "does not predict" in warnings[0] and warnings[0].endswith("; going on, as allowed")
     assert good["output_path"].is_file()
 
 
@@ -85,30 +85,30 @@ def test_too_few_blocks_show_nothing(good, tmp_path, corpus):
 
 @pytest.mark.parametrize("low", [0.0, -0.1, None])
 def test_the_gate_by_hand(capsys, low):
-    sees, blind = {"r2_low": 1e-6, "num_blocks": 50}, {"r2_low": low, "num_blocks": 50}
-    train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt"), sees, "0.1")
+    predicts, does_not = {"r2_low": 1e-6, "num_blocks": 50}, {"r2_low": low, "num_blocks": 50}
+    train_grpo.check_gate(GRPOSettings(reward_model_path="reward_model.pt"), predicts, "0.1")
     assert capsys.readouterr().err == ""
-    with pytest.raises(UserError, match=r"ERROR: judge\.pt was not shown to see .*: R2 0\.1;"):
-        train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt"), blind, "0.1")
-    train_grpo.check_gate(GRPOSettings(reward_model_path="judge.pt", allow_blind_reward=True), blind, "0.1")
-    assert "WARNING: judge.pt was not shown to see" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"ERROR: reward_model\.pt does not predict .*: R2 0\.1;"):
+        train_grpo.check_gate(GRPOSettings(reward_model_path="reward_model.pt"), does_not, "0.1")
+    train_grpo.check_gate(GRPOSettings(reward_model_path="reward_model.pt", allow_blind_reward=True), does_not, "0.1")
+    assert "WARNING: reward_model.pt does not predict" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what is measured
 
 
-@pytest.mark.parametrize("judge", ["seeing_reward_model", "reward_model"])
-def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, request, judge):
-    """Of who sees and of who does not; the same figures again, others by another seed."""
-    options = {**good, "reward_model_path": request.getfixturevalue(judge)}
+@pytest.mark.parametrize("scorer", ["predictive_reward_model", "reward_model"])
+def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, request, scorer):
+    """Of both kinds; the same figures again, others by another seed."""
+    options = {**good, "reward_model_path": request.getfixturevalue(scorer)}
     before = folder_bytes(options["base_model_path"].parent)
     out = succeed("train_grpo", **options, gate_path=tmp_path / "gates" / "gate.json")
     gate = json.loads((tmp_path / "gates" / "gate.json").read_text(), parse_constant=pytest.fail)
     assert f"Saved {tmp_path / 'gates' / 'gate.json'}" in out and "Stopped after" not in out
     assert f"R2 of the reward model on 40 texts of the policy: {gate['r2']:.4f} ({gate['r2_low']:.4f} to " in out
     assert (gate["num_blocks"], gate["num_sequences"], gate["num_tokens"]) == (10, 40, 16)
-    assert (gate["r2_low"] > 0.8) == (judge == "seeing_reward_model")
+    assert (gate["r2_low"] > 0.8) == (scorer == "predictive_reward_model")
     assert not (tmp_path / "out").exists() and folder_bytes(options["base_model_path"].parent) == before
     succeed("train_grpo", **options, gate_path=tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == gate
@@ -126,12 +126,12 @@ def test_the_gate_s_texts(generator, num_blocks, gate_blocks, first, count):
     tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
     seen = []
 
-    def half_blind(ids):
+    def predictions(ids):
         seen.append(ids)
-        return Verdict(torch.linspace(0, 1, len(ids)), None, None, torch.zeros(len(ids), 15))
+        return Scores(torch.linspace(0, 1, len(ids)), None, None, torch.zeros(len(ids), 15))
 
     settings = GRPOSettings(gate_blocks=gate_blocks)
-    measured = train_grpo.skill_on_policy(Completer(policy, 16), half_blind, tokens, settings)
+    measured = train_grpo.skill_on_policy(Completer(policy, 16), predictions, tokens, settings)
     (ids,) = seen
     assert ids.shape == (count * 4, 16)
     blocks = tokens[: num_blocks * 16].reshape(-1, 16).astype(np.int64)
@@ -243,16 +243,16 @@ def test_the_best_policy_by_each_criterion(criterion, kept):
     for step, kl, fresh, loss in looks:
         figures = {"kl_mixture": kl, "fresh_reward": fresh, "natural_reward": 0.6, "select_loss": loss}
         best.offer(selection_value(criterion, step, figures), step, [("w", torch.tensor(step))], figures)
-    assert (best.step, best.weights["w"].item(), best.figures["select_loss"]) == (kept, kept, looks[kept // 10][3])
+    assert (best.at, best.weights["w"].item(), best.figures["select_loss"]) == (kept, kept, looks[kept // 10][3])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# a judge of another generator, or of other tokens
+# a reward model of another generator, or of other tokens
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_another_generator_s_judge_is_refused_with_both_fingerprints(good, tmp_path, generator, knowing, allowed):
-    """Blindness may be allowed; this not."""
+def test_a_reward_model_of_another_generator_is_refused_with_both_hashes(good, tmp_path, generator, knowing, allowed):
+    """An R2 of 0 may be allowed; this not."""
     options = {**good, "base_model_path": knowing, "allow_blind_reward": allowed}
     line = refuse_in_one_line("train_grpo", **options)
     assert "was trained against another generator (sha256 " in line
@@ -260,8 +260,8 @@ def test_another_generator_s_judge_is_refused_with_both_fingerprints(good, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_judge_that_does_not_say_its_generator_is_told(good, tmp_path, seeing_reward_model):
-    contents = torch.load(seeing_reward_model, weights_only=True)
+def test_a_reward_model_that_does_not_say_its_generator_is_reported(good, tmp_path, predictive_reward_model):
+    contents = torch.load(predictive_reward_model, weights_only=True)
     del contents["training"]["generator_sha256"]
     torch.save(contents, tmp_path / "silent.pt")
     finished = call("train_grpo", **{**good, "reward_model_path": tmp_path / "silent.pt"})
@@ -270,7 +270,7 @@ def test_a_judge_that_does_not_say_its_generator_is_told(good, tmp_path, seeing_
 
 
 @pytest.mark.parametrize(("name", "value"), [("block_size", 8), ("vocab_size", 30)])
-def test_a_likelihood_judge_of_other_tokens_is_refused_with_both_values(good, tmp_path, generator, name, value):
+def test_a_likelihood_reward_model_of_other_tokens_is_refused_with_both_values(good, tmp_path, generator, name, value):
     sizes = {"vocab_size": 25, name: value}
     policy = make_checkpoint(tmp_path / "policy.pt", sizes.pop("vocab_size"), **sizes)
     line = refuse_in_one_line("train_grpo", **{**good, "base_model_path": policy})
@@ -278,41 +278,41 @@ def test_a_likelihood_judge_of_other_tokens_is_refused_with_both_values(good, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_a_judge_of_another_alphabet_is_refused_with_both_characters(good, tmp_path, generator):
+def test_a_reward_model_of_another_alphabet_is_refused_with_both_characters(good, tmp_path, generator):
     contents = torch.load(generator, weights_only=True)
     chars = contents["tokenization"]["chars"]
     contents["tokenization"]["chars"] = chars[:-1] + "\u00ff"
     torch.save(contents, tmp_path / "policy.pt")
     line = refuse_in_one_line("train_grpo", **{**good, "base_model_path": tmp_path / "policy.pt"})
-    told = f"character {len(chars) - 1} is '\u00ff' in the policy and {chars[-1]!r} in the reward model"
-    assert f"ERROR: {told}: they do not match" in line
+    said = f"character {len(chars) - 1} is '\u00ff' in the policy and {chars[-1]!r} in the reward model"
+    assert f"ERROR: {said}: they do not match" in line
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("of_another", [False, True])
-@pytest.mark.parametrize("judge", ["seeing_reward_model", "reward_model"])
-def test_a_verdict_is_what_the_checkpoints_say(request, corpus, generator, judge, of_another):
+@pytest.mark.parametrize("scorer", ["predictive_reward_model", "reward_model"])
+def test_scores_are_what_the_checkpoints_say(request, corpus, generator, scorer, of_another):
     """One pass for reward model and reference where they share weights, several elsewhere: the same figures."""
-    path: Path = request.getfixturevalue(judge)
+    path: Path = request.getfixturevalue(scorer)
     contents = load_checkpoint(path)
     model = build_model(contents, "reward", path)
     reference = build_model(load_checkpoint(generator), "generator", generator)
-    if judge == "seeing_reward_model":
+    if scorer == "predictive_reward_model":
         reference.load_state_dict(model.generator.state_dict())
     if of_another:
         with torch.no_grad():
             reference.transformer.ln_f.weight.mul_(1.5)
-    asked = Judge(model, reference)
+    asked = RewardScorer(model, reference)
     assert asked.is_shared != of_another
     ids = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16)[: 90 * 5].astype(np.int64)).view(-1, 5)
-    verdict = asked(ids)
+    scores = asked(ids)
     with torch.no_grad():
         alone = torch.stack([model(row[None])[0][0, 0] for row in ids])
         log_probs = reference.logits(reference.trunk(ids)).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-        torch.testing.assert_close(verdict.natural, alone)
-        torch.testing.assert_close(verdict.reference_log_probs, log_probs)
-        assert verdict.natural.std() > 1e-4
-        assert (verdict.evidence is None) == (judge == "reward_model")
-        if verdict.evidence is not None:
-            torch.testing.assert_close(verdict.evidence, model.evidence(ids)[:, 1:])
-            torch.testing.assert_close(verdict.by_token, model.token_probabilities(ids)[:, 1:])
+        torch.testing.assert_close(scores.natural, alone)
+        torch.testing.assert_close(scores.reference_log_probs, log_probs)
+        assert scores.natural.std() > 1e-4
+        assert (scores.evidence is None) == (scorer == "reward_model")
+        if scores.evidence is not None:
+            torch.testing.assert_close(scores.evidence, model.evidence(ids)[:, 1:])
+            torch.testing.assert_close(scores.by_token, model.token_probabilities(ids)[:, 1:])

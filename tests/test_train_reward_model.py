@@ -127,7 +127,7 @@ def test_skill_is_measured_on_what_selected_nothing(good, generator, reward_data
     for name, value in measure_skill(share, y[:, 0], blocks, 16, seed=42).items():
         if isinstance(value, float):
             assert skill[name] == pytest.approx(value, abs=counts.get(name, 1e-4)), name
-    assert skill["r2_low"] > 0.8  # and this one sees
+    assert skill["r2_low"] > 0.8  # and this one predicts
     assert f"R2 {skill['r2']:.4f} ({skill['r2_low']:.4f} to {skill['r2_high']:.4f})" in out
     assert "CONSTANT" not in out and "control_r2" not in skill
 
@@ -189,13 +189,13 @@ def test_without_a_trunk_the_command_that_makes_it_is_given(good, tmp_path, corp
     (tmp_path / "config.py").write_text("natural_model = dict(max_iters=3, eval_interval=3)\n")
     config = [str(tmp_path / "config.py")] if with_config else []
     lines = refuse("train_reward_model", *config, **good).splitlines()
-    told = [line for line in lines if "ERROR: " in line]
+    said = [line for line in lines if "ERROR: " in line]
     assert (
-        len(told) == 1 and "a likelihood head needs a model of natural text: make it with `python train.py " in told[0]
+        len(said) == 1 and "a likelihood head needs a model of natural text: make it with `python train.py " in said[0]
     )
     trunk = folder / "natural_model.pt"
     assert f"  SUGGESTION: Name it with --trunk {trunk}" in lines and not folder.exists()
-    command = shlex.split(told[0].split("`")[1])
+    command = shlex.split(said[0].split("`")[1])
     assert ("--section" in command) == with_config
     succeed("train", *command[2:], **({} if with_config else {"max_iters": 3}), device="cpu")
     training = load_checkpoint(trunk)["training"]
@@ -230,7 +230,7 @@ def test_a_control_that_fails_costs_nothing(monkeypatch, good, knowing):
 
 
 def test_a_trunk_of_another_split_is_refused(good, tmp_path, corpus):
-    """It may know the text that is to judge it."""
+    """It may have learned the validation text."""
     other = tmp_path / "swapped_char"
     shutil.copytree(corpus, other)
     tokens = np.fromfile(other / "val.bin", np.uint16)
@@ -373,18 +373,18 @@ def test_a_trunk_that_reads_more_is_cut_to_the_generator(good, tmp_path, generat
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "said"),
     [
         ({"vocab_size": 30}, "vocab_size is 30 in {trunk} and 25 in the generator: they do not match"),
         ({"num_tokens": 20}, "num_real_tokens is 20 in {trunk} and 25 in the generator: they do not match"),
         ({"block_size": 8}, "block_size is 8 in {trunk} and 16 in the generator: a trunk must not read less"),
     ],
 )
-def test_a_trunk_that_does_not_fit_is_refused_with_both_values(good, tmp_path, generator, config, told):
+def test_a_trunk_that_does_not_fit_is_refused_with_both_values(good, tmp_path, generator, config, said):
     text = make_text(1000) + "&%$§!"
     other = TokenizationManager.from_text(text).to_record() if "vocab_size" in config else None
     trunk = variant(tmp_path / "trunk.pt", generator, other, **config)
-    assert told.format(trunk=trunk) in refuse_in_one_line("train_reward_model", **good, trunk=trunk)
+    assert said.format(trunk=trunk) in refuse_in_one_line("train_reward_model", **good, trunk=trunk)
     assert not (tmp_path / "out").exists()
 
 
@@ -406,19 +406,19 @@ def test_a_trunk_that_is_no_generator_is_refused(good, tmp_path, reward_model):
 
 
 @pytest.mark.parametrize(
-    ("options", "told", "way_out"),
+    ("options", "said", "way_out"),
     [
         ({"head": "last", "loss": "nll"}, "loss=nll: a last head knows one share a sequence", "choose --head position"),
         ({"head": "last", "loss": "token"}, "loss=token: a last head knows one share", "choose --head position"),
         ({"unfreeze_layers": -1}, "unfreeze_layers is ignored when head is 'likelihood'", "Remove --unfreeze_layers"),
     ],
 )
-def test_settings_that_make_no_sense_together(good, tmp_path, knowing, options, told, way_out):
+def test_settings_that_make_no_sense_together(good, tmp_path, knowing, options, said, way_out):
     message = refuse("train_reward_model", **good, trunk=knowing, **options)
     lines = message.splitlines()
     problems, suggestions = ([line for line in lines if kind in line] for kind in ("ERROR:", "SUGGESTION:"))
     assert len(problems) == len(suggestions) == 1
-    assert told in problems[0] and way_out in suggestions[0]
+    assert said in problems[0] and way_out in suggestions[0]
     assert not (tmp_path / "out").exists()
 
 
@@ -438,17 +438,17 @@ def test_the_sampling_is_that_of_the_reward_data(good, tmp_path, corpus, generat
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "said"),
     [
         ("one crossover", "every label is K/N = 0.25: texts all natural up to the same place hold nothing"),
-        ("all natural", "every label is K/N = 1: texts all natural hold nothing to tell apart"),
-        ("all written", "every label is K/N = 0: texts all written hold nothing to tell apart"),
+        ("all natural", "every label is K/N = 1: texts all natural hold nothing to distinguish"),
+        ("all written", "every label is K/N = 0: texts all written hold nothing to distinguish"),
         ("one token", "every token is 7: a constant text teaches nothing"),
     ],
 )
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("head", ["likelihood", "last"])
-def test_degenerate_data(good, tmp_path, corpus, knowing, kind, told, split, head):
+def test_degenerate_data(good, tmp_path, corpus, knowing, kind, said, split, head):
     """In either split; the other is as it should be."""
     rng, info = np.random.default_rng(0), TokenizationManager(data_path=corpus).info()
     for name in ("train", "val"):
@@ -460,7 +460,7 @@ def test_degenerate_data(good, tmp_path, corpus, knowing, kind, told, split, hea
         save_reward_dataset(list(x), list(y), str(tmp_path / "data"), name, info, samples_per_chunk=4)
     options = {**good, "data_dir": tmp_path / "data", "head": head, "trunk": knowing}
     line = refuse_in_one_line("train_reward_model", **options)
-    assert f"{tmp_path / 'data'}, {split} split: {told}" in line
+    assert f"{tmp_path / 'data'}, {split} split: {said}" in line
     assert line.endswith("make the data anew with prepare_reward_data.py")
     assert not (tmp_path / "out").exists()
 

@@ -61,11 +61,11 @@ def natural_model(tmp_path_factory: pytest.TempPathFactory, corpus: Path, genera
 
 
 @pytest.fixture(scope="session")
-def seeing_reward_model(
+def predictive_reward_model(
     tmp_path_factory: pytest.TempPathFactory, generator: Path, reward_data: Path, knowing: Path
 ) -> Path:
-    """A reward model of the generator that sees: a likelihood head on the knowing trunk."""
-    path = tmp_path_factory.mktemp("seeing") / "reward_model.pt"
+    """A reward model of the generator that predicts: a likelihood head on the knowing trunk."""
+    path = tmp_path_factory.mktemp("predictive") / "reward_model.pt"
     options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path, "trunk": knowing}
     succeed("train_reward_model", **options, device="cpu")
     return path
