@@ -14,14 +14,13 @@ import operator
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tyro
 
 from runtime.process import UserError
-from runtime.settings import Settings
+from runtime.settings import AnySettings, Settings
 
-AnySettings = TypeVar("AnySettings", bound=Settings)
 ROOT = Path(__file__).resolve().parents[1]
 # Sections of a settings file that are not named after a script, and the script that reads each.
 FURTHER_SECTIONS = {"natural_model": "train"}
@@ -178,9 +177,11 @@ def read_config(path: str) -> dict[str, Any]:
         except RecursionError:
             raise UserError(f"ERROR: settings file {path}, line {statement.lineno}: nested too deep") from None
         except ValueError:
+            text = ast.get_source_segment(source, statement)
+            assert text is not None  # the parser notes where each statement ends
             raise UserError(
                 f"ERROR: settings file {path}, line {statement.lineno}: only plain assignments `name = value` are read "
-                f"(nothing is executed), not `{ast.get_source_segment(source, statement).splitlines()[0]:.100}`"
+                f"(nothing is executed), not `{text.splitlines()[0]:.100}`"
             ) from None
     return values
 
@@ -208,9 +209,10 @@ def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
     if isinstance(node, ast.Tuple | ast.List):
         return [_evaluate(element, names) for element in node.elts]
     if isinstance(node, ast.Dict):
-        if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys):
+        keys = [key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+        if len(keys) < len(node.keys):
             raise ValueError
-        return {key.value: _evaluate(value, names) for key, value in zip(node.keys, node.values, strict=True)}
+        return {key: _evaluate(value, names) for key, value in zip(keys, node.values, strict=True)}
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
         if not all(keyword.arg for keyword in node.keywords):
             raise ValueError  # dict(**other)

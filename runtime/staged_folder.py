@@ -111,7 +111,7 @@ class RowWriter:
         """Write the rows of each named file, from number `first_row` on: what a task comes to."""
         for name, array in rows.items():
             self._files[name].seek(first_row * array[0].nbytes)
-            self._files[name].write(np.ascontiguousarray(array))
+            self._files[name].write(np.ascontiguousarray(array).data)
         self._fresh.append(task)
 
     def flush(self) -> None:
@@ -120,7 +120,7 @@ class RowWriter:
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
-            self._journal.write(np.array(self._fresh, JOURNAL_DTYPE))
+            self._journal.write(np.array(self._fresh, JOURNAL_DTYPE).data)
             self._journal.flush()
             os.fsync(self._journal.fileno())
             self._fresh.clear()
