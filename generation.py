@@ -17,7 +17,8 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,34 @@ class Completions:
     model_log_probs: Tensor  # (P, G, N) float32, under the model's own (temperature 1, all tokens)
 
 
+class ModelConfig(Protocol):
+    """Sizes of a model."""
+
+    block_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+
+    @property
+    def num_real_tokens(self) -> int: ...
+
+
+class Model(Protocol):
+    """The calling convention of a model, and what every nn.Module has."""
+
+    training: bool
+
+    @property
+    def config(self) -> ModelConfig: ...
+    def __call__(self, idx: Tensor, *, kv_cache: "KVCache | None" = None) -> tuple[Tensor, Any]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def train(self, mode: bool = True) -> Any: ...
+    def eval(self) -> Any: ...
+
+
+AnyModel = TypeVar("AnyModel", bound=Model)
+
+
 class KVCache:
     """Keys and values of every layer, written position by position.
 
@@ -62,18 +91,18 @@ class KVCache:
     numbers: so torch.compile makes one program for all passes.
     """
 
-    def __init__(self, model: nn.Module, rows: int, length: int) -> None:
+    def __init__(self, model: Model, rows: int, length: int) -> None:
         config, parameter = model.config, next(model.parameters())
         if length > config.block_size:
             raise UserError(f"{length} positions asked for, but the model's block_size is {config.block_size}")
         shape = (rows, config.n_head, length, config.n_embd // config.n_head)
-        like = {"device": parameter.device, "dtype": parameter.dtype}
-        self.keys = [torch.empty(shape, **like) for _ in range(config.n_layer)]
-        self.values = [torch.empty(shape, **like) for _ in range(config.n_layer)]
+        empty = partial(torch.empty, shape, device=parameter.device, dtype=parameter.dtype)
+        self.keys = [empty() for _ in range(config.n_layer)]
+        self.values = [empty() for _ in range(config.n_layer)]
         self._all_positions = torch.arange(length, device=parameter.device)
 
     @staticmethod
-    def bytes_per_row(model: nn.Module, length: int) -> int:
+    def bytes_per_row(model: Model, length: int) -> int:
         """Bytes of a row of `length` positions."""
         return 2 * model.config.n_layer * model.config.n_embd * length * next(model.parameters()).element_size()
 
@@ -155,7 +184,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: Model) -> Iterator[None]:
     """Switch dropout off, and back on afterwards if it was on; no gradients."""
     was_training = model.training
     model.eval()
@@ -167,7 +196,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def complete(
-    model: nn.Module,
+    model: Model,
     natural: Tensor,
     prefix_lengths: Tensor,
     uniforms: Tensor,
@@ -199,15 +228,15 @@ def complete(
         uniforms = uniforms.reshape(-1, length)[order].to(device)
         log_probs = torch.zeros(ids.shape, device=device)
         model_log_probs = torch.zeros(ids.shape, device=device)
-        if use_cache:
-            cache = cache or KVCache(model, len(prefixes), length)
+        cache = (cache or KVCache(model, len(prefixes), length)) if use_cache else None
+        if cache is not None:
             _prefill(model, cache, natural, order // group, prefixes)
 
         active = 0
         for position in range(prefixes[0], length):
             while active < len(prefixes) and prefixes[active] <= position:
                 active += 1
-            if not use_cache:
+            if cache is None:
                 logits, _ = model(ids[:active, :position])
             else:
                 cache.at(position - 1, 1, active)
@@ -221,14 +250,14 @@ def complete(
         return Completions(*(rows[inverse].view(shape) for rows in (ids, log_probs, model_log_probs)))
 
 
-def compile_model(model: nn.Module) -> nn.Module:
+def compile_model(model: Model) -> Model:
     """The model as torch.compile makes it, in a few programs that serve all positions and numbers of rows."""
     torch._dynamo.config.recompile_limit = 64
     torch.fx.experimental._config.use_duck_shape = False  # sizes that happen to be equal make no program of their own
-    return torch.compile(model, dynamic=True)
+    return torch.compile(model, dynamic=True)  # type: ignore[return-value]  # of a module it is a module too
 
 
-class Completer:
+class Completer(Generic[AnyModel]):
     """`complete` for any number of rows and calls: at most `rows` at a time, in one cache that serves all of them.
 
     kv_cache_mb: memory for keys and values, in MiB; common prefixes take up to 1/G of it on top. None: half of what is
@@ -237,7 +266,7 @@ class Completer:
     docs/performance.md. Raises UserError where one row does not fit.
     """
 
-    def __init__(self, model: nn.Module, length: int, kv_cache_mb: int | None = None) -> None:
+    def __init__(self, model: AnyModel, length: int, kv_cache_mb: int | None = None) -> None:
         self.model, self.length = model, length
         self._cache: KVCache | None = None
         self._cache_rows = 0
@@ -278,13 +307,15 @@ class Completer:
         """Let go of the cache's memory until the next call."""
         self._cache, self._cache_rows = None, 0
 
-    def _complete_if_it_fits(self, natural: Tensor, prefix_lengths: Tensor, *others: Any) -> Completions | None:
+    def _complete_if_it_fits(
+        self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling
+    ) -> Completions | None:
         rows = prefix_lengths.numel()
         try:
             if rows > self._cache_rows:
                 self.release()  # the old one first
                 self._cache, self._cache_rows = KVCache(self.model, rows, self.length), rows
-            return complete(self.model, natural, prefix_lengths, *others, self._cache)
+            return complete(self.model, natural, prefix_lengths, uniforms, sampling, self._cache)
         except (torch.OutOfMemoryError, MemoryError):
             pass
         except Exception as error:
@@ -299,7 +330,7 @@ class Completer:
         return None
 
 
-def _prefill(model: nn.Module, cache: KVCache, natural: Tensor, block_of_row: Tensor, prefixes: list[int]) -> None:
+def _prefill(model: Model, cache: KVCache, natural: Tensor, block_of_row: Tensor, prefixes: list[int]) -> None:
     """Put every row's natural prefix into the cache; each block's is computed once and copied to its rows.
 
     Positions from K - 1 on are written by the row itself, so natural text beyond its prefix is never attended to.
@@ -314,7 +345,7 @@ def _prefill(model: nn.Module, cache: KVCache, natural: Tensor, block_of_row: Te
 
 
 def generate(
-    model: nn.Module,
+    model: Model,
     idx: Tensor,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,

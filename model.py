@@ -165,6 +165,16 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class Transformer(nn.ModuleDict):
+    """Embeddings, blocks and last normalisation, by nanoGPT's names."""
+
+    wte: nn.Embedding
+    wpe: nn.Embedding  # with learned positions alone
+    drop: nn.Dropout
+    h: nn.ModuleList
+    ln_f: nn.LayerNorm
+
+
 class GPT(nn.Module):
     """The dual-mode model: `config.mode` decides which head stands on the trunk.
 
@@ -172,6 +182,7 @@ class GPT(nn.Module):
     """
 
     head_type = "last"
+    rotation: Tensor  # (2, T, D), with rotary positions alone
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -181,7 +192,7 @@ class GPT(nn.Module):
             kind = f"reward_head_type={config.reward_head_type!r}: {type(self).__name__} has a {self.head_type!r} head"
             raise UserError(f"{kind}; make the model with reward_model.make_reward_model")
         self.config = config
-        self.transformer = nn.ModuleDict(
+        self.transformer = Transformer(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
                 "drop": nn.Dropout(config.dropout),
@@ -217,7 +228,7 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
         if self.config.mode == "reward":
-            hidden, scores = self.reward_head[0], self.reward_head[2]
+            hidden, scores = (layer for layer in self.reward_head if isinstance(layer, nn.Linear))
             nn.init.kaiming_normal_(hidden.weight, nonlinearity="relu")
             nn.init.normal_(scores.weight, std=0.02)  # begin near [0.5, 0.5], where softmax is not saturated
             nn.init.zeros_(hidden.bias)

@@ -12,6 +12,7 @@ token mean over a batch. Normalisers are those of TRL's GRPO trainer.
 
 import math
 from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,17 @@ MAX_EXPONENT = 20.0
 MAX_LOG_RATIO = 10.0
 # A log-probability no token comes near; stands in for -inf, which times a probability of 0 would be NaN.
 LOWEST_LOGIT = -1e9
+
+
+class LanguageModel(Protocol):
+    """The parts of a model that log-probabilities are computed with."""
+
+    training: bool
+
+    def trunk(self, idx: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+    def train(self, mode: bool = True) -> Any: ...
+    def eval(self) -> Any: ...
 
 
 def _choose(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -94,7 +106,7 @@ def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor
 
 
 @torch.no_grad()
-def text_log_probs(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+def text_log_probs(model: LanguageModel, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Log-probabilities (n,) float32, on the CPU, of all targets of batches (x, y), each (B, T) int64, in their order.
 
     Without dropout; the model is left in the mode it came in. No target may be -1.
@@ -408,6 +420,7 @@ def policy_loss(
     elif loss_type == "bnpo":
         loss = sums.sum() / total * (len(sums) / num_sequences)
     elif loss_type == "dr_grpo":
+        assert max_completion_length is not None  # checked above
         loss = sums.sum() / (num_sequences * max_completion_length)
     else:
         loss = sums.sum() / (total if num_tokens is None else num_tokens)

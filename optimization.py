@@ -32,18 +32,18 @@ class Muon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the base's closure can be a function
         """Move the weights by their gradients; there is no `closure` to be had."""
         if any(parameter.device.type != "cpu" for group in self.param_groups for parameter in group["params"]):
             super().step()
             return
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+            by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_shape.setdefault(parameter.shape, []).append(parameter)
-            for (rows, columns), parameters in by_shape.items():
-                gradients = [parameter.grad for parameter in parameters]
+                    by_shape.setdefault(parameter.shape, []).append((parameter, parameter.grad))
+            for (rows, columns), pairs in by_shape.items():
+                parameters, gradients = [parameter for parameter, _ in pairs], [gradient for _, gradient in pairs]
                 for parameter in parameters:
                     if "momentum_buffer" not in self.state[parameter]:
                         self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -51,7 +51,7 @@ class Muon(torch.optim.Muon):
                 torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
                 directions = buffers
                 if group["nesterov"]:
-                    directions = torch._foreach_lerp(gradients, buffers, group["momentum"])
+                    directions = list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
                 updates = orthogonalised(torch.stack(directions), group["ns_steps"], group["ns_coefficients"])
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 scale = max(1.0, rows / columns) ** 0.5
@@ -272,7 +272,7 @@ class EarlyStopping:
         """Best value and counter; patience, min_delta and mode are settings."""
         return {"best": self.best, "num_without_improvement": self.num_without_improvement}
 
-    def load_state_dict(self, state: dict[str, float | int | None]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`."""
         self.best, self.num_without_improvement = state["best"], state["num_without_improvement"]
 
@@ -286,7 +286,12 @@ class Best:
         self.weights: dict[str, Tensor] | None = None  # None: none was offered, or they are written already
 
     def offer(
-        self, value: float, at: int, weights: Iterable[tuple[str, Tensor]], figures: dict[str, Any], any_value=False
+        self,
+        value: float,
+        at: int,
+        weights: Iterable[tuple[str, Tensor]],
+        figures: dict[str, Any],
+        any_value: bool = False,
     ) -> None:
         """Keep a copy of the weights `at` a step or epoch if their value is below the least so far, or `any_value`."""
         if value < self.value or any_value:
