@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from runtime.process import UserError
 
 TOKEN_DTYPE = np.dtype("<u2")
 MAX_VOCAB_SIZE = 65536
+Numbers = TypeVar("Numbers", int, np.ndarray)
 CHECK_TOKENS = 1 << 20  # read at a time when a file is checked
 FILE_LABELS = {"train": "Train", "val": "Validation"}
 REMEDY = "make the files again with data/NAME/prepare.py, or choose the tokenization they were made with"
@@ -103,8 +104,8 @@ def write_token_files(folder: str | Path, splits: TokenSplits) -> None:
     folder = Path(folder)
     with atomic_path(folder / "train.bin") as train_path, atomic_path(folder / "val.bin") as val_path:
         # Not `tofile`, which does not say why a write failed.
-        train_path.write_bytes(np.ascontiguousarray(splits.train, dtype=TOKEN_DTYPE))
-        val_path.write_bytes(np.ascontiguousarray(splits.val, dtype=TOKEN_DTYPE))
+        train_path.write_bytes(np.ascontiguousarray(splits.train, dtype=TOKEN_DTYPE).data)
+        val_path.write_bytes(np.ascontiguousarray(splits.val, dtype=TOKEN_DTYPE).data)
 
 
 def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: int = 1) -> np.memmap:
@@ -216,11 +217,11 @@ def hash_tokens(tokens: np.ndarray) -> str:
     """sha256 of the tokens as uint16 bytes: the same for a memory-mapped .bin file and for its text, encoded."""
     digest = hashlib.sha256()
     for start in range(0, len(tokens), 1 << 22):
-        digest.update(np.ascontiguousarray(tokens[start : start + (1 << 22)], dtype="<u2"))
+        digest.update(np.ascontiguousarray(tokens[start : start + (1 << 22)], dtype="<u2").data)
     return digest.hexdigest()
 
 
-def evenly_spaced(numbers: np.ndarray | int, total: int, count: int) -> np.ndarray | int:
+def evenly_spaced(numbers: Numbers, total: int, count: int) -> Numbers:
     """The blocks that are to be used as number 0, 1, ... of `count`: all of `total`, or evenly spaced among them."""
     return numbers * total // count
 
@@ -285,5 +286,5 @@ def _inputs_and_targets(
     pair = torch.from_numpy(np.stack([inputs, targets]).astype(np.int64))  # (2, B, T): one transfer for both
     if torch.device(device).type == "cuda":
         pair = pair.pin_memory()
-    inputs, targets = pair.to(device, non_blocking=True)
-    return inputs, targets
+    pair = pair.to(device, non_blocking=True)
+    return pair[0], pair[1]

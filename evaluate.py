@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ def main() -> None:
         return -text_log_probs(model, counted(batches, len(batches), title, passing=False)), N
 
     baseline, baseline_size = (None, 0) if settings.baseline is None else losses_of(settings.baseline)
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for path in settings.checkpoints:
         losses, N = losses_of(path)
         loss = losses.double().mean().item()

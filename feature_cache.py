@@ -66,7 +66,10 @@ def frozen_features(
                 hidden = ranks.gather(model.features(ids, depth).float()).cpu()
                 rows = slice(first, min(first + len(hidden), len(dataset)))
                 count = rows.stop - rows.start
-                features[rows] = hidden[:count] if isinstance(features, Tensor) else hidden[:count].numpy()
+                if isinstance(features, Tensor):
+                    features[rows] = hidden[:count]
+                else:
+                    features[rows] = hidden[:count].numpy()
                 bar.update(count)
 
     if 4 * int(np.prod(shape)) < most_in_memory:
@@ -99,5 +102,5 @@ def _key(model: GPT, dataset: RewardDataset, depth: int) -> str:
     for name, tensor in model.transformer.state_dict().items():
         digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
     for first in range(0, len(dataset), 1 << 14):
-        digest.update(np.ascontiguousarray(dataset.x[first : first + (1 << 14)]))
+        digest.update(np.ascontiguousarray(dataset.x[first : first + (1 << 14)]).data)
     return digest.hexdigest()[:16]

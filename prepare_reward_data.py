@@ -190,6 +190,7 @@ def main() -> None:
     device = ranks.device
     say(f"Using device: {device}" + (f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""))
 
+    assert config.model_path is not None  # checked with the settings, as are the paths below
     say(f"Loading base model from {config.model_path}")
     checkpoint = load_checkpoint(config.model_path)
     dtype = select_dtype(config.dtype, device)
@@ -274,7 +275,9 @@ def load_splits(config: RewardDataConfig, tokenizer: TokenizationManager, model_
     if model_config.block_size < 2:
         raise UserError("ERROR: block_size=1: a crossover needs a block of at least 2 tokens")
     if config.input_mode == "text":
+        assert config.data_path is not None
         return load_text(config.data_path, tokenizer, config.train_split)
+    assert config.train_bin is not None and config.val_bin is not None
     return load_binary(config.train_bin, config.val_bin, tokenizer.vocab_size, model_config.block_size)
 
 
@@ -285,6 +288,7 @@ def describe_identity(
     device: torch.device,
 ) -> dict[str, Any]:
     """Everything that decides the bytes of a dataset; two datasets of the same identity are the same."""
+    assert config.model_path is not None
     return {
         "format_version": FORMAT_VERSION,
         "block_size": model_config.block_size,

@@ -92,6 +92,7 @@ class RewardDataConfig(Settings):
             "data_path is required in text mode",
             "Specify --data_path, a text file or a folder with input.txt, or use --input_mode binary",
         ):
+            assert self.data_path is not None
             path, shown = Path(self.data_path), self.data_path
             if path.is_dir():
                 path = path / "input.txt"

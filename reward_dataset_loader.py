@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ SIZES = ("num_samples", "block_size", "samples_per_chunk", "max_blocks", "train_
 # Metadata that both splits of one dataset have in common.
 COMMON_KEYS = ("model_sha256", "temperature", "train_tokens", "val_tokens", "train_sha256", "val_sha256")
 SPLITS = ("train", "val")
-X_DTYPE, Y_DTYPE = np.dtype("<u2"), np.dtype("<f4")
+X_DTYPE: np.dtype = np.dtype("<u2")
+Y_DTYPE: np.dtype = np.dtype("<f4")
 CHUNK_BYTES = 1 << 24
 LABEL_TOLERANCE = 1e-6  # two float32 labels, each rounded, sum to 1 within 6e-8
 METADATA_KEYS = (
@@ -189,13 +191,14 @@ def _look_at(data_dir: str | Path, split: str) -> _Files:
         metadata, unreadable = read_metadata(metadata_path), ""
     except UserError as error:
         metadata, unreadable = None, str(error).removeprefix("ERROR: ")
-    stated = {key: _whole_number(metadata[key]) for key in SIZES if key in (metadata or {})}
+    stated = {key: _whole_number(metadata[key]) for key in SIZES if metadata is not None and key in metadata}
+    known = {key: number for key, number in stated.items() if number is not None}
     num_samples = block_size = None
-    if metadata is not None and None not in (*stated.values(), *sizes.values()):
+    x_bytes, y_bytes = sizes.values()
+    if metadata is not None and len(known) == len(stated) and x_bytes is not None and y_bytes is not None:
         # The rest follows from the sizes: a row of y has a fixed size, and with their number a row of x has.
-        x_bytes, y_bytes = sizes.values()
-        num_samples = stated.get("num_samples", y_bytes // (2 * Y_DTYPE.itemsize))
-        block_size = stated.get("block_size", x_bytes // (X_DTYPE.itemsize * max(num_samples, 1)))
+        num_samples = known.get("num_samples", y_bytes // (2 * Y_DTYPE.itemsize))
+        block_size = known.get("block_size", x_bytes // (X_DTYPE.itemsize * max(num_samples, 1)))
     return _Files(data_dir, sizes, metadata_path, metadata, unreadable, stated, num_samples, block_size)
 
 
@@ -243,15 +246,19 @@ class RewardDataset(Dataset):
         files = _look_at(self.data_dir, split)
         if problems := _Splits({split: files}, {}).problems():
             raise _error(data_dir, problems)
+        # Else there was a problem.
+        assert files.metadata is not None and files.num_samples is not None and files.block_size is not None
         lacking = ", ".join(f"{key}={fact}" for key, fact in files.facts.items() if key not in files.metadata)
         if lacking:
             warn(f"{files.metadata_path} is incomplete; taken from the file sizes: {lacking}")
         self.metadata = files.metadata
         self.num_samples, self.block_size = files.num_samples, files.block_size
         self.samples_per_chunk = files.stated.get("samples_per_chunk")
-        self._tokenization, _ = _read_tokenization(files.metadata)
+        tokenization, _ = _read_tokenization(files.metadata)
+        assert tokenization is not None
+        self._tokenization = tokenization
         if expected_tokenization_info is not None:
-            self._tokenization.check_compatible(expected_tokenization_info)
+            tokenization.check_compatible(expected_tokenization_info)
         self._open()
 
     def _open(self) -> None:
@@ -509,7 +516,7 @@ def _damaged_files(splits: _Splits) -> Iterator[str]:
             yield f"Reward dataset not found: {files.data_dir}"
             continue
         yield from (f"Dataset file not found: {path}" for path, size in files.sizes.items() if size is None)
-        if files.num_samples is None:
+        if files.num_samples is None or files.block_size is None:
             continue
         if not files.facts:
             yield " and ".join(f"{path} ({size:,} bytes)" for path, size in files.sizes.items()) + " hold no samples"
@@ -608,9 +615,13 @@ def _bad_labels(splits: _Splits) -> Iterator[str]:
 
 def _bad_tokens(splits: _Splits) -> Iterator[str]:
     """Tokens out of range: how many rows of a split, and the first one."""
+
+    def is_bad(tokens: np.ndarray, limit: int) -> np.ndarray:
+        return tokens.max(axis=1) >= limit
+
     for split, dataset in splits.datasets.items():
         vocab_size = dataset.get_tokenization_info().vocab_size
-        count, row = _count_rows(dataset.x, lambda rows, limit=vocab_size: rows.max(axis=1) >= limit)
+        count, row = _count_rows(dataset.x, partial(is_bad, limit=vocab_size))
         if count:
             first = f"row {row} holds token {dataset.x[row].max()}"
             yield f"{count:,} {split} samples exceed vocab_size={vocab_size}, the first: {first}"
@@ -623,7 +634,7 @@ def _count_rows(array: np.ndarray, is_bad: Callable[[np.ndarray], np.ndarray]) -
         bad = is_bad(rows)
         if not count and bad.any():
             first = start + int(np.argmax(bad))
-        count += np.count_nonzero(bad)
+        count += int(np.count_nonzero(bad))
     return count, first
 
 

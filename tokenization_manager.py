@@ -77,7 +77,7 @@ def load_meta(path: str | Path) -> dict[str, Any]:
             if opcode.name not in PLAIN_OPCODES:
                 raise pickle.UnpicklingError(f"its pickle has the instruction {opcode.name}")
             # The unpickler makes room for as many entries as the highest number that it is to remember.
-            if opcode.name.endswith("PUT") and not 0 <= int(argument) <= len(data):
+            if opcode.name.endswith("PUT") and (argument is None or not 0 <= int(argument) <= len(data)):
                 raise pickle.UnpicklingError("its pickle numbers its parts beyond its size")
         meta = _PlainUnpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError as error:
@@ -150,7 +150,7 @@ def detect_method(folder: str | Path) -> str:
 
 
 @functools.cache
-def _gpt2_encoding():
+def _gpt2_encoding() -> Any:
     ensure_gpt2_bpe_files()
     import tiktoken  # here, so that character work needs neither it nor its files
 
@@ -164,7 +164,7 @@ TokenizationMethod = Literal["bpe", "char"]
 class TokenizationInfo:
     """How text became the tokens of a dataset. Raises UserError for a method or vocabulary that cannot be."""
 
-    method: TokenizationMethod
+    method: str  # a TokenizationMethod, once checked: metadata can hold any text
     vocab_size: int
     meta_path: str | None = None
 
@@ -213,9 +213,9 @@ class TokenizationManager:
                 raise UserError(f"ERROR: meta_path={meta_path} is ignored when tokenization is 'bpe': leave it out")
             self._set("bpe", None, None)
         elif method == "char":
-            if not meta_path and folder is None:
-                raise MetaFileError("meta_path is required when tokenization is 'char'")
             if not meta_path:
+                if data_path is None:
+                    raise MetaFileError("meta_path is required when tokenization is 'char'")
                 given = Path(data_path)
                 meta_path = (given if given.is_dir() else given.parent) / "meta.pkl"
             meta = load_meta(meta_path)
@@ -253,7 +253,7 @@ class TokenizationManager:
     def _set(self, method: str, chars: Sequence[str] | None, meta_path: str | None) -> None:
         self.method, self.meta_path, self.vocab_size = method, meta_path, BPE_VOCAB_SIZE
         self.chars: str | None = None
-        if method == "char":
+        if chars is not None:
             _check_chars(chars)
             self.chars, self.vocab_size = "".join(chars), len(chars)
             self._code_points = _code_points(self.chars)  # (vocab_size,): id to code point
