@@ -12,11 +12,10 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-from torch import nn
 
 from data_loader import dataset_folder, hash_tokens, open_token_file
 from generation import Sampling
@@ -33,7 +32,7 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Types of a config's fields that may have others than their default's.
 CONFIG_TYPES = {"dropout": (float, int), "num_tokens": (int, type(None))}
 # Fields of the records, on which code further on relies.
-RECORDS = {
+RECORDS: dict[str, dict[str, Any]] = {
     "tokenization": {"method": str, "vocab_size": int, "meta_path": str | None, "chars": str | None},
     "data": {"train_tokens": int, "val_tokens": int, "train_sha256": str, "val_sha256": str},
 }
@@ -47,7 +46,7 @@ HEADS = ("lm_head.", "reward_head.")
 
 def save_checkpoint(
     path: str | Path,
-    model: nn.Module,
+    model: GPT | RewardModel,
     tokenization: Mapping[str, Any] | None,
     data: Mapping[str, Any] | None,
     training: Mapping[str, Any],
@@ -206,6 +205,14 @@ def _check_weights(path: str | Path, contents: Mapping[str, Any]) -> None:
             raise UserError(f"ERROR: {path}: {name} holds NaN or infinite values; take an earlier checkpoint")
 
 
+@overload
+def build_model(
+    contents: Mapping[str, Any], mode: Literal["generator"], path: str | Path, device: torch.device | str = "cpu"
+) -> GPT: ...
+@overload
+def build_model(
+    contents: Mapping[str, Any], mode: Literal["reward"], path: str | Path, device: torch.device | str = "cpu"
+) -> RewardModel: ...
 def build_model(
     contents: Mapping[str, Any], mode: str, path: str | Path, device: torch.device | str = "cpu"
 ) -> GPT | RewardModel:

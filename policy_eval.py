@@ -80,7 +80,7 @@ class PolicyEvaluation:
         return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
 
     @torch.no_grad()
-    def __call__(self, completer: Completer, losses: Tensor | None = None) -> dict[str, Any]:
+    def __call__(self, completer: Completer[GPT], losses: Tensor | None = None) -> dict[str, Any]:
         """The figures, as docs/metrics.md defines them, and some completions as text.
 
         `losses` are those of `self.losses(completer.model)`, where they are at hand.
@@ -127,6 +127,7 @@ class PolicyEvaluation:
         the mean of log pi - log q - evidence, on tokens of pi, estimates KL(pi || m), 0 at the optimum.
         """
         if self.scorer.is_ratio:
+            assert scores.evidence is not None  # such a head knows tokens
             excess = (log_probs - scores.reference_log_probs - scores.evidence).masked_fill(~mask, 0.0)  # (R, N - 1)
             sums = torch.stack([excess.sum(1), mask.sum(1).to(excess.dtype)]).view(2, len(fresh), -1).sum(2)
             return self._with_interval("kl_mixture", sums[0] / sums[1])
@@ -255,7 +256,7 @@ class Stops:
     def __init__(self, settings: PolicySettings) -> None:
         self.settings = settings
         self.window = settings.plateau_window or max(1, min(10, settings.max_steps // 10))  # steps; of the run
-        self.start: dict[str, Any] | None = None  # figures of the starting policy, among them its loss and reward
+        self.start: dict[str, Any] = {}  # figures of the starting policy, once evaluated: its loss, reward and more
         self.rewards: list[float] = []  # one a step
         self.plateau = EarlyStopping(settings.plateau_patience, settings.plateau_min_delta, mode="max")
 

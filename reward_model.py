@@ -25,8 +25,9 @@ Shapes: B sequences of T tokens, C = n_embd channels.
 """
 
 import copy
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,17 +54,20 @@ class TrunkRewardModel(GPT):
     `pool` picks the hidden states that it reads of the trunk's (B, T, C); `score` is its output of these.
     """
 
-    is_ratio: ClassVar[bool] = False
+    is_ratio: ClassVar[Literal[False]] = False
+    pool: Callable[[Tensor], Tensor]
+    score: Callable[[Tensor], Tensor]
+    read_with: Callable[[GPT, Tensor], tuple[Tensor, Tensor]]  # of heads whose `contains` can be true
 
     @classmethod
-    def on_trunk(cls, trunk: GPT, generator: GPT, sampling: Sampling, hidden_dim: int) -> "TrunkRewardModel":
+    def on_trunk(cls, trunk: GPT, generator: GPT, sampling: Sampling, hidden_dim: int) -> Self:
         """A new head of that width on a copy of the trunk; it needs neither the generator nor its sampling."""
-        changes = {"mode": "reward", "reward_head_type": cls.head_type, "reward_head_hidden_dim": hidden_dim}
-        model = cls(replace(trunk.config, **changes))
+        config = replace(trunk.config, mode="reward", reward_head_type=cls.head_type, reward_head_hidden_dim=hidden_dim)
+        model = cls(config)
         model.transformer.load_state_dict(trunk.transformer.state_dict())
         return model
 
-    def copy_to_train(self) -> "TrunkRewardModel":
+    def copy_to_train(self) -> Self:
         """A copy of the model as it is now."""
         return copy.deepcopy(self)
 
@@ -121,6 +125,7 @@ class TokenEvidence(nn.Module):
 
     losses: ClassVar[tuple[str, ...]] = ("nll", "token", "mse", "cross_entropy")
     knows_tokens: ClassVar[bool] = True
+    output: Callable[..., Tensor]
 
     def evidence(self, idx: Tensor) -> Tensor:
         """Every token's evidence (B, T): see objectives.crossover_log_posterior."""
@@ -144,7 +149,7 @@ class TokenEvidence(nn.Module):
         return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
 
 
-class PositionRewardModel(TokenEvidence, TrunkRewardModel):
+class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc]  # its forward takes no kv_cache
     """Reads the hidden states at all tokens: one number each, learned as their evidence."""
 
     head_type = "position"
@@ -176,7 +181,7 @@ class LikelihoodRewardModel(TokenEvidence):
     """
 
     head_type = "likelihood"
-    is_ratio: ClassVar[bool] = True
+    is_ratio: ClassVar[Literal[True]] = True
 
     def __init__(self, natural: GPT, generator: GPT, sampling: Sampling | None = None) -> None:
         super().__init__()
@@ -242,8 +247,11 @@ class LikelihoodRewardModel(TokenEvidence):
         return self.calibrated(natural - written), written
 
 
-RewardModel = LastRewardModel | PositionRewardModel | LikelihoodRewardModel
-REWARD_MODELS = {kind.head_type: kind for kind in (LastRewardModel, PositionRewardModel, LikelihoodRewardModel)}
+HeadRewardModel = LastRewardModel | PositionRewardModel
+RewardModel = HeadRewardModel | LikelihoodRewardModel
+REWARD_MODELS: dict[str, type[RewardModel]] = {
+    kind.head_type: kind for kind in (LastRewardModel, PositionRewardModel, LikelihoodRewardModel)
+}
 
 
 def make_reward_model(
@@ -281,7 +289,8 @@ class Scores:
     def of_all(self, ranks: Ranks) -> "Scores":
         """The same of the sequences of all ranks, R on each."""
         parts = (getattr(self, field.name) for field in fields(self))
-        return Scores(*(None if part is None else ranks.gather(part) for part in parts))
+        gathered: Iterator[Any] = (None if part is None else ranks.gather(part) for part in parts)
+        return Scores(*gathered)
 
 
 class RewardScorer:
@@ -303,7 +312,8 @@ class RewardScorer:
         """Read sequences (R, N), as many at a time as fit."""
         parts = [self._read(part) for part in ids.split(self.reference.rows_at_a_time())]
         columns = zip(*parts, strict=True)
-        return Scores(*(None if column[0] is None else torch.cat(column) for column in columns))
+        joined: Iterator[Any] = (None if column[0] is None else torch.cat(column) for column in columns)
+        return Scores(*joined)
 
     def _read(self, ids: Tensor) -> tuple[Tensor | None, ...]:
         if self.is_shared:

@@ -42,7 +42,7 @@ from train_reward_model import RewardModelSettings
 
 ROOT = Path(__file__).resolve().parent
 LEDGER_VERSION = 6
-SETTINGS = {  # by section of the settings file
+SETTINGS: dict[str, type[Settings]] = {  # by section of the settings file
     "train": TrainSettings,
     "natural_model": TrainSettings,
     "prepare_reward_data": RewardDataConfig,
@@ -90,7 +90,7 @@ class Stage:
     section: str
     """of the settings file"""
     artefact: Path
-    inputs: dict[str, str | Path]
+    inputs: Mapping[str, str | Path]
     """options that name what it reads: the corpus, and what earlier stages have made"""
     options: dict[str, Any]
     figures: Callable[[], dict[str, Any]] = dict
@@ -221,7 +221,7 @@ class Runner:
     def run(self, stage: Stage) -> Mapping[str, Any]:
         """The ledger's record of a stage, after running its script if need be. Raises UserError where that fails."""
         own = self.ledger.settings[stage.section]
-        inputs = {name: own[name] for name in ("trunk", "meta_path") if own.get(name)} | stage.inputs
+        inputs = {**{name: own[name] for name in ("trunk", "meta_path") if own.get(name)}, **stage.inputs}
         settings = {name: value for name, value in stage.options.items() if not isinstance(value, Path | None)}
         now = identity(inputs, settings, ROOT, hash_model=hash_weights)
         then = self.ledger.stages.get(stage.name)
@@ -427,7 +427,8 @@ class NaturalModels:
             start = self.path(cycle, attempt - 1) or start
         elif self.each_cycle and cycle > 1:
             start = self.path(cycle - 1, 1) or start
-        inputs, options = {"dataset": self.folder}, {"out_dir": self.out, "checkpoint_name": model.name}
+        inputs: dict[str, Any] = {"dataset": self.folder}
+        options: dict[str, Any] = {"out_dir": self.out, "checkpoint_name": model.name}
         (options if start == "scratch" else inputs)["init_from"] = start
         figures = ("step", "val_loss", "select_loss")
         return [Stage(model.stem, "natural_model", model, inputs, options, lambda: trained(model, *figures))]

@@ -10,6 +10,7 @@ which `--init_from resume` goes on, and one JSON record a step. Option names are
 import copy
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -287,12 +288,12 @@ def main() -> None:
         figures = {"step": run.step, **losses, "batches": facts.first_batch + run.step, "settings": asdict(settings)}
         keep_best(best, model, run, figures, (corpus.tokenizer.to_record(), data))
 
-    forward = parallel(torch.compile(model) if settings.compile else model, ranks)
+    compiled = torch.compile(model) if settings.compile else model
+    forward = parallel(compiled, ranks)  # type: ignore[arg-type]  # torch.compile makes a module of a module
     horizon = run.began["max_iters"]  # of the schedules: a run that goes on longer does not stretch them
     seconds, num_timed = 0.0, 0
     # Evaluates at steps 0, eval_interval, ... and the last; a signal ends it after a whole step, with the state saved.
-    stop = {"limit": "max_iters", "until": lambda _: stopping.reason}
-    for step in run.steps(evaluate=evaluate, every=settings.eval_interval, **stop):
+    for step in run.steps("max_iters", evaluate, every=settings.eval_interval, until=lambda _: stopping.reason):
         started = time.perf_counter()
         optimizers.set_learning_rate_factor(factor_at(step, settings, horizon))
         length, rows = batch_shape(step, settings, horizon)
@@ -362,7 +363,7 @@ def batches_learned(start: dict[str, Any]) -> int:
 
 def what_is_read(settings: TrainSettings, start: dict[str, Any] | None, data: dict[str, Any]) -> dict[str, Any]:
     """Record of the data, and hash of the checkpoint to train further, which must not have learned other data."""
-    if settings.start_path is None or settings.eval_only:
+    if start is None or settings.start_path is None or settings.eval_only:
         return {"corpus": data}
     check_same_splits(start["data"], data, allow_mismatch=None)
     return {"corpus": data, "start": hash_weights(settings.start_path)}
@@ -419,7 +420,9 @@ def check_resumable(settings: TrainSettings, run: Run, best: Best) -> None:
         )
 
 
-def keep_best(best: Best, model: GPT, run: Run, figures: dict[str, Any], records: tuple[dict, dict]) -> None:
+def keep_best(
+    best: Best, model: GPT, run: Run[TrainSettings], figures: dict[str, Any], records: tuple[dict, dict]
+) -> None:
     """Offer an evaluated model; write the checkpoint of a new best. `records` are those of the tokenizer and the data.
 
     New weights are no candidate, but those of a start are. Nothing is written before the first step: a run begun by
@@ -451,6 +454,7 @@ def validation_losses(
     """val_loss, of the whole validation split, and select_loss, of its selecting part; each rank reads its share."""
 
     def loss_on(tokens: np.ndarray) -> float:
+        batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
         if settings.eval_iters is None:
             batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, ranks.device)
             total = len(batches)

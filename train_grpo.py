@@ -9,7 +9,7 @@ Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -176,6 +176,7 @@ class GRPOSettings(Settings):
 def main() -> None:
     # settings
     given = parse_settings(GRPOSettings, "train_grpo")
+    assert given.base_model_path is not None and given.reward_model_path is not None  # checked with the settings
     ranks = start_ranks(select_device(given.device))
     ranks.everywhere(lambda: ranks.check_divides(prompts_per_step=given.prompts_per_step))
 
@@ -200,7 +201,7 @@ def main() -> None:
 
     # run
     path = Path(settings.output_path)
-    reads = {"base model": base_sha256, "reward model": hash_file(settings.reward_model_path), "corpus": data}
+    reads = {"base model": base_sha256, "reward model": hash_file(given.reward_model_path), "corpus": data}
     run = Run(path, given, ranks, reads)  # given: what a resumed run is compared with
     run.begin(settings.init_from == "resume")
     stops, best = Stops(settings), Best()
@@ -253,6 +254,7 @@ def main() -> None:
         run.bar.set_postfix(reward=f"{run.record['reward']:.3f}", kl=f"{run.record['kl_start']:.3f}")
 
     # the kept policy, on the reporting part
+    assert best.weights is not None
     policy.load_state_dict(best.weights)
     reported = ranks.on_main(lambda: report_figures(report, policy, scorer.reference, settings.seed))
     run.log(run.step, final=True, kept_step=best.at, **reported["kept"])
@@ -274,6 +276,7 @@ def main() -> None:
 
 def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, device: torch.device) -> RewardScorer:
     """The frozen reward model together with the policy's start, as the base model's checkpoint has it."""
+    assert settings.base_model_path is not None and settings.reward_model_path is not None  # checked with the settings
     contents = load_checkpoint(settings.reward_model_path)
     check_reward_model(settings, base, base_sha256, contents)
     reference = build_model(base, "generator", settings.base_model_path, device)
@@ -392,8 +395,8 @@ class RolloutBatch:
     mask: Tensor  # (R, N - 1) bool: which tokens but the first the policy wrote
     old_log_probs: Tensor  # (R / ranks, N - 1) under the policy that sampled; once scored (R, N - 1)
     micro_rows: int  # rows in one pass: as many as fit in memory and, with a small model, near the processor
-    scores: Scores | None = None  # of R rows
-    advantages: Tensor | None = None  # (R,) or (R, N - 1)
+    scores: Scores = field(init=False)  # of R rows, set by `score`
+    advantages: Tensor = field(init=False)  # (R,) or (R, N - 1)
 
     def score(self, scorer: RewardScorer, ranks: Ranks) -> None:
         """Score this rank's rows, then gather those of all ranks."""
@@ -409,9 +412,8 @@ class RolloutBatch:
         for start in range(0, len(self.own_ids), self.micro_rows):
             ids = self.own_ids[start : start + self.micro_rows]
             rows = slice(self.first_own_row + start, self.first_own_row + start + len(ids))
-            advantages = None if self.advantages is None else self.advantages[rows]
             tensors = self.old_log_probs[rows], self.scores.reference_log_probs[rows], self.mask[rows]
-            yield MicroBatch(ids, *tensors, advantages, is_last=start + len(ids) == len(self.own_ids))
+            yield MicroBatch(ids, *tensors, self.advantages[rows], is_last=start + len(ids) == len(self.own_ids))
 
 
 @dataclass(frozen=True)
@@ -422,12 +424,12 @@ class MicroBatch:
     old_log_probs: Tensor  # (B, N - 1)
     reference_log_probs: Tensor  # (B, N - 1)
     mask: Tensor  # (B, N - 1)
-    advantages: Tensor | None  # (B,) or (B, N - 1)
+    advantages: Tensor  # (B,) or (B, N - 1)
     is_last: bool  # of this rank's rows
 
 
 def sample_group(
-    completer: Completer, tokens: np.ndarray, settings: GRPOSettings, step: int, ranks: Ranks
+    completer: Completer[GPT], tokens: np.ndarray, settings: GRPOSettings, step: int, ranks: Ranks
 ) -> RolloutBatch:
     """Completions of this rank's share of the step's P prompts, G of each.
 
@@ -466,12 +468,18 @@ def advantages_of(batch: RolloutBatch, settings: GRPOSettings) -> Tensor:
     to the start's probability, a coefficient of 1 makes it one to the current policy's.
     """
     scores, mask = batch.scores, batch.mask
+    assert settings.kl_in_reward is not None  # with_choices_made
     penalty = settings.kl_in_reward * kl_estimate(batch.old_log_probs, scores.reference_log_probs, "k1")  # (R, N - 1)
     if settings.credit == "token":
-        rewards = (scores.evidence if settings.reward == "evidence" else scores.by_token) - penalty
+        rewards = scores.evidence if settings.reward == "evidence" else scores.by_token
+        assert rewards is not None  # with_choices_made
+        rewards = rewards - penalty
         return token_advantages(rewards, mask, settings.group_size, settings.discount, settings.advantage_scale)
     counts = mask.sum(1).clamp(min=1)
-    rewards = scores.natural if settings.reward == "natural" else (scores.evidence * mask).sum(1) / counts  # (R,)
+    rewards = scores.natural  # (R,)
+    if settings.reward == "evidence":
+        assert scores.evidence is not None  # with_choices_made
+        rewards = (scores.evidence * mask).sum(1) / counts
     rewards = rewards - (penalty * mask).sum(1) / counts
     return group_advantages(rewards, settings.group_size, settings.advantage_scale)
 
@@ -484,7 +492,8 @@ def accumulate_gradients(
     forward: Callable[..., Any], batch: RolloutBatch, settings: GRPOSettings, ranks: Ranks
 ) -> dict[str, float]:
     """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens."""
-    num_sequences, num_tokens, figures = len(batch.mask), batch.mask.sum(), {}
+    num_sequences, num_tokens = len(batch.mask), batch.mask.sum()
+    figures: dict[str, float] = {}
     for part in batch.micro_batches():
         with gradients_stay(forward, last=part.is_last):
             loss, metrics = forward(loss_of_rows, part, num_sequences, num_tokens, settings)
@@ -500,6 +509,7 @@ def loss_of_rows(
     policy: GPT, rows: MicroBatch, num_sequences: int, num_tokens: Tensor, settings: GRPOSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss () of some rows of an update, as their part of it, and its metrics."""
+    assert settings.beta is not None  # with_choices_made
     return policy_loss(
         token_log_probs(policy.logits(policy.trunk(rows.ids[:, :-1])), rows.ids[:, 1:]),
         rows.old_log_probs,

@@ -46,7 +46,7 @@ from reward_metrics import (
     r_squared,
     skill_figures,
 )
-from reward_model import REWARD_MODELS, LikelihoodRewardModel, RewardModel, TrunkRewardModel
+from reward_model import REWARD_MODELS, HeadRewardModel, LikelihoodRewardModel, RewardModel
 from runtime.cli import parse_settings, split_config
 from runtime.device import random_stream, seed_step, select_device
 from runtime.distributed import Ranks, parallel, start_ranks
@@ -190,6 +190,7 @@ class Data:
 def main() -> None:
     # settings, data, and models: the generator, and the trunk, its own or another model of natural text
     settings = parse_settings(RewardModelSettings, "train_reward_model")
+    assert settings.base_model_path is not None  # checked with the settings
     ranks = start_ranks(select_device(settings.device))
     checkpoint, generator_sha256 = load_checkpoint(settings.base_model_path), hash_file(settings.base_model_path)
     generator = build_model(checkpoint, "generator", settings.base_model_path, ranks.device)
@@ -214,8 +215,9 @@ def main() -> None:
     run = Run(output, settings, ranks, reads, unit="epoch")
     run.begin(settings.init_from == "resume")
     untrained = model.copy_to_train() if settings.control else None
-    learn = learn_mixture if model.is_ratio else partial(learn_head, inputs=head_inputs(model, data, settings, ranks))
-    best = learn(run, model, data)
+    inputs = None if model.is_ratio else head_inputs(model, data, settings, ranks)
+    best = learn(run, model, data, inputs)
+    assert best.weights is not None
     model.load_state_dict(best.weights, strict=False)
     model.eval()
 
@@ -227,10 +229,10 @@ def main() -> None:
     records = checkpoint["tokenization"], checkpoint["data"]
     if ranks.rank == 0:
         save_checkpoint(output, model, *records, training)
-    if settings.control:
+    if untrained is not None:
         # Only now: whatever becomes of the control, the model is there.
         try:
-            learn(Run(None, replace(settings, max_epochs=best.at), ranks), untrained, data, control=True)
+            learn(Run(None, replace(settings, max_epochs=best.at), ranks), untrained, data, inputs, control=True)
             control = ranks.on_main(lambda: predict(untrained.eval(), val_set, report_rows, ranks.device))
         except UserError as error:
             warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
@@ -277,6 +279,7 @@ def load_trunk(
 ) -> GPT:
     """The model of natural text to begin with, as a generator of the same block size; UserError where it cannot be."""
     contents, path = generator, settings.base_model_path
+    assert path is not None  # checked with the settings
     if settings.trunk is not None:
         path = settings.trunk
         contents = load_checkpoint(path)
@@ -311,7 +314,7 @@ def new_reward_model(settings: RewardModelSettings, trunk: GPT, generator: GPT, 
     return model
 
 
-def freeze_trunk(model: TrunkRewardModel, unfreeze_layers: int) -> int:
+def freeze_trunk(model: HeadRewardModel, unfreeze_layers: int) -> int:
     """Freeze the trunk but for its last blocks (and the last normalisation with them); returns how many are trained."""
     n_layer = model.config.n_layer
     if unfreeze_layers > n_layer:
@@ -342,7 +345,9 @@ def both_log_probs(
     return torch.cat(natural), torch.cat(written)
 
 
-def learn_mixture(run: Run, model: LikelihoodRewardModel, data: Data, control: bool = False) -> Best:
+def learn_mixture(
+    run: Run[RewardModelSettings], model: LikelihoodRewardModel, data: Data, control: bool = False
+) -> Best:
     """Fit the one weight that a likelihood head learns from labels, shuffled ones as `control`; one step is enough.
 
     On the selection rows, not on training rows: text that the trunk was trained on gets too high a likelihood.
@@ -360,7 +365,7 @@ def learn_mixture(run: Run, model: LikelihoodRewardModel, data: Data, control: b
 
 
 def fit_mixture(
-    run: Run, model: LikelihoodRewardModel, data: Data, control: bool
+    run: Run[RewardModelSettings], model: LikelihoodRewardModel, data: Data, control: bool
 ) -> tuple[dict[str, float], dict[str, float | None], float]:
     """Validation loss and weight; losses on natural tokens in nats (None if infinite); and the logit of the weight."""
     rows, device = data.select_rows, run.ranks.device
@@ -405,17 +410,29 @@ class HeadInputs:
     depth: int | None
 
 
-def head_inputs(model: TrunkRewardModel, data: Data, settings: RewardModelSettings, ranks: Ranks) -> HeadInputs:
+def head_inputs(model: HeadRewardModel, data: Data, settings: RewardModelSettings, ranks: Ranks) -> HeadInputs:
     """The inputs of a head: features of the frozen part of the trunk, computed once, if the settings allow it."""
     depth = frozen_depth(model) if settings.cache_features else None
     if depth is None:
         return HeadInputs(data.train_set.x, data.val_set.x, None)
     folder = features_folder(settings)
-    features = (frozen_features(model, part, depth, folder, ranks) for part in (data.train_set, data.val_set))
-    return HeadInputs(*features, depth)
+    train, val = (frozen_features(model, part, depth, folder, ranks) for part in (data.train_set, data.val_set))
+    return HeadInputs(train, val, depth)
 
 
-def learn_head(run: Run, model: TrunkRewardModel, data: Data, inputs: HeadInputs, control: bool = False) -> Best:
+def learn(
+    run: Run[RewardModelSettings], model: RewardModel, data: Data, inputs: HeadInputs | None, control: bool = False
+) -> Best:
+    """Train what the model learns from labels, shuffled ones as `control`; a likelihood head has no `inputs`."""
+    if model.is_ratio:
+        return learn_mixture(run, model, data, control)
+    assert inputs is not None
+    return learn_head(run, model, data, inputs, control)
+
+
+def learn_head(
+    run: Run[RewardModelSettings], model: HeadRewardModel, data: Data, inputs: HeadInputs, control: bool = False
+) -> Best:
     """Train a last or position head and the unfrozen blocks; returns the epoch of least loss on the selection rows.
 
     As `control` on shuffled labels, all epochs, and nothing is selected: the model is left as it ends.
@@ -445,10 +462,15 @@ def learn_head(run: Run, model: TrunkRewardModel, data: Data, inputs: HeadInputs
     forward = parallel(model, ranks)
     loss_of_batch = partial(weighted_loss, depth=inputs.depth, loss=settings.loss_name)
     steps_per_epoch = -(-num_samples // settings.batch_size)
-    schedule = {"every": steps_per_epoch, "unit_steps": steps_per_epoch, "at_start": False}
     train_what_learns(model)
-    stop = {"limit": "max_epochs", "until": lambda _: stopping.reason}
-    for step in run.steps(evaluate=None if control else evaluate, **schedule, **stop):
+    for step in run.steps(
+        "max_epochs",
+        None if control else evaluate,
+        every=steps_per_epoch,
+        until=lambda _: stopping.reason,
+        unit_steps=steps_per_epoch,
+        at_start=False,
+    ):
         epoch, first = step // steps_per_epoch + 1, step % steps_per_epoch * settings.batch_size
         rows = np.sort(order(epoch)[first : first + settings.batch_size])  # a memory map reads forward
         mine = rows[ranks.share(len(rows))]
@@ -466,7 +488,7 @@ def learn_head(run: Run, model: TrunkRewardModel, data: Data, inputs: HeadInputs
 
 
 def weighted_loss(
-    model: TrunkRewardModel, inputs: Tensor, targets: Tensor, weight: float, depth: int | None, loss: str
+    model: HeadRewardModel, inputs: Tensor, targets: Tensor, weight: float, depth: int | None, loss: str
 ) -> Tensor:
     """`weight` times the loss () of that name against targets (B, 2)."""
     return weight * model.loss(model.output(inputs, depth), targets, loss)
@@ -481,7 +503,9 @@ def train_what_learns(model: GPT) -> None:
 
 
 @torch.no_grad()
-def evaluate_head(run: Run, model: TrunkRewardModel, data: Data, inputs: HeadInputs) -> tuple[float, Tensor]:
+def evaluate_head(
+    run: Run[RewardModelSettings], model: HeadRewardModel, data: Data, inputs: HeadInputs
+) -> tuple[float, Tensor]:
     """Mean loss over the selection rows, and P(natural) (n,) of each."""
     model.eval()
     rows, size, total, predictions = data.select_rows, model.rows_at_a_time(), 0.0, []
