@@ -46,14 +46,15 @@ bench-training: setup ## time the three trainers, train.py against nanoGPT's rec
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/training.py $(ARGS)
 
-lint: setup ## check style and formatting
+lint: setup ## check style, formatting and types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
 
 format: setup ## mend what the linter can mend, and format
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
 clean: ## remove .venv and caches; results and data stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
