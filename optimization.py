@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.process import UserError
+from runtime.process import DivergedError, UserError
 
 # Names of the trunk's blocks, bare or behind the prefix of a wrapper (torch.compile, DDP).
 HIDDEN = "transformer.h."
@@ -202,7 +202,7 @@ def clip_gradients(
 ) -> float:
     """Scale gradients in place so that their joint 2-norm is at most max_norm (0: leave them); the norm before that.
 
-    Takes `model.parameters()` or, for errors that name the culprit, `model.named_parameters()`. Raises UserError for a
+    Takes `model.parameters()` or, for errors that name the culprit, `model.named_parameters()`. DivergedError for a
     gradient that is NaN or infinite, before anything is scaled. error_if_nonfinite=False is for float16 with a
     gradient scaler alone, which skips such steps itself; the gradients are then left as they are.
     """
@@ -215,7 +215,9 @@ def clip_gradients(
             bad = [f"{name} {tuple(p.shape)}" for name, p in named if not bool(p.grad.isfinite().all())]
             what = f"the gradient of {bad[0]}" if bad else "the norm of the gradients"
             more = f" (and of {len(bad) - 1} more)" if len(bad) > 1 else ""
-            raise UserError(f"ERROR: {what}{more} is not finite: lower the learning rate, or use float32 or bfloat16")
+            raise DivergedError(
+                f"ERROR: {what}{more} is not finite: lower the learning rate, or use float32 or bfloat16"
+            )
     elif max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in named], max_norm, norm)
     return value
@@ -226,7 +228,7 @@ class EarlyStopping:
 
     `best` is the value of the last improvement, and the bar for the next: small steps that add up to min_delta within
     the patience count. patience None never stops. Equal values never improve, not even at min_delta 0. A value that is
-    NaN or infinite raises UserError: the weights behind it will not recover, so waiting would only hide the fault.
+    NaN or infinite raises DivergedError: the weights behind it will not recover, so waiting would only hide the fault.
     """
 
     def __init__(self, patience: int | None, min_delta: float = 0.0, mode: str = "min") -> None:
@@ -244,7 +246,7 @@ class EarlyStopping:
         """Note an evaluation; returns whether it is an improvement (the first always is)."""
         value = float(value)
         if not math.isfinite(value):
-            raise UserError(f"ERROR: the value watched for early stopping is {value}: training has diverged")
+            raise DivergedError(f"ERROR: the value watched for early stopping is {value}: training has diverged")
         if self.best is not None:
             gain = self.best - value if self.mode == "min" else value - self.best
             # 2.0 - 1.999 is a hair under 0.001 in binary, and meant to be 0.001.

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint import data_record, hash_weights, load_checkpoint
-from data_loader import MAX_VOCAB_SIZE, dataset_folder, open_token_file
+from checkpoint import data_record, hash_weights, load_checkpoint, open_corpus
+from data_loader import dataset_folder
 from evaluate import EvaluateSettings
 from objectives import perplexity
 from reward_data_config import RewardDataConfig
@@ -31,11 +31,10 @@ from runtime.device import select_device
 from runtime.files import atomic_path, read_json, write_json
 from runtime.output_lock import hold_output, only_writer
 from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, on_interruption, run_main, warn
-from runtime.resume import SUFFIX, load_run_state, of_another_run, state_to_resume
+from runtime.resume import SUFFIX, load_run_state, of_another_run, set_aside, state_to_resume
 from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
 from sample import SampleSettings, encode_start
-from tokenization_manager import TokenizationManager
 from train import TrainSettings
 from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
@@ -184,6 +183,7 @@ class Ledger:
             changed = [
                 f"{section}.{name} was {value!r}, now {now[section][name]!r}"
                 for section, values in then.items()
+                if section in now  # else no stage uses it any more
                 for name, value in values.items()
                 if now[section].get(name, value) != value
             ]
@@ -200,7 +200,7 @@ class Ledger:
     def record(self, name: str, record: dict[str, Any], section: str | None = None) -> None:
         """Write a stage's record and, if it is finished, the settings of its section (None: it used none)."""
         self.stages[name] = record
-        if section and "unfinished" not in record:
+        if section and not record.get("unfinished"):
             self.contents["settings"][section] = self.settings[section]
         write_json(self.path, self.contents)
 
@@ -224,14 +224,17 @@ class Runner:
         inputs = {**{name: own[name] for name in ("trunk", "meta_path") if own.get(name)}, **stage.inputs}
         settings = {name: value for name, value in stage.options.items() if not isinstance(value, Path | None)}
         now = identity(inputs, settings, ROOT, hash_model=hash_weights)
-        then = self.ledger.stages.get(stage.name)
-        is_first = then is None or "carried_on" in then
+        is_remade = stage.name in self.ledger.stages
 
-        def work() -> dict[str, Any]:
+        def work(goes_on: bool) -> dict[str, Any]:
             with only_writer(stage.held):  # the stage of a run that was killed saves what it has, and ends
                 pass
+            if is_remade and not goes_on and stage.resumes:  # states of what it was before are not resumed
+                state = stage.artefact.with_suffix(SUFFIX)
+                for path in (state, *set_aside(state)):
+                    path.unlink(missing_ok=True)
             options = stage.options
-            if is_first and self.is_begun(stage, now["inputs"].get("init_from")):
+            if goes_on and self.is_begun(stage):
                 options = options | {"init_from": "resume"}
             command = replace(stage, options=options).arguments(self.config_path, self.device)
             script = ROOT / f"{stage.script}.py"
@@ -247,7 +250,7 @@ class Runner:
         """Give the base model, unchanged, its next name."""
         model, next_model = base_model(out, cycle), base_model(out, cycle + 1)
 
-        def copy() -> dict[str, Any]:
+        def copy(goes_on: bool) -> dict[str, Any]:
             with atomic_path(next_model) as partial:
                 shutil.copyfile(model, partial)
             return {"carried_on": reason}
@@ -256,7 +259,7 @@ class Runner:
         self.make_once(next_model.stem, next_model, now, copy)
 
     def make_once(
-        self, name: str, artefact: Path, now: dict[str, Any], work: Callable[[], Any], section: str | None = None
+        self, name: str, artefact: Path, now: dict[str, Any], work: Callable[[bool], Any], section: str | None = None
     ) -> Mapping[str, Any]:
         """The record of an artefact, which `work` makes unless it is there. Warns once if others have other sources."""
         others = next(filter(None, (other_code(entry, now) for entry in self.ledger.stages.values())), "")
@@ -267,17 +270,14 @@ class Runner:
             artefact, now, self.ledger.stages.get(name), work, lambda made: self.ledger.record(name, made, section)
         )
 
-    def is_begun(self, stage: Stage, start: str | None) -> bool:
-        """Whether a stage can be resumed; if its settings or `start`, a hash of weights, are others, says so."""
+    def is_begun(self, stage: Stage) -> bool:
+        """Whether a stage that was interrupted has a state to resume; if its settings are others now, says so."""
         state = state_to_resume(stage.artefact)
         if not stage.resumes or state is None:
             return False
         settings = parse_settings(SETTINGS[stage.section], stage.script, stage.arguments(self.config_path, self.device))
         try:
-            contents = load_run_state(state)
-            reason = of_another_run(contents, settings)
-            if not reason and contents["reads"].get("start", start) != start:
-                reason = "it began from another checkpoint"
+            reason = of_another_run(load_run_state(state), settings)
         except UserError as error:
             reason = str(error).removeprefix("ERROR: ")
         if reason:
@@ -286,7 +286,8 @@ class Runner:
 
     def resume_hint(self) -> str:
         """How to go on after an interruption."""
-        return ("Finished stages are kept; run" if self.ledger.stages else "Run") + " the same command again to go on."
+        is_first = all(record.get("unfinished") for record in self.ledger.stages.values())
+        return ("Run" if is_first else "Finished stages are kept; run") + " the same command again to go on."
 
 
 def run_stage(name: str, command: list[str]) -> None:
@@ -318,12 +319,6 @@ def prepare_corpus(folder: Path) -> None:
     run_stage("corpus", [sys.executable, str(script)])
 
 
-def corpus_record(folder: Path) -> dict[str, Any]:
-    """Sizes and hashes of the corpus: a run belongs to one."""
-    train, val = (open_token_file(folder / f"{name}.bin", name, MAX_VOCAB_SIZE) for name in ("train", "val"))
-    return data_record(train, val)
-
-
 def main() -> None:
     config_path, options = split_config(sys.argv[1:])
     refuse_options_of_stages(options)
@@ -342,9 +337,10 @@ def main() -> None:
     ]
     own_settings = checked_settings(first_of_each, config_path, settings.device)
     prepare_corpus(folder)
-    encode_start(TokenizationManager(data_path=folder), settings.sample_start, "sample_start")
+    corpus = open_corpus(str(folder), 2, None)
+    encode_start(corpus.tokenizer, settings.sample_start, "sample_start")
     hold_output(out / "cycles.json")
-    ledger = Ledger(out / "cycles.json", corpus_record(folder), own_settings)
+    ledger = Ledger(out / "cycles.json", data_record(corpus.train, corpus.val), own_settings)
     out.mkdir(parents=True, exist_ok=True)
     runner = Runner(config_path, settings.device, ledger)
 

@@ -4,7 +4,7 @@
 
 In: train.bin and val.bin (made by data/NAME/prepare.py; characters also need meta.pkl), and with
 `--init_from PATH` a checkpoint to train further. Out, in out_dir: the best model (checkpoint_name), the state from
-which `--init_from resume` goes on, and one JSON record a step. Option names are nanoGPT's.
+which `--init_from resume` goes on, and JSON records. Option names are nanoGPT's.
 """
 
 import copy
@@ -278,8 +278,6 @@ def main() -> None:
         losses = validation_losses(model, corpus, settings, ranks, dtype)
         say(" | ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
         return
-    if run.is_resumed and run.step >= settings.max_iters:
-        say(f"Nothing to do: more than {run.step} steps must be asked for with --max_iters")
 
     def evaluate() -> None:
         losses = validation_losses(model, corpus, settings, ranks, dtype)

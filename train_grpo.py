@@ -2,7 +2,7 @@
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
-In: a generator, a reward model, and natural text for prompts. Out: the improved generator and one JSON record
+In: a generator, a reward model, and natural text for prompts. Out: the improved generator, one JSON record
 a step, and a picture of the training. Group Relative Policy Optimization: Shao et al. 2024, arXiv:2402.03300.
 
 Shapes: P prompts, G completions each, R = P * G rows, N positions.
@@ -211,7 +211,8 @@ def main() -> None:
         figures = ranks.on_main(lambda: selection(completer))
         run.note(**figures)
         stops.start = stops.start or figures
-        if not stops.cap(run.record):  # of the step or of the evaluation: such a policy is never kept
+        # A policy that broke a cap, of the step or of the evaluation, is never kept; the start is a candidate.
+        if run.step == 0 or not stops.cap(run.record):
             value = selection_value(settings.best_by, run.step, figures)
             best.offer(value, run.step, policy.state_dict().items(), figures)
         if figures.get("above_natural"):

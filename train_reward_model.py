@@ -53,7 +53,7 @@ from runtime.distributed import Ranks, parallel, start_ranks
 from runtime.files import hash_file
 from runtime.process import UserError, run_main, warn
 from runtime.resume import Run, Values
-from runtime.run_log import counted, format_size, progress, say
+from runtime.run_log import counted, format_size, say
 from runtime.settings import Problems, Settings, setting
 
 # Heads that are trained here: the others' models are train.py's.
@@ -217,6 +217,7 @@ def main() -> None:
     untrained = model.copy_to_train() if settings.control else None
     inputs = None if model.is_ratio else head_inputs(model, data, settings, ranks)
     best = learn(run, model, data, inputs)
+    say(f"Stopped by {run.reason}")
     assert best.weights is not None
     model.load_state_dict(best.weights, strict=False)
     model.eval()
@@ -336,11 +337,11 @@ def both_log_probs(
     model: LikelihoodRewardModel, x: np.ndarray, rows: np.ndarray, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """log p and log q (n, N - 1) float32 of the rows' tokens, on the CPU."""
-    parts = []
-    with progress(len(rows), "Log-likelihood ratios", "seq") as bar:
-        for part in np.array_split(rows, -(-len(rows) // model.generator.rows_at_a_time())):
-            parts.append([log_probs.cpu() for log_probs in model.log_probs(to_device(x, part, device))])
-            bar.update(len(part))
+    batches = np.array_split(rows, -(-len(rows) // model.generator.rows_at_a_time()))
+    parts = [
+        [log_probs.cpu() for log_probs in model.log_probs(to_device(x, batch, device))]
+        for batch in counted(batches, len(batches), "Log-likelihood ratios", passing=False)
+    ]
     natural, written = zip(*parts, strict=True)
     return torch.cat(natural), torch.cat(written)
 
@@ -355,7 +356,7 @@ def learn_mixture(
     model.natural.requires_grad_(False)
     weights, best = TrainableWeights(model), Best()
     run.track(learning=weights, best=best)
-    for _ in run.steps(limit="max_epochs", evaluate=lambda: None, until=lambda _: "one fit", at_start=False):
+    for _ in run.steps(limit="max_epochs", evaluate=lambda: None, until=lambda _: "one fit is enough", at_start=False):
         learned, figures, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, data, control))
         with torch.no_grad():
             model.mixture.fill_(mixture)

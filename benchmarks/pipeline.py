@@ -71,7 +71,7 @@ class Pipeline:
         now = identity(inputs, settings, ROOT, *makers, hash_model=hash_weights)
         then = read_json(note) if note.is_file() else None
         self.out.mkdir(parents=True, exist_ok=True)
-        make_once(path, now, then, work, lambda record: write_json(note, record), strict=True)
+        make_once(path, now, then, lambda _: work(), lambda record: write_json(note, record), strict=True)
         return path
 
     def seconds(self, artefact: str) -> float:

@@ -251,7 +251,8 @@ def reward_epochs(settings: TrainingBenchSettings) -> None:
                 model = new_reward_model(own, trunk, trunk, Sampling())
                 start = time.perf_counter()
                 inputs = head_inputs(model, data, own, Ranks())
-                learn_head(Run(Path(folder, "model.pt"), own, Ranks(), unit="epoch"), model, data, inputs)
+                with Run(Path(folder, "model.pt"), own, Ranks(), unit="epoch") as run:
+                    learn_head(run, model, data, inputs)
                 seconds[cached] = time.perf_counter() - start
                 assert (inputs.depth is not None) == (cached and frozen_depth(model) is not None)
 

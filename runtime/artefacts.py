@@ -53,30 +53,32 @@ def make_once(
     artefact: Path,
     now: dict[str, Any],
     then: Mapping[str, Any] | None,
-    work: Callable[[], Mapping[str, Any] | None],
+    work: Callable[[bool], Mapping[str, Any] | None],
     record: Callable[[dict[str, Any]], None],
     strict: bool = False,
 ) -> Mapping[str, Any]:
     """Return the artefact's record: `then` if it has the identity `now`, else a new one, after `work`.
 
-    `work` makes the artefact and returns figures for the record. While it replaces an artefact, the old record has
-    `unfinished`, the reason: after an interruption no new artefact is taken for the old one. `strict` raises
-    UserError for an artefact of other inputs, settings or source files; else source files are not compared.
+    `work(goes_on)` makes the artefact and returns figures for the record; it goes on if it was interrupted with this
+    very identity. Meanwhile the record is `unfinished`. `strict` raises UserError for an artefact of other inputs,
+    settings or source files; else source files are not compared.
     """
+    goes_on = False
     if then is not None:
         reason = differing_settings(*_compared(then, now))
         if strict:
             reason = "; ".join(filter(None, (reason, other_code(then, now))))
-        if "unfinished" not in then and artefact.exists():
+        goes_on = then.get("unfinished", False) and not reason
+        if not then.get("unfinished") and artefact.exists():
             if not reason:
                 return then
             if strict:
                 raise UserError(f"ERROR: {artefact} was made otherwise ({reason}); use another --out_dir")
-        reason = then.get("unfinished") or reason or f"{artefact} is missing"
-        say(f"\n{artefact.stem} is made again: {reason}")
-        record({**then, "unfinished": reason})
+        if not goes_on:
+            say(f"\n{artefact.stem} is made again: {reason or f'{artefact} is missing'}")
+    record({**now, "unfinished": True})
     start = time.monotonic()
-    figures = work() or {}
+    figures = work(goes_on) or {}
     made = {"seconds": round(time.monotonic() - start, 1), **figures, **now}
     record(made)
     return made

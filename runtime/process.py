@@ -31,6 +31,10 @@ class UserError(ValueError):
     """Bad input: the message says what is wrong, with the value, the rule and the way out."""
 
 
+class DivergedError(UserError):
+    """Figures or gradients that are NaN or infinite; all ranks find it alike."""
+
+
 class Terminated(BaseException):
     """SIGTERM arrived. A BaseException, like KeyboardInterrupt, so that no `except Exception` swallows it."""
 
@@ -210,7 +214,7 @@ def flag_signals() -> Iterator[list[int]]:
     try:
         yield flagged
     finally:
-        _flagged.remove(flagged)
+        _flagged.pop()
         for number in SIGNALS:
             signal.signal(number, handlers[number])
 

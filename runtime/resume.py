@@ -18,6 +18,7 @@ from runtime.distributed import Ranks
 from runtime.files import load_state, save_state
 from runtime.output_lock import hold_output
 from runtime.process import (
+    DivergedError,
     Terminated,
     UserError,
     flag_signals,
@@ -76,7 +77,11 @@ def load_run_state(path: str | Path) -> dict[str, Any]:
             f"ERROR: {path} has format_version {version!r:.20}; this program goes on from version {FORMAT_VERSION}: "
             "finish that run with the program that began it, or start with --init_from scratch"
         )
-    if not is_state or not all(isinstance(state.get(name), dict) for name in ("began", "parts")):
+    if (
+        not is_state
+        or not all(isinstance(state.get(name), dict) for name in ("began", "parts"))
+        or (not isinstance(state["parts"].get("run"), dict))
+    ):
         raise UserError(f"ERROR: {path} is not the state of a run; start with --init_from scratch")
     return state
 
@@ -122,10 +127,13 @@ class Run(Generic[AnySettings]):
         self._log: RunLog | None = None
         self._parts: dict[str, Stateful] = {}
         self._saved: dict[str, Any] = {}  # states of the parts that are not tracked yet
-        # Steps made; whether the weights after them have been evaluated; the last step's figures; the log's records.
-        self._own = Values(step=0, evaluated=False, record={}, recorded=True, num_records=None)
-        self._kept_step = 0  # of the last evaluation saved
-        self._number: int | None = None  # of what is being done, within `steps`
+        # Steps made; whether the weights after them have been evaluated, and the last step after which they were; the
+        # last step's figures, and whether they are in the log; the log's records.
+        self._own = Values(step=0, evaluated=False, evaluated_step=0, record={}, recorded=True, num_records=None)
+        self._saved_step: int | None = None
+        self._number: int | None = None  # of the unit in the making, within `steps`
+        self._limit, self._unit_steps, self._every = "", 1, 1
+        self._until: Callable[[Mapping[str, Any]], str | None] = lambda record: None
 
     @property
     def step(self) -> int:
@@ -151,6 +159,12 @@ class Run(Generic[AnySettings]):
         output. Raises UserError where one does and goes on, where there is nothing to resume, or where the state is of
         another run: what differs is named.
         """
+        assert self.output is not None  # a run without one is not begun
+        if self.path == Path(self.output) or self.log_path == Path(self.output):
+            raise UserError(
+                f"ERROR: {self.output}: the state (.resume) and records (.jsonl) are to lie beside it: give it another "
+                "suffix, such as .pt"
+            )
         print_on_interruption(self.resume_hint)
         hold_output(self.path, self.ranks.on_main)
         until_main_ends(self)
@@ -161,7 +175,7 @@ class Run(Generic[AnySettings]):
             self.reads = state["reads"] | self.reads
             self._saved = state["parts"]
             self._own.load_state_dict(self._saved.pop("run"))
-            self._kept_step = self.step if self._own.evaluated else 0
+            self._saved_step = self.step
             say(f"Resuming {self.path} at step {self.step}")
         elif self.ranks.rank == 0 and self.path.is_file():
             taken = [int(path.suffix.removeprefix(ASIDE)) for path in set_aside(self.path)]
@@ -231,23 +245,25 @@ class Run(Generic[AnySettings]):
         """Yield the number, counted from `first`, of each step to make; end with a `reason`.
 
         `limit` is the setting that holds the greatest number of units, each `unit_steps` steps. `evaluate()` is called
-        every `every` steps, after the last and, `at_start`, before the first; then the state is saved. `until` returns
-        a reason to stop, or None, from the last step's record. A signal waits until the step is whole, or for the next
-        batch of an evaluation; then the state is saved and the signal raised, on every rank if on one.
+        every `every` steps, after the last whole unit and, `at_start`, before the first; after a step the state is then
+        saved. `until` returns a reason to stop, or None, from the last step's record. A signal waits until the step is
+        whole, or for the next batch of an evaluation; then the state is saved and the signal raised, on every rank if
+        on one.
         """
         own, self._limit, self._unit_steps, self._every, self._until = self._own, limit, unit_steps, every, until
         own.evaluated = own.evaluated or evaluate is None or (self.step == 0 and not at_start)
         if self.output is not None:
             self._log = RunLog(self.log_path, own.num_records, unit=self.unit, tracker=self._tracker())
         total = self._total_steps()
-        with flag_signals() as signals, progress(total, self.unit.capitalize(), "step", initial=self.step) as self.bar:
+        with flag_signals() as signals, progress(total, "Training", "step", initial=self.step) as self.bar:
+            self._raise_on_all_ranks(signals)
             while True:
                 self._number = self.step // unit_steps
                 if evaluate and not own.evaluated and self.evaluates_at(self.step):
                     self._evaluate(evaluate)
+                    self._raise_on_all_ranks(signals)
                 elif not own.recorded:
                     self._write_record(quiet=True)
-                self._raise_on_all_ranks(signals)
                 self.reason = self._reason_to_stop(self.step)
                 if self.reason is not None:
                     break
@@ -257,15 +273,18 @@ class Run(Generic[AnySettings]):
                 self._raise_on_all_ranks(signals)
                 self.bar.update()
         self._number = None
+        self._raise_on_all_ranks(signals)
 
     def note(self, **figures: Any) -> None:
-        """Add figures to the record of the step that is being made or evaluated; UserError for NaN and infinities."""
+        """Add figures to the record of the step that is being made or evaluated; DivergedError for NaN or infinity."""
         check_finite(figures)
         self._own.record |= figures
         self._own.recorded = False
 
     def evaluates_at(self, step: int) -> bool:
         """Whether there is an evaluation after so many steps."""
+        if step % self._unit_steps:
+            return False
         return step % self._every == 0 or self._reason_to_stop(step) is not None
 
     def _total_steps(self) -> int:
@@ -284,10 +303,11 @@ class Run(Generic[AnySettings]):
             if was_flagged(interruption):  # nothing of it is kept: it begins anew
                 self._write()
             raise
-        self._own.evaluated = True
+        self._own.evaluated, self._own.evaluated_step = True, self.step
         self._write_record()
         if self.step:
-            self.save()
+            self._write()
+            self.remove_earlier_run()
 
     def _raise_on_all_ranks(self, signals: list[int]) -> None:
         if agreed := self.ranks.agree(signals):
@@ -307,12 +327,6 @@ class Run(Generic[AnySettings]):
             self._log.log(number, quiet, **figures)
             self._own.num_records = self._log.num_records
 
-    def save(self) -> None:
-        """Write the state at an evaluation, from rank 0 alone, and remove what was set aside until now."""
-        self._write()
-        self._kept_step = self.step
-        self.remove_earlier_run()
-
     def remove_earlier_run(self) -> None:
         """Remove what was set aside of an earlier run: this one has saved an evaluation, or made its output."""
         if self.ranks.rank == 0 and self.output is not None:
@@ -320,8 +334,11 @@ class Run(Generic[AnySettings]):
                 path.unlink()
 
     def _write(self) -> None:
-        """Write the state, from rank 0 alone; not before there is anything to go on from."""
-        if self.ranks.rank == 0 and self.output is not None and (self.step or self._own.evaluated):
+        """Write the state, from rank 0 alone; not before a step or an evaluation was made."""
+        if self.output is None or not (self.step or self._own.num_records):
+            return
+        self._saved_step = self.step
+        if self.ranks.rank == 0:
             parts = {name: dict(part.state_dict()) for name, part in {"run": self._own, **self._parts}.items()}
             state = {"format_version": FORMAT_VERSION, "settings": asdict(self.settings), "began": self.began}
             save_state(self.path, state | {"reads": self.reads, "world_size": self.ranks.world_size, "parts": parts})
@@ -340,14 +357,18 @@ class Run(Generic[AnySettings]):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the log; give an error within a step the step's number and what is kept."""
+        """Close the log; give an error within a step the step's number and the way on."""
         if self._log is not None:
             self._log.__exit__(kind, error, trace)
         if self._number is None or not isinstance(error, UserError) or not str(error):
             return
+        if isinstance(error, DivergedError) and self.ranks.rank:
+            raise UserError("") from None  # rank 0 prints it
         kept = "nothing was saved yet"
-        if self._kept_step:
-            number = self._kept_step // self._unit_steps
+        if isinstance(error, DivergedError) and self._own.evaluated_step:
+            number = self._own.evaluated_step // self._unit_steps
             kept = f"{self.unit} {number} is kept: --init_from resume --{self._limit} {number} ends the run there"
+        elif self._saved_step is not None:
+            kept = f"--init_from resume goes on from step {self._saved_step}"
         message = str(error).removeprefix("ERROR: ")
         raise UserError(f"ERROR: {self.unit} {self._number}: {message}; {kept}") from None

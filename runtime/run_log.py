@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from tqdm import tqdm
 
 from runtime.files import atomic_path, from_json, to_json, write_text
-from runtime.process import UserError, is_main_rank, raise_flagged
+from runtime.process import DivergedError, UserError, is_main_rank, raise_flagged
 
 T = TypeVar("T")
 
@@ -89,10 +89,10 @@ def not_finite(metrics: dict[str, Any]) -> str:
 
 
 def check_finite(metrics: dict[str, Any]) -> None:
-    """Raise UserError for figures that are NaN or infinite."""
+    """Raise DivergedError for figures that are NaN or infinite."""
     if wrong := not_finite(metrics):
         remedy = "lower the learning rate, or take an earlier checkpoint"
-        raise UserError(f"ERROR: {wrong}: the model has diverged; {remedy}")
+        raise DivergedError(f"ERROR: {wrong}: the model has diverged; {remedy}")
 
 
 class Tracker(Protocol):
@@ -140,7 +140,7 @@ class RunLog:
     def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
         """Append the record of a step and, unless `quiet`, print its line. Values are what JSON has.
 
-        A figure that is undefined is None; raises UserError for one that is NaN or infinite, on every rank, before
+        A figure that is undefined is None; raises DivergedError for one that is NaN or infinite, on every rank, before
         anything is written.
         """
         check_finite(metrics)

@@ -42,9 +42,10 @@ from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCS]
 GUIDE, REFERENCE = "docs/reward_model_training3.md", "docs/reward_model_training_infrastructure.md"
+LOG = "docs/LOG.md"
 
 SETTINGS = {
     "train": TrainSettings,
@@ -317,9 +318,11 @@ def test_blocks_are_of_known_languages(name):
 
 
 def heading_anchors(path: Path) -> set[str]:
-    """The anchors of a document's headings, by GitHub's rule."""
-    headings = re.findall(r"^#+ (.+)$", read_document(path).prose, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """The anchors of a document's headings, by GitHub's rule, and those of headings that it had before."""
+    prose = read_document(path).prose
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    earlier = re.findall(r'^<a id="([^"]+)"></a>$', prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}.union(earlier)
 
 
 @each_document
@@ -338,7 +341,7 @@ def test_links_lead_somewhere(name):
 KINDS = {".jsonl", ".resume", ".partial", "meta.pkl", "input.txt", "train.bin", "val.bin", "prepare.py"}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "docs/LOG.md"])  # which names the files of its day
+@pytest.mark.parametrize("name", [name for name in NAMES if name != LOG])  # which names the files of its day
 def test_paths_exist(name, workspaces):
     """A file or folder named in the text is in the project, or the commands of this document or the guide make it."""
     folders = (workspaces[name].folder, workspaces[GUIDE].folder)
@@ -382,8 +385,12 @@ def dataclass_of_script(path: Path) -> type:
     )
 
 
+# Documents use the alias of an option, not its first name.
+ALIASES = {"allow_blind_reward": "allow_unpredictive_reward"}
+
+
 def option_names(settings_class: type) -> set[str]:
-    return {item.name for item in dataclasses.fields(settings_class)}
+    return {ALIASES.get(item.name, item.name) for item in dataclasses.fields(settings_class)}
 
 
 def test_options_in_the_text_exist():
@@ -414,7 +421,8 @@ def option_tables(name: str) -> list[dict[str, str]]:
     "settings_class", [RewardDataConfig, InspectSettings, RewardModelSettings, GRPOSettings], ids=lambda c: c.__name__
 )
 def test_tables_of_options_are_whole_and_their_defaults_right(settings_class):
-    defaults = {item.name: str(item.default) for item in dataclasses.fields(settings_class)}
+    fields = dataclasses.fields(settings_class)
+    defaults = {ALIASES.get(item.name, item.name): str(item.default) for item in fields}
     assert defaults in [table for name in NAMES for table in option_tables(name)]
 
 
@@ -514,6 +522,45 @@ def test_every_module_stands_on_a_floor_of_the_architecture():
         assert re.search(rf"(?<!/)\b{path.relative_to(ROOT)}\b", drawing), path
     for name in re.findall(r"[\w/]+\.py", drawing):
         assert (ROOT / name).exists(), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# form and words
+
+
+def test_documents_are_short():
+    for name in set(NAMES) - {GUIDE, REFERENCE, LOG}:
+        lines = len((ROOT / name).read_text(encoding="utf-8").splitlines())
+        assert lines <= (150 if name == "README.md" else 250), f"{name}: {lines} lines"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "README.md"])
+def test_a_page_opens_with_its_readers(name):
+    assert re.match(r"# .+\n\nFor [^\n]+\n", (ROOT / name).read_text(encoding="utf-8")), name
+
+
+# CONTRIBUTING.md has the rule. As a reference, `see` is followed by a link, a name, or a place on the page.
+METAPHORS = (
+    r"\b(?:told|tell(?:s|ing)?|saw|seen|sees|seeing|see(?! (?:\[|`|above|below))|blind(?:ly|ness)?|climb(?:s|ed|ing)?"
+    r"|strangers?|whoever|judg(?:es?|ed|ing|e?ment))\b"
+)
+CLAUSES = r"(?:^|[.:!?] |\| |\*\* ?)(?:Who|What|Where)\b"
+
+
+def unwanted_words(text: str) -> list[str]:
+    text = re.sub(r"--\w+", "", text)
+    return re.findall(METAPHORS, text, re.IGNORECASE) + re.findall(CLAUSES, text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [*(name for name in NAMES if name != LOG), "docs/loop.svg"])
+def test_words_are_those_of_the_field(name):
+    assert unwanted_words((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+def test_the_word_test_would_notice():
+    noticed = unwanted_words("It sees K. | Where it fails, tell it.\nWhat judges?")
+    assert noticed == ["sees", "tell", "judges", "| Where", "What"]
+    assert unwanted_words("See [metrics](metrics.md), see below, `--allow_blind_reward`, unseen seeds; so what.") == []
 
 
 def test_no_figure_is_left_to_be_filled_in():

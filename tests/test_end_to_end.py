@@ -755,7 +755,8 @@ def test_a_natural_model_begun_from_another_start_begins_anew(monkeypatch, tmp_p
         assert call("run_cycles", str(path), **options).status != 0
     shutil.copy(knowing, start)
     printed = succeed("run_cycles", str(path), **options)
-    assert "natural_model_v1 begins anew, not where it was interrupted: it began from another checkpoint" in printed
+    assert "natural_model_v1 is made again: input init_from was " in printed and "Resuming" not in printed
+    assert stages_of(out)["natural_model_v1"]["inputs"]["init_from"] == hash_weights(start)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -843,6 +844,11 @@ def test_a_run_of_other_settings_is_refused(tmp_path, unbroken, corpus, config, 
     assert folder_bytes(unbroken[0]) == before
 
 
+def finished_stages(out: Path) -> list[str]:
+    """Names of the stages that the ledger has as finished."""
+    return [name for name, record in stages_of(out).items() if not record.get("unfinished")]
+
+
 def test_a_stage_that_fails_is_named_and_taken_up_again(tmp_path, corpus, config, in_this_process):
     broken = tmp_path / "broken_char"
     shutil.copytree(corpus, broken)
@@ -851,7 +857,7 @@ def test_a_stage_that_fails_is_named_and_taken_up_again(tmp_path, corpus, config
     finished = call("run_cycles", str(config), **options)
     assert finished.status == 2
     assert "reward_data_v1 ended with status 2" in finished.err
-    assert list(json.loads((tmp_path / "out" / "cycles.json").read_text())["stages"]) == STAGES[:3]
+    assert finished_stages(tmp_path / "out") == STAGES[:3]
     assert not (tmp_path / "out" / "reward_data_v1").exists()
 
 
@@ -874,9 +880,9 @@ def test_killed_in_the_middle_and_continued(monkeypatch, tmp_path, corpus, confi
         return process
 
     assert start_and_stop(out / "base_model_v1.resume", signal.SIGKILL).returncode == -signal.SIGKILL
-    assert not (out / "cycles.json").exists()
+    assert finished_stages(out) == []
     assert start_and_stop(out / "reward_data_v1.partial", signal.SIGINT).returncode == 130
-    assert list(json.loads((out / "cycles.json").read_text())["stages"]) == STAGES[:3]
+    assert finished_stages(out) == STAGES[:3]
 
     monkeypatch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
     printed = succeed("run_cycles", *map(str, arguments[1:]))

@@ -53,35 +53,39 @@ def test_an_artefact_of_another_identity_is_made_again_or_refused(tmp_path, caps
         assert not records
         artefact.unlink()  # then it may be made
     is_other = bool(text) and (strict or "code" not in change)
-    made = make_once(artefact, now, then, lambda: works.append(1) or {"skill": 4}, records.append, strict)
+    made = make_once(artefact, now, then, lambda _: works.append(1) or {"skill": 4}, records.append, strict)
     if is_other:
         assert made == {"seconds": 0.0, "skill": 4, **now} == records[-1] and len(works) == 1
+        assert records[:-1] == [{**now, "unfinished": True}]
         assert capsys.readouterr().out == f"\nmodel is made again: {text}\n"
     else:
         assert made is then and not works and not records
 
 
-def test_an_artefact_whose_remake_was_interrupted_is_made_again(tmp_path):
-    """Although the record from before, and a file of that name, are there."""
-    artefact, records = tmp_path / "model.pt", [{"seconds": 1.0, **made_of()}]
+@pytest.mark.parametrize(("seed", "goes_on"), [(2, True), (1, False)])
+def test_interrupted_work_goes_on_if_nothing_has_changed(tmp_path, seed, goes_on):
+    """A file of that name is not taken for the artefact."""
+    artefact, records, works = tmp_path / "model.pt", [{"seconds": 1.0, **made_of()}], []
 
-    def interrupted() -> None:
+    def interrupted(goes_on: bool) -> None:
         artefact.write_text("of seed 2")
         raise KeyboardInterrupt
 
     artefact.write_text("of seed 1")
     with pytest.raises(KeyboardInterrupt):
         make_once(artefact, made_of(settings={"seed": 2}), records[-1], interrupted, records.append)
-    assert records[-1]["unfinished"] == "seed was 1, now 2"
-    make_once(artefact, made_of(), records[-1], lambda: artefact.write_text("again") and None, records.append)
-    assert artefact.read_text() == "again" and "unfinished" not in records[-1]
+    assert records[-1]["unfinished"]
+    make_once(artefact, made_of(settings={"seed": seed}), records[-1], lambda on: works.append(on), records.append)
+    assert works == [goes_on] and "unfinished" not in records[-1]
 
 
 def test_missing_artefacts_are_made(tmp_path, capsys):
     records = []
-    make_once(tmp_path / "new", made_of(), None, lambda: None, records.append)
-    assert [record.keys() - {"seconds"} for record in records] == [made_of().keys()] and not capsys.readouterr().out
-    make_once(tmp_path / "new", made_of(), records[0], lambda: None, records.append)
+    make_once(tmp_path / "new", made_of(), None, lambda _: None, records.append)
+    assert [record.keys() - {"seconds", "unfinished"} for record in records] == [
+        made_of().keys()
+    ] * 2 and not capsys.readouterr().out
+    make_once(tmp_path / "new", made_of(), records[1], lambda _: None, records.append)
     assert f"new is made again: {tmp_path / 'new'} is missing" in capsys.readouterr().out
 
 

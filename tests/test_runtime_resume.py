@@ -3,6 +3,7 @@
 `pytest tests/test_runtime_resume.py`
 """
 
+import math
 import os
 import signal
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from runtime.distributed import Ranks
 from runtime.files import load_state
 from runtime.process import Terminated, UserError
 from runtime.resume import Run, Values
-from runtime.run_log import counted, read_records
+from runtime.run_log import check_finite, counted, read_records
 from runtime.settings import Settings, setting
 
 pytest_plugins = ["tiny_run"]
@@ -214,23 +215,77 @@ def test_ctrl_c_twice_does_not_wait(tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_within_a_step_names_the_step_and_what_is_kept(tmp_path):
-    with (
-        pytest.raises(UserError, match=r"ERROR: step 1: disk full; nothing was saved yet$"),
-        begun(tmp_path / "a.pt")[0] as run,
-    ):
-        make_steps(run, Values(made=[], evaluated=[]), end=fail)
-    kept = r"ERROR: step 5: disk full; step 4 is kept: --init_from resume --max_steps 4 ends the run there$"
-    with pytest.raises(UserError, match=kept), begun(tmp_path / "b.pt")[0] as run:
-        make_steps(run, Values(made=[], evaluated=[]), end=lambda step: fail() if step == 5 else None)
-    with (
-        pytest.raises(UserError, match=r"^ERROR: step 2: loss is nan: the model has diverged"),
-        begun(tmp_path / "c.pt")[0] as run,
-    ):
-        make_steps(run, Values(made=[], evaluated=[]), look=lambda: run.note(loss=float("nan")) if run.step else None)
-    with pytest.raises(UserError, match=r"^ERROR: disk full$"), begun(tmp_path / "d.pt")[0] as run:
-        make_steps(run, Values(made=[], evaluated=[]))
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (lambda step: fail(), "step 1: disk full; nothing was saved yet"),
+        (lambda step: fail() if step == 5 else None, "step 5: disk full; --init_from resume goes on from step 4"),
+        (
+            lambda step: check_finite({"loss": math.nan}) if step == 5 else None,
+            "step 5: loss is nan: the model has diverged; lower the learning rate, or take an earlier checkpoint; "
+            "step 4 is kept: --init_from resume --max_steps 4 ends the run there",
+        ),
+    ],
+)
+def test_an_error_within_a_step_names_the_step_and_the_way_on(tmp_path, end, message):
+    run, counts = begun(tmp_path / "model.pt")
+    with pytest.raises(UserError) as caught, run:
+        make_steps(run, counts, end=end)
+    assert str(caught.value) == f"ERROR: {message}"
+
+
+def test_an_error_after_an_interruption_names_the_state_that_is_there(tmp_path):
+    path = tmp_path / "model.pt"
+    run, counts = begun(path)
+    with pytest.raises(KeyboardInterrupt):
+        make_steps(run, counts, end=lambda step: end_with(signal.SIGINT)() if step == 3 else None)
+    run, counts = begun(path, True)
+    with pytest.raises(UserError, match=r"step 4: disk full; --init_from resume goes on from step 3$"), run:
+        make_steps(run, counts, end=fail)
+
+
+def test_an_error_after_the_last_step_is_as_it_is(tmp_path):
+    run, counts = begun(tmp_path / "model.pt")
+    with pytest.raises(UserError, match=r"^ERROR: disk full$"), run:
+        make_steps(run, counts)
         fail()
+
+
+def test_a_smaller_limit_evaluates_whole_units_alone(tmp_path):
+    """Three steps an epoch: of an epoch that was interrupted nothing is measured, and the run ends."""
+    path = tmp_path / "model.pt"
+
+    def epochs(run, counts, last=None):
+        stop = {"limit": "max_steps", "every": 3, "unit_steps": 3, "at_start": False}
+        for step in run.steps(evaluate=lambda: counts.evaluated.append(run.step), **stop):
+            if step == last:
+                end_with(signal.SIGINT)()
+            counts.made.append(step)
+
+    run, counts = begun(path)
+    with pytest.raises(KeyboardInterrupt):
+        epochs(run, counts, last=7)
+    run, counts = begun(path, True, RunSettings(max_steps=2))
+    epochs(run, counts)
+    assert (counts.evaluated, run.reason) == ([3, 6], "step limit: 2")
+    run, counts = begun(path, True, RunSettings(max_steps=3))
+    epochs(run, counts)
+    assert counts == Values(made=list(range(9)), evaluated=[3, 6, 9])
+
+
+@pytest.mark.parametrize("name", ["model.resume", "model.jsonl"])
+def test_an_output_that_is_named_as_its_state_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match="give it another suffix"):
+        begun(tmp_path / name)
+
+
+def test_a_state_without_a_part_is_refused(tmp_path):
+    path = tmp_path / "model.pt"
+    make_steps(*begun(path))
+    run = Run(path, RunSettings(), Ranks(), {"corpus": 1})
+    run.begin(True)
+    with pytest.raises(UserError, match="has no 'further'"):
+        run.track(further=Values())
 
 
 def fail(*_):
