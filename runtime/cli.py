@@ -91,7 +91,7 @@ def _in_groups(settings_class: type[Settings]) -> type:
     for each in dataclasses.fields(settings_class):
         title = first_of.get(each.name, title)
         default = dataclasses.field(default=each.default, default_factory=each.default_factory)
-        kind = Annotated[each.type, tyro.conf.arg(help=texts[each.name])]
+        kind = Annotated[each.type, tyro.conf.arg(help=texts.get(each.name))]
         groups.setdefault(title, []).append((each.name, kind, default))
     kinds = {title: dataclasses.make_dataclass(title, members) for title, members in groups.items()}
     parts = [(title, kind, dataclasses.field(default_factory=kind)) for title, kind in kinds.items()]
