@@ -8,7 +8,7 @@ with it before a model is loaded.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from runtime.device import select_device
 from runtime.files import check_writable
@@ -22,6 +22,8 @@ PREPARE_CORPUS = "Make the corpus with: python data/shakespeare/prepare.py (or p
 @dataclass
 class RewardDataConfig(Settings):
     """Make a reward dataset: blocks of natural text whose ends a base model has written anew."""
+
+    GROUPS: ClassVar[dict[str, str]] = {"files": "model_path", "samples": "samples_per_chunk", "machine": "device"}
 
     model_path: str | None = setting(None, model_file="required")
     """the base model's checkpoint (required)"""

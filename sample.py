@@ -9,7 +9,7 @@ In: a generator's checkpoint, with its tokenizer in it; for one from elsewhere, 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from tokenization_manager import TokenizationManager
 @dataclass
 class SampleSettings(Settings):
     """Write text with a trained generator."""
+
+    GROUPS: ClassVar[dict[str, str]] = {"files": "out_dir", "text": "start", "machine": "output_path"}
 
     out_dir: str = "out"
     """folder of the generator's model_checkpoint.pt; of no account where checkpoint_path is given"""

@@ -56,6 +56,11 @@ from tokenization_manager import TokenizationManager
 class TrainSettings(Settings):
     """Train a GPT on a corpus of tokens."""
 
+    GROUPS: ClassVar[dict[str, str]] = {
+        **{"run": "out_dir", "data": "dataset", "model": "n_layer", "optimizer": "optimizer"},
+        **{"schedule": "decay_lr", "stopping": "patience", "machine": "device"},
+    }
+
     out_dir: str = setting("out", output="folder", changeable=True)
     """folder for everything this run writes"""
     checkpoint_name: str = "model_checkpoint.pt"

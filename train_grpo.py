@@ -64,6 +64,10 @@ REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end 
 class GRPOSettings(Settings):
     """Move a generator toward text that a frozen reward model takes for natural (GRPO)."""
 
+    GROUPS: ClassVar[dict[str, str]] = {
+        **{"run": "base_model_path", "gate": "gate_blocks", "steps": "prompts_per_step", "reward": "reward"},
+        **{"loss": "loss_type", "stopping": "reward_threshold", "evaluation": "eval_interval", "machine": "tracker"},
+    }
     ALIASES: ClassVar[dict[str, str]] = {"allow_unpredictive_reward": "allow_blind_reward"}
 
     base_model_path: str | None = setting(None, model_file="required", changeable=True)
@@ -223,7 +227,6 @@ def main() -> None:
     for step in run.steps("max_steps", evaluate, every=settings.eval_interval, until=stops.why, first=1):
         # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
         batch = ranks.everywhere(partial(sample_group, completer, corpus.train, settings, step, ranks))
-
         # r_1 .. r_G and log pi_ref; each rank scores its rows, then all know all
         batch.score(scorer, ranks)
         run.note(**figures_of_rollouts(batch, settings))
@@ -259,11 +262,8 @@ def main() -> None:
     policy.load_state_dict(best.weights)
     reported = ranks.on_main(lambda: report_figures(report, policy, scorer.reference, settings.seed))
     run.log(run.step, final=True, kept_step=best.at, **reported["kept"])
-    training = {"steps": run.step, "stop_reason": run.reason, "kept_step": best.at, **reported}
-    training |= {"select_loss": best.figures["select_loss"], "start_select_loss": stops.start["select_loss"]}
-    first, last, window = first_and_last(stops.rewards, REWARD_STEPS)
-    training |= {"first_reward": first, "last_reward": last, "settings": asdict(settings)}
-    print_outcome(training, window)
+    training = outcome(run, stops, best, settings) | reported
+    print_outcome(training)
     if ranks.rank == 0:
         save_checkpoint(path, policy, checkpoint["tokenization"], checkpoint["data"], training)
         draw_curves(read_records(run.log_path), path.with_suffix(".png"))
@@ -557,13 +557,23 @@ def kl_of_step(policy: GPT, batch: RolloutBatch, ranks: Ranks) -> float:
 # outcome
 
 
-def print_outcome(training: dict[str, Any], window: int) -> None:
-    """Print how the training ended, from its record; mean rewards are over `window` steps."""
-    step, span = training["kept_step"], f"{window} step{'s' if window > 1 else ''}"
+def outcome(run: Run, stops: Stops, best: Best, settings: GRPOSettings) -> dict[str, Any]:
+    """The record of a finished run, for the checkpoint."""
+    first, last, window = first_and_last(stops.rewards, REWARD_STEPS)
+    return {
+        **{"steps": run.step, "stop_reason": run.reason, "kept_step": best.at},
+        **{"select_loss": best.figures["select_loss"], "start_select_loss": stops.start["select_loss"]},
+        **{"first_reward": first, "last_reward": last, "reward_steps": window, "settings": asdict(settings)},
+    }
+
+
+def print_outcome(training: dict[str, Any]) -> None:
+    """Print how the training ended, from its record."""
+    step, by = training["kept_step"], f"(best by {training['settings']['best_by']})"
     kept = f"the policy of step {step}" if step else "the starting policy: none that broke no cap was better"
-    by = f"(best by {training['settings']['best_by']})"
     say(f"\nStopped after {training['steps']} steps by {training['stop_reason']}; kept {kept} {by}")
-    first, last = training["first_reward"], training["last_reward"]
+    first, last, window = (training[name] for name in ("first_reward", "last_reward", "reward_steps"))
+    span = f"{window} step{'s' if window > 1 else ''}"
     say(f"Mean reward: {first:.4f} over the first {span}, {last:.4f} over the last {span}")
     before, after = (training[name]["report_loss"] for name in ("start", "kept"))
     say(

@@ -65,6 +65,10 @@ MAX_MIXTURE = 20.0  # a mixture of e^-20 is none at all
 class RewardModelSettings(Settings):
     """Train a reward model on sequences that are natural up to a crossover."""
 
+    GROUPS: ClassVar[dict[str, str]] = {
+        **{"run": "base_model_path", "model": "head", "training": "reward_head_hidden_dim", "machine": "tracker"},
+    }
+
     base_model_path: str | None = setting(None, model_file="required", changeable=True)
     """checkpoint of the generator that wrote the synthetic part (required)"""
     data_dir: str = setting("data/reward_dataset", changeable=True)

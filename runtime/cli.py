@@ -10,11 +10,13 @@ after a script (`train = dict(max_iters=300)`) is for that script alone, so that
 import ast
 import dataclasses
 import difflib
+import inspect
 import operator
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -65,19 +67,48 @@ def parse_settings(
             removed.append(name)
             value, argv = _split_option(argv, name)
     more = SECTION_HELP.format(own=script, others=", ".join(readable[1:])) if readable[1:] else ""
-    settings = tyro.cli(
-        settings_class,
+    groups: Any = tyro.cli(
+        _in_groups(settings_class),
         prog=prog,
         args=argv,
         description=(settings_class.__doc__ or "") + CONFIG_HELP + more,
-        config=(tyro.conf.FlagConversionOff,),
+        config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
         use_underscores=True,
     )
+    settings = settings_class(**{name: value for group in vars(groups).values() for name, value in vars(group).items()})
     if removed:
         raise UserError(settings.instead_of(removed[0]))
     if check:
         settings.problems().raise_if_any()
     return settings
+
+
+def _in_groups(settings_class: type[Settings]) -> type:
+    """A dataclass of dataclasses, one for each of the settings' GROUPS, which are titles in the help."""
+    first_of = {first: title for title, first in settings_class.GROUPS.items()}
+    texts, title = _help_texts(settings_class), "all"
+    groups: dict[str, list[tuple[str, Any, Any]]] = {}
+    for each in dataclasses.fields(settings_class):
+        title = first_of.get(each.name, title)
+        default = dataclasses.field(default=each.default, default_factory=each.default_factory)
+        kind: Any = Annotated[each.type, tyro.conf.arg(help=texts.get(each.name))]
+        groups.setdefault(title, []).append((each.name, kind, default))
+    kinds = {title: dataclasses.make_dataclass(title, members) for title, members in groups.items()}
+    parts = [(title, kind, dataclasses.field(default_factory=kind)) for title, kind in kinds.items()]
+    return dataclasses.make_dataclass(settings_class.__name__, parts)
+
+
+def _help_texts(settings_class: type[Settings]) -> dict[str, str]:
+    """The texts below the fields, by name."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(settings_class))).body
+    assert isinstance(definition, ast.ClassDef)
+    pairs = zip(definition.body, definition.body[1:], strict=False)
+    return {
+        field.target.id: " ".join(str(text.value.value).split())
+        for field, text in pairs
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
 def split_config(argv: list[str]) -> tuple[str | None, list[str]]:

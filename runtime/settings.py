@@ -111,6 +111,8 @@ def setting(default: Any, **declared: Any) -> Any:
 class Settings:
     """The settings of a script."""
 
+    # Titles of the groups of options in the help, each with its first field.
+    GROUPS: ClassVar[Mapping[str, str]] = {}
     # Further names of options, on command lines and in settings files.
     ALIASES: ClassVar[Mapping[str, str]] = {}
     # Options that are no more: `instead_of` says what takes their place.

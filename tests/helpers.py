@@ -15,11 +15,14 @@ import random
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from checkpoint import save_checkpoint
@@ -131,6 +134,29 @@ def start(*command: Any, **keywords: Any) -> subprocess.Popen:
     )
 
 
+def end_in_call(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, end: Callable[[], None]) -> None:
+    """Have `end` called, once, before the call of that number of a function of a module or class."""
+    original, calls = getattr(owner, name), []
+
+    def ended(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            end()
+        return original(*arguments, **keywords)
+
+    patch.setattr(owner, name, ended)
+
+
+def terminate() -> None:
+    """SIGTERM to this process."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def press_ctrl_c() -> None:
+    """Ctrl-C that does not wait for the end of a step: the step is broken off and not saved."""
+    raise KeyboardInterrupt
+
+
 def kill_once_saved(script: str, function: str, seconds: float, state: Path, **options: Any) -> None:
     """Run a script, whose `function` takes so much longer, and kill it without warning once `state` is there."""
     slow = f"import time, {script}; from runtime import process; original = {script}.{function}\n"
@@ -138,7 +164,7 @@ def kill_once_saved(script: str, function: str, seconds: float, state: Path, **o
     slow += f"{script}.{function} = slow; process.run_main({script}.main)"
     process = start("-c", slow, *as_arguments(options))
     while process.poll() is None and not state.exists():
-        pass
+        time.sleep(0.005)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL

@@ -21,8 +21,10 @@ from helpers import (
     TINY_TRAIN,
     as_arguments,
     call,
+    end_in_call,
     folder_bytes,
     prepare_options,
+    press_ctrl_c,
     refuse,
     refuse_in_one_line,
     start,
@@ -106,11 +108,11 @@ def test_a_device_that_does_not_exist(script, good, tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_misspelt_and_badly_typed_options(script, good, tmp_path):
-    for wrong in ({"no_such_option": 1}, {"device": ["cpu", "more"]}):
+    for wrong, named in (({"no_such_option": 1}, "no_such_option"), ({"device": ["cpu", "more"]}, "more")):
         finished = call(script, **{**good[script], **wrong})
         assert finished.status == 2
         assert "Traceback" not in finished.err
-        assert finished.out + finished.err
+        assert named in finished.out + finished.err
     assert left_behind(tmp_path) == []
 
 
@@ -126,7 +128,7 @@ def test_misspelt_and_badly_typed_options(script, good, tmp_path):
         ("run_cycles", {"num_cycles": 0, "perplexity_patience": 0, "sample_tokens": 0}),
     ],
 )
-def test_all_problems_are_told_at_once(script, wrong, good, tmp_path):
+def test_all_problems_are_reported_at_once(script, wrong, good, tmp_path):
     message = refuse(script, **{**good[script], **wrong})
     said = [line for line in message.splitlines() if line.startswith("  ERROR: ")]
     assert len(said) == len(wrong)
@@ -143,7 +145,7 @@ def test_all_problems_are_told_at_once(script, wrong, good, tmp_path):
         ({"n_embd": 3, "n_head": 4, "position": "learned"}, "n_embd=3 is not a multiple of n_head=4", 8),
     ],
 )
-def test_an_impossible_model_is_told_with_the_other_problems(good, heads, problem, width):
+def test_an_impossible_model_is_reported_with_the_other_problems(good, heads, problem, width):
     message = refuse("train", **{**good["train"], **heads, "batch_size": 0, "n_layer": 0})
     said = [line for line in message.splitlines() if line.startswith("  ERROR: ")]
     assert len(said) == 3 and f"  ERROR: {problem}" in said
@@ -409,7 +411,7 @@ def test_bad_texts(kind, good, tmp_path, corpus):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_model_is_told_with_its_option(good, tmp_path):
+def test_a_missing_model_is_reported_with_its_option(good, tmp_path):
     for script, names in {**MODEL_OPTION, "train_grpo": "base_model_path reward_model_path"}.items():
         options = dict.fromkeys(names.split(), "nowhere.pt")
         message = refuse(script, **{**good[script], **options})
@@ -498,7 +500,7 @@ def test_an_impossible_samples_per_chunk(number, good, tmp_path, reward_data):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_metadata_cannot_hold_is_told_before_generation(good, tmp_path, corpus, monkeypatch):
+def test_what_metadata_cannot_hold_is_reported_before_generation(good, tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(prepare_reward_data, "make_samples", None)  # not to be called
     strange = tmp_path / "two\nlines_char"
     shutil.copytree(corpus, strange)
@@ -696,18 +698,9 @@ def test_a_full_disk_leaves_the_older_file_as_it_was(good, tmp_path):
     ],
 )
 def test_ctrl_c(monkeypatch, script, module, name, calls, good, tmp_path):
-    original, counted = getattr(module, name), []
-
-    def interrupted(*arguments, **keywords):
-        counted.append(1)
-        if len(counted) == calls:
-            raise KeyboardInterrupt
-        return original(*arguments, **keywords)
-
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, interrupted)
+        end_in_call(patch, module, name, calls, press_ctrl_c)
         finished = call(script, **good[script])
-    assert len(counted) == calls
     assert finished.status == 130
     assert "Interrupted" in finished.err
     assert "Traceback" not in finished.err

@@ -295,7 +295,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("value", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_does_not_fit_is_told(tmp_path, value, message):
+def test_what_does_not_fit_is_reported(tmp_path, value, message):
     assert message in refusal(tmp_path / "wrong.pt", value)
 
 
@@ -320,7 +320,7 @@ def test_one_nan_anywhere_is_found(tmp_path):
 # damaged files
 
 
-def test_missing_files_and_folders_are_told(tmp_path):
+def test_missing_files_and_folders_are_reported(tmp_path):
     for path in (tmp_path / "absent.pt", tmp_path):
         with pytest.raises(UserError, match="Model file not found: "):
             load_state(path)

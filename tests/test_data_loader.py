@@ -8,14 +8,13 @@ in data/shakespeare_char (or TINY_SHAKESPEARE names the file), those of BPE wher
 
 import hashlib
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -283,46 +282,40 @@ def test_whole_split_batches_need_a_token_to_predict():
 # the scripts on top
 
 
-def run_script(*arguments):
-    """A script's result, run as a user runs it, from the root."""
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
 def test_prepare_characters_end_to_end_and_the_benchmark_on_it(tmp_path):
     (tmp_path / "input.txt").write_text(TEXT)
-    result = run_script("data/shakespeare_char/prepare.py", "--out_dir", tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert f"train has {int(len(TEXT) * 0.9):,} tokens" in result.stdout
+    result = run("data/shakespeare_char/prepare.py", "--out_dir", tmp_path)
+    assert result.status == 0, result.err
+    assert f"train has {int(len(TEXT) * 0.9):,} tokens" in result.out
     tokenizer = TokenizationManager(data_path=tmp_path)
     assert tokenizer.chars == "".join(sorted(set(TEXT)))
     binary = load_binary(tmp_path / "train.bin", tmp_path / "val.bin", tokenizer.vocab_size)
     assert splits_equal(binary, load_text(tmp_path, tokenizer))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input.txt", "meta.pkl", "train.bin", "val.bin"]
 
-    result = run_script("benchmarks/loading.py", "--data_dir", tmp_path, "--num_runs", 2)
-    assert result.returncode == 0, result.stderr
-    assert "both modes give the same tokens" in result.stdout
+    result = run("benchmarks/loading.py", "--data_dir", tmp_path, "--num_runs", 2)
+    assert result.status == 0, result.err
+    assert "both modes give the same tokens" in result.out
 
-    result = run_script("data/shakespeare/prepare.py", "--out_dir", tmp_path)  # its meta.pkl says: characters
-    assert result.returncode == 2
-    assert "a meta.pkl in it" in result.stderr
+    result = run("data/shakespeare/prepare.py", "--out_dir", tmp_path)  # its meta.pkl says: characters
+    assert result.status == 2
+    assert "a meta.pkl in it" in result.err
 
 
 def test_prepare_bpe_end_to_end(bpe, tmp_path):
     (tmp_path / "input.txt").write_text(TEXT)
-    result = run_script("data/shakespeare/prepare.py", "--out_dir", tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = run("data/shakespeare/prepare.py", "--out_dir", tmp_path)
+    assert result.status == 0, result.err
     binary = load_binary(tmp_path / "train.bin", tmp_path / "val.bin", 50257)
     assert splits_equal(binary, load_text(tmp_path, TokenizationManager(data_path=tmp_path)))
-    assert f"val has {len(binary.val):,} tokens" in result.stdout
+    assert f"val has {len(binary.val):,} tokens" in result.out
 
 
 def test_prepare_ends_with_one_line_for_a_corpus_that_is_empty(tmp_path):
     (tmp_path / "input.txt").touch()
-    result = run_script("data/shakespeare_char/prepare.py", "--out_dir", tmp_path)
-    assert result.returncode == 2
-    assert result.stderr.strip().splitlines() == [
+    result = run("data/shakespeare_char/prepare.py", "--out_dir", tmp_path)
+    assert result.status == 2
+    assert result.err.strip().splitlines() == [
         f"ERROR: {tmp_path / 'input.txt'} is empty: there is no text to learn from"
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["input.txt"]

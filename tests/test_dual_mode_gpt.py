@@ -394,7 +394,7 @@ def test_initialisation(mode):
         ({"reward_head_type": 1}, "reward_head_type=1: must be one of"),
     ],
 )
-def test_impossible_configs_are_told(changes, message):
+def test_impossible_configs_are_reported(changes, message):
     with pytest.raises(UserError) as caught:
         GPT(GPTConfig(**{**TINY, **changes}))
     assert message in str(caught.value)

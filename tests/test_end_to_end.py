@@ -26,6 +26,7 @@ from helpers import (
     as_arguments,
     assert_same_weights,
     call,
+    end_in_call,
     folder_bytes,
     make_checkpoint,
     make_corpus,
@@ -35,6 +36,7 @@ from helpers import (
     run,
     start,
     succeed,
+    terminate,
     weights,
 )
 
@@ -620,16 +622,8 @@ def test_a_stage_that_is_stopped_goes_on_where_it_was(
     """SIGTERM to a stage: the same command goes on within it, and ends in the same bits."""
     out = tmp_path / "out"
     options = cycle_options(corpus, out, num_cycles=1)
-    original, met = getattr(module, function), []
-
-    def stopped(*arguments, **keywords):
-        met.append(1)
-        if len(met) == calls:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments, **keywords)
-
     with monkeypatch.context() as patch:
-        patch.setattr(module, function, stopped)
+        end_in_call(patch, module, function, calls, terminate)
         assert call("run_cycles", str(config), **options).status != 0
     assert (out / f"{stage}.resume").is_file() and not (out / f"{stage}.pt").exists()
     printed = succeed("run_cycles", str(config), **options)
@@ -742,16 +736,8 @@ def test_a_natural_model_begun_from_another_start_begins_anew(monkeypatch, tmp_p
     path = write_config(tmp_path / "config.py", natural_model=f"init_from={str(start)!r}")
     options = cycle_options(corpus, out, num_cycles=1)
     monkeypatch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
-    original, met = train.get_batch, []
-
-    def stopped(*arguments):
-        met.append(1)
-        if len(met) == 22:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(train, "get_batch", stopped)
+        end_in_call(patch, train, "get_batch", 22, terminate)
         assert call("run_cycles", str(path), **options).status != 0
     shutil.copy(knowing, start)
     printed = succeed("run_cycles", str(path), **options)
@@ -807,7 +793,7 @@ def test_an_option_of_a_stage_is_sent_to_its_section(tmp_path, corpus, config, i
     assert in_this_process == []
 
 
-def test_a_sample_that_cannot_start_is_told_before_the_first_stage(tmp_path, corpus, config, in_this_process):
+def test_a_sample_that_cannot_start_is_reported_before_the_first_stage(tmp_path, corpus, config, in_this_process):
     options = {**cycle_options(corpus, tmp_path / "out"), "sample_start": "a§"}
     line = refuse_in_one_line("run_cycles", str(config), **options)
     assert "sample_start has '§', but the model knows only its 25 characters" in line

@@ -278,7 +278,7 @@ def test_few_compiled_programs_serve_all_positions(position, monkeypatch):
     assert 1 <= len(programs) <= 6  # the prefixes; one position, several; one row, several
 
 
-def test_a_failure_to_compile_is_told(monkeypatch):
+def test_a_failure_to_compile_is_reported(monkeypatch):
     def backend(graph, _inputs):
         raise FileNotFoundError("no compiler")
 
@@ -431,13 +431,13 @@ def test_padding_ids_are_never_drawn(sampling):
         ({"top_p": math.nan}, "top_p=nan"),
     ],
 )
-def test_impossible_samplings_are_told(options, message):
+def test_impossible_samplings_are_reported(options, message):
     with pytest.raises(UserError, match=message):
         Sampling(**options)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), GREEDY, Sampling(temperature=0.5, top_k=3)])
-def test_logits_that_are_nan_are_told(sampling):
+def test_logits_that_are_nan_are_reported(sampling):
     """Any token drawn from them would look like text."""
     model = tiny_model()
     with torch.no_grad():
@@ -448,7 +448,7 @@ def test_logits_that_are_nan_are_told(sampling):
         generate(model, torch.zeros(1, N, dtype=torch.int64), 1, sampling)
 
 
-def test_impossible_completions_are_told():
+def test_impossible_completions_are_reported():
     model = tiny_model()
     for k in (0, N + 1):
         with pytest.raises(UserError, match=rf"prefix lengths must lie in \[1, {N}\]"):

@@ -15,11 +15,13 @@ from helpers import (
     TINY_TRAIN,
     assert_same_weights,
     call,
+    end_in_call,
     folder_bytes,
     kill_once_saved,
     make_corpus,
     make_text,
     prepare_options,
+    press_ctrl_c,
     refuse,
     refuse_in_one_line,
     run,
@@ -251,7 +253,7 @@ def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus
     options = {**TINY_TRAIN, "dataset": corpus, "optimizer": optimizer, "dropout": 0.1, "patience": 3}
     succeed("train", **options, out_dir=tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(train, "get_batch", interrupt_at(batch, train.get_batch))
+        end_in_call(patch, train, "get_batch", batch, press_ctrl_c)
         finished = call("train", **options, out_dir=tmp_path / "parts")
         assert finished.status == 130
         assert ("with --init_from resume" in finished.err) == resumable
@@ -289,7 +291,7 @@ def test_resume_refuses_changed_settings(tmp_path, corpus, generator):
     assert "learning_rate was 0.001, now 0.5" in line
     assert "batch_size was 8, now 3" in line
     other = make_corpus(tmp_path / "tiny_char", make_text(1000, seed=1))
-    assert refuse("train", **{**options, "dataset": other})
+    assert "is of a run that read another corpus" in refuse_in_one_line("train", **{**options, "dataset": other})
     out = succeed("train", **{**options, "max_iters": 25})  # longer is allowed, and reported
     assert "max_iters=25 (was 20)" in out
     assert load_state(tmp_path / "model_checkpoint.resume")["parts"]["run"]["step"] == 25
@@ -308,7 +310,7 @@ def test_early_stopping_counts_on_after_a_resume(monkeypatch, tmp_path, corpus):
     """Interrupted with one of two evaluations without improvement behind it: the next one is the last."""
     options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "patience": 2, "min_delta": 50.0}
     with monkeypatch.context() as patch:
-        patch.setattr(train, "clip_gradients", interrupt_at(7, train.clip_gradients))
+        end_in_call(patch, train, "clip_gradients", 7, press_ctrl_c)
         assert call("train", **options).status == 130
     assert "Stopped at step 10 by patience" in succeed("train", **options, init_from="resume")
 
@@ -332,19 +334,6 @@ def test_short_contexts_come_first_and_every_step_has_as_many_tokens(monkeypatch
     )
     line = refuse("train", **TINY_TRAIN, dataset=corpus, out_dir=tmp_path, short_contexts=[4, 5])
     assert "short_contexts: 5 does not divide block_size=16" in line
-
-
-def interrupt_at(number, function):
-    """`function`, whose call of that number is met by Ctrl-C."""
-    calls = []
-
-    def interrupted(*arguments):
-        calls.append(1)
-        if len(calls) == number:
-            raise KeyboardInterrupt
-        return function(*arguments)
-
-    return interrupted
 
 
 def test_eval_only(generator, corpus):
@@ -544,7 +533,7 @@ def test_the_update_kl_cap_ends_the_inner_updates(tmp_path, grpo):
     assert [record["updates"] for record in free if "reward" in record] == [4, 4]
 
 
-def test_groups_that_all_agree_are_told(tmp_path, grpo, generator, reward_model, corpus):
+def test_groups_that_all_agree_are_reported(tmp_path, grpo, generator, reward_model, corpus):
     """A reward model that gives everything the same reward: no group has spread, and nothing moves."""
     contents = torch.load(reward_model, weights_only=True)
     for name in ("reward_head.2.weight", "reward_head.2.bias"):

@@ -140,7 +140,7 @@ def test_values_that_are_not_finite(text_config, name, value):
     assert len(errors(text_config, **{name: value})) == 1
 
 
-def test_all_problems_are_told_at_once(text_config):
+def test_all_problems_are_reported_at_once(text_config):
     changes = {
         "model_path": None,
         "data_path": "nowhere",
@@ -165,7 +165,7 @@ def test_describe():
     assert f"{TokenizationInfo('char', 65, 'meta.pkl')}" == "char (vocab_size=65)"
 
 
-def test_mismatches_are_told_in_the_seeds_words():
+def test_mismatches_are_reported_in_the_seeds_words():
     char, bpe = TokenizationInfo("char", 65), TokenizationInfo("bpe", 50257)
     with pytest.raises(ValueError) as method:
         char.check_compatible(bpe)

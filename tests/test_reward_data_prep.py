@@ -355,7 +355,7 @@ def test_memory_that_runs_out_halves_the_work(monkeypatch, generator, reward_dat
     assert np.array_equal(np.stack(labels), whole.y[kept])
 
 
-def test_memory_that_suffices_for_nothing_is_told(monkeypatch, tmp_path, corpus, generator):
+def test_memory_that_suffices_for_nothing_is_reported(monkeypatch, tmp_path, corpus, generator):
     def never(*_):
         raise MemoryError
 

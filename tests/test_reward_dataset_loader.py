@@ -1,7 +1,6 @@
 """Reward datasets: reading back what was written, reporting damage, and the documented reports."""
 
 import pickle
-import subprocess
 import sys
 import tracemalloc
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import prepare_options, succeed
+from helpers import prepare_options, run, succeed
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -72,11 +71,6 @@ def folder(tmp_path: Path) -> Path:
 
 def cut(path: Path, num_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:-num_bytes])
-
-
-def run_script(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "reward_dataset_loader.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", timeout=120)
 
 
 def call_main(monkeypatch, *arguments: str) -> int:
@@ -413,9 +407,9 @@ def test_report_is_the_documented_one(tmp_path):
     bpe = {"tokenization_method": "bpe", "vocab_size": 50257, "meta_path": None}
     write_split(folder, "train", *make_arrays(2046, 1024), **bpe)
     write_split(folder, "val", *make_arrays(1023, 1024), **bpe)
-    result = run_script("--data_dir", str(folder))
-    assert (result.returncode, result.stderr) == (0, "")
-    info, loader_test = result.stdout.split("\n=== DataLoader Test ===\n")
+    result = run("reward_dataset_loader.py", data_dir=folder)
+    assert (result.status, result.err) == (0, "")
+    info, loader_test = result.out.split("\n=== DataLoader Test ===\n")
     assert info == (
         f"=== Reward Dataset Info: {folder} ===\n\n"
         + expected_split("TRAIN", "2,046")
@@ -466,7 +460,7 @@ def test_splits_with_different_vocabulary_files(folder, capsys):
     assert "Val: char (vocab_size=65) from other/meta.pkl" in capsys.readouterr().out
 
 
-def test_everything_wrong_is_told_before_exit_status_2(folder, monkeypatch, capsys):
+def test_everything_wrong_is_reported_before_exit_status_2(folder, monkeypatch, capsys):
     x, y = make_arrays(18, 8)
     x[5, 2], y[3], y[7] = 65, (0.5, np.nan), (1.25, -0.25)
     write_split(folder, "train", x, y)
@@ -575,11 +569,11 @@ def test_checked_splits(folder):
 
 
 def test_no_dataset(tmp_path):
-    result = run_script("--data_dir", str(tmp_path / "nowhere"))
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 2 and "Traceback" not in result.stderr
-    assert f"Reward dataset not found: {tmp_path / 'nowhere'}" in result.stderr
-    assert f"--output_dir {tmp_path / 'nowhere'}" in result.stderr
+    result = run("reward_dataset_loader.py", data_dir=tmp_path / "nowhere")
+    assert (result.status, result.out) == (2, "")
+    assert result.err.count("\n") == 2 and "Traceback" not in result.err
+    assert f"Reward dataset not found: {tmp_path / 'nowhere'}" in result.err
+    assert f"--output_dir {tmp_path / 'nowhere'}" in result.err
 
 
 def test_bad_batch_size(folder, monkeypatch, capsys):

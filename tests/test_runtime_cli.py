@@ -4,13 +4,12 @@
 """
 
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from helpers import run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,7 +127,7 @@ def test_sections_are_for_their_script_alone(config):
 
 @pytest.mark.parametrize("script", ["train", "evaluate"])
 @pytest.mark.parametrize("value", ["5", "'all'", "[1, 2]", "None"])
-def test_a_section_that_is_no_dict_is_told(config, script, value):
+def test_a_section_that_is_no_dict_is_reported(config, script, value):
     with pytest.raises(UserError, match=rf"{script} is a script's section: write {script} = dict\(") as caught:
         parse_settings(Walk, "train", [config(f"{script} = {value}\n")])
     assert "\n" not in str(caught.value)
@@ -186,7 +185,7 @@ def test_split_config():
         split_config(["--config"])
 
 
-def test_an_unknown_setting_is_told_with_a_hint(config):
+def test_an_unknown_setting_is_reported_with_a_hint(config):
     with pytest.raises(UserError, match=r"config\.py: walk\.py has no setting 'stepz'; did you mean steps\?"):
         parse(config("stepz = 3"))
     with pytest.raises(UserError, match=r"has no setting 'zzz'$"):
@@ -296,7 +295,7 @@ def test_nothing_in_a_settings_file_is_executed(config, tmp_path, monkeypatch, t
     assert os.listdir(tmp_path) == ["config.py"]
 
 
-def test_the_line_at_fault_is_told(config):
+def test_the_line_at_fault_is_reported(config):
     with pytest.raises(UserError, match=r"line 2: only plain assignments .*not `import os`"):
         read_config(config("steps = 3\nimport os\n"))
 
@@ -315,7 +314,7 @@ def test_a_name_twice_in_a_dict_is_refused_with_its_line(config, text, line, rep
     assert "\n" not in str(caught.value)
 
 
-def test_unreadable_settings_files_are_told(tmp_path):
+def test_unreadable_settings_files_are_reported(tmp_path):
     for path in (tmp_path / "absent.py", tmp_path):
         with pytest.raises(UserError, match="cannot read settings file"):
             parse(str(path))
@@ -328,7 +327,7 @@ def test_unreadable_settings_files_are_told(tmp_path):
 # problems
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(UserError) as caught:
         parse("--steps", "0", "--length", "3", "--rests", "-2", "--name", "nowhere")
     assert str(caught.value).splitlines() == [
@@ -394,17 +393,13 @@ def test_our_own_settings_files_are_read(path, tmp_path, monkeypatch):
     parse_settings(train.TrainSettings, "train", [str(path)])
 
 
-def run_script(*argv: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
-def test_a_script_ends_in_status_2_and_tells_all_problems(config):
+def test_a_script_ends_in_status_2_and_reports_all_problems(config):
     path = config("batch_size = 0\ndropout = 1.5\n")
-    result = run_script("train.py", path, "--learning_rate", "nan")
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("Validation Errors:\n") and "Traceback" not in result.stderr
+    result = run("train.py", path, "--learning_rate", "nan")
+    assert result.status == 2 and result.out == ""
+    assert result.err.startswith("Validation Errors:\n") and "Traceback" not in result.err
     for problem in ("batch_size=0: must be >= 1", "learning_rate=nan: must be > 0", "dropout=1.5: must be >= 0"):
-        assert f"  ERROR: {problem}" in result.stderr
+        assert f"  ERROR: {problem}" in result.err
 
 
 def test_every_script_can_have_a_section_and_nothing_else_can():

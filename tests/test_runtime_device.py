@@ -77,7 +77,7 @@ def test_a_bare_machine_has_its_cpu(bare_machine):
         ("xpu", "is not supported"),
     ],
 )
-def test_devices_that_are_not_there_are_told(bare_machine, name, message):
+def test_devices_that_are_not_there_are_reported(bare_machine, name, message):
     with pytest.raises(UserError) as caught:
         select_device(name)
     assert str(caught.value).startswith(f"ERROR: device={name!r}") and message in str(caught.value)

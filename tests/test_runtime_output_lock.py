@@ -128,7 +128,7 @@ def test_no_two_processes_are_within_at_once(tmp_path):
         assert process.communicate(timeout=120)[1] == "" and process.returncode == 0
 
 
-def test_a_file_system_without_locks_is_told_and_another_fault_is_raised(tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_reported_and_another_fault_is_raised(tmp_path, monkeypatch, capsys):
     def without(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -15,10 +15,13 @@ from helpers import (
     TINY_TRAIN,
     assert_same_weights,
     call,
+    end_in_call,
     kill_once_saved,
+    press_ctrl_c,
     refuse_in_one_line,
     run_ranks,
     succeed,
+    terminate,
     untimed,
     weights,
 )
@@ -341,18 +344,8 @@ def test_a_run_that_is_stopped_goes_on_and_ends_in_the_same_bits(monkeypatch, tm
     script = module.__name__
     succeed(script, **options, **output_options(module, tmp_path / "whole"))
     parts = {**options, **output_options(module, tmp_path / "parts")}
-    original, met = getattr(module, function), []
-
-    def stopped(*arguments, **keywords):
-        met.append(1)
-        if len(met) == calls:
-            if way == "error":
-                raise KeyboardInterrupt
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments, **keywords)
-
     with monkeypatch.context() as patch:
-        patch.setattr(module, function, stopped)
+        end_in_call(patch, module, function, calls, press_ctrl_c if way == "error" else terminate)
         finished = call(script, **parts)
     assert finished.status == (143 if way == "SIGTERM" else 130)
     saved = (tmp_path / "parts" / "model.resume").exists()
@@ -411,7 +404,7 @@ def test_fewer_steps_than_were_made_end_at_once(tmp_path, trainers):
     succeed("train", **{**options, "max_iters": 7}, out_dir=tmp_path, init_from="resume")
 
 
-def test_longer_is_allowed_and_told(tmp_path, trainers):
+def test_longer_is_allowed_and_reported(tmp_path, trainers):
     _, _, options = trainers["grpo"]
     where = {"output_path": tmp_path / "model.pt"}
     succeed("train_grpo", **options, **where)
@@ -419,27 +412,6 @@ def test_longer_is_allowed_and_told(tmp_path, trainers):
     assert "Resuming with max_steps=8 (was 6)" in out and "Stopped after 8 steps" in out
     records = read_records(tmp_path / "model.jsonl")
     assert [record["step"] for record in records] == [*range(9), 8] and records[-1]["final"]
-
-
-def ended_in_call(monkeypatch, module, function, calls, end):
-    """Have `end` called, once, before the call of that number of a function of `module`."""
-    original, met = getattr(module, function), []
-
-    def ended(*arguments, **keywords):
-        met.append(1)
-        if len(met) == calls:
-            end()
-        return original(*arguments, **keywords)
-
-    monkeypatch.setattr(module, function, ended)
-
-
-def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def press_ctrl_c():
-    raise KeyboardInterrupt  # within a step: it is broken off and not saved
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -451,7 +423,7 @@ def test_grpo_goes_on_from_the_state_before_its_first_step(monkeypatch, tmp_path
     succeed("train_grpo", **options, output_path=tmp_path / "whole.pt")
     options = {**options, "output_path": tmp_path / "parts.pt"}
     with monkeypatch.context() as patch:
-        ended_in_call(patch, train_grpo.Run, "log", 1, terminate)
+        end_in_call(patch, train_grpo.Run, "log", 1, terminate)
         assert call("train_grpo", **options).status == 143
     assert load_state(tmp_path / "parts.resume")["parts"]["run"]["step"] == 0
     assert "at step 0" in succeed("train_grpo", **options, init_from="resume")
@@ -502,11 +474,11 @@ def test_a_run_begun_anew_by_mistake_leaves_the_earlier_one_to_go_on_with(monkey
     succeed(script, **options, **output_options(module, tmp_path / "whole"))
     parts = {**options, **output_options(module, tmp_path / "parts")}
     with monkeypatch.context() as patch:
-        ended_in_call(patch, module, function, calls, terminate)
+        end_in_call(patch, module, function, calls, terminate)
         assert call(script, **parts).status == 143
     for _ in range(2):  # twice: what was set aside is not lost either
         with monkeypatch.context() as patch:
-            ended_in_call(patch, module, function, 1, press_ctrl_c)
+            end_in_call(patch, module, function, 1, press_ctrl_c)
             finished = call(script, **parts)
         assert finished.status == 130
         said = f"goes on with the earlier run, whose state is {tmp_path / 'parts' / 'model.resume.old1'}."
@@ -526,7 +498,7 @@ def test_what_is_set_aside_stays_until_an_evaluation_is_saved(monkeypatch, tmp_p
     before = {suffix: (tmp_path / f"model{suffix}").read_bytes() for suffix in (".resume", ".jsonl")}
     for number in (1, 2):
         with monkeypatch.context() as patch:
-            ended_in_call(patch, module, function, calls, terminate)
+            end_in_call(patch, module, function, calls, terminate)
             finished = call(script, **options, **where)
         assert finished.status == 143
         assert f"is set aside in {tmp_path / 'model.resume'}.old{number}" in finished.out
@@ -545,7 +517,7 @@ def test_an_interruption_of_the_report_leaves_the_last_state(monkeypatch, tmp_pa
     whole, parts = ({"output_path": tmp_path / name / "model.pt"} for name in ("whole", "parts"))
     succeed("train_grpo", **options, **whole)
     with monkeypatch.context() as patch:
-        ended_in_call(patch, train_grpo, "report_figures", 1, press_ctrl_c)
+        end_in_call(patch, train_grpo, "report_figures", 1, press_ctrl_c)
         assert call("train_grpo", **options, **parts).status == 130
     for where in (whole, parts):
         succeed("train_grpo", **{**options, "max_steps": 6}, **where, init_from="resume")
@@ -558,7 +530,7 @@ def test_a_finished_run_leaves_nothing_set_aside(monkeypatch, tmp_path, trainers
     module, function, options = trainers["last"]
     where = {"output_path": tmp_path / "model.pt"}
     with monkeypatch.context() as patch:
-        ended_in_call(patch, module, function, 15, terminate)
+        end_in_call(patch, module, function, 15, terminate)
         assert call("train_reward_model", **options, **where).status == 143
     assert (tmp_path / "model.resume").is_file()
     files = {name: options[name] for name in ("base_model_path", "data_dir", "device")}

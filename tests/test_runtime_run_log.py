@@ -100,7 +100,7 @@ def test_a_last_line_cut_short_is_left_out_and_a_resumed_run_mends_it(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_damage_elsewhere_is_told_with_its_line(tmp_path):
+def test_damage_elsewhere_is_reported_with_its_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(UserError, match=r"log\.jsonl, line 2 is no JSON record"):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -10,11 +9,14 @@ import torch
 from helpers import (
     assert_same_weights,
     call,
+    end_in_call,
     make_corpus,
     make_text,
+    press_ctrl_c,
     refuse,
     refuse_in_one_line,
     succeed,
+    terminate,
     untimed,
     weights,
 )
@@ -92,16 +94,8 @@ def test_a_stopped_run_from_a_checkpoint_goes_on_without_it(monkeypatch, tmp_pat
     start = shutil.copy(generator, tmp_path / "start.pt")
     options = {**options, **WILD, "init_from": start, "dropout": 0.1}
     succeed("train", **{**options, "out_dir": tmp_path / "whole"})
-    original, met = train.get_batch, []
-
-    def stopped(*arguments):
-        met.append(1)
-        if len(met) == calls:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(train, "get_batch", stopped)
+        end_in_call(patch, train, "get_batch", calls, terminate)
         assert call("train", **options).status == 143
     assert (tmp_path / "out" / "model_checkpoint.pt").exists() == (calls > 4)
     os.remove(start)
@@ -129,10 +123,7 @@ def test_an_earlier_model_is_not_replaced_before_a_step_is_evaluated(monkeypatch
     path = options["out_dir"] / "model_checkpoint.pt"
     before = path.read_bytes()
 
-    def pressed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "get_batch", pressed)
+    end_in_call(monkeypatch, train, "get_batch", 1, press_ctrl_c)
     assert call("train", **options).status == 130
     assert path.read_bytes() == before
 
