@@ -23,8 +23,8 @@ setup: ## make .venv and install requirements.txt (again only when that file has
 run: setup ## train, detect, improve: the whole cycle on Shakespeare
 	$(PYTHON) run_cycles.py --config $(CONFIG) $(ARGS)
 
-test: setup ## run the tests
-	$(PYTHON) -m pytest $(ARGS)
+test: setup ## run the tests, in as many processes as there are cores
+	$(PYTHON) -m pytest -n auto $(ARGS)
 
 test-kernels: setup ## run the tests with other processors' kernels, with two threads and in random order
 	$(PYTHON) tests/kernels.py $(ARGS)

@@ -300,6 +300,11 @@ class Best:
             self.value, self.at, self.figures = min(value, self.value), at, figures
             self.weights = {name: tensor.detach().clone() for name, tensor in weights}
 
+    def restore(self, model: nn.Module) -> None:
+        """Give the model the kept weights; those that were not offered stay."""
+        assert self.weights is not None
+        model.load_state_dict(self.weights, strict=False)
+
     def state_dict(self) -> dict[str, Any]:
         """Value, step or epoch, figures and weights."""
         return dict(vars(self))

@@ -442,7 +442,7 @@ def keep_best(
         if best.at < step:
             say(f"The start is better than step {step}: {settings.checkpoint_path} holds the start")
         kept = copy.deepcopy(model)
-        kept.load_state_dict(best.weights)
+        best.restore(kept)
         save_checkpoint(settings.checkpoint_path, kept, *records, best.figures)
     best.weights = None  # written: the state need not hold them
 

@@ -204,9 +204,8 @@ def main() -> None:
     selection, report = (PolicyEvaluation(scorer, corpus, copies, settings, p) for p in ("select", "report"))
 
     # run
-    path = Path(settings.output_path)
     reads = {"base model": base_sha256, "reward model": hash_file(given.reward_model_path), "corpus": data}
-    run = Run(path, given, ranks, reads)  # given: what a resumed run is compared with
+    run = Run(path := Path(settings.output_path), given, ranks, reads)  # given: what a resumed run is compared with
     run.begin(settings.init_from == "resume")
     stops, best = Stops(settings), Best()
     run.track(policy=policy, optimizers=optimizers, stops=stops, best=best)  # restored here if the run is resumed
@@ -258,8 +257,7 @@ def main() -> None:
         run.bar.set_postfix(reward=f"{run.record['reward']:.3f}", kl=f"{run.record['kl_start']:.3f}")
 
     # the kept policy, on the reporting part
-    assert best.weights is not None
-    policy.load_state_dict(best.weights)
+    best.restore(policy)
     reported = ranks.on_main(lambda: report_figures(report, policy, scorer.reference, settings.seed))
     run.log(run.step, final=True, kept_step=best.at, **reported["kept"])
     training = outcome(run, stops, best, settings) | reported

@@ -222,8 +222,7 @@ def main() -> None:
     inputs = None if model.is_ratio else head_inputs(model, data, settings, ranks)
     best = learn(run, model, data, inputs)
     say(f"Stopped by {run.reason}")
-    assert best.weights is not None
-    model.load_state_dict(best.weights, strict=False)
+    best.restore(model)
     model.eval()
 
     # metrics, on blocks that selected nothing
