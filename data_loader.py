@@ -152,7 +152,7 @@ def load_binary(
 ) -> TokenSplits:
     """Binary mode: both token files, checked and memory-mapped; each must hold at least one block, where one is named.
 
-    Raises BinaryFileError, telling what is wrong with either file.
+    Raises BinaryFileError with the faults of either file.
     """
     tokens, problems = {}, []
     for name, path in (("train", train_bin), ("val", val_bin)):

@@ -642,7 +642,7 @@ def test_no_permission_to_write(script, good, tmp_path):
     assert "no permission" in message
 
 
-def test_no_permission_as_the_machine_tells_it(monkeypatch, good, tmp_path):
+def test_no_permission_as_the_machine_reports_it(monkeypatch, good, tmp_path):
     """The same where tests run as root: the machine's answer is made up, the rest is real."""
     monkeypatch.setattr("runtime.files.os.access", lambda *_: False)
     for script, option in OUTPUT_OPTION.items():

@@ -200,7 +200,7 @@ def test_a_token_out_of_range_is_named_with_its_place(tmp_path, monkeypatch, pos
     assert len(open_token_file(tmp_path / "train.bin", "train", 66)) == 10
 
 
-def test_load_binary_tells_what_is_wrong_with_both_files(tmp_path):
+def test_load_binary_reports_the_faults_of_both_files(tmp_path):
     uint16([1, 2, 3]).tofile(tmp_path / "train.bin")
     with pytest.raises(BinaryFileError) as caught:
         load_binary(tmp_path / "train.bin", tmp_path / "val.bin", vocab_size=65, block_size=4)

@@ -557,6 +557,18 @@ def test_words_are_those_of_the_field(name):
     assert unwanted_words((ROOT / name).read_text(encoding="utf-8")) == []
 
 
+IN_CODE = r"\b(?:told|tell(?:s|ing)?|sees|blind(?:ly|ness)?|climb(?:s|ed|ing)?|strangers?|whoever|judg(?:es?|ed|ing))\b"
+CODE = [path for pattern in ("*.py", "*/*.py", "data/*/*.py", "Makefile") for path in sorted(ROOT.glob(pattern))]
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words_of_code_are_those_of_the_field(path):
+    """Names, docstrings, messages and help; the option keeps its name, and a file its method."""
+    if path != Path(__file__):
+        text = path.read_text(encoding="utf-8").replace("allow_blind_reward", "").replace(".tell()", "")
+        assert re.findall(IN_CODE, text.replace("_", " "), re.IGNORECASE) == []
+
+
 def test_the_word_test_would_notice():
     noticed = unwanted_words("It sees K. | Where it fails, tell it.\nWhat judges?")
     assert noticed == ["sees", "tell", "judges", "| Where", "What"]

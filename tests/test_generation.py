@@ -517,6 +517,6 @@ def test_generate_depends_on_the_generator_s_seed_alone():
         (torch.tensor([[1]]), {"top_k": 0}, "top_k=0"),
     ],
 )
-def test_generate_tells_what_is_wrong(idx, options, message):
+def test_generate_reports_its_faults(idx, options, message):
     with pytest.raises(UserError, match=message):
         tiny_model().generate(idx, **options)

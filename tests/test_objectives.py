@@ -173,7 +173,7 @@ def test_posterior_of_two_tokens_is_certain():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=3, max_size=9), st.floats(-99, 99), st.floats(-99, 99))
-def test_the_first_and_the_last_token_tell_nothing(values, first, last):
+def test_the_first_and_the_last_token_have_no_evidence(values, first, last):
     """The first is natural and the last is written, whatever they look like."""
     evidence, other = (torch.tensor([ends]) for ends in (values, [first, *values[1:-1], last]))
     assert objectives.crossover_log_posterior(evidence).equal(objectives.crossover_log_posterior(other))

@@ -229,7 +229,7 @@ def test_clipping_names_the_gradient_that_is_not_finite(bad):
     assert named[0][1].grad.item() == 1.0
 
 
-def test_clipping_tells_an_overflow_of_the_norm_and_takes_no_gradients():
+def test_clipping_reports_an_overflow_of_the_norm_and_takes_no_gradients():
     with pytest.raises(UserError, match="the norm of the gradients is not finite"):
         clip_gradients(with_gradients([3e38], [3e38]), 1.0)
     assert clip_gradients([nn.Parameter(torch.zeros(2))], 1.0) == 0

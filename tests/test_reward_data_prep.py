@@ -630,7 +630,7 @@ def test_a_checkpoint_without_a_record_warns(tmp_path, corpus, generator):
     assert "no record of its training data" in warnings[0]
 
 
-def test_the_metadata_tell_how_to_make_the_data_again(corpus, generator, reward_data):
+def test_the_metadata_hold_how_to_make_the_data_again(corpus, generator, reward_data):
     metadata = RewardDataset(reward_data).metadata
     trained = torch.load(generator, weights_only=True)["data"]
     for name in ("train_sha256", "val_sha256", "train_tokens", "val_tokens"):
@@ -711,7 +711,7 @@ def test_save_reward_dataset(tmp_path, capsys):
     assert f"  X: {tmp_path}/made/here/train_x.bin (3, 4)" in capsys.readouterr().out
 
 
-def test_save_reward_dataset_tells_the_blocks(tmp_path):
+def test_save_reward_dataset_reports_the_blocks(tmp_path):
     rows, labels = [np.arange(4)] * 6, [np.array([0.25, 0.75])] * 6
     info = TokenizationInfo("char", 65, "meta.pkl")
     prep.save_reward_dataset(rows, labels, str(tmp_path), "val", info, samples_per_chunk=3)

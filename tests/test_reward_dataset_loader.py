@@ -256,7 +256,7 @@ def test_missing_sizes_are_derived_and_said(folder, capsys, lacking):
 
 
 @pytest.mark.parametrize("key", ["tokenization_method", "vocab_size"])
-def test_what_sizes_cannot_tell_is_an_error(folder, key):
+def test_what_sizes_do_not_determine_is_an_error(folder, key):
     write_split(folder, "train", *make_arrays(18, 8), drop=(key,))
     with pytest.raises(UserError, match=f"incomplete tokenization information: {key} missing"):
         RewardDataset(folder)

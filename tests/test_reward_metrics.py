@@ -26,7 +26,7 @@ def test_skill_by_hand():
     assert reward_metrics.mean_absolute_error([0.25, 0.5, 0.5], target) == pytest.approx(0.25)
 
 
-def test_bootstrap_interval_holds_the_figure_and_sees_that_blocks_are_not_rows():
+def test_bootstrap_interval_holds_the_figure_and_knows_that_blocks_are_not_rows():
     generator = torch.Generator().manual_seed(0)
     blocks = torch.arange(40).repeat_interleave(10)
     target = torch.rand(400, generator=generator)

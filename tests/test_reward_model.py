@@ -105,7 +105,7 @@ def test_shares_of_shorter_texts():
 
 
 @torch.no_grad()
-def test_with_both_models_known_it_sees_and_is_calibrated():
+def test_with_both_models_known_it_predicts_and_is_calibrated():
     """And with the two taken for each other it does not: so this can fail."""
     model = reward_model()
     idx, crossovers = some_text(model, 1500)

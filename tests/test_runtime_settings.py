@@ -101,7 +101,7 @@ def test_a_declaration_that_does_not_exist_is_a_bug():
         setting(3, minimun=1)
 
 
-def test_require_returns_what_holds_and_tells_a_suggestion_once():
+def test_require_returns_what_holds_and_notes_a_suggestion_once():
     problems = Problems()
     assert problems.require(True, "no") is True
     assert problems.require(False, "first", "mend") is False and problems.require(False, "second", "mend") is False

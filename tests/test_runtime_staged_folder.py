@@ -80,7 +80,7 @@ def test_only_work_of_the_same_identity_is_taken_up(staged):
     assert set(staged.finished("rows")) == set()
 
 
-def test_a_strangers_folder_is_left_alone(tmp_path):
+def test_a_foreign_folder_is_left_alone(tmp_path):
     write_json(tmp_path / "final.partial" / "notes.json", {})
     with pytest.raises(UserError, match=r"in the way \(it holds notes.json\)"):
         StagedFolder(tmp_path / "final").claim({"seed": 1}, overwrite=True)

@@ -157,7 +157,7 @@ def test_losses_of_a_likelihood_head(good, reward_data, knowing, loss):
     assert checkpoint["training"]["skill"]["r2_low"] > 0.8
 
 
-def test_control_sees_nothing(good, knowing):
+def test_control_predicts_nothing(good, knowing):
     """Labels in another order: a head that learned something from them would read what is not there."""
     succeed("train_reward_model", **{**good, "control": True}, trunk=knowing, head="position", max_epochs=8, patience=8)
     skill = trained(good)[0]["training"]["skill"]
