@@ -68,7 +68,7 @@ class CycleSettings(Settings):
     num_cycles: int = setting(2, minimum=1)
     """cycles after the first base model"""
     reward_attempts: int = setting(2, minimum=1)
-    """tries at a reward model that predicts, each with more data and training than the one before"""
+    """attempts at a reward model that predicts: each trains the natural model further (other heads: more data)"""
     natural_model_each_cycle: bool = False
     """train the likelihood head's model of natural text further before each cycle; False: all cycles have the first"""
     perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
