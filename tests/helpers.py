@@ -16,10 +16,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ import torch
 from checkpoint import save_checkpoint
 from data_loader import TokenSplits, split_and_encode, write_token_files
 from model import GPT, GPTConfig
-from runtime.process import run_main
+from runtime.process import STAGE_VARIABLE, run_main
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager, save_meta
 
@@ -88,6 +88,30 @@ def call(script: str, *arguments: str, **options: Any) -> Finished:
         sys.argv = argv
         signal.signal(signal.SIGTERM, handler)
     return Finished(status, out.getvalue(), err.getvalue())
+
+
+class InThisProcess:
+    """Stand-in for subprocess.Popen: each script runs at once, in this process; `started` lists them."""
+
+    started: ClassVar[list[str]] = []
+    run = staticmethod(call)
+
+    def __init__(self, command: list[str], env: Mapping[str, str] = os.environ, **keywords: Any) -> None:
+        assert command[0] == sys.executable
+        script = Path(command[1]).stem
+        self.started.append(script)
+        with pytest.MonkeyPatch.context() as patch:
+            if STAGE_VARIABLE in env:
+                patch.setenv(STAGE_VARIABLE, env[STAGE_VARIABLE])
+            self.finished = self.run(script, *command[2:])
+        sys.stdout.write(self.finished.out)
+        sys.stderr.write(self.finished.err)
+
+    def wait(self) -> int:
+        return self.finished.status
+
+    def terminate(self) -> None:
+        """Do nothing: the stage has ended."""
 
 
 def succeed(script: str, *arguments: str, **options: Any) -> str:

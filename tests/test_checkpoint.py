@@ -27,6 +27,8 @@ from reward_model import make_reward_model
 from runtime.process import UserError
 from tokenization_manager import TokenizationManager
 
+pytest_plugins = ["tiny_run"]
+
 CONFIG = GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=8)
 
 
@@ -117,11 +119,11 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path):
 # the seeds' snippets
 
 
-def test_the_seeds_snippets_run_as_printed(tmp_path, monkeypatch, generator_checkpoint):
+def test_the_seeds_snippets_run_as_printed(tmp_path, monkeypatch, generator):
     monkeypatch.chdir(tmp_path)
     os.makedirs("checkpoints")
     os.makedirs("logs")
-    generator_bytes = generator_checkpoint.read_bytes()
+    generator_bytes = generator.read_bytes()
     (tmp_path / "checkpoints" / "base_model.pt").write_bytes(generator_bytes)
     (tmp_path / "logs" / "model_checkpoint.pt").write_bytes(generator_bytes)
 
@@ -335,8 +337,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, junk):
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.9, 0.99, 0.999])
-def test_truncated_files_are_refused(tmp_path, generator_checkpoint, share):
-    whole = generator_checkpoint.read_bytes()
+def test_truncated_files_are_refused(tmp_path, generator, share):
+    whole = generator.read_bytes()
     (tmp_path / "cut.pt").write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(UserError, match=r"cut\.pt is damaged or no checkpoint"):
         load_checkpoint(tmp_path / "cut.pt")

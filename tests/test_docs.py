@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from conftest import shakespearean_text
+from helpers import Finished, InThisProcess, make_text
 
 import tokenization_manager
 from evaluate import EvaluateSettings
@@ -173,28 +173,22 @@ def template(tmp_path_factory) -> Path:
     # The tiny models' reward models do not predict: as the settings file stands, the cycles would end before GRPO.
     config = folder / "config/shakespeare_char_cpu.py"
     config.write_text(config.read_text().replace("train_grpo = dict(", "train_grpo = dict(allow_blind_reward=True,"))
-    verses = re.sub(r"\d", "", shakespearean_text(54))
-    middle = len(verses) // 2
-    text = verses[:middle] + CHARACTERS + verses[middle:]
+    lines = make_text(1500)
+    middle = len(lines) // 2
+    text = lines[:middle] + CHARACTERS + lines[middle:]
     assert sorted(set(text)) == sorted(CHARACTERS)
     for name in ("shakespeare", "shakespeare_char"):
         (folder / "data" / name / "input.txt").write_text(text, encoding="utf-8")
     return folder
 
 
-class InProcess:
-    """Stands in for subprocess.Popen where run_cycles.py starts its stages: no new Python, no second import."""
+class Shrunk(InThisProcess):
+    """A stage of run_cycles.py, made small."""
 
-    def __init__(self, command, **keywords):
-        assert command[0] == sys.executable
-        script = Path(command[1]).relative_to(Path.cwd().resolve())
-        run_script(str(script), [str(word) for word in command[2:]])
-
-    def wait(self) -> int:
-        return 0
-
-    def terminate(self) -> None:
-        """Nothing runs any more."""
+    @staticmethod
+    def run(script: str, *arguments: str) -> Finished:
+        run_script(f"{script}.py", list(arguments))
+        return Finished(0, "", "")
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -277,7 +271,7 @@ def run_document(document: Document, folder: Path) -> Workspace:
     result = Workspace(document, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(subprocess, "Popen", InProcess)
+        patch.setattr(subprocess, "Popen", Shrunk)
         for block in document.runnable:
             where = f"{document.path.name}, line {block.line}"
             try:

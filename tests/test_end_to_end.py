@@ -10,11 +10,9 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ from helpers import (
     ROOT,
     TINY_MODEL,
     TINY_TRAIN,
+    InThisProcess,
     as_arguments,
     assert_same_weights,
     call,
@@ -233,31 +232,6 @@ STAGES = [
     "base_model_v2",
     "perplexity_base_model_v2",
 ]
-
-
-class InThisProcess:
-    """Stands in for subprocess.Popen: the stage runs at once, in this process. `started` lists the scripts.
-
-    What a stage prints on stdout is printed.
-    """
-
-    started: ClassVar[list[str]] = []
-
-    def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        assert command[0] == sys.executable
-        script, arguments = Path(command[1]).stem, command[2:]
-        self.started.append(script)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(run_cycles.STAGE_VARIABLE, env[run_cycles.STAGE_VARIABLE])
-            self.finished = call(script, *arguments)
-        sys.stdout.write(self.finished.out)
-        sys.stderr.write(self.finished.err)
-
-    def wait(self) -> int:
-        return self.finished.status
-
-    def terminate(self) -> None:
-        pass
 
 
 @pytest.fixture

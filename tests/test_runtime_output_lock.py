@@ -18,6 +18,7 @@ import pytest
 from helpers import (
     ROOT,
     TINY_TRAIN,
+    InThisProcess,
     as_arguments,
     assert_same_weights,
     prepare_options,
@@ -27,7 +28,6 @@ from helpers import (
     untimed,
     weights,
 )
-from test_end_to_end import InThisProcess
 
 import run_cycles
 from runtime import output_lock

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-from helpers import TINY_GRPO, TINY_TRAIN, call, make_corpus, make_text, succeed
-from test_end_to_end import InThisProcess
+from helpers import TINY_GRPO, TINY_TRAIN, InThisProcess, call, make_corpus, make_text, succeed
 
 import run_cycles
 import train
