@@ -1,5 +1,6 @@
 """Bad input ends every script in clear words and exit status 2 (Ctrl-C in 130), and leaves nothing half-written."""
 
+import errno
 import json
 import math
 import os
@@ -96,7 +97,7 @@ def test_the_good_options_are_good(good, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_cuda_without_one(script, good, tmp_path):
     message = refuse(script, **{**good[script], "device": "cuda"})
-    assert "no usable CUDA device" in message
+    assert "device='cuda'" in message
     assert left_behind(tmp_path) == []
 
 
@@ -140,16 +141,16 @@ def test_all_problems_are_reported_at_once(script, wrong, good, tmp_path):
 @pytest.mark.parametrize(
     ("heads", "problem", "width"),
     [
-        ({"n_embd": 10, "n_head": 3}, "n_embd=10 is not a multiple of n_head=3", 12),
-        ({"n_embd": 15, "n_head": 3}, "rotary positions need an even head size, not n_embd / n_head = 5", 12),
-        ({"n_embd": 3, "n_head": 4, "position": "learned"}, "n_embd=3 is not a multiple of n_head=4", 8),
+        ({"n_embd": 10, "n_head": 3}, "n_embd=10 .* n_head=3", 12),
+        ({"n_embd": 15, "n_head": 3}, ".* n_embd / n_head = 5", 12),
+        ({"n_embd": 3, "n_head": 4, "position": "learned"}, "n_embd=3 .* n_head=4", 8),
     ],
 )
 def test_an_impossible_model_is_reported_with_the_other_problems(good, heads, problem, width):
     message = refuse("train", **{**good["train"], **heads, "batch_size": 0, "n_layer": 0})
     said = [line for line in message.splitlines() if line.startswith("  ERROR: ")]
-    assert len(said) == 3 and f"  ERROR: {problem}" in said
-    assert f"  SUGGESTION: Change --n_head or --n_embd, for instance to --n_embd {width}\n" in message
+    assert len(said) == 3 and any(re.fullmatch(f"  ERROR: {problem}", line) for line in said)
+    assert f" --n_embd {width}\n" in message
     message = refuse("train", **{**good["train"], "n_head": 0})
     assert message.count("n_head=0") == 1
 
@@ -180,7 +181,7 @@ def test_settings_files(tmp_path, good):
         return str(tmp_path / "config.py")
 
     line = refuse_in_one_line("train", write("batch_sise = 3\n"), **good["train"])
-    assert "no setting 'batch_sise'; did you mean batch_size?" in line
+    assert "'batch_sise'" in line and "batch_size" in line
     harm = tmp_path / "harm"
     line = refuse_in_one_line("train", write(f"x = open({str(harm)!r}, 'w')\n"), **good["train"])
     assert "line 1" in line
@@ -212,7 +213,7 @@ def damage(path: Path, kind: str, generator: Path, reward_model: Path) -> str:
         return str(path)
     if kind == "reward model":
         shutil.copy(reward_model, path)
-        return "holds a reward model, but a generator is needed"
+        return f"{path} holds a reward"
     contents = torch.load(generator, weights_only=True)
     if kind == "nan":
         contents["model"]["transformer.ln_f.weight"][3] = float("nan")
@@ -316,19 +317,19 @@ def test_a_hostile_meta_file_runs_nothing(script, good, tmp_path, corpus, genera
     shutil.copytree(corpus, hostile)
     (hostile / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": Harm(harm), "stoi": {}, "itos": {}}))
     option = {"dataset": hostile} if script == "train" else {"data_path": hostile / "input.txt"}
-    assert "nothing was executed" in refuse_in_one_line(script, **{**good[script], **option})
+    assert str(hostile / "meta.pkl") in refuse_in_one_line(script, **{**good[script], **option})
     assert not harm.exists()
     assert not (tmp_path / "out").exists()
 
 
 def test_models_that_do_not_fit_together(good, tmp_path, generator, reward_model):
     line = refuse_in_one_line("train_grpo", **{**good["train_grpo"], "reward_model_path": generator})
-    assert "not a reward model" in line
+    assert f"{generator} holds a generator" in line
     contents = torch.load(reward_model, weights_only=True)
     contents["config"].block_size = 8
     torch.save(contents, tmp_path / "shorter.pt")
     line = refuse_in_one_line("train_grpo", **{**good["train_grpo"], "reward_model_path": tmp_path / "shorter.pt"})
-    assert "block_size is 16 in the policy and 8 in the reward model" in line
+    assert re.search(r"block_size .*\b16 .*\b8 ", line)
     assert not (tmp_path / "out").exists()
 
 
@@ -382,15 +383,15 @@ def test_bad_token_files(script, kind, good, tmp_path, corpus):
 def test_a_missing_corpus_is_to_be_made_only_where_that_can_be_done(good, tmp_path):
     (tmp_path / "own").mkdir()
     line = refuse_in_one_line("train", **{**good["train"], "dataset": tmp_path / "own"})
-    assert line.endswith("own/train.bin not found: name a folder that holds it, or a name below data/, with --dataset")
+    assert "own/train.bin" in line and "--dataset" in line and "prepare.py" not in line
     (tmp_path / "own" / "prepare.py").touch()
     line = refuse_in_one_line("train", **{**good["train"], "dataset": tmp_path / "own"})
-    assert line.endswith(f"own/train.bin not found: make it with `python {tmp_path}/own/prepare.py`")
+    assert "own/train.bin" in line and f"`python {tmp_path}/own/prepare.py`" in line and "--dataset" not in line
 
 
 def test_a_block_larger_than_the_data(good, tmp_path, corpus):
     line = refuse_in_one_line("train", **{**good["train"], "block_size": 100_000})
-    assert "use a smaller block_size or more data" in line
+    assert str(corpus / "train.bin") in line and "100,001" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -423,8 +424,8 @@ def test_a_sample_that_cannot_start(good, tmp_path):
     for begin, said in (("", "empty"), ("FILE:/no/such/file", "/no/such/file")):
         assert said in refuse_in_one_line("sample", **{**good["sample"], "start": begin})
     line = refuse_in_one_line("sample", **{**good["sample"], "start": "a§é"})
-    assert line.startswith(r"ERROR: start has '§é', but the model knows only its 25 characters, '\n .A")
-    assert line.endswith("': change --start") and "meta.pkl" not in line
+    assert "'§é'" in line and r"'\n .A" in line
+    assert line.endswith("--start") and "meta.pkl" not in line
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
     line = refuse_in_one_line("sample", **{**good["sample"], "start": f"FILE:{tmp_path / 'latin1.txt'}"})
     assert "not UTF-8" in line
@@ -482,9 +483,8 @@ def test_reward_data_is_checked_before_training(good, tmp_path, reward_data):
     path = bad / "val_metadata.txt"
     path.write_text(re.sub("model_sha256: .*", "model_sha256: another", path.read_text()))
     message = refuse("train_reward_model", **{**good["train_reward_model"], "data_dir": bad})
-    assert "1 train samples exceed vocab_size=25, the first: row 3 holds token 25" in message
-    assert "1 val samples do not sum to 1 within [0, 1], the first: row 7 is [nan" in message
-    assert "train and val are not of one dataset: model_sha256 is" in message
+    for fault in (r"\b1 train .*vocab_size=25\b.* row 3 .*\b25\b", r"\b1 val .* row 7 .*nan", "model_sha256 .*another"):
+        assert re.search(fault, message)
     assert len(message.splitlines()) == 4  # the last says how to make data
     assert not (tmp_path / "out").exists()
 
@@ -507,22 +507,20 @@ def test_what_metadata_cannot_hold_is_reported_before_generation(good, tmp_path,
     options = {**good["prepare_reward_data"], "data_path": strange / "input.txt"}
     line = refuse_in_one_line("prepare_reward_data", **options)
     assert "two\\nlines_char" in line
-    assert "single lines of plain text" in line
     assert not list(tmp_path.glob("out*"))
 
 
 def test_learning_that_diverges(good, tmp_path):
     """A learning rate beyond all reason: one line, and no file that pretends to be a model."""
     line = refuse_in_one_line("train", **{**good["train"], "learning_rate": 1e30, "grad_clip": 0.0})
-    assert "learning" in line or "diverged" in line
+    assert re.match(r"ERROR: step 2: .*gradient of transformer\.", line)
     wild = {"learning_rate": 1e30, "grad_clip": 0.0}
-    refuse_in_one_line("train_grpo", **{**good["train_grpo"], **wild, "max_steps": 4, "start_kl_cap": 1e30})
-    assert not (tmp_path / "out" / "policy.pt").exists()
+    line = refuse_in_one_line("train_grpo", **{**good["train_grpo"], **wild, "max_steps": 4, "start_kl_cap": 1e30})
+    assert re.match("ERROR: step 2: .*logits .*NaN", line)
     wild["batch_size"] = 10_000  # the one step of an epoch is harmful, and no gradient comes after it
     line = refuse_in_one_line("train_reward_model", **{**good["train_reward_model"], **wild})
-    assert "diverged" in line
-    for path in (tmp_path / "out").glob("*.pt"):
-        load_checkpoint(path)  # what is there has finite weights
+    assert re.match("ERROR: epoch 1: val_loss .*nan", line)
+    assert left_behind(tmp_path / "out") == ["model_checkpoint.jsonl", "policy.jsonl", "reward.jsonl"]
 
 
 def strict_json(text: str) -> list[dict]:
@@ -537,7 +535,7 @@ def strict_json(text: str) -> list[dict]:
 def test_a_loss_that_is_not_finite_gets_no_record(good, tmp_path):
     options = {**good["train"], "learning_rate": 1e30, "grad_clip": 0.0, "eval_interval": 1}
     line = refuse_in_one_line("train", **options)
-    assert "step 1: val_loss is nan, select_loss is nan: the model has diverged" in line
+    assert re.match("ERROR: step 1: val_loss .*nan, select_loss .*nan", line)
     records = strict_json((tmp_path / "out" / "model_checkpoint.jsonl").read_text())
     assert records and all(math.isfinite(record["val_loss"]) for record in records)
 
@@ -554,8 +552,7 @@ def test_a_training_loss_that_is_not_finite_ends_the_run(good, tmp_path, monkeyp
     monkeypatch.setattr(train, "next_token_loss", overflowing)
     line = refuse_in_one_line("train", **options)
     kept = tmp_path / "out" / "model_checkpoint.pt"
-    assert "ERROR: step 6: train_loss is nan: the model has diverged" in line
-    assert line.endswith("step 4 is kept: --init_from resume --max_iters 4 ends the run there")
+    assert re.match("ERROR: step 6: train_loss .*nan", line) and "--init_from resume --max_iters 4 " in line
     records = strict_json(kept.with_suffix(".jsonl").read_text())
     assert [record["step"] for record in records if "train_loss" in record] == [1, 2, 3, 4, 5]
     assert torch.load(kept.with_suffix(".resume"), weights_only=True)["parts"]["run"]["step"] == 4
@@ -571,8 +568,8 @@ def test_float16_gradients_that_overflow_have_no_norm(good, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("function", "changes", "said"),
     [
-        ("figures_of_rollouts", {"kl_start": math.inf}, "kl_start is inf"),
-        ("accumulate_gradients", {"loss": math.nan, "ratio_mean": math.inf}, "loss is nan, ratio_mean is inf"),
+        ("figures_of_rollouts", {"kl_start": math.inf}, "kl_start .*inf"),
+        ("accumulate_gradients", {"loss": math.nan, "ratio_mean": math.inf}, "loss .*nan, ratio_mean .*inf"),
     ],
 )
 def test_grpo_ends_at_a_figure_that_is_not_finite(good, tmp_path, monkeypatch, function, changes, said):
@@ -584,8 +581,7 @@ def test_grpo_ends_at_a_figure_that_is_not_finite(good, tmp_path, monkeypatch, f
 
     monkeypatch.setattr(train_grpo, function, overflowing)
     line = refuse_in_one_line("train_grpo", **{**good["train_grpo"], "max_steps": 6})
-    assert line.startswith(f"ERROR: step 4: {said}: the model has diverged; lower the learning rate")
-    assert line.endswith("step 2 is kept: --init_from resume --max_steps 2 ends the run there")
+    assert re.match(f"ERROR: step 4: {said}", line) and "--init_from resume --max_steps 2 " in line
     records = strict_json((tmp_path / "out" / "policy.jsonl").read_text())
     assert [record["step"] for record in records] == [0, 1, 2, 3]
     assert torch.load(tmp_path / "out" / "policy.resume", weights_only=True)["parts"]["run"]["step"] == 2
@@ -610,7 +606,7 @@ def test_a_perplexity_beyond_a_float_is_null_and_a_loss_that_is_not_finite_is_re
     broken = scaled(tmp_path / "broken.pt", generator, 3e38)
     (tmp_path / "out" / "e.json").unlink()
     line = refuse_in_one_line("evaluate", **{**good["evaluate"], "checkpoints": [generator, broken]})
-    assert re.fullmatch(rf"ERROR: the loss of {broken} is (nan|inf): .*; take an earlier checkpoint", line)
+    assert re.search(rf"loss .*{broken} .*\b(nan|inf)\b", line)
     assert not (tmp_path / "out" / "e.json").exists()
 
 
@@ -647,7 +643,7 @@ def test_no_permission_as_the_machine_reports_it(monkeypatch, good, tmp_path):
     monkeypatch.setattr("runtime.files.os.access", lambda *_: False)
     for script, option in OUTPUT_OPTION.items():
         message = refuse(script, **{**good[script], option: tmp_path / "closed" / "out"})
-        assert "no permission to write" in message
+        assert "no permission" in message and str(tmp_path) in message
     assert left_behind(tmp_path) == []
 
 
@@ -661,7 +657,7 @@ def test_a_full_disk(script, good, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert finished.status == 2, finished.err
-    assert "File too large" in finished.err
+    assert os.strerror(errno.EFBIG) in finished.err
     assert "Traceback" not in finished.err
     files = left_behind(tmp_path)
     assert not any(name.endswith((".pt", ".resume")) for name in files), files

@@ -118,7 +118,7 @@ def test_the_natural_loss_cap_ends_it(grpo, letter_share, tmp_path):
     assert len(steps) < 100
     assert looks[-1]["select_loss"] - looks[0]["select_loss"] > 0.2
     training = torch.load(tmp_path / "policy.pt")["training"]
-    assert training["stop_reason"].startswith("natural-text loss cap")
+    assert "loss cap" in training["stop_reason"]
     assert training["kept_step"] < looks[-1]["step"]  # a policy that broke a cap is not kept
 
 
@@ -144,7 +144,7 @@ def test_a_policy_that_broke_a_cap_is_never_kept(grpo, letter_share, tmp_path, g
         _, looks = grpo(letter_share, max_steps=40, natural_loss_cap=0.01, best_by=criterion)
         training = torch.load(tmp_path / "policy.pt")["training"]
         assert [look["step"] for look in looks] == [0, 10] and looks[1]["select_loss"] > looks[0]["select_loss"] + 0.01
-        assert training["stop_reason"].startswith("natural-text loss cap")
+        assert "loss cap" in training["stop_reason"]
         assert training["kept_step"] == 0 and training["difference"] == pytest.approx(0, abs=1e-6)
         assert_same_weights(weights(tmp_path / "policy.pt"), weights(generator))
 

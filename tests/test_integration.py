@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -97,12 +99,10 @@ def test_a_mismatch_is_refused_wherever_it_shows(tmp_path, corpus, generator, re
     options = {"base_model_path": foreign, "output_path": tmp_path / "out.pt", "device": "cpu"}
     assert "vocab" in refuse_in_one_line("train_reward_model", **options, head="last", data_dir=reward_data).lower()
     line = refuse_in_one_line("train_grpo", **options, reward_model_path=reward_model, dataset=corpus)
-    assert "vocab_size is 28 in the policy and 25 in the reward model" in line
-    data = prepare_options(other, generator, tmp_path / "data")
-    assert "Vocabulary size mismatch: dataset uses 28 but expected 25" in refuse_in_one_line(
-        "prepare_reward_data", **data
-    )
-    assert not (tmp_path / "out.pt").exists()
+    assert re.search(r"vocab_size .*\b28 .*\b25 ", line)
+    line = refuse_in_one_line("prepare_reward_data", **prepare_options(other, generator, tmp_path / "data"))
+    assert re.search(r"Vocabulary .*\b28 .*\b25\b", line)
+    assert not (tmp_path / "out.pt").exists() and not (tmp_path / "data").exists()
 
 
 def test_a_reward_model_takes_the_generators_trunk(generator, reward_model):
@@ -119,7 +119,7 @@ def test_unfrozen_layers_are_trained(tmp_path, generator, reward_data):
     ours, theirs = weights(tmp_path / "all.pt"), weights(generator)
     assert not any(torch.equal(ours[name], theirs[name]) for name in theirs if name in ours)
     line = refuse_in_one_line("train_reward_model", **options, output_path=tmp_path / "x.pt", unfreeze_layers=9)
-    assert "unfreeze_layers=9, but the model has 1 blocks" in line
+    assert "unfreeze_layers=9" in line and not (tmp_path / "x.pt").exists()
 
 
 def test_the_skill_of_a_reward_model(tmp_path, generator, reward_data):
@@ -175,7 +175,7 @@ def test_a_reward_model_that_predicts_is_not_called_a_constant(scorer):
     out, err, final = scorer(visible=True)
     assert final["r2_low"] > 0.3
     assert "CONSTANT" not in out
-    assert "validation blocks that did not select it" in out
+    assert "validation blocks" in out
     assert "WARNING" not in err
 
 
@@ -183,7 +183,7 @@ def test_a_reward_model_that_predicts_nothing_says_so(scorer):
     """Sequences that hold nothing of their labels: there is nothing to learn."""
     out, _, final = scorer(visible=False)
     assert final["r2_low"] <= final["r2"] <= 0
-    assert "NO BETTER THAN A CONSTANT as far as is shown: its interval is not above 0." in out
+    assert "CONSTANT" in out and "no interval" not in out
 
 
 def test_a_reward_model_without_an_interval_is_not_called_predictive(scorer):
@@ -191,14 +191,12 @@ def test_a_reward_model_without_an_interval_is_not_called_predictive(scorer):
     out, _, final = scorer(visible=True, samples_per_chunk=16)
     assert (final["r2_low"], final["r2_high"]) == (None, None)
     assert final["r2"] > 0.3
-    assert "(no interval)" in out
-    assert "NO BETTER THAN A CONSTANT as far as is shown: these samples give no interval" in out
+    assert "(no interval)" in out and "CONSTANT" in out
 
 
 def test_rows_of_unknown_blocks_are_reported(scorer):
     out, err, final = scorer(visible=True, samples_per_chunk=None)
-    assert "has no samples_per_chunk: parts and interval go by rows" in err
-    assert "validation rows that did not select it (but may share text with some that did)" in out
+    assert re.search(r"val_metadata\.txt .*samples_per_chunk", err) and "validation rows" in out
     assert final["r2_low"] > 0
 
 
@@ -241,7 +239,7 @@ def test_evaluations_within_the_training_are_shown(monkeypatch, tmp_path, corpus
     whole = eval_iters or len(WholeSplitBatches(tokens[6 * 16 :], 16, 8))  # else what does not select
     part = eval_iters or len(WholeSplitBatches(tokens[: 6 * 16 + 1], 16, 8))
     assert shown == [(part, "Evaluating"), (whole, "Evaluating")] * 2
-    assert "Model: 3.5K parameters; 128 tokens a step" in out
+    assert re.search(r" 3\.5K .* 128 tokens ", out)
 
 
 STOPPED_AT = [(1, False), (13, True), (20, True)]
@@ -256,16 +254,15 @@ def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus
         end_in_call(patch, train, "get_batch", batch, press_ctrl_c)
         finished = call("train", **options, out_dir=tmp_path / "parts")
         assert finished.status == 130
-        assert ("with --init_from resume" in finished.err) == resumable
-        assert ("Nothing was saved yet: run the same command again." in finished.err) != resumable
+        assert ("--init_from resume" in finished.err) == resumable
     if not resumable:
         line = refuse_in_one_line("train", **options, out_dir=tmp_path / "parts", init_from="resume")
-        assert "nothing to resume" in line
+        assert str(tmp_path / "parts" / "model_checkpoint.resume") in line and "--init_from scratch" in line
         return
     out = succeed("train", **options, out_dir=tmp_path / "parts", init_from="resume")
     name = "model_checkpoint"
     last_evaluation = (batch - 1) // 5 * 5
-    assert f"Resuming {tmp_path / 'parts' / name}.resume at step {last_evaluation}\n" in out
+    assert re.search(f"Resuming {tmp_path / 'parts' / name}.resume .* {last_evaluation}\n", out)
     whole, parts = (load_checkpoint(tmp_path / run / f"{name}.pt") for run in ("whole", "parts"))
     assert_same_weights(whole["model"], parts["model"])
     states = [load_state(tmp_path / run / f"{name}.resume")["parts"] for run in ("whole", "parts")]
@@ -288,12 +285,12 @@ def test_resume_refuses_changed_settings(tmp_path, corpus, generator):
         shutil.copy(generator.with_name(name), tmp_path / name)
     options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "init_from": "resume"}
     line = refuse_in_one_line("train", **{**options, "learning_rate": 0.5, "batch_size": 3})
-    assert "learning_rate was 0.001, now 0.5" in line
-    assert "batch_size was 8, now 3" in line
+    assert re.search(r"\blearning_rate \w+ 0\.001, \w+ 0\.5\b", line)
+    assert re.search(r"\bbatch_size \w+ 8, \w+ 3\b", line)
     other = make_corpus(tmp_path / "tiny_char", make_text(1000, seed=1))
-    assert "is of a run that read another corpus" in refuse_in_one_line("train", **{**options, "dataset": other})
+    assert "another corpus" in refuse_in_one_line("train", **{**options, "dataset": other})
     out = succeed("train", **{**options, "max_iters": 25})  # longer is allowed, and reported
-    assert "max_iters=25 (was 20)" in out
+    assert re.search(r"max_iters=25 .*\b20\b", out)
     assert load_state(tmp_path / "model_checkpoint.resume")["parts"]["run"]["step"] == 25
 
 
@@ -301,7 +298,7 @@ def test_early_stopping(tmp_path, corpus):
     """A demand that no step can meet: the first evaluation sets the bar, two more end the run."""
     options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "patience": 2, "min_delta": 50.0}
     out = succeed("train", **{**options, "max_iters": 100})
-    assert "Stopped at step 10 by patience: no improvement of 50.0 in 2 evaluations" in out
+    assert re.search(r"step 10 .*patience.* 50\.0 .*\b2 ", out)
     steps = [record["step"] for record in read_records(tmp_path / "model_checkpoint.jsonl") if "val_loss" in record]
     assert steps == [0, 5, 10]
 
@@ -312,7 +309,7 @@ def test_early_stopping_counts_on_after_a_resume(monkeypatch, tmp_path, corpus):
     with monkeypatch.context() as patch:
         end_in_call(patch, train, "clip_gradients", 7, press_ctrl_c)
         assert call("train", **options).status == 130
-    assert "Stopped at step 10 by patience" in succeed("train", **options, init_from="resume")
+    assert re.search("step 10 .*patience", succeed("train", **options, init_from="resume"))
 
 
 def test_short_contexts_come_first_and_every_step_has_as_many_tokens(monkeypatch, tmp_path, corpus):
@@ -333,7 +330,7 @@ def test_short_contexts_come_first_and_every_step_has_as_many_tokens(monkeypatch
         [1e-3 * factor for factor in [1 / 3, 2 / 3, *[1] * 8, *[1 - i / 10 for i in range(10)]]]
     )
     line = refuse("train", **TINY_TRAIN, dataset=corpus, out_dir=tmp_path, short_contexts=[4, 5])
-    assert "short_contexts: 5 does not divide block_size=16" in line
+    assert re.search(r"short_contexts\W+5 .*block_size=16", line)
 
 
 def test_eval_only(generator, corpus):
@@ -349,11 +346,11 @@ def test_eval_only(generator, corpus):
 def test_eval_only_needs_a_trained_model_and_the_tokens_it_was_trained_on(tmp_path, generator, corpus):
     options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path / "out", "eval_only": True}
     line = refuse_in_one_line("train", **options)
-    assert f"eval_only: {tmp_path / 'out' / 'model_checkpoint.pt'} not found: " in line
+    assert f"ERROR: eval_only: {tmp_path / 'out' / 'model_checkpoint.pt'} " in line
     assert "--out_dir" in line and "--checkpoint_name" in line
     other = make_corpus(tmp_path / "other_char", make_text(1000).replace("a", "q"))
     line = refuse_in_one_line("train", **{**options, "dataset": other, "out_dir": generator.parent})
-    assert "characters otherwise than the model; use the meta.pkl that the model was trained with" in line
+    assert re.search(f"{other / 'meta.pkl'} .* 25 ", line)
 
 
 def test_the_schedule_belongs_to_the_run_and_is_not_stretched(monkeypatch, tmp_path, corpus):
@@ -383,8 +380,7 @@ def test_going_on_at_a_learning_rate_of_0_is_refused(tmp_path, corpus, schedule)
     succeed("train", **options)
     before = folder_bytes(tmp_path)
     line = refuse_in_one_line("train", **{**options, "max_iters": 15, "init_from": "resume"})
-    assert "max_iters=15: the schedule of this run ends at step 10 with a learning rate of 0" in line
-    assert "--init_from scratch" in line and "--out_dir" in line
+    assert re.search(r"max_iters=15: .*\bstep 10 ", line) and "--init_from scratch" in line and "--out_dir" in line
     assert folder_bytes(tmp_path) == before
     succeed("train", **{**options, "init_from": "resume"})
 
@@ -435,17 +431,17 @@ def test_grpo_moves_the_policy_and_logs_every_metric(tmp_path, grpo, generator):
     evaluated = [record["step"] for record in records if "select_loss" in record]
     assert evaluated == [0, 2, 4, 5]
     assert steps[-1]["kl_start"] > 0
-    assert "Stopped after 5 steps by step limit: 5" in out
     ours, theirs = checkpoint["model"], weights(generator)
     assert any(not torch.equal(ours[name], theirs[name]) for name in theirs)
     start_record = load_checkpoint(generator)
     assert checkpoint["data"] == start_record["data"]  # the record of the training data is passed on
     assert checkpoint["tokenization"] == start_record["tokenization"]
     training = checkpoint["training"]
+    assert training["steps"] == 5
     rewards = [record["reward"] for record in steps]  # fewer than two windows: the first and the last half
     assert training["first_reward"] == pytest.approx(np.mean(rewards[:2]))
     assert training["last_reward"] == pytest.approx(np.mean(rewards[3:]))
-    assert f"{training['first_reward']:.4f} over the first 2 steps, {training['last_reward']:.4f} over the last" in out
+    assert re.search(rf" {training['first_reward']:.4f} .*\b2 .* {training['last_reward']:.4f} ", out)
     kept = next(record for record in records if record["step"] == training["kept_step"] and "select_loss" in record)
     assert training["select_loss"] == kept["select_loss"]
     assert training["start_select_loss"] == records[0]["select_loss"]
@@ -469,7 +465,7 @@ def test_grpo_shows_its_evaluations(monkeypatch, tmp_path, grpo):
     shown = spy_on_bars(monkeypatch, policy_eval)
     _, _, out = grpo(tmp_path / "policy.pt", max_steps=1)
     assert [title for _, title in shown] == ["Evaluating"] * 4  # step 0, step 1; at the end start and kept policy
-    assert ", 3.5K parameters, block_size 16" in out
+    assert re.search(" 3.5K .*block_size 16", out)
 
 
 def test_grpo_measures_both_kls(tmp_path, grpo):
@@ -518,7 +514,7 @@ def test_grpo_is_the_same_again(tmp_path, grpo):
 )
 def test_grpo_says_why_it_stopped(tmp_path, grpo, reason, steps, options):
     checkpoint, records, out = grpo(tmp_path / "policy.pt", **options)
-    assert f"Stopped after {steps} steps by {reason}" in out
+    assert re.search(rf"\b{steps} steps .*{reason}", out)
     assert checkpoint["training"]["stop_reason"].startswith(reason)
     assert checkpoint["training"]["steps"] == steps
     assert "select_loss" in records[-2]  # also where it stops between evaluations
@@ -679,7 +675,7 @@ def test_dataset_example_of_the_guide(guide_paths, capsys):
 
 def test_dataset_example_with_the_wrong_vocabulary(guide_paths):
     example = DATASET_EXAMPLE.replace("vocab_size=25", "vocab_size=65")
-    with pytest.raises(ValueError, match="Vocabulary size mismatch: dataset uses 25 but expected 65"):
+    with pytest.raises(ValueError, match=r"Vocabulary .*\b25 .*\b65\b"):
         exec(compile(example, "example", "exec"), {})
 
 
@@ -745,5 +741,6 @@ def test_perplexity_restores_the_models_mode(generator, corpus):
 def test_help_describes_every_setting():
     finished = run("train_grpo.py", "--help")
     assert finished.status == 0
-    assert "completions of each prompt" in finished.out
-    assert "--update_kl_cap" in finished.out
+    printed = re.sub(r"[│\s]+", " ", finished.out)
+    for field in fields(train_grpo.GRPOSettings):
+        assert re.search(rf" --{field.name} \S+ \w", printed), field.name

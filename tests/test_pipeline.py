@@ -39,11 +39,11 @@ def test_an_artefact_of_other_sources_is_refused(pipeline, tmp_path, changed):
     assert made.make("model.pt", "train", **options).read_text() == "made before"  # not again
     with open(tmp_path / changed, "a") as file:
         file.write("\n# a change\n")
-    with pytest.raises(UserError, match=r"model\.pt was made otherwise \(source files were "):
+    with pytest.raises(UserError, match=r"model\.pt .*\(source files "):
         made.make("model.pt", "train", **options)
     path.unlink()
     assert made.make("model.pt", "train", **options).read_text() == "made"
-    with pytest.raises(UserError, match=r"otherwise \(seed was None, now 3\)"):
+    with pytest.raises(UserError, match=r"model\.pt .*\(seed \w+ None, \w+ 3\)"):
         made.make("model.pt", "train", **options, seed=3)
 
 
@@ -63,5 +63,5 @@ def test_a_benchmark_s_own_artefact_is_of_its_inputs_and_its_own_source_too(pipe
     assert (record["settings"], record["inputs"]) == ({"seed": 1}, {"source": hash_file(source)})
     for path, text in ((source, "input source"), (maker, "input source .*; source files")):
         path.write_text("other")
-        with pytest.raises(UserError, match=rf"otherwise \({text} w"):
+        with pytest.raises(UserError, match=rf"\({text} w"):
             made.make_once("text", None, {"source": source}, {"seed": 1}, maker)

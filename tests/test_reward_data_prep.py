@@ -268,7 +268,7 @@ def test_a_corpus_shorter_than_a_block_is_refused(tmp_path, generator):
     folder = make_corpus(tmp_path / "short_char", text)
     (folder / "input.txt").write_text(text[:100])  # 90 + 10 characters: no validation block
     options = prepare_options(folder, generator, tmp_path / "out", allow_split_mismatch=True)
-    assert "10 tokens are shorter than one block of 16" in refuse_in_one_line("prepare_reward_data", **options)
+    assert re.search(r"\b10 tokens .*\b16\b", refuse_in_one_line("prepare_reward_data", **options))
     assert not (tmp_path / "out").exists()
 
 
@@ -361,7 +361,7 @@ def test_memory_that_suffices_for_nothing_is_reported(monkeypatch, tmp_path, cor
 
     monkeypatch.setattr(generation, "complete", never)
     line = refuse_in_one_line("prepare_reward_data", **prepare_options(corpus, generator, tmp_path / "out"))
-    assert "memory does not suffice for a single sample" in line
+    assert "single sample" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -422,8 +422,7 @@ def test_killed_and_resumed_ends_in_the_same_bytes(tmp_path, corpus, generator, 
     x = np.memmap(tmp_path / "killed.partial" / "contents" / "train_x.bin", np.uint16, "r+").reshape(-1, N)
     x[[row for row in range(len(x)) if row // 16 not in done]] = 65535
     del x
-    out = succeed("prepare_reward_data", **options)
-    assert "Going on with work that was interrupted" in out
+    assert re.search(r"interrupted: \d+ of \d+", succeed("prepare_reward_data", **options))
     assert folder_bytes(tmp_path / "killed") == folder_bytes(reward_data)
     assert [path.name for path in tmp_path.iterdir()] == ["killed"]
 
@@ -445,7 +444,7 @@ def test_another_amount_of_memory_changes_nothing(monkeypatch, tmp_path, corpus,
         patch.setattr(generation, "DEFAULT_CPU_ROWS", 16)
         assert call("prepare_reward_data", **options).status == 130
     out = succeed("prepare_reward_data", **options, kv_cache_mb=1)
-    assert "Going on with work that was interrupted: 8 of" in out
+    assert "interrupted: 8 of" in out
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
 
 
@@ -474,7 +473,7 @@ def test_ranks_with_different_memory_leave_nothing_out(tmp_path, generator, rewa
         completer.rows = rows
         arguments = staged, Rank(rank), completer, splits.train, "train", settings, None
         if rank == 0:  # the other's share is missing, and that is seen
-            with pytest.raises(UserError, match=r"of .* parts of train are written"):
+            with pytest.raises(UserError, match=r"\d of \d+ .*\btrain\b"):
                 prep.write_split(*arguments)
         else:
             prep.write_split(*arguments)
@@ -563,8 +562,7 @@ def test_unfinished_work_of_other_settings_is_refused(monkeypatch, tmp_path, cor
         patch.setattr(staged_folder, "publish_directory", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert call("prepare_reward_data", **options, seed=7, temperature=0.5).status == 130
     line = refuse_in_one_line("prepare_reward_data", **options)
-    assert "seed was 7, now 42" in line
-    assert "temperature was 0.5, now 1.0" in line
+    assert re.search(r"\bseed \w+ 7, \w+ 42\b", line) and re.search(r"\btemperature \w+ 0\.5, \w+ 1\.0\b", line)
     succeed("prepare_reward_data", **options, overwrite=True)
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
 
@@ -579,17 +577,19 @@ def test_ranks_give_the_same_bytes(tmp_path, corpus, generator, reward_data, num
     # What one rank refuses ends all of them, and is printed once.
     refused = run_ranks(num_ranks, "prepare_reward_data.py", **{**options, "seed": 7})
     assert refused.status != 0
-    assert refused.err.count("holds a dataset of other settings (seed was 42, now 7)") == 1
+    assert len(re.findall(r"\(seed \w+ 42, \w+ 7\)", refused.err)) == 1
 
 
-def test_finished_data(tmp_path, corpus, generator, reward_data):
+def test_finished_data(monkeypatch, tmp_path, corpus, generator, reward_data):
     shutil.copytree(reward_data, tmp_path / "out")
     options = prepare_options(corpus, generator, tmp_path / "out")
-    assert "already holds exactly this dataset: nothing to do" in succeed("prepare_reward_data", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(prep, "make_samples", None)  # not to be called
+        assert str(tmp_path / "out") in succeed("prepare_reward_data", **options)
 
     line = refuse_in_one_line("prepare_reward_data", **options, seed=1, top_k=5, max_blocks=2)
-    for difference in ("seed was 42, now 1", "top_k was None, now 5", "max_blocks was None, now 2"):
-        assert difference in line
+    for difference in (r"seed \w+ 42, \w+ 1", r"top_k \w+ None, \w+ 5", r"max_blocks \w+ None, \w+ 2"):
+        assert re.search(rf"\b{difference}\b", line)
     assert "--overwrite" in line
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
 
@@ -611,8 +611,7 @@ def test_finished_data(tmp_path, corpus, generator, reward_data):
 def test_another_split_is_refused_unless_allowed(tmp_path, corpus, generator):
     options = prepare_options(corpus, generator, tmp_path / "out", max_blocks=2, train_split=0.8)
     line = refuse_in_one_line("prepare_reward_data", **options)
-    assert "another train/validation split" in line
-    assert "--allow_split_mismatch" in line
+    assert re.search(r"train [\d,]+ tokens .*val [\d,]+ tokens .*--allow_split_mismatch", line)
     assert not (tmp_path / "out").exists()
     finished = call("prepare_reward_data", **options, allow_split_mismatch=True)
     assert finished.status == 0
@@ -627,7 +626,7 @@ def test_a_checkpoint_without_a_record_warns(tmp_path, corpus, generator):
     assert finished.status == 0
     warnings = [line for line in finished.err.splitlines() if line.startswith("WARNING")]
     assert len(warnings) == 1
-    assert "no record of its training data" in warnings[0]
+    assert "no record" in warnings[0]
 
 
 def test_the_metadata_hold_how_to_make_the_data_again(corpus, generator, reward_data):
@@ -654,11 +653,12 @@ def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator)
     text = read_text(corpus)
     foreign = make_corpus(tmp_path / "foreign_char", text + "z")
     options = prepare_options(foreign, generator, tmp_path / "out")
-    assert "Vocabulary size mismatch" in refuse_in_one_line("prepare_reward_data", **options)
+    assert re.search(r"Vocabulary .*\b26 .*\b25\b", refuse_in_one_line("prepare_reward_data", **options))
     chars = TokenizationManager(data_path=corpus).chars
     save_meta(foreign / "meta.pkl", chars[1] + chars[0] + chars[2:])
     (foreign / "input.txt").write_text(text)
-    assert "numbers its 25 characters otherwise" in refuse_in_one_line("prepare_reward_data", **options)
+    assert re.search(f"{foreign / 'meta.pkl'} .* 25 ", refuse_in_one_line("prepare_reward_data", **options))
+    assert not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -671,7 +671,7 @@ def test_load_base_model(generator, reward_model):
     assert isinstance(config, GPTConfig)
     assert (config.mode, config.block_size) == ("generator", N)
     assert not model.training
-    with pytest.raises(UserError, match="a generator is needed"):
+    with pytest.raises(UserError, match=f"{reward_model} holds a reward"):
         prep.load_base_model(str(reward_model))
 
 
@@ -717,7 +717,7 @@ def test_save_reward_dataset_reports_the_blocks(tmp_path):
     prep.save_reward_dataset(rows, labels, str(tmp_path), "val", info, samples_per_chunk=3)
     assert RewardDataset(tmp_path, "val").samples_per_chunk == 3
     for wrong in (0, -1, 4):
-        with pytest.raises(UserError, match=f"samples_per_chunk={wrong}: must be >= 1 and divide the 6 samples"):
+        with pytest.raises(UserError, match=f"samples_per_chunk={wrong}: .* 6 "):
             prep.save_reward_dataset(rows, labels, str(tmp_path / "wrong"), "val", info, samples_per_chunk=wrong)
     assert not (tmp_path / "wrong").exists()
 

@@ -1,6 +1,7 @@
 """train.py --init_from PATH: weights, shape, batches, selection, resumption, refusals.  `pytest tests/test_train.py`"""
 
 import os
+import re
 import shutil
 
 import numpy as np
@@ -85,7 +86,7 @@ def test_the_start_is_kept_where_nothing_is_better(options, generator):
     path = options["out_dir"] / "model_checkpoint.pt"
     assert load_checkpoint(path)["training"]["step"] == 0
     assert_same_weights(weights(path), weights(generator))
-    assert f"The start is better than step 4: {path} holds the start" in out
+    assert re.search(f"start .*step 4: {path} ", out)
     assert f"Best select_loss: {load_checkpoint(generator)['training']['select_loss']:.4f}" in out
 
 
@@ -116,7 +117,7 @@ def test_a_run_from_another_checkpoint_is_not_resumed(tmp_path, options, generat
     contents["model"]["transformer.ln_f.weight"] += 1
     torch.save(contents, start)
     line = refuse_in_one_line("train", **{**options, "init_from": "resume"})
-    assert f"began from another {start}" in line and "start from scratch" in line
+    assert f"another {start};" in line
 
 
 def test_an_earlier_model_is_not_replaced_before_a_step_is_evaluated(monkeypatch, options):
@@ -138,27 +139,29 @@ def test_eval_only_evaluates_the_checkpoint_that_is_named(options, generator):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"init_from": "scratchh"}, "init_from=scratchh: must be scratch, resume or the path of a checkpoint"),
-        ({"n_layer": 2}, "n_layer=2: {generator}, from which this run starts, has n_layer=1"),
-        ({"bias": True}, "bias=True: {generator}, from which this run starts, has bias=False"),
-        ({"init": "orthogonal"}, "init is ignored when init_from is '{generator}'"),
-        ({"short_contexts": 3}, "short_contexts: 3 does not divide block_size=16"),
+        ({"init_from": "scratchh"}, "init_from=scratchh"),
+        ({"n_layer": 2}, "n_layer=2: {generator}, .*n_layer=1"),
+        ({"bias": True}, "bias=True: {generator}, .*bias=False"),
+        ({"init": "orthogonal"}, "init .*'{generator}'"),
+        ({"short_contexts": 3}, "short_contexts: 3 .*block_size=16"),
     ],
 )
 def test_settings_that_do_not_go_with_a_start(options, generator, changes, problem):
     message = refuse("train", **{**options, **changes})
-    assert message.count("ERROR: ") == 1 and problem.format(generator=generator) in message
+    assert message.count("ERROR: ") == 1 and re.search(f"ERROR: {problem.format(generator=generator)}", message)
     assert not options["out_dir"].exists()
 
 
 def test_a_start_is_not_overwritten(options, generator):
+    before = generator.read_bytes()
     message = refuse("train", **{**options, "out_dir": generator.parent})
-    assert f"init_from={generator}: this run would overwrite it" in message
+    assert f"init_from={generator}: " in message and "overwrite" in message
+    assert generator.read_bytes() == before
 
 
 def test_a_start_that_is_a_reward_model_is_refused(options, reward_model):
     line = refuse_in_one_line("train", **{**options, "init_from": reward_model})
-    assert f"{reward_model} holds a reward model, but a generator is needed here" in line
+    assert f"{reward_model} holds a reward" in line
     assert not options["out_dir"].exists()
 
 
@@ -168,7 +171,7 @@ def test_a_start_of_another_tokenization_or_split_is_refused(options, tmp_path, 
     swapped = shutil.copytree(corpus, tmp_path / "swapped_char")
     np.fromfile(swapped / "val.bin", np.uint16)[::-1].tofile(swapped / "val.bin")
     line = refuse_in_one_line("train", **{**options, "dataset": swapped})
-    assert "was trained on another train/validation split" in line and "--allow_split_mismatch" not in line
+    assert re.search(r"\(val [\d,]+ tokens ", line) and "--allow_split_mismatch" not in line
     assert not options["out_dir"].exists()
 
 

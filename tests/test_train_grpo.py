@@ -4,6 +4,7 @@ pytest tests/test_train_grpo.py
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_a_reward_model_that_predicts_is_let_through(good):
     finished = call("train_grpo", **good)
     assert finished.status == 0, finished.err
     assert "WARNING" not in finished.err
-    assert "R2 of the reward model on 40 texts of the policy: 0.9" in finished.out
+    assert re.search(r"R2 .*\b40 .*: 0\.9", finished.out)
     assert load_checkpoint(good["output_path"])["training"]["steps"] == 1
 
 
@@ -55,8 +56,7 @@ def test_an_unpredictive_reward_model_is_refused(good, tmp_path, reward_model):
     assert gate["r2_low"] <= 0
     line = refuse_in_one_line("train_grpo", **options)
     r2 = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"])
-    assert f"{reward_model} does not predict where this policy's text begins: R2 {r2}; train one that predicts" in line
-    assert line.endswith("--allow_unpredictive_reward True")
+    assert f"{reward_model} " in line and f"R2 {r2};" in line and "--allow_unpredictive_reward True" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -65,19 +65,19 @@ def test_an_unpredictive_reward_model_may_be_allowed(good, reward_model):
     assert finished.status == 0, finished.err
     warnings = [line for line in finished.err.splitlines() if line.startswith("WARNING")]
     assert len(warnings) == 1
-    assert "does not predict" in warnings[0] and warnings[0].endswith("; going on, as allowed")
+    assert f"{reward_model} " in warnings[0] and " R2 " in warnings[0]
     assert good["output_path"].is_file()
 
 
 def test_too_few_blocks_show_nothing(good, tmp_path, corpus):
     """Even of a good reward model: of 22 validation blocks the gate has 10, of 21 nine."""
-    assert "gate_blocks=9: must be >= 10" in refuse("train_grpo", **good, gate_blocks=9)
+    assert "gate_blocks=9" in refuse("train_grpo", **good, gate_blocks=9)
     short = tmp_path / "short_char"
     shutil.copytree(corpus, short)
     tokens = np.fromfile(corpus / "val.bin", np.uint16)
     tokens[: 21 * 16].tofile(short / "val.bin")
     line = refuse_in_one_line("train_grpo", **{**good, "dataset": short})
-    assert "R2 0.9" in line and "(no interval); the test had 9 natural blocks, but needs 10: use more" in line
+    assert re.search(r"R2 0\.9.*\(no interval\).*\b9 .*\b10\b", line)
     assert not (tmp_path / "out").exists()
     tokens[: 22 * 16].tofile(short / "val.bin")
     succeed("train_grpo", **{**good, "dataset": short})
@@ -88,10 +88,10 @@ def test_the_gate_by_hand(capsys, low):
     predicts, does_not = {"r2_low": 1e-6, "num_blocks": 50}, {"r2_low": low, "num_blocks": 50}
     train_grpo.check_gate(GRPOSettings(reward_model_path="reward_model.pt"), predicts, "0.1")
     assert capsys.readouterr().err == ""
-    with pytest.raises(UserError, match=r"ERROR: reward_model\.pt does not predict .*: R2 0\.1;"):
+    with pytest.raises(UserError, match=r"reward_model\.pt .*R2 0\.1;"):
         train_grpo.check_gate(GRPOSettings(reward_model_path="reward_model.pt"), does_not, "0.1")
     train_grpo.check_gate(GRPOSettings(reward_model_path="reward_model.pt", allow_blind_reward=True), does_not, "0.1")
-    assert "WARNING: reward_model.pt does not predict" in capsys.readouterr().err
+    assert "WARNING: reward_model.pt " in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, request, scorer
     before = folder_bytes(options["base_model_path"].parent)
     out = succeed("train_grpo", **options, gate_path=tmp_path / "gates" / "gate.json")
     gate = json.loads((tmp_path / "gates" / "gate.json").read_text(), parse_constant=pytest.fail)
-    assert f"Saved {tmp_path / 'gates' / 'gate.json'}" in out and "Stopped after" not in out
-    assert f"R2 of the reward model on 40 texts of the policy: {gate['r2']:.4f} ({gate['r2_low']:.4f} to " in out
+    assert f"Saved {tmp_path / 'gates' / 'gate.json'}" in out and "Stopped" not in out
+    assert f" {gate['r2']:.4f} ({gate['r2_low']:.4f} to " in out
     assert (gate["num_blocks"], gate["num_sequences"], gate["num_tokens"]) == (10, 40, 16)
     assert (gate["r2_low"] > 0.8) == (scorer == "predictive_reward_model")
     assert not (tmp_path / "out").exists() and folder_bytes(options["base_model_path"].parent) == before
@@ -161,7 +161,7 @@ def test_a_validation_split_of_three_blocks_is_too_short(good, tmp_path, corpus)
     tokens = np.fromfile(short / "val.bin", np.uint16)
     tokens[:63].tofile(short / "val.bin")
     line = refuse_in_one_line("train_grpo", **{**good, "dataset": short})
-    assert "63 validation tokens are fewer than four blocks of 16: use more text" in line
+    assert re.search(r"\b63 validation .*\b16\b", line)
     tokens[:64].tofile(short / "val.bin")
     assert "R2 " in refuse_in_one_line("train_grpo", **{**good, "dataset": short})
     assert not (tmp_path / "out").exists()
@@ -173,10 +173,9 @@ def test_a_validation_split_of_three_blocks_is_too_short(good, tmp_path, corpus)
 
 def test_k1_in_the_loss_is_refused_with_the_way_out(good, tmp_path, reward_model):
     line = refuse_in_one_line("train_grpo", **good, kl_estimator="k1", beta=20.0)
-    assert "kl_estimator=k1 with beta=20: as a loss k1 has an expected gradient of 0" in line
-    assert line.endswith("--beta 0 --kl_in_reward 20")
+    assert "kl_estimator=k1" in line and "beta=20:" in line and "--beta 0 --kl_in_reward 20" in line
     resolved = {**good, "reward_model_path": reward_model, "kl_estimator": "k1"}  # beta None: 0.04
-    assert "kl_estimator=k1 with beta=0.04" in refuse_in_one_line("train_grpo", **resolved)
+    assert "beta=0.04:" in refuse_in_one_line("train_grpo", **resolved)
     assert not (tmp_path / "out").exists()
     succeed("train_grpo", **good, kl_estimator="k1")  # a likelihood head: beta None is 0
 
@@ -186,7 +185,8 @@ def test_the_criterion_must_fit_the_head(good, tmp_path, reward_model):
     options = {**good, "reward_model_path": reward_model}
     assert "best_by=divergence" in refuse_in_one_line("train_grpo", **options, best_by="divergence")
     assert not (tmp_path / "out").exists()
-    assert "(best by divergence)" in succeed("train_grpo", **good)
+    succeed("train_grpo", **good)
+    assert load_checkpoint(good["output_path"])["training"]["settings"]["best_by"] == "divergence"
     records = read_records(good["output_path"].with_suffix(".jsonl"))
     assert all("above_natural" not in record for record in records)
     assert all("kl_mixture" in record for record in records if "select_loss" in record or "final" in record)
@@ -222,7 +222,7 @@ def test_a_resumed_run_keeps_its_window():
 def test_the_threshold_may_be_relative_to_natural_text():
     settings = GRPOSettings(max_steps=40, natural_threshold=0.9)
     assert reason(settings, [0.53] * 4) is None
-    assert reason(settings, [0.55] * 4) == "natural threshold: 0.550 >= 0.9 of natural text's 0.600"
+    assert re.match(r"natural threshold: 0\.550 .*\b0\.9 .*\b0\.600", reason(settings, [0.55] * 4))
     assert reason(settings, [0.95] * 4).startswith("reward threshold")  # the absolute one keeps its meaning
     assert reason(GRPOSettings(max_steps=40), [0.55] * 4) is None
 
@@ -255,8 +255,7 @@ def test_a_reward_model_of_another_generator_is_refused_with_both_hashes(good, t
     """An R2 of 0 may be allowed; this not."""
     options = {**good, "base_model_path": knowing, "allow_blind_reward": allowed}
     line = refuse_in_one_line("train_grpo", **options)
-    assert "was trained against another generator (sha256 " in line
-    assert f"{hash_file(generator)[:12]}...) than {knowing} ({hash_file(knowing)[:12]}...)" in line
+    assert re.search(rf"\b{hash_file(generator)[:12]}\b.* {knowing} .*\b{hash_file(knowing)[:12]}\b", line)
     assert not (tmp_path / "out").exists()
 
 
@@ -266,7 +265,7 @@ def test_a_reward_model_that_does_not_say_its_generator_is_reported(good, tmp_pa
     torch.save(contents, tmp_path / "silent.pt")
     finished = call("train_grpo", **{**good, "reward_model_path": tmp_path / "silent.pt"})
     assert finished.status == 0
-    assert f"WARNING: {tmp_path / 'silent.pt'} does not say against which generator it was trained" in finished.err
+    assert re.search(f"WARNING: {tmp_path / 'silent.pt'} .*generator", finished.err)
 
 
 @pytest.mark.parametrize(("name", "value"), [("block_size", 8), ("vocab_size", 30)])
@@ -274,7 +273,7 @@ def test_a_likelihood_reward_model_of_other_tokens_is_refused_with_both_values(g
     sizes = {"vocab_size": 25, name: value}
     policy = make_checkpoint(tmp_path / "policy.pt", sizes.pop("vocab_size"), **sizes)
     line = refuse_in_one_line("train_grpo", **{**good, "base_model_path": policy})
-    assert f"{name} is {value} in the policy and {16 if name == 'block_size' else 25} in the reward model" in line
+    assert re.search(rf"{name} .*\b{value} .*\b{16 if name == 'block_size' else 25} ", line)
     assert not (tmp_path / "out").exists()
 
 
@@ -284,8 +283,7 @@ def test_a_reward_model_of_another_alphabet_is_refused_with_both_characters(good
     contents["tokenization"]["chars"] = chars[:-1] + "\u00ff"
     torch.save(contents, tmp_path / "policy.pt")
     line = refuse_in_one_line("train_grpo", **{**good, "base_model_path": tmp_path / "policy.pt"})
-    said = f"character {len(chars) - 1} is '\u00ff' in the policy and {chars[-1]!r} in the reward model"
-    assert f"ERROR: {said}: they do not match" in line
+    assert re.search(rf"character {len(chars) - 1} .*'\u00ff' .*{chars[-1]!r} ", line)
     assert not (tmp_path / "out").exists()
 
 

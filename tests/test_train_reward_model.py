@@ -173,8 +173,8 @@ def test_control_predicts_nothing(good, knowing):
 def test_options_without_effect_are_refused(good, knowing):
     message = refuse("train_reward_model", **good, trunk=knowing, batch_size=7, dropout=0.1)
     for name in ("dropout", "batch_size"):
-        assert f"ERROR: {name} is ignored when head is 'likelihood'\n" in message
-        assert f"SUGGESTION: Remove --{name}, or use --head last or position\n" in message + "\n"
+        assert re.search(f"ERROR: {name} .*'likelihood'\n", message)
+        assert re.search(f"SUGGESTION: .*--{name}, .*--head last or position\n", message + "\n")
     assert message.count("ERROR: ") == 2
 
 
@@ -190,11 +190,9 @@ def test_without_a_trunk_the_command_that_makes_it_is_given(good, tmp_path, corp
     config = [str(tmp_path / "config.py")] if with_config else []
     lines = refuse("train_reward_model", *config, **good).splitlines()
     said = [line for line in lines if "ERROR: " in line]
-    assert (
-        len(said) == 1 and "a likelihood head needs a model of natural text: make it with `python train.py " in said[0]
-    )
+    assert len(said) == 1 and "`python train.py " in said[0]
     trunk = folder / "natural_model.pt"
-    assert f"  SUGGESTION: Name it with --trunk {trunk}" in lines and not folder.exists()
+    assert lines[-1].endswith(f" --trunk {trunk}") and not folder.exists()
     command = shlex.split(said[0].split("`")[1])
     assert ("--section" in command) == with_config
     succeed("train", *command[2:], **({} if with_config else {"max_iters": 3}), device="cpu")
@@ -210,9 +208,7 @@ def test_options_of_the_training_on_natural_text_are_refused(good, tmp_path, gen
     path.write_text("train_reward_model = dict(lm_iters=250)\n" if where == "settings file" else "")
     arguments = {"option": ["--lm_iters", "250"], "--name=value": ["--lm-iters=250"]}.get(where, [])
     line = refuse_in_one_line("train_reward_model", str(path), *arguments, **good)
-    assert line.startswith(
-        "ERROR: lm_iters: the model of natural text is trained by train.py: `python train.py --config "
-    )
+    assert line.startswith("ERROR: lm_iters: ") and "`python train.py --config " in line
     assert f" --section natural_model --init_from {generator} --dataset {corpus} " in line
     assert f"--trunk {good['output_path'].with_name('natural_model.pt')}" in line
     assert not good["output_path"].parent.exists()
@@ -225,11 +221,11 @@ def test_a_control_that_fails_costs_nothing(monkeypatch, good, knowing):
     monkeypatch.setattr(train_reward_model, "shuffled", fails)
     finished = call("train_reward_model", **{**good, "control": True}, trunk=knowing)
     assert finished.status == 0
-    assert "WARNING: the control on shuffled labels failed: val_loss is nan" in finished.err
+    assert re.search("WARNING: .*control .*: val_loss is nan", finished.err)
     assert trained(good)[0]["training"]["skill"]["control_r2"] is None
 
 
-def test_a_trunk_of_another_split_is_refused(good, tmp_path, corpus):
+def test_a_trunk_of_another_split_is_refused(good, tmp_path, corpus, generator):
     """It may have learned the validation text."""
     other = tmp_path / "swapped_char"
     shutil.copytree(corpus, other)
@@ -238,7 +234,8 @@ def test_a_trunk_of_another_split_is_refused(good, tmp_path, corpus):
     succeed("train", dataset=other, out_dir=tmp_path / "other", **{**TINY_TRAIN, "max_iters": 1})
     trunk = tmp_path / "other" / "model_checkpoint.pt"
     line = refuse_in_one_line("train_reward_model", **good, trunk=trunk)
-    assert "was trained with another validation split (sha256 " in line
+    theirs, ours = (load_checkpoint(path)["data"]["val_sha256"][:12] for path in (trunk, generator))
+    assert re.search(rf"{trunk} .*\b{theirs}\b.*\b{ours}\b", line)
     assert not good["output_path"].exists()
 
 
@@ -249,7 +246,7 @@ def test_the_generator_is_no_trunk_and_a_refusal_leaves_earlier_records(good, tm
     before = records.read_bytes()
     copy = shutil.copy(generator, tmp_path / "copy.pt")
     line = refuse_in_one_line("train_reward_model", **good, head=head, trunk=copy)
-    assert f"{copy} is the generator itself" in line
+    assert re.search(f"{copy} .*generator itself", line)
     assert records.read_bytes() == before
 
 
@@ -318,9 +315,8 @@ def test_what_diverges_after_a_good_epoch_keeps_the_good_model(monkeypatch, good
     with monkeypatch.context() as patch:
         patch.setattr(train_reward_model, function, diverges)
         line = refuse_in_one_line("train_reward_model", **{**options, "max_epochs": 9})
-    assert ("is not finite" if place == "loss" else "epoch 3: val_loss is inf: the model has diverged") in line
-    assert line.count("lower the learning rate") == 1
-    assert line.endswith("epoch 2 is kept: --init_from resume --max_epochs 2 ends the run there")
+    assert re.match("ERROR: epoch 3: " + (".*gradient of " if place == "loss" else "val_loss .*inf"), line)
+    assert line.count("learning rate") == 1 and "--init_from resume --max_epochs 2 " in line
     succeed("train_reward_model", **{**options, "max_epochs": 2, "init_from": "resume"})
     assert_same_weights(weights(options["output_path"]), weights(tmp_path / "before.pt"))
 
@@ -329,7 +325,7 @@ def test_what_diverges_at_once_leaves_nothing(monkeypatch, good):
     original = train_reward_model.weighted_loss
     monkeypatch.setattr(train_reward_model, "weighted_loss", lambda *a, **k: original(*a, **k) * math.nan)
     line = refuse_in_one_line("train_reward_model", **good, **POSITION)
-    assert "is not finite" in line and line.count("lower the learning rate") == 1
+    assert re.match("ERROR: epoch 1: .*gradient of ", line) and line.count("learning rate") == 1
     assert not good["output_path"].exists() and not good["output_path"].with_suffix(".png").exists()
 
 
@@ -375,16 +371,16 @@ def test_a_trunk_that_reads_more_is_cut_to_the_generator(good, tmp_path, generat
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"vocab_size": 30}, "vocab_size is 30 in {trunk} and 25 in the generator: they do not match"),
-        ({"num_tokens": 20}, "num_real_tokens is 20 in {trunk} and 25 in the generator: they do not match"),
-        ({"block_size": 8}, "block_size is 8 in {trunk} and 16 in the generator: a trunk must not read less"),
+        ({"vocab_size": 30}, "vocab_size .*30 .*{trunk} .*25 "),
+        ({"num_tokens": 20}, "num_real_tokens .*20 .*{trunk} .*25 "),
+        ({"block_size": 8}, "block_size .*8 .*{trunk} .*16 "),
     ],
 )
 def test_a_trunk_that_does_not_fit_is_refused_with_both_values(good, tmp_path, generator, config, said):
     text = make_text(1000) + "&%$§!"
     other = TokenizationManager.from_text(text).to_record() if "vocab_size" in config else None
     trunk = variant(tmp_path / "trunk.pt", generator, other, **config)
-    assert said.format(trunk=trunk) in refuse_in_one_line("train_reward_model", **good, trunk=trunk)
+    assert re.search(said.format(trunk=trunk), refuse_in_one_line("train_reward_model", **good, trunk=trunk))
     assert not (tmp_path / "out").exists()
 
 
@@ -393,13 +389,13 @@ def test_a_trunk_of_another_tokenizer_is_refused(good, tmp_path, generator):
     chars = record["chars"].replace("a", "B")  # as many characters, but not the same
     trunk = variant(tmp_path / "trunk.pt", generator, {**record, "chars": "".join(sorted(chars))})
     line = refuse_in_one_line("train_reward_model", **good, trunk=trunk)
-    assert re.search(f"character [0-9]+ is '.*' in {trunk} and '.*' in the generator: they do not match", line)
+    assert re.search(rf"character \d+ .*'.' .*{trunk} .*'.' ", line)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_trunk_that_is_no_generator_is_refused(good, tmp_path, reward_model):
     line = refuse_in_one_line("train_reward_model", **good, trunk=reward_model)
-    assert f"{reward_model} holds a reward model, but a generator is needed here" in line
+    assert f"{reward_model} holds a reward" in line
     message = refuse("train_reward_model", **good, trunk=tmp_path / "absent.pt")
     assert f"ERROR: Model file not found: {tmp_path / 'absent.pt'} (--trunk)" in message
     assert not (tmp_path / "out").exists()
@@ -408,9 +404,9 @@ def test_a_trunk_that_is_no_generator_is_refused(good, tmp_path, reward_model):
 @pytest.mark.parametrize(
     ("options", "said", "way_out"),
     [
-        ({"head": "last", "loss": "nll"}, "loss=nll: a last head knows one share a sequence", "choose --head position"),
-        ({"head": "last", "loss": "token"}, "loss=token: a last head knows one share", "choose --head position"),
-        ({"unfreeze_layers": -1}, "unfreeze_layers is ignored when head is 'likelihood'", "Remove --unfreeze_layers"),
+        ({"head": "last", "loss": "nll"}, "loss=nll", "--head position"),
+        ({"head": "last", "loss": "token"}, "loss=token", "--head position"),
+        ({"unfreeze_layers": -1}, "unfreeze_layers", "--unfreeze_layers"),
     ],
 )
 def test_settings_that_make_no_sense_together(good, tmp_path, knowing, options, said, way_out):
@@ -440,10 +436,10 @@ def test_the_sampling_is_that_of_the_reward_data(good, tmp_path, corpus, generat
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("one crossover", "every label is K/N = 0.25: texts all natural up to the same place hold nothing"),
-        ("all natural", "every label is K/N = 1: texts all natural hold nothing to distinguish"),
-        ("all written", "every label is K/N = 0: texts all written hold nothing to distinguish"),
-        ("one token", "every token is 7: a constant text teaches nothing"),
+        ("one crossover", "K/N = 0.25:"),
+        ("all natural", "K/N = 1:"),
+        ("all written", "K/N = 0:"),
+        ("one token", "token .*7:"),
     ],
 )
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -460,8 +456,7 @@ def test_degenerate_data(good, tmp_path, corpus, knowing, kind, said, split, hea
         save_reward_dataset(list(x), list(y), str(tmp_path / "data"), name, info, samples_per_chunk=4)
     options = {**good, "data_dir": tmp_path / "data", "head": head, "trunk": knowing}
     line = refuse_in_one_line("train_reward_model", **options)
-    assert f"{tmp_path / 'data'}, {split} split: {said}" in line
-    assert line.endswith("make the data anew with prepare_reward_data.py")
+    assert re.search(f"{tmp_path / 'data'}, {split} split: .*{said}", line) and "prepare_reward_data.py" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -475,5 +470,5 @@ def test_a_single_sequence_that_differs_is_enough(good, tmp_path, corpus):
         save_reward_dataset(list(x), list(y), str(tmp_path / "data"), name, info, samples_per_chunk=4)
     before = folder_bytes(tmp_path / "data")
     out = succeed("train_reward_model", **{**good, **TINY_REWARD, "data_dir": tmp_path / "data", "max_epochs": 1})
-    assert "NO BETTER THAN A CONSTANT as far as is shown: these samples give no interval" in out
+    assert "CONSTANT" in out and "(no interval)" in out
     assert folder_bytes(tmp_path / "data") == before
