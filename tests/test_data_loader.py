@@ -72,15 +72,15 @@ def test_a_data_path_is_a_file_or_a_folder(tmp_path):
 
 
 def test_texts_that_cannot_be_read_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"Data file not found: .*absent\.txt"):
+    with pytest.raises(UserError, match=r"not found: .*absent\.txt"):
         read_text(tmp_path / "absent.txt")
-    with pytest.raises(UserError, match=r"Data file not found: .*input\.txt"):
+    with pytest.raises(UserError, match=r"not found: .*input\.txt"):
         read_text(tmp_path)
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match="is empty"):
         read_text(tmp_path / "empty.txt")
     (tmp_path / "latin1.txt").write_bytes("voilà".encode("latin-1"))
-    with pytest.raises(UserError, match=r"is not UTF-8 text: .* at byte 4"):
+    with pytest.raises(UserError, match=r"latin1\.txt .*UTF-8 .*byte 4"):
         read_text(tmp_path / "latin1.txt")
 
 
@@ -89,7 +89,7 @@ def test_the_split_is_by_characters_and_loses_none(text, train_split):
     tokenizer = TokenizationManager.from_text(text)
     boundary = int(len(text) * train_split)
     if boundary == 0:
-        with pytest.raises(UserError, match="one part is empty"):
+        with pytest.raises(UserError, match=f"{len(text)} .*train_split={train_split}"):
             split_and_encode(text, tokenizer, train_split)
         return
     splits = split_and_encode(text, tokenizer, train_split)
@@ -108,7 +108,7 @@ def test_bpe_encodes_each_part_by_itself(bpe):
 
 @pytest.mark.parametrize("train_split", [0.0, 1.0, -0.1, 1.5, float("nan")])
 def test_splits_out_of_range_are_refused(train_split):
-    with pytest.raises(UserError, match="must be > 0 and < 1"):
+    with pytest.raises(UserError, match=f"^ERROR: train_split={train_split}"):
         split_and_encode(TEXT, TokenizationManager.from_text(TEXT), train_split)
 
 
@@ -116,7 +116,7 @@ def test_vocabularies_beyond_uint16_are_refused():
     class Large:
         vocab_size = 65537
 
-    with pytest.raises(UserError, match="vocab_size=65,537: token files are uint16, so at most 65,536"):
+    with pytest.raises(UserError, match=r"vocab_size=65,537: .*65,536"):
         split_and_encode(TEXT, Large())
 
 
@@ -178,10 +178,10 @@ def test_bad_token_files_are_refused(tmp_path):
     with pytest.raises(BinaryFileError, match="is empty"):
         open_token_file(path, "val", 65)
     path.write_bytes(b"\x01\x00\x02")
-    with pytest.raises(BinaryFileError, match="has an odd length, 3 bytes"):
+    with pytest.raises(BinaryFileError, match=r"val\.bin .* 3 bytes"):
         open_token_file(path, "val", 65)
     uint16(range(10)).tofile(path)
-    with pytest.raises(BinaryFileError, match="has 10 tokens, but 11 are needed: use a smaller block_size"):
+    with pytest.raises(BinaryFileError, match=r"val\.bin .*10 tokens, .*11 .*block_size"):
         open_token_file(path, "val", 65, 11)
     assert len(open_token_file(path, "val", 10, 10)) == 10
 
@@ -205,14 +205,14 @@ def test_load_binary_reports_the_faults_of_both_files(tmp_path):
     with pytest.raises(BinaryFileError) as caught:
         load_binary(tmp_path / "train.bin", tmp_path / "val.bin", vocab_size=65, block_size=4)
     first, second = str(caught.value).splitlines()
-    assert "3 tokens, but 4 are needed" in first
+    assert "train.bin" in first and "3 tokens" in first
     assert second.startswith("Validation binary file not found")
 
 
 def test_tokens_that_do_not_fit_are_not_written(tmp_path):
-    with pytest.raises(BinaryFileError, match="token files are uint16"):
+    with pytest.raises(BinaryFileError, match=r"^Token range incompatible in val data"):
         write_token_files(tmp_path, TokenSplits(np.array([1]), np.array([65536])))
-    with pytest.raises(BinaryFileError, match="token files are uint16"):
+    with pytest.raises(BinaryFileError, match=r"^Token range incompatible in train data"):
         write_token_files(tmp_path, TokenSplits(np.array([-1]), np.array([1])))
     assert list(tmp_path.iterdir()) == []
 
@@ -226,7 +226,7 @@ def test_neither_file_appears_where_one_cannot_be_written(tmp_path, monkeypatch)
         return write_bytes(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="Errno 28"):
         write_token_files(tmp_path, TokenSplits(uint16([1]), uint16([2])))
     assert list(tmp_path.iterdir()) == []
 
@@ -255,7 +255,7 @@ def test_get_batch_works_with_the_fewest_tokens_and_refuses_fewer():
     x, y = get_batch(uint16([7, 8, 9]), 2, 3, np.random.default_rng(0))
     assert x.tolist() == [[7, 8]] * 3
     assert y.tolist() == [[8, 9]] * 3
-    with pytest.raises(UserError, match=r"block_size=3: the data has 3 tokens, block_size \+ 1 are needed"):
+    with pytest.raises(UserError, match=r"block_size=3: .* 3 tokens"):
         get_batch(uint16([7, 8, 9]), 3, 3, np.random.default_rng(0))
 
 
@@ -274,7 +274,7 @@ def test_whole_split_batches_predict_every_token_but_the_first_once(num_tokens, 
 
 
 def test_whole_split_batches_need_a_token_to_predict():
-    with pytest.raises(UserError, match="holds nothing to predict"):
+    with pytest.raises(UserError, match=" 1 tokens"):
         WholeSplitBatches(uint16([1]), 4, 2)
 
 
@@ -286,7 +286,7 @@ def test_prepare_characters_end_to_end_and_the_benchmark_on_it(tmp_path):
     (tmp_path / "input.txt").write_text(TEXT)
     result = run("data/shakespeare_char/prepare.py", "--out_dir", tmp_path)
     assert result.status == 0, result.err
-    assert f"train has {int(len(TEXT) * 0.9):,} tokens" in result.out
+    assert f" {int(len(TEXT) * 0.9):,} tokens" in result.out
     tokenizer = TokenizationManager(data_path=tmp_path)
     assert tokenizer.chars == "".join(sorted(set(TEXT)))
     binary = load_binary(tmp_path / "train.bin", tmp_path / "val.bin", tokenizer.vocab_size)
@@ -295,11 +295,11 @@ def test_prepare_characters_end_to_end_and_the_benchmark_on_it(tmp_path):
 
     result = run("benchmarks/loading.py", "--data_dir", tmp_path, "--num_runs", 2)
     assert result.status == 0, result.err
-    assert "both modes give the same tokens" in result.out
+    assert f" char {len(TEXT):>12,}" in result.out
 
     result = run("data/shakespeare/prepare.py", "--out_dir", tmp_path)  # its meta.pkl says: characters
     assert result.status == 2
-    assert "a meta.pkl in it" in result.err
+    assert "meta.pkl" in result.err
 
 
 def test_prepare_bpe_end_to_end(bpe, tmp_path):
@@ -308,7 +308,7 @@ def test_prepare_bpe_end_to_end(bpe, tmp_path):
     assert result.status == 0, result.err
     binary = load_binary(tmp_path / "train.bin", tmp_path / "val.bin", 50257)
     assert splits_equal(binary, load_text(tmp_path, TokenizationManager(data_path=tmp_path)))
-    assert f"val has {len(binary.val):,} tokens" in result.out
+    assert f" {len(binary.val):,} tokens" in result.out
 
 
 def test_prepare_ends_with_one_line_for_a_corpus_that_is_empty(tmp_path):

@@ -271,7 +271,7 @@ def test_rotary_scores_depend_on_the_distance_alone(query, key, shift, seed):
 def test_sequences_longer_than_the_block_are_refused(position, mode):
     model = tiny_model(position=position, mode=mode)
     model(some_ids(1, 12))
-    with pytest.raises(UserError, match="13 tokens does not fit block_size 12"):
+    with pytest.raises(UserError, match=r"13 tokens .*block_size 12"):
         model(some_ids(1, 13))
 
 
@@ -283,10 +283,10 @@ def test_a_model_cropped_to_shorter_sequences_says_the_same_of_them(position):
     assert model.config.block_size == 7 and shared.block_size == 12
     idx, targets = some_ids(3, 7), some_ids(3, 7, seed=2)
     assert torch.equal(model.trunk(idx), whole.trunk(idx))
-    with pytest.raises(UserError, match="8 tokens does not fit block_size 7"):
+    with pytest.raises(UserError, match=r"8 tokens .*block_size 7"):
         model(some_ids(1, 8))
     for wanted in (8, 12):
-        with pytest.raises(UserError, match=f"a model of block_size 7 cannot read {wanted} tokens"):
+        with pytest.raises(UserError, match=f"block_size 7 .*{wanted} tokens"):
             model.crop_block_size(wanted)
     model.crop_block_size(7)  # no change
     again = GPT(model.config).eval()
@@ -326,7 +326,7 @@ def test_padding_ids_have_no_probability_and_change_nothing_else():
 def test_padding_ids_are_no_prompt():
     model = tiny_model(vocab_size=16, num_tokens=11)
     model.generate(torch.tensor([[10]]), 1)
-    with pytest.raises(UserError, match=r"span \[3, 11\], but this model knows \[0, 10\]"):
+    with pytest.raises(UserError, match=r"\[3, 11\].*\[0, 10\]"):
         model.generate(torch.tensor([[3, 11]]))
     with pytest.raises(UserError, match=r"\[-1, -1\]"):
         model.generate(torch.tensor([[-1]]))
@@ -406,7 +406,7 @@ def test_an_odd_head_size_is_fine_with_learned_positions():
 
 
 def test_a_reward_model_cannot_generate():
-    with pytest.raises(UserError, match="reward model cannot generate"):
+    with pytest.raises(UserError, match="reward model"):
         tiny_model(mode="reward").generate(some_ids(1, 1))
 
 

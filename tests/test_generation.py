@@ -253,7 +253,7 @@ def test_rows_follow_from_the_memory_allowed():
     assert Completer(model, N, kv_cache_mb=1).rows == 2**20 // row
     assert Completer(model, N).rows == generation.DEFAULT_CPU_ROWS
     model.config.n_embd *= 2**20
-    with pytest.raises(UserError, match="kv_cache_mb=1: keys and values of one sample take"):
+    with pytest.raises(UserError, match=f"kv_cache_mb=1: .* {row} MiB"):
         Completer(model, N, kv_cache_mb=1)
 
 
@@ -285,7 +285,7 @@ def test_a_failure_to_compile_is_reported(monkeypatch):
     original = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **options: original(model, backend=backend, **options))
     model = tiny_model()
-    with pytest.raises(UserError, match=r"torch.compile failed .*use --compile False"):
+    with pytest.raises(UserError, match=r"torch\.compile .*--compile False"):
         Completer(compile_model(model), N)(blocks(2), lengths(2, 2), draws(2, 2, N), Sampling())
 
 
@@ -442,18 +442,18 @@ def test_logits_that_are_nan_are_reported(sampling):
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight[4, 0] = torch.nan
-    with pytest.raises(UserError, match="logits are NaN or infinite"):
+    with pytest.raises(UserError, match="NaN"):
         complete(model, blocks(2), lengths(2, 2), draws(2, 2, N), sampling)
-    with pytest.raises(UserError, match="logits are NaN or infinite"):
+    with pytest.raises(UserError, match="NaN"):
         generate(model, torch.zeros(1, N, dtype=torch.int64), 1, sampling)
 
 
 def test_impossible_completions_are_reported():
     model = tiny_model()
     for k in (0, N + 1):
-        with pytest.raises(UserError, match=rf"prefix lengths must lie in \[1, {N}\]"):
+        with pytest.raises(UserError, match=rf"\[1, {N}\]"):
             complete(model, blocks(1), torch.tensor([[k]]), draws(1, 1, N), Sampling())
-    with pytest.raises(UserError, match="11 positions asked for, but the model's block_size is 10"):
+    with pytest.raises(UserError, match=r"11 positions .*block_size is 10"):
         complete(model, blocks(1, N + 1), torch.tensor([[1]]), draws(1, 1, N + 1), Sampling())
 
 

@@ -44,7 +44,7 @@ def test_runs_are_counted_and_failures_named(tmp_path, monkeypatch, capfd):
         kernels.main()
     assert end.value.code == 1
     out = capfd.readouterr().out
-    assert "##### run 1 of 1: SSE, all. ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41" in out
+    assert "run 1 of 1: SSE" in out
     lines = out[out.index("kernels  ") :].splitlines()
     assert lines[1].split()[:6] == ["SSE", "DEFAULT", "all", "2", "1", "1"]
-    assert len(lines) == 3 and lines[2].startswith("FAILED with SSE: ") and lines[2].endswith("::test_fails")
+    assert len(lines) == 3 and lines[2].startswith("FAILED") and "SSE" in lines[2] and lines[2].endswith("::test_fails")

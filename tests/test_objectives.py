@@ -135,7 +135,7 @@ def test_reward_losses_take_scores_or_log_probabilities():
         from_log_probs = objectives.reward_loss(scores.log_softmax(-1), targets, loss)
         torch.testing.assert_close(objectives.reward_loss(scores, targets, loss), from_log_probs)
     assert objectives.reward_loss(scores, targets).equal(F.mse_loss(scores.softmax(-1), targets))
-    with pytest.raises(UserError, match="loss='l1' is not known: use one of mse, cross_entropy"):
+    with pytest.raises(UserError, match=r"loss='l1' .* mse, cross_entropy$"):
         objectives.reward_loss(scores, targets, "l1")
 
 
@@ -293,7 +293,7 @@ def test_crossover_losses_of_extreme_evidence_stay_finite(loss, size):
 
 def test_crossover_losses_refuse_others_and_compute_in_float32():
     evidence, targets = torch.randn(2, 5), torch.tensor([[0.4, 0.6]] * 2)
-    with pytest.raises(UserError, match="loss='l1' is not known: use one of mse, cross_entropy, token, nll"):
+    with pytest.raises(UserError, match=r"loss='l1' .* mse, cross_entropy, token, nll$"):
         objectives.crossover_loss(evidence, targets, "l1")
     assert objectives.crossover_loss(evidence.bfloat16(), targets).dtype == torch.float32
 
@@ -356,13 +356,13 @@ def test_advantages_of_whole_numbers():
 
 
 def test_advantages_refuse_bad_input():
-    with pytest.raises(UserError, match="group_size=1: need at least 2"):
+    with pytest.raises(UserError, match="group_size=1"):
         group_advantages(torch.rand(4), 1)
-    with pytest.raises(UserError, match=r"\(5,\) do not divide into groups of 2"):
+    with pytest.raises(UserError, match=r"\(5,\) .* groups of 2"):
         group_advantages(torch.rand(5), 2)
-    with pytest.raises(UserError, match="1 of 4 rewards are NaN"):
+    with pytest.raises(UserError, match=r"1 of 4 .*NaN"):
         group_advantages(torch.tensor([0.1, math.nan, 0.2, 0.3]), 2)
-    with pytest.raises(UserError, match="scale='std' is not known"):
+    with pytest.raises(UserError, match="scale='std'"):
         group_advantages(torch.rand(4), 2, "std")
 
 

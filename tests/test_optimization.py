@@ -137,18 +137,18 @@ def test_settings_rule_over_a_loaded_state():
 
 def test_optimizers_refuse_what_does_not_fit():
     model = Tiny()
-    with pytest.raises(UserError, match="optimizer='sgd' is not known"):
+    with pytest.raises(UserError, match="optimizer='sgd'"):
         make_optimizers(model, "sgd")
     with pytest.raises(UserError, match="1 optimizer"):
         make_optimizers(model, "muon").load_state_dict(make_optimizers(model).state_dict())
-    with pytest.raises(UserError, match="does not fit this model"):
+    with pytest.raises(UserError, match="optimizer state"):
         make_optimizers(model).load_state_dict(make_optimizers(nn.Linear(2, 2)).state_dict())
     for parameter in model.transformer.h.parameters():
         parameter.requires_grad = False
-    with pytest.raises(UserError, match=r"no trainable matrix in transformer\.h"):
+    with pytest.raises(UserError, match=r"optimizer=muon .*transformer\.h"):
         make_optimizers(model, "muon")
     assert len(make_optimizers(model).optimizers) == 1
-    with pytest.raises(UserError, match="nothing to train"):
+    with pytest.raises(UserError, match="requires gradients"):
         make_optimizers(model.requires_grad_(False))
 
 
@@ -220,17 +220,17 @@ def test_clipping_by_hand(max_norm, kept):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_clipping_names_the_gradient_that_is_not_finite(bad):
     named = with_gradients([1.0], [2.0, bad], [bad])
-    with pytest.raises(UserError, match=r"gradient of second \(2,\) \(and of 1 more\) is not finite"):
+    with pytest.raises(UserError, match=r"second \(2,\) .*1 more"):
         clip_gradients(named, 1.0)
     assert named[0][1].grad.item() == 1.0
-    with pytest.raises(UserError, match="gradient of parameter 1"):
+    with pytest.raises(UserError, match="parameter 1"):
         clip_gradients((parameter for _, parameter in named), 1.0)
     assert not math.isfinite(clip_gradients(named, 1.0, error_if_nonfinite=False))
     assert named[0][1].grad.item() == 1.0
 
 
 def test_clipping_reports_an_overflow_of_the_norm_and_takes_no_gradients():
-    with pytest.raises(UserError, match="the norm of the gradients is not finite"):
+    with pytest.raises(UserError, match="norm"):
         clip_gradients(with_gradients([3e38], [3e38]), 1.0)
     assert clip_gradients([nn.Parameter(torch.zeros(2))], 1.0) == 0
 
@@ -279,7 +279,7 @@ def test_early_stopping_mirrors_and_resumes(values, patience, min_delta):
 
 def test_early_stopping_refuses_what_it_cannot_compare():
     for bad in (math.nan, math.inf):
-        with pytest.raises(UserError, match="training has diverged"):
+        with pytest.raises(UserError, match=f" {bad}: .*diverged"):
             EarlyStopping(3).update(bad)
     with pytest.raises(UserError, match="patience=0"):
         EarlyStopping(0)

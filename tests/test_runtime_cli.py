@@ -119,23 +119,23 @@ def test_sections_are_for_their_script_alone(config):
     path = config("steps = 5\nlength = 1.5\ntrain = dict(steps=7)\nsample = {'steps': 9, 'speed': 3}\n")
     assert parse(path, script="train") == Walk(steps=7, length=1.5)
     assert parse(path) == Walk(steps=5, length=1.5)
-    with pytest.raises(UserError, match=r"sample\.py has no setting 'speed'"):
+    with pytest.raises(UserError, match=r"sample\.py .*'speed'"):
         parse(path, script="sample")
-    with pytest.raises(UserError, match="section 'trian' is for no script; sections are evaluate, prepare, "):
+    with pytest.raises(UserError, match=r"'trian' .* evaluate, prepare, "):
         parse(config("trian = dict(steps=7)"))
 
 
 @pytest.mark.parametrize("script", ["train", "evaluate"])
 @pytest.mark.parametrize("value", ["5", "'all'", "[1, 2]", "None"])
 def test_a_section_that_is_no_dict_is_reported(config, script, value):
-    with pytest.raises(UserError, match=rf"{script} is a script's section: write {script} = dict\(") as caught:
+    with pytest.raises(UserError, match=rf" {script} = dict\(") as caught:
         parse_settings(Walk, "train", [config(f"{script} = {value}\n")])
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["train = {1: 2}", "train = {None: 2}", f"n = 0x{'f' * 5000}", f"n = -0x{'f' * 5000}"])
 def test_keys_are_names_and_numbers_can_be_printed(config, text):
-    with pytest.raises(UserError, match="line 1: only plain assignments") as caught:
+    with pytest.raises(UserError, match=r"line 1: .*`name = value`") as caught:
         parse_settings(Walk, "train", [config(text)])
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
@@ -160,7 +160,7 @@ def test_a_removed_option_is_refused_with_what_takes_its_place(config, section, 
     for more, miles in (([], 5), (["--miles=3"], 3)):
         with pytest.raises(UserError, match=f"^ERROR: speed is no more, over {miles} miles$"):
             parse_settings(Ride, "train", [path, *argv, *more])
-    with pytest.raises(UserError, match="--speed needs a value"):
+    with pytest.raises(UserError, match="--speed"):
         parse_settings(Ride, "train", ["--speed"])
 
 
@@ -169,11 +169,9 @@ def test_another_section_of_the_same_script(config):
     for argv, steps in ((["--section", "natural_model"], 8), (["--section=train"], 7), ([], 7)):
         assert parse_settings(Walk, "train", [path, *argv]) == Walk(steps=steps, length=1.5)
     for section in ("evaluate", "natural_modl", ""):
-        with pytest.raises(
-            UserError, match=f"^ERROR: --section={section}: train.py reads only the sections train, nat"
-        ):
+        with pytest.raises(UserError, match=f"--section={section}: .* train, natural_model"):
             parse_settings(Walk, "train", [path, f"--section={section}"])
-    with pytest.raises(UserError, match=r"train\.py has no setting 'stepz'"):
+    with pytest.raises(UserError, match=r"train\.py .*'stepz'"):
         parse_settings(Walk, "train", [config("natural_model = dict(stepz=1)"), "--section", "natural_model"])
 
 
@@ -181,14 +179,14 @@ def test_split_config():
     assert split_config([]) == (None, []) and split_config(["--steps", "3"]) == (None, ["--steps", "3"])
     assert split_config(["a.py", "--steps", "3"]) == split_config(["--steps", "3", "--config=a.py"])
     assert split_config(["--x", "1", "--config", "a.py", "--y"]) == ("a.py", ["--x", "1", "--y"])
-    with pytest.raises(UserError, match="--config needs the path"):
+    with pytest.raises(UserError, match="--config"):
         split_config(["--config"])
 
 
 def test_an_unknown_setting_is_reported_with_a_hint(config):
-    with pytest.raises(UserError, match=r"config\.py: walk\.py has no setting 'stepz'; did you mean steps\?"):
+    with pytest.raises(UserError, match=r"config\.py: walk\.py .*'stepz'; .* steps\?"):
         parse(config("stepz = 3"))
-    with pytest.raises(UserError, match=r"has no setting 'zzz'$"):
+    with pytest.raises(UserError, match=r"'zzz'$"):
         parse(config("zzz = 3"))
 
 
@@ -296,7 +294,7 @@ def test_nothing_in_a_settings_file_is_executed(config, tmp_path, monkeypatch, t
 
 
 def test_the_line_at_fault_is_reported(config):
-    with pytest.raises(UserError, match=r"line 2: only plain assignments .*not `import os`"):
+    with pytest.raises(UserError, match=r"line 2: .*`import os`"):
         read_config(config("steps = 3\nimport os\n"))
 
 
@@ -309,17 +307,17 @@ def test_the_line_at_fault_is_reported(config):
     ],
 )
 def test_a_name_twice_in_a_dict_is_refused_with_its_line(config, text, line, repeated):
-    with pytest.raises(UserError, match=rf"line {line}: '{repeated}' is given twice in one dict") as caught:
+    with pytest.raises(UserError, match=f"line {line}: '{repeated}'") as caught:
         read_config(config(text))
     assert "\n" not in str(caught.value)
 
 
 def test_unreadable_settings_files_are_reported(tmp_path):
     for path in (tmp_path / "absent.py", tmp_path):
-        with pytest.raises(UserError, match="cannot read settings file"):
+        with pytest.raises(UserError, match=f"cannot read .*{path}:"):
             parse(str(path))
     (tmp_path / "latin.py").write_bytes(b"name = '\xe9'")
-    with pytest.raises(UserError, match=r"settings file .*latin\.py"):
+    with pytest.raises(UserError, match=r"latin\.py"):
         parse(str(tmp_path / "latin.py"))
 
 

@@ -27,7 +27,7 @@ def test_shares_are_contiguous_and_whole():
 
 
 def test_a_count_that_cannot_be_shared_out_is_refused():
-    with pytest.raises(UserError, match=r"batch_size=7 cannot be shared out to 2 ranks: .*--batch_size 8"):
+    with pytest.raises(UserError, match=r"batch_size=7 .*2 ranks: .*--batch_size 8"):
         Ranks(1, 2).check_divides(batch_size=7)
     Ranks(1, 2).check_divides(batch_size=8)
 
@@ -54,7 +54,7 @@ def test_data_missing_on_one_rank_alone_are_named_with_the_rank(tmp_path, corpus
     finished = run_where_rank_1_differs("train", tmp_path, change, **options)
     assert finished.status != 0
     said = [line for line in finished.err.splitlines() if "ERROR: " in line]
-    assert len(said) == 1 and re.match(r"ERROR: rank 1 on \S+: nowhere/train\.bin not found: name a folder", said[0])
+    assert len(said) == 1 and re.match(r"ERROR: rank 1 on \S+: nowhere/train\.bin not found", said[0])
     assert "UserError" not in finished.err
 
 
@@ -66,9 +66,8 @@ def test_a_rollout_that_fails_on_one_rank_alone_is_named_with_the_rank(tmp_path,
     finished = run_where_rank_1_differs("train_grpo", tmp_path, change, **options)
     assert finished.status != 0
     said = [line for line in finished.err.splitlines() if "ERROR: " in line]
-    assert len(said) == 1 and re.match(
-        r"ERROR: step 1: rank 1 on \S+: NaN among the logits; nothing was saved yet$", said[0]
-    )
+    assert len(said) == 1 and re.match(r"ERROR: step 1: rank 1 on \S+: NaN among the logits; ", said[0])
+    assert not (tmp_path / "model.pt").exists() and not (tmp_path / "model.resume").exists()
 
 
 def test_a_fault_that_rank_1_alone_meets_before_the_ranks_meet_is_printed_by_it(tmp_path, trainers):
@@ -90,7 +89,7 @@ def test_a_state_that_rank_0_alone_has_is_resumed_by_all(tmp_path, corpus):
         more = {**options, "max_iters": 15 + 5 * rank_1_has_an_older_one, "out_dir": "out", "init_from": "resume"}
         finished = run_where_rank_1_differs("train", tmp_path, "pass", **more)
         assert finished.status == 0, finished.err
-        assert finished.out.count("Resuming out/model_checkpoint.resume at step") == 1
+        assert finished.out.count("Resuming out/model_checkpoint.resume") == 1
 
 
 def test_a_state_that_rank_0_lacks_is_reported_once(tmp_path, corpus):
@@ -98,7 +97,7 @@ def test_a_state_that_rank_0_lacks_is_reported_once(tmp_path, corpus):
     succeed("train", **options, out_dir=tmp_path / "rank1" / "out")
     finished = run_where_rank_1_differs("train", tmp_path, "pass", **options, out_dir="out", init_from="resume")
     assert finished.status != 0
-    assert finished.err.count("ERROR: nothing to resume: out/model_checkpoint.resume not found") == 1
+    assert finished.err.count("out/model_checkpoint.resume not found") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, trainers,
 def test_a_batch_that_cannot_be_shared_out_is_refused(tmp_path, corpus):
     finished = run_ranks(2, "train.py", **{**TINY_TRAIN, "batch_size": 7}, dataset=corpus, out_dir=tmp_path / "out")
     assert finished.status != 0
-    assert finished.err.count("batch_size=7 cannot be shared out to 2 ranks") == 1
+    assert finished.err.count("batch_size=7 ") == 1
     assert "UserError" not in finished.err
     assert not (tmp_path / "out").exists()
 
@@ -181,8 +180,7 @@ def test_when_a_rank_dies_the_others_say_so_and_nothing_is_half_written(tmp_path
     os.kill(workers[dies], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
-    way_on = r"Go on with --init_from resume\."
-    assert re.search(rf"(ERROR: another rank ended, or cannot be reached|Terminated)\. {way_on}", err), err
+    assert re.search(r"(ERROR: another rank|Terminated).* --init_from resume", err), err
     assert 'train.py", line' not in err  # torchrun's own traceback aside
     # A killed rank 0 leaves its lock file.
     left = [path for path in (tmp_path / "out").iterdir() if path.suffix != ".lock"]
@@ -196,9 +194,9 @@ def test_sigterm_to_torchrun_saves_on_rank_0(tmp_path, corpus):
     process, options, _ = start_ranks_and_wait(tmp_path / "out", corpus)
     process.terminate()
     _, err = process.communicate(timeout=60)
-    assert err.count("Terminated. Go on with --init_from resume.") == 1, err
+    assert len(re.findall(r"Terminated\..* --init_from resume", err)) == 1, err
     records = read_records(tmp_path / "out" / "model_checkpoint.jsonl")
     options = {**options, "max_iters": records[-1]["step"] + 30}
     out = succeed("train", **options, init_from="resume")
-    resumed_at = int(re.search(r"Resuming .* at step (\d+)", out)[1])
+    resumed_at = int(re.search(r"Resuming .* step (\d+)", out)[1])
     assert resumed_at >= max(record["step"] for record in records)

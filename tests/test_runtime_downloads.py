@@ -59,18 +59,18 @@ def test_an_input_text_that_lies_there_wins(tmp_path, monkeypatch, capsys):
     for source in ("auto", "tiny", "complete"):
         path = downloads.ensure_corpus(tmp_path, source)
     assert path.read_text() == "my own words"
-    assert "is used as it is" in capsys.readouterr().out
+    assert str(path) in capsys.readouterr().out
 
 
 def test_auto_takes_tiny_first_then_complete_and_says_which(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(downloads, "fetch_tiny_shakespeare", lambda: "tiny text")
     monkeypatch.setattr(downloads, "fetch_complete_shakespeare", lambda: "all the works")
     assert downloads.ensure_corpus(tmp_path / "a").read_text() == "tiny text"
-    assert "tiny Shakespeare, 9 characters" in capsys.readouterr().out
+    assert " 9 characters" in capsys.readouterr().out
     monkeypatch.setattr(downloads, "fetch_tiny_shakespeare", refuse)
     assert downloads.ensure_corpus(tmp_path / "b").read_text() == "all the works"
     output = capsys.readouterr().out
-    assert "not to be had" in output and "complete works, 13 characters" in output
+    assert "no network in this test" in output and " 13 characters" in output
 
 
 def test_tiny_alone_does_not_fall_back(tmp_path, monkeypatch):
@@ -102,14 +102,14 @@ def test_fetch_checks_the_hash_and_asks_with_a_short_time_out(monkeypatch):
     timeouts = answer_with(monkeypatch, b"data")
     assert downloads.fetch_url("https://example.invalid/x", hashlib.sha256(b"data").hexdigest()) == b"data"
     assert timeouts == [5]
-    with pytest.raises(UserError, match=r"not what was expected: sha256 3a6eb0"):
+    with pytest.raises(UserError, match=r"example\.invalid/x .*sha256 3a6eb0"):
         downloads.fetch_url("https://example.invalid/x", "0" * 64)
 
 
 def test_a_fetch_that_drips_is_given_up(monkeypatch):
     answer_with(monkeypatch, b"data")
     monkeypatch.setattr(downloads, "FETCH_TIMEOUT", -1)
-    with pytest.raises(UserError, match="not finished after"):
+    with pytest.raises(UserError, match=r"example\.invalid/x: .*-1 seconds"):
         downloads.fetch_url("https://example.invalid/x", "0" * 64)
 
 
@@ -122,7 +122,7 @@ def test_an_address_that_cannot_be_reached_is_one_line():
 def test_what_pip_cannot_fetch_is_one_line(monkeypatch):
     failed = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found for y\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(UserError, match=r"^ERROR: pip cannot fetch y==1: No matching distribution found for y$"):
+    with pytest.raises(UserError, match=r"^ERROR: .*y==1: No matching distribution found for y$"):
         downloads.fetch_package("y==1", "0" * 64)
 
 

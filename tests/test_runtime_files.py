@@ -47,7 +47,7 @@ def test_json_round_trip_and_damage(tmp_path):
     (tmp_path / "cut.json").write_text('{"a": [1, ')
     (tmp_path / "bytes.json").write_bytes(b'"\xff"')
     for name in ("cut.json", "bytes.json", "absent.json", "."):
-        with pytest.raises(UserError, match="ERROR: cannot read"):
+        with pytest.raises(UserError, match=f"ERROR: cannot read {tmp_path / name}"):
             read_json(tmp_path / name)
 
 
@@ -69,10 +69,10 @@ def test_check_writable(tmp_path):
     assert check_writable(tmp_path) is None
     assert check_writable(tmp_path / "a" / "b" / "c") is None
     assert not (tmp_path / "a").exists()  # it only looks
-    assert "file is a file, not a folder" in check_writable(tmp_path / "file" / "below")
+    assert check_writable(tmp_path / "file" / "below").startswith(f"{tmp_path / 'file'} ")
     if os.geteuid() != 0:  # root may write anywhere
         tmp_path.chmod(0o555)
-        assert "no permission to write to" in check_writable(tmp_path / "a" / "b")
+        assert check_writable(tmp_path / "a" / "b").endswith(f" {tmp_path}")
         tmp_path.chmod(0o755)
 
 

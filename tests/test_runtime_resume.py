@@ -5,6 +5,7 @@
 
 import math
 import os
+import re
 import signal
 from dataclasses import dataclass
 
@@ -74,23 +75,23 @@ def make_steps(run, counts, end=lambda step: None, look=lambda: None, every=2, u
 
 def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path, capsys):
     path = tmp_path / "model.pt"
-    with pytest.raises(UserError, match=r"nothing to resume: .*model\.resume not found"):
+    with pytest.raises(UserError, match=r"model\.resume not found"):
         begun(path, resume=True)
     make_steps(*begun(path))
     _, counts = begun(path, resume=True)
     assert counts == Values(made=[1, 2, 3, 4, 5, 6], evaluated=[0, 2, 4, 6])
-    with pytest.raises(UserError, match=r"is of another run \(lr was 0\.1, now 0\.2\)"):
+    with pytest.raises(UserError, match=r"model\.resume .*\(lr .*0\.1, .*0\.2\)"):
         begun(path, True, RunSettings(lr=0.2))
-    with pytest.raises(UserError, match="a run that read another corpus"):
+    with pytest.raises(UserError, match="another corpus"):
         begun(path, True, corpus=2)
     begun(path, True, RunSettings(device="mps"))
-    assert "Resuming with device='mps' (was 'cpu')" in capsys.readouterr().out
+    assert "device='mps' (was 'cpu')" in capsys.readouterr().out
     whole = path.with_suffix(".resume").read_bytes()
     path.with_suffix(".resume").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="is damaged or no checkpoint"):
+    with pytest.raises(UserError, match="damaged"):
         begun(path, True)
     torch.save({"model": torch.zeros(1)}, path.with_suffix(".resume"))
-    with pytest.raises(UserError, match="is not the state of a run"):
+    with pytest.raises(UserError, match=r"model\.resume is not"):
         begun(path, True)
     begun(path)
     assert not path.with_suffix(".resume").exists()
@@ -130,10 +131,9 @@ def test_earlier_runs_are_set_aside_one_by_one_and_had_back_last_first(tmp_path)
         interrupted_after(last)
     run, _ = begun(path)
     aside = tmp_path / "model.resume.old2"
-    hint = f" Or --init_from resume goes on with the earlier run, whose state is {aside}."
-    assert run.resume_hint() == "Nothing was saved yet: run the same command again." + hint
+    assert re.search(rf"--init_from resume .* {aside}\.$", run.resume_hint())
     begun(path)  # nothing more to set aside
-    with pytest.raises(UserError, match=r"model\.resume\.old2 is of another run \(lr was 0\.1, now 0\.2\)"):
+    with pytest.raises(UserError, match=r"model\.resume\.old2 .*\(lr .*0\.1, .*0\.2\)"):
         begun(path, True, RunSettings(lr=0.2))
     assert aside.exists()
     for last in (2, 1):
@@ -141,7 +141,7 @@ def test_earlier_runs_are_set_aside_one_by_one_and_had_back_last_first(tmp_path)
         assert counts.made == list(range(1, last + 1))
         assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == list(range(last))
         path.with_suffix(".resume").unlink()
-    with pytest.raises(UserError, match="nothing to resume"):
+    with pytest.raises(UserError, match=r"model\.resume not found"):
         begun(path, True)
 
 
@@ -167,7 +167,7 @@ def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, terminated, nu
     with pytest.raises(raised):
         make_steps(run, counts, end=lambda step: end_with(number)() if step == 3 else None)
     assert counts.made == [1, 2, 3]
-    assert run.resume_hint() == "Go on with --init_from resume."
+    assert "--init_from resume" in run.resume_hint()
     run, counts = begun(path, True)
     make_steps(run, counts)
     assert counts == Values(made=[1, 2, 3, 4, 5, 6], evaluated=[0, 2, 4, 6])
@@ -200,7 +200,7 @@ def test_a_step_that_was_broken_off_is_not_saved(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         make_steps(run, counts, end=lambda step: press_ctrl_c())
     assert not run.path.exists()
-    assert run.resume_hint() == "Nothing was saved yet: run the same command again."
+    assert "--init_from" not in run.resume_hint()
 
 
 def test_ctrl_c_twice_does_not_wait(tmp_path):
@@ -221,12 +221,11 @@ def test_ctrl_c_twice_does_not_wait(tmp_path):
 @pytest.mark.parametrize(
     ("end", "message"),
     [
-        (lambda step: fail(), "step 1: disk full; nothing was saved yet"),
-        (lambda step: fail() if step == 5 else None, "step 5: disk full; --init_from resume goes on from step 4"),
+        (lambda step: fail(), "step 1: disk full; (?!.*--init_from)"),
+        (lambda step: fail() if step == 5 else None, "step 5: disk full; --init_from resume .* step 4$"),
         (
             lambda step: check_finite({"loss": math.nan}) if step == 5 else None,
-            "step 5: loss is nan: the model has diverged; lower the learning rate, or take an earlier checkpoint; "
-            "step 4 is kept: --init_from resume --max_steps 4 ends the run there",
+            "step 5: loss is nan: .*diverged; .* step 4 .*--init_from resume --max_steps 4 ",
         ),
     ],
 )
@@ -234,7 +233,7 @@ def test_an_error_within_a_step_names_the_step_and_the_way_on(tmp_path, end, mes
     run, counts = begun(tmp_path / "model.pt")
     with pytest.raises(UserError) as caught, run:
         make_steps(run, counts, end=end)
-    assert str(caught.value) == f"ERROR: {message}"
+    assert re.match(f"ERROR: {message}", str(caught.value))
 
 
 def test_an_error_after_an_interruption_names_the_state_that_is_there(tmp_path):
@@ -243,7 +242,7 @@ def test_an_error_after_an_interruption_names_the_state_that_is_there(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         make_steps(run, counts, end=lambda step: end_with(signal.SIGINT)() if step == 3 else None)
     run, counts = begun(path, True)
-    with pytest.raises(UserError, match=r"step 4: disk full; --init_from resume goes on from step 3$"), run:
+    with pytest.raises(UserError, match=r"step 4: disk full; --init_from resume .* step 3$"), run:
         make_steps(run, counts, end=fail)
 
 
@@ -278,7 +277,7 @@ def test_a_smaller_limit_evaluates_whole_units_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.resume", "model.jsonl"])
 def test_an_output_that_is_named_as_its_state_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match="give it another suffix"):
+    with pytest.raises(UserError, match=rf"{name}: .*\.resume.*\.jsonl.* \.pt"):
         begun(tmp_path / name)
 
 
@@ -287,7 +286,7 @@ def test_a_state_without_a_part_is_refused(tmp_path):
     make_steps(*begun(path))
     run = Run(path, RunSettings(), Ranks(), {"corpus": 1})
     run.begin(True)
-    with pytest.raises(UserError, match="has no 'further'"):
+    with pytest.raises(UserError, match=r"model\.resume .*'further'"):
         run.track(further=Values())
 
 
@@ -350,7 +349,7 @@ def test_a_run_that_is_stopped_goes_on_and_ends_in_the_same_bits(monkeypatch, tm
     assert finished.status == (143 if way == "SIGTERM" else 130)
     saved = (tmp_path / "parts" / "model.resume").exists()
     assert saved or way == "error"
-    assert ("Go on with --init_from resume." in finished.err) == saved
+    assert ("--init_from resume" in finished.err) == saved
     out = succeed(script, **{**parts, **({"init_from": "resume"} if saved else {})})
     assert ("Resuming" in out) == saved
     assert_same_weights(weights(tmp_path / "whole" / "model.pt"), weights(tmp_path / "parts" / "model.pt"))
@@ -364,7 +363,7 @@ def test_another_runs_state_is_refused(tmp_path, trainers, name):
     succeed(script, **options, **where)
     before = weights(tmp_path / "model.pt")
     line = refuse_in_one_line(script, **{**options, "seed": 5}, **where, init_from="resume")
-    assert "model.resume is of another run (seed was " in line and "now 5" in line
+    assert re.search(r"model\.resume .*\(seed .* 5\)", line)
     whole = (tmp_path / "model.resume").read_bytes()
     (tmp_path / "model.resume").write_bytes(whole[:-100])
     assert "is damaged" in refuse_in_one_line(script, **options, **where, init_from="resume")
@@ -398,7 +397,7 @@ def test_fewer_steps_than_were_made_end_at_once(tmp_path, trainers):
     succeed("train_grpo", **{**options, "eval_interval": 4}, output_path=tmp_path / "model.pt")
     shorter = {**options, "eval_interval": 4, "max_steps": 3, "init_from": "resume"}
     out = succeed("train_grpo", **shorter, output_path=tmp_path / "model.pt")
-    assert "Stopped after 6 steps by step limit: 3" in out
+    assert "6 steps" in out and "limit: 3" in out
     _, _, options = trainers["train"]
     succeed("train", **options, out_dir=tmp_path)
     succeed("train", **{**options, "max_iters": 7}, out_dir=tmp_path, init_from="resume")
@@ -409,7 +408,7 @@ def test_longer_is_allowed_and_reported(tmp_path, trainers):
     where = {"output_path": tmp_path / "model.pt"}
     succeed("train_grpo", **options, **where)
     out = succeed("train_grpo", **{**options, "max_steps": 8}, **where, init_from="resume")
-    assert "Resuming with max_steps=8 (was 6)" in out and "Stopped after 8 steps" in out
+    assert "max_steps=8 (was 6)" in out
     records = read_records(tmp_path / "model.jsonl")
     assert [record["step"] for record in records] == [*range(9), 8] and records[-1]["final"]
 
@@ -453,10 +452,11 @@ def test_two_ranks_interrupted_before_the_first_step_go_on(tmp_path, trainers, r
     if rank == 0:
         script.write_text(INTERRUPTED.format(function="train_grpo.PolicyEvaluation.__call__", rank=rank))
         finished = run_ranks(2, script, **options)
-        assert "Interrupted. Nothing was saved yet: run the same command again." in finished.err, finished.err
+        assert "Interrupted." in finished.err and "--init_from" not in finished.err, finished.err
+        assert not (tmp_path / "model.resume").exists()
     script.write_text(INTERRUPTED.format(function="train_grpo.Run.log", rank=rank))
     finished = run_ranks(2, script, **options)
-    assert "Interrupted. Go on with --init_from resume." in finished.err, finished.err
+    assert re.search(r"Interrupted\..* --init_from resume", finished.err), finished.err
     assert load_state(tmp_path / "model.resume")["parts"]["run"]["step"] == 0
     finished = run_ranks(2, "train_grpo.py", **options, init_from="resume")
     assert finished.status == 0, finished.err
@@ -501,8 +501,8 @@ def test_what_is_set_aside_stays_until_an_evaluation_is_saved(monkeypatch, tmp_p
             end_in_call(patch, module, function, calls, terminate)
             finished = call(script, **options, **where)
         assert finished.status == 143
-        assert f"is set aside in {tmp_path / 'model.resume'}.old{number}" in finished.out
-        assert "Go on with --init_from resume." in finished.err
+        assert f" {tmp_path / 'model.resume'}.old{number}" in finished.out
+        assert "--init_from resume" in finished.err
     for suffix, content in before.items():
         assert (tmp_path / f"model{suffix}.old1").read_bytes() == content
     succeed(script, **{**options, "init_from": "resume"}, **where)
@@ -535,5 +535,5 @@ def test_a_finished_run_leaves_nothing_set_aside(monkeypatch, tmp_path, trainers
     assert (tmp_path / "model.resume").is_file()
     files = {name: options[name] for name in ("base_model_path", "data_dir", "device")}
     out = succeed("train_reward_model", **files, **where, trunk=knowing, control=False)
-    assert f"set aside in {tmp_path / 'model.resume'}.old1" in out
+    assert f" {tmp_path / 'model.resume'}.old1" in out
     assert not list(tmp_path.glob("*.old*"))

@@ -103,7 +103,7 @@ def test_a_last_line_cut_short_is_left_out_and_a_resumed_run_mends_it(tmp_path):
 def test_damage_elsewhere_is_reported_with_its_line(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"log\.jsonl, line 2 is no JSON record"):
+    with pytest.raises(UserError, match=r"log\.jsonl, line 2 "):
         read_records(path)
     assert read_records(tmp_path / "absent.jsonl") == []
 
@@ -113,7 +113,7 @@ def test_a_figure_that_is_not_finite_is_refused_and_no_record_is_written(tmp_pat
     path = tmp_path / "log.jsonl"
     with RunLog(path) as log:
         log.log(1, loss=1.0, r2=None)
-        with pytest.raises(UserError, match=rf"^ERROR: loss is {value}, norm is {value}: the model has diverged"):
+        with pytest.raises(UserError, match=f"^ERROR: loss is {value}, norm is {value}: .*diverged"):
             log.log(2, loss=value, rate=0.1, norm=value, r2=None)
         assert log.num_records == 1
         with pytest.raises(UserError, match=rf"table\.0\.r2 is {value}"):  # within a table too
@@ -212,7 +212,8 @@ def test_a_tracker_without_its_package_is_refused_and_no_other_rank_needs_it(mon
         ("train_grpo", "tracker=wandb"),
         ("train_reward_model", "tracker=wandb"),
     ):
-        assert "tracker=wandb needs a package that is not installed" in refuse(script, f"--{option}")
+        said = refuse(script, f"--{option}")
+        assert "tracker=wandb " in said and "pip install wandb" in said
     monkeypatch.setenv("RANK", "1")
     assert make_tracker("wandb", tmp_path / "model.jsonl", "run", {}, "crossover") is None
     with RunLog(tmp_path / "model.jsonl") as log:

@@ -55,14 +55,16 @@ def test_the_edges_of_a_range(walk):
 
 def test_a_number_without_a_range_is_finite(walk):
     for value in (math.nan, math.inf):
-        assert f"height={value}: must be finite" in errors(walk, height=value)
+        assert errors(walk, height=value)[0].startswith(f"height={value}: ")
     assert errors(walk, height=10**400) == []  # an int is finite, however long
 
 
 def test_names_are_of_those_known(walk):
     assert errors(walk, inns=("Crown", "Bell")) == []
-    assert errors(walk, inns=("Crown", "Star")) == ["inns='Star': must be one of 'Bell', 'Crown'"]
-    assert "travel_mode='sail': must be one of 'foot', 'wheel'" in errors(walk, travel_mode="sail")
+    (error,) = errors(walk, inns=("Crown", "Star"))
+    assert error.startswith("inns='Star'") and "'Bell', 'Crown'" in error
+    error = errors(walk, travel_mode="sail")[0]
+    assert error.startswith("travel_mode='sail'") and "'foot', 'wheel'" in error
 
 
 def test_an_option_that_another_makes_void_is_refused(walk):

@@ -73,7 +73,7 @@ def test_only_work_of_the_same_identity_is_taken_up(staged):
         writer.write(0, 0, rows(10))
     StagedFolder(staged.final).claim({"seed": 1})
     assert set(staged.finished("rows")) == {0}
-    with pytest.raises(UserError, match="seed was 1, now 2"):
+    with pytest.raises(UserError, match=r"\(seed .*1, .*2\)"):
         StagedFolder(staged.final).claim({"seed": 2})
     assert set(staged.finished("rows")) == {0}
     StagedFolder(staged.final).claim({"seed": 2}, overwrite=True)
@@ -82,6 +82,6 @@ def test_only_work_of_the_same_identity_is_taken_up(staged):
 
 def test_a_foreign_folder_is_left_alone(tmp_path):
     write_json(tmp_path / "final.partial" / "notes.json", {})
-    with pytest.raises(UserError, match=r"in the way \(it holds notes.json\)"):
+    with pytest.raises(UserError, match=r"final\.partial .*notes\.json"):
         StagedFolder(tmp_path / "final").claim({"seed": 1}, overwrite=True)
     assert (tmp_path / "final.partial" / "notes.json").is_file()

@@ -92,7 +92,7 @@ def test_an_unknown_character_is_named_with_its_place(foreign):
 def test_decode_refuses_ids_out_of_range():
     tokenizer = TokenizationManager.from_text("abc")
     for wrong in (3, -1):
-        with pytest.raises(UserError, match=f"token {wrong} is outside the vocabulary: 0 to 2"):
+        with pytest.raises(UserError, match=f"token {wrong} .*: 0 to 2"):
             tokenizer.decode([0, wrong])
 
 
@@ -126,7 +126,7 @@ def test_bpe_round_trip(bpe):
 
 
 def test_bpe_refuses_the_padding_ids(bpe):
-    with pytest.raises(UserError, match="token 50257 is outside the vocabulary"):
+    with pytest.raises(UserError, match="token 50257 "):
         bpe.decode([0, 50257])
 
 
@@ -184,11 +184,11 @@ def test_a_named_meta_file_means_characters(char_folder, tmp_path):
 def test_impossible_choices_are_refused(char_folder, tmp_path):
     with pytest.raises(MetaFileError, match="meta_path is required when tokenization is 'char'"):
         TokenizationManager("char")
-    with pytest.raises(UserError, match="is ignored when tokenization is 'bpe'"):
+    with pytest.raises(UserError, match=r"meta_path=.*'bpe'"):
         TokenizationManager("bpe", meta_path=char_folder / "meta.pkl")
-    with pytest.raises(UserError, match="tokenization='words': must be auto, bpe or char"):
+    with pytest.raises(UserError, match="tokenization='words'"):
         TokenizationManager("words")
-    with pytest.raises(UserError, match="Data path not found: "):
+    with pytest.raises(UserError, match=r"not found: .*absent"):
         TokenizationManager(data_path=tmp_path / "absent")
 
 
@@ -264,9 +264,9 @@ def test_a_hostile_meta_file_is_refused_and_runs_nothing(tmp_path, protocol):
     hostile = {"vocab_size": 1, "stoi": {"a": 0}, "itos": {0: "a"}, "extra": Hostile(f"touch {mark}")}
     data = pickle.dumps(hostile, protocol)
     (tmp_path / "meta.pkl").write_bytes(data)
-    with pytest.raises(MetaFileError, match="nothing was executed"):
+    with pytest.raises(MetaFileError, match="executed"):
         load_meta(tmp_path / "meta.pkl")
-    with pytest.raises(MetaFileError, match="nothing was executed"):
+    with pytest.raises(MetaFileError, match="executed"):
         TokenizationManager(data_path=tmp_path)
     assert not mark.exists()
     pickle.loads(data)  # the test would notice: read carelessly, the file does run its command
@@ -347,7 +347,7 @@ def test_inconsistent_meta_files_are_refused(tmp_path, meta, reason):
 def test_a_huge_meta_file_is_refused_unread(tmp_path):
     with open(tmp_path / "meta.pkl", "wb") as file:
         file.truncate(1 << 25)  # takes no room on the disk
-    with pytest.raises(MetaFileError, match="more than any vocabulary needs"):
+    with pytest.raises(MetaFileError, match=r"meta\.pkl: 33,554,432 bytes"):
         load_meta(tmp_path / "meta.pkl")
 
 
