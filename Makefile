@@ -24,7 +24,7 @@ run: setup ## train, detect, improve: the whole cycle on Shakespeare
 	$(PYTHON) run_cycles.py --config $(CONFIG) $(ARGS)
 
 test: setup ## run the tests, in as many processes as there are cores
-	$(PYTHON) -m pytest -n auto $(ARGS)
+	$(PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 
 test-kernels: setup ## run the tests with other processors' kernels, with two threads and in random order
 	$(PYTHON) tests/kernels.py $(ARGS)

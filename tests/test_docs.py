@@ -10,6 +10,7 @@ make it small. Nothing is left out: a command that the test does not know is a f
 import ast
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import io
@@ -20,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -257,13 +259,15 @@ class Workspace:
 
 
 @pytest.fixture(scope="module")
-def workspaces(template, tmp_path_factory) -> dict[str, Workspace]:
-    """Every document, run once from top to bottom, by its name."""
-    made = {}
-    for name in NAMES:
+def workspace(template, tmp_path_factory) -> Callable[[str], Workspace]:
+    """A document by its name, run once from top to bottom."""
+
+    @functools.cache
+    def made(name: str) -> Workspace:
         folder = tmp_path_factory.mktemp("doc") / "checkout"
         shutil.copytree(template, folder)
-        made[name] = run_document(read_document(ROOT / name), folder)
+        return run_document(read_document(ROOT / name), folder)
+
     return made
 
 
@@ -291,8 +295,8 @@ each_document = pytest.mark.parametrize("name", NAMES)
 
 
 @each_document
-def test_commands_and_code_run(name, workspaces):
-    assert workspaces[name].failure is None, workspaces[name].failure
+def test_commands_and_code_run(name, workspace):
+    assert workspace(name).failure is None, workspace(name).failure
 
 
 def test_the_documents_do_have_something_to_run():
@@ -336,11 +340,11 @@ KINDS = {".jsonl", ".resume", ".partial", "meta.pkl", "input.txt", "train.bin", 
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != LOG])  # which names the files of its day
-def test_paths_exist(name, workspaces):
+def test_paths_exist(name, workspace):
     """A file or folder named in the text is in the project, or the commands of this document or the guide make it."""
-    folders = (workspaces[name].folder, workspaces[GUIDE].folder)
+    folders = (workspace(name).folder, workspace(GUIDE).folder)
     places = [*folders, *(path for folder in folders for path in folder.glob("out/*"))]
-    for span in workspaces[name].document.code_spans:
+    for span in workspace(name).document.code_spans:
         is_path = re.fullmatch(r"[\w./*-]+", span) and (
             re.search(r"\.(py|md|pt|bin|txt|json|jsonl|pkl|svg|resume)$", span) or span.endswith("/")
         )
@@ -432,34 +436,34 @@ def numbers_in(value) -> set[str]:
     return names
 
 
-def test_every_logged_number_is_defined(workspaces):
-    workspace = workspaces[GUIDE]
-    if workspace.failure:
-        pytest.fail("the guide does not run: " + workspace.failure)
+def test_every_logged_number_is_defined(workspace):
+    guide = workspace(GUIDE)
+    if guide.failure:
+        pytest.fail("the guide does not run: " + guide.failure)
     logged: set[str] = set()
-    for path in workspace.folder.rglob("*.jsonl"):
+    for path in guide.folder.rglob("*.jsonl"):
         for record in read_records(path):
             logged |= record.keys()
-    for path in workspace.folder.rglob("perplexity_*.json"):
+    for path in guide.folder.rglob("perplexity_*.json"):
         for figures in read_json(path).values():
             logged |= figures.keys()
-    ledger = read_json(workspace.folder / "out/shakespeare_char_cpu/cycles.json")
+    ledger = read_json(guide.folder / "out/shakespeare_char_cpu/cycles.json")
     logged |= {name for entry in ledger["stages"].values() for name in numbers_in(entry)} | {"outcome"}
     assert {"val_loss", "r2_low", "kl_start", "perplexity", "last_reward"} <= logged  # all stages were seen
     defined = set(read_document(ROOT / "docs/metrics.md").code_spans)
     assert logged <= defined, f"not in docs/metrics.md: {sorted(logged - defined)}"
 
 
-def test_dataset_keys_are_described(workspaces):
-    workspace = workspaces[REFERENCE]
-    if workspace.failure:
-        pytest.fail("the reference does not run: " + workspace.failure)
-    described = set(workspace.document.code_spans)
+def test_dataset_keys_are_described(workspace):
+    reference = workspace(REFERENCE)
+    if reference.failure:
+        pytest.fail("the reference does not run: " + reference.failure)
+    described = set(reference.document.code_spans)
     for folder in ("data/reward_dataset_char", "data/reward_dataset_safe"):
-        lines = (workspace.folder / folder / "train_metadata.txt").read_text(encoding="utf-8").splitlines()
+        lines = (reference.folder / folder / "train_metadata.txt").read_text(encoding="utf-8").splitlines()
         assert {line.partition(":")[0] for line in lines} <= described
     loader = importlib.import_module("reward_dataset_loader")
-    stats = loader.RewardDataset(workspace.folder / "data/reward_dataset_char").get_stats()
+    stats = loader.RewardDataset(reference.folder / "data/reward_dataset_char").get_stats()
     assert stats.keys() <= described
 
 
