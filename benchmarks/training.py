@@ -118,10 +118,11 @@ def time_to_loss(settings: TrainingBenchSettings) -> None:
 
 def throughput(settings: TrainingBenchSettings) -> None:
     """Floating-point operations of passes and step over the machine's rate in matrix products, as a table."""
-    a = torch.randn(2048, 2048)
-    rate = 2 * 2048**3 / median_seconds(lambda: a @ a, settings.num_runs)
+    size, shapes = (512, (("S", 4),)) if settings.quick else (2048, (("S", 16), ("S", 64), ("M", 4), ("M", 16)))
+    a = torch.randn(size, size)
+    rate = 2 * size**3 / median_seconds(lambda: a @ a, settings.num_runs)
     rows = []
-    for name, batch_size in (("S", 16), ("S", 64)) if settings.quick else (("S", 16), ("S", 64), ("M", 4), ("M", 16)):
+    for name, batch_size in shapes:
         model = GPT(GPTConfig(vocab_size=65, bias=False, dropout=0.0, **SHAPES[name])).train()
         optimizers = make_optimizers(model, "muon")
         N = model.config.block_size
@@ -230,11 +231,11 @@ class Samples:
 
 def reward_epochs(settings: TrainingBenchSettings) -> None:
     """Ten epochs of a head on a frozen trunk, plainly and with remembered features, over one pass of the trunk."""
-    count, epochs = (256, 2) if settings.quick else (4096, 10)
+    count, num_val, epochs = (128, 64, 2) if settings.quick else (4096, 256, 10)
     torch.manual_seed(0)
     trunk = GPT(GPTConfig(vocab_size=65, bias=False, dropout=0.0, **SHAPES["S"])).eval()
-    train_set, val_set = Samples("train", count, 64), Samples("val", 256, 64)
-    data = Data(train_set, val_set, np.arange(256), np.arange(256))
+    train_set, val_set = Samples("train", count, 64), Samples("val", num_val, 64)
+    data = Data(train_set, val_set, np.arange(num_val), np.arange(num_val))
     rows = []
     with TemporaryDirectory() as folder:
         for head, unfreeze_layers in (("last", 0), ("position", 0), ("last", 1)):

@@ -10,11 +10,15 @@ thread, with which tests of tiny models are fastest.
 import contextlib
 import importlib
 import io
+import multiprocessing
 import os
 import random
+import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,6 +52,7 @@ TINY_GRPO = {
 SEED = os.environ.get("CROSSOVER_TEST_SEED")
 NUM_THREADS = 1 if SEED is None else 2
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(NUM_THREADS))
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"  # of the processes that tests start
 torch.set_num_threads(NUM_THREADS)
 
 
@@ -145,7 +150,7 @@ def refuse_in_one_line(script: str, *arguments: str, **options: Any) -> str:
 
 def start(*command: Any, **keywords: Any) -> subprocess.Popen:
     """Start Python on a command from the root, in a group of processes of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
@@ -201,12 +206,46 @@ def run(script: str, *arguments: Any, **options: Any) -> Finished:
     return Finished(process.returncode, out, err)
 
 
+STREAMS = {"out": 1, "err": 2}
+
+
 def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
-    """Run a script as torchrun does, in several processes on this machine."""
-    launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}")
-    process = start(*launch, ROOT / script, *as_arguments(options))
-    out, err = process.communicate(timeout=240)
-    return Finished(process.returncode, out, err)
+    """Run a script as torchrun does, in several processes on this machine; once one fails, the others get SIGTERM.
+
+    They are forks of a process that has imported the scripts, which takes longer than most of these runs.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["helpers", "train", "prepare_reward_data", "train_reward_model", "train_grpo"])
+    with socket.create_server(("localhost", 0)) as free:
+        together = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in map(str, range(num_ranks)):
+            environment = {**os.environ, **together, "RANK": rank, "LOCAL_RANK": rank}
+            arguments = (ROOT / script, as_arguments(options), environment, Path(folder))
+            ranks.append(context.Process(target=be_rank, args=arguments, daemon=True))
+            ranks[-1].start()
+        deadline, failed = time.monotonic() + 120, False
+        while any(rank.is_alive() for rank in ranks):
+            assert time.monotonic() < deadline, "the ranks take too long"
+            if not failed and any(rank.exitcode for rank in ranks):
+                failed = True
+                for rank in ranks:
+                    rank.terminate()
+            time.sleep(0.05)
+        printed = {name: "".join(path.read_text() for path in Path(folder).glob(f"*.{name}")) for name in STREAMS}
+    return Finished(next((rank.exitcode for rank in ranks if rank.exitcode), 0), printed["out"], printed["err"])
+
+
+def be_rank(script: Path, arguments: list[str], environment: dict[str, str], folder: Path) -> None:
+    """Run a script in this process, which has its own environment; what it prints goes to files in `folder`."""
+    os.environ.clear()
+    os.environ |= environment
+    os.chdir(ROOT)
+    for name, number in STREAMS.items():
+        os.dup2(os.open(folder / f"{environment['RANK']}.{name}", os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def shuffled(items: list[Any], seed: str) -> list[Any]:
