@@ -320,7 +320,7 @@ class Completer(Generic[AnyModel]):
             pass
         except Exception as error:
             if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                reason = str(error).strip().splitlines()[0]
+                reason = " ".join(str(error).split())
                 raise UserError(f"ERROR: torch.compile failed ({reason:.200}); use --compile False") from None
             if not any(
                 words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory")
@@ -387,7 +387,9 @@ def generate(
 def check_drawn(model_log_probs: Tensor) -> None:
     """Raise UserError where tokens were drawn from logits that were NaN or infinite: such tokens mean nothing."""
     if not bool(model_log_probs.isfinite().all()):
-        raise UserError("ERROR: the model's logits are NaN or infinite: it is damaged, or float16 is too small for it")
+        raise UserError(
+            "ERROR: the model's logits are NaN or infinite: it has diverged or is damaged, or float16 is too small for it"
+        )
 
 
 def check_ids(ids: Tensor, num_tokens: int) -> None:

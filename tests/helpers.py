@@ -37,6 +37,7 @@ from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager, save_meta
 
 ROOT = Path(__file__).resolve().parents[1]
+TRAINERS = ("train", "prepare_reward_data", "train_reward_model", "train_grpo")
 TINY_MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
 TINY_TRAIN = {**TINY_MODEL, "batch_size": 8, "max_iters": 20, "eval_interval": 5, "warmup_iters": 2, "device": "cpu"}
 TINY_REWARD = {"head": "last", "max_epochs": 2, "control": False, "device": "cpu"}
@@ -201,50 +202,52 @@ def kill_once_saved(script: str, function: str, seconds: float, state: Path, **o
 
 def run(script: str, *arguments: Any, **options: Any) -> Finished:
     """Run a script as people do: a process of its own."""
-    process = start(ROOT / script, *arguments, *as_arguments(options))
-    out, err = process.communicate(timeout=120)
-    return Finished(process.returncode, out, err)
-
-
-STREAMS = {"out": 1, "err": 2}
+    return run_forked(script, [*map(str, arguments), *as_arguments(options)], [{}])
 
 
 def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
-    """Run a script as torchrun does, in several processes on this machine; once one fails, the others get SIGTERM.
+    """Run a script as torchrun does, in several processes on this machine."""
+    with socket.create_server(("localhost", 0)) as free:
+        together = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [{**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    return run_forked(script, as_arguments(options), ranks)
+
+
+def run_forked(script: str, arguments: list[str], variables: list[dict[str, str]]) -> Finished:
+    """Run a script in one process for each of `variables`, set in its environment; if one fails, end the others.
 
     They are forks of a process that has imported the scripts, which takes longer than most of these runs.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers", "train", "prepare_reward_data", "train_reward_model", "train_grpo"])
-    with socket.create_server(("localhost", 0)) as free:
-        together = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    context.set_forkserver_preload(["helpers", "run_cycles", "evaluate", "sample", *TRAINERS])
     with tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank in map(str, range(num_ranks)):
-            environment = {**os.environ, **together, "RANK": rank, "LOCAL_RANK": rank}
-            arguments = (ROOT / script, as_arguments(options), environment, Path(folder))
-            ranks.append(context.Process(target=be_rank, args=arguments, daemon=True))
-            ranks[-1].start()
+        processes = []
+        for index, own in enumerate(variables):
+            files = [Path(folder, f"{index}.{name}") for name in ("out", "err")]
+            started = (ROOT / script, arguments, {**os.environ, **own}, files)
+            processes.append(context.Process(target=be_script, args=started, daemon=True))
+            processes[-1].start()
         deadline, failed = time.monotonic() + 120, False
-        while any(rank.is_alive() for rank in ranks):
-            assert time.monotonic() < deadline, "the ranks take too long"
-            if not failed and any(rank.exitcode for rank in ranks):
+        while any(process.is_alive() for process in processes):
+            assert time.monotonic() < deadline, f"{script} takes too long"
+            if not failed and any(process.exitcode for process in processes):
                 failed = True
-                for rank in ranks:
-                    rank.terminate()
-            time.sleep(0.05)
-        printed = {name: "".join(path.read_text() for path in Path(folder).glob(f"*.{name}")) for name in STREAMS}
-    return Finished(next((rank.exitcode for rank in ranks if rank.exitcode), 0), printed["out"], printed["err"])
+                for process in processes:
+                    process.terminate()
+            time.sleep(0.02)
+        out, err = ("".join(path.read_text() for path in Path(folder).glob(name)) for name in ("*.out", "*.err"))
+    return Finished(next((process.exitcode for process in processes if process.exitcode), 0), out, err)
 
 
-def be_rank(script: Path, arguments: list[str], environment: dict[str, str], folder: Path) -> None:
-    """Run a script in this process, which has its own environment; what it prints goes to files in `folder`."""
+def be_script(script: Path, arguments: list[str], environment: dict[str, str], files: list[Path]) -> None:
+    """Run a script in this process, with its own environment, working directory and files for what it prints."""
     os.environ.clear()
     os.environ |= environment
     os.chdir(ROOT)
-    for name, number in STREAMS.items():
-        os.dup2(os.open(folder / f"{environment['RANK']}.{name}", os.O_WRONLY | os.O_CREAT), number)
+    for path, number in zip(files, (1, 2), strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     sys.argv = [str(script), *arguments]
+    sys.path[0] = str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
 
 
