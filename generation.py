@@ -387,7 +387,10 @@ def generate(
 def check_drawn(model_log_probs: Tensor) -> None:
     """Raise UserError where tokens were drawn from logits that were NaN or infinite: such tokens mean nothing."""
     if not bool(model_log_probs.isfinite().all()):
-        raise UserError("ERROR: the model's logits are NaN or infinite: it diverged, is damaged, or overflows float16")
+        raise UserError(
+            "ERROR: the model's logits are NaN or infinite: it diverged, is damaged, or overflows float16; "
+            "take an earlier checkpoint, or another dtype"
+        )
 
 
 def check_ids(ids: Tensor, num_tokens: int) -> None:

@@ -7,6 +7,7 @@ process and in those that tests start, and conftest.py an order of the tests by 
 thread, with which tests of tiny models are fastest.
 """
 
+import atexit
 import contextlib
 import importlib
 import io
@@ -15,13 +16,13 @@ import os
 import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,7 +54,6 @@ TINY_GRPO = {
 SEED = os.environ.get("CROSSOVER_TEST_SEED")
 NUM_THREADS = 1 if SEED is None else 2
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(NUM_THREADS))
-os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"  # of the processes that tests start
 torch.set_num_threads(NUM_THREADS)
 
 
@@ -102,12 +102,12 @@ class InThisProcess:
     started: ClassVar[list[str]] = []
     run = staticmethod(call)
 
-    def __init__(self, command: list[str], env: Mapping[str, str] = os.environ, **keywords: Any) -> None:
+    def __init__(self, command: list[str], env: Mapping[str, str] | None = None, **keywords: Any) -> None:
         assert command[0] == sys.executable
         script = Path(command[1]).stem
         self.started.append(script)
         with pytest.MonkeyPatch.context() as patch:
-            if STAGE_VARIABLE in env:
+            if env is not None:  # a stage of run_cycles.py
                 patch.setenv(STAGE_VARIABLE, env[STAGE_VARIABLE])
             self.finished = self.run(script, *command[2:])
         sys.stdout.write(self.finished.out)
@@ -151,7 +151,7 @@ def refuse_in_one_line(script: str, *arguments: str, **options: Any) -> str:
 
 def start(*command: Any, **keywords: Any) -> subprocess.Popen:
     """Start Python on a command from the root, in a group of processes of its own."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
@@ -201,54 +201,72 @@ def kill_once_saved(script: str, function: str, seconds: float, state: Path, **o
 
 
 def run(script: str, *arguments: Any, **options: Any) -> Finished:
-    """Run a script as people do: a process of its own."""
+    """Run a script in a process of its own, a fork; tests/test_end_to_end.py also starts each script without one."""
     return run_forked(script, [*map(str, arguments), *as_arguments(options)], [{}])
 
 
 def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
-    """Run a script as torchrun does, in several processes on this machine."""
-    with socket.create_server(("localhost", 0)) as free:
-        together = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = [{**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-    return run_forked(script, as_arguments(options), ranks)
+    """Run a script in several processes on this machine, with the variables and the store that torchrun gives them."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    together = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "TORCHELASTIC_USE_AGENT_STORE": True}
+    together |= {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
+    ranks = [{**together, "RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
+    variables = [{name: str(value) for name, value in rank.items()} for rank in ranks]
+    return run_forked(script, as_arguments(options), variables)
 
 
 def run_forked(script: str, arguments: list[str], variables: list[dict[str, str]]) -> Finished:
-    """Run a script in one process for each of `variables`, set in its environment; if one fails, end the others.
+    """Run a script in one process for each of `variables`, set in its environment.
 
-    They are forks of a process that has imported the scripts, which takes longer than most of these runs.
+    Once one fails the others are ended; the status is that of the first to fail. The processes are forks of one that
+    has imported the scripts, which takes longer than most of these runs (on macOS, where a fork of such a process
+    is not safe, new ones).
     """
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
     context.set_forkserver_preload(["helpers", "run_cycles", "evaluate", "sample", *TRAINERS])
+    with pytest.MonkeyPatch.context() as patch:  # the server needs the path, what it starts does not
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         processes = []
-        for index, own in enumerate(variables):
-            files = [Path(folder, f"{index}.{name}") for name in ("out", "err")]
-            started = (ROOT / script, arguments, {**os.environ, **own}, files)
-            processes.append(context.Process(target=be_script, args=started, daemon=True))
-            processes[-1].start()
-        deadline, failed = time.monotonic() + 120, False
-        while any(process.is_alive() for process in processes):
-            assert time.monotonic() < deadline, f"{script} takes too long"
-            if not failed and any(process.exitcode for process in processes):
-                failed = True
-                for process in processes:
-                    process.terminate()
-            time.sleep(0.02)
-        out, err = ("".join(path.read_text() for path in Path(folder).glob(name)) for name in ("*.out", "*.err"))
-    return Finished(next((process.exitcode for process in processes if process.exitcode), 0), out, err)
+        status, deadline = 0, time.monotonic() + 240
+        try:
+            for index, own in enumerate(variables):
+                files = [Path(folder, f"{index}.{name}") for name in ("out", "err")]
+                started = (ROOT / script, arguments, {**os.environ, **own}, files)
+                processes.append(context.Process(target=be_script, args=started))
+                processes[-1].start()
+            while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+                time.sleep(0.02)
+                if not status and (status := next((process.exitcode for process in processes if process.exitcode), 0)):
+                    deadline = min(deadline, time.monotonic() + 30)
+                    for process in processes:
+                        process.terminate()
+            is_late = not status and any(process.is_alive() for process in processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        paths = sorted(Path(folder).iterdir())
+        out, err = ("".join(path.read_text() for path in paths if path.suffix == end) for end in (".out", ".err"))
+    assert not is_late, f"{script} takes too long: {err}"
+    status = status or next((process.exitcode for process in processes if process.exitcode), 0)
+    return Finished(status, out, err)
 
 
 def be_script(script: Path, arguments: list[str], environment: dict[str, str], files: list[Path]) -> None:
     """Run a script in this process, with its own environment, working directory and files for what it prints."""
+    for path, number in zip(files, (1, 2), strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ |= environment
     os.chdir(ROOT)
-    for path, number in zip(files, (1, 2), strict=True):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     sys.argv = [str(script), *arguments]
-    sys.path[0] = str(script.parent)
-    runpy.run_path(str(script), run_name="__main__")
+    sys.path[:] = [str(script.parent), *(path for path in sys.path if Path(path) not in (ROOT, ROOT / "tests"))]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
 
 
 def shuffled(items: list[Any], seed: str) -> list[Any]:

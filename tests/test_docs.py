@@ -197,7 +197,10 @@ benchmarks_run: set[str] = set()  # by this process; what they print leads to no
 
 
 def run_script(script: str, arguments: list[str]) -> None:
-    """Run a script of the working directory as `python script arguments` would, made small; a benchmark once."""
+    """Run a script of the working directory as `python script arguments` would, made small.
+
+    A benchmark runs once; of further commands the arguments are parsed.
+    """
     name = script.removesuffix(".py")
     if script.startswith("benchmarks/"):
         cli.parse_settings(dataclass_of_script(ROOT / script), Path(name).name, list(arguments))  # as it is printed

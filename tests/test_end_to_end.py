@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -56,6 +57,19 @@ pytest_plugins = ["tiny_run"]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # every script, one after the other
+
+SCRIPTS = ["evaluate", "train_grpo", "train_reward_model", "prepare_reward_data", "reward_dataset_loader"]
+SCRIPTS += ["data/shakespeare/prepare", "data/shakespeare_char/prepare"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)  # other tests start train.py, sample.py and run_cycles.py
+def test_a_script_starts_from_any_folder(tmp_path, script):
+    """As people start it, with nothing imported beforehand and no PYTHONPATH."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, ROOT / f"{script}.py", "--help"]
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=120)
+    assert printed.returncode == 0, printed.stderr
+    assert "usage: " in printed.stdout and os.listdir(tmp_path) == []
 
 
 def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):

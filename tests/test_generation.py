@@ -285,7 +285,7 @@ def test_a_failure_to_compile_is_reported(monkeypatch):
     original = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **options: original(model, backend=backend, **options))
     model = tiny_model()
-    with pytest.raises(UserError, match=r"torch\.compile .*--compile False"):
+    with pytest.raises(UserError, match=r"torch\.compile .*no compiler.*--compile False"):
         Completer(compile_model(model), N)(blocks(2), lengths(2, 2), draws(2, 2, N), Sampling())
 
 
@@ -442,7 +442,7 @@ def test_logits_that_are_nan_are_reported(sampling):
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight[4, 0] = torch.nan
-    with pytest.raises(UserError, match="NaN"):
+    with pytest.raises(UserError, match=r"NaN .* diverged"):
         complete(model, blocks(2), lengths(2, 2), draws(2, 2, N), sampling)
     with pytest.raises(UserError, match="NaN"):
         generate(model, torch.zeros(1, N, dtype=torch.int64), 1, sampling)

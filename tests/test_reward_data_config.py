@@ -109,7 +109,7 @@ def test_unusable_device(text_config):
 
 def test_output_directory(text_config, files, tmp_path):
     for path, reason in (
-        (files["input.txt"], "a file"),
+        (files["input.txt"], "it is a file"),
         (files["input.txt"] + "/below", "not a folder"),
         (".", "its own"),
     ):

@@ -503,7 +503,7 @@ def test_every_check_of_the_table_reaches_the_report_and_the_errors(folder, caps
     ((name, sentence),) = print_quality_report(folder)
     report = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("    ")]
     assert name == check.name and f"⚠️ {name}: {sentence.splitlines()[0]}" in report
-    rest = [line for line in report if line.startswith("✅") or "Not checked" in line]
+    rest = [line for line in report if line.startswith("✅") or "Not checked for train" in line]
     assert len(rest) == len(loader.CHECKS) - 1
     with pytest.raises(UserError) as caught:
         loader.open_checked_splits(folder)
@@ -521,7 +521,7 @@ def test_metadata_problems_stand_in_their_line(folder, capsys):
     print_quality_report(folder)
     output = capsys.readouterr().out
     assert "⚠️ Metadata: " in output and "vocab_size missing" in output
-    assert "⚠️ Probability sums: Not checked" in output
+    assert "⚠️ Probability sums: Not checked for val" in output
 
 
 @pytest.mark.parametrize(

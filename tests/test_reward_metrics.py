@@ -192,7 +192,7 @@ def test_skill_for_people():
 
 def test_skill_for_people_where_some_of_it_is_undefined():
     measured = some_skill(alike=True)
-    assert "R2 undefined" in reward_metrics.describe_skill(measured)
+    assert "R2 undefined (no interval)" in reward_metrics.describe_skill(measured)
     assert "AUC undefined: " in reward_metrics.describe_skill(measured)
     assert "Control" not in reward_metrics.describe_skill(measured)
     measured |= {"control_r2": -0.01, "control_r2_low": -0.5, "control_r2_high": 0.25}

@@ -348,10 +348,10 @@ def damaged(contents: dict, kind: str, mark) -> tuple[dict, str]:
         return contents, "n_head=3"
     if kind == "another vocabulary":
         contents["generator_config"].vocab_size = 9
-        return contents, "vocab_size is 5"
+        return contents, "vocab_size is 5 in the model of natural text and 9 in the generator"
     if kind == "another block_size":
         contents["config"].block_size = 16
-        return contents, "block_size is 16"
+        return contents, "block_size is 16 in the model of natural text and 12 in the generator"
     if kind == "other depth":
         contents["generator_config"].n_layer = 2
         return contents, "'generator.transformer.h.1.attn.c_attn.bias'"
@@ -365,10 +365,10 @@ def damaged(contents: dict, kind: str, mark) -> tuple[dict, str]:
     if kind == "shape":
         return contents | {"model": state | {"mixture": torch.zeros(2)}}, "mixture has shape (2,), its config wants ()"
     if kind == "hostile sampling":
-        return contents | {"sampling": Hostile(mark)}, "executed"
+        return contents | {"sampling": Hostile(mark)}, "nothing was executed"
     if kind == "hostile generator_config":
         contents["generator_config"].n_head = Hostile(mark)
-        return contents, "executed"
+        return contents, "nothing was executed"
     sampling = {
         "temperature": {"temperature": -1.0},
         "text": {"temperature": "warm"},
