@@ -101,7 +101,7 @@ def main() -> None:
         path = pipeline.make(file_name, "train_grpo", **models, **where, **training, **options)
         kept = load_checkpoint(path)["training"]["kept"]
         clock = {r["step"]: r["seconds"] for r in read_records(path.with_suffix(".jsonl")) if "final" not in r}
-        seconds = (clock[settings.steps] - clock[0]) / settings.steps
+        seconds = (clock[max(clock)] - clock[0]) / max(clock)
         rollouts = f"{options['prompts_per_step']} x {options['group_size']}"
         figures = [f"{variance:.4g}", f"{signal:.4g}", f"{kept['kl_mixture']:.4f}", f"{seconds:.2f}"]
         rows.append([way, rollouts, *figures])
