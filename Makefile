@@ -20,7 +20,7 @@ setup: ## make .venv and install requirements.txt (again only when that file has
 		$(PYTHON) -m pip install --disable-pip-version-check -r requirements.txt; \
 		cp requirements.txt $(STAMP); }
 
-run: setup ## train, detect, improve: the whole cycle on Shakespeare
+run: setup ## run two cycles on Shakespeare (about 12 minutes)
 	$(PYTHON) run_cycles.py --config $(CONFIG) $(ARGS)
 
 test: setup ## run the tests, in as many processes as there are cores
@@ -29,7 +29,7 @@ test: setup ## run the tests, in as many processes as there are cores
 test-kernels: setup ## run the tests with other processors' kernels, with two threads and in random order
 	$(PYTHON) tests/kernels.py $(ARGS)
 
-bench-generation: setup ## time text generation against the other ways (installs requirements-bench.txt)
+bench-generation: setup ## time text generation against no cache and Hugging Face (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/generation.py $(ARGS)
 
@@ -51,10 +51,10 @@ lint: setup ## check style, formatting and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
-format: setup ## mend what the linter can mend, and format
+format: setup ## apply the linter's fixes and format
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-clean: ## remove .venv and caches; results and data stay
+clean: ## remove .venv (the next target installs again) and caches; results and data stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage htmlcov
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

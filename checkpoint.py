@@ -260,7 +260,7 @@ def check_same_splits(trained: Mapping[str, Any] | None, data: Mapping[str, Any]
     """
     if trained is None:
         warn(
-            "the checkpoint has no record of its training data; make sure that it used the same train/validation split"
+            "this checkpoint has no record of its training data; make sure that it used the same train/validation split"
         )
     elif trained != data:
         differing = [name for name in ("train", "val") if trained[f"{name}_sha256"] != data[f"{name}_sha256"]]

@@ -70,9 +70,9 @@ class TrainSettings(Settings):
     eval_interval: int = setting(250, minimum=1, unit="steps")
     """steps between evaluations"""
     eval_iters: int | None = setting(None, minimum=1)
-    """random batches in an evaluation, of the split and of its selecting part; None: the whole validation split"""
+    """random batches in an evaluation, of the split and of its select part; None: the whole validation split"""
     eval_only: bool = setting(False, changeable=True)
-    """evaluate once and stop: the checkpoint, with init_from=resume the state, with init_from=PATH that checkpoint"""
+    """evaluate once and exit: the checkpoint in out_dir; init_from=resume: its state; a PATH: that checkpoint"""
     log_interval: int = setting(10, minimum=1, unit="steps", changeable=True)
     """steps between records"""
     always_save_checkpoint: bool = False
@@ -100,7 +100,7 @@ class TrainSettings(Settings):
     n_head: int = setting(4, minimum=1)
     """attention heads"""
     n_embd: int = setting(128, minimum=1)
-    """channels"""
+    """width of the embeddings"""
     dropout: float = setting(0.0, minimum=0, below=1)
     """share of activations dropped in training"""
     bias: bool = False
@@ -108,7 +108,7 @@ class TrainSettings(Settings):
     position: Literal["rope", "learned"] = "rope"
     """rotary positions, or nanoGPT's learned ones"""
     init: Literal["gpt2", "orthogonal"] = setting("gpt2", belongs_to={"init_from": ("scratch", "resume")})
-    """first weights; orthogonal: inside the blocks, and zeros where they write to the residual stream"""
+    """initial weights; gpt2: normal, as in GPT-2; orthogonal: orthogonal in the blocks, output projections zero"""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices inside the blocks, AdamW for the rest"""
@@ -119,7 +119,7 @@ class TrainSettings(Settings):
     muon_momentum: float = setting(0.95, minimum=0, below=1)
     """Muon's decay of the gradient's mean"""
     max_iters: int = setting(1000, minimum=0, unit="steps", changeable=True)
-    """steps"""
+    """optimizer steps in all, those before a resumption included"""
     weight_decay: float = setting(1e-1, minimum=0)
     """decoupled weight decay of matrices"""
     beta1: float = setting(0.9, minimum=0, below=1)
@@ -135,9 +135,9 @@ class TrainSettings(Settings):
     cooldown: float = setting(0.6, above=0, maximum=1)
     """cooldown: the share of the steps that the decay takes"""
     short_contexts: tuple[int, ...] = ()
-    """lengths of the first contexts, such as 8 16: as many tokens a step, in more sequences"""
+    """context lengths in tokens at the start of training, such as 8 16, with as many tokens a step; empty: none"""
     short_share: float = setting(0.6, above=0, maximum=1)
-    """share of the steps that short contexts get, each an equal part of it"""
+    """share of the steps with short contexts, divided equally among them"""
     warmup_iters: int = setting(20, minimum=0, unit="steps")
     """steps of linear warm-up"""
     lr_decay_iters: int | None = setting(None, minimum=0, unit="steps")
@@ -147,12 +147,12 @@ class TrainSettings(Settings):
     patience: int | None = setting(None, minimum=1, unit="evaluations", changeable=True)
     """stop after this many evaluations without improvement; None: never"""
     min_delta: float = setting(0.001, minimum=0, unit="nats")
-    """minimum decrease of select_loss that resets the patience, in nats"""
+    """minimum decrease of select_loss that resets the patience, in nats per token"""
 
     device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """arithmetic of the passes; auto: bfloat16 on CUDA, else float32"""
+    """dtype of forward and backward pass; auto: bfloat16 on CUDA, else float32"""
     compile: bool = setting(False, changeable=True)
     """compile the model with torch.compile"""
     seed: int = setting(1337, minimum=0)

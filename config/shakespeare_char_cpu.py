@@ -1,4 +1,4 @@
-# Shakespeare by characters on two CPU cores: the whole loop in some ten minutes.
+# Shakespeare by characters on two CPU cores: the whole loop in about 12 minutes.
 #
 #     python run_cycles.py --config config/shakespeare_char_cpu.py
 #     python train.py --config config/shakespeare_char_cpu.py        (its first stage alone)
@@ -36,7 +36,7 @@ train = dict(
     min_delta=0.001,
 )
 
-# Trains the base model further on natural text: what the reward model holds against the generator.
+# Trains the base model further on natural text: the reward model compares it with the generator.
 natural_model = dict(
     out_dir="out/shakespeare_char_cpu",
     checkpoint_name="natural_model.pt",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run, start
 
 from runtime.process import Terminated, on_interruption, run_main
 
@@ -18,14 +19,14 @@ ROOT = Path(__file__).parent.parent
 # exit statuses
 
 
-def script(body: str) -> list[str]:
+def source(body: str) -> str:
     lines = [
         "import os, signal, sys, time, torch",
         "from runtime.files import *; from runtime.process import *",
         "def main():",
         f"    {body}",
     ]
-    return [sys.executable, "-c", "\n".join([*lines, "run_main(main)"])]
+    return "\n".join([*lines, "run_main(main)"])
 
 
 @pytest.mark.parametrize(
@@ -36,10 +37,11 @@ def script(body: str) -> list[str]:
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", 143, "Terminated. "),
     ],
 )
-def test_a_script_ends_with_one_line_and_a_status(body, status, message):
-    result = subprocess.run(script(body), cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode == status
-    assert result.stderr.startswith(message) and len(result.stderr.splitlines()) == 1
+def test_a_script_ends_with_one_line_and_a_status(tmp_path, body, status, message):
+    (tmp_path / "script.py").write_text(source(body))
+    finished = run(tmp_path / "script.py")
+    assert finished.status == status
+    assert finished.err.startswith(message) and len(finished.err.splitlines()) == 1
 
 
 @pytest.fixture
@@ -107,12 +109,10 @@ def test_run_main_hides_no_bug_and_changes_no_other_status(same_handler_afterwar
 
 
 def test_a_reader_that_goes_away_is_no_traceback():
-    process = subprocess.Popen(
-        script("[print('x' * 9999) for _ in range(999)]"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    process = start("-c", source("[print('x' * 9999) for _ in range(999)]"))
     process.stdout.read(1)
     process.stdout.close()
-    assert process.stderr.read() == b""
+    assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait(timeout=60) == 2
 
@@ -121,9 +121,7 @@ def test_a_reader_that_goes_away_is_no_traceback():
 def test_a_signal_in_the_middle_of_a_write_leaves_no_half_file(tmp_path, number, status):
     path = tmp_path / "file.txt"
     body = f"with atomic_path({str(path)!r}) as p: p.write_text('half'); print(1, flush=True); time.sleep(30)"
-    process = subprocess.Popen(
-        script(body), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+    process = start("-c", source(body))
     process.stdout.readline()
     assert len(os.listdir(tmp_path)) == 1
     started = time.monotonic()
