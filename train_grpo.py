@@ -71,7 +71,7 @@ from runtime.settings import Problems, Settings, setting
 
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
 # Logits of a formula over the vocabulary that are held at a time, with their graph: 64 MiB a copy. (Smaller copies come
-# from glibc's heap, which kept growing: 2.3 GB with 2**23, 0.8 with 2**24, 2.7 in one piece, of 16 rows of GPT-2's ids.)
+# from glibc's heap, which kept growing: 2.3 GB with 2**23, 0.8 with 2**24, 2.7 in one piece, of 2,032 GPT-2 tokens.)
 PIECE_LOGITS = 2**24
 SAMPLED = ("auto", "token", "sequence")  # forms of credit that weigh the sampled tokens
 
