@@ -406,6 +406,19 @@ def test_sampled_gradients_have_the_exact_one_as_their_expectation(kl_in_reward,
     torch.testing.assert_close(2 * expected_gradient(models, in_pairs), exact, **near)
 
 
+def test_the_exact_baseline_is_the_mean_of_the_rewards(models):
+    """Of all tokens after one prefix, by their probabilities: the mean of what is left is 0."""
+    policy, scorer = models
+    ids = torch.tensor([[PROMPT, 0, token] for token in range(V)])
+    batch = rollouts(policy, scorer, ids)
+    chances = batch.old_log_probs[:, 1].exp()
+    for kl_in_reward in (1.0, 0.25):
+        settings = exact_settings(baseline="value", group_size=1, kl_in_reward=kl_in_reward)
+        advantages = train_grpo.advantages_of(batch, settings, policy, Ranks())
+        assert advantages[:, 1].abs().max() > 0.01
+        assert (chances @ advantages[:, 1]).item() == pytest.approx(0, abs=1e-6)
+
+
 def test_the_exact_loss_is_the_divergence_from_the_mixture(models):
     """By hand, from the three models' probabilities, at each beta; 0 with gradient 0 at the optimum."""
     policy, scorer = models
