@@ -6,8 +6,8 @@ Pure functions of tensors; no I/O, no state. Shapes: B sequences of T tokens ove
 with G completions each, the G of one prompt side by side. Formulas are in float32 or better, whatever dtype comes in.
 
 Papers: GRPO (DeepSeekMath, arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), CISPO (MiniMax-M1, 2506.13585),
-GSPO (2507.18071), PPO (1707.06347), KL estimators (J. Schulman, "Approximating KL Divergence", 2020). BNPO here is the
-token mean over a batch. Normalisers are those of TRL's GRPO trainer.
+GSPO (2507.18071), PPO (1707.06347), KL estimators (J. Schulman, "Approximating KL Divergence", 2020), GKD (2306.13649).
+BNPO here is the token mean over a batch. Normalisers are those of TRL's GRPO trainer.
 """
 
 import math
@@ -211,10 +211,10 @@ def mixture_loss(log_ratios: Tensor) -> float:
 # advantages
 
 
-def _grouped(rewards: Tensor, group_size: int) -> Tensor:
-    """Rewards (P * G,) as float (P, G), checked."""
-    if group_size < 2:
-        raise UserError(f"ERROR: group_size={group_size}: need at least 2 completions to compare")
+def _grouped(rewards: Tensor, group_size: int, smallest: int = 2) -> Tensor:
+    """Rewards (P * G,) as float (P, G), checked; `smallest` is the least group."""
+    if group_size < smallest:
+        raise UserError(f"ERROR: group_size={group_size}: need at least {smallest} completions to compare")
     if rewards.dim() != 1 or len(rewards) == 0 or len(rewards) % group_size:
         raise UserError(f"ERROR: rewards of shape {tuple(rewards.shape)} do not divide into groups of {group_size}")
     if not bool(rewards.isfinite().all()):
@@ -273,23 +273,30 @@ def token_advantages(
     scale: str = "group",
     eps: float = 1e-4,
     tolerance: float = 1e-6,
+    *,
+    values: Tensor | None = None,
 ) -> Tensor:
-    """Advantages (P * G, T) of tokens: rewards to go, less their mean over the group's tokens at the same position.
+    """Advantages (P * G, T) of tokens: rewards to go, less a baseline.
 
-    rewards (P * G, T) of single tokens; mask (P * G, T), the same for all of a group, says which were written. scale
-    'group': divided by the standard deviation of all the group's advantages (around 0, their mean); 'batch':
-    of the whole batch's; 'none': not divided. A group whose values differ by no more than the tolerance gets 0.
+    rewards (P * G, T) of single tokens; mask (P * G, T), the same for all of a group, says which were written.
+    The baseline is the mean over the group's tokens at the same position, for which G is at least 2; or `values`
+    (P * G, T), with which G may be 1. scale 'group': divided by the standard deviation of all the group's advantages
+    (around 0); 'batch': of the whole batch's; 'none': not divided. A group whose advantages are within the tolerance
+    gets 0.
+
+    The mean contains the token's own reward, so that the expected gradient is (G - 1) / G of the one with `values`.
     """
     _choose("scale", scale, ("group", "batch", "none"))
     if rewards.dim() != 2 or rewards.shape != mask.shape:
         raise UserError(f"ERROR: rewards {tuple(rewards.shape)} and mask {tuple(mask.shape)} must both be (B, T)")
     written = mask.bool()
-    _grouped(rewards.masked_fill(~written, 0.0).sum(1), group_size)  # checks sizes and finiteness
-    values = rewards_to_go(rewards, mask, discount).view(-1, group_size, rewards.size(1))  # (P, G, T)
-    written = written.view_as(values)
+    smallest = 2 if values is None else 1
+    _grouped(rewards.masked_fill(~written, 0.0).sum(1), group_size, smallest)  # checks sizes and finiteness
+    sums = rewards_to_go(rewards, mask, discount).view(-1, group_size, rewards.size(1))  # (P, G, T)
+    written = written.view_as(sums)
     counts = written.sum(1, keepdim=True).clamp(min=1)
-    means = values.sum(1, keepdim=True) / counts
-    advantages = (values - means).masked_fill(~written, 0.0)  # (P, G, T)
+    baseline = sums.sum(1, keepdim=True) / counts if values is None else values.view_as(sums)
+    advantages = (sums - baseline).masked_fill(~written, 0.0)  # (P, G, T)
     flat = advantages.abs().amax((1, 2), keepdim=True) <= tolerance
     if scale != "none":
         over = (1, 2) if scale == "group" else (0, 1, 2)
@@ -300,7 +307,85 @@ def token_advantages(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# exact expectations over the vocabulary
+
+
+def expected_reward(log_probs: Tensor, evidence: Tensor, reference_log_probs: Tensor, kl_coef: float) -> Tensor:
+    """sum over v of pi(v) [e(v) - kl_coef log(pi/q)(v)], (...), from log pi, the evidence e and log q, (..., V) each.
+
+    The expectation, under pi, of a token's reward e - kl_coef log(pi/q) given its prefix. As a constant it is a
+    baseline of that reward (arXiv:2605.07865); its gradient is the expectation of the token's policy gradient. With
+    e = log(m/q) and kl_coef b > 0 it is largest at pi proportional to q (m/q)^(1/b); with b = 1 it is -KL(pi || m).
+    """
+    log_probs = _at_least_float32(log_probs)
+    rewards = evidence - kl_coef * (log_probs - reference_log_probs)  # (..., V)
+    return (log_probs.exp() * rewards).sum(-1)
+
+
+def divergence(log_probs: Tensor, target_log_probs: Tensor, beta: float = 1.0) -> Tensor:
+    """Divergence (...) in nats of a policy pi from a target m, from their log-probabilities (..., V).
+
+    beta 1: KL(pi || m); 0: KL(m || pi); between: beta KL(m || M) + (1 - beta) KL(pi || M), M = (1 - beta) pi + beta m,
+    the generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649) in TRL's convention, m being the teacher. A
+    target that does not sum to 1 counts as it is.
+    """
+    if not 0 <= beta <= 1:
+        raise UserError(f"ERROR: beta={beta}: must be >= 0 and <= 1")
+    log_probs, target_log_probs = _at_least_float32(log_probs), _at_least_float32(target_log_probs)
+    if beta in (0, 1):
+        ours, other = (log_probs, target_log_probs) if beta else (target_log_probs, log_probs)
+        return (ours.exp() * (ours - other)).sum(-1)
+    middle = torch.logaddexp(log_probs + math.log1p(-beta), target_log_probs + math.log(beta))
+    from_target = (target_log_probs.exp() * (target_log_probs - middle)).sum(-1)
+    from_policy = (log_probs.exp() * (log_probs - middle)).sum(-1)
+    return beta * from_target + (1 - beta) * from_policy
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # policy losses
+
+
+def average_loss(
+    per_token: Tensor,
+    mask: Tensor,
+    loss_type: str,
+    *,
+    max_completion_length: int | None = None,
+    num_sequences: int | None = None,
+    num_tokens: float | Tensor | None = None,
+) -> Tensor:
+    """The mean () of losses per token (B, T) over the tokens of a float mask (B, T), by loss type:
+
+      grpo            each sequence's tokens, then over sequences
+      bnpo            all tokens of this call
+      dr_grpo         num_sequences * max_completion_length, a constant (Dr. GRPO, section 3.2)
+      dapo, cispo     num_tokens (DAPO, equation 8)
+    num_sequences and num_tokens are those of the whole update (default: of this call): the losses of an update's
+    micro-batches then add up to the update's loss. (For bnpo a call weighs B / num_sequences.)
+    """
+    _choose("loss_type", loss_type, LOSS_TYPES)
+    if loss_type == "dr_grpo" and max_completion_length is None:
+        raise UserError("ERROR: loss_type=dr_grpo divides by max_completion_length: give it")
+    sums, total = (per_token * mask).sum(1), mask.sum().clamp(min=1)  # (B,), ()
+    num_sequences = len(sums) if num_sequences is None else num_sequences
+    if loss_type == "grpo":
+        return (sums / mask.sum(1).clamp(min=1)).sum() / num_sequences
+    if loss_type == "bnpo":
+        return sums.sum() / total * (len(sums) / num_sequences)
+    if loss_type == "dr_grpo":
+        assert max_completion_length is not None  # checked above
+        return sums.sum() / (num_sequences * max_completion_length)
+    return sums.sum() / (total if num_tokens is None else num_tokens)
+
+
+def ratio_metrics(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """ratio_mean and approx_kl of `policy_loss`, () each: of finite log-probabilities and a float mask, (B, T) each."""
+    total = mask.sum().clamp(min=1)
+    ratio = (log_probs - old_log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+    return {
+        "ratio_mean": (ratio * mask).sum() / total,
+        "approx_kl": (kl_estimate(old_log_probs, log_probs) * mask).sum() / total,
+    }
 
 
 def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = "k3") -> Tensor:
@@ -354,13 +439,7 @@ def policy_loss(
     importance_level 'sequence' (GSPO): r has the value s of the sequence, exp of the mean over its tokens of
     log_prob - old_log_prob (equation 7), and the gradient of s times the token's own log_prob (GSPO-token, section 4.3:
     r = stop_gradient(s) exp(log_prob - stop_gradient(log_prob))), so that advantages of single tokens keep their place.
-    log_prob - old_log_prob is clamped to +-MAX_EXPONENT. Then the mean over
-      grpo            each sequence's tokens, then over sequences
-      bnpo            all tokens of this call
-      dr_grpo         num_sequences * max_completion_length, a constant (Dr. GRPO, section 3.2)
-      dapo, cispo     num_tokens (DAPO, equation 8)
-    num_sequences and num_tokens are those of the whole update (default: of this call): the losses of an update's
-    micro-batches then add up to the update's loss. (For bnpo a call weighs B / num_sequences.)
+    log_prob - old_log_prob is clamped to +-MAX_EXPONENT. Then the mean that `average_loss` takes.
 
     Metrics: ratio_mean, approx_kl (k3 of old || new) and kl (with a reference) are means over tokens; clip_low and
     clip_high the share of tokens (of sequences, for level 'sequence') whose gradient the clip at that side stopped,
@@ -371,8 +450,6 @@ def policy_loss(
     _choose("importance_level", importance_level, ("token", "sequence"))
     if beta != 0 and reference_log_probs is None:
         raise UserError(f"ERROR: beta={beta}: the KL penalty needs reference_log_probs")
-    if loss_type == "dr_grpo" and max_completion_length is None:
-        raise UserError("ERROR: loss_type=dr_grpo divides by max_completion_length: give it")
     if epsilon_high is None:
         if loss_type == "cispo":
             raise UserError("ERROR: loss_type=cispo caps the ratio itself at epsilon_high: give it (5 is usual)")
@@ -403,27 +480,20 @@ def policy_loss(
         low = (ratio < 1 - epsilon_low) & (advantages < 0)
         high = (ratio > 1 + epsilon_high) & (advantages > 0)
 
-    total = mask.sum().clamp(min=1)
-    metrics = {
-        "ratio_mean": (log_ratio.exp() * mask).sum() / total,
-        "approx_kl": (kl_estimate(old_log_probs, log_probs) * mask).sum() / total,
-    }
+    metrics = ratio_metrics(log_probs, old_log_probs, mask)
     if reference_log_probs is not None:
         kl = kl_estimate(log_probs, reference_log_probs.masked_fill(~counts, 0.0), kl_estimator) * mask
-        metrics["kl"] = kl.sum() / total
+        metrics["kl"] = kl.sum() / mask.sum().clamp(min=1)
         per_token = per_token + beta * kl
 
-    sums = (per_token * mask).sum(1)  # (B,)
-    num_sequences = len(sums) if num_sequences is None else num_sequences
-    if loss_type == "grpo":
-        loss = (sums / lengths).sum() / num_sequences
-    elif loss_type == "bnpo":
-        loss = sums.sum() / total * (len(sums) / num_sequences)
-    elif loss_type == "dr_grpo":
-        assert max_completion_length is not None  # checked above
-        loss = sums.sum() / (num_sequences * max_completion_length)
-    else:
-        loss = sums.sum() / (total if num_tokens is None else num_tokens)
+    loss = average_loss(
+        per_token,
+        mask,
+        loss_type,
+        max_completion_length=max_completion_length,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+    )
 
     # Shares of each sequence's tokens, (B,). At level 'token' all tokens weigh the same, at 'sequence' all sequences.
     low, high = ((side * mask).sum(1) / lengths for side in (low, high))

@@ -25,7 +25,7 @@ Shapes: B sequences of T tokens, C = n_embd channels.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -215,22 +215,46 @@ class LikelihoodRewardModel(TokenEvidence):
         """Sequences to score together: see GPT.rows_at_a_time."""
         return self.natural.rows_at_a_time()
 
+    def hidden_states(self, context: Tensor) -> tuple[Tensor, ...]:
+        """Hidden states of p and of q, (B, T, C) each with a C of its own, after token ids (B, T)."""
+        natural = self.natural.trunk(context)
+        with torch.no_grad():
+            return natural, self.generator.trunk(context)
+
+    @torch.no_grad()
+    def written_logits(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of q as it was sampled, from its hidden states (..., C)."""
+        logits = self.generator.logits(hidden)
+        return logits if self.sampling == Sampling() else sampling_distribution(logits.float(), self.sampling)
+
+    @torch.no_grad()
+    def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Evidence log(m/q) and log q (..., V) float32 of every next token, from `hidden_states` (..., C).
+
+        log m is their sum. Evidence is that of sampled tokens, with log p - log q clamped to +-MAX_LOG_RATIO: if p is
+        more than e^10 times q somewhere, m has w e^10 q there, and its probabilities sum to less than 1.
+        """
+        natural = self.natural.logits(hidden[0]).float().log_softmax(-1)
+        written = self.written_logits(hidden[1]).float().log_softmax(-1)
+        return self.over_generator(natural - written), written
+
     def log_probs(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities (B, T - 1) float32 of all tokens but the first, under p and under q as it was sampled."""
-        context, tokens = idx[:, :-1], idx[:, 1:]
-        natural = token_log_probs(self.natural.logits(self.natural.trunk(context)), tokens)
-        with torch.no_grad():
-            logits = self.generator.logits(self.generator.trunk(context))
-            if self.sampling != Sampling():
-                logits = sampling_distribution(logits.float(), self.sampling)
-            written = token_log_probs(logits, tokens)
-        return natural, written
+        return self.read_hidden(self.hidden_states(idx[:, :-1]), idx[:, 1:])
+
+    def read_hidden(self, hidden: tuple[Tensor, ...], tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities (B, T) float32 of the next tokens (B, T) under p and under q, from `hidden_states`."""
+        natural = token_log_probs(self.natural.logits(hidden[0]), tokens)
+        return natural, token_log_probs(self.written_logits(hidden[1]), tokens)
+
+    def over_generator(self, log_ratios: Tensor) -> Tensor:
+        """Evidence log(m/q) = log(w p / q + 1 - w) from log p - log q, clamped, of one shape."""
+        log_ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return torch.logaddexp(log_ratios + F.logsigmoid(self.mixture), F.logsigmoid(-self.mixture))
 
     def calibrated(self, log_ratios: Tensor) -> Tensor:
-        """Evidence (B, T) from log p - log q (B, T - 1): log(w p / q + 1 - w), and 0 for the first token."""
-        log_ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        evidence = torch.logaddexp(log_ratios + F.logsigmoid(self.mixture), F.logsigmoid(-self.mixture))
-        return F.pad(evidence, (1, 0))
+        """Evidence (B, T) from log p - log q (B, T - 1), and 0 for the first token."""
+        return F.pad(self.over_generator(log_ratios), (1, 0))
 
     def output(self, idx: Tensor) -> Tensor:
         """Every token's evidence (B, T) of being natural, given the tokens before it."""
@@ -243,8 +267,14 @@ class LikelihoodRewardModel(TokenEvidence):
 
     def read_with(self, reference: GPT, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Evidence (B, T), and log-probabilities (B, T - 1) of all tokens but the first under the generator."""
-        natural, written = self.log_probs(idx)
-        return self.calibrated(natural - written), written
+        evidence, written, _ = self.read_and_keep(idx)
+        return evidence, written
+
+    def read_and_keep(self, idx: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """As `read_with` of the generator, and the `hidden_states` (B, T - 1, C) of all tokens but the last."""
+        hidden = self.hidden_states(idx[:, :-1])
+        natural, written = self.read_hidden(hidden, idx[:, 1:])
+        return self.calibrated(natural - written), written, hidden
 
 
 HeadRewardModel = LastRewardModel | PositionRewardModel
@@ -285,12 +315,13 @@ class Scores:
     evidence: Tensor | None  # (R, N - 1) of all tokens but the first being natural; None where the head knows no tokens
     by_token: Tensor | None  # (R, N - 1) P(token is natural); None likewise
     reference_log_probs: Tensor  # (R, N - 1) under the starting policy, of all tokens but the first
+    hidden: tuple[Tensor, ...] = ()  # if kept: a likelihood model's `hidden_states`, of all tokens but the last
 
     def of_all(self, ranks: Ranks) -> "Scores":
-        """The same of the sequences of all ranks, R on each."""
-        parts = (getattr(self, field.name) for field in fields(self))
-        gathered: Iterator[Any] = (None if part is None else ranks.gather(part) for part in parts)
-        return Scores(*gathered)
+        """The same of the sequences of all ranks, R on each; hidden states stay those of this rank's sequences."""
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "hidden"}
+        gathered: dict[str, Any] = {name: None if part is None else ranks.gather(part) for name, part in named.items()}
+        return replace(self, **gathered)
 
 
 class RewardScorer:
@@ -308,23 +339,40 @@ class RewardScorer:
         self.is_shared = reward_model.contains(reference)
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> Scores:
-        """Read sequences (R, N), as many at a time as fit."""
-        parts = [self._read(part) for part in ids.split(self.reference.rows_at_a_time())]
-        columns = zip(*parts, strict=True)
-        joined: Iterator[Any] = (None if column[0] is None else torch.cat(column) for column in columns)
-        return Scores(*joined)
+    def __call__(self, ids: Tensor, keep_hidden: bool = False) -> Scores:
+        """Read sequences (R, N), as many at a time as fit.
 
-    def _read(self, ids: Tensor) -> tuple[Tensor | None, ...]:
-        if self.is_shared:
+        `keep_hidden`: with the hidden states, of a likelihood model that contains the reference.
+        """
+        parts = [self._read(part, keep_hidden) for part in ids.split(self.reference.rows_at_a_time())]
+        if len(parts) == 1:
+            return parts[0]
+        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Scores)}
+        hidden = tuple(torch.cat(states) for states in zip(*columns.pop("hidden"), strict=True))
+        joined: dict[str, Any] = {
+            name: None if column[0] is None else torch.cat(column) for name, column in columns.items()
+        }
+        return replace(parts[0], **joined, hidden=hidden)
+
+    def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Evidence and the reference's log-probabilities (n, V) of all next tokens, from kept hidden states (n, C)."""
+        assert self.reward_model.is_ratio  # as in `_read`
+        return self.reward_model.distributions(hidden)
+
+    def _read(self, ids: Tensor, keep_hidden: bool) -> Scores:
+        hidden: tuple[Tensor, ...] = ()
+        if keep_hidden:
+            assert self.is_shared and self.reward_model.is_ratio  # train_grpo.with_choices_made
+            output, reference, hidden = self.reward_model.read_and_keep(ids)
+        elif self.is_shared:
             output, reference = self.reward_model.read_with(self.reference, ids)
         else:
             output = self.reward_model.output(ids)
             reference = token_log_probs(self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:])
         if not self.knows_tokens:
-            return self.reward_model.share(output).float(), None, None, reference
+            return Scores(self.reward_model.share(output).float(), None, None, reference)
         by_token = natural_probabilities(output)  # (R, N)
-        return by_token.mean(1), output[:, 1:], by_token[:, 1:], reference
+        return Scores(by_token.mean(1), output[:, 1:], by_token[:, 1:], reference, hidden)
 
 
 def _same(ours: nn.Module, theirs: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from checkpoint import (
     Corpus,
@@ -31,8 +32,19 @@ from checkpoint import (
 from data_loader import get_batch
 from generation import Completer, Sampling
 from model import GPT, check_same_fields
-from objectives import group_advantages, kl_estimate, next_token_loss, policy_loss, token_advantages, token_log_probs
-from optimization import Best, clip_gradients, make_optimizers
+from objectives import (
+    average_loss,
+    divergence,
+    expected_reward,
+    group_advantages,
+    kl_estimate,
+    next_token_loss,
+    policy_loss,
+    ratio_metrics,
+    token_advantages,
+    token_log_probs,
+)
+from optimization import Best, clip_gradients, cooldown_factor, learning_rate_factor, make_optimizers
 from policy_eval import (
     CopyFinder,
     PolicyEvaluation,
@@ -58,6 +70,10 @@ from runtime.run_log import format_size, picture, read_records, say
 from runtime.settings import Problems, Settings, setting
 
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
+# Logits of a formula over the vocabulary that are held at a time, with their graph: 64 MiB a copy. (Smaller copies come
+# from glibc's heap, which kept growing: 2.3 GB with 2**23, 0.8 with 2**24, 2.7 in one piece, of 2,032 GPT-2 tokens.)
+PIECE_LOGITS = 2**24
+SAMPLED = ("auto", "token", "sequence")  # forms of credit that weigh the sampled tokens
 
 
 @dataclass
@@ -90,14 +106,18 @@ class GRPOSettings(Settings):
 
     prompts_per_step: int = setting(16, minimum=1)
     """groups in a step"""
-    group_size: int = setting(8, minimum=2, unit="completions to compare")
-    """completions of each prompt, compared with each other"""
+    group_size: int = setting(8, minimum=1)
+    """completions of each prompt, compared with each other: at least 2; with an exact gradient or baseline 1 will do"""
     max_steps: int = setting(100, minimum=1, unit="steps", changeable=True)
     """steps, at most"""
     updates_per_step: int = setting(1, minimum=1)
     """passes over a step's completions; from the second on, the clipped ratio matters"""
     learning_rate: float = setting(3e-4, above=0)
-    """learning rate of AdamW, constant"""
+    """learning rate of AdamW, the first of its schedule"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """course of the learning rate over the max_steps with which the run began"""
+    min_lr: float = setting(0.0, minimum=0, belongs_to={"lr_schedule": ("linear", "cosine")})
+    """learning rate at the end of the schedule"""
     weight_decay: float = setting(0.0, minimum=0)
     """decoupled weight decay of matrices"""
     grad_clip: float = setting(1.0, minimum=0)
@@ -105,8 +125,14 @@ class GRPOSettings(Settings):
 
     reward: Literal["auto", "natural", "evidence"] = "auto"
     """natural: P(natural); evidence: the log of the likelihood ratio; auto: evidence with a likelihood head"""
-    credit: Literal["auto", "token", "sequence"] = "auto"
-    """one advantage for every token or for a sequence; auto: token if the head knows single tokens"""
+    credit: Literal["auto", "token", "sequence", "distribution"] = "auto"
+    """one advantage for every token or for a sequence, or for each position the exact gradient over the vocabulary
+    (needs a likelihood head); auto: token if the head knows single tokens"""
+    baseline: Literal["position", "value"] = setting("position", belongs_to={"credit": ("auto", "token")})
+    """subtracted from a token's reward: the group's mean at the position, or its expectation over the vocabulary (needs
+    a likelihood head)"""
+    divergence_beta: float = setting(1.0, minimum=0, maximum=1, belongs_to={"credit": ("distribution",)})
+    """1: KL(policy || mixture); 0: KL(mixture || policy); between: generalised Jensen-Shannon divergence (GKD)"""
     discount: float = setting(0.0, minimum=0, maximum=1)
     """with credit for tokens: what the next token's reward counts; 0: each token has its own alone"""
     kl_in_reward: float | None = setting(None, minimum=0)
@@ -116,13 +142,13 @@ class GRPOSettings(Settings):
 
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
     """how the tokens' losses are averaged and clipped"""
-    importance_level: Literal["token", "sequence"] = "token"
+    importance_level: Literal["token", "sequence"] = setting("token", belongs_to={"credit": SAMPLED})
     """ratios per token, or one per sequence (GSPO)"""
-    epsilon: float = setting(0.2, above=0)
+    epsilon: float = setting(0.2, above=0, belongs_to={"credit": SAMPLED})
     """the ratio is clipped below 1 - epsilon"""
-    epsilon_high: float | None = setting(None, above=0)
+    epsilon_high: float | None = setting(None, above=0, belongs_to={"credit": SAMPLED})
     """the ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo, the largest weight"""
-    advantage_scale: Literal["group", "batch", "none"] = "group"
+    advantage_scale: Literal["group", "batch", "none"] = setting("group", belongs_to={"credit": SAMPLED})
     """standard deviation that divides the advantages"""
     beta: float | None = setting(None, minimum=0)
     """weight of the KL penalty to the starting policy in the loss; None: 0 with evidence, else 0.04"""
@@ -160,12 +186,50 @@ class GRPOSettings(Settings):
     seed: int = setting(42, minimum=0)
     """seed of prompts and completions"""
 
+    @property
+    def exact(self) -> str | None:
+        """The setting that asks for expectations over the vocabulary, with its value; None: there is none."""
+        named = (("credit", "distribution"), ("baseline", "value"))
+        return next((f"{name}={value}" for name, value in named if getattr(self, name) == value), None)
+
     def check_further(self, problems: Problems) -> None:
-        """Note a policy that cannot be written, cispo without its bound, and a tracker that is not installed."""
+        """Note a policy that cannot be written, options that do not go together, a tracker that is not installed."""
+        exact = self.credit == "distribution"
         problems.require(
-            self.loss_type != "cispo" or self.epsilon_high is not None,
+            exact or self.loss_type != "cispo" or self.epsilon_high is not None,
             "loss_type=cispo needs epsilon_high, the largest weight of a token",
             "Add --epsilon_high 5.0",
+        )
+        problems.require(
+            not exact or self.loss_type != "cispo",
+            "loss_type=cispo weighs sampled tokens, of which credit=distribution has none",
+            "Use --loss_type dapo, which averages alike",
+        )
+        problems.require(
+            self.group_size != 1 or self.exact is not None,
+            "group_size=1: must be >= 2 (completions to compare)",
+            "Use --group_size 2 or more, or --credit distribution or --baseline value, which compare nothing",
+        )
+        problems.require(
+            self.exact is None or (self.reward != "natural" and self.discount == 0),
+            f"{self.exact} needs reward=evidence and discount=0: a log ratio that is known for all tokens",
+            "Use --reward evidence --discount 0, or --credit token --baseline position",
+        )
+        problems.require(
+            self.divergence_beta == 1 or self.kl_in_reward in (None, 1),
+            f"divergence_beta={self.divergence_beta:g} with kl_in_reward={self.kl_in_reward}: a divergence from the "
+            "mixture has a KL of 1 in the reward",
+            "Leave out --kl_in_reward, or use --divergence_beta 1",
+        )
+        problems.require(
+            not exact or not self.beta,
+            f"beta={self.beta}: with credit=distribution the KL to the start is exact, in the reward",
+            "Use --beta 0 and a larger --kl_in_reward",
+        )
+        problems.require(
+            self.min_lr <= self.learning_rate,
+            f"min_lr={self.min_lr}: must be <= learning_rate={self.learning_rate}",
+            "Use a smaller --min_lr",
         )
         problems.require(
             Path(self.output_path).suffix not in (".png", ".jsonl"),
@@ -184,8 +248,7 @@ def main() -> None:
     ranks = start_ranks(select_device(given.device))
     ranks.everywhere(lambda: ranks.check_divides(prompts_per_step=given.prompts_per_step))
 
-    # models: pi, and the scorer, that is the frozen reward model and pi_ref, the policy's start. All stay in evaluation
-    # mode: dropout would make the policy that is scored another one than the policy that sampled.
+    # models: pi, and the scorer of frozen reward model and pi_ref, pi's start; without dropout, which pi_old had not
     checkpoint, base_sha256 = load_checkpoint(given.base_model_path), hash_file(given.base_model_path)
     scorer = load_scorer(given, checkpoint, base_sha256, ranks.device)
     policy = build_model(checkpoint, "generator", given.base_model_path, ranks.device)
@@ -207,6 +270,7 @@ def main() -> None:
     reads = {"base model": base_sha256, "reward model": hash_file(given.reward_model_path), "corpus": data}
     run = Run(path := Path(settings.output_path), given, ranks, reads)  # given: what a resumed run is compared with
     run.begin(settings.init_from == "resume")
+    ranks.on_main(lambda: check_resumable(settings, run.began["max_steps"]))
     stops, best = Stops(settings), Best()
     run.track(policy=policy, optimizers=optimizers, stops=stops, best=best)  # restored here if the run is resumed
 
@@ -227,16 +291,17 @@ def main() -> None:
         # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
         batch = ranks.everywhere(partial(sample_group, completer, corpus.train, settings, step, ranks))
         # r_1 .. r_G and log pi_ref; each rank scores its rows, then all know all
-        batch.score(scorer, ranks)
+        batch.score(scorer, ranks, keep_hidden=bool(settings.exact))
         run.note(**figures_of_rollouts(batch, settings))
         stops.note(run.record["reward"])
 
-        # A_i = (r_i - mean(r)) / std(r)
-        batch.advantages = advantages_of(batch, settings)
-        run.note(flat_groups=batch.flat_groups(settings.prompts_per_step))
+        # A_i = (r_i - mean(r)) / std(r); the gradient of an expectation over the vocabulary needs none
+        batch.advantages = advantages_of(batch, settings, policy, ranks)
+        run.note(**batch.flat_groups(settings.prompts_per_step))
 
         # ascend J_GRPO(theta) (arXiv:2402.03300, equation 3), several times on the same completions
         updates = 0
+        optimizers.set_learning_rate_factor(factor_at(step - 1, settings, run.began["max_steps"]))
         for update in range(settings.updates_per_step):
             losses = accumulate_gradients(forward, batch, settings, ranks)
             run.note(**losses)
@@ -244,14 +309,13 @@ def main() -> None:
                 optimizers.zero_grad()
                 break  # the updates so far have moved the policy far enough
             if settings.lm_coef:
-                draw, B = random_stream(settings.seed, "natural", step, update), settings.prompts_per_step
-                x, y = get_batch(corpus.train, completer.length, B, draw, ranks.device, ranks.share(B))
+                x, y = natural_batch(corpus.train, completer.length, settings, (step, update), ranks)
                 run.note(lm_loss=add_natural_gradients(forward, x, y, batch.micro_rows, settings, ranks))
             run.note(gradient_norm=clip_gradients(policy.named_parameters(), settings.grad_clip))
             optimizers.step()
             optimizers.zero_grad()
             updates += 1
-        run.note(updates=updates)
+        run.note(updates=updates, learning_rate=optimizers.learning_rate)
         if run.evaluates_at(step):  # here, not in evaluate(): it needs the batch
             run.note(kl_step=kl_of_step(policy, batch, ranks))
         run.bar.set_postfix(reward=f"{run.record['reward']:.3f}", kl=f"{run.record['kl_start']:.3f}")
@@ -314,6 +378,11 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
             f"ERROR: reward={reward}, credit={credit}: {settings.reward_model_path} knows whole sequences alone; use "
             "--reward natural --credit sequence, or a reward model with a likelihood or position head"
         )
+    if settings.exact and not scorer.is_ratio:
+        raise UserError(
+            f"ERROR: {settings.exact}: {settings.reward_model_path} has no reward for every token of the vocabulary; "
+            "use a reward model with a likelihood head, or --credit auto --baseline position"
+        )
     if settings.discount and credit == "sequence":
         raise UserError(
             f"ERROR: discount={settings.discount} is ignored with credit for sequences: use --credit token, or none"
@@ -345,6 +414,15 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
     return replace(settings, reward=reward, credit=credit, kl_in_reward=kl_in_reward, beta=beta, best_by=best_by)
 
 
+def check_resumable(settings: GRPOSettings, horizon: int) -> None:
+    """Raise UserError for further steps of a run begun with `horizon` steps if their learning rate would be 0."""
+    if settings.max_steps > horizon and factor_at(horizon, settings, horizon) == 0:
+        raise UserError(
+            f"ERROR: max_steps={settings.max_steps}: the schedule of this run ends at step {horizon} with a learning "
+            "rate of 0 (min_lr=0): start a longer run with --init_from scratch and another --output_path"
+        )
+
+
 def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ranks) -> None:
     """Print what is trained, with which reward."""
     P, G = settings.prompts_per_step, settings.group_size
@@ -353,11 +431,20 @@ def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ran
     say(f"Policy: {settings.base_model_path}, {size}")
     say(f"Reward model: {settings.reward_model_path}; prompts: {corpus.folder}")
     say(f"Each step: {P} prompts x {G} completions = {P * G} sequences")
+    credit = {
+        "token": f"credit for each token, baseline: {settings.baseline}",
+        "sequence": "credit for each sequence",
+        "distribution": f"exact over the vocabulary, divergence_beta {settings.divergence_beta:g}",
+    }[settings.credit]
     say(
-        f"Reward: {settings.reward}, credit for each {settings.credit}; KL: {settings.kl_in_reward:g} in the reward, "
+        f"Reward: {settings.reward}, {credit}; KL: {settings.kl_in_reward:g} in the reward, "
         f"{settings.beta:g} in the loss"
     )
-    if settings.updates_per_step == 1:
+    say(
+        f"Learning rate: {settings.learning_rate:g}, {settings.lr_schedule}"
+        + (f", down to {settings.min_lr:g}" if settings.lr_schedule != "constant" else "")
+    )
+    if settings.updates_per_step == 1 and settings.credit != "distribution":
         say("One update a step: the policy that is scored is the one that sampled, ratios are 1 and nothing is clipped")
 
 
@@ -385,9 +472,15 @@ def passes_gate(
 # rollouts
 
 
+Distributions = Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor]]
+
+
 @dataclass
 class RolloutBatch:
-    """The completions of a step, R = P * G rows of N tokens. Each rank has the ids of its own rows, all else of all."""
+    """The completions of a step, R = P * G rows of N tokens.
+
+    Each rank has ids and hidden states of its own rows, all else of all.
+    """
 
     own_ids: Tensor  # (R / ranks, N) int64: prompts and the tokens written after them
     first_own_row: int
@@ -395,24 +488,36 @@ class RolloutBatch:
     old_log_probs: Tensor  # (R / ranks, N - 1) under the policy that sampled; once scored (R, N - 1)
     micro_rows: int  # rows in one pass: as many as fit in memory and, with a small model, near the processor
     scores: Scores = field(init=False)  # of R rows, set by `score`
-    advantages: Tensor = field(init=False)  # (R,) or (R, N - 1)
+    distributions: Distributions | None = field(init=False, default=None)  # set by `score` with `keep_hidden`
+    advantages: Tensor | None = field(init=False, default=None)  # (R,) or (R, N - 1)
 
-    def score(self, scorer: RewardScorer, ranks: Ranks) -> None:
-        """Score this rank's rows, then gather those of all ranks."""
-        self.scores = scorer(self.own_ids).of_all(ranks)
+    def score(self, scorer: RewardScorer, ranks: Ranks, keep_hidden: bool = False) -> None:
+        """Score this rank's rows, then gather those of all ranks; `keep_hidden` for `over_vocabulary`."""
+        self.scores = scorer(self.own_ids, keep_hidden).of_all(ranks)
+        self.distributions = scorer.distributions if keep_hidden else None
         self.old_log_probs = ranks.gather(self.old_log_probs)
 
-    def flat_groups(self, num_groups: int) -> float:
-        """Share of the groups whose advantages are all 0."""
-        return (self.advantages.view(num_groups, -1) == 0).all(1).float().mean().item()
+    def flat_groups(self, num_groups: int) -> dict[str, float]:
+        """Share of the groups whose advantages are all 0, if there are advantages."""
+        if self.advantages is None:
+            return {}
+        return {"flat_groups": (self.advantages.view(num_groups, -1) == 0).all(1).float().mean().item()}
 
     def micro_batches(self) -> Iterator["MicroBatch"]:
         """This rank's rows, `micro_rows` at a time."""
         for start in range(0, len(self.own_ids), self.micro_rows):
             ids = self.own_ids[start : start + self.micro_rows]
             rows = slice(self.first_own_row + start, self.first_own_row + start + len(ids))
-            tensors = self.old_log_probs[rows], self.scores.reference_log_probs[rows], self.mask[rows]
-            yield MicroBatch(ids, *tensors, self.advantages[rows], is_last=start + len(ids) == len(self.own_ids))
+            yield MicroBatch(
+                ids,
+                self.old_log_probs[rows],
+                self.scores.reference_log_probs[rows],
+                self.mask[rows],
+                None if self.advantages is None else self.advantages[rows],
+                tuple(states[start : start + len(ids)] for states in self.scores.hidden),
+                self.distributions,
+                is_last=start + len(ids) == len(self.own_ids),
+            )
 
 
 @dataclass(frozen=True)
@@ -423,7 +528,9 @@ class MicroBatch:
     old_log_probs: Tensor  # (B, N - 1)
     reference_log_probs: Tensor  # (B, N - 1)
     mask: Tensor  # (B, N - 1)
-    advantages: Tensor  # (B,) or (B, N - 1)
+    advantages: Tensor | None  # (B,) or (B, N - 1)
+    hidden: tuple[Tensor, ...]  # (B, N - 1, C) each, if kept
+    distributions: Distributions | None  # of such hidden states (n, C): evidence and log q (n, V)
     is_last: bool  # of this rank's rows
 
 
@@ -448,11 +555,12 @@ def sample_group(
     )
 
 
-def figures_of_rollouts(batch: RolloutBatch, settings: GRPOSettings) -> dict[str, float]:
+def figures_of_rollouts(batch: RolloutBatch, settings: GRPOSettings) -> dict[str, Any]:
     """Rewards and divergence of a step's completions."""
     scores = batch.scores
     kl = kl_estimate(batch.old_log_probs, scores.reference_log_probs, settings.kl_estimator)
-    figures = {"reward": scores.natural.mean().item(), "reward_std": scores.natural.std().item()}
+    figures: dict[str, Any] = {"reward": scores.natural.mean().item()}
+    figures["reward_std"] = scores.natural.std().item() if len(scores.natural) > 1 else None
     if scores.evidence is not None:
         figures["evidence"] = masked_mean(scores.evidence, batch.mask)
     # The mean of -log p over samples of p estimates its entropy without another pass over the logits.
@@ -460,20 +568,26 @@ def figures_of_rollouts(batch: RolloutBatch, settings: GRPOSettings) -> dict[str
     return figures | {"kl_start": masked_mean(kl, batch.mask), "entropy": entropy}
 
 
-def advantages_of(batch: RolloutBatch, settings: GRPOSettings) -> Tensor:
-    """Advantages of sequences (R,) or tokens (R, N - 1), relative to the group, from what the settings call reward.
+def advantages_of(batch: RolloutBatch, settings: GRPOSettings, policy: GPT, ranks: Ranks) -> Tensor | None:
+    """Advantages of sequences (R,) or tokens (R, N - 1) from what the settings call reward.
 
-    The KL in the reward is k1 against the start, log p - log p_start of each token. With evidence, which is a log ratio
-    to the start's probability, a coefficient of 1 makes it one to the current policy's.
+    They are relative to the group; with baseline=value to each position's expectation over the vocabulary, for which
+    the policy, still the one that sampled, reads the completions once more (the scorer's models do not). None if the
+    loss itself is such an expectation. The KL in the reward is k1 against the start, log p - log p_start of each token.
+    With evidence, a log ratio to the start's probability, a coefficient of 1 makes it one to the current policy's.
     """
     scores, mask = batch.scores, batch.mask
+    if settings.credit == "distribution":
+        return None
     assert settings.kl_in_reward is not None  # with_choices_made
     penalty = settings.kl_in_reward * kl_estimate(batch.old_log_probs, scores.reference_log_probs, "k1")  # (R, N - 1)
     if settings.credit == "token":
         rewards = scores.evidence if settings.reward == "evidence" else scores.by_token
         assert rewards is not None  # with_choices_made
         rewards = rewards - penalty
-        return token_advantages(rewards, mask, settings.group_size, settings.discount, settings.advantage_scale)
+        values = expected_rewards(policy, batch, settings.kl_in_reward, ranks) if settings.baseline == "value" else None
+        how = settings.group_size, settings.discount, settings.advantage_scale
+        return token_advantages(rewards, mask, *how, values=values)
     counts = mask.sum(1).clamp(min=1)
     rewards = scores.natural  # (R,)
     if settings.reward == "evidence":
@@ -481,6 +595,72 @@ def advantages_of(batch: RolloutBatch, settings: GRPOSettings) -> Tensor:
         rewards = (scores.evidence * mask).sum(1) / counts
     rewards = rewards - (penalty * mask).sum(1) / counts
     return group_advantages(rewards, settings.group_size, settings.advantage_scale)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# expectations over the vocabulary
+
+
+def over_vocabulary(policy: GPT, rows: MicroBatch, formula: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """A formula's values, and the policy's log-probabilities of the tokens: (B, N - 1) each, 0 where none was written.
+
+    `formula` makes (n,) of log pi, evidence and log q, (n, V) each, at n written positions. A larger vocabulary goes
+    through in pieces of at most PIECE_LOGITS logits, whose graphs are not kept but computed again for the gradient.
+    """
+    hidden = policy.trunk(rows.ids[:, :-1])  # (B, N - 1, C)
+    inputs = [of_all[rows.mask] for of_all in (rows.ids[:, 1:], hidden, *rows.hidden)]  # (n,), (n, C), ...
+
+    def compute(tokens: Tensor, own: Tensor, *frozen: Tensor) -> Tensor:
+        assert rows.distributions is not None  # batch.score with keep_hidden
+        log_probs = policy.logits(own).float().log_softmax(-1)  # (n, V)
+        return torch.stack(
+            (formula(log_probs, *rows.distributions(frozen)), log_probs.gather(1, tokens[:, None])[:, 0])
+        )
+
+    pieces = list(zip(*(part.split(max(1, PIECE_LOGITS // policy.config.vocab_size)) for part in inputs), strict=True))
+    if len(pieces) == 1 or not torch.is_grad_enabled():
+        found = [compute(*piece) for piece in pieces]
+    else:
+        found = [checkpoint(compute, *piece, use_reentrant=False) for piece in pieces]
+    zeros = hidden.new_zeros(rows.mask.shape, dtype=found[0].dtype)
+    values, log_probs = (zeros.masked_scatter(rows.mask, part) for part in torch.cat(found, 1))
+    return values, log_probs
+
+
+@torch.no_grad()
+def expected_rewards(policy: GPT, batch: RolloutBatch, kl_coef: float, ranks: Ranks) -> Tensor:
+    """Expectation (R, N - 1) under the policy of the reward of each position's token, given its prefix."""
+    formula = partial(expected_reward, kl_coef=kl_coef)
+    return ranks.gather(torch.cat([over_vocabulary(policy, part, formula)[0] for part in batch.micro_batches()]))
+
+
+def divergence_of_rows(
+    policy: GPT, rows: MicroBatch, num_sequences: int, num_tokens: Tensor, settings: GRPOSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `loss_of_rows`, with credit=distribution: at each written position, exactly over the vocabulary,
+
+    sum over v of pi(v) [b log(pi/q)(v) - log(m/q)(v)], b = kl_in_reward; with b = 1 that is KL(pi || m), which
+    `divergence_beta` may replace by another divergence.
+    """
+
+    def loss_at(log_probs: Tensor, evidence: Tensor, reference: Tensor) -> Tensor:
+        assert settings.kl_in_reward is not None  # with_choices_made
+        if settings.divergence_beta == 1:
+            return -expected_reward(log_probs, evidence, reference, settings.kl_in_reward)
+        return divergence(log_probs, reference + evidence, settings.divergence_beta)
+
+    losses, log_probs = over_vocabulary(policy, rows, loss_at)
+    mask = rows.mask.to(losses.dtype)
+    loss = average_loss(
+        losses,
+        mask,
+        settings.loss_type,
+        max_completion_length=policy.config.block_size - 1,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+    )
+    old_log_probs = rows.old_log_probs.masked_fill(~rows.mask, 0.0)
+    return loss, ratio_metrics(log_probs.detach(), old_log_probs, mask)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -493,14 +673,16 @@ def accumulate_gradients(
     """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens."""
     num_sequences, num_tokens = len(batch.mask), batch.mask.sum()
     figures: dict[str, float] = {}
+    compute = divergence_of_rows if settings.credit == "distribution" else loss_of_rows
     for part in batch.micro_batches():
         with gradients_stay(forward, last=part.is_last):
-            loss, metrics = forward(loss_of_rows, part, num_sequences, num_tokens, settings)
+            loss, metrics = forward(compute, part, num_sequences, num_tokens, settings)
             (loss * ranks.world_size).backward()  # of the losses' sum, where DDP takes their mean
         share = float(part.mask.sum() / num_tokens)
         figures["loss"] = figures.get("loss", 0.0) + loss.item()
         for name, metric in (("kl_update", "approx_kl"), ("clip_share", "clip_share"), ("ratio_mean", "ratio_mean")):
-            figures[name] = figures.get(name, 0.0) + metrics[metric].item() * share
+            if metric in metrics:
+                figures[name] = figures.get(name, 0.0) + metrics[metric].item() * share
     return dict(zip(figures, ranks.sum(*figures.values()), strict=True))
 
 
@@ -508,7 +690,7 @@ def loss_of_rows(
     policy: GPT, rows: MicroBatch, num_sequences: int, num_tokens: Tensor, settings: GRPOSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss () of some rows of an update, as their part of it, and its metrics."""
-    assert settings.beta is not None  # with_choices_made
+    assert settings.beta is not None and rows.advantages is not None  # with_choices_made, advantages_of
     return policy_loss(
         token_log_probs(policy.logits(policy.trunk(rows.ids[:, :-1])), rows.ids[:, 1:]),
         rows.old_log_probs,
@@ -525,6 +707,22 @@ def loss_of_rows(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
     )
+
+
+def natural_batch(
+    tokens: np.ndarray, length: int, settings: GRPOSettings, at: tuple[int, int], ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """This rank's rows of natural text, x and y (B, N), for an update `at` that step and pass."""
+    draw, rows = random_stream(settings.seed, "natural", *at), settings.prompts_per_step
+    return get_batch(tokens, length, rows, draw, ranks.device, ranks.share(rows))
+
+
+def factor_at(step: int, settings: GRPOSettings, horizon: int) -> float:
+    """The learning rate of a step, counted from 0, as a share of the first, in a run begun with `horizon` steps."""
+    floor = settings.min_lr / settings.learning_rate
+    if settings.lr_schedule == "linear":
+        return cooldown_factor(step, 0, horizon, 1.0, floor)
+    return learning_rate_factor(step, 0, horizon, floor if settings.lr_schedule == "cosine" else 1.0)
 
 
 def add_natural_gradients(

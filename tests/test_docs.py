@@ -76,6 +76,8 @@ SHRINK = {
     "benchmarks/oracle": "--num_tokens 8000 --block_size 16 --p_iters 4 --q_iters 4 --large_iters 4 --max_blocks 20 "
     "--heads 'likelihood (the default)'",
     "benchmarks/training": "--quick True --parts throughput reward --num_runs 1",
+    "benchmarks/estimators": "--ways 'sampled, mean at the position' 'exact, one of each prompt' --batches 2 --steps 3 "
+    "--prompts_per_step 2 --group_size 2 --device cpu",
     "benchmarks/generation": "--shapes XS --num_runs 1 --headline_blocks 0 --num_processes 1 --device cpu",
 }
 TORCHRUN = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"}

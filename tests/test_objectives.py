@@ -460,6 +460,103 @@ def test_token_advantages_refuse_bad_input(rewards):
         objectives.token_advantages(rewards, torch.ones_like(rewards), 2)
 
 
+def test_token_advantages_with_a_baseline_of_their_own():
+    """Against the values given, with which one completion is enough; scaled around 0."""
+    rewards, values = torch.tensor([[9.0, 1.0, 4.0], [7.0, 3.0, 0.0]]), torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 0.5]])
+    mask = torch.tensor([[False, True, True]] * 2)
+    plain = objectives.token_advantages(rewards, mask, 1, scale="none", values=values)
+    assert plain.tolist() == [[0, -1, 3], [0, 3, -0.5]]
+    group = objectives.token_advantages(rewards, mask, 1, scale="group", eps=0.0, values=values)
+    torch.testing.assert_close(group, plain / torch.tensor([[10.0], [9.25]]).sqrt())
+    with pytest.raises(UserError, match="group_size=0"):
+        objectives.token_advantages(rewards, mask, 0, values=values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# exact expectations over the vocabulary
+
+
+BETAS = (0.0, 0.25, 0.5, 1.0)
+STUDENT = torch.tensor([[[0.5, -1.0, 2.0, 0.0], [1.0, 1.0, -3.0, 0.25]]], dtype=torch.float64)  # logits
+TEACHER = torch.tensor([[[1.5, 0.0, -1.0, 0.5], [0.0, 2.0, -1.0, 1.0]]], dtype=torch.float64)
+# generalized_jsd_loss(STUDENT, TEACHER, labels=[[0, 0]], beta) of TRL 1.16.0
+JSD_OF_TRL = {0.0: 0.6462019427889955, 0.1: 0.0580212774521364, 0.5: 0.1711253529385274, 1.0: 0.9657307377089664}
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(1.0, 0.143841), (0.0, 0.130812), (0.5, 0.033822), (0.25, 0.024870)])
+def test_divergence_by_hand(beta, expected):
+    policy, target = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
+    assert objectives.divergence(policy, target, beta).item() == pytest.approx(expected, abs=2e-6)
+    assert objectives.divergence(target, target, beta).item() == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize("beta", JSD_OF_TRL)
+def test_divergence_has_trl_s_figures(beta):
+    values = objectives.divergence(STUDENT.log_softmax(-1), TEACHER.log_softmax(-1), beta)
+    assert values.shape == (1, 2)
+    assert values.mean().item() == pytest.approx(JSD_OF_TRL[beta], rel=1e-12)
+
+
+@pytest.mark.parametrize("beta", JSD_OF_TRL)
+def test_divergence_equals_trl_s_with_gradient(beta):
+    loss = pytest.importorskip("trl.experimental.gkd").GKDTrainer.generalized_jsd_loss
+    ours, theirs = (torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    target = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(1))
+    value = objectives.divergence(ours.log_softmax(-1), target.log_softmax(-1), beta).mean()
+    expected = loss(theirs, target, labels=torch.zeros(3, 5), beta=beta)
+    torch.testing.assert_close(value, expected)
+    value.backward()
+    expected.backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_gradients_of_divergences_by_finite_differences(beta):
+    """Padding, whose logits are the lowest number, neither counts nor breaks the gradient."""
+    target = TEACHER.log_softmax(-1)
+    logits = STUDENT.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda at: objectives.divergence(at.log_softmax(-1), target, beta), logits)
+    lowest = torch.full((1, 2, 3), torch.finfo(torch.float32).min)
+    padded, padded_target = (torch.cat([part.float(), lowest], -1) for part in (STUDENT, TEACHER))
+    values = objectives.divergence(padded.requires_grad_().log_softmax(-1), padded_target.log_softmax(-1), beta)
+    torch.testing.assert_close(values, objectives.divergence(STUDENT.log_softmax(-1), target, beta).float())
+    values.sum().backward()
+    assert padded.grad.isfinite().all() and not padded.grad[..., 4:].any()
+
+
+def test_divergence_refuses_another_beta():
+    for beta in (-0.1, 1.1, math.nan):
+        with pytest.raises(UserError, match=f"beta={beta}"):
+            objectives.divergence(STUDENT, TEACHER, beta)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3, 1.0, 2.0])
+def test_the_expected_reward_is_the_sum_over_all_tokens_and_its_gradient_the_policy_gradient(kl_coef):
+    """Both against every token by itself: its probability, its reward, and its log-probability's gradient."""
+    reference, target = TEACHER.log_softmax(-1).roll(1, -1), TEACHER.log_softmax(-1)
+    logits = STUDENT.clone().requires_grad_()
+    value = objectives.expected_reward(logits.log_softmax(-1), target - reference, reference, kl_coef)
+    (gradient,) = torch.autograd.grad(value.sum(), logits)
+    log_probs = logits.log_softmax(-1)
+    by_token, by_gradient = 0.0, torch.zeros_like(logits)
+    for token in range(4):
+        chance = log_probs[..., token].exp().detach()
+        reward = target[..., token] - reference[..., token]
+        reward = reward - kl_coef * (log_probs[..., token] - reference[..., token]).detach()
+        by_token = by_token + chance * reward
+        (of_token,) = torch.autograd.grad(log_probs[..., token].sum(), logits, retain_graph=True)
+        by_gradient += chance[..., None] * (reward - value.detach())[..., None] * of_token
+    torch.testing.assert_close(value, by_token)
+    torch.testing.assert_close(gradient, by_gradient)
+    if kl_coef == 1:
+        torch.testing.assert_close(-value, objectives.divergence(log_probs, target))
+    if kl_coef:  # the optimum, q (m/q)^(1/b)
+        best = (reference + (target - reference) / kl_coef).log_softmax(-1).requires_grad_()
+        most = objectives.expected_reward(best.log_softmax(-1), target - reference, reference, kl_coef)
+        assert (most > value).all()
+        assert torch.autograd.grad(most.sum(), best)[0].abs().max() < 1e-12
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # policy losses
 

@@ -127,12 +127,23 @@ def trainers(corpus, generator, reward_data, predictive_reward_model):
             {**grpo, "max_steps": 5, "lm_coef": 0.1, "updates_per_step": 2, "advantage_scale": "batch"},
             ("reward", "loss", "kl_start", "kl_update", "gradient_norm", "lm_loss", "select_loss", "fresh_reward"),
         ),
+        "train_grpo, exact": (
+            {**grpo, "max_steps": 3, "credit": "distribution", "group_size": 1, "loss_type": "dapo"},
+            ("reward", "loss", "kl_start", "gradient_norm", "select_loss"),
+        ),
+        "train_grpo, value": (
+            {**grpo, "max_steps": 2, "baseline": "value"},
+            ("loss", "flat_groups", "gradient_norm"),
+        ),
     }
 
 
-@pytest.mark.parametrize("script", ["train", "train_reward_model", "train_grpo"])
-def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, trainers, script):
-    options, names = trainers[script]
+@pytest.mark.parametrize(
+    "work", ["train", "train_reward_model", "train_grpo", "train_grpo, exact", "train_grpo, value"]
+)
+def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, trainers, work):
+    options, names = trainers[work]
+    script = work.partition(",")[0]
     where = [tmp_path / "one" / "model.pt", tmp_path / "two" / "model.pt"]
     outputs = [{"out_dir": path.parent, "checkpoint_name": path.name} for path in where]
     if script != "train":

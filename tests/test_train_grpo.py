@@ -3,27 +3,33 @@
 pytest tests/test_train_grpo.py
 """
 
+import itertools
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import TINY_GRPO, call, folder_bytes, make_checkpoint, refuse, refuse_in_one_line, succeed
+from torch.utils.checkpoint import checkpoint
 
 import train_grpo
 from checkpoint import build_model, load_checkpoint
 from generation import Completer
+from model import GPT, GPTConfig
+from objectives import token_log_probs
 from optimization import Best
 from policy_eval import Stops, selection_value
 from reward_metrics import format_r_squared, measure_skill
-from reward_model import RewardScorer, Scores
+from reward_model import LikelihoodRewardModel, RewardScorer, Scores
+from runtime.distributed import Ranks, parallel
 from runtime.files import hash_file
 from runtime.process import UserError
 from runtime.run_log import read_records
-from train_grpo import GRPOSettings
+from train_grpo import GRPOSettings, RolloutBatch
 
 pytest_plugins = ["tiny_run"]
 
@@ -314,3 +320,246 @@ def test_scores_are_what_the_checkpoints_say(request, corpus, generator, scorer,
         if scores.evidence is not None:
             torch.testing.assert_close(scores.evidence, model.evidence(ids)[:, 1:])
             torch.testing.assert_close(scores.by_token, model.token_probabilities(ids)[:, 1:])
+        if asked.knows_tokens and asked.is_shared:
+            kept = asked(ids, keep_hidden=True)
+            assert scores.hidden == () and torch.equal(kept.natural, scores.natural)
+            evidence, log_q = asked.distributions(kept.hidden)
+            assert evidence.shape == log_q.shape == (90, 4, 25)
+            at_tokens = [of_all.gather(-1, ids[:, 1:, None])[..., 0] for of_all in (evidence, log_q)]
+            torch.testing.assert_close(at_tokens, [scores.evidence, scores.reference_log_probs])
+            torch.testing.assert_close((log_q + evidence).exp().sum(-1), torch.ones(90, 4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# expectations over the vocabulary
+
+V, PROMPT = 3, 2  # tokens, and the one that every prompt consists of
+TINY = GPTConfig(block_size=3, vocab_size=V, n_layer=1, n_head=1, n_embd=8)
+BASELINES = {"distribution": {"credit": "distribution"}, "value": {"baseline": "value"}, "position": {}}
+
+
+def make_models(deviation: float) -> tuple[GPT, RewardScorer]:
+    """A policy that has moved from its start, and a scorer of a likelihood head; all with such weights of tokens."""
+    torch.manual_seed(0)
+    policy, generator, natural = (GPT(TINY).eval() for _ in range(3))
+    for model in (policy, generator, natural):
+        with torch.no_grad():
+            model.lm_head.weight.normal_(std=deviation)
+    return policy, RewardScorer(LikelihoodRewardModel(natural, generator), generator)
+
+
+@pytest.fixture
+def models() -> tuple[GPT, RewardScorer]:
+    """Models whose log-probabilities differ by less than MAX_LOG_RATIO."""
+    return make_models(0.5)
+
+
+def exact_settings(**options) -> GRPOSettings:
+    given = {"reward": "evidence", "credit": "token", "kl_in_reward": 1.0, "beta": 0.0, "advantage_scale": "none"}
+    return GRPOSettings(**{**given, **options})
+
+
+def rollouts(policy: GPT, scorer: RewardScorer, ids: torch.Tensor, micro_rows: int = 64) -> RolloutBatch:
+    """A scored batch of these completions of prompts of one token."""
+    with torch.no_grad():
+        log_probs = token_log_probs(policy.logits(policy.trunk(ids[:, :-1])), ids[:, 1:])
+    mask = torch.ones(len(ids), ids.size(1) - 1, dtype=torch.bool)
+    batch = RolloutBatch(ids, 0, mask, log_probs, micro_rows)
+    batch.score(scorer, Ranks(), keep_hidden=True)
+    return batch
+
+
+def gradient(policy: GPT, batch: RolloutBatch, settings: GRPOSettings) -> tuple[torch.Tensor, float]:
+    """All gradients of one update, and its loss."""
+    policy.zero_grad()
+    batch.advantages = train_grpo.advantages_of(batch, settings, policy, Ranks())
+    figures = train_grpo.accumulate_gradients(parallel(policy, Ranks()), batch, settings, Ranks())
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), figures["loss"]
+
+
+def expected_gradient(models: tuple[GPT, RewardScorer], settings: GRPOSettings) -> torch.Tensor:
+    """Over all groups of completions of one prompt, each by its probability under the policy."""
+    policy, scorer = models
+    texts = torch.cartesian_prod(torch.tensor([PROMPT]), *[torch.arange(V)] * 2)  # (9, 3)
+    chances = rollouts(policy, scorer, texts).old_log_probs.sum(1).exp()
+    assert chances.sum().item() == pytest.approx(1, abs=1e-6)
+    total = torch.zeros(())
+    for members in itertools.product(range(len(texts)), repeat=settings.group_size):
+        batch = rollouts(policy, scorer, texts[list(members)])
+        total = total + chances[list(members)].prod() * gradient(policy, batch, settings)[0]
+    return total
+
+
+@pytest.mark.parametrize(("kl_in_reward", "deviation"), [(1.0, 0.5), (0.25, 0.5), (1.0, 1.0)])
+def test_sampled_gradients_have_the_exact_one_as_their_expectation(kl_in_reward, deviation):
+    """Of `value` as it is; of `position`, whose mean contains the token's own reward, times G / (G - 1).
+
+    With a deviation of 1 some log ratios of p and q are clamped, alike in all forms.
+    """
+    models = make_models(deviation)
+    ways = {name: exact_settings(**way, group_size=1, kl_in_reward=kl_in_reward) for name, way in BASELINES.items()}
+    exact = expected_gradient(models, ways["distribution"])
+    assert exact.abs().max() > 0.01
+    near = {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(expected_gradient(models, ways["value"]), exact, **near)
+    in_pairs = replace(ways["position"], group_size=2)
+    torch.testing.assert_close(2 * expected_gradient(models, in_pairs), exact, **near)
+
+
+def test_the_exact_baseline_is_the_mean_of_the_rewards(models):
+    """Of all tokens after one prefix, by their probabilities: the mean of what is left is 0."""
+    policy, scorer = models
+    ids = torch.tensor([[PROMPT, 0, token] for token in range(V)])
+    batch = rollouts(policy, scorer, ids)
+    chances = batch.old_log_probs[:, 1].exp()
+    for kl_in_reward in (1.0, 0.25):
+        settings = exact_settings(baseline="value", group_size=1, kl_in_reward=kl_in_reward)
+        advantages = train_grpo.advantages_of(batch, settings, policy, Ranks())
+        assert advantages[:, 1].abs().max() > 0.01
+        assert (chances @ advantages[:, 1]).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_the_exact_loss_is_the_divergence_from_the_mixture(models):
+    """By hand, from the three models' probabilities, at each beta; 0 with gradient 0 at the optimum."""
+    policy, scorer = models
+    ids = torch.tensor([[PROMPT, 0, 1], [PROMPT, 2, 0]])
+    with torch.no_grad():
+        model = scorer.reward_model
+        pi, p, q = (
+            part.logits(part.trunk(ids[:, :2])).softmax(-1) for part in (policy, model.natural, model.generator)
+        )
+    m = model.mixture.sigmoid() * p + (1 - model.mixture.sigmoid()) * q
+    middle = 0.75 * pi + 0.25 * m
+    kl = lambda one, other: (one * (one / other).log()).sum(-1).mean().item()  # noqa: E731
+    by_hand = {1.0: kl(pi, m), 0.0: kl(m, pi), 0.25: 0.25 * kl(m, middle) + 0.75 * kl(pi, middle)}
+    for beta, expected in by_hand.items():
+        settings = exact_settings(credit="distribution", divergence_beta=beta)
+        assert gradient(policy, rollouts(policy, scorer, ids), settings)[1] == pytest.approx(expected, rel=1e-4), beta
+    half = exact_settings(credit="distribution", kl_in_reward=0.5)
+    expected = 0.5 * kl(pi, q) - (pi * (m / q).log()).sum(-1).mean().item()
+    assert gradient(policy, rollouts(policy, scorer, ids), half)[1] == pytest.approx(expected, rel=1e-4)
+    with torch.no_grad():  # w = 1, and a policy that is p
+        model.mixture.fill_(30.0)
+    for beta in by_hand:
+        settings = exact_settings(credit="distribution", divergence_beta=beta)
+        at_optimum, loss = gradient(model.natural.requires_grad_(), rollouts(model.natural, scorer, ids), settings)
+        assert abs(loss) < 1e-6 and at_optimum.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"divergence_beta": 0.5}, {"kl_in_reward": 0.5, "loss_type": "dapo"}], ids=str)
+def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, models, options):
+    """Loss and gradient, and the values of a baseline, for any number of positions at a time and any micro-batch."""
+    policy, scorer = models
+    ids = torch.randint(V, (7, 3), generator=torch.Generator().manual_seed(0))
+    settings, calls = exact_settings(credit="distribution", **options), []
+    counted = lambda *given, **how: calls.append(1) or checkpoint(*given, **how)  # noqa: E731
+    monkeypatch.setattr(train_grpo, "checkpoint", counted)
+
+    def measured(micro_rows: int) -> tuple[torch.Tensor, ...]:
+        batch = rollouts(policy, scorer, ids, micro_rows)
+        batch.mask[:, 0] = torch.tensor([True, False, False, True, False, True, True])
+        found, loss = gradient(policy, batch, settings)
+        return found, torch.tensor(loss), train_grpo.expected_rewards(policy, batch, 1.0, Ranks())
+
+    whole = measured(64)
+    assert calls == []
+    for logits, micro_rows, pieces in ((1, 64, 11), (V, 4, 11), (5 * V, 64, 3), (4 * V, 3, 2)):
+        monkeypatch.setattr(train_grpo, "PIECE_LOGITS", logits)
+        for ours, expected in zip(measured(micro_rows), whole, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+        assert len(calls) == pieces
+        calls.clear()
+
+
+EXACT = {"credit": "distribution", "group_size": 1, "prompts_per_step": 16}
+
+
+def test_the_exact_gradient_nears_the_mixture(good):
+    """From one completion a prompt; there is no advantage, and no clip, to record."""
+    options = {**good, **EXACT, "max_steps": 8, "learning_rate": 1e-2, "eval_interval": 8, "update_kl_cap": 9.0}
+    out = succeed("train_grpo", **options, best_by="last")
+    records = read_records(good["output_path"].with_suffix(".jsonl"))
+    steps = [record for record in records if "loss" in record]
+    assert len(steps) == 8 and steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+    looks = [record["kl_mixture"] for record in records if "kl_mixture" in record and "final" not in record]
+    assert looks[-1] < looks[0]
+    # The loss, at states of the policy, is what the evaluation estimates from its tokens.
+    assert looks[0] == pytest.approx(steps[0]["loss"], rel=0.5)
+    assert all(not {"flat_groups", "clip_share"} & record.keys() for record in steps)
+    assert "exact over the vocabulary" in out and "nothing is clipped" not in out
+
+
+@pytest.mark.parametrize("options", [EXACT, {**EXACT, "prompts_per_step": 1}, {"baseline": "value", "group_size": 1}])
+def test_a_group_may_be_of_one(good, options):
+    succeed("train_grpo", **{**good, **options})
+    record = read_records(good["output_path"].with_suffix(".jsonl"))[1]
+    assert (record["reward_std"] is None) == (options.get("prompts_per_step") == 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"group_size": 1}, ["group_size=1", "--credit distribution"]),
+        ({"credit": "distribution", "reward": "natural"}, ["credit=distribution", "--reward evidence"]),
+        ({"credit": "distribution", "discount": 0.5}, ["credit=distribution", "--discount 0"]),
+        ({"credit": "token", "baseline": "value", "discount": 0.5}, ["baseline=value", "--discount 0"]),
+        ({"credit": "sequence", "baseline": "value"}, ["baseline", "--credit auto or token"]),
+        ({"credit": "distribution", "baseline": "value"}, ["baseline", "--credit auto or token"]),
+        ({"credit": "distribution", "epsilon": 0.1}, ["epsilon", "--credit auto or token"]),
+        ({"credit": "distribution", "beta": 0.1}, ["beta=0.1", "--kl_in_reward"]),
+        ({"credit": "distribution", "loss_type": "cispo"}, ["loss_type=cispo", "dapo"]),
+        ({"divergence_beta": 0.5}, ["divergence_beta", "--credit distribution"]),
+        ({"credit": "distribution", "divergence_beta": 0.5, "kl_in_reward": 0.5}, ["divergence_beta=0.5", "=0.5:"]),
+        ({"min_lr": 1e-5}, ["min_lr", "--lr_schedule linear"]),
+        ({"lr_schedule": "linear", "min_lr": 1.0}, ["min_lr=1.0", "learning_rate=0.0003"]),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together_are_refused_with_the_way_out(good, tmp_path, options, names):
+    err = refuse("train_grpo", **{**good, **options})
+    errors = [line for line in err.splitlines() if line.startswith("  ERROR: ")]
+    assert len(errors) == 1 and all(name in err for name in names), err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [{"credit": "distribution"}, {"baseline": "value"}], ids=str)
+def test_expectations_need_a_likelihood_head(good, tmp_path, reward_model, options):
+    line = refuse_in_one_line("train_grpo", **{**good, **options, "reward_model_path": reward_model})
+    assert f"{reward_model} " in line and "likelihood head" in line and "=".join(*options.items()) in line
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the schedule of the learning rate
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1.0, 1.0, 1.0, 1.0, 1.0]),
+        ({"lr_schedule": "linear"}, [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ({"lr_schedule": "linear", "min_lr": 1e-4, "learning_rate": 2e-4}, [1.0, 0.875, 0.75, 0.625, 0.5]),
+        ({"lr_schedule": "cosine"}, [1.0, 0.853553, 0.5, 0.146447, 0.0]),
+    ],
+)
+def test_the_schedules_by_hand(options, expected):
+    """Of a run begun with four steps; a fifth has the rate of the end."""
+    factors = [train_grpo.factor_at(step, GRPOSettings(**options), 4) for step in range(5)]
+    assert factors == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_schedule_is_followed_and_a_longer_run_does_not_stretch_it(good):
+    options = {**good, "learning_rate": 1e-3, "lr_schedule": "linear", "eval_interval": 1}
+    succeed("train_grpo", **{**options, "max_steps": 2, "min_lr": 2e-4})
+    options |= {"init_from": "resume", "min_lr": 2e-4}
+    succeed("train_grpo", **{**options, "max_steps": 4})
+    records = read_records(good["output_path"].with_suffix(".jsonl"))
+    rates = {record["step"]: record["learning_rate"] for record in records if "learning_rate" in record}
+    assert rates == {step: pytest.approx(rate) for step, rate in {1: 1e-3, 2: 6e-4, 3: 2e-4, 4: 2e-4}.items()}
+
+
+def test_further_steps_at_a_rate_of_0_are_refused(good):
+    options = {**good, "lr_schedule": "cosine"}
+    succeed("train_grpo", **options)
+    line = refuse_in_one_line("train_grpo", **{**options, "init_from": "resume", "max_steps": 2})
+    assert "max_steps=2" in line and "step 1 " in line and "--output_path" in line
