@@ -626,7 +626,7 @@ def test_what_a_further_attempt_gets_more_of(tmp_path, data, model, more_data, m
     assert run_cycles.larger(own, 1) == {}
     more = run_cycles.larger(own, 4)
     assert (more.get("prepare_reward_data"), more.get("train_reward_model")) == (more_data, more_training)
-    natural = run_cycles.NaturalModels(tmp_path, tmp_path, None, given=False, each_cycle=False)
+    natural = run_cycles.NaturalModels(tmp_path, tmp_path, (), seed=0, given=False, each_cycle=False)
     reward_data, *_ = run_cycles.reward_stages(1, tmp_path, tmp_path, natural, 3, run_cycles.larger(own, 4))
     assert reward_data.artefact.name == ("reward_data_v1" if more_data is None else "reward_data_v1_try3")
 
