@@ -43,7 +43,7 @@ import run_cycles
 import train
 import train_grpo
 import train_reward_model
-from checkpoint import hash_weights
+from checkpoint import hash_weights, load_checkpoint
 from reward_dataset_loader import RewardDataset
 from reward_metrics import measure_skill
 from runtime.files import hash_file
@@ -679,6 +679,68 @@ def test_a_trunk_of_the_settings_file_is_used_and_then_trained_further(
     assert trunks == [str(knowing), str(out / "natural_model_v1_try2.pt")]
     further = torch.load(trunks[1], weights_only=True)["training"]["settings"]
     assert further["init_from"] == str(knowing)
+
+
+def test_an_ensemble_whose_members_are_all_trained_further(tmp_path, corpus, strict, in_this_process, gate_accepts):
+    """Each with its own seed and file; a second attempt goes on from each; a second run has nothing to do."""
+    out = tmp_path / "out"
+    options = cycle_options(corpus, out, num_cycles=1, natural_models=2)
+    printed = succeed("run_cycles", str(strict), **options)
+    assert in_this_process.count("train") == 5
+    stages = stages_of(out)
+    starts = {"": "base_model_v1", "_member2": "base_model_v1"}
+    for suffix in ("", "_try2"):
+        paths = [out / f"natural_model_v1{member}{suffix}.pt" for member in starts]
+        for number, (path, before) in enumerate(zip(paths, starts.values(), strict=True)):
+            training = load_checkpoint(path)["training"]
+            assert training["settings"]["init_from"] == str(out / f"{before}.pt")
+            assert training["settings"]["seed"] == 1337 + number
+            assert stages[path.stem]["select_loss"] == training["select_loss"]
+        assert not torch.equal(*(weights(path)["lm_head.weight"] for path in paths))
+        entry, reward = stages[f"reward_model_v1{suffix}"], load_checkpoint(out / f"reward_model_v1{suffix}.pt")
+        assert reward["training"]["settings"]["trunk"] == tuple(map(str, paths))
+        assert [entry["inputs"][f"trunk {number}"] for number in (1, 2)] == list(map(hash_weights, paths))
+        assert sum(entry["weights"]) == pytest.approx(1)
+        assert entry["report_member_losses"] == reward["training"]["report_member_losses"]
+        starts = {member: f"natural_model_v1{member}" for member in starts}
+    assert "seed" in json.loads((out / "cycles.json").read_text())["settings"]["natural_model"]
+    seconds = sum(entry["seconds"] for name, entry in stages.items() if re.search("natural|reward|gate", name))
+    row = next(line for line in printed.splitlines() if line.startswith("    1  base_model_v2"))
+    assert f"  {seconds + stages['base_model_v2']['seconds']:7.0f}  " in row
+    in_this_process.clear()
+    succeed("run_cycles", str(strict), **options)
+    assert in_this_process == []
+
+
+def test_what_members_start_from(tmp_path):
+    """The cycle before, or the models of the settings file, each its own."""
+    given = (tmp_path / "a.pt", tmp_path / "b.pt")
+    natural = run_cycles.NaturalModels(tmp_path, tmp_path, given, seed=5, given=True, each_cycle=True)
+    assert natural.paths(1, 1) == () and natural.stages(1, 1) == []
+    for cycle, attempt, starts in (
+        (1, 2, given),
+        (2, 1, given),
+        (3, 1, natural.paths(2, 1)),
+        (3, 3, natural.paths(3, 2)),
+    ):
+        stages = natural.stages(cycle, attempt)
+        assert tuple(stage.inputs["init_from"] for stage in stages) == starts
+        assert tuple(stage.artefact for stage in stages) == natural.paths(cycle, attempt)
+        assert [stage.options.get("seed") for stage in stages] == [None, 6]
+    assert [path.name for path in natural.paths(2, 3)] == [
+        "natural_model_v2_try3.pt",
+        "natural_model_v2_member2_try3.pt",
+    ]
+
+
+@pytest.mark.parametrize(("section", "said"), [("head='last'", "last head"), ("trunk=['{0}', 'b', 'c']", "names 3")])
+def test_a_number_of_natural_models_without_effect_is_refused(tmp_path, corpus, knowing, section, said):
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.replace('head="likelihood"', section.format(knowing)))
+    options = cycle_options(corpus, tmp_path / "out", natural_models=2)
+    line = refuse_in_one_line("run_cycles", str(path), **options)
+    assert line.startswith("ERROR: natural_models=2, but ") and said in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_heads_that_learn_from_labels_need_none(tmp_path, corpus, in_this_process):
