@@ -296,14 +296,17 @@ def load_trunks(
     device: torch.device,
 ) -> GPT | Ensemble:
     """The model or models of natural text, of the generator's block size; UserError where they cannot be."""
-    models, seen = [], {generator_sha256: "the generator itself"}
+    models: list[GPT] = []
+    seen: dict[str, str] = {}
     for path in settings.trunks:
         contents, digest = load_checkpoint(path), hash_file(path)
-        if digest in seen:
+        if digest == generator_sha256:
             raise UserError(
-                f"ERROR: {path} is {seen[digest]}, which knows nothing that it does not: name another --trunk"
+                f"ERROR: {path} is the generator itself, which knows nothing that it does not: name another --trunk"
             )
-        seen[digest] = f"the same file as {path}"
+        if digest in seen:
+            raise UserError(f"ERROR: {path} is the same file as {seen[digest]}: name each --trunk once")
+        seen[digest] = path
         check_trunk(contents, generator, path)
         check_unseen(contents["data"], metadata, path)
         models.append(trunk_of(contents, path, settings.dropout, generator["config"].block_size, device))

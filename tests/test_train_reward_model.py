@@ -492,8 +492,8 @@ def test_equal_members_do_what_one_does(good, tmp_path, natural_model):
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        ("copy", "the same file as {knowing},"),
-        ("generator", "the generator itself"),
+        ("copy", "is the same file as {knowing}: "),
+        ("generator", "is the generator itself"),
         ("size", "block_size is 8 in {second} and 16 in the generator"),
         ("tokens", "num_real_tokens is 20 in {second} and 25 in the generator"),
         ("reward model", "{second} holds a reward"),
