@@ -463,9 +463,8 @@ def report_losses(
     model: RewardModel, data: Data, figures: Mapping[str, Any], device: torch.device
 ) -> dict[str, float | list[float] | None]:
     """Losses in nats, as `fit_mixture`'s, on the rows that report, of the fitted mixtures; none without an ensemble."""
-    if "weights" not in figures:
+    if not model.is_ratio or "weights" not in figures:
         return {}
-    assert isinstance(model, LikelihoodRewardModel)  # others fit no weights
     members, written = log_probs_of_each(model, data.val_set.x, data.report_rows, device)
     is_natural = natural_tokens(data.val_set, data.report_rows)
     each, q = [member[is_natural] for member in members], written[is_natural]

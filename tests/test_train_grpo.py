@@ -49,7 +49,7 @@ def test_a_reward_model_that_predicts_is_let_through(good):
 
 
 def test_an_ensemble_rewards_as_one_model_does(good, tmp_path, generator, reward_data, knowing, natural_model):
-    """Two steps of training on a likelihood head whose p is the mixture of two models."""
+    """Some steps on a likelihood head whose p is the mixture of two models bring the policy nearer to it."""
     path = tmp_path / "ensemble.pt"
     options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path, "device": "cpu"}
     succeed("train_reward_model", **options, trunk=[knowing, natural_model], control=False)
@@ -58,9 +58,9 @@ def test_an_ensemble_rewards_as_one_model_does(good, tmp_path, generator, reward
         build_model(load_checkpoint(generator), "generator", generator),
     )
     assert scorer.is_shared and scorer.is_ratio and scorer.knows_tokens
-    succeed("train_grpo", **{**good, "reward_model_path": path, "max_steps": 2})
+    succeed("train_grpo", **{**good, "reward_model_path": path, "max_steps": 6, "learning_rate": 1e-2})
     training = load_checkpoint(good["output_path"])["training"]
-    assert training["steps"] == 2 and training["kept"]["kl_mixture"] < training["start"]["kl_mixture"] + 0.01
+    assert training["kept_step"] > 0 and training["kept"]["kl_mixture"] < training["start"]["kl_mixture"] - 0.1
 
 
 def test_an_unpredictive_reward_model_is_refused(good, tmp_path, reward_model):
