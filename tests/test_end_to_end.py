@@ -410,9 +410,10 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
     """Selecting losses of 2.2, 2.0, 2.1, 2.05: with a patience of 2, cycle 3 is the last of 5."""
     figures, trained = iter([2.2, 2.0, 2.1, 2.05, 1.9, 1.8]), run_cycles.trained
 
-    def with_next_loss(path: Path, *names: str) -> dict:
+    def with_next_loss(path: Path, *names: str, **more) -> dict:
         is_base = path.stem.startswith("base_model")
-        return trained(path, *names) | ({"select_loss": next(figures)} if is_base and "select_loss" in names else {})
+        changed = {"select_loss": next(figures)} if is_base and "select_loss" in names else {}
+        return trained(path, *names, **more) | changed
 
     monkeypatch.setattr(run_cycles, "trained", with_next_loss)
     options = cycle_options(corpus, tmp_path / "out", num_cycles=5, perplexity_patience=2)
