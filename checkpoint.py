@@ -4,7 +4,8 @@
 
 A checkpoint is a dict: `model` (state dict), `config` (GPTConfig), `tokenization` (enough to rebuild the
 tokenizer), `data` (hashes of the tokens it was trained with) and `training` (settings and figures of the run); for a
-likelihood reward model also `generator_config` (GPTConfig) and `sampling` (temperature, top_k, top_p). It is read with
+likelihood reward model also `generator_config` (GPTConfig) and `sampling` (temperature, top_k, top_p), and of one on an
+ensemble `further_configs`, a list of the GPTConfigs of its natural models after the first. It is read with
 torch.load(weights_only=True): nothing in a checkpoint is executed.
 """
 
@@ -41,6 +42,7 @@ SAMPLING_TYPES = {
     "top_k": (int, type(None)),
     "top_p": (float, int, type(None)),
 }
+LIKELIHOOD_PARTS = ("generator_config", "sampling", "further_configs")
 HEADS = ("lm_head.", "reward_head.")
 
 
@@ -85,7 +87,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"ERROR: {path} has format_version {_shown(version)}; this program reads version {FORMAT_VERSION}"
         )
-    absent = dict.fromkeys(("tokenization", "data", "training", "generator_config", "sampling"))
+    absent = dict.fromkeys(("tokenization", "data", "training", *LIKELIHOOD_PARTS))
     contents = {**absent, **contents}
     contents["config"] = _checked_config(path, contents["config"], len(contents["model"]))
     _check_likelihood_parts(path, contents)
@@ -154,16 +156,17 @@ def _check_records(path: str | Path, contents: Mapping[str, Any]) -> None:
 
 
 def _check_likelihood_parts(path: str | Path, contents: dict[str, Any]) -> None:
-    """Check `generator_config` and `sampling` where the config has a likelihood head; None, both, elsewhere."""
+    """Check the LIKELIHOOD_PARTS where the config has a likelihood head; None elsewhere."""
     config, generator_config = contents["config"], contents["generator_config"]
     if config.mode != "reward" or not REWARD_MODELS[config.reward_head_type].is_ratio:
-        contents |= {"generator_config": None, "sampling": None}
+        contents |= dict.fromkeys(LIKELIHOOD_PARTS)
         return
     if not isinstance(generator_config, GPTConfig):
         raise UserError(f"ERROR: {path}: a likelihood reward model needs the 'generator_config' of its generator")
     contents["generator_config"] = _checked_config(path, generator_config, len(contents["model"]))
     if generator_config.mode != "generator":
         raise UserError(f"ERROR: {path}: its generator_config is that of a {generator_config.mode} model")
+    _check_further_configs(path, contents)
     sampling = {} if contents["sampling"] is None else contents["sampling"]
     possible = isinstance(sampling, dict) and all(
         name in SAMPLING_TYPES and type(value) in SAMPLING_TYPES[name] for name, value in sampling.items()
@@ -176,11 +179,28 @@ def _check_likelihood_parts(path: str | Path, contents: dict[str, Any]) -> None:
         raise UserError(f"ERROR: {path}: 'sampling' is impossible: {_shown(sampling)}")
 
 
+def _check_further_configs(path: str | Path, contents: dict[str, Any]) -> None:
+    """Check the configs of an ensemble's natural models after the first; None where there is one alone."""
+    further, num_weights = contents["further_configs"], len(contents["model"])
+    if further is None:
+        return
+    if not isinstance(further, list) or not further or not all(isinstance(each, GPTConfig) for each in further):
+        raise UserError(f"ERROR: {path}: 'further_configs' must be a list of GPTConfigs, not {_shown(further)}")
+    contents["further_configs"] = further = [_checked_config(path, each, num_weights) for each in further]
+    for each in further:
+        if each.mode != "generator":
+            raise UserError(f"ERROR: {path}: its further_configs have that of a {each.mode} model")
+    if (num_layers := sum(each.n_layer for each in further)) > num_weights:
+        raise UserError(
+            f"ERROR: {path}: its further_configs have {num_layers} layers, but the file has {num_weights} weights"
+        )
+
+
 def _new_model(contents: Mapping[str, Any]) -> GPT | RewardModel:
     """The model that a checked checkpoint describes, its weights new."""
     if contents["config"].mode == "generator":
         return GPT(contents["config"])
-    return make_reward_model(contents["config"], contents["generator_config"], contents["sampling"])
+    return make_reward_model(contents["config"], *(contents[name] for name in LIKELIHOOD_PARTS))
 
 
 def _check_weights(path: str | Path, contents: Mapping[str, Any]) -> None:

@@ -25,9 +25,9 @@ Shapes: B sequences of T tokens, C = n_embd channels.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from model import GPT, GPTConfig, check_same_fields
 from objectives import (
     MAX_LOG_RATIO,
     crossover_loss,
+    log_mixture,
     natural_probabilities,
     natural_share,
     probability_pair,
@@ -46,6 +47,48 @@ from objectives import (
 )
 from runtime.distributed import Ranks
 from runtime.process import UserError
+
+READING_FIELDS = ("vocab_size", "num_real_tokens", "block_size")  # equal in models that read the same tokens
+
+
+class Ensemble(nn.Module):
+    """Several generators as one: p = sum over i of u_i p_i, u = softmax(mixture), from one pass of each.
+
+    A language model to objectives.py. Members may differ in depth and width. Raises UserError for members that do not
+    read the same tokens.
+    """
+
+    def __init__(self, members: Iterable[GPT]) -> None:
+        super().__init__()
+        self.members = cast("Sequence[GPT]", nn.ModuleList(members))
+        for number, member in enumerate(self.members, 1):
+            roles = "natural model 1", f"natural model {number}", "; train all on the same tokenization"
+            check_same_fields(self.config, member.config, READING_FIELDS, *roles)
+        self.mixture = nn.Parameter(torch.zeros(len(self.members)))
+
+    @property
+    def config(self) -> GPTConfig:
+        """That of the first member."""
+        return self.members[0].config
+
+    def num_parameters(self) -> int:
+        """Parameters of all members, and their weights."""
+        return sum(member.num_parameters() for member in self.members) + len(self.members)
+
+    def rows_at_a_time(self) -> int:
+        """Sequences to score together: see GPT.rows_at_a_time."""
+        return self.members[0].rows_at_a_time()
+
+    def trunk(self, idx: Tensor) -> Tensor:
+        """Hidden states (B, T, sum of the members' C), side by side, of token ids (B, T)."""
+        return torch.cat([member.trunk(idx) for member in self.members], -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """log p (B, T, V) float32 of the next token, from hidden states (B, T, sum of C)."""
+        parts = hidden.split([member.config.n_embd for member in self.members], -1)
+        pairs = zip(self.members, parts, strict=True)
+        log_probs = (member.logits(part).float().log_softmax(-1) for member, part in pairs)
+        return log_mixture(log_probs, self.mixture.log_softmax(0))
 
 
 class TrunkRewardModel(GPT):
@@ -60,8 +103,13 @@ class TrunkRewardModel(GPT):
     read_with: Callable[[GPT, Tensor], tuple[Tensor, Tensor]]  # of heads whose `contains` can be true
 
     @classmethod
-    def on_trunk(cls, trunk: GPT, generator: GPT, sampling: Sampling, hidden_dim: int) -> Self:
-        """A new head of that width on a copy of the trunk; it needs neither the generator nor its sampling."""
+    def on_trunk(cls, trunk: GPT | Ensemble, generator: GPT, sampling: Sampling, hidden_dim: int) -> Self:
+        """A new head of that width on a copy of the trunk; it needs neither the generator nor its sampling.
+
+        Raises UserError for an ensemble.
+        """
+        if isinstance(trunk, Ensemble):
+            raise UserError(f"a {cls.head_type} head stands on one trunk, not on {len(trunk.members)}")
         config = replace(trunk.config, mode="reward", reward_head_type=cls.head_type, reward_head_hidden_dim=hidden_dim)
         model = cls(config)
         model.transformer.load_state_dict(trunk.transformer.state_dict())
@@ -175,6 +223,8 @@ class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc
 class LikelihoodRewardModel(TokenEvidence):
     """Two generators as one reward model: `natural` (p, trained on natural text alone) and `generator` (q, frozen).
 
+    p may be an Ensemble.
+
     What is held against q is the mixture w p + (1 - w) q, w being learned: two models of the same text know more
     together than each alone, a token's evidence cannot fall below log(1 - w), and where p knows nothing w is 0.
     `sampling` is how q's text was sampled. Raises UserError for models that do not read the same tokens.
@@ -183,17 +233,18 @@ class LikelihoodRewardModel(TokenEvidence):
     head_type = "likelihood"
     is_ratio: ClassVar[Literal[True]] = True
 
-    def __init__(self, natural: GPT, generator: GPT, sampling: Sampling | None = None) -> None:
+    def __init__(self, natural: GPT | Ensemble, generator: GPT, sampling: Sampling | None = None) -> None:
         super().__init__()
-        names = ("vocab_size", "num_real_tokens", "block_size")
         roles = "the model of natural text", "the generator", "; train both on the same tokenization"
-        check_same_fields(natural.config, generator.config, names, *roles)
+        check_same_fields(natural.config, generator.config, READING_FIELDS, *roles)
         self.natural, self.generator = natural, generator.requires_grad_(False)
         self.sampling = sampling or Sampling()
         self.mixture = nn.Parameter(torch.tensor(2.0))  # w = sigmoid(mixture)
 
     @classmethod
-    def on_trunk(cls, trunk: GPT, generator: GPT, sampling: Sampling, hidden_dim: int) -> "LikelihoodRewardModel":
+    def on_trunk(
+        cls, trunk: GPT | Ensemble, generator: GPT, sampling: Sampling, hidden_dim: int
+    ) -> "LikelihoodRewardModel":
         """The trunk itself, not a copy, against the generator; there is no hidden layer."""
         return cls(trunk, generator, sampling)
 
@@ -204,16 +255,34 @@ class LikelihoodRewardModel(TokenEvidence):
 
     @property
     def config(self) -> GPTConfig:
-        """That of the model of natural text, as a reward model's."""
+        """That of the (first) model of natural text, as a reward model's."""
         return replace(self.natural.config, mode="reward", reward_head_type=self.head_type)
 
     def num_parameters(self) -> int:
-        """Parameters of both models and the calibration."""
+        """Parameters of all models and the calibration."""
         return self.natural.num_parameters() + self.generator.num_parameters() + 1
 
     def rows_at_a_time(self) -> int:
         """Sequences to score together: see GPT.rows_at_a_time."""
         return self.natural.rows_at_a_time()
+
+    @property
+    def members(self) -> Sequence[GPT]:
+        """The models of natural text that p is made of."""
+        return self.natural.members if isinstance(self.natural, Ensemble) else [self.natural]
+
+    @torch.no_grad()
+    def set_weights(self, weights: Tensor) -> None:
+        """Give the members weights (M,) of sum 1, at least 1e-9 each; that of a single one is 1."""
+        if isinstance(self.natural, Ensemble):
+            self.natural.mixture.copy_(weights.clamp(min=1e-9).log())
+
+    def log_probs_of_each(self, idx: Tensor) -> list[Tensor]:
+        """As `log_probs`: under each of the members, and last under q."""
+        context, tokens = idx[:, :-1], idx[:, 1:]
+        each = [token_log_probs(member.logits(member.trunk(context)), tokens) for member in self.members]
+        with torch.no_grad():
+            return [*each, token_log_probs(self.written_logits(self.generator.trunk(context)), tokens)]
 
     def hidden_states(self, context: Tensor) -> tuple[Tensor, ...]:
         """Hidden states of p and of q, (B, T, C) each with a C of its own, after token ids (B, T)."""
@@ -285,7 +354,10 @@ REWARD_MODELS: dict[str, type[RewardModel]] = {
 
 
 def make_reward_model(
-    config: GPTConfig, generator_config: GPTConfig | None = None, sampling: Sampling | None = None
+    config: GPTConfig,
+    generator_config: GPTConfig | None = None,
+    sampling: Sampling | None = None,
+    further_configs: Iterable[GPTConfig] | None = None,
 ) -> RewardModel:
     """The reward model that a config describes, its weights new. `parts_of` gives the other arguments."""
     kind = REWARD_MODELS[config.reward_head_type]
@@ -293,14 +365,20 @@ def make_reward_model(
         return kind(config)
     if generator_config is None:
         raise UserError("a likelihood head stands on two models: name its generator's config too")
-    return kind(GPT(replace(config, mode="generator")), GPT(generator_config), sampling)
+    members = [GPT(replace(config, mode="generator")), *map(GPT, further_configs or ())]
+    return kind(members[0] if len(members) == 1 else Ensemble(members), GPT(generator_config), sampling)
 
 
 def parts_of(model: nn.Module) -> dict[str, Any]:
-    """A model's description beside its config, for a checkpoint: of a likelihood head its generator."""
+    """A model's description beside its config, for a checkpoint: of a likelihood head its generator.
+
+    Of one on an ensemble also `further_configs`, those of the members after the first.
+    """
     if not isinstance(model, LikelihoodRewardModel):
         return {}
-    return {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}
+    parts = {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}
+    further = [replace(member.config) for member in model.members[1:]]
+    return parts | ({"further_configs": further} if further else {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
     python run_cycles.py --config config/shakespeare_char_cpu.py
 
 Starts the other scripts one after the other, each in a process of its own. Out, in out_dir:
-base_model_v1.pt and natural_model_v1.pt, then for every cycle n reward_data_vn/, reward_model_vn.pt, gate_vn.json (its
-R2 on the policy's text) and base_model_v(n+1).pt; and cycles.json.
+base_model_v1.pt and natural_model_v1.pt (more of an ensemble: natural_model_v1_member2.pt, ...), then for every cycle
+n reward_data_vn/, reward_model_vn.pt, gate_vn.json (its R2 on the policy's text) and base_model_v(n+1).pt; and
+cycles.json.
 An interrupted run goes on at the stage where it stopped; a finished one says so.
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,11 @@ SETTINGS: dict[str, type[Settings]] = {  # by section of the settings file
     "evaluate": EvaluateSettings,
     "sample": SampleSettings,
 }
+# Figures of a reward model on an ensemble, beside its skill.
+ENSEMBLE_FIGURES = (
+    *("weights", "member_losses", "natural_loss", "mixture_loss"),
+    *("report_member_losses", "report_natural_loss", "report_mixture_loss"),
+)
 # Settings that may change after a stage is finished: its device, how it resumes, its memory, what it logs.
 NO_IDENTITY = (
     *("device", "init_from", "overwrite", "kv_cache_mb", "log_interval", "cache_features"),
@@ -69,6 +76,8 @@ class CycleSettings(Settings):
     """cycles after the first base model"""
     reward_attempts: int = setting(2, minimum=1)
     """attempts at a reward model that predicts: each trains the natural model further (other heads: more data)"""
+    natural_models: int = setting(1, minimum=1)
+    """natural models of the likelihood head, each with the next seed, whose mixture is p"""
     natural_model_each_cycle: bool = False
     """train the likelihood head's model of natural text further before each cycle; False: all cycles have the first"""
     perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
@@ -89,7 +98,7 @@ class Stage:
     section: str
     """of the settings file"""
     artefact: Path
-    inputs: Mapping[str, str | Path]
+    inputs: Mapping[str, str | Path | tuple[str | Path, ...]]
     """options that name what it reads: the corpus, and what earlier stages have made"""
     options: dict[str, Any]
     figures: Callable[[], dict[str, Any]] = dict
@@ -115,12 +124,21 @@ class Stage:
     def arguments(self, config_path: str | None, device: str) -> list[str]:
         """The command line of the script."""
         options = {**self.inputs, **self.options, "device": device}
-        # One word `--name=value`, so that a value may begin with dashes.
-        return [
-            *([] if config_path is None else ["--config", config_path]),
-            *([] if self.section == self.script else ["--section", self.section]),
-            *(f"--{n}={v}" for n, v in options.items()),
-        ]
+        words = [] if config_path is None else ["--config", config_path]
+        words += [] if self.section == self.script else ["--section", self.section]
+        for name, value in options.items():
+            # One word `--name=value`, so that a value may begin with dashes; several values need words of their own.
+            words += [f"--{name}", *map(str, value)] if isinstance(value, tuple) else [f"--{name}={value}"]
+        return words
+
+    def files(self, own: Mapping[str, Any]) -> dict[str, str | Path]:
+        """What it reads, by name, also what its section's settings name; of several files with their numbers."""
+        files: dict[str, str | Path] = {}
+        named = {name: own[name] for name in ("trunk", "meta_path") if own.get(name)}
+        for name, value in {**named, **self.inputs}.items():
+            several = isinstance(value, tuple | list)
+            files |= {f"{name} {number}": each for number, each in enumerate(value, 1)} if several else {name: value}
+        return files
 
 
 def checked_settings(stages: list[Stage], config_path: str | None, device: str) -> dict[str, dict[str, Any]]:
@@ -221,9 +239,8 @@ class Runner:
     def run(self, stage: Stage) -> Mapping[str, Any]:
         """The ledger's record of a stage, after running its script if need be. Raises UserError where that fails."""
         own = self.ledger.settings[stage.section]
-        inputs = {**{name: own[name] for name in ("trunk", "meta_path") if own.get(name)}, **stage.inputs}
         settings = {name: value for name, value in stage.options.items() if not isinstance(value, Path | None)}
-        now = identity(inputs, settings, ROOT, hash_model=hash_weights)
+        now = identity(stage.files(own), settings, ROOT, hash_model=hash_weights)
         is_remade = stage.name in self.ledger.stages
 
         def work(goes_on: bool) -> dict[str, Any]:
@@ -326,10 +343,10 @@ def main() -> None:
     select_device(settings.device)  # a device that is not there is refused now, not by a stage
     out = Path(settings.out_dir)
     folder = dataset_folder(settings.dataset)
-    natural = natural_models(config_path, folder, out, settings.natural_model_each_cycle)
+    natural = natural_models(config_path, folder, settings)
     first_of_each = [
         train_stage(folder, out),
-        *(natural.stages(1, 1) or natural.stages(1, 2)),
+        *(natural.stages(1, 1) or natural.stages(1, 2))[:1],
         *reward_stages(1, folder, out, natural),
         policy_stage(1, folder, out, reward_model(out, 1)),
         perplexity_stage(1, folder, out),
@@ -396,51 +413,59 @@ def train_stage(folder: Path, out: Path) -> Stage:
 
 @dataclass(frozen=True)
 class NaturalModels:
-    """The models of natural text that likelihood heads need: one for all cycles, or one for each."""
+    """The models of natural text that likelihood heads need: one, or an ensemble, for all cycles, or for each."""
 
     folder: Path
     out: Path
-    start: str | Path | None
-    """what the first one starts from, a checkpoint or scratch; None: the head needs none"""
+    starts: tuple[str | Path, ...]
+    """what the first one of each member starts from, a checkpoint or scratch; none: the head needs none"""
+    seed: int
+    """of the first member; the others have those that follow"""
     given: bool
-    """whether that checkpoint is the first one, as it is"""
+    """whether those checkpoints are the first ones, as they are"""
     each_cycle: bool
 
-    def path(self, cycle: int, attempt: int) -> Path | None:
-        """The trunk of an attempt at a cycle's reward model; None: that of the settings file, or the generator's."""
+    def paths(self, cycle: int, attempt: int) -> tuple[Path, ...]:
+        """The trunks of an attempt at a cycle's reward model; none: those of the settings file, or the generator."""
         version = cycle if self.each_cycle else 1
-        if self.start is None or (self.given and (version, attempt) == (1, 1)):
-            return None
-        return self.out / f"natural_model_v{version}{attempt_suffix(attempt)}.pt"
+        if self.given and (version, attempt) == (1, 1):
+            return ()
+        suffixes = ("" if number == 1 else f"_member{number}" for number in range(1, len(self.starts) + 1))
+        return tuple(self.out / f"natural_model_v{version}{each}{attempt_suffix(attempt)}.pt" for each in suffixes)
 
     def stages(self, cycle: int, attempt: int) -> list[Stage]:
-        """Its training: from the attempt before, from the cycle before, or from the start."""
-        model = self.path(cycle, attempt)
-        if model is None:
-            return []
-        start = self.start
+        """Their training: from the attempt before, from the cycle before, or from the start."""
+        starts: tuple[str | Path, ...] = ()
         if attempt > 1:
-            start = self.path(cycle, attempt - 1) or start
+            starts = self.paths(cycle, attempt - 1)
         elif self.each_cycle and cycle > 1:
-            start = self.path(cycle - 1, 1) or start
-        inputs: dict[str, Any] = {"dataset": self.folder}
-        options: dict[str, Any] = {"out_dir": self.out, "checkpoint_name": model.name}
-        (options if start == "scratch" else inputs)["init_from"] = start
-        figures = ("step", "val_loss", "select_loss")
-        return [Stage(model.stem, "natural_model", model, inputs, options, lambda: trained(model, *figures))]
+            starts = self.paths(cycle - 1, 1)
+        models, stages = self.paths(cycle, attempt), []
+        for number, (model, start) in enumerate(zip(models, starts or self.starts, strict=bool(models))):
+            inputs: dict[str, Any] = {"dataset": self.folder}
+            options: dict[str, Any] = {"out_dir": self.out, "checkpoint_name": model.name}
+            options |= {"seed": self.seed + number} if number else {}
+            (options if start == "scratch" else inputs)["init_from"] = start
+            figures = partial(trained, model, "step", "val_loss", "select_loss")
+            stages.append(Stage(model.stem, "natural_model", model, inputs, options, figures))
+        return stages
 
 
-def natural_models(config_path: str | None, folder: Path, out: Path, each_cycle: bool) -> NaturalModels:
-    """The models of natural text that the settings file asks for; None of them where the head has no use for one."""
+def natural_models(config_path: str | None, folder: Path, settings: CycleSettings) -> NaturalModels:
+    """The models of natural text that the settings ask for; None of them where the head has no use for one."""
     config = [] if config_path is None else ["--config", config_path]
     head = parse_settings(RewardModelSettings, "train_reward_model", config, check=False)
     section = {} if config_path is None else read_config(config_path).get("natural_model", {})
-    start = section.get("init_from", base_model(out, 1)) if head.trunk is None else head.trunk
-    if start == "resume":
+    out, count = Path(settings.out_dir), settings.natural_models
+    start = section.get("init_from", base_model(out, 1))
+    if start == "resume" and not head.trunks:
         raise UserError(f"ERROR: {config_path}: natural_model: init_from=resume: must be scratch or a checkpoint")
-    return NaturalModels(
-        folder, out, start if head.model_class.is_ratio else None, given=head.trunk is not None, each_cycle=each_cycle
-    )
+    if count > 1 and (not head.model_class.is_ratio or len(head.trunks) not in (0, count)):
+        reason = f"trunk names {len(head.trunks)}" if head.model_class.is_ratio else f"a {head.head} head needs none"
+        raise UserError(f"ERROR: natural_models={count}, but {reason}: leave out natural_models")
+    starts = (head.trunks or (start,) * count) if head.model_class.is_ratio else ()
+    own = parse_settings(TrainSettings, "train", [*config, "--section", "natural_model"], check=False)
+    return NaturalModels(folder, out, starts, own.seed, bool(head.trunks), settings.natural_model_each_cycle)
 
 
 def reward_model(out: Path, cycle: int, attempt: int = 1) -> Path:
@@ -462,7 +487,8 @@ def reward_stages(
 ) -> list[Stage]:
     """An attempt at a reward model: its data, its training, and its test on the policy. `more`: options by script."""
     model, path = base_model(out, cycle), reward_model(out, cycle, attempt)
-    trunk, more = natural.path(cycle, attempt), more or {}
+    trunks, more = natural.paths(cycle, attempt), more or {}
+    trunk = {"trunk": trunks if len(trunks) > 1 else trunks[0]} if trunks else {}
     own_data = attempt_suffix(attempt) if "prepare_reward_data" in more else ""  # else the first attempt's
     reward_data = out / f"reward_data_v{cycle}{own_data}"
     gate = out / f"gate_v{cycle}{attempt_suffix(attempt)}.json"
@@ -478,9 +504,9 @@ def reward_stages(
             path.stem,
             "train_reward_model",
             path,
-            {"base_model_path": model, "data_dir": reward_data} | ({"trunk": trunk} if trunk else {}),
+            {"base_model_path": model, "data_dir": reward_data, **trunk},
             {"output_path": path, "init_from": "scratch", **more.get("train_reward_model", {})},
-            lambda: trained(path, "skill"),
+            lambda: trained(path, "skill", if_noted=ENSEMBLE_FIGURES),
         ),
         Stage(
             gate.stem,
@@ -574,10 +600,10 @@ def sample_stage(version: int, settings: CycleSettings, out: Path) -> Stage:
     return Stage(artefact.stem, "sample", artefact, {"checkpoint_path": model}, options)
 
 
-def trained(path: Path, *names: str) -> dict[str, Any]:
-    """Figures that a training script left in its checkpoint."""
+def trained(path: Path, *names: str, if_noted: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Figures that a training script left in its checkpoint; those `if_noted` where it has them."""
     training = load_checkpoint(path)["training"]
-    return {name: training[name] for name in names}
+    return {name: training[name] for name in (*names, *(name for name in if_noted if name in training))}
 
 
 def cycle_table(ledger: Ledger, num_cycles: int) -> str:
@@ -604,7 +630,7 @@ def cycle_table(ledger: Ledger, num_cycles: int) -> str:
         seconds = policy["seconds"] + sum(
             entry["seconds"]
             for stage, entry in stages.items()
-            if stage.partition("_try")[0]
+            if stage.partition("_try")[0].partition("_member")[0]
             in {f"{kind}_v{cycle}" for kind in ("natural_model", "reward_data", "reward_model", "gate")}
         )
         skill = stages[attempts[-1]]["skill"]  # of the last attempt

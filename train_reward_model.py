@@ -2,9 +2,9 @@
 
     python train_reward_model.py --base_model_path logs/model_checkpoint.pt --trunk logs/natural_model.pt
 
-In: a generator's checkpoint, a reward dataset made with it, and for a likelihood head a model of natural text,
-made by train.py. Out: the reward model that does best on the validation blocks that select, its R2 measured on those
-that report (data_loader.ValidationParts; also as a picture), and JSON records.
+In: a generator's checkpoint, a reward dataset made with it, and for a likelihood head a model of natural text, or
+several, made by train.py. Out: the reward model that does best on the validation blocks that select, its R2 measured on
+those that report (data_loader.ValidationParts; also as a picture), and JSON records.
 """
 
 import math
@@ -24,7 +24,7 @@ from checkpoint import build_model, check_origin, check_same_tokens, check_unsee
 from feature_cache import forget_features, frozen_depth, frozen_features, to_device
 from generation import Sampling
 from model import GPT, check_same_fields
-from objectives import mixture_loss
+from objectives import log_mixture, mixture_loss, mixture_weights
 from optimization import Best, EarlyStopping, TrainableWeights, clip_gradients, make_optimizers
 from reward_dataset_loader import (
     RewardDataset,
@@ -46,7 +46,7 @@ from reward_metrics import (
     r_squared,
     skill_figures,
 )
-from reward_model import REWARD_MODELS, HeadRewardModel, LikelihoodRewardModel, RewardModel
+from reward_model import REWARD_MODELS, Ensemble, HeadRewardModel, LikelihoodRewardModel, RewardModel
 from runtime.cli import parse_settings, split_config
 from runtime.device import random_stream, seed_step, select_device
 from runtime.distributed import Ranks, parallel, start_ranks
@@ -80,8 +80,8 @@ class RewardModelSettings(Settings):
 
     head: Literal["likelihood", "position", "last"] = "likelihood"
     """likelihood: a language model of natural text against the generator; position, last: a new head on the trunk"""
-    trunk: str | None = setting(None, model_file="optional", changeable=True)
-    """model of natural text of the same tokenization; likelihood: required. None: the generator"""
+    trunk: str | tuple[str, ...] | None = setting(None, model_file="optional", changeable=True)
+    """natural model of the same tokenization, or several, whose mixture is p; likelihood: required. None: generator"""
     dropout: float = setting(0.0, minimum=0, below=1, belongs_to=TRAINED_HEADS)
     """share of activations dropped in training"""
 
@@ -127,6 +127,11 @@ class RewardModelSettings(Settings):
         return REWARD_MODELS[self.head]
 
     @property
+    def trunks(self) -> tuple[str, ...]:
+        """The models that `trunk` names."""
+        return (self.trunk,) if isinstance(self.trunk, str) else self.trunk or ()
+
+    @property
     def loss_name(self) -> str:
         """Name of the loss."""
         return self.loss or self.model_class.losses[0]
@@ -141,6 +146,11 @@ class RewardModelSettings(Settings):
         if self.model_class.is_ratio and self.trunk is None:
             needed = f"a {self.head} head needs a model of natural text: make it with `{self.natural_model_command()}`"
             problems.require(False, needed, f"Name it with --trunk {self.natural_model_path}")
+        problems.require(
+            self.model_class.is_ratio or len(self.trunks) <= 1,
+            f"trunk names {len(self.trunks)} models, but a {self.head} head stands on one",
+            "Name one with --trunk, or choose --head likelihood, which reads their mixture",
+        )
         problems.check_tracker(self.tracker)
 
     @property
@@ -203,13 +213,14 @@ def main() -> None:
         check_model_compatibility(dataset.get_tokenization_info(), dataset.block_size, generator.config)
         check_variety(dataset)
     check_origin(train_set, checkpoint, generator_sha256, settings.base_model_path)
-    trunk = load_trunk(settings, checkpoint, generator_sha256, train_set.metadata, ranks.device)
+    trunk = load_trunks(settings, checkpoint, generator_sha256, train_set.metadata, ranks.device)
     select_rows, report_rows, measured_on = rows_by_part(val_set)
     data = Data(train_set, val_set, select_rows, report_rows)
 
     say(f"Using device: {ranks.where}")
     say(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
-    say(f"Trunk: {settings.trunk or settings.base_model_path}, {format_size(trunk.num_parameters())}")
+    trunks = ", ".join(settings.trunks) or settings.base_model_path
+    say(f"Trunk: {trunks}, {format_size(trunk.num_parameters())}")
     sampling = sampling_of(train_set.metadata)
     model = new_reward_model(settings, trunk, generator, sampling).to(ranks.device).eval()
     say(f"Head: {settings.head}; loss: {settings.loss_name}")
@@ -229,7 +240,9 @@ def main() -> None:
     truth, blocks = data.reported()
     prediction = ranks.on_main(lambda: predict(model, val_set, report_rows, ranks.device))
     skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
-    training = {**best.figures, "skill": skill, "settings": asdict(settings), "generator_sha256": generator_sha256}
+    losses = ranks.on_main(lambda: report_losses(model, data, best.figures, ranks.device))
+    training = {**best.figures, **losses, "skill": skill}
+    training |= {"settings": asdict(settings), "generator_sha256": generator_sha256}
     records = checkpoint["tokenization"], checkpoint["data"]
     if ranks.rank == 0:
         save_checkpoint(output, model, *records, training)
@@ -244,12 +257,13 @@ def main() -> None:
         skill |= control_figures(control, truth, blocks, settings.seed)
         if ranks.rank == 0:
             save_checkpoint(output, model, *records, training)
-    run.log(best.at, final=True, **skill)
+    run.log(best.at, final=True, **skill, **losses)
 
     run.remove_earlier_run()
     if ranks.rank == 0:
         forget_features(features_folder(settings))
         draw_skill(skill, f"{settings.head} head", output.with_suffix(".png"))
+    print_members(settings.trunks, training)
     print_skill(skill, measured_on, model)
     say(f"Saved {output} and {output.with_suffix('.png')}")
     ranks.wait()  # for what rank 0 alone writes
@@ -261,7 +275,7 @@ def what_is_read(settings: RewardModelSettings, generator_sha256: str) -> dict[s
     return {
         "generator": generator_sha256,
         "reward dataset": " ".join(hash_file(path) for path in files),
-        "trunk": settings.trunk and hash_file(settings.trunk),
+        "trunk": " ".join(hash_file(path) for path in settings.trunks) or None,
     }
 
 
@@ -274,39 +288,58 @@ def features_folder(settings: RewardModelSettings) -> Path:
 # models
 
 
-def load_trunk(
+def load_trunks(
     settings: RewardModelSettings,
     generator: Mapping[str, Any],
     generator_sha256: str,
     metadata: Mapping[str, str],
     device: torch.device,
-) -> GPT:
-    """The model of natural text to begin with, as a generator of the same block size; UserError where it cannot be."""
-    contents, path = generator, settings.base_model_path
-    assert path is not None  # checked with the settings
-    if settings.trunk is not None:
-        path = settings.trunk
-        contents = load_checkpoint(path)
-        if hash_file(path) == generator_sha256:
+) -> GPT | Ensemble:
+    """The model or models of natural text, of the generator's block size; UserError where they cannot be."""
+    models: list[GPT] = []
+    seen: dict[str, str] = {}
+    for path in settings.trunks:
+        contents, digest = load_checkpoint(path), hash_file(path)
+        if digest == generator_sha256:
             raise UserError(
                 f"ERROR: {path} is the generator itself, which knows nothing that it does not: name another --trunk"
             )
-        names = ("vocab_size", "num_real_tokens")
-        check_same_fields(contents["config"], generator["config"], names, path, "the generator")
-        if contents["config"].block_size < generator["config"].block_size:
-            raise UserError(
-                f"ERROR: block_size is {contents['config'].block_size} in {path} and "
-                f"{generator['config'].block_size} in the generator: a trunk must not read less"
-            )
-        check_same_tokens(contents["tokenization"], generator["tokenization"], path, "the generator")
+        if digest in seen:
+            raise UserError(f"ERROR: {path} is the same file as {seen[digest]}: name each --trunk once")
+        seen[digest] = path
+        check_trunk(contents, generator, path)
         check_unseen(contents["data"], metadata, path)
-    contents = {**contents, "config": replace(contents["config"], dropout=settings.dropout)}
+        models.append(trunk_of(contents, path, settings.dropout, generator["config"].block_size, device))
+    if not models:
+        assert settings.base_model_path is not None  # checked with the settings
+        path = settings.base_model_path
+        return trunk_of(generator, path, settings.dropout, generator["config"].block_size, device)
+    return models[0] if len(models) == 1 else Ensemble(models)
+
+
+def check_trunk(contents: Mapping[str, Any], generator: Mapping[str, Any], path: str) -> None:
+    """Raise UserError for a checkpoint's model that reads other tokens than the generator, or fewer of them."""
+    names = ("vocab_size", "num_real_tokens")
+    check_same_fields(contents["config"], generator["config"], names, path, "the generator")
+    if contents["config"].block_size < generator["config"].block_size:
+        raise UserError(
+            f"ERROR: block_size is {contents['config'].block_size} in {path} and "
+            f"{generator['config'].block_size} in the generator: a trunk must not read less"
+        )
+    check_same_tokens(contents["tokenization"], generator["tokenization"], path, "the generator")
+
+
+def trunk_of(contents: Mapping[str, Any], path: str, dropout: float, block_size: int, device: torch.device) -> GPT:
+    """A checkpoint's generator, with its dropout and block size changed."""
+    contents = {**contents, "config": replace(contents["config"], dropout=dropout)}
     trunk = build_model(contents, "generator", path, device)
-    trunk.crop_block_size(generator["config"].block_size)
+    trunk.crop_block_size(block_size)
     return trunk
 
 
-def new_reward_model(settings: RewardModelSettings, trunk: GPT, generator: GPT, sampling: Sampling) -> RewardModel:
+def new_reward_model(
+    settings: RewardModelSettings, trunk: GPT | Ensemble, generator: GPT, sampling: Sampling
+) -> RewardModel:
     """A reward model with a new head on the trunk's weights; what learns from labels is frozen but for what is to."""
     seed_step(settings.seed, "reward_head")
     model = settings.model_class.on_trunk(trunk, generator, sampling, settings.reward_head_hidden_dim)
@@ -336,17 +369,28 @@ def freeze_trunk(model: HeadRewardModel, unfreeze_layers: int) -> int:
 
 
 @torch.no_grad()
-def both_log_probs(
+def log_probs_of_each(
     model: LikelihoodRewardModel, x: np.ndarray, rows: np.ndarray, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """log p and log q (n, N - 1) float32 of the rows' tokens, on the CPU."""
+) -> tuple[list[Tensor], Tensor]:
+    """log p_i of each natural model, and log q, (n, N - 1) float32 of the rows' tokens, on the CPU."""
     batches = np.array_split(rows, -(-len(rows) // model.generator.rows_at_a_time()))
     parts = [
-        [log_probs.cpu() for log_probs in model.log_probs(to_device(x, batch, device))]
+        [log_probs.cpu() for log_probs in model.log_probs_of_each(to_device(x, batch, device))]
         for batch in counted(batches, len(batches), "Log-likelihood ratios", passing=False)
     ]
-    natural, written = zip(*parts, strict=True)
-    return torch.cat(natural), torch.cat(written)
+    *members, written = map(torch.cat, zip(*parts, strict=True))
+    return members, written
+
+
+def natural_tokens(dataset: RewardDataset, rows: np.ndarray) -> Tensor:
+    """Which of the rows' tokens t = 1 .. N - 1 are natural, t < K: bool (n, N - 1)."""
+    N = dataset.block_size
+    return torch.arange(1, N) < torch.from_numpy(dataset.y[rows, :1] * N).round()
+
+
+def finite(losses: dict[str, float]) -> dict[str, float | None]:
+    """The losses, None for those that are not finite."""
+    return {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
 
 
 def learn_mixture(
@@ -355,32 +399,46 @@ def learn_mixture(
     """Fit the one weight that a likelihood head learns from labels, shuffled ones as `control`; one step is enough.
 
     On the selection rows, not on training rows: text that the trunk was trained on gets too high a likelihood.
+
+    Of several trunks the weights u of p = sum_i u_i p_i come first: those of least loss on the rows' natural tokens,
+    which need no labels and do not depend on how q was sampled. w then weighs p against q as it does a single model.
     """
-    model.natural.requires_grad_(False)
+    for member in model.members:
+        member.requires_grad_(False)
     weights, best = TrainableWeights(model), Best()
     run.track(learning=weights, best=best)
     for _ in run.steps(limit="max_epochs", evaluate=lambda: None, until=lambda _: "one fit is enough", at_start=False):
         learned, figures, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, data, control))
+        if "weights" in figures:
+            model.set_weights(torch.tensor(figures["weights"]))
+            learned |= figures
         with torch.no_grad():
             model.mixture.fill_(mixture)
-        run.note(**learned, **figures)
+        run.note(**(learned | figures))
         best.offer(learned["val_loss"], 1, weights.named, {"epoch": 1, **learned})
     return best
 
 
 def fit_mixture(
     run: Run[RewardModelSettings], model: LikelihoodRewardModel, data: Data, control: bool
-) -> tuple[dict[str, float], dict[str, float | None], float]:
-    """Validation loss and weight; losses on natural tokens in nats (None if infinite); and the logit of the weight."""
+) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Validation loss and weight w; losses on natural tokens in nats (None if infinite); and the logit of w.
+
+    Of several trunks the losses of each, and their weights, are among the figures.
+    """
     rows, device = data.select_rows, run.ranks.device
     targets = data.val_set.y[rows]
-    natural, written = both_log_probs(model, data.val_set.x, rows, device)
-    N = data.val_set.block_size
-    is_natural = torch.arange(1, N) < torch.from_numpy(targets[:, :1] * N).round()  # (n, N - 1): t < K
+    members, written = log_probs_of_each(model, data.val_set.x, rows, device)
+    is_natural = natural_tokens(data.val_set, rows)
+    weights = mixture_weights(torch.stack([member[is_natural] for member in members]))
+    natural = log_mixture(members, weights.log())
     p, q = natural[is_natural], written[is_natural]
     losses = {"natural_loss": -p.mean().item(), "generator_loss": -q.mean().item()}
     losses["mixture_loss"] = losses["generator_loss"] + mixture_loss(p - q)
-    figures = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
+    figures: dict[str, Any] = finite(losses)
+    if len(members) > 1:
+        figures["member_losses"] = [-member[is_natural].mean().item() for member in members]
+        figures["weights"] = weights.tolist()
     targets = torch.from_numpy(shuffled(targets, run.settings.seed) if control else targets).to(device)
     ratios = (natural - written).to(device)
     optimizer = torch.optim.LBFGS([model.mixture], max_iter=100, line_search_fn="strong_wolfe")
@@ -398,6 +456,23 @@ def fit_mixture(
     if not math.isfinite(val_loss):
         raise UserError(f"ERROR: val_loss is {val_loss}: the models are damaged; take earlier checkpoints")
     return {"val_loss": val_loss, "mixture": weight}, figures, model.mixture.item()
+
+
+@torch.no_grad()
+def report_losses(
+    model: RewardModel, data: Data, figures: Mapping[str, Any], device: torch.device
+) -> dict[str, float | list[float] | None]:
+    """Losses in nats, as `fit_mixture`'s, on the rows that report, of the fitted mixtures; none without an ensemble."""
+    if not model.is_ratio or "weights" not in figures:
+        return {}
+    members, written = log_probs_of_each(model, data.val_set.x, data.report_rows, device)
+    is_natural = natural_tokens(data.val_set, data.report_rows)
+    each, q = [member[is_natural] for member in members], written[is_natural]
+    p, w = log_mixture(each, torch.tensor(figures["weights"]).log()), figures["mixture"]
+    mixed = log_mixture([p, q], torch.tensor([w, 1 - w]).log())
+    means = {"natural": p, "generator": q, "mixture": mixed}
+    losses = {f"report_{name}_loss": -log_probs.mean().item() for name, log_probs in means.items()}
+    return finite(losses) | {"report_member_losses": [-log_probs.mean().item() for log_probs in each]}
 
 
 def shuffled(targets: np.ndarray, seed: int) -> np.ndarray:
@@ -536,6 +611,20 @@ def predict(model: RewardModel, dataset: RewardDataset, rows: np.ndarray, device
     parts = np.array_split(rows, -(-len(rows) // model.rows_at_a_time()))
     predictions = (model(to_device(dataset.x, part, device))[0][:, 0].cpu() for part in parts)
     return torch.cat(list(counted(predictions, len(parts), "Skill")))
+
+
+def print_members(paths: tuple[str, ...], figures: Mapping[str, Any]) -> None:
+    """Print weights and losses of an ensemble's members, and the losses of their mixture."""
+    if "weights" not in figures:
+        return
+    width = max(len(path) for path in (*paths, "natural model"))
+    say(f"\n{'natural model':<{width}}  {'weight':>6}  {'loss, select part':>17}  {'loss, report part':>17}")
+    for path, *values in zip(
+        paths, figures["weights"], figures["member_losses"], figures["report_member_losses"], strict=True
+    ):
+        say("{:<{width}}  {:6.3f}  {:17.4f}  {:17.4f}".format(path, *values, width=width))
+    mixture = f"{figures['natural_loss']:17.4f}  {figures['report_natural_loss']:17.4f}"
+    say(f"{'their mixture':<{width}}  {'':6}  {mixture}")
 
 
 def print_skill(skill: dict[str, Any], of_what: str, model: RewardModel) -> None:

@@ -44,7 +44,7 @@ import run_cycles
 import train
 import train_grpo
 import train_reward_model
-from checkpoint import hash_weights
+from checkpoint import hash_weights, load_checkpoint
 from reward_dataset_loader import RewardDataset
 from reward_metrics import measure_skill
 from runtime.files import hash_file
@@ -424,9 +424,10 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
     """Selecting losses of 2.2, 2.0, 2.1, 2.05: with a patience of 2, cycle 3 is the last of 5."""
     figures, trained = iter([2.2, 2.0, 2.1, 2.05, 1.9, 1.8]), run_cycles.trained
 
-    def with_next_loss(path: Path, *names: str) -> dict:
+    def with_next_loss(path: Path, *names: str, **more) -> dict:
         is_base = path.stem.startswith("base_model")
-        return trained(path, *names) | ({"select_loss": next(figures)} if is_base and "select_loss" in names else {})
+        changed = {"select_loss": next(figures)} if is_base and "select_loss" in names else {}
+        return trained(path, *names, **more) | changed
 
     monkeypatch.setattr(run_cycles, "trained", with_next_loss)
     options = cycle_options(corpus, tmp_path / "out", num_cycles=5, perplexity_patience=2)
@@ -640,7 +641,7 @@ def test_what_a_further_attempt_gets_more_of(tmp_path, data, model, more_data, m
     assert run_cycles.larger(own, 1) == {}
     more = run_cycles.larger(own, 4)
     assert (more.get("prepare_reward_data"), more.get("train_reward_model")) == (more_data, more_training)
-    natural = run_cycles.NaturalModels(tmp_path, tmp_path, None, given=False, each_cycle=False)
+    natural = run_cycles.NaturalModels(tmp_path, tmp_path, (), seed=0, given=False, each_cycle=False)
     reward_data, *_ = run_cycles.reward_stages(1, tmp_path, tmp_path, natural, 3, run_cycles.larger(own, 4))
     assert reward_data.artefact.name == ("reward_data_v1" if more_data is None else "reward_data_v1_try3")
 
@@ -693,6 +694,68 @@ def test_a_trunk_of_the_settings_file_is_used_and_then_trained_further(
     assert trunks == [str(knowing), str(out / "natural_model_v1_try2.pt")]
     further = torch.load(trunks[1], weights_only=True)["training"]["settings"]
     assert further["init_from"] == str(knowing)
+
+
+def test_an_ensemble_whose_members_are_all_trained_further(tmp_path, corpus, strict, in_this_process, gate_accepts):
+    """Each with its own seed and file; a second attempt goes on from each; a second run has nothing to do."""
+    out = tmp_path / "out"
+    options = cycle_options(corpus, out, num_cycles=1, natural_models=2)
+    printed = succeed("run_cycles", str(strict), **options)
+    assert in_this_process.count("train") == 5
+    stages = stages_of(out)
+    starts = {"": "base_model_v1", "_member2": "base_model_v1"}
+    for suffix in ("", "_try2"):
+        paths = [out / f"natural_model_v1{member}{suffix}.pt" for member in starts]
+        for number, (path, before) in enumerate(zip(paths, starts.values(), strict=True)):
+            training = load_checkpoint(path)["training"]
+            assert training["settings"]["init_from"] == str(out / f"{before}.pt")
+            assert training["settings"]["seed"] == 1337 + number
+            assert stages[path.stem]["select_loss"] == training["select_loss"]
+        assert not torch.equal(*(weights(path)["lm_head.weight"] for path in paths))
+        entry, reward = stages[f"reward_model_v1{suffix}"], load_checkpoint(out / f"reward_model_v1{suffix}.pt")
+        assert reward["training"]["settings"]["trunk"] == tuple(map(str, paths))
+        assert [entry["inputs"][f"trunk {number}"] for number in (1, 2)] == list(map(hash_weights, paths))
+        assert sum(entry["weights"]) == pytest.approx(1)
+        assert entry["report_member_losses"] == reward["training"]["report_member_losses"]
+        starts = {member: f"natural_model_v1{member}" for member in starts}
+    assert "seed" in json.loads((out / "cycles.json").read_text())["settings"]["natural_model"]
+    seconds = sum(entry["seconds"] for name, entry in stages.items() if re.search("natural|reward|gate", name))
+    row = next(line for line in printed.splitlines() if line.startswith("    1  base_model_v2"))
+    assert f"  {seconds + stages['base_model_v2']['seconds']:7.0f}  " in row
+    in_this_process.clear()
+    succeed("run_cycles", str(strict), **options)
+    assert in_this_process == []
+
+
+def test_what_members_start_from(tmp_path):
+    """The cycle before, or the models of the settings file, each its own."""
+    given = (tmp_path / "a.pt", tmp_path / "b.pt")
+    natural = run_cycles.NaturalModels(tmp_path, tmp_path, given, seed=5, given=True, each_cycle=True)
+    assert natural.paths(1, 1) == () and natural.stages(1, 1) == []
+    for cycle, attempt, starts in (
+        (1, 2, given),
+        (2, 1, given),
+        (3, 1, natural.paths(2, 1)),
+        (3, 3, natural.paths(3, 2)),
+    ):
+        stages = natural.stages(cycle, attempt)
+        assert tuple(stage.inputs["init_from"] for stage in stages) == starts
+        assert tuple(stage.artefact for stage in stages) == natural.paths(cycle, attempt)
+        assert [stage.options.get("seed") for stage in stages] == [None, 6]
+    assert [path.name for path in natural.paths(2, 3)] == [
+        "natural_model_v2_try3.pt",
+        "natural_model_v2_member2_try3.pt",
+    ]
+
+
+@pytest.mark.parametrize(("section", "said"), [("head='last'", "last head"), ("trunk=['{0}', 'b', 'c']", "names 3")])
+def test_a_number_of_natural_models_without_effect_is_refused(tmp_path, corpus, knowing, section, said):
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.replace('head="likelihood"', section.format(knowing)))
+    options = cycle_options(corpus, tmp_path / "out", natural_models=2)
+    line = refuse_in_one_line("run_cycles", str(path), **options)
+    assert line.startswith("ERROR: natural_models=2, but ") and said in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_heads_that_learn_from_labels_need_none(tmp_path, corpus, in_this_process):

@@ -308,6 +308,45 @@ def test_the_mixture_is_the_best_on_a_grid(values):
     assert objectives.mixture_loss(torch.tensor(values)) <= losses.min() + 1e-5  # ratios up to e^10 in float32
 
 
+def simplex(steps: int) -> np.ndarray:
+    """All weights (n, 3) of sum 1 in steps of 1 / steps."""
+    counts = [(i, j, steps - i - j) for i in range(steps + 1) for j in range(steps + 1 - i)]
+    return np.array(counts) / steps
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mixture_weights_are_the_best_of_a_grid(seed):
+    """Of three models, some so much worse that their weight is 0."""
+    draw = torch.Generator().manual_seed(seed)
+    log_probs = torch.randn(3, 30, generator=draw) - 2 - (seed % 3) * torch.rand(3, 1, generator=draw)
+    losses = -np.log(simplex(60) @ log_probs.double().exp().numpy()).mean(1)
+    weights = objectives.mixture_weights(log_probs)
+    assert weights.sum() == pytest.approx(1) and (weights >= 0).all()
+    reached = -objectives.log_mixture(log_probs.double(), weights.log()).mean().item()
+    assert losses.min() - 0.01 < reached < losses.min() + 1e-5
+    shifted = log_probs - 900 * torch.rand(30, generator=draw)  # a token's own scale changes nothing, nor underflows
+    assert objectives.mixture_weights(shifted).tolist() == pytest.approx(weights.tolist(), abs=0.01)
+
+
+def test_mixture_weights_by_hand():
+    ratios = torch.tensor([3.0, 3.0, 1 / 3])  # 4 / (1 + 2u) = 2 / (3 - 2u) at u = 5/6
+    log_probs = torch.stack((ratios.log(), torch.zeros(3))) - 1
+    assert objectives.mixture_weights(log_probs, 1e-9).tolist() == pytest.approx([5 / 6, 1 / 6], abs=1e-3)
+    worse = torch.stack((log_probs[0], log_probs[0] - 0.5))
+    assert objectives.mixture_weights(worse).tolist() == pytest.approx([1, 0], abs=1e-4)
+    assert objectives.mixture_weights(log_probs[[0, 0, 0]]).tolist() == pytest.approx([1 / 3] * 3)
+    assert objectives.mixture_weights(log_probs[:1]).tolist() == [1.0]
+    assert objectives.mixture_weights(torch.full((2, 3), math.nan)).shape == (2,)  # it ends
+
+
+def test_a_mixture_of_probabilities():
+    p = torch.tensor([[0.2, 0.5], [0.6, 0.0]])
+    mixed = objectives.log_mixture((row.log() for row in p), torch.tensor([0.25, 0.75]).log())
+    assert mixed.exp().tolist() == pytest.approx([0.5, 0.125])
+    alone = torch.randn(50)
+    assert torch.equal(objectives.log_mixture([alone], torch.zeros(1, dtype=torch.float64)), alone)
+
+
 def test_mixtures_by_hand():
     assert objectives.mixture_loss(torch.tensor([math.log(2.0), math.log(4.0)])) == pytest.approx(-math.log(8) / 2)
     assert objectives.mixture_loss(torch.tensor([-1.0, -2.0])) == 0  # p knows nothing

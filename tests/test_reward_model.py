@@ -14,7 +14,7 @@ from generation import Completer, Sampling, generate
 from model import GPT, REWARD_HEADS, GPTConfig
 from objectives import MAX_LOG_RATIO
 from reward_metrics import calibration, r_squared
-from reward_model import REWARD_MODELS, LikelihoodRewardModel, make_reward_model, parts_of
+from reward_model import REWARD_MODELS, Ensemble, LikelihoodRewardModel, RewardScorer, make_reward_model, parts_of
 from runtime.process import UserError
 from train_reward_model import RewardModelSettings
 
@@ -36,6 +36,16 @@ def tiny_gpt(seed: int, **changes) -> GPT:
 def reward_model(mixture: float = SURE, sampling: Sampling | None = None, **changes) -> LikelihoodRewardModel:
     """p and q known, and different."""
     model = LikelihoodRewardModel(tiny_gpt(1, **changes), tiny_gpt(2, **changes), sampling).eval()
+    with torch.no_grad():
+        model.mixture.fill_(mixture)
+    return model
+
+
+def ensemble_model(mixture: float = SURE) -> LikelihoodRewardModel:
+    """Three members of different sizes, with weights that are not equal."""
+    members = tiny_gpt(1), tiny_gpt(3, n_layer=2), tiny_gpt(4, n_embd=24)
+    model = LikelihoodRewardModel(Ensemble(members), tiny_gpt(2)).eval()
+    model.set_weights(torch.tensor([0.5, 0.3, 0.2]))
     with torch.no_grad():
         model.mixture.fill_(mixture)
     return model
@@ -232,6 +242,70 @@ def test_a_likelihood_head_needs_its_generator():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# ensembles
+
+
+@torch.no_grad()
+def test_an_ensemble_is_the_mixture_of_its_members():
+    model = ensemble_model(mixture=-0.7)
+    idx, _ = some_text(reward_model(), 8)
+    each = torch.stack([log_probs_by_hand(member, idx, Sampling()) for member in model.natural.members])
+    p = torch.einsum("m, mbt -> bt", torch.tensor([0.5, 0.3, 0.2]).double(), each.exp())
+    q = log_probs_by_hand(model.generator, idx, Sampling())
+    natural, written = model.log_probs(idx)
+    torch.testing.assert_close(natural.double(), p.log(), rtol=1e-4, atol=1e-5)
+    assert [tensor.shape for tensor in model.log_probs_of_each(idx)] == [(8, N - 1)] * 4
+    torch.testing.assert_close(torch.stack(model.log_probs_of_each(idx)[:3]).double(), each, rtol=1e-4, atol=1e-5)
+    w = 1 / (1 + math.exp(0.7))
+    by_hand = F.pad(((w * p + (1 - w) * q.exp()) / q.exp()).log(), (1, 0))
+    torch.testing.assert_close(model.evidence(idx).double(), by_hand, rtol=1e-4, atol=1e-5)
+    scores = RewardScorer(model, tiny_gpt(2))(idx)
+    torch.testing.assert_close(scores.evidence, model.evidence(idx)[:, 1:])
+    torch.testing.assert_close(scores.reference_log_probs, written)
+
+
+@torch.no_grad()
+def test_an_ensemble_s_next_tokens_are_a_distribution():
+    """Padding ids, which no member knows, excepted."""
+    members = [tiny_gpt(seed, vocab_size=V + 3, num_tokens=V, n_layer=depth) for seed, depth in ((1, 1), (3, 2))]
+    ensemble = Ensemble(members)
+    idx = torch.randint(V, (4, N), generator=torch.Generator().manual_seed(0))
+    hidden = ensemble.trunk(idx)
+    log_probs = ensemble.logits(hidden)
+    assert (hidden.shape, log_probs.shape) == ((4, N, 32), (4, N, V + 3))
+    expected = sum(member.logits(member.trunk(idx)).softmax(-1) / 2 for member in members)
+    torch.testing.assert_close(log_probs.exp(), expected)
+    assert (log_probs[..., V:] < -1e30).all()
+    assert ensemble.config == members[0].config and ensemble.rows_at_a_time() == members[0].rows_at_a_time()
+    assert ensemble.num_parameters() == sum(member.num_parameters() for member in members) + 2
+
+
+@torch.no_grad()
+def test_equal_members_are_as_one():
+    model = reward_model(mixture=0.4)
+    idx, _ = some_text(model, 20)
+    several = LikelihoodRewardModel(Ensemble([tiny_gpt(1) for _ in range(3)]), tiny_gpt(2)).eval()
+    several.mixture.fill_(0.4)
+    torch.testing.assert_close(several.evidence(idx), model.evidence(idx), rtol=0, atol=1e-5)
+    several.set_weights(torch.tensor([1.0, 0.0, 0.0]))
+    torch.testing.assert_close(several.evidence(idx), model.evidence(idx), rtol=0, atol=1e-5)
+    assert torch.equal(model.log_probs(idx)[0], model.log_probs_of_each(idx)[0])
+
+
+@pytest.mark.parametrize(("name", "value"), [("vocab_size", 6), ("block_size", 16), ("num_tokens", 4)])
+def test_members_of_other_tokens_are_refused(name, value):
+    named = "num_real_tokens" if name == "num_tokens" else name
+    with pytest.raises(UserError, match=f"{named} is .* natural model 1 and {value} in natural model 3: "):
+        Ensemble([tiny_gpt(1), tiny_gpt(3), tiny_gpt(4, **{name: value})])
+
+
+@pytest.mark.parametrize("head", ["position", "last"])
+def test_other_heads_stand_on_one_trunk(head):
+    with pytest.raises(UserError, match=f"{head} head .* one trunk"):
+        REWARD_MODELS[head].on_trunk(Ensemble([tiny_gpt(1), tiny_gpt(3)]), tiny_gpt(2), Sampling(), 9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # three heads, one interface
 
 
@@ -325,6 +399,23 @@ def test_saved_and_loaded_it_says_the_same(tmp_path, sampling):
         build_model(loaded, "generator", tmp_path / "reward.pt")
 
 
+@torch.no_grad()
+def test_an_ensemble_saved_and_loaded_says_the_same(tmp_path):
+    model = ensemble_model(mixture=0.7)
+    idx, _ = some_text(reward_model(), 10)
+    save_checkpoint(tmp_path / "reward.pt", model, None, None, {})
+    loaded = load_checkpoint(tmp_path / "reward.pt")
+    assert [(each.n_layer, each.n_embd) for each in loaded["further_configs"]] == [(2, 16), (1, 24)]
+    assert {name.rpartition("transformer.")[0] for name in loaded["model"] if "transformer" in name} == {
+        *(f"natural.members.{number}." for number in range(3)),
+        "generator.",
+    }
+    again = build_model(loaded, "reward", tmp_path / "reward.pt")
+    assert torch.equal(again(idx)[0], model(idx)[0]) and torch.equal(again.natural.mixture, model.natural.mixture)
+    assert parts_of(again) == parts_of(model)
+    assert "further_configs" not in parts_of(reward_model())
+
+
 class Hostile:
     """Unpickled by an unwary reader, this makes a file."""
 
@@ -369,6 +460,8 @@ def damaged(contents: dict, kind: str, mark) -> tuple[dict, str]:
     if kind == "hostile generator_config":
         contents["generator_config"].n_head = Hostile(mark)
         return contents, "nothing was executed"
+    if kind.startswith("ensemble: "):
+        return damaged_ensemble(contents, kind.removeprefix("ensemble: "), mark)
     sampling = {
         "temperature": {"temperature": -1.0},
         "text": {"temperature": "warm"},
@@ -380,15 +473,59 @@ def damaged(contents: dict, kind: str, mark) -> tuple[dict, str]:
     return contents | {"sampling": sampling}, "'sampling' is impossible"
 
 
+def damaged_ensemble(contents: dict, kind: str, mark) -> tuple[dict, str]:
+    """As `damaged`, of an ensemble's description."""
+    (first, second), state = contents["further_configs"], dict(contents["model"])
+    if kind == "shape":
+        second.n_embd = 32
+        return contents, "natural.members.2."
+    if kind == "impossible":
+        second.n_head = 5
+        return contents, "n_head=5"
+    if kind == "reward config":
+        second.mode = "reward"
+        return contents, "reward model"
+    if kind == "another vocabulary":
+        second.vocab_size = 9
+        return contents, "vocab_size is 5 in natural model 1 and 9 in natural model 3"
+    if kind == "another block_size":
+        first.block_size = 16
+        return contents, "block_size is 12 in natural model 1 and 16 in natural model 2"
+    if kind == "many layers":
+        return contents | {"further_configs": [dataclasses.replace(first, n_layer=40)] * 40}, "1600 layers"
+    if kind == "hostile":
+        second.n_head = Hostile(mark)
+        return contents, "nothing was executed"
+    if kind == "no weight":
+        del state["natural.mixture"]
+        return contents | {"model": state}, "'natural.mixture' is missing"
+    if kind == "infinite weight":
+        weights = torch.tensor([0.0, 0.0, -math.inf])
+        return contents | {"model": state | {"natural.mixture": weights}}, "natural.mixture holds NaN or infinite"
+    further = {"absent": None, "none": [], "dict": {"0": first}, "numbers": [1, 2], "one less": [first]}[kind]
+    said = {"absent": "is missing", "one less": "is unknown"}.get(
+        kind, "'further_configs' must be a list of GPTConfigs"
+    )
+    return contents | {"further_configs": further}, said
+
+
 DAMAGES = ("no generator_config", "generator_config of another kind", "impossible generator_config")
 DAMAGES += ("another vocabulary", "another block_size", "other depth", "no mixture", "a generator's weights")
 DAMAGES += ("NaN", "shape")
+DAMAGES += tuple(
+    f"ensemble: {kind}"
+    for kind in (
+        *("shape", "impossible", "reward config", "another vocabulary", "another block_size", "many layers", "hostile"),
+        *("no weight", "infinite weight", "absent", "none", "dict", "numbers", "one less"),
+    )
+)
 DAMAGES += ("hostile sampling", "hostile generator_config", "temperature", "text", "top_k", "top_p", "unknown", "list")
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damaged_checkpoints_are_refused_in_one_line(tmp_path, kind):
-    save_checkpoint(tmp_path / "whole.pt", reward_model(), None, None, {})
+    whole = ensemble_model() if kind.startswith("ensemble: ") else reward_model()
+    save_checkpoint(tmp_path / "whole.pt", whole, None, None, {})
     contents = torch.load(tmp_path / "whole.pt", weights_only=True)
     contents, said = damaged(contents, kind, tmp_path / "mark")
     torch.save(contents, tmp_path / "damaged.pt")
@@ -411,6 +548,6 @@ def test_a_checkpoint_without_sampling_was_sampled_plainly(tmp_path):
 def test_what_only_a_likelihood_head_has_means_nothing_elsewhere(tmp_path):
     save_checkpoint(tmp_path / "plain.pt", tiny_gpt(1), None, None, {})
     contents = torch.load(tmp_path / "plain.pt", weights_only=True)
-    torch.save(contents | {"generator_config": 7, "sampling": "nonsense"}, tmp_path / "more.pt")
+    torch.save(contents | {"generator_config": 7, "sampling": "nonsense", "further_configs": 3}, tmp_path / "more.pt")
     loaded = load_checkpoint(tmp_path / "more.pt")
-    assert (loaded["generator_config"], loaded["sampling"]) == (None, None)
+    assert (loaded["generator_config"], loaded["sampling"], loaded["further_configs"]) == (None, None, None)

@@ -54,6 +54,21 @@ def test_a_reward_model_that_predicts_is_let_through(good):
     assert load_checkpoint(good["output_path"])["training"]["steps"] == 1
 
 
+def test_an_ensemble_rewards_as_one_model_does(good, tmp_path, generator, reward_data, knowing, natural_model):
+    """Some steps on a likelihood head whose p is the mixture of two models bring the policy nearer to it."""
+    path = tmp_path / "ensemble.pt"
+    options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path, "device": "cpu"}
+    succeed("train_reward_model", **options, trunk=[knowing, natural_model], control=False)
+    scorer = RewardScorer(
+        build_model(load_checkpoint(path), "reward", path),
+        build_model(load_checkpoint(generator), "generator", generator),
+    )
+    assert scorer.is_shared and scorer.is_ratio and scorer.knows_tokens
+    succeed("train_grpo", **{**good, "reward_model_path": path, "max_steps": 6, "learning_rate": 1e-2})
+    training = load_checkpoint(good["output_path"])["training"]
+    assert training["kept_step"] > 0 and training["kept"]["kl_mixture"] < training["start"]["kl_mixture"] - 0.1
+
+
 def test_an_unpredictive_reward_model_is_refused(good, tmp_path, reward_model):
     """With the figures and the way out; nothing is written."""
     options = {**good, "reward_model_path": reward_model}

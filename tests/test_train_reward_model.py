@@ -419,6 +419,108 @@ def test_settings_that_make_no_sense_together(good, tmp_path, knowing, options, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# ensembles
+
+
+def natural_losses(model: RewardModel, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    """Mean -log of each member's, p's, q's and m's probability of natural tokens, row by row."""
+    with torch.no_grad():
+        *members, written = model.log_probs_of_each(x)
+        natural, _ = model.log_probs(x)
+        mixed = written + model.evidence(x)[:, 1:]
+    lengths = (y[:, 0] * x.size(1)).round().long().tolist()
+    every = [*members, natural, written, mixed]
+    return [-torch.cat([row[: K - 1] for row, K in zip(one, lengths, strict=True)]).mean().item() for one in every]
+
+
+def test_several_trunks_are_mixed(good, tmp_path, generator, reward_data, knowing, natural_model):
+    """Of three members, one untrained: the losses are those of the reward model that is written, on both parts."""
+    untrained = variant(tmp_path / "untrained.pt", generator, n_layer=2, n_embd=24)
+    trunks = [knowing, natural_model, untrained]
+    out = succeed("train_reward_model", **good, trunk=trunks)
+    checkpoint, model = trained(good)
+    training = checkpoint["training"]
+    assert training["settings"]["trunk"] == tuple(map(str, trunks))
+    for number, trunk in enumerate(trunks):
+        ours = trunk_of(checkpoint["model"], f"natural.members.{number}.")
+        assert_same_weights(ours, trunk_of(weights(trunk)))
+    assert model.natural.mixture.softmax(0).tolist() == pytest.approx(training["weights"], abs=1e-6)
+    assert training["weights"][0] > 0.8 > 0.01 > training["weights"][2]
+    for part, prefix in zip(parts(reward_data), ("", "report_"), strict=True):
+        *members, natural, written, mixed = natural_losses(model, *part)
+        assert training[f"{prefix}member_losses"] == pytest.approx(members, abs=1e-4)
+        assert training[f"{prefix}natural_loss"] == pytest.approx(natural, abs=1e-4)
+        assert training[f"{prefix}generator_loss"] == pytest.approx(written, abs=1e-4)
+        if prefix:
+            assert training["report_mixture_loss"] == pytest.approx(mixed, abs=1e-4)
+        else:
+            assert natural < min(members) + 1e-5 and training["mixture_loss"] < mixed + 1e-5
+    assert training["skill"]["r2_low"] > 0.8
+    first, final = read_records(good["output_path"].with_suffix(".jsonl"))
+    for record, prefix in ((first, ""), (final, "report_")):
+        assert record[f"{prefix}member_losses"] == training[f"{prefix}member_losses"]
+    assert first["weights"] == training["weights"]
+    for path, weight, loss in zip(trunks, training["weights"], training["report_member_losses"], strict=True):
+        assert re.search(rf"\n{re.escape(str(path))} +{weight:.3f} .* {loss:.4f}\n", out)
+
+    # resumed after the fit, from the state: the same reward model
+    good["output_path"].unlink()
+    succeed("train_reward_model", **good, trunk=trunks, init_from="resume")
+    assert_same_weights(weights(good["output_path"]), checkpoint["model"])
+
+
+def test_equal_members_do_what_one_does(good, tmp_path, natural_model):
+    """The control, which comes after the fit, too."""
+    loaded = load_checkpoint(natural_model)
+    same = build_model(loaded, "generator", natural_model)
+    save_checkpoint(tmp_path / "same.pt", same, loaded["tokenization"], loaded["data"], {"another": "file"})
+    several = {**good, "output_path": tmp_path / "several.pt", "trunk": [natural_model, tmp_path / "same.pt"]}
+    succeed("train_reward_model", **{**several, "control": True})
+    succeed("train_reward_model", **{**good, "control": True}, trunk=natural_model)
+    two, one = (trained(options)[0]["training"] for options in (several, good))
+    assert two["weights"] == [0.5, 0.5]
+    assert two["member_losses"] == pytest.approx([two["natural_loss"]] * 2, abs=1e-5)
+    for name in ("val_loss", "mixture"):
+        assert two[name] == pytest.approx(one[name], abs=1e-3)
+    for name in ("r2", "r2_low", "mae", "control_r2"):
+        assert two["skill"][name] == pytest.approx(one["skill"][name], abs=1e-3)
+    assert "weights" not in one and "report_natural_loss" not in one
+    record = read_records(good["output_path"].with_suffix(".jsonl"))[0]
+    assert two["natural_loss"] == pytest.approx(record["natural_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ("copy", "is the same file as {knowing}: "),
+        ("generator", "is the generator itself"),
+        ("size", "block_size is 8 in {second} and 16 in the generator"),
+        ("tokens", "num_real_tokens is 20 in {second} and 25 in the generator"),
+        ("reward model", "{second} holds a reward"),
+    ],
+)
+def test_a_further_trunk_that_does_not_fit_is_refused(good, tmp_path, generator, knowing, request, second, said):
+    path = tmp_path / "second.pt"
+    if second in ("copy", "generator"):
+        shutil.copy(knowing if second == "copy" else generator, path)
+    elif second == "reward model":
+        shutil.copy(request.getfixturevalue("reward_model"), path)
+    else:
+        variant(path, generator, **({"block_size": 8} if second == "size" else {"num_tokens": 20}))
+    line = refuse_in_one_line("train_reward_model", **good, trunk=[knowing, path])
+    assert str(path) in line and said.format(knowing=knowing, second=path) in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_heads_take_one_trunk(good, tmp_path, knowing, natural_model):
+    message = refuse("train_reward_model", **good, head="position", trunk=[knowing, natural_model])
+    assert "ERROR: trunk names 2 models" in message and "--head likelihood" in message
+    assert f"{tmp_path / 'absent.pt'} (--trunk)" in refuse(
+        "train_reward_model", **good, trunk=[knowing, tmp_path / "absent.pt"]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # how the text was sampled
 
 
