@@ -139,11 +139,11 @@ def find_titles(names: Sequence[str], titles: Sequence[str]) -> list[str]:
     A name is a title or whole words of one title alone ('HENRY V'), in capitals or not. Raises UserError for others.
     """
     found = set()
-    for name in names:
-        words = re.compile(rf"(?<!\w){re.escape(name.strip())}(?!\w)", re.IGNORECASE)
-        matches = [title for title in titles if title.lower() == name.strip().lower()]
-        matches = matches or [title for title in titles if words.search(title)]
-        if not name.strip() or len(matches) != 1:
+    for name in map(str.strip, names):
+        words = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE)
+        matches = [title for title in titles if title.lower() == name.lower()]
+        matches = matches or [title for title in titles if name and words.search(title)]
+        if len(matches) != 1:
             said = "several works have these words" if matches else "no work has this title"
             raise UserError(f"ERROR: plays={name}: {said}; choose from {', '.join(map(repr, matches or titles))}")
         found.add(matches[0])
