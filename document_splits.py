@@ -22,6 +22,8 @@ from runtime.process import UserError
 from runtime.settings import Problems
 
 SHARES = {"train": 0.80, "val": 0.05, "evaluator": 0.05, "test": 0.10}  # of the characters
+# Works that print the same poems: in one part.
+TOGETHER = (("LOVE'S LABOUR'S LOST", "THE PASSIONATE PILGRIM", "THE SONNETS"),)
 
 
 def check_own_folder(problems: Problems, plays: Sequence[str], out_dir: str, default: Path) -> None:
@@ -95,34 +97,39 @@ def assign_documents(documents: Sequence[Document]) -> dict[str, list[int]]:
 
     In the order of the sha256 of their titles the documents go to the part that lacks most of its share of SHARES; then
     the move of a document, or the exchange of two, that brings the parts nearest to their shares (least sum of squared
-    differences in characters) is made until none does. Raises UserError for fewer documents than parts.
+    differences in characters) is made until none does. Documents of a tuple of TOGETHER are moved as one. Raises
+    UserError for fewer documents than parts.
     """
-    if len(documents) < len(SHARES):
+    first_title = {title: titles[0] for titles in TOGETHER for title in titles}
+    units: dict[str, list[int]] = {}
+    for i, document in enumerate(documents):
+        units.setdefault(first_title.get(document.title, document.title), []).append(i)
+    if len(units) < len(SHARES):
         raise UserError(
             f"ERROR: a split by documents needs {len(SHARES)} documents, one for each of {', '.join(SHARES)}, but the "
-            f"corpus has {len(documents)}: use more works, or --split nanogpt"
+            f"corpus has {len(units)} without text in common: use more works, or --split nanogpt"
         )
-    order = sorted(range(len(documents)), key=lambda i: hashlib.sha256(documents[i].title.encode()).hexdigest())
-    total = sum(document.characters for document in documents)
+    size = {unit: sum(documents[i].characters for i in indices) for unit, indices in units.items()}
+    order = sorted(units, key=lambda unit: hashlib.sha256(unit.encode()).hexdigest())
 
-    def lacks(part_of: Mapping[int, str]) -> dict[str, float]:
+    def lacks(part_of: Mapping[str, str]) -> dict[str, float]:
         """Characters that each part lacks of its share."""
-        lack = {part: share * total for part, share in SHARES.items()}
-        for i, part in part_of.items():
-            lack[part] -= documents[i].characters
+        lack = {part: share * sum(size.values()) for part, share in SHARES.items()}
+        for unit, part in part_of.items():
+            lack[part] -= size[unit]
         return lack
 
-    def distance(part_of: Mapping[int, str]) -> float:
+    def distance(part_of: Mapping[str, str]) -> float:
         return sum(characters**2 for characters in lacks(part_of).values())
 
     part_of = dict(zip(order, SHARES, strict=False))  # the first ones: one to each part
-    for i in order[len(SHARES) :]:
+    for unit in order[len(SHARES) :]:
         lack = lacks(part_of)
-        part_of[i] = max(lack, key=lambda part: lack[part])
+        part_of[unit] = max(lack, key=lambda part: lack[part])
     while True:
-        changed = [part_of | {i: part} for i in order for part in SHARES]
-        changed += [part_of | {i: part_of[j], j: part_of[i]} for i, j in combinations(order, 2)]
+        changed = [part_of | {unit: part} for unit in order for part in SHARES]
+        changed += [part_of | {one: part_of[other], other: part_of[one]} for one, other in combinations(order, 2)]
         nearest = min((each for each in changed if set(each.values()) == set(SHARES)), key=distance)
         if distance(nearest) >= distance(part_of):
-            return {part: [i for i in range(len(documents)) if part_of[i] == part] for part in SHARES}
+            return {part: sorted(i for unit in order if part_of[unit] == part for i in units[unit]) for part in SHARES}
         part_of = nearest

@@ -83,6 +83,17 @@ def test_parts_are_as_near_to_their_shares_as_whole_documents_allow(seed):
             assert distance(moved, sizes) >= distance(parts, sizes)
 
 
+def test_works_that_print_the_same_poems_are_in_one_part():
+    titles = ["THE PASSIONATE PILGRIM", "LOVE'S LABOUR'S LOST", "THE SONNETS"]
+    for seed in range(5):
+        sizes = [random.Random(seed).randint(1, 100) for _ in range(23)]
+        documents = [*documents_of(sizes[:20]), *map(Document, titles, sizes[20:])]
+        (part,) = (part for part in assign_documents(documents).values() if {20, 21, 22} & set(part))
+        assert set(part) >= {20, 21, 22}
+    with pytest.raises(UserError, match="the corpus has 3 "):
+        assign_documents([Document(title, 9) for title in [*titles, "HAMLET", "MACBETH"]])
+
+
 def test_fewer_documents_than_parts_are_refused():
     with pytest.raises(UserError, match="needs 4 documents"):
         assign_documents(documents_of([5, 5, 5]))
