@@ -311,15 +311,17 @@ def run_stage(name: str, command: list[str]) -> None:
 
 def prepare_corpus(folder: Path, config_path: str | None) -> None:
     """Make train.bin and val.bin where they are missing, by the settings file's section `prepare` if it has one."""
+    has_section = config_path is not None and "prepare" in read_config(config_path)
     if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
+        if has_section:
+            say(f"corpus: {folder} has token files, which are used as they are")
         return
     script, options = folder / "prepare.py", []
-    if config_path is not None and "prepare" in read_config(config_path):
-        options = ["--config", config_path, f"--out_dir={folder}"]
+    if has_section:
+        options = [f"--config={config_path}", f"--out_dir={folder}"]
         if not script.is_file():
-            script = (
-                ROOT / "data" / ("shakespeare_char" if detect_method(folder) == "char" else "shakespeare") / script.name
-            )
+            name = "shakespeare_char" if detect_method(folder) == "char" else "shakespeare"
+            script = ROOT / "data" / name / "prepare.py"
     if not script.is_file():
         raise UserError(
             f"ERROR: {folder} has no train.bin and val.bin, and no prepare.py that would make them; name the corpus in "

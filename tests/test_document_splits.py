@@ -213,7 +213,7 @@ def test_a_text_of_the_users_own_has_no_documents(monkeypatch, works, tmp_path, 
     assert folder_bytes(tmp_path) == before
 
 
-def test_run_cycles_makes_the_corpus_of_the_settings_file(monkeypatch, works, tmp_path):
+def test_run_cycles_makes_the_corpus_of_the_settings_file(monkeypatch, works, tmp_path, capsys):
     config, folder = tmp_path / "config.py", tmp_path / "some_char"
     config.write_text('prepare = dict(plays=("work 02", "work 05", "work 09", "work 17"), split="documents")')
 
@@ -224,8 +224,9 @@ def test_run_cycles_makes_the_corpus_of_the_settings_file(monkeypatch, works, tm
     run_cycles.prepare_corpus(folder, str(config))
     assert read_text(folder).startswith("WORK 02\n") and (folder / "test.bin").is_file()
     before = folder_bytes(folder)
+    capsys.readouterr()
     run_cycles.prepare_corpus(folder, str(config))  # it lies there
-    assert folder_bytes(folder) == before
+    assert folder_bytes(folder) == before and f"{folder} has token files" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"no prepare\.py"):
         run_cycles.prepare_corpus(tmp_path / "other_char", None)
 
