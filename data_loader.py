@@ -8,7 +8,8 @@ is cut by characters, then each part is encoded; so both modes give the same tok
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -22,6 +23,8 @@ from runtime.process import UserError
 TOKEN_DTYPE = np.dtype("<u2")
 MAX_VOCAB_SIZE = 65536
 Numbers = TypeVar("Numbers", int, np.ndarray)
+HELD_OUT = ("evaluator", "test")  # parts of a split by documents that evaluate.py alone reads
+SPLITS_FILE = "splits.json"  # the record of a split by documents, beside its token files
 CHECK_TOKENS = 1 << 20  # read at a time when a file is checked
 FILE_LABELS = {"train": "Train", "val": "Validation"}
 REMEDY = "make the files again with data/NAME/prepare.py, or choose the tokenization they were made with"
@@ -96,16 +99,28 @@ def load_text(data_path: str | Path, tokenizer: Tokenizer, train_split: float = 
 # binary mode
 
 
-def write_token_files(folder: str | Path, splits: TokenSplits) -> None:
-    """Write train.bin and val.bin to `folder`; neither appears before both are complete."""
-    for name, tokens in (("train", splits.train), ("val", splits.val)):
+def write_token_files(
+    folder: str | Path, splits: TokenSplits, held_out: Mapping[str, np.ndarray] | None = None
+) -> list[str]:
+    """Write train.bin, val.bin and NAME.bin of each held-out part to `folder`; none appears before all are complete.
+
+    Held-out parts of an earlier split, which may hold text that trains now, are removed first, with their record; the
+    names of removed files are returned.
+    """
+    parts = {"train": splits.train, "val": splits.val, **(held_out or {})}
+    for name, tokens in parts.items():
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < MAX_VOCAB_SIZE:
             raise BinaryFileError(f"Token range incompatible in {name} data: token files are uint16, 0 to 65535")
     folder = Path(folder)
-    with atomic_path(folder / "train.bin") as train_path, atomic_path(folder / "val.bin") as val_path:
-        # Not `tofile`, which does not say why a write failed.
-        train_path.write_bytes(np.ascontiguousarray(splits.train, dtype=TOKEN_DTYPE).data)
-        val_path.write_bytes(np.ascontiguousarray(splits.val, dtype=TOKEN_DTYPE).data)
+    removed = [name for name in (SPLITS_FILE, *(f"{part}.bin" for part in HELD_OUT)) if (folder / name).exists()]
+    for name in removed:
+        (folder / name).unlink()
+    with ExitStack() as stack:
+        paths = {name: stack.enter_context(atomic_path(folder / f"{name}.bin")) for name in parts}
+        for name, path in paths.items():
+            # Not `tofile`, which does not say why a write failed.
+            path.write_bytes(np.ascontiguousarray(parts[name], dtype=TOKEN_DTYPE).data)
+    return removed
 
 
 def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: int = 1) -> np.memmap:

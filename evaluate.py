@@ -2,7 +2,8 @@
 
     python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare
 
-In: generators' checkpoints and a folder of train.bin and val.bin. Out: a table, and JSON with --output_path.
+In: generators' checkpoints and a folder of train.bin and val.bin, or the held-out evaluator.bin and test.bin of a split
+by documents. Out: a table, and JSON with --output_path.
 """
 
 import math
@@ -14,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from checkpoint import build_model, check_tokenizer, load_checkpoint
-from data_loader import WholeSplitBatches, dataset_folder, open_token_file, validation_part
+from checkpoint import build_model, check_same_splits, check_tokenizer, data_record, load_checkpoint, open_corpus
+from data_loader import HELD_OUT, WholeSplitBatches, dataset_folder, open_token_file, validation_part
 from objectives import language_model_loss, perplexity, text_log_probs
 from reward_metrics import format_difference, paired_difference
 from runtime.cli import parse_settings
@@ -37,8 +38,8 @@ class EvaluateSettings(Settings):
     """generators' checkpoints (required)"""
     dataset: str = "shakespeare_char"
     """folder of train.bin and val.bin: a path, or a name below data/"""
-    split: Literal["val", "train"] = "val"
-    """which split"""
+    split: Literal["val", "train", "evaluator", "test"] = "val"
+    """which split; evaluator and test: documents held out from training and selection (prepare.py --split documents)"""
     part: Literal["whole", "select", "gate", "report"] = setting("whole", belongs_to={"split": ("val",)})
     """part of the validation split: the first 40 % select models, the next 10 % are the gate's, the rest reports"""
     baseline: str | None = setting(None, model_file="optional")
@@ -68,12 +69,22 @@ def main() -> None:
     device = select_device(settings.device)
     folder = dataset_folder(settings.dataset)
     tokenizer = TokenizationManager(data_path=folder)
-    tokens = open_token_file(folder / f"{settings.split}.bin", settings.split, tokenizer.vocab_size, 2)
+    token_file, data = folder / f"{settings.split}.bin", None
+    if settings.split in HELD_OUT:
+        if not token_file.is_file():
+            raise UserError(
+                f"ERROR: split={settings.split}: no {token_file}; make it with prepare.py --split documents"
+            )
+        corpus = open_corpus(settings.dataset, 2, None)
+        data = data_record(corpus.train, corpus.val)
+    tokens = open_token_file(token_file, settings.split, tokenizer.vocab_size, 2)
 
     def losses_of(path: str) -> tuple[Tensor, int]:
         """Cross-entropies (n,) in nats of the tokens under a checkpoint, and its block size."""
         checkpoint = load_checkpoint(path)
         check_tokenizer(checkpoint, tokenizer)
+        if data is not None:  # held out only from models of the same split
+            check_same_splits(checkpoint["data"], data, allow_mismatch=None)
         model = build_model(checkpoint, "generator", path, device)
         N = model.config.block_size
         text = tokens if settings.part == "whole" else validation_part(tokens, N, settings.part)

@@ -37,6 +37,7 @@ from runtime.resume import SUFFIX, load_run_state, of_another_run, set_aside, st
 from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
 from sample import SampleSettings, encode_start
+from tokenization_manager import detect_method
 from train import TrainSettings
 from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
@@ -325,15 +326,26 @@ def run_stage(name: str, command: list[str]) -> None:
         raise UserError(f"ERROR: {name} ended with status {status}; mend the cause and run the same command again")
 
 
-def prepare_corpus(folder: Path) -> None:
-    """Make train.bin and val.bin where they are missing."""
+def prepare_corpus(folder: Path, config_path: str | None) -> None:
+    """Make train.bin and val.bin where they are missing, by the settings file's section `prepare` if it has one."""
+    has_section = config_path is not None and "prepare" in read_config(config_path)
     if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
+        if has_section:
+            say(f"corpus: {folder} has token files, which are used as they are")
         return
-    script = folder / "prepare.py"
+    script, options = folder / "prepare.py", []
+    if has_section:
+        options = [f"--config={config_path}", f"--out_dir={folder}"]
+        if not script.is_file():
+            name = "shakespeare_char" if detect_method(folder) == "char" else "shakespeare"
+            script = ROOT / "data" / name / "prepare.py"
     if not script.is_file():
-        raise UserError(f"ERROR: {folder} has no train.bin and val.bin, and no prepare.py that would make them")
+        raise UserError(
+            f"ERROR: {folder} has no train.bin and val.bin, and no prepare.py that would make them; name the corpus in "
+            "the settings file, prepare = dict(NAME=VALUE)"
+        )
     say(f"\n##### corpus: {script}")
-    run_stage("corpus", [sys.executable, str(script)])
+    run_stage("corpus", [sys.executable, str(script), *options])
 
 
 def main() -> None:
@@ -353,7 +365,7 @@ def main() -> None:
         sample_stage(1, settings, out),
     ]
     own_settings = checked_settings(first_of_each, config_path, settings.device)
-    prepare_corpus(folder)
+    prepare_corpus(folder, config_path)
     corpus = open_corpus(str(folder), 2, None)
     encode_start(corpus.tokenizer, settings.sample_start, "sample_start")
     hold_output(out / "cycles.json")

