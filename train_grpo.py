@@ -93,14 +93,14 @@ class GRPOSettings(Settings):
     output_path: str = setting("logs/grpo_model.pt", changeable=True)
     """where the improved generator is written; records go beside it (.jsonl)"""
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
-    """start anew, or go on with a run that was interrupted, held against the same start as before"""
+    """scratch, or resume an interrupted run, which needs the same base model"""
     dataset: str = setting("shakespeare_char", changeable=True)
     """folder of train.bin (prompts) and val.bin (evaluation): a path, or a name below data/"""
 
     gate_blocks: int = setting(100, minimum=MIN_BLOCKS, changeable=True)
     """natural blocks whose completions by the policy test the reward model first, 4 of each"""
     gate_path: str | None = setting(None, output="file", changeable=True)
-    """measure the reward model on the policy's text, write the figures here (JSON), and stop"""
+    """measure the reward model on the policy's text, write the figures here (JSON), and exit; None: go on to GRPO"""
     allow_blind_reward: bool = setting(False, changeable=True)
     """go on with a reward model whose R2 interval includes 0; also --allow_unpredictive_reward"""
 
@@ -127,16 +127,16 @@ class GRPOSettings(Settings):
     """natural: P(natural); evidence: the log of the likelihood ratio; auto: evidence with a likelihood head"""
     credit: Literal["auto", "token", "sequence", "distribution"] = "auto"
     """one advantage for every token or for a sequence, or for each position the exact gradient over the vocabulary
-    (needs a likelihood head); auto: token if the head knows single tokens"""
+    (needs a likelihood head); auto: token if the reward model gives evidence per token"""
     baseline: Literal["position", "value"] = setting("position", belongs_to={"credit": ("auto", "token")})
     """subtracted from a token's reward: the group's mean at the position, or its expectation over the vocabulary (needs
     a likelihood head)"""
     divergence_beta: float = setting(1.0, minimum=0, maximum=1, belongs_to={"credit": ("distribution",)})
     """1: KL(policy || mixture); 0: KL(mixture || policy); between: generalised Jensen-Shannon divergence (GKD)"""
     discount: float = setting(0.0, minimum=0, maximum=1)
-    """with credit for tokens: what the next token's reward counts; 0: each token has its own alone"""
+    """with credit for tokens: discount factor of later tokens' rewards; 0: immediate reward only"""
     kl_in_reward: float | None = setting(None, minimum=0)
-    """the KL to the start (k1, per token) times this is taken off the reward; None: 1 with evidence, else 0"""
+    """coefficient of the KL to the start (k1, per token) subtracted from the reward; None: 1 with evidence, else 0"""
     lm_coef: float = setting(0.0, minimum=0)
     """weight of the language-model loss on natural text in every update"""
 
@@ -156,9 +156,9 @@ class GRPOSettings(Settings):
     """estimator of that KL; in the loss k2 descends KL(policy || start), k3 KL(start || policy), k1 neither"""
 
     reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
-    """stop when a window's mean P(natural) reaches this"""
+    """stop when the mean P(natural) of plateau_window steps reaches this"""
     natural_threshold: float | None = setting(None, above=0, changeable=True)
-    """stop when a window's mean P(natural) reaches this share of natural text's own (1: as natural); None: never"""
+    """stop when that mean reaches this share of natural text's own P(natural) (1: as natural); None: never"""
     plateau_window: int | None = setting(None, minimum=1, unit="steps")
     """steps in a window of mean P(natural), for thresholds and plateau; None: a tenth of max_steps, at most 10"""
     plateau_patience: int = setting(5, minimum=1, unit="windows", changeable=True)
@@ -171,11 +171,11 @@ class GRPOSettings(Settings):
     start_kl_cap: float = setting(0.5, above=0, unit="nats a token")
     """end the training when the KL from the starting policy exceeds this (nats a token)"""
     natural_loss_cap: float = setting(0.3, above=0, unit="nats a token")
-    """end the training when the loss on natural text has risen by more than this (nats a token)"""
+    """end the training when the loss on natural text has risen by more than this since step 0 (nats a token)"""
     eval_interval: int = setting(10, minimum=1, unit="steps")
     """steps between evaluations: natural text, fresh completions, their variety, copies"""
     eval_prompts: int = setting(64, minimum=1)
-    """prompts of an evaluation, 2 completions each: of val.bin's selecting part, at the end of its reporting part"""
+    """prompts of an evaluation, 2 completions each: from the select part; at the end of the run from the report part"""
     best_by: Literal["auto", "divergence", "nearest", "val_loss", "last"] = "auto"
     """which policy is kept, the start included: least KL to a likelihood head's mixture (divergence), reward nearest to
     natural text's, least loss on natural text, last; auto: divergence with a likelihood head, else nearest"""
