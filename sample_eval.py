@@ -183,8 +183,8 @@ class SampleEvaluation:
     def _describe(self, fitted: NaturalText, train: NaturalText) -> None:
         """Print what the figures rest on."""
         say(
-            f"{len(self.natural):,} samples a point, {self.length} tokens each with the prompt; prompts from "
-            f"{self.prompt_text.name}"
+            f"{len(self.natural):,} samples a point, {self.length} tokens each with the prompt (the least block_size); "
+            f"prompts from {self.prompt_text.name}"
         )
         origin = "which trained no checkpoint"
         if fitted is train:
