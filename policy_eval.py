@@ -146,11 +146,15 @@ def distinct_n(ids: Tensor, n: int) -> float:
 
 def repetition(ids: Tensor, n: int = 4) -> float:
     """Share of the n-grams of a sequence that stood in it before, mean over sequences (B, T)."""
+    return float(np.mean(repeated_shares(ids, n)))
+
+
+def repeated_shares(ids: Tensor, n: int = 4) -> list[float]:
+    """`repetition` of each sequence (B, T)."""
     if ids.size(1) < n:
-        return 0.0
+        return [0.0] * len(ids)
     grams = ids.unfold(1, n, 1)  # (B, T - n + 1, n)
-    shares = [1 - len(row.unique(dim=0)) / len(row) for row in grams]
-    return float(np.mean(shares))
+    return [1 - len(row.unique(dim=0)) / len(row) for row in grams]
 
 
 class CopyFinder:

@@ -7,6 +7,7 @@ P(natural), a target the true K/N, and rows of one natural block share their tex
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,21 +73,41 @@ def bootstrap_r_squared(
     return low, high
 
 
+def bootstrap_interval(
+    statistic: Callable[[Tensor], Tensor | float],
+    count: int,
+    seed: int,
+    num_resamples: int = 1000,
+    level: float = 0.95,
+) -> tuple[float, float] | tuple[None, None]:
+    """Percentile interval (low, high) of a statistic of `count` independent units, drawn anew with replacement.
+
+    `statistic` takes the units' numbers (count,) int64. (None, None), no interval, for fewer than MIN_BLOCKS units.
+    """
+    if count < MIN_BLOCKS:
+        return None, None
+    generator = torch.Generator().manual_seed(seed)
+    picks = (torch.randint(count, (count,), generator=generator) for _ in range(num_resamples))
+    figures = torch.stack([torch.as_tensor(statistic(pick), dtype=torch.float64) for pick in picks])
+    low, high = figures.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
+    return low, high
+
+
 def bootstrap_mean(
     values: Tensor, seed: int, num_resamples: int = 1000, level: float = 0.95
 ) -> tuple[float, float] | tuple[None, None]:
-    """Percentile interval (low, high) of the mean of independent values (n,), drawn anew with replacement.
-
-    (None, None), no interval, for fewer than MIN_BLOCKS values.
-    """
+    """`bootstrap_interval` of the mean of independent values (n,)."""
     values = torch.as_tensor(values).detach().double()
-    if len(values) < MIN_BLOCKS:
-        return None, None
-    generator = torch.Generator().manual_seed(seed)
-    picks = (torch.randint(len(values), (len(values),), generator=generator) for _ in range(num_resamples))
-    means = torch.stack([values[pick].mean() for pick in picks])
-    low, high = means.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
-    return low, high
+    return bootstrap_interval(lambda pick: values[pick].mean(), len(values), seed, num_resamples, level)
+
+
+def bootstrap_ratio(sums: Tensor, counts: Tensor, seed: int) -> tuple[float, float] | tuple[None, None]:
+    """`bootstrap_interval` of the mean over all tokens, from the sums and numbers of tokens (n,) of independent units.
+
+    Units without tokens are left out: no draw is empty.
+    """
+    sums, counts = (values[counts > 0].double() for values in (sums, counts))
+    return bootstrap_interval(lambda pick: sums[pick].sum() / counts[pick].sum(), len(sums), seed)
 
 
 def paired_difference(ours: Tensor, theirs: Tensor, block_size: int, seed: int) -> dict[str, float | None]:

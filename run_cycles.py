@@ -595,8 +595,13 @@ def perplexity_stage(version: int, folder: Path, out: Path) -> Stage:
         artefact,
         {"dataset": folder, "checkpoints": model} | ({"baseline": base_model(out, 1)} if version > 1 else {}),
         {"output_path": artefact, "part": "report"},
-        lambda: read_json(artefact)[str(model)],
+        lambda: checkpoint_figures(read_json(artefact), str(model)),
     )
+
+
+def checkpoint_figures(contents: dict[str, Any], path: str) -> dict[str, Any]:
+    """A checkpoint's figures in a file of evaluate.py, with or without --samples."""
+    return contents.get("checkpoints", contents)[path]
 
 
 def sample_stage(version: int, settings: CycleSettings, out: Path) -> Stage:

@@ -14,10 +14,11 @@ FLOORS = [
     ["runtime.cli", "runtime.output_lock", "runtime.artefacts"],
     ["runtime.resume"],
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
-    ["model", "tokenization_manager", "document_splits"],
+    ["model", "tokenization_manager", "document_splits", "text_metrics"],
     ["reward_model", "reward_data_config", "reward_dataset_loader"],
     ["checkpoint"],
     ["feature_cache", "policy_eval"],
+    ["sample_eval"],
     ["train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
     ["run_cycles"],
 ]
