@@ -463,14 +463,16 @@ def test_every_logged_number_is_defined(workspace):
             logged |= figures.keys()
     ledger = read_json(guide.folder / "out/shakespeare_char_cpu/cycles.json")
     logged |= {name for entry in ledger["stages"].values() for name in numbers_in(entry)} | {"outcome"}
-    metrics = workspace("docs/metrics.md")
-    assert metrics.failure is None, metrics.failure
-    samples = read_json(metrics.folder / "out/evaluation.json")
+    page = workspace("docs/evaluation.md")
+    assert page.failure is None, page.failure
+    samples = read_json(page.folder / "out/evaluation.json")
     (figures,) = samples["checkpoints"].values()
     logged |= samples.keys() | samples["about"].keys() | figures.keys() | figures["points"][0].keys()
     assert {"val_loss", "r2_low", "kl_start", "perplexity", "last_reward"} <= logged  # all stages were seen
-    defined = set(read_document(ROOT / "docs/metrics.md").code_spans)
-    assert logged <= defined, f"not in docs/metrics.md: {sorted(logged - defined)}"
+    defined = {
+        span for name in ("metrics", "evaluation") for span in read_document(ROOT / f"docs/{name}.md").code_spans
+    }
+    assert logged <= defined, f"not defined: {sorted(logged - defined)}"
 
 
 def test_dataset_keys_are_described(workspace):
