@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,9 @@ SEED = 42  # of the intervals
 
 @dataclass
 class EvaluateSettings(Settings):
-    """Measure the perplexity of checkpoints."""
+    """Measure the perplexity of checkpoints, and the quality and diversity of their samples."""
+
+    GROUPS: ClassVar[dict[str, str]] = {"loss": "checkpoints", "samples": "samples", "machine": "output_path"}
 
     checkpoints: tuple[str, ...] = setting((), model_file="required")
     """generators' checkpoints (required)"""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from checkpoint import data_record, hash_weights, load_checkpoint, open_corpus
 from data_loader import dataset_folder
@@ -68,6 +68,13 @@ NO_IDENTITY = (
 @dataclass
 class CycleSettings(Settings):
     """Run the whole loop: base model, then cycles of reward data, reward model and GRPO."""
+
+    GROUPS: ClassVar[dict[str, str]] = {
+        "run": "out_dir",
+        "cycles": "num_cycles",
+        "samples": "sample_tokens",
+        "machine": "device",
+    }
 
     out_dir: str = setting("out/cycles", output="folder")
     """folder for everything that is made"""
