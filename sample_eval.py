@@ -2,8 +2,8 @@
 
     python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare_char --samples 2000
 
-Every checkpoint at every temperature (a point) completes the same prompts with the same random numbers. docs/metrics.md
-defines the figures. Shapes: P prompts with one sample each, N positions.
+Every checkpoint at every temperature (a point) completes the same prompts with the same random numbers.
+docs/evaluation.md defines the figures. Shapes: P prompts with one sample each, N positions.
 """
 
 import time
@@ -40,16 +40,12 @@ from text_metrics import (
 from tokenization_manager import TokenizationManager
 
 COPIES_SOUGHT = 32  # samples of a point that are searched for in the training text
-SHARES = (
-    0.4,
-    0.1,
-    0.5,
-)  # of the prompts, and of their text: the detector's training, the choice of its epoch, its test
+SHARES = (0.4, 0.1, 0.5)  # of prompts and of their text: for the detector's training, choice of epoch and test
 ROWS = 256  # sampled between two steps of a progress bar
 Figures = dict[str, float | int | None]
 
 
-class SampleSettings(Protocol):
+class SampleEvalSettings(Protocol):
     """Settings that the evaluation of samples reads."""
 
     split: Literal["val", "train", "evaluator", "test"]
@@ -102,7 +98,7 @@ class SampleEvaluation:
         folder: Path,
         tokenizer: TokenizationManager,
         checkpoints: Sequence[str],
-        settings: "SampleSettings",
+        settings: SampleEvalSettings,
         seed: int,
         device: torch.device,
     ) -> None:
