@@ -104,22 +104,23 @@ def write_token_files(
 ) -> list[str]:
     """Write train.bin, val.bin and NAME.bin of each held-out part to `folder`; none appears before all are complete.
 
-    Held-out parts of an earlier split, which may hold text that trains now, are removed first, with their record; the
-    names of removed files are returned.
+    Held-out parts of an earlier split, which may hold text that trains now, are removed with their record before the
+    new files get their names, train.bin first: none ever lies beside a train.bin of another split. The names of removed
+    files are returned.
     """
-    parts = {"train": splits.train, "val": splits.val, **(held_out or {})}
+    parts = {**(held_out or {}), "val": splits.val, "train": splits.train}  # they get their names in reverse order
     for name, tokens in parts.items():
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < MAX_VOCAB_SIZE:
             raise BinaryFileError(f"Token range incompatible in {name} data: token files are uint16, 0 to 65535")
     folder = Path(folder)
     removed = [name for name in (SPLITS_FILE, *(f"{part}.bin" for part in HELD_OUT)) if (folder / name).exists()]
-    for name in removed:
-        (folder / name).unlink()
     with ExitStack() as stack:
         paths = {name: stack.enter_context(atomic_path(folder / f"{name}.bin")) for name in parts}
         for name, path in paths.items():
             # Not `tofile`, which does not say why a write failed.
             path.write_bytes(np.ascontiguousarray(parts[name], dtype=TOKEN_DTYPE).data)
+        for name in removed:
+            (folder / name).unlink()
     return removed
 
 

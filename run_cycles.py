@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from checkpoint import data_record, hash_weights, load_checkpoint, open_corpus
-from data_loader import dataset_folder
+from data_loader import SPLITS_FILE, dataset_folder
 from evaluate import EvaluateSettings
 from objectives import perplexity
 from reward_data_config import RewardDataConfig
@@ -335,8 +335,14 @@ def run_stage(name: str, command: list[str]) -> None:
 
 def prepare_corpus(folder: Path, config_path: str | None) -> None:
     """Make train.bin and val.bin where they are missing, by the settings file's section `prepare` if it has one."""
-    has_section = config_path is not None and "prepare" in read_config(config_path)
+    section = None if config_path is None else read_config(config_path).get("prepare")
+    has_section = section is not None
     if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
+        if section and section.get("split") == "documents" and not (folder / SPLITS_FILE).is_file():
+            raise UserError(
+                f"ERROR: prepare: split=documents: the token files in {folder} are of another split; remove them, or "
+                "name another --dataset"
+            )
         if has_section:
             say(f"corpus: {folder} has token files, which are used as they are")
         return

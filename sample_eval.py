@@ -24,7 +24,7 @@ from objectives import token_log_probs
 from policy_eval import CopyFinder, draw_prompts, repeated_shares
 from reward_metrics import bootstrap_mean, bootstrap_ratio
 from runtime.files import read_json
-from runtime.process import UserError
+from runtime.process import UserError, warn
 from runtime.run_log import counted, picture, say
 from text_metrics import (
     NGramModel,
@@ -65,10 +65,21 @@ class NaturalText:
 
     @classmethod
     def read(cls, folder: Path, split: str, vocab_size: int) -> "NaturalText":
-        """The text of a token file; one document where splits.json does not list several."""
-        tokens, starts = open_token_file(folder / f"{split}.bin", split, vocab_size, 2), [0]
-        if (folder / SPLITS_FILE).is_file():
-            starts = [document["start"] for document in read_json(folder / SPLITS_FILE)["parts"][split]["documents"]]
+        """The text of a token file; one document unless splits.json, which must be of these files, lists several."""
+        tokens, record = open_token_file(folder / f"{split}.bin", split, vocab_size, 2), folder / SPLITS_FILE
+        if not record.is_file() and split not in HELD_OUT:
+            return cls(f"{split}.bin", tokens)
+        try:
+            part = read_json(record)["parts"][split] if record.is_file() else {}
+            starts = [int(document["start"]) for document in part["documents"]]
+            fits = part["tokens"] == len(tokens)
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise UserError(
+                f"ERROR: {record} is missing or not the record of {split}.bin; make the files again with prepare.py "
+                "--split documents"
+            )
         return cls(f"{split}.bin", tokens, starts)
 
     def cut(self, start: int, stop: int, name: str) -> "NaturalText":
@@ -89,8 +100,8 @@ class NaturalText:
 class SampleEvaluation:
     """The prompts, the models that score, and natural text's own figures; `measure` gives those of a point.
 
-    Raises UserError for texts that are too short, and for an evaluator that is not independent of the checkpoints or
-    reads other tokens.
+    Raises UserError for texts and block sizes that are too short, for checkpoints that may write other tokens, and for
+    an evaluator that has a checkpoint's weights or reads other tokens; warns of one trained on the same text.
     """
 
     def __init__(
@@ -103,7 +114,14 @@ class SampleEvaluation:
         device: torch.device,
     ) -> None:
         self.tokenizer, self.device, self.seed = tokenizer, device, seed
-        self.length = min(load_checkpoint(path)["config"].block_size for path in checkpoints)
+        configs = {path: load_checkpoint(path)["config"] for path in checkpoints}
+        self.length = min(config.block_size for config in configs.values())
+        for path, config in configs.items():
+            if self.length < 2 or config.num_real_tokens != tokenizer.vocab_size:
+                raise UserError(
+                    f"ERROR: {path} has block_size {config.block_size} and {config.num_real_tokens} tokens: --samples "
+                    f"needs a block_size of at least 2 and the {tokenizer.vocab_size} tokens of {folder}"
+                )
         self.evaluator = self._open_evaluator(settings.evaluator, checkpoints)
         V = tokenizer.vocab_size
         train, self.split = NaturalText.read(folder, "train", V), NaturalText.read(folder, settings.split, V)
@@ -150,6 +168,12 @@ class SampleEvaluation:
                 raise UserError(
                     f"ERROR: evaluator={path} has the weights of the checkpoint {other}: a model finds its own text "
                     "likely; use one of another seed, trained on another split"
+                )
+            records = contents["data"], load_checkpoint(other)["data"]
+            if None in records or records[0]["train_sha256"] == records[1]["train_sha256"]:
+                warn(
+                    f"evaluator={path} was trained on the same text as {other}, or has no record of its text: it finds "
+                    "text likely that both have learned"
                 )
         if contents["config"].block_size < self.length:
             raise UserError(
@@ -226,6 +250,8 @@ class SampleEvaluation:
     def _of_natural_text(self, train: NaturalText) -> Figures:
         """Quality: of the prompts' own continuations. Diversity: of as much of train.bin, which does not overlap."""
         figures = self._quality(self.natural)
+        if self.natural.numel() > len(self.prompt_text.tokens):  # their windows overlap: they are not independent
+            figures |= {name: None for name in figures if name.endswith(("_low", "_high"))}
         ends = self.mask.sum(1).cumsum(0)  # (P,)
         spare = len(train.tokens) - int(ends[-1])
         if spare < 0:

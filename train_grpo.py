@@ -178,7 +178,8 @@ class GRPOSettings(Settings):
     """prompts of an evaluation, 2 completions each: from the select part; at the end of the run from the report part"""
     best_by: Literal["auto", "divergence", "nearest", "val_loss", "last"] = "auto"
     """which policy is kept, the start included: least KL to a likelihood head's mixture (divergence), reward nearest to
-    natural text's, least loss on natural text, last; auto: divergence with a likelihood head, else nearest"""
+    natural text's, least loss on natural text, last; auto: divergence with a likelihood head (val_loss where
+    divergence_beta is not 1), else nearest"""
     tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
     """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
     device: str = setting("auto", changeable=True)
@@ -400,7 +401,9 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
             f"ERROR: {settings.reward_model_path} holds another generator than {settings.base_model_path}: its "
             "evidence is no ratio to this policy's start; make reward data and a reward model of this one"
         )
-    best_by = settings.best_by if settings.best_by != "auto" else "divergence" if scorer.is_ratio else "nearest"
+    best_by = settings.best_by
+    if best_by == "auto":
+        best_by = "nearest" if not scorer.is_ratio else "divergence" if settings.divergence_beta == 1 else "val_loss"
     if scorer.is_ratio and best_by == "nearest":
         raise UserError(
             "ERROR: best_by=nearest: the optimum of a likelihood head is its own mixture, which can get more reward "

@@ -126,7 +126,11 @@ def read_documents(path: Path) -> list[Document]:
 def check_plays(path: Path, plays: Sequence[str]) -> None:
     """Raise UserError unless the text at `path` consists of exactly these works."""
     titles = [document.title for document in read_documents(path)]
-    if find_titles(plays, titles) != titles:
+    try:
+        holds = find_titles(plays, titles) == titles
+    except UserError:
+        holds = False
+    if not holds:
         raise UserError(
             f"ERROR: plays={', '.join(plays)}: {path} lies there and holds other works "
             f"({', '.join(map(repr, titles))}); remove it, or choose another --out_dir"

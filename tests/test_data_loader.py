@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import run
+from helpers import folder_bytes, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -36,6 +36,7 @@ from data_loader import (
     validation_part,
     write_token_files,
 )
+from runtime import files
 from runtime.downloads import TINY_SHA256
 from runtime.files import hash_file
 from runtime.process import UserError
@@ -215,6 +216,39 @@ def test_tokens_that_do_not_fit_are_not_written(tmp_path):
     with pytest.raises(BinaryFileError, match=r"^Token range incompatible in train data"):
         write_token_files(tmp_path, TokenSplits(np.array([-1]), np.array([1])))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["train", "val", "evaluator", "test"])
+def test_no_held_out_part_lies_beside_another_split(tmp_path, monkeypatch, name):
+    """Where a new split cannot be completed, whichever file fails as it gets its name."""
+    held_out = {"evaluator": uint16([3]), "test": uint16([4])}
+    write_token_files(tmp_path, TokenSplits(uint16([1]), uint16([2])), held_out)
+    before, fsync = folder_bytes(tmp_path), files.fsync_file
+
+    def failing(path):
+        if name in path.name:
+            raise OSError(5, "Input/output error")
+        fsync(path)
+
+    monkeypatch.setattr(files, "fsync_file", failing)
+    new = {"evaluator": uint16([1]), "test": uint16([2])}
+    with pytest.raises(OSError, match="Errno 5"):
+        write_token_files(tmp_path, TokenSplits(uint16([3]), uint16([4])), new)
+    after = folder_bytes(tmp_path)
+    changed = {file for file in after if after[file] != before.get(file)}
+    assert not changed & {"evaluator.bin", "test.bin"} or {"train.bin", "val.bin"} <= changed
+    assert set(after) <= set(before)
+    # on a disk that is full before that, nothing of the earlier split is lost
+    monkeypatch.undo()
+    write_token_files(tmp_path, TokenSplits(uint16([1]), uint16([2])), held_out)
+
+    def full_disk(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    with pytest.raises(OSError, match="Errno 28"):
+        write_token_files(tmp_path, TokenSplits(uint16([3]), uint16([4])), new)
+    assert folder_bytes(tmp_path) == before
 
 
 def test_neither_file_appears_where_one_cannot_be_written(tmp_path, monkeypatch):

@@ -199,7 +199,9 @@ def test_plays_have_a_folder_of_their_own(monkeypatch, works, tmp_path, capsys):
         assert prepare(monkeypatch, *plays, script=script) == 2
     assert "folder of its own" in capsys.readouterr().err
     for wrong in (["--plays", "work 04"], ["--source", "tiny", *plays], ["--split", "documents"]):
+        capsys.readouterr()
         assert prepare(monkeypatch, *wrong, "--out_dir", tmp_path) == 2
+        assert wrong[0] != "--plays" or "holds other works" in capsys.readouterr().err
     assert folder_bytes(tmp_path) == before
 
 
@@ -227,6 +229,9 @@ def test_run_cycles_makes_the_corpus_of_the_settings_file(monkeypatch, works, tm
     capsys.readouterr()
     run_cycles.prepare_corpus(folder, str(config))  # it lies there
     assert folder_bytes(folder) == before and f"{folder} has token files" in capsys.readouterr().out
+    (folder / "splits.json").unlink()
+    with pytest.raises(UserError, match="split=documents"):
+        run_cycles.prepare_corpus(folder, str(config))
     with pytest.raises(UserError, match=r"no prepare\.py"):
         run_cycles.prepare_corpus(tmp_path / "other_char", None)
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_MODEL, make_checkpoint, make_tokens, refuse, refuse_in_one_line, succeed
+from helpers import TINY_MODEL, call, make_checkpoint, make_tokens, refuse, refuse_in_one_line, succeed
 
 import run_cycles
 from checkpoint import build_model, data_record, load_checkpoint, save_checkpoint
@@ -152,7 +152,8 @@ def test_held_out_texts_are_used_where_there_are_any(tmp_path, calls):
     write_token_files(folder, TokenSplits(**parts), held_out)
     sizes = {name: len(tokens) for name, tokens in {**parts, **held_out}.items()}
     documents = {name: [{"title": "a", "start": 0, "stop": 100}, {"title": "b", "start": 100}] for name in sizes}
-    write_json(folder / "splits.json", {"parts": {name: {"documents": documents[name]} for name in sizes}})
+    record = {name: {"tokens": sizes[name], "documents": documents[name]} for name in sizes}
+    write_json(folder / "splits.json", {"parts": record})
     model = GPT(GPTConfig(vocab_size=50304, num_tokens=50257, **TINY_MODEL))
     save_checkpoint(tmp_path / "m.pt", model, None, data_record(parts["train"], parts["val"]), {})
     options = {"checkpoints": [tmp_path / "m.pt"], "dataset": folder, "device": "cpu", "samples": 40}
@@ -171,6 +172,9 @@ def test_held_out_texts_are_used_where_there_are_any(tmp_path, calls):
     save_checkpoint(tmp_path / "m.pt", model, None, data_record(parts["train"], parts["val"]), {})
     line = refuse_in_one_line("evaluate", **options, split="evaluator")
     assert "evaluator.bin" in line and "--split val or test" in line
+    for damage in ({"parts": record | {"test": {"tokens": 499, "documents": []}}}, {"shares": []}, None):
+        (folder / "splits.json").unlink() if damage is None else write_json(folder / "splits.json", damage)
+        assert "splits.json" in refuse_in_one_line("evaluate", **options)
 
 
 def test_unfit_evaluators_and_texts_are_refused(options, generator, tmp_path, corpus):
@@ -190,7 +194,14 @@ def test_unfit_evaluators_and_texts_are_refused(options, generator, tmp_path, co
     large = make_checkpoint(tmp_path / "large.pt", 50304, None, num_tokens=50257)
     options |= {"dataset": folder, "checkpoints": [large]}
     assert "300" not in (line := refuse_in_one_line("evaluate", **options)) and "150 tokens" in line
+    fewer = make_checkpoint(tmp_path / "fewer.pt", 50304, None, num_tokens=50300)
+    assert "50300 tokens" in refuse_in_one_line("evaluate", **options | {"checkpoints": [fewer]})
     assert not options["output_path"].exists()
+
+
+def test_an_evaluator_of_the_same_text_is_warned_of(options, natural_model):
+    finished = call("evaluate", **options, evaluator=natural_model)
+    assert finished.status == 0 and f"WARNING: evaluator={natural_model} " in finished.err
 
 
 @pytest.mark.parametrize(

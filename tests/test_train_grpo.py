@@ -208,6 +208,9 @@ def test_the_criterion_must_fit_the_head(good, tmp_path, reward_model):
     assert not (tmp_path / "out").exists()
     succeed("train_grpo", **good)
     assert load_checkpoint(good["output_path"])["training"]["settings"]["best_by"] == "divergence"
+    forward = {**good, "output_path": tmp_path / "forward.pt"}
+    succeed("train_grpo", **forward, credit="distribution", divergence_beta=0)
+    assert load_checkpoint(forward["output_path"])["training"]["settings"]["best_by"] == "val_loss"
     records = read_records(good["output_path"].with_suffix(".jsonl"))
     assert all("above_natural" not in record for record in records)
     assert all("kl_mixture" in record for record in records if "select_loss" in record or "final" in record)
