@@ -245,11 +245,13 @@ def check_gate(settings: PolicySettings, skill: dict[str, Any], r2: str) -> None
     warn(f"{finding}; going on, as allowed")
 
 
-def first_and_last(values: list[float], window: int) -> tuple[float, float, int]:
+def first_and_last(values: list[float], window: int) -> tuple[float | None, float | None, int]:
     """Means of the first and of the last values, and of how many each: `window`, or half of them where they are few.
 
-    Windows that shared values would hide a change. A single value is both.
+    Windows that shared values would hide a change. A single value is both; of no values there are no means.
     """
+    if not values:
+        return None, None, 0
     size = max(1, min(window, len(values) // 2))
     return float(np.mean(values[:size])), float(np.mean(values[-size:])), size
 
@@ -274,8 +276,10 @@ class Stops:
         self.start, self.rewards, self.window = state["start"], list(state["rewards"]), state["window"]
         self.plateau.load_state_dict(state["plateau"])
 
-    def note(self, reward: float) -> None:
-        """Take note of a step's mean reward."""
+    def note(self, reward: float | None) -> None:
+        """Take note of a step's mean reward; None: it had no completions."""
+        if reward is None:
+            return
         self.rewards.append(reward)
         if len(self.rewards) % self.window == 0:
             self.plateau.update(float(np.mean(self.rewards[-self.window :])))

@@ -7,7 +7,7 @@ P(natural), a target the true K/N, and rows of one natural block share their tex
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def paired_difference(ours: Tensor, theirs: Tensor, block_size: int, seed: int) 
     return {"difference": differences.mean().item(), "difference_low": low, "difference_high": high}
 
 
-def format_difference(figures: dict[str, float | None]) -> str:
+def format_difference(figures: Mapping[str, float | None]) -> str:
     """A `paired_difference` for people: `-0.0123 (-0.0200 to -0.0046)`."""
     low, high = figures["difference_low"], figures["difference_high"]
     interval = "no interval" if low is None else f"{low:+.4f} to {high:+.4f}"

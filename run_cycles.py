@@ -4,8 +4,8 @@
 
 Starts the other scripts one after the other, each in a process of its own. Out, in out_dir:
 base_model_v1.pt and natural_model_v1.pt (more of an ensemble: natural_model_v1_member2.pt, ...), then for every cycle
-n reward_data_vn/, reward_model_vn.pt, gate_vn.json (its R2 on the policy's text) and base_model_v(n+1).pt; and
-cycles.json.
+n reward_data_vn/, reward_model_vn.pt, gate_vn.json (its R2 on the policy's text), base_model_v(n+1).pt, and two
+controls by plain training and by distillation (control_plain_v(n+1).pt, control_distil_v(n+1).pt); and cycles.json.
 An interrupted run goes on at the stage where it stopped; a finished one says so.
 """
 
@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from checkpoint import data_record, hash_weights, load_checkpoint, open_corpus
+from cycle_report import control_sentences, cycle_table, form_sentence
 from data_loader import SPLITS_FILE, dataset_folder
 from evaluate import EvaluateSettings
-from objectives import perplexity
 from reward_data_config import RewardDataConfig
-from reward_metrics import better_than_constant, format_difference, format_r_squared
+from reward_metrics import better_than_constant, format_r_squared
 from runtime.artefacts import identity, make_once, other_code
 from runtime.cli import all_sections, parse_settings, read_config, split_config
 from runtime.device import select_device
@@ -35,7 +35,7 @@ from runtime.output_lock import hold_output, only_writer
 from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, on_interruption, run_main, warn
 from runtime.resume import SUFFIX, load_run_state, of_another_run, set_aside, state_to_resume
 from runtime.run_log import say
-from runtime.settings import Problems, Settings, setting
+from runtime.settings import Declared, Problems, Settings, setting
 from sample import SampleSettings, encode_start
 from tokenization_manager import detect_method
 from train import TrainSettings
@@ -47,6 +47,7 @@ LEDGER_VERSION = 6
 SETTINGS: dict[str, type[Settings]] = {  # by section of the settings file
     "train": TrainSettings,
     "natural_model": TrainSettings,
+    "control_plain": TrainSettings,
     "prepare_reward_data": RewardDataConfig,
     "train_reward_model": RewardModelSettings,
     "train_grpo": GRPOSettings,
@@ -72,6 +73,7 @@ class CycleSettings(Settings):
     GROUPS: ClassVar[dict[str, str]] = {
         "run": "out_dir",
         "cycles": "num_cycles",
+        "controls": "controls",
         "samples": "sample_tokens",
         "machine": "device",
     }
@@ -90,6 +92,13 @@ class CycleSettings(Settings):
     """train the likelihood head's model of natural text further before each cycle; False: all cycles have the first"""
     perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
     """end after this many cycles without a lower loss on the selecting part of val.bin; None: do all cycles"""
+    controls: Literal["both", "plain", "distil", "none"] = "both"
+    """what the policy is compared with. plain: the previous control (first: base_model_v1), trained further by plain
+    steps that take GRPO's seconds; distil: the same target, steps and rows as GRPO's, at prefixes of natural text"""
+    grpo_step_seconds: float = setting(2.2, above=0, unit="seconds")
+    """seconds of a step of train_grpo.py, as measured beforehand: with the next option, the budget of control_plain"""
+    plain_step_seconds: float = setting(0.25, above=0, unit="seconds")
+    """seconds of a step of train.py with the settings of section control_plain"""
     sample_tokens: int = setting(400, minimum=1, unit="tokens")
     """tokens of sample text from the first and the last base model"""
     sample_start: str = "\n"
@@ -230,9 +239,9 @@ class Ledger:
             self.contents["settings"][section] = self.settings[section]
         write_json(self.path, self.contents)
 
-    def conclude(self, outcome: str) -> None:
-        """Note why the run ended."""
-        self.contents["outcome"] = outcome
+    def conclude(self, outcome: str, summary: list[str]) -> None:
+        """Note why the run ended, and what came out of it in sentences."""
+        self.contents |= {"outcome": outcome, "summary": summary}
         write_json(self.path, self.contents)
 
 
@@ -369,10 +378,12 @@ def main() -> None:
     out = Path(settings.out_dir)
     folder = dataset_folder(settings.dataset)
     natural = natural_models(config_path, folder, settings)
+    controls = controls_of(config_path, folder, settings)
     first_of_each = [
         train_stage(folder, out),
         *(natural.stages(1, 1) or natural.stages(1, 2))[:1],
         *reward_stages(1, folder, out, natural),
+        *controls.stages(1, reward_model(out, 1), 1),
         policy_stage(1, folder, out, reward_model(out, 1)),
         perplexity_stage(1, folder, out),
         sample_stage(1, settings, out),
@@ -392,12 +403,19 @@ def main() -> None:
     outcome = f"all {settings.num_cycles} cycles done"
     for cycle in range(1, settings.num_cycles + 1):
         reward_model_path, finding = find_reward_model(runner, cycle, settings.reward_attempts, folder, out, natural)
+        compared: list[Stage] = []
         if reward_model_path is None:
             runner.carry_on(cycle, finding, out)
         else:
             policy = runner.run(policy_stage(cycle, folder, out, reward_model_path))
             losses = [*(losses or [policy["start_select_loss"]]), policy["select_loss"]]
-        runner.run(perplexity_stage(cycle + 1, folder, out))
+            compared = controls.stages(cycle, reward_model_path, policy["steps"])
+        for stage in compared:
+            runner.run(stage)
+        models = tuple(stage.artefact for stage in compared)
+        runner.run(perplexity_stage(cycle + 1, folder, out, models))
+        if models:
+            runner.run(comparison_stage(cycle + 1, folder, out, models))
         if reward_model_path is None:
             outcome = f"ended in cycle {cycle} without GRPO: {finding}; base model {cycle} is carried on"
             break
@@ -409,10 +427,12 @@ def main() -> None:
     samples = [sample_stage(version, settings, out) for version in (1, cycle + 1)]
     for stage in samples:
         runner.run(stage)
-    ledger.conclude(outcome)
+    summary = [form_sentence(own_settings["train_grpo"]), controls.reason, *control_sentences(ledger.stages)]
+    ledger.conclude(outcome, summary := [sentence for sentence in summary if sentence])
     for stage in samples:
         say(f"\n##### Text from {stage.inputs['checkpoint_path']}\n{stage.artefact.read_text(encoding='utf-8')}")
-    say(cycle_table(ledger, cycle))
+    say(cycle_table(ledger.stages, cycle))
+    say("\n".join(["", *summary]))
     say(f"\n{outcome[0].upper()}{outcome[1:]}. Everything is in {out}:")
     for path in sorted(out.iterdir()):
         if not path.name.startswith("."):
@@ -562,6 +582,65 @@ def policy_stage(cycle: int, folder: Path, out: Path, reward_model_path: Path) -
     )
 
 
+@dataclass(frozen=True)
+class Controls:
+    """The models with which a cycle's policy is compared: the same generator, trained otherwise."""
+
+    folder: Path
+    out: Path
+    settings: CycleSettings
+    exact: dict[str, Any]
+    """options of train_grpo.py by which it distils its target; empty: there is no such control"""
+    reason: str
+    """why there is no control by distillation although it is asked for, as a sentence; else empty"""
+
+    def stages(self, cycle: int, reward_model_path: Path, steps: int) -> list[Stage]:
+        """Their training, for a policy of so many steps."""
+        is_plain = self.settings.controls in ("both", "plain")
+        stages = [self._plain(cycle, steps)] if is_plain else []
+        if self.exact:
+            policy, model = policy_stage(cycle, self.folder, self.out, reward_model_path), self._model("distil", cycle)
+            options = {**policy.options, **self.exact, "output_path": model, "max_steps": steps}
+            figures = partial(trained, model, "steps", "stop_reason", "kept_step", "select_loss")
+            stages.append(replace(policy, name=model.stem, artefact=model, options=options, figures=figures))
+        return stages
+
+    def _plain(self, cycle: int, steps: int) -> Stage:
+        model = self._model("plain", cycle)
+        start = self._model("plain", cycle - 1) if cycle > 1 else base_model(self.out, 1)
+        budget = max(1, round(steps * self.settings.grpo_step_seconds / self.settings.plain_step_seconds))
+
+        def figures() -> dict[str, Any]:
+            found = trained(model, "step", "val_loss", "select_loss")
+            return {"steps": budget, "kept_step": found.pop("step"), **found}
+
+        options = {"out_dir": self.out, "checkpoint_name": model.name, "max_iters": budget}
+        return Stage(model.stem, "control_plain", model, {"dataset": self.folder, "init_from": start}, options, figures)
+
+    def _model(self, kind: str, cycle: int) -> Path:
+        return self.out / f"control_{kind}_v{cycle + 1}.pt"
+
+
+def controls_of(config_path: str | None, folder: Path, settings: CycleSettings) -> Controls:
+    """The controls that the settings ask for. One by distillation needs a target: the mixture of a likelihood head."""
+    config = [] if config_path is None else ["--config", config_path]
+    head = parse_settings(RewardModelSettings, "train_reward_model", config, check=False).model_class
+    grpo = parse_settings(GRPOSettings, "train_grpo", config, check=False)
+    exact: dict[str, Any] = {}
+    if settings.controls in ("both", "distil"):
+        if not head.is_ratio or grpo.reward == "natural" or grpo.credit == "sequence" or grpo.discount or grpo.beta:
+            reason = "There is no control by distillation: the optimum of this reward is no mixture."
+            return Controls(folder, Path(settings.out_dir), settings, exact, reason)
+        exact = {"states": "natural", "credit": "distribution"}
+        for each in fields(GRPOSettings):  # options of sampled tokens, which this credit refuses
+            credits = each.metadata.get("declared", Declared()).belongs_to.get("credit")
+            if credits and "distribution" not in credits and getattr(grpo, each.name) != each.default:
+                exact[each.name] = each.default
+        if grpo.loss_type == "cispo":
+            exact["loss_type"] = "dapo"  # averages alike
+    return Controls(folder, Path(settings.out_dir), settings, exact, "")
+
+
 def find_reward_model(
     runner: Runner, cycle: int, attempts: int, folder: Path, out: Path, natural: NaturalModels
 ) -> tuple[Path | None, str]:
@@ -598,18 +677,53 @@ def larger(own: dict[str, dict[str, Any]], factor: int) -> dict[str, dict[str, A
     return {"prepare_reward_data": more, "train_reward_model": training}
 
 
-def perplexity_stage(version: int, folder: Path, out: Path) -> Stage:
-    """Perplexity of a base model over the reporting part of the validation split, and its loss against the first's."""
+def perplexity_stage(version: int, folder: Path, out: Path, controls: tuple[Path, ...] = ()) -> Stage:
+    """Perplexity of a base model, and of its controls, over the reporting part of the validation split, and their
+    losses against the first base model's.
+    """
     model = base_model(out, version)
     artefact = out / f"perplexity_{model.stem}.json"
+
+    def figures() -> dict[str, Any]:
+        contents = read_json(artefact)
+        own = checkpoint_figures(contents, str(model))
+        theirs = {kind_of(path): checkpoint_figures(contents, str(path)) for path in controls}
+        return own | {"controls": theirs} if controls else own
+
     return Stage(
         artefact.stem,
         "evaluate",
         artefact,
-        {"dataset": folder, "checkpoints": model} | ({"baseline": base_model(out, 1)} if version > 1 else {}),
+        {"dataset": folder, "checkpoints": (model, *controls) if controls else model}
+        | ({"baseline": base_model(out, 1)} if version > 1 else {}),
         {"output_path": artefact, "part": "report"},
-        lambda: checkpoint_figures(read_json(artefact), str(model)),
+        figures,
     )
+
+
+def comparison_stage(version: int, folder: Path, out: Path, controls: tuple[Path, ...]) -> Stage:
+    """Losses of the controls on the reporting part of the validation split, against the policy's."""
+    artefact = out / f"controls_v{version}.json"
+    inputs: dict[str, Any] = {"dataset": folder, "checkpoints": controls, "baseline": base_model(out, version)}
+    options = {"output_path": artefact, "part": "report"}
+
+    def figures() -> dict[str, Any]:
+        contents = read_json(artefact)
+        return {kind_of(path): policy_minus(checkpoint_figures(contents, str(path))) for path in controls}
+
+    return Stage(artefact.stem, "evaluate", artefact, inputs, options, figures)
+
+
+def kind_of(control: Path) -> str:
+    """control_plain or control_distil, of its file."""
+    return control.stem.partition("_v")[0]
+
+
+def policy_minus(control: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The policy's loss minus a control's, from figures of the control against the policy; 95% interval."""
+    mean, low, high = (control[name] for name in ("difference", "difference_low", "difference_high"))
+    flipped = [None if value is None else -value for value in (mean, high, low)]
+    return dict(zip(("difference", "difference_low", "difference_high"), flipped, strict=True))
 
 
 def checkpoint_figures(contents: dict[str, Any], path: str) -> dict[str, Any]:
@@ -634,57 +748,6 @@ def trained(path: Path, *names: str, if_noted: tuple[str, ...] = ()) -> dict[str
     """Figures that a training script left in its checkpoint; those `if_noted` where it has them."""
     training = load_checkpoint(path)["training"]
     return {name: training[name] for name in (*names, *(name for name in if_noted if name in training))}
-
-
-def cycle_table(ledger: Ledger, num_cycles: int) -> str:
-    """The cycles' figures as a table."""
-    stages, unpredictive = ledger.stages, []
-
-    def figures(version: int) -> str:
-        measured = stages[f"perplexity_base_model_v{version}"]
-        difference = format_difference(measured) if version > 1 else ""
-        return f"{perplexity(measured['loss']):10.4f}  {difference:<31}"
-
-    lines = [
-        "\n##### Cycles (on the reporting part of the validation split, 95% intervals)",
-        f"{'cycle':>5}  {'base model':<14} {'perplexity':>10}  {'loss - loss of base_model_v1':<31}  "
-        f"{'reward model R2':<24} {'reward first -> last':<21} {'KL':>6}  {'kept step':>9}  {'seconds':>7}  "
-        "GRPO stopped by",
-        f"{0:>5}  {'base_model_v1':<14} {figures(1)}  {'':<24} {'':<21} {'':>6}  {'':>9}  "
-        f"{stages['base_model_v1']['seconds']:7.0f}",
-    ]
-    for cycle in range(1, num_cycles + 1):
-        name = f"base_model_v{cycle + 1}"
-        policy = stages[name]
-        attempts = [stage for stage in stages if stage.partition("_try")[0] == f"reward_model_v{cycle}"]
-        seconds = policy["seconds"] + sum(
-            entry["seconds"]
-            for stage, entry in stages.items()
-            if stage.partition("_try")[0].partition("_member")[0]
-            in {f"{kind}_v{cycle}" for kind in ("natural_model", "reward_data", "reward_model", "gate")}
-        )
-        skill = stages[attempts[-1]]["skill"]  # of the last attempt
-        gate = stages[attempts[-1].replace("reward_model", "gate")]
-        r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
-        at_gate = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"], digits=3)
-        rewards, kl, kept = "", "", ""
-        reason = f"not started: the reward model does not predict (at the gate R2 {at_gate})"
-        if "carried_on" not in policy:
-            rewards = f"{policy['first_reward']:.3f} -> {policy['last_reward']:.3f}"
-            kl, reason = f"{policy['kept']['kl_now']:.3f}", policy["stop_reason"]
-            kept = str(policy["kept_step"]) if policy["kept_step"] else "0 (start)"
-            if not better_than_constant(gate["r2_low"]):
-                unpredictive.append(cycle)
-        lines.append(
-            f"{cycle:>5}  {name:<14} {figures(cycle + 1)}  {r2:<24} {rewards:<21} {kl:>6}  {kept:>9}  {seconds:7.0f}  "
-            f"{reason}"
-        )
-    if unpredictive:
-        lines.append(
-            f"In cycle {', '.join(map(str, unpredictive))} the R2 interval at the gate is not above 0: what GRPO did "
-            "there may be noise."
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

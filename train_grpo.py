@@ -73,6 +73,7 @@ REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end 
 # Logits of a formula over the vocabulary that are held at a time, with their graph: 64 MiB a copy. (Smaller copies come
 # from glibc's heap, which kept growing: 2.3 GB with 2**23, 0.8 with 2**24, 2.7 in one piece, of 2,032 GPT-2 tokens.)
 PIECE_LOGITS = 2**24
+FIGURES_SHOWN = ("reward", "kl_start", "loss")  # beside the progress bar
 SAMPLED = ("auto", "token", "sequence")  # forms of credit that weigh the sampled tokens
 
 
@@ -133,6 +134,9 @@ class GRPOSettings(Settings):
     a likelihood head)"""
     divergence_beta: float = setting(1.0, minimum=0, maximum=1, belongs_to={"credit": ("distribution",)})
     """1: KL(policy || mixture); 0: KL(mixture || policy); between: generalised Jensen-Shannon divergence (GKD)"""
+    states: Literal["own", "natural"] = setting("own", belongs_to={"credit": ("distribution",)})
+    """prefixes at which the exact gradient is taken: of the policy's completions, or of natural text (off-policy
+    distillation, a control)"""
     discount: float = setting(0.0, minimum=0, maximum=1)
     """with credit for tokens: discount factor of later tokens' rewards; 0: immediate reward only"""
     kl_in_reward: float | None = setting(None, minimum=0)
@@ -290,11 +294,12 @@ def main() -> None:
     forward = parallel(policy, ranks)
     for step in run.steps("max_steps", evaluate, every=settings.eval_interval, until=stops.why, first=1):
         # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
-        batch = ranks.everywhere(partial(sample_group, completer, corpus.train, settings, step, ranks))
+        draw = sample_group if settings.states == "own" else natural_rows
+        batch = ranks.everywhere(partial(draw, completer, corpus.train, settings, step, ranks))
         # r_1 .. r_G and log pi_ref; each rank scores its rows, then all know all
         batch.score(scorer, ranks, keep_hidden=bool(settings.exact))
         run.note(**figures_of_rollouts(batch, settings))
-        stops.note(run.record["reward"])
+        stops.note(run.record.get("reward"))
 
         # A_i = (r_i - mean(r)) / std(r); the gradient of an expectation over the vocabulary needs none
         batch.advantages = advantages_of(batch, settings, policy, ranks)
@@ -306,7 +311,7 @@ def main() -> None:
         for update in range(settings.updates_per_step):
             losses = accumulate_gradients(forward, batch, settings, ranks)
             run.note(**losses)
-            if update and losses["kl_update"] > settings.update_kl_cap:
+            if update and losses.get("kl_update", 0.0) > settings.update_kl_cap:
                 optimizers.zero_grad()
                 break  # the updates so far have moved the policy far enough
             if settings.lm_coef:
@@ -317,9 +322,9 @@ def main() -> None:
             optimizers.zero_grad()
             updates += 1
         run.note(updates=updates, learning_rate=optimizers.learning_rate)
-        if run.evaluates_at(step):  # here, not in evaluate(): it needs the batch
+        if run.evaluates_at(step) and settings.states == "own":  # here, not in evaluate(): it needs the batch
             run.note(kl_step=kl_of_step(policy, batch, ranks))
-        run.bar.set_postfix(reward=f"{run.record['reward']:.3f}", kl=f"{run.record['kl_start']:.3f}")
+        run.bar.set_postfix({name: f"{run.record[name]:.3f}" for name in FIGURES_SHOWN if name in run.record})
 
     # the kept policy, on the reporting part
     best.restore(policy)
@@ -433,7 +438,10 @@ def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ran
     size = f"{format_size(policy.num_parameters())}, block_size {policy.config.block_size}"
     say(f"Policy: {settings.base_model_path}, {size}")
     say(f"Reward model: {settings.reward_model_path}; prompts: {corpus.folder}")
-    say(f"Each step: {P} prompts x {G} completions = {P * G} sequences")
+    if settings.states == "natural":
+        say(f"Each step: {P * G} sequences of natural text, at the positions after a prompt")
+    else:
+        say(f"Each step: {P} prompts x {G} completions = {P * G} sequences")
     credit = {
         "token": f"credit for each token, baseline: {settings.baseline}",
         "sequence": "credit for each sequence",
@@ -480,15 +488,15 @@ Distributions = Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor]]
 
 @dataclass
 class RolloutBatch:
-    """The completions of a step, R = P * G rows of N tokens.
+    """The completions of a step, R = P * G rows of N tokens, or as many rows of natural text.
 
     Each rank has ids and hidden states of its own rows, all else of all.
     """
 
     own_ids: Tensor  # (R / ranks, N) int64: prompts and the tokens written after them
     first_own_row: int
-    mask: Tensor  # (R, N - 1) bool: which tokens but the first the policy wrote
-    old_log_probs: Tensor  # (R / ranks, N - 1) under the policy that sampled; once scored (R, N - 1)
+    mask: Tensor  # (R, N - 1) bool: which tokens but the first the policy wrote, or natural text has after a prompt
+    old_log_probs: Tensor | None  # (R / ranks, N - 1) under the policy that sampled, if one did; once scored (R, N - 1)
     micro_rows: int  # rows in one pass: as many as fit in memory and, with a small model, near the processor
     scores: Scores = field(init=False)  # of R rows, set by `score`
     distributions: Distributions | None = field(init=False, default=None)  # set by `score` with `keep_hidden`
@@ -498,7 +506,8 @@ class RolloutBatch:
         """Score this rank's rows, then gather those of all ranks; `keep_hidden` for `over_vocabulary`."""
         self.scores = scorer(self.own_ids, keep_hidden).of_all(ranks)
         self.distributions = scorer.distributions if keep_hidden else None
-        self.old_log_probs = ranks.gather(self.old_log_probs)
+        if self.old_log_probs is not None:
+            self.old_log_probs = ranks.gather(self.old_log_probs)
 
     def flat_groups(self, num_groups: int) -> dict[str, float]:
         """Share of the groups whose advantages are all 0, if there are advantages."""
@@ -513,7 +522,7 @@ class RolloutBatch:
             rows = slice(self.first_own_row + start, self.first_own_row + start + len(ids))
             yield MicroBatch(
                 ids,
-                self.old_log_probs[rows],
+                None if self.old_log_probs is None else self.old_log_probs[rows],
                 self.scores.reference_log_probs[rows],
                 self.mask[rows],
                 None if self.advantages is None else self.advantages[rows],
@@ -528,7 +537,7 @@ class MicroBatch:
     """B rows of a RolloutBatch."""
 
     ids: Tensor  # (B, N)
-    old_log_probs: Tensor  # (B, N - 1)
+    old_log_probs: Tensor | None  # (B, N - 1)
     reference_log_probs: Tensor  # (B, N - 1)
     mask: Tensor  # (B, N - 1)
     advantages: Tensor | None  # (B,) or (B, N - 1)
@@ -558,8 +567,21 @@ def sample_group(
     )
 
 
+def natural_rows(
+    completer: Completer[GPT], tokens: np.ndarray, settings: GRPOSettings, step: int, ranks: Ranks
+) -> RolloutBatch:
+    """This rank's share of as many rows of natural text as `sample_group` writes, each after a prompt of its own."""
+    N, total = completer.length, settings.prompts_per_step * settings.group_size
+    natural, prefix_lengths, _ = draw_prompts(tokens, N, total, 1, settings.seed, "rollout", step)
+    mine = ranks.share(total)
+    mask = written_mask(prefix_lengths, N).to(ranks.device)
+    return RolloutBatch(natural[mine].to(ranks.device), mine.start, mask, None, completer.model.rows_at_a_time())
+
+
 def figures_of_rollouts(batch: RolloutBatch, settings: GRPOSettings) -> dict[str, Any]:
-    """Rewards and divergence of a step's completions."""
+    """Rewards and divergence of a step's completions; nothing of natural text."""
+    if batch.old_log_probs is None:
+        return {}
     scores = batch.scores
     kl = kl_estimate(batch.old_log_probs, scores.reference_log_probs, settings.kl_estimator)
     figures: dict[str, Any] = {"reward": scores.natural.mean().item()}
@@ -582,7 +604,7 @@ def advantages_of(batch: RolloutBatch, settings: GRPOSettings, policy: GPT, rank
     scores, mask = batch.scores, batch.mask
     if settings.credit == "distribution":
         return None
-    assert settings.kl_in_reward is not None  # with_choices_made
+    assert settings.kl_in_reward is not None and batch.old_log_probs is not None  # with_choices_made, sample_group
     penalty = settings.kl_in_reward * kl_estimate(batch.old_log_probs, scores.reference_log_probs, "k1")  # (R, N - 1)
     if settings.credit == "token":
         rewards = scores.evidence if settings.reward == "evidence" else scores.by_token
@@ -662,8 +684,9 @@ def divergence_of_rows(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
     )
-    old_log_probs = rows.old_log_probs.masked_fill(~rows.mask, 0.0)
-    return loss, ratio_metrics(log_probs.detach(), old_log_probs, mask)
+    if rows.old_log_probs is None:
+        return loss, {}
+    return loss, ratio_metrics(log_probs.detach(), rows.old_log_probs.masked_fill(~rows.mask, 0.0), mask)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -693,7 +716,8 @@ def loss_of_rows(
     policy: GPT, rows: MicroBatch, num_sequences: int, num_tokens: Tensor, settings: GRPOSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss () of some rows of an update, as their part of it, and its metrics."""
-    assert settings.beta is not None and rows.advantages is not None  # with_choices_made, advantages_of
+    assert settings.beta is not None  # with_choices_made
+    assert rows.advantages is not None and rows.old_log_probs is not None  # advantages_of, sample_group
     return policy_loss(
         token_log_probs(policy.logits(policy.trunk(rows.ids[:, :-1])), rows.ids[:, 1:]),
         rows.old_log_probs,
@@ -747,6 +771,7 @@ def kl_of_step(policy: GPT, batch: RolloutBatch, ranks: Ranks) -> float:
     """KL(sampling policy || policy) by k3 in nats a token, over a step's completions, after all its updates."""
     total = 0.0
     for part in batch.micro_batches():
+        assert part.old_log_probs is not None  # sample_group
         log_probs = token_log_probs(policy.logits(policy.trunk(part.ids[:, :-1])), part.ids[:, 1:])
         total += kl_estimate(part.old_log_probs, log_probs, "k3")[part.mask].sum().item()
     return ranks.sum(total)[0] / int(batch.mask.sum())
@@ -773,7 +798,8 @@ def print_outcome(training: dict[str, Any]) -> None:
     say(f"\nStopped after {training['steps']} steps by {training['stop_reason']}; kept {kept} {by}")
     first, last, window = (training[name] for name in ("first_reward", "last_reward", "reward_steps"))
     span = f"{window} step{'s' if window > 1 else ''}"
-    say(f"Mean reward: {first:.4f} over the first {span}, {last:.4f} over the last {span}")
+    if first is not None:
+        say(f"Mean reward: {first:.4f} over the first {span}, {last:.4f} over the last {span}")
     before, after = (training[name]["report_loss"] for name in ("start", "kept"))
     say(
         f"Loss on the reporting part of natural text: {before:.4f} before, {after:.4f} after, "

@@ -25,7 +25,7 @@ from runtime.settings import AnySettings, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 # Sections of a settings file that are not named after a script, and the script that reads each.
-FURTHER_SECTIONS = {"natural_model": "train"}
+FURTHER_SECTIONS = {"natural_model": "train", "control_plain": "train"}
 
 
 def all_sections() -> dict[str, str]:

@@ -18,7 +18,7 @@ FLOORS = [
     ["reward_model", "reward_data_config", "reward_dataset_loader"],
     ["checkpoint"],
     ["feature_cache", "policy_eval"],
-    ["sample_eval"],
+    ["sample_eval", "cycle_report"],
     ["train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
     ["run_cycles"],
 ]

@@ -268,13 +268,13 @@ def unbroken(tmp_path_factory, corpus, config):
     out = tmp_path_factory.mktemp("cycles") / "unbroken"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
-        options = {"out_dir": out, "dataset": corpus, "num_cycles": 2, "sample_tokens": 30, "device": "cpu"}
-        printed = succeed("run_cycles", str(config), **options)
+        printed = succeed("run_cycles", str(config), **cycle_options(corpus, out))
     return out, printed
 
 
 def cycle_options(corpus: Path, out: Path, **changes) -> dict:
-    return {"out_dir": out, "dataset": corpus, "num_cycles": 2, "sample_tokens": 30, "device": "cpu", **changes}
+    options = {"out_dir": out, "dataset": corpus, "num_cycles": 2, "sample_tokens": 30, "controls": "none"}
+    return {**options, "device": "cpu", **changes}
 
 
 def test_artefacts_and_ledger(unbroken, corpus):
@@ -437,6 +437,90 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
     assert not (tmp_path / "out" / "base_model_v5.pt").exists()
     outcome = json.loads((tmp_path / "out" / "cycles.json").read_text())["outcome"]
     assert "after cycle 3" in outcome and outcome[1:] in printed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# controls
+
+CONTROLS = """
+control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0)
+"""
+
+
+def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_process, unbroken):
+    """Plain steps by the declared seconds, from the control before; distillation from the cycle's own generator.
+
+    The policies are those of a run without controls; a control that is interrupted goes on where it was.
+    """
+    path, out = tmp_path / "controls.py", tmp_path / "out"
+    path.write_text(config.read_text() + CONTROLS)
+    options = cycle_options(corpus, out, controls="both", grpo_step_seconds=6.0, plain_step_seconds=2.0)
+    with monkeypatch.context() as patch:
+        end_in_call(patch, train_grpo, "natural_rows", 2, terminate)
+        assert call("run_cycles", str(path), **options).status != 0
+    printed = succeed("run_cycles", str(path), **options)
+    assert f"Resuming {out / 'control_distil_v2.resume'}" in printed
+
+    stages, summary = stages_of(out), json.loads((out / "cycles.json").read_text())["summary"]
+    for version in (2, 3):
+        assert_same_weights(
+            weights(out / f"base_model_v{version}.pt"), weights(unbroken[0] / f"base_model_v{version}.pt")
+        )
+        steps = stages[f"base_model_v{version}"]["steps"]
+        plain = load_checkpoint(out / f"control_plain_v{version}.pt")["training"]["settings"]
+        before = "base_model_v1" if version == 2 else "control_plain_v2"
+        assert (plain["init_from"], plain["max_iters"]) == (str(out / f"{before}.pt"), 3 * steps)
+        assert (plain["batch_size"], plain["eval_interval"]) == (8, 4)
+        policy, distil = (
+            load_checkpoint(out / f"{name}_v{version}.pt")["training"]["settings"]
+            for name in ("base_model", "control_distil")
+        )
+        changed = {name for name in policy if policy[name] != distil[name]} - {"max_steps", "init_from"}
+        assert changed == {"output_path", "states", "credit"}
+        assert (distil["states"], distil["credit"], distil["max_steps"]) == ("natural", "distribution", steps)
+
+        compared = stages[f"controls_v{version}"]
+        measured = stages[f"perplexity_base_model_v{version}"]
+        sentences = summary[2 * version - 4 : 2 * version - 2]
+        for name, sentence in zip(("control_plain", "control_distil"), sentences, strict=True):
+            figures = compared[name]
+            theirs = measured["controls"][name]
+            difference = measured["loss"] - theirs["loss"]
+            assert figures["difference"] == pytest.approx(difference, abs=1e-6)
+            assert figures["difference_low"] < figures["difference"] < figures["difference_high"]
+            beat = " beat " if figures["difference_high"] < 0 else " did not beat "
+            assert f"base_model_v{version} " in sentence and f"{beat}{name}_v{version} " in sentence
+            assert sentence in printed
+            row = next(line for line in printed.splitlines() if line.startswith(f"    {version - 1}  {name}"))
+            assert f"{theirs['perplexity']:.4f}" in row
+    in_this_process.clear()
+    succeed("run_cycles", str(path), **options)
+    assert in_this_process == []
+
+
+@pytest.mark.parametrize(
+    ("controls", "grpo", "made"),
+    [
+        ("both", "", ["control_plain_v2", "control_distil_v2"]),
+        ("plain", "", ["control_plain_v2"]),
+        ("distil", 'advantage_scale="none", epsilon=0.1, loss_type="cispo", epsilon_high=5.0', ["control_distil_v2"]),
+        ("distil", 'credit="distribution", divergence_beta=0.5, loss_type="dapo"', ["control_distil_v2"]),
+        ("both", "discount=0.5", ["control_plain_v2"]),
+        ("distil", 'reward="natural"', []),
+        ("none", 'reward="natural"', []),
+    ],
+)
+def test_which_controls_a_configuration_has(tmp_path, controls, grpo, made):
+    """Those of its settings that are for sampled tokens are left out; without a target there is no distillation."""
+    path = write_config(tmp_path / "c.py", **({"train_grpo": grpo} if grpo else {}))
+    settings = run_cycles.CycleSettings(out_dir=str(tmp_path), controls=controls)
+    found = run_cycles.controls_of(str(path), tmp_path, settings)
+    stages = found.stages(1, tmp_path / "reward_model_v1.pt", 7)
+    assert [stage.name for stage in stages] == made
+    assert bool(found.reason) == (controls != "none" and "control_distil_v2" not in made and bool(grpo))
+    run_cycles.checked_settings(stages, str(path), "cpu")
+    for stage in stages:
+        assert stage.options.get("max_steps", 7) == 7 and stage.options.get("max_iters", 62) == 62  # 7 x 2.2 / 0.25
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_GRPO, call, folder_bytes, make_checkpoint, refuse, refuse_in_one_line, succeed
+from helpers import (
+    TINY_GRPO,
+    assert_same_weights,
+    call,
+    end_in_call,
+    folder_bytes,
+    make_checkpoint,
+    refuse,
+    refuse_in_one_line,
+    succeed,
+    terminate,
+    weights,
+)
 from torch.utils.checkpoint import checkpoint
 
 import train_grpo
@@ -507,6 +519,53 @@ def test_the_exact_gradient_nears_the_mixture(good):
     assert "exact over the vocabulary" in out and "nothing is clipped" not in out
 
 
+def test_natural_states_are_rows_of_the_corpus_after_a_prompt(models):
+    """As many as a step has completions, each of its own place; the ranks' shares are those of one."""
+    policy, _ = models
+    tokens, completer = np.arange(1000) % V, Completer(policy, 3)
+    settings = exact_settings(credit="distribution", states="natural", prompts_per_step=6, group_size=4)
+    batch = train_grpo.natural_rows(completer, tokens, settings, 1, Ranks())
+    assert batch.own_ids.shape == (24, 3) and batch.old_log_probs is None
+    assert (batch.own_ids.diff(dim=1) % V == 1).all()
+    assert batch.mask.tolist() == [[True, True]] * 24  # prompts of one token, half of three
+    assert len({tuple(row) for row in batch.own_ids.tolist()}) == V
+    again = train_grpo.natural_rows(completer, tokens, settings, 2, Ranks())
+    assert not torch.equal(again.own_ids, batch.own_ids)
+    one_each = replace(settings, prompts_per_step=24, group_size=1)
+    assert torch.equal(train_grpo.natural_rows(completer, tokens, one_each, 1, Ranks()).own_ids, batch.own_ids)
+    shares = [Ranks(rank, 2) for rank in (0, 1)]
+    rows = [train_grpo.natural_rows(completer, tokens, settings, 1, ranks) for ranks in shares]
+    assert torch.equal(torch.cat([part.own_ids for part in rows]), batch.own_ids)
+    assert [part.first_own_row for part in rows] == [0, 12]
+
+
+@pytest.mark.parametrize("more", [{}, {"updates_per_step": 2, "lm_coef": 0.1}], ids=str)
+def test_distillation_at_natural_states(good, more):
+    """The loss falls; no completion of a step is rewarded, recorded or stops the run."""
+    options = {**good, **EXACT, "states": "natural", "max_steps": 8, "learning_rate": 1e-2, "eval_interval": 8}
+    succeed("train_grpo", **options, best_by="last", reward_threshold=0.0, update_kl_cap=1e-9, start_kl_cap=9.0, **more)
+    records = read_records(good["output_path"].with_suffix(".jsonl"))
+    steps = [record for record in records if "loss" in record]
+    assert len(steps) == 8 and steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+    of_completions = {"reward", "evidence", "kl_start", "kl_step", "kl_update", "entropy", "ratio_mean", "flat_groups"}
+    assert all(not of_completions & record.keys() for record in steps)
+    training = load_checkpoint(good["output_path"])["training"]
+    assert training["first_reward"] is training["last_reward"] is None and training["kept_step"] == 8
+    assert good["output_path"].with_suffix(".png").is_file()
+
+
+def test_distillation_that_is_interrupted_ends_in_the_same_bits(good, tmp_path, monkeypatch):
+    options = {**good, **EXACT, "states": "natural", "max_steps": 3, "eval_interval": 2}
+    succeed("train_grpo", **options)
+    whole = weights(good["output_path"])
+    options["output_path"] = tmp_path / "again" / "grpo.pt"
+    with monkeypatch.context() as patch:
+        end_in_call(patch, train_grpo, "natural_rows", 2, terminate)
+        assert call("train_grpo", **options).status == 143
+    succeed("train_grpo", **options, init_from="resume")
+    assert_same_weights(weights(options["output_path"]), whole)
+
+
 @pytest.mark.parametrize("options", [EXACT, {**EXACT, "prompts_per_step": 1}, {"baseline": "value", "group_size": 1}])
 def test_a_group_may_be_of_one(good, options):
     succeed("train_grpo", **{**good, **options})
@@ -526,6 +585,7 @@ def test_a_group_may_be_of_one(good, options):
         ({"credit": "distribution", "epsilon": 0.1}, ["epsilon", "--credit auto or token"]),
         ({"credit": "distribution", "beta": 0.1}, ["beta=0.1", "--kl_in_reward"]),
         ({"credit": "distribution", "loss_type": "cispo"}, ["loss_type=cispo", "dapo"]),
+        ({"states": "natural"}, ["states", "--credit distribution"]),
         ({"divergence_beta": 0.5}, ["divergence_beta", "--credit distribution"]),
         ({"credit": "distribution", "divergence_beta": 0.5, "kl_in_reward": 0.5}, ["divergence_beta=0.5", "=0.5:"]),
         ({"min_lr": 1e-5}, ["min_lr", "--lr_schedule linear"]),
