@@ -1,6 +1,6 @@
 """Runs the whole loop: base model, then cycles of reward data, reward model and GRPO, with a ledger of what came out.
 
-    python run_cycles.py --config config/shakespeare_char_cpu.py
+    python run_cycles.py --config config/shakespeare_complete_cpu.py
 
 Starts the other scripts one after the other, each in a process of its own. Out, in out_dir:
 base_model_v1.pt and natural_model_v1.pt (more of an ensemble: natural_model_v1_member2.pt, ...), then for every cycle

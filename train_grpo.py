@@ -294,8 +294,7 @@ def main() -> None:
     forward = parallel(policy, ranks)
     for step in run.steps("max_steps", evaluate, every=settings.eval_interval, until=stops.why, first=1):
         # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
-        draw = sample_group if settings.states == "own" else natural_rows
-        batch = ranks.everywhere(partial(draw, completer, corpus.train, settings, step, ranks))
+        batch = ranks.everywhere(partial(sample_group, completer, corpus.train, settings, step, ranks))
         # r_1 .. r_G and log pi_ref; each rank scores its rows, then all know all
         batch.score(scorer, ranks, keep_hidden=bool(settings.exact))
         run.note(**figures_of_rollouts(batch, settings))
@@ -549,10 +548,12 @@ class MicroBatch:
 def sample_group(
     completer: Completer[GPT], tokens: np.ndarray, settings: GRPOSettings, step: int, ranks: Ranks
 ) -> RolloutBatch:
-    """Completions of this rank's share of the step's P prompts, G of each.
+    """Completions of this rank's share of the step's P prompts, G of each; with states=natural as many natural rows.
 
     Sampling is at temperature 1 over all tokens: the very distribution that the formulas score.
     """
+    if settings.states == "natural":
+        return natural_rows(completer, tokens, settings, step, ranks)
     N, device, mine = completer.length, ranks.device, ranks.share(settings.prompts_per_step)
     amount = N, settings.prompts_per_step, settings.group_size
     natural, prefix_lengths, uniforms = draw_prompts(tokens, *amount, settings.seed, "rollout", step)

@@ -47,9 +47,9 @@ FREE = {
 class EstimatorSettings(Settings):
     """Variance of the gradient, and KL to the mixture after some steps, by estimator."""
 
-    base_model_path: str = setting("out/shakespeare_char_cpu/base_model_v1.pt", model_file="required")
+    base_model_path: str = setting("out/shakespeare_complete_cpu/base_model_v1.pt", model_file="required")
     """checkpoint of the generator"""
-    reward_model_path: str = setting("out/shakespeare_char_cpu/reward_model_v1.pt", model_file="required")
+    reward_model_path: str = setting("out/shakespeare_complete_cpu/reward_model_v1.pt", model_file="required")
     """checkpoint of its reward model, with a likelihood head"""
     dataset: str = "shakespeare_char"
     """folder of the corpus: a path, or a name below data/"""

@@ -22,7 +22,7 @@ from runtime.process import UserError
 from runtime.run_log import say
 
 ROOT = Path(__file__).resolve().parents[1]
-# The section natural_model of config/shakespeare_char_cpu.py.
+# The section natural_model of config/shakespeare_complete_cpu.py.
 FURTHER = {
     **{"optimizer": "muon", "muon_learning_rate": 2e-2, "muon_momentum": 0.85, "learning_rate": 4e-3},
     **{"weight_decay": 0.01, "lr_schedule": "cooldown", "cooldown": 1.0, "min_lr": 0.0, "eval_interval": 100},

@@ -30,7 +30,7 @@ from runtime.run_log import say
 from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
 
-# The recipe of config/shakespeare_char_cpu.py.
+# The recipe of config/shakespeare_complete_cpu.py.
 RECIPE = {
     "n_layer": 4,
     "n_head": 4,

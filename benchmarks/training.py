@@ -100,13 +100,13 @@ def time_to_loss(settings: TrainingBenchSettings) -> None:
     pipeline, corpus = Pipeline(settings.out_dir), dataset_folder(settings.dataset).resolve()
     nanogpt_iters, fast_iters = (20, 10) if settings.quick else (2000, settings.max_iters)
     runs = [("nanoGPT's", "nanogpt_cpu", nanogpt_iters, 1337)]
-    runs += [("the fast one", "shakespeare_char_cpu", fast_iters, seed) for seed in settings.seeds]
+    runs += [("the fast one", "shakespeare_complete_cpu", fast_iters, seed) for seed in settings.seeds]
     rows, reference = [], None
     for title, config, iters, seed in runs:
         options = {"config": ROOT / "config" / f"{config}.py", "seed": seed, "block_size": 64, "log_interval": 5}
         path = pipeline.generator(f"{config}_{iters}_{seed}", corpus, iters, **options)
         records = read_records(path.with_suffix(".jsonl"))
-        tokens = 64 * {"nanogpt_cpu": 12, "shakespeare_char_cpu": 16}[config] * 5  # between two records
+        tokens = 64 * {"nanogpt_cpu": 12, "shakespeare_complete_cpu": 16}[config] * 5  # between two records
         seconds = sum(tokens / record["tokens_per_second"] for record in records if "tokens_per_second" in record)
         reference = reference or seconds
         reached = "yes" if val_loss(path) <= NANOGPT_LOSS + 0.0005 else "no"

@@ -1,4 +1,4 @@
-# nanoGPT's own recipe for a CPU, on Shakespeare by characters: shakespeare_char_cpu.py is timed against it.
+# nanoGPT's own recipe for a CPU, on Shakespeare by characters: shakespeare_complete_cpu.py is timed against it.
 # Prepare the data with `python data/shakespeare_char/prepare.py` and train with
 #
 #     python train.py --config config/nanogpt_cpu.py

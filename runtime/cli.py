@@ -1,6 +1,6 @@
 """Command lines and settings files: one dataclass a script becomes options, help and checks.
 
-    python -c "from runtime.cli import read_config; print(read_config('config/shakespeare_char_cpu.py'))"
+    python -c "from runtime.cli import read_config; print(read_config('config/shakespeare_complete_cpu.py'))"
 
 A settings file has nanoGPT's form, plain assignments, and is read as data: nothing in it is executed. A dict named
 after a script (`train = dict(max_iters=300)`) is for that script alone, so that one file can hold a whole cycle;

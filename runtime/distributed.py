@@ -1,6 +1,6 @@
 """The processes that torchrun started: shares of the work, sums over all ranks, averaged gradients.
 
-    python -m torch.distributed.run --nproc_per_node=2 train.py --config config/shakespeare_char_cpu.py
+    python -m torch.distributed.run --nproc_per_node=2 train.py --config config/shakespeare_complete_cpu.py
 
 A process on its own is rank 0 of 1, for which all of this does nothing. `Ranks` is passed to code that divides work;
 code that only prints asks `process.is_main_rank`.

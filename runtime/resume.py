@@ -1,6 +1,6 @@
 """A training run: its steps, its records, and the state from which it resumes after an interruption.
 
-    python train.py --config config/shakespeare_char_cpu.py --init_from resume
+    python train.py --config config/shakespeare_complete_cpu.py --init_from resume
 
 A trainer declares what its state consists of (`Run.track`, in the manner of torchtitan's Stateful) and loops over
 `Run.steps`, which evaluates, records, saves, stops and answers signals. The state is one file beside the output.

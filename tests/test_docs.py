@@ -78,6 +78,7 @@ SHRINK = {
     "benchmarks/training": "--quick True --parts throughput reward --num_runs 1",
     "benchmarks/estimators": "--ways 'sampled, mean at the position' 'exact, one of each prompt' --batches 2 --steps 3 "
     "--prompts_per_step 2 --group_size 2 --device cpu",
+    "benchmarks/exhaustion": "--steps 4 --device cpu",
     "benchmarks/generation": "--shapes XS --num_runs 1 --headline_blocks 0 --num_processes 1 --device cpu",
 }
 TORCHRUN = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"}
@@ -175,7 +176,7 @@ def template(tmp_path_factory) -> Path:
     for name in ("benchmarks", "runtime"):
         shutil.copytree(ROOT / name, folder / name)
     # The tiny models' reward models do not predict: as the settings file stands, the cycles would end before GRPO.
-    config = folder / "config/shakespeare_char_cpu.py"
+    config = folder / "config/shakespeare_complete_cpu.py"
     config.write_text(config.read_text().replace("train_grpo = dict(", "train_grpo = dict(allow_blind_reward=True,"))
     lines = make_text(1500)
     middle = len(lines) // 2
@@ -461,7 +462,7 @@ def test_every_logged_number_is_defined(workspace):
     for path in guide.folder.rglob("perplexity_*.json"):
         for figures in read_json(path).values():
             logged |= figures.keys()
-    ledger = read_json(guide.folder / "out/shakespeare_char_cpu/cycles.json")
+    ledger = read_json(guide.folder / "out/shakespeare_complete_cpu/cycles.json")
     logged |= {name for entry in ledger["stages"].values() for name in numbers_in(entry)} | {"outcome"}
     page = workspace("docs/evaluation.md")
     assert page.failure is None, page.failure

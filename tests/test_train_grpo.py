@@ -241,7 +241,7 @@ def reason(settings: GRPOSettings, rewards: list[float], **record: float) -> str
 
 
 def test_the_default_window_fits_the_steps():
-    """With the 40 steps of config/shakespeare_char_cpu.py a reward that stays where it is ends the run at step 24."""
+    """With the 40 steps of config/shakespeare_complete_cpu.py a reward that stays the same ends the run at step 24."""
     settings = GRPOSettings(max_steps=40)
     ends = [step for step in range(1, 41) if reason(settings, [0.5] * step)]
     assert ends[0] == 24 and "plateau" in reason(settings, [0.5] * 24)

@@ -1,0 +1,96 @@
+# The complete works of Shakespeare by characters on two CPU cores: two cycles of GRPO in its own form, group-relative
+# advantages, with controls. Plain training of this generator is far from exhausted and lowers the loss more than GRPO.
+# (The corpus of `python data/shakespeare_char/prepare.py --source complete`; tiny Shakespeare where that was made.)
+#
+#     python run_cycles.py --config config/shakespeare_complete_cpu.py
+#     python train.py --config config/shakespeare_complete_cpu.py        (its first stage alone)
+#
+# Each script reads the section named after it; train.py --section NAME reads natural_model or control_plain.
+
+run_cycles = dict(
+    out_dir="out/shakespeare_complete_cpu",
+    dataset="shakespeare_char",
+    num_cycles=2,
+    grpo_step_seconds=2.2,
+    plain_step_seconds=0.11,
+)
+
+train = dict(
+    out_dir="out/shakespeare_complete_cpu",
+    dataset="shakespeare_char",
+    n_layer=4,
+    n_head=4,
+    n_embd=128,
+    block_size=128,
+    batch_size=16,
+    init="orthogonal",
+    short_contexts=(8, 16),
+    optimizer="muon",
+    muon_learning_rate=0.05,
+    muon_momentum=0.85,
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    grad_clip=0.0,
+    max_iters=300,
+    warmup_iters=3,
+    lr_schedule="cooldown",
+    min_lr=0.0,
+    eval_interval=100,
+    patience=5,
+    min_delta=0.001,
+)
+
+# Trains the base model further on natural text: the reward model compares it with the generator.
+natural_model = dict(
+    out_dir="out/shakespeare_complete_cpu",
+    checkpoint_name="natural_model.pt",
+    dataset="shakespeare_char",
+    batch_size=16,
+    optimizer="muon",
+    muon_learning_rate=2e-2,
+    muon_momentum=0.85,
+    learning_rate=4e-3,
+    weight_decay=0.01,
+    grad_clip=1.0,
+    max_iters=250,
+    warmup_iters=20,
+    lr_schedule="cooldown",
+    cooldown=1.0,
+    min_lr=0.0,
+    eval_interval=100,
+)
+
+# The control by plain training: the recipe of the natural model.
+control_plain = dict(
+    out_dir="out/shakespeare_complete_cpu",
+    dataset="shakespeare_char",
+    batch_size=16,
+    optimizer="muon",
+    muon_learning_rate=2e-2,
+    muon_momentum=0.85,
+    learning_rate=4e-3,
+    weight_decay=0.01,
+    grad_clip=1.0,
+    warmup_iters=20,
+    lr_schedule="cooldown",
+    cooldown=1.0,
+    min_lr=0.0,
+    eval_interval=100,
+)
+
+prepare_reward_data = dict(
+    samples_per_chunk=10,
+    max_blocks=200,
+)
+
+train_reward_model = dict(
+    head="likelihood",
+)
+
+train_grpo = dict(
+    prompts_per_step=16,
+    group_size=8,
+    max_steps=40,
+    eval_interval=10,
+    natural_threshold=1.0,
+)
