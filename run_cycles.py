@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from checkpoint import data_record, hash_weights, load_checkpoint, open_corpus
-from cycle_report import control_sentences, cycle_table, form_sentence
+from cycle_report import control_sentences, cycle_table, form_sentences
 from data_loader import SPLITS_FILE, dataset_folder
 from evaluate import EvaluateSettings
 from reward_data_config import RewardDataConfig
@@ -34,7 +34,7 @@ from runtime.files import atomic_path, read_json, write_json
 from runtime.output_lock import hold_output, only_writer
 from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, on_interruption, run_main, warn
 from runtime.resume import SUFFIX, load_run_state, of_another_run, set_aside, state_to_resume
-from runtime.run_log import say
+from runtime.run_log import read_records, say
 from runtime.settings import Declared, Problems, Settings, setting
 from sample import SampleSettings, encode_start
 from tokenization_manager import detect_method
@@ -95,10 +95,11 @@ class CycleSettings(Settings):
     controls: Literal["both", "plain", "distil", "none"] = "both"
     """what the policy is compared with. plain: the previous control (first: base_model_v1), trained further by plain
     steps that take GRPO's seconds; distil: the same target, steps and rows as GRPO's, at prefixes of natural text"""
-    grpo_step_seconds: float = setting(2.2, above=0, unit="seconds")
-    """seconds of a step of train_grpo.py, as measured beforehand: with the next option, the budget of control_plain"""
-    plain_step_seconds: float = setting(0.25, above=0, unit="seconds")
-    """seconds of a step of train.py with the settings of section control_plain"""
+    grpo_step_seconds: float | None = setting(None, above=0, unit="seconds")
+    """seconds of a step of train_grpo.py, measured beforehand: with the next option the budget of the plain control;
+    None: there is no such control"""
+    plain_step_seconds: float | None = setting(None, above=0, unit="seconds")
+    """seconds of a step of train.py with the settings of section control_plain; None: there is no such control"""
     sample_tokens: int = setting(400, minimum=1, unit="tokens")
     """tokens of sample text from the first and the last base model"""
     sample_start: str = "\n"
@@ -399,6 +400,7 @@ def main() -> None:
 
     runner.run(train_stage(folder, out))
     runner.run(perplexity_stage(1, folder, out))
+    comparisons: dict[int, Mapping[str, Any]] = {}  # with the controls, by cycle
     losses: list[float] = []  # on the selecting part, of version 1, 2, ..., all as train_grpo.py measures them
     outcome = f"all {settings.num_cycles} cycles done"
     for cycle in range(1, settings.num_cycles + 1):
@@ -412,10 +414,9 @@ def main() -> None:
             compared = controls.stages(cycle, reward_model_path, policy["steps"])
         for stage in compared:
             runner.run(stage)
-        models = tuple(stage.artefact for stage in compared)
-        runner.run(perplexity_stage(cycle + 1, folder, out, models))
-        if models:
-            runner.run(comparison_stage(cycle + 1, folder, out, models))
+        runner.run(perplexity_stage(cycle + 1, folder, out))
+        if compared:
+            comparisons[cycle] = runner.run(comparison_stage(cycle + 1, folder, out, compared))
         if reward_model_path is None:
             outcome = f"ended in cycle {cycle} without GRPO: {finding}; base model {cycle} is carried on"
             break
@@ -427,11 +428,12 @@ def main() -> None:
     samples = [sample_stage(version, settings, out) for version in (1, cycle + 1)]
     for stage in samples:
         runner.run(stage)
-    summary = [form_sentence(own_settings["train_grpo"]), controls.reason, *control_sentences(ledger.stages)]
-    ledger.conclude(outcome, summary := [sentence for sentence in summary if sentence])
+    summary = [*form_sentences(own_settings["train_grpo"]), *controls.reasons]
+    summary += control_sentences(ledger.stages, comparisons)
+    ledger.conclude(outcome, summary)
     for stage in samples:
         say(f"\n##### Text from {stage.inputs['checkpoint_path']}\n{stage.artefact.read_text(encoding='utf-8')}")
-    say(cycle_table(ledger.stages, cycle))
+    say(cycle_table(ledger.stages, cycle, comparisons))
     say("\n".join(["", *summary]))
     say(f"\n{outcome[0].upper()}{outcome[1:]}. Everything is in {out}:")
     for path in sorted(out.iterdir()):
@@ -469,6 +471,8 @@ class NaturalModels:
     given: bool
     """whether those checkpoints are the first ones, as they are"""
     each_cycle: bool
+    init: str
+    """of the weights of one from scratch"""
 
     def paths(self, cycle: int, attempt: int) -> tuple[Path, ...]:
         """The trunks of an attempt at a cycle's reward model; none: those of the settings file, or the generator."""
@@ -491,6 +495,8 @@ class NaturalModels:
             options: dict[str, Any] = {"out_dir": self.out, "checkpoint_name": model.name}
             options |= {"seed": self.seed + number} if number else {}
             (options if start == "scratch" else inputs)["init_from"] = start
+            if start != "scratch" and self.init != TrainSettings.init:
+                options["init"] = TrainSettings.init  # of a later attempt: it has no new weights
             figures = partial(trained, model, "step", "val_loss", "select_loss")
             stages.append(Stage(model.stem, "natural_model", model, inputs, options, figures))
         return stages
@@ -510,7 +516,7 @@ def natural_models(config_path: str | None, folder: Path, settings: CycleSetting
         raise UserError(f"ERROR: natural_models={count}, but {reason}: leave out natural_models")
     starts = (head.trunks or (start,) * count) if head.model_class.is_ratio else ()
     own = parse_settings(TrainSettings, "train", [*config, "--section", "natural_model"], check=False)
-    return NaturalModels(folder, out, starts, own.seed, bool(head.trunks), settings.natural_model_each_cycle)
+    return NaturalModels(folder, out, starts, own.seed, bool(head.trunks), settings.natural_model_each_cycle, own.init)
 
 
 def reward_model(out: Path, cycle: int, attempt: int = 1) -> Path:
@@ -589,18 +595,21 @@ class Controls:
     folder: Path
     out: Path
     settings: CycleSettings
+    has_plain: bool
     exact: dict[str, Any]
     """options of train_grpo.py by which it distils its target; empty: there is no such control"""
-    reason: str
-    """why there is no control by distillation although it is asked for, as a sentence; else empty"""
+    schedule_steps: int | None
+    """length of the policy's schedule of the learning rate; None: its rate is constant"""
+    reasons: tuple[str, ...]
+    """sentences: why there is no control of a kind that is asked for"""
 
     def stages(self, cycle: int, reward_model_path: Path, steps: int) -> list[Stage]:
         """Their training, for a policy of so many steps."""
-        is_plain = self.settings.controls in ("both", "plain")
-        stages = [self._plain(cycle, steps)] if is_plain else []
+        stages = [self._plain(cycle, steps)] if self.has_plain else []
         if self.exact:
             policy, model = policy_stage(cycle, self.folder, self.out, reward_model_path), self._model("distil", cycle)
             options = {**policy.options, **self.exact, "output_path": model, "max_steps": steps}
+            options |= {} if self.schedule_steps is None else {"lr_decay_steps": self.schedule_steps}
             figures = partial(trained, model, "steps", "stop_reason", "kept_step", "select_loss")
             stages.append(replace(policy, name=model.stem, artefact=model, options=options, figures=figures))
         return stages
@@ -608,13 +617,16 @@ class Controls:
     def _plain(self, cycle: int, steps: int) -> Stage:
         model = self._model("plain", cycle)
         start = self._model("plain", cycle - 1) if cycle > 1 else base_model(self.out, 1)
-        budget = max(1, round(steps * self.settings.grpo_step_seconds / self.settings.plain_step_seconds))
+        ours, theirs = self.settings.grpo_step_seconds, self.settings.plain_step_seconds
+        assert ours is not None and theirs is not None  # controls_of
 
         def figures() -> dict[str, Any]:
             found = trained(model, "step", "val_loss", "select_loss")
-            return {"steps": budget, "kept_step": found.pop("step"), **found}
+            done = {"steps": read_records(model.with_suffix(".jsonl"))[-1]["step"], "kept_step": found.pop("step")}
+            return {**done, **found, "grpo_step_seconds": ours, "plain_step_seconds": theirs}
 
-        options = {"out_dir": self.out, "checkpoint_name": model.name, "max_iters": budget}
+        options = {"out_dir": self.out, "checkpoint_name": model.name}
+        options["max_iters"] = max(1, round(steps * ours / theirs))
         return Stage(model.stem, "control_plain", model, {"dataset": self.folder, "init_from": start}, options, figures)
 
     def _model(self, kind: str, cycle: int) -> Path:
@@ -622,23 +634,32 @@ class Controls:
 
 
 def controls_of(config_path: str | None, folder: Path, settings: CycleSettings) -> Controls:
-    """The controls that the settings ask for. One by distillation needs a target: the mixture of a likelihood head."""
+    """The controls that the settings ask for: by plain training if they have its section and budget, by distillation if
+    the reward has a target for it, the mixture of a likelihood head.
+    """
     config = [] if config_path is None else ["--config", config_path]
+    sections = {} if config_path is None else read_config(config_path)
     head = parse_settings(RewardModelSettings, "train_reward_model", config, check=False).model_class
     grpo = parse_settings(GRPOSettings, "train_grpo", config, check=False)
-    exact: dict[str, Any] = {}
+    reasons, has_plain, exact = [], settings.controls in ("both", "plain"), dict[str, Any]()
+    budget = settings.grpo_step_seconds, settings.plain_step_seconds
+    if has_plain and ("control_plain" not in sections or None in budget):
+        has_plain = False
+        needs = "a section control_plain, grpo_step_seconds and plain_step_seconds"
+        reasons.append(f"There is no control by plain training: it needs {needs} in the settings file.")
     if settings.controls in ("both", "distil"):
         if not head.is_ratio or grpo.reward == "natural" or grpo.credit == "sequence" or grpo.discount or grpo.beta:
-            reason = "There is no control by distillation: the optimum of this reward is no mixture."
-            return Controls(folder, Path(settings.out_dir), settings, exact, reason)
-        exact = {"states": "natural", "credit": "distribution"}
-        for each in fields(GRPOSettings):  # options of sampled tokens, which this credit refuses
-            credits = each.metadata.get("declared", Declared()).belongs_to.get("credit")
-            if credits and "distribution" not in credits and getattr(grpo, each.name) != each.default:
-                exact[each.name] = each.default
-        if grpo.loss_type == "cispo":
-            exact["loss_type"] = "dapo"  # averages alike
-    return Controls(folder, Path(settings.out_dir), settings, exact, "")
+            reasons.append("There is no control by distillation: the optimum of this reward is no mixture.")
+        else:
+            exact = {"states": "natural", "credit": "distribution"}
+            for each in fields(GRPOSettings):  # options of sampled tokens, which this credit refuses
+                credits = each.metadata.get("declared", Declared()).belongs_to.get("credit")
+                if credits and "distribution" not in credits and getattr(grpo, each.name) != each.default:
+                    exact[each.name] = each.default
+            if grpo.loss_type == "cispo":
+                exact["loss_type"] = "dapo"  # averages alike
+    schedule_steps = None if grpo.lr_schedule == "constant" else grpo.lr_decay_steps or grpo.max_steps
+    return Controls(folder, Path(settings.out_dir), settings, has_plain, exact, schedule_steps, tuple(reasons))
 
 
 def find_reward_model(
@@ -677,46 +698,32 @@ def larger(own: dict[str, dict[str, Any]], factor: int) -> dict[str, dict[str, A
     return {"prepare_reward_data": more, "train_reward_model": training}
 
 
-def perplexity_stage(version: int, folder: Path, out: Path, controls: tuple[Path, ...] = ()) -> Stage:
-    """Perplexity of a base model, and of its controls, over the reporting part of the validation split, and their
-    losses against the first base model's.
-    """
+def perplexity_stage(version: int, folder: Path, out: Path) -> Stage:
+    """Perplexity of a base model over the reporting part of the validation split, and its loss against the first's."""
     model = base_model(out, version)
     artefact = out / f"perplexity_{model.stem}.json"
-
-    def figures() -> dict[str, Any]:
-        contents = read_json(artefact)
-        own = checkpoint_figures(contents, str(model))
-        theirs = {kind_of(path): checkpoint_figures(contents, str(path)) for path in controls}
-        return own | {"controls": theirs} if controls else own
-
     return Stage(
         artefact.stem,
         "evaluate",
         artefact,
-        {"dataset": folder, "checkpoints": (model, *controls) if controls else model}
-        | ({"baseline": base_model(out, 1)} if version > 1 else {}),
+        {"dataset": folder, "checkpoints": model} | ({"baseline": base_model(out, 1)} if version > 1 else {}),
         {"output_path": artefact, "part": "report"},
-        figures,
+        lambda: checkpoint_figures(read_json(artefact), str(model)),
     )
 
 
-def comparison_stage(version: int, folder: Path, out: Path, controls: tuple[Path, ...]) -> Stage:
-    """Losses of the controls on the reporting part of the validation split, against the policy's."""
-    artefact = out / f"controls_v{version}.json"
-    inputs: dict[str, Any] = {"dataset": folder, "checkpoints": controls, "baseline": base_model(out, version)}
+def comparison_stage(version: int, folder: Path, out: Path, controls: list[Stage]) -> Stage:
+    """Losses of the controls on the reporting part of the validation split; the policy's minus each of them."""
+    artefact, models = out / f"controls_v{version}.json", tuple(stage.artefact for stage in controls)
+    inputs: dict[str, Any] = {"dataset": folder, "checkpoints": models, "baseline": base_model(out, version)}
     options = {"output_path": artefact, "part": "report"}
 
     def figures() -> dict[str, Any]:
         contents = read_json(artefact)
-        return {kind_of(path): policy_minus(checkpoint_figures(contents, str(path))) for path in controls}
+        found = {path.stem.partition("_v")[0]: checkpoint_figures(contents, str(path)) for path in models}
+        return {kind: {"loss": theirs["loss"], **policy_minus(theirs)} for kind, theirs in found.items()}
 
     return Stage(artefact.stem, "evaluate", artefact, inputs, options, figures)
-
-
-def kind_of(control: Path) -> str:
-    """control_plain or control_distil, of its file."""
-    return control.stem.partition("_v")[0]
 
 
 def policy_minus(control: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -116,7 +116,11 @@ class GRPOSettings(Settings):
     learning_rate: float = setting(3e-4, above=0)
     """learning rate of AdamW, the first of its schedule"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """course of the learning rate over the max_steps with which the run began"""
+    """course of the learning rate over lr_decay_steps"""
+    lr_decay_steps: int | None = setting(
+        None, minimum=1, unit="steps", belongs_to={"lr_schedule": ("linear", "cosine")}
+    )
+    """step at which the schedule ends; None: the max_steps with which the run began"""
     min_lr: float = setting(0.0, minimum=0, belongs_to={"lr_schedule": ("linear", "cosine")})
     """learning rate at the end of the schedule"""
     weight_decay: float = setting(0.0, minimum=0)
@@ -171,7 +175,7 @@ class GRPOSettings(Settings):
     """minimum rise of a window's mean P(natural) that resets plateau_patience"""
     update_kl_cap: float = setting(0.05, above=0, unit="nats a token")
     """end a step's updates when the KL from the policy that sampled exceeds this (nats a token); with one update a
-    step, end the training when an evaluation finds the step beyond it"""
+    step, end the training when an evaluation finds the step beyond it; unused with states=natural"""
     start_kl_cap: float = setting(0.5, above=0, unit="nats a token")
     """end the training when the KL from the starting policy exceeds this (nats a token)"""
     natural_loss_cap: float = setting(0.3, above=0, unit="nats a token")
@@ -747,7 +751,7 @@ def natural_batch(
 
 def factor_at(step: int, settings: GRPOSettings, horizon: int) -> float:
     """The learning rate of a step, counted from 0, as a share of the first, in a run begun with `horizon` steps."""
-    floor = settings.min_lr / settings.learning_rate
+    floor, horizon = settings.min_lr / settings.learning_rate, settings.lr_decay_steps or horizon
     if settings.lr_schedule == "linear":
         return cooldown_factor(step, 0, horizon, 1.0, floor)
     return learning_rate_factor(step, 0, horizon, floor if settings.lr_schedule == "cosine" else 1.0)

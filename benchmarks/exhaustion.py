@@ -23,7 +23,8 @@ from runtime.settings import Settings, setting
 from train import TrainSettings
 
 # Settings of the recipe that further training keeps.
-KEPT = "optimizer", "muon_momentum", "weight_decay", "grad_clip", "beta1", "beta2", "dropout", "seed"
+KEPT = ("optimizer", "muon_momentum", "weight_decay", "grad_clip", "beta1", "beta2", "dropout", "seed")
+KEPT += ("gradient_accumulation_steps",)
 
 
 @dataclass
@@ -72,7 +73,8 @@ def main() -> None:
             name = f"rate x{rate:g}, batch x{factor}"
             file_name = f"further_{rate:g}_{factor}"
             runs[name] = trained(file_name, init_from=start, **options)
-    longer = {"max_iters": recipe.max_iters + settings.steps, "patience": None}  # the rate falls late in the run
+    longer = {"max_iters": recipe.max_iters + settings.steps, "patience": None, "lr_decay_iters": None}
+    # Without patience: the rate falls late in the run.
     runs["from scratch, all steps"] = trained("scratch", config=config, **longer)
 
     rows, losses = [], {name: load_checkpoint(path)["training"] for name, path in runs.items()}

@@ -1,11 +1,15 @@
 # The complete works of Shakespeare by characters on two CPU cores: two cycles of GRPO in its own form, group-relative
 # advantages, with controls. Plain training of this generator is far from exhausted and lowers the loss more than GRPO.
-# (The corpus of `python data/shakespeare_char/prepare.py --source complete`; tiny Shakespeare where that was made.)
+# (A text that is in data/shakespeare_char already is used as it is.)
 #
 #     python run_cycles.py --config config/shakespeare_complete_cpu.py
 #     python train.py --config config/shakespeare_complete_cpu.py        (its first stage alone)
 #
 # Each script reads the section named after it; train.py --section NAME reads natural_model or control_plain.
+
+prepare = dict(
+    source="complete",
+)
 
 run_cycles = dict(
     out_dir="out/shakespeare_complete_cpu",

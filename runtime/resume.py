@@ -9,7 +9,7 @@ A trainer declares what its state consists of (`Run.track`, in the manner of tor
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Generic, Protocol
@@ -59,9 +59,13 @@ class Values(SimpleNamespace):
 
 
 def of_another_run(state: Mapping[str, Any], settings: Settings) -> str:
-    """The differences between the settings of the run whose state this is and these, as text; empty without any."""
+    """The differences between the settings of the run whose state this is and these, as text; empty without any.
+
+    A setting that its program did not have had the default.
+    """
     now = {name: value for name, value in asdict(settings).items() if name not in settings.changeable}
-    return differing_settings(state["settings"], now)
+    then = {each.name: each.default for each in fields(settings) if each.name in now} | state["settings"]
+    return differing_settings(then, now)
 
 
 def load_run_state(path: str | Path) -> dict[str, Any]:

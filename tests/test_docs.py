@@ -175,9 +175,13 @@ def template(tmp_path_factory) -> Path:
         shutil.copy(path, folder / path.relative_to(ROOT))
     for name in ("benchmarks", "runtime"):
         shutil.copytree(ROOT / name, folder / name)
-    # The tiny models' reward models do not predict: as the settings file stands, the cycles would end before GRPO.
-    config = folder / "config/shakespeare_complete_cpu.py"
-    config.write_text(config.read_text().replace("train_grpo = dict(", "train_grpo = dict(allow_blind_reward=True,"))
+    # The tiny models' reward models do not predict: as the settings files stand, the cycles would end before GRPO. The
+    # corpus of both is that of the other documents, which has no plays to choose from.
+    for name in ("char", "complete"):
+        config = folder / f"config/shakespeare_{name}_cpu.py"
+        text = config.read_text().replace("train_grpo = dict(", "train_grpo = dict(allow_blind_reward=True,")
+        text = re.sub(r"^prepare = dict\(\n.*?^\)\n", "", text, flags=re.DOTALL | re.MULTILINE)
+        config.write_text(text.replace("shakespeare_plays_char", "shakespeare_char"))
     lines = make_text(1500)
     middle = len(lines) // 2
     text = lines[:middle] + CHARACTERS + lines[middle:]
@@ -462,7 +466,7 @@ def test_every_logged_number_is_defined(workspace):
     for path in guide.folder.rglob("perplexity_*.json"):
         for figures in read_json(path).values():
             logged |= figures.keys()
-    ledger = read_json(guide.folder / "out/shakespeare_complete_cpu/cycles.json")
+    ledger = read_json(guide.folder / "out/shakespeare_char_cpu/cycles.json")
     logged |= {name for entry in ledger["stages"].values() for name in numbers_in(entry)} | {"outcome"}
     page = workspace("docs/evaluation.md")
     assert page.failure is None, page.failure

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -47,10 +47,11 @@ import train_reward_model
 from checkpoint import hash_weights, load_checkpoint
 from reward_dataset_loader import RewardDataset
 from reward_metrics import measure_skill
-from runtime.cli import read_config
+from runtime.cli import parse_settings, read_config
 from runtime.files import hash_file
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
+from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
 
 pytest_plugins = ["tiny_run"]
@@ -215,7 +216,7 @@ def test_nanogpts_own_settings_file_works_as_it_is(tmp_path, corpus):
         assert training["n_embd"] == 8
 
 
-def test_the_projects_settings_files_are_read():
+def test_the_projects_settings_files_are_read(tmp_path):
     """Every section of every file under config/ names settings that its script has."""
     for path in sorted((ROOT / "config").glob("*.py")):
         for script in ("train", "run_cycles", "prepare_reward_data", "train_reward_model", "train_grpo"):
@@ -224,6 +225,16 @@ def test_the_projects_settings_files_are_read():
             finished = call(script, str(path), device="no-such-device")
             assert finished.status == 2
             assert "no-such-device" in finished.err or "is required" in finished.err, finished.err
+        if "run_cycles" not in read_config(str(path)):
+            continue
+        # The stages of all attempts and of later cycles, controls included, parse too.
+        settings = parse_settings(run_cycles.CycleSettings, "run_cycles", [str(path)])
+        for each_cycle in (False, True):
+            settings = replace(settings, natural_model_each_cycle=each_cycle)
+            natural = run_cycles.natural_models(str(path), tmp_path, settings)
+            stages = [stage for cycle, attempt in ((1, 1), (1, 2), (2, 1)) for stage in natural.stages(cycle, attempt)]
+            stages += run_cycles.controls_of(str(path), tmp_path, settings).stages(2, tmp_path / "r.pt", 7)
+            run_cycles.checked_settings(stages, str(path), "cpu")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -444,6 +455,7 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
 
 CONTROLS = """
 control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0)
+run_cycles = dict(grpo_step_seconds=6.0, plain_step_seconds=2.0)
 """
 
 
@@ -454,7 +466,7 @@ def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_p
     """
     path, out = tmp_path / "controls.py", tmp_path / "out"
     path.write_text(config.read_text() + CONTROLS)
-    options = cycle_options(corpus, out, controls="both", grpo_step_seconds=6.0, plain_step_seconds=2.0)
+    options = cycle_options(corpus, out, controls="both")
     with monkeypatch.context() as patch:
         end_in_call(patch, train_grpo, "natural_rows", 2, terminate)
         assert call("run_cycles", str(path), **options).status != 0
@@ -479,48 +491,79 @@ def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_p
         assert changed == {"output_path", "states", "credit"}
         assert (distil["states"], distil["credit"], distil["max_steps"]) == ("natural", "distribution", steps)
 
-        compared = stages[f"controls_v{version}"]
-        measured = stages[f"perplexity_base_model_v{version}"]
+        compared, measured = stages[f"controls_v{version}"], stages[f"perplexity_base_model_v{version}"]
         sentences = summary[2 * version - 4 : 2 * version - 2]
         for name, sentence in zip(("control_plain", "control_distil"), sentences, strict=True):
             figures = compared[name]
-            theirs = measured["controls"][name]
-            difference = measured["loss"] - theirs["loss"]
+            difference = measured["loss"] - figures["loss"]
             assert figures["difference"] == pytest.approx(difference, abs=1e-6)
             assert figures["difference_low"] < figures["difference"] < figures["difference_high"]
             beat = " beat " if figures["difference_high"] < 0 else " did not beat "
             assert f"base_model_v{version} " in sentence and f"{beat}{name}_v{version} " in sentence
             assert sentence in printed
             row = next(line for line in printed.splitlines() if line.startswith(f"    {version - 1}  {name}"))
-            assert f"{theirs['perplexity']:.4f}" in row
+            assert f"{math.exp(figures['loss']):.4f}" in row
+        assert stages[f"control_plain_v{version}"]["steps"] == 3 * steps
     in_this_process.clear()
     succeed("run_cycles", str(path), **options)
     assert in_this_process == []
+    # What is not compared in this run is not in its summary.
+    printed = succeed("run_cycles", str(path), **cycle_options(corpus, out))
+    assert in_this_process == [] and json.loads((out / "cycles.json").read_text())["summary"] == []
+    assert "control_plain_v2 " not in printed
 
 
 @pytest.mark.parametrize(
     ("controls", "grpo", "made"),
     [
-        ("both", "", ["control_plain_v2", "control_distil_v2"]),
-        ("plain", "", ["control_plain_v2"]),
-        ("distil", 'advantage_scale="none", epsilon=0.1, loss_type="cispo", epsilon_high=5.0', ["control_distil_v2"]),
-        ("distil", 'credit="distribution", divergence_beta=0.5, loss_type="dapo"', ["control_distil_v2"]),
-        ("both", "discount=0.5", ["control_plain_v2"]),
+        ("both", "seed=1", ["plain", "distil"]),
+        ("plain", "seed=1", ["plain"]),
+        ("distil", 'advantage_scale="none", epsilon=0.1, loss_type="cispo", epsilon_high=5.0', ["distil"]),
+        ("distil", 'credit="distribution", divergence_beta=0.5, loss_type="dapo"', ["distil"]),
+        ("both", "discount=0.5", ["plain"]),
         ("distil", 'reward="natural"', []),
         ("none", 'reward="natural"', []),
     ],
 )
 def test_which_controls_a_configuration_has(tmp_path, controls, grpo, made):
     """Those of its settings that are for sampled tokens are left out; without a target there is no distillation."""
-    path = write_config(tmp_path / "c.py", **({"train_grpo": grpo} if grpo else {}))
-    settings = run_cycles.CycleSettings(out_dir=str(tmp_path), controls=controls)
+    path = write_config(tmp_path / "c.py", train_grpo=grpo)
+    path.write_text(path.read_text() + CONTROLS)
+    settings = run_cycles.CycleSettings(
+        out_dir=str(tmp_path), controls=controls, grpo_step_seconds=6, plain_step_seconds=2
+    )
     found = run_cycles.controls_of(str(path), tmp_path, settings)
     stages = found.stages(1, tmp_path / "reward_model_v1.pt", 7)
-    assert [stage.name for stage in stages] == made
-    assert bool(found.reason) == (controls != "none" and "control_distil_v2" not in made and bool(grpo))
+    assert [stage.name for stage in stages] == [f"control_{kind}_v2" for kind in made]
+    assert len(found.reasons) == {"both": 2, "none": 0}.get(controls, 1) - len(made)
     run_cycles.checked_settings(stages, str(path), "cpu")
     for stage in stages:
-        assert stage.options.get("max_steps", 7) == 7 and stage.options.get("max_iters", 62) == 62  # 7 x 2.2 / 0.25
+        assert stage.options.get("max_steps", 7) == 7 and stage.options.get("max_iters", 21) == 21
+
+
+@pytest.mark.parametrize("missing", ["section", "grpo_step_seconds", "plain_step_seconds"])
+def test_a_plain_control_needs_its_recipe_and_its_budget(tmp_path, missing):
+    path = write_config(tmp_path / "c.py")
+    if missing != "section":
+        path.write_text(path.read_text() + CONTROLS)
+    budget = {"grpo_step_seconds": 2.0, "plain_step_seconds": 0.1} | {missing: None}
+    budget.pop("section", None)
+    found = run_cycles.controls_of(str(path), tmp_path, run_cycles.CycleSettings(controls="plain", **budget))
+    assert found.stages(1, tmp_path / "r.pt", 7) == []
+    assert len(found.reasons) == 1 and "control_plain" in found.reasons[0] and "plain_step_seconds" in found.reasons[0]
+
+
+def test_distillation_has_the_policy_s_schedule(tmp_path):
+    """Also where the policy stopped early: its rate falls as the policy's fell."""
+    path = write_config(tmp_path / "c.py", train_grpo='lr_schedule="linear"')
+    settings = run_cycles.CycleSettings(controls="distil")
+    (stage,) = run_cycles.controls_of(str(path), tmp_path, settings).stages(1, tmp_path / "r.pt", 1)
+    assert (stage.options["max_steps"], stage.options["lr_decay_steps"]) == (1, 2)
+    policy, distil = GRPOSettings(lr_schedule="linear"), GRPOSettings(lr_schedule="linear", lr_decay_steps=4)
+    rates = [
+        [train_grpo.factor_at(step, each, horizon) for step in range(2)] for each, horizon in ((policy, 4), (distil, 2))
+    ]
+    assert rates[0] == rates[1] == [1.0, 0.75]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -726,7 +769,7 @@ def test_what_a_further_attempt_gets_more_of(tmp_path, data, model, more_data, m
     assert run_cycles.larger(own, 1) == {}
     more = run_cycles.larger(own, 4)
     assert (more.get("prepare_reward_data"), more.get("train_reward_model")) == (more_data, more_training)
-    natural = run_cycles.NaturalModels(tmp_path, tmp_path, (), seed=0, given=False, each_cycle=False)
+    natural = run_cycles.NaturalModels(tmp_path, tmp_path, (), seed=0, given=False, each_cycle=False, init="gpt2")
     reward_data, *_ = run_cycles.reward_stages(1, tmp_path, tmp_path, natural, 3, run_cycles.larger(own, 4))
     assert reward_data.artefact.name == ("reward_data_v1" if more_data is None else "reward_data_v1_try3")
 
