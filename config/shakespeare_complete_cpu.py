@@ -15,8 +15,8 @@ run_cycles = dict(
     out_dir="out/shakespeare_complete_cpu",
     dataset="shakespeare_char",
     num_cycles=2,
-    grpo_step_seconds=2.2,
-    plain_step_seconds=0.11,
+    grpo_step_seconds=3.35,
+    plain_step_seconds=0.24,
 )
 
 train = dict(

@@ -229,12 +229,11 @@ def test_the_projects_settings_files_are_read(tmp_path):
             continue
         # The stages of all attempts and of later cycles, controls included, parse too.
         settings = parse_settings(run_cycles.CycleSettings, "run_cycles", [str(path)])
-        for each_cycle in (False, True):
-            settings = replace(settings, natural_model_each_cycle=each_cycle)
-            natural = run_cycles.natural_models(str(path), tmp_path, settings)
-            stages = [stage for cycle, attempt in ((1, 1), (1, 2), (2, 1)) for stage in natural.stages(cycle, attempt)]
-            stages += run_cycles.controls_of(str(path), tmp_path, settings).stages(2, tmp_path / "r.pt", 7)
-            run_cycles.checked_settings(stages, str(path), "cpu")
+        settings = replace(settings, natural_model_each_cycle=True)
+        natural = run_cycles.natural_models(str(path), tmp_path, settings)
+        stages = [stage for cycle, attempt in ((1, 1), (1, 2), (2, 1)) for stage in natural.stages(cycle, attempt)[:1]]
+        stages += run_cycles.controls_of(str(path), tmp_path, settings).stages(2, tmp_path / "r.pt", 7)
+        run_cycles.checked_settings(stages, str(path), "cpu")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -858,7 +857,7 @@ def test_an_ensemble_whose_members_are_all_trained_further(tmp_path, corpus, str
 def test_what_members_start_from(tmp_path):
     """The cycle before, or the models of the settings file, each its own."""
     given = (tmp_path / "a.pt", tmp_path / "b.pt")
-    natural = run_cycles.NaturalModels(tmp_path, tmp_path, given, seed=5, given=True, each_cycle=True)
+    natural = run_cycles.NaturalModels(tmp_path, tmp_path, given, seed=5, given=True, each_cycle=True, init="gpt2")
     assert natural.paths(1, 1) == () and natural.stages(1, 1) == []
     for cycle, attempt, starts in (
         (1, 2, given),
