@@ -122,7 +122,7 @@ class GRPOSettings(Settings):
     )
     """step at which the schedule ends; None: the max_steps with which the run began"""
     min_lr: float = setting(0.0, minimum=0, belongs_to={"lr_schedule": ("linear", "cosine")})
-    """learning rate at the end of the schedule"""
+    """learning rate at the end of the schedule, and of steps that a resumed run adds; if 0, they are refused"""
     weight_decay: float = setting(0.0, minimum=0)
     """decoupled weight decay of matrices"""
     grad_clip: float = setting(1.0, minimum=0)
@@ -137,10 +137,11 @@ class GRPOSettings(Settings):
     """subtracted from a token's reward: the group's mean at the position, or its expectation over the vocabulary (needs
     a likelihood head)"""
     divergence_beta: float = setting(1.0, minimum=0, maximum=1, belongs_to={"credit": ("distribution",)})
-    """1: KL(policy || mixture); 0: KL(mixture || policy); between: generalised Jensen-Shannon divergence (GKD)"""
+    """with credit=distribution: 1: KL(policy || mixture); 0: KL(mixture || policy); between: generalised
+    Jensen-Shannon divergence (GKD)"""
     states: Literal["own", "natural"] = setting("own", belongs_to={"credit": ("distribution",)})
-    """prefixes at which the exact gradient is taken: of the policy's completions, or of natural text (off-policy
-    distillation, a control)"""
+    """with credit=distribution, prefixes at which the gradient is taken: of the policy's completions, or of natural
+    text (off-policy distillation, a control)"""
     discount: float = setting(0.0, minimum=0, maximum=1)
     """with credit for tokens: discount factor of later tokens' rewards; 0: immediate reward only"""
     kl_in_reward: float | None = setting(None, minimum=0)

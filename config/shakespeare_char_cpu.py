@@ -1,5 +1,5 @@
-# The whole loop on two CPU cores in under ten minutes, where it has something to give: few data, a generator that plain
-# training has exhausted, and natural models that know more together than the generator does.
+# The whole loop on two CPU cores in under ten minutes, where it has something to give: few data, a generator that gains
+# nothing by further steps of its own recipe, and natural models that know more together than the generator does.
 #
 #     python run_cycles.py --config config/shakespeare_char_cpu.py
 #
@@ -73,7 +73,7 @@ natural_model = dict(
     seed=1338,
 )
 
-# Plain training for GRPO's seconds, at the rate and with the dropout that lose least here.
+# Plain training for the policy's seconds, at 0.12 of the generator's rate and with dropout.
 control_plain = dict(
     dataset="shakespeare_plays_char",
     batch_size=16,

@@ -1,6 +1,6 @@
 # The complete works of Shakespeare by characters on two CPU cores: two cycles of GRPO in its own form, group-relative
 # advantages, with controls. Plain training of this generator is far from exhausted and lowers the loss more than GRPO.
-# (A text that is in data/shakespeare_char already is used as it is.)
+# (A text that is in data/shakespeare_char already is used as it is: prepare.py alone takes tiny Shakespeare if it can.)
 #
 #     python run_cycles.py --config config/shakespeare_complete_cpu.py
 #     python train.py --config config/shakespeare_complete_cpu.py        (its first stage alone)
