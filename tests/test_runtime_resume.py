@@ -33,7 +33,7 @@ import train_reward_model
 from runtime.distributed import Ranks
 from runtime.files import load_state
 from runtime.process import Terminated, UserError
-from runtime.resume import Run, Values
+from runtime.resume import Run, Values, of_another_run
 from runtime.run_log import check_finite, counted, read_records
 from runtime.settings import Settings, setting
 
@@ -95,6 +95,14 @@ def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path, capsys):
         begun(path, True)
     begun(path)
     assert not path.with_suffix(".resume").exists()
+
+
+def test_a_setting_that_the_state_does_not_know_had_its_default():
+    """A state of a program of before its time is the same run at the default, another one otherwise."""
+    state = {"settings": {"lr": 0.1}}  # without tracker
+    assert of_another_run(state, RunSettings()) == ""
+    assert "tracker" in of_another_run(state, RunSettings(tracker="wandb"))
+    assert "lr" in of_another_run({"settings": {"lr": 0.2}}, RunSettings())
 
 
 def test_records_are_of_steps_with_what_their_evaluation_adds(tmp_path):
