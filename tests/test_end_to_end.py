@@ -220,7 +220,7 @@ def test_the_projects_settings_files_are_read(tmp_path):
     """Every section of every file under config/ names settings that its script has."""
     for path in sorted((ROOT / "config").glob("*.py")):
         for script in ("train", "run_cycles", "prepare_reward_data", "train_reward_model", "train_grpo"):
-            if path.name.startswith("train_") and script != "train":
+            if script != "train" and script not in read_config(str(path)):
                 continue
             finished = call(script, str(path), device="no-such-device")
             assert finished.status == 2
@@ -417,7 +417,7 @@ def test_a_run_belongs_to_one_corpus(tmp_path, unbroken, corpus, config, in_this
     assert in_this_process == []
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.5])
 def test_ctrl_c_at_any_moment_of_a_stage(tmp_path, corpus, config, seconds):
     process = start(ROOT / "run_cycles.py", config, *as_arguments(cycle_options(corpus, tmp_path / "out")))
     while "#####" not in (line := process.stdout.readline()):

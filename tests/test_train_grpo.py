@@ -542,15 +542,15 @@ def test_natural_states_are_rows_of_the_corpus_after_a_prompt(models):
 @pytest.mark.parametrize("more", [{}, {"updates_per_step": 2, "lm_coef": 0.1}], ids=str)
 def test_distillation_at_natural_states(good, more):
     """The loss falls; no completion of a step is rewarded, recorded or stops the run."""
-    options = {**good, **EXACT, "states": "natural", "max_steps": 8, "learning_rate": 1e-2, "eval_interval": 8}
+    options = {**good, **EXACT, "states": "natural", "max_steps": 6, "learning_rate": 1e-2, "eval_interval": 6}
     succeed("train_grpo", **options, best_by="last", reward_threshold=0.0, update_kl_cap=1e-9, start_kl_cap=9.0, **more)
     records = read_records(good["output_path"].with_suffix(".jsonl"))
     steps = [record for record in records if "loss" in record]
-    assert len(steps) == 8 and steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+    assert len(steps) == 6 and steps[-1]["loss"] < 0.8 * steps[0]["loss"]
     of_completions = {"reward", "evidence", "kl_start", "kl_step", "kl_update", "entropy", "ratio_mean", "flat_groups"}
     assert all(not of_completions & record.keys() for record in steps)
     training = load_checkpoint(good["output_path"])["training"]
-    assert training["first_reward"] is training["last_reward"] is None and training["kept_step"] == 8
+    assert training["first_reward"] is training["last_reward"] is None and training["kept_step"] == 6
     assert good["output_path"].with_suffix(".png").is_file()
 
 
