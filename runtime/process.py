@@ -82,6 +82,7 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which may come before the line is printed
         _exit(f"ERROR: another rank ended, or cannot be reached. {_resume_hint(error)}", EXIT_RANK_LOST)
     except MemoryError as error:
         _exit(f"ERROR: out of memory: {error}. Use a smaller batch or dataset.", EXIT_BAD_INPUT)

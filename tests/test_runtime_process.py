@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import run, start
 
+from runtime import process
 from runtime.process import Terminated, on_interruption, run_main
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +98,24 @@ def test_the_hint_of_an_interruption_is_true_at_its_moment(same_handler_afterwar
     with pytest.raises(SystemExit):
         run_main(main, resume_hint="Nothing is known.")
     assert capsys.readouterr().err == said
+
+
+def test_a_signal_while_the_loss_of_a_rank_is_reported_does_not_hide_it(same_handler_afterwards, monkeypatch, capsys):
+    """torchrun ends the other ranks as soon as one is gone."""
+    monkeypatch.setattr(process, "is_lost_rank", lambda error: True)
+
+    def hint() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "Go on."
+
+    def main():
+        process.print_on_interruption(hint)
+        raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(SystemExit) as caught:
+        run_main(main)
+    assert caught.value.code == process.EXIT_RANK_LOST
+    assert capsys.readouterr().err == "ERROR: another rank ended, or cannot be reached. Go on.\n"
 
 
 def test_run_main_hides_no_bug_and_changes_no_other_status(same_handler_afterwards):
