@@ -1,6 +1,6 @@
 """Runs the whole loop: base model, then cycles of reward data, reward model and GRPO, with a ledger of what came out.
 
-    python run_cycles.py --config config/shakespeare_complete_cpu.py
+    python run_cycles.py --config config/shakespeare_char_cpu.py
 
 Starts the other scripts one after the other, each in a process of its own. Out, in out_dir:
 base_model_v1.pt and natural_model_v1.pt (more of an ensemble: natural_model_v1_member2.pt, ...), then for every cycle
@@ -598,8 +598,6 @@ class Controls:
     has_plain: bool
     exact: dict[str, Any]
     """options of train_grpo.py by which it distils its target; empty: there is no such control"""
-    schedule_steps: int | None
-    """length of the policy's schedule of the learning rate; None: its rate is constant"""
     reasons: tuple[str, ...]
     """sentences: why there is no control of a kind that is asked for"""
 
@@ -609,7 +607,6 @@ class Controls:
         if self.exact:
             policy, model = policy_stage(cycle, self.folder, self.out, reward_model_path), self._model("distil", cycle)
             options = {**policy.options, **self.exact, "output_path": model, "max_steps": steps}
-            options |= {} if self.schedule_steps is None else {"lr_decay_steps": self.schedule_steps}
             figures = partial(trained, model, "steps", "stop_reason", "kept_step", "select_loss")
             stages.append(replace(policy, name=model.stem, artefact=model, options=options, figures=figures))
         return stages
@@ -658,8 +655,9 @@ def controls_of(config_path: str | None, folder: Path, settings: CycleSettings) 
                     exact[each.name] = each.default
             if grpo.loss_type == "cispo":
                 exact["loss_type"] = "dapo"  # averages alike
-    schedule_steps = None if grpo.lr_schedule == "constant" else grpo.lr_decay_steps or grpo.max_steps
-    return Controls(folder, Path(settings.out_dir), settings, has_plain, exact, schedule_steps, tuple(reasons))
+            if grpo.lr_schedule != "constant":  # the policy's schedule, also where the policy stops early
+                exact["lr_decay_steps"] = grpo.lr_decay_steps or grpo.max_steps
+    return Controls(folder, Path(settings.out_dir), settings, has_plain, exact, tuple(reasons))
 
 
 def find_reward_model(

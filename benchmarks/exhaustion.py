@@ -23,8 +23,10 @@ from runtime.settings import Settings, setting
 from train import TrainSettings
 
 # Settings of the recipe that further training keeps.
-KEPT = ("optimizer", "muon_momentum", "weight_decay", "grad_clip", "beta1", "beta2", "dropout", "seed")
-KEPT += ("gradient_accumulation_steps",)
+KEPT = (
+    *("optimizer", "muon_momentum", "weight_decay", "grad_clip", "beta1", "beta2", "dropout", "seed"),
+    "gradient_accumulation_steps",
+)
 
 
 @dataclass
@@ -63,18 +65,15 @@ def main() -> None:
             steps = settings.steps // factor
             options = {
                 **{name: getattr(recipe, name) for name in KEPT},
-                **{
-                    "learning_rate": recipe.learning_rate * rate,
-                    "muon_learning_rate": recipe.muon_learning_rate * rate,
-                },
+                **{name: getattr(recipe, name) * rate for name in ("learning_rate", "muon_learning_rate")},
                 **{"batch_size": recipe.batch_size * factor, "max_iters": steps, "eval_interval": max(1, steps // 10)},
                 **{"lr_schedule": "cooldown", "cooldown": 1.0, "min_lr": 0.0, "warmup_iters": min(20, steps // 10)},
             }
             name = f"rate x{rate:g}, batch x{factor}"
             file_name = f"further_{rate:g}_{factor}"
             runs[name] = trained(file_name, init_from=start, **options)
-    longer = {"max_iters": recipe.max_iters + settings.steps, "patience": None, "lr_decay_iters": None}
     # Without patience: the rate falls late in the run.
+    longer = {"max_iters": recipe.max_iters + settings.steps, "patience": None, "lr_decay_iters": None}
     runs["from scratch, all steps"] = trained("scratch", config=config, **longer)
 
     rows, losses = [], {name: load_checkpoint(path)["training"] for name, path in runs.items()}
