@@ -321,10 +321,11 @@ def check_tokenizer(contents: Mapping[str, Any], tokenizer: TokenizationManager)
     record, config = contents["tokenization"], contents["config"]
     if record is not None:
         tokenizer.info().check_compatible(TokenizationManager.from_record(record).info())
-        if tokenizer.to_record()["chars"] != record["chars"]:
+        if not tokenizer.same_vocabulary(record):
+            kind = "characters" if tokenizer.method == "char" else "tokens"
             raise UserError(
-                f"ERROR: {tokenizer.meta_path} numbers its {tokenizer.vocab_size} characters otherwise than the model; "
-                "use the meta.pkl that the model was trained with"
+                f"ERROR: {tokenizer.meta_path} numbers its {tokenizer.vocab_size} {kind} otherwise than the model; "
+                f"use the {'meta.pkl' if kind == 'characters' else 'tokenizer.json'} that the model was trained with"
             )
     known = config.num_real_tokens
     if tokenizer.vocab_size > known:

@@ -19,6 +19,7 @@ import generation
 from runtime.process import UserError
 
 REWARD_HEADS = ("last", "position", "likelihood")
+ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # and nn.GELU's name of the approximation
 
 
 @dataclass
@@ -37,12 +38,22 @@ class GPTConfig:
     position: str = "rope"  # 'rope' (inside attention) or 'learned' (transformer.wpe: nanoGPT, GPT-2)
     num_tokens: int | None = None  # ids that the tokenizer uses; the others are padding. None: see num_real_tokens
     reward_head_type: str = "last"  # 'last', 'position' or 'likelihood': a class of reward_model.py each
+    # Variants of other families: GPT-2's activation, GPT-NeoX's rotary positions, blocks and output layer.
+    activation: str = "gelu"  # 'gelu' (exact) or 'gelu_tanh' (GPT-2's approximation of it)
+    rotary_share: float = 1.0  # of each head's dimensions that rotary positions turn: see rotary_angles
+    parallel_residual: bool = False  # attention and MLP both read a block's input (True), or one after the other
+    tied_embeddings: bool = True  # input and output embeddings are one matrix
 
     @property
     def num_real_tokens(self) -> int:
         """Ids below this are tokens, the others padding. GPT-2's padded vocabulary is known by its size."""
         padded = {50304: 50257}
         return self.num_tokens or padded.get(self.vocab_size, self.vocab_size)
+
+    @property
+    def rotary_size(self) -> int:
+        """Dimensions of a head that rotary positions turn."""
+        return int(self.n_embd // self.n_head * self.rotary_share)
 
     def problem(self) -> str | None:
         """The reason why this configuration is impossible, as one sentence, or None."""
@@ -57,6 +68,14 @@ class GPTConfig:
             return f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
         if self.position == "rope" and (self.n_embd // self.n_head) % 2:
             return f"rotary positions need an even head size, not n_embd / n_head = {self.n_embd // self.n_head}"
+        if not isinstance(self.rotary_share, int | float) or not 0 < self.rotary_share <= 1:
+            return f"rotary_share={self.rotary_share!r}: must be > 0 and <= 1"
+        if self.rotary_share != 1 and self.position != "rope":
+            return f"rotary_share={self.rotary_share}: learned positions turn nothing; leave it at 1"
+        if self.position == "rope" and (self.rotary_size < 2 or self.rotary_size % 2):
+            return f"rotary_share={self.rotary_share}: {self.rotary_size} dimensions of a head: must be even and >= 2"
+        if self.activation not in ACTIVATIONS:
+            return f"activation={self.activation!r}: must be one of {', '.join(ACTIVATIONS)}"
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             return f"dropout={self.dropout!r}: must be >= 0 and < 1"
         if self.mode not in ("generator", "reward"):
@@ -142,7 +161,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.gelu = nn.GELU()
+        self.gelu = nn.GELU(ACTIVATIONS[config.activation])
         self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -151,7 +170,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added after."""
+    """Attention and MLP, each normalised before and added after; with parallel_residual both read the block's input."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -159,8 +178,11 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
+        self.parallel_residual = config.parallel_residual
 
     def forward(self, x: Tensor, rotation: Tensor | None, kv_cache: "generation.KVCache | None") -> Tensor:
+        if self.parallel_residual:
+            return x + self.attn(self.ln_1(x), rotation, kv_cache) + self.mlp(self.ln_2(x))
         x = x + self.attn(self.ln_1(x), rotation, kv_cache)
         return x + self.mlp(self.ln_2(x))
 
@@ -203,11 +225,12 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         else:
-            angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
+            angles = rotary_angles(config.block_size, config.n_embd // config.n_head, config.rotary_size)
             self.register_buffer("rotation", angles, persistent=False)
         if config.mode == "generator":
             self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
-            self.transformer.wte.weight = self.lm_head.weight
+            if config.tied_embeddings:
+                self.transformer.wte.weight = self.lm_head.weight
         else:
             self.reward_head = self.make_reward_head()
         self._init_weights()
@@ -331,9 +354,14 @@ class GPT(nn.Module):
         return generation.generate(self, idx, max_new_tokens, generation.Sampling(temperature, top_k, top_p), generator)
 
 
-def rotary_angles(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
-    """cos and signed sin (2, T, D) of the rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34)."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+def rotary_angles(length: int, head_dim: int, rotary_dim: int, base: float = 10000.0) -> Tensor:
+    """cos and signed sin (2, T, D) of the rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34).
+
+    Of the pairs d and d + D/2 the first rotary_dim / 2 are turned. (GPT-NeoX turns the first rotary_dim dimensions, in
+    pairs of their own; interop/huggingface.py reorders its queries and keys, which changes no product of the two.)
+    """
+    frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    frequencies = F.pad(frequencies, (0, (head_dim - rotary_dim) // 2))  # 0: not turned
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)  # (T, D / 2)
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).float()

@@ -1,13 +1,15 @@
-"""One tokenizer interface for GPT-2's BPE and for characters; `meta.pkl` read without executing anything in it.
+"""One tokenizer interface: GPT-2's BPE, characters, or a tokenizer.json. Nothing that their files hold is executed.
 
     python -c "from tokenization_manager import TokenizationManager as T; print(T('bpe').encode('To be, or not'))"
 
-In: a method, or a data folder from which to detect it; characters need a meta.pkl (nanoGPT's form). Tokens are
-uint16 arrays, because that is what token files hold.
+In: a method, or a data folder from which to detect it; characters need a meta.pkl (nanoGPT's form), the method
+`tokenizer` a tokenizer.json (Hugging Face's form, read by the package tokenizers). Tokens are uint16 arrays, because
+that is what token files hold.
 """
 
 import functools
 import io
+import json
 import os
 import pickle
 import pickletools
@@ -19,12 +21,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from data_loader import MAX_VOCAB_SIZE
-from runtime.downloads import ensure_gpt2_bpe_files
+from runtime.downloads import BPE_FILES, ensure_gpt2_bpe_files, sha256
 from runtime.files import atomic_path
 from runtime.process import UserError
 
 BPE_VOCAB_SIZE = 50257
 MAX_META_BYTES = 1 << 24
+TOKENIZER_FILE = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 1 << 26
+VOCABULARY_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")  # of a tokenizer.json: what decides ids
 ENCODE_CHARACTERS = 1 << 20  # looked up at a time, so that memory does not grow with the text
 
 
@@ -144,9 +149,100 @@ def data_folder(data_path: str | Path) -> Path:
 
 
 def detect_method(folder: str | Path) -> str:
-    """'char' where the folder holds a meta.pkl or has 'char' in its own name (not its parents'), else 'bpe'."""
+    """'char' where the folder holds a meta.pkl, 'tokenizer' where it holds a tokenizer.json.
+
+    Without either, 'char' where the folder has 'char' in its own name (not its parents'), else 'bpe'.
+    """
     folder = Path(os.path.abspath(folder))
-    return "char" if (folder / "meta.pkl").exists() or "char" in folder.name else "bpe"
+    if (folder / "meta.pkl").exists():
+        return "char"
+    return "tokenizer" if (folder / TOKENIZER_FILE).exists() else "char" if "char" in folder.name else "bpe"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenizer.json
+
+
+def read_tokenizer_json(path: str | Path) -> str:
+    """The text of a tokenizer.json; raises MetaFileError where it is missing, too large or no UTF-8 text."""
+    path = Path(path)
+    if not path.is_file():
+        raise MetaFileError(
+            f"{TOKENIZER_FILE} not found: {path}: name a folder that holds one, as Hugging Face's save_pretrained "
+            "writes, or use --tokenization bpe or char"
+        )
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise MetaFileError(f"{path} is no tokenizer: {path.stat().st_size:,} bytes are more than any vocabulary needs")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise MetaFileError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
+
+
+def parse_tokenizer_json(source: str, name: str | Path) -> tuple[dict[str, Any], int]:
+    """The contents of a tokenizer.json, and the number of its ids: the highest, with added tokens, and one.
+
+    Raises MetaFileError, naming the file, for contents that are no tokenizer's or have more ids than token files hold.
+    """
+    try:
+        contents = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise MetaFileError(f"{name} is no JSON: {error or 'nested too deep'}") from None
+    model = contents.get("model") if isinstance(contents, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    added = contents.get("added_tokens") or [] if isinstance(contents, dict) else None
+    # Of a Unigram model the vocabulary is a list of tokens with their scores, in the order of their ids.
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary or ())))
+    if not isinstance(vocabulary, dict | list) or not isinstance(added, list):
+        raise MetaFileError(f"{name} is no tokenizer: it needs 'model' with a 'vocab', as in a tokenizer.json")
+    ids += [token.get("id") if isinstance(token, dict) else None for token in added]
+    if not ids or not all(type(token) is int and 0 <= token < MAX_VOCAB_SIZE for token in ids):
+        raise MetaFileError(
+            f"{name}: its ids must be whole numbers from 0 to {MAX_VOCAB_SIZE - 1}, as token files are uint16, and at "
+            "least one; use a tokenizer with fewer ids, or --tokenization bpe"
+        )
+    return contents, max(ids) + 1
+
+
+def is_gpt2_tokenizer(contents: Mapping[str, Any], vocab_size: int) -> bool:
+    """Whether the contents of a tokenizer.json are GPT-2's own byte-pair encoding: merges and ids, by their hashes."""
+    model = contents["model"]
+    merges, vocabulary = model.get("merges"), model.get("vocab")
+    if not isinstance(merges, list) or not isinstance(vocabulary, dict) or vocab_size != BPE_VOCAB_SIZE:
+        return False
+    lines = [merge if isinstance(merge, str) else " ".join(map(str, merge)) for merge in merges]
+    normalizer, split = contents.get("normalizer"), contents.get("pre_tokenizer")
+    if normalizer is not None or not isinstance(split, dict):
+        return False
+    plain = split.get("type") == "ByteLevel" and not split.get("add_prefix_space")
+    return plain and gpt2_bpe_hashes(lines, vocabulary) == BPE_FILES
+
+
+def gpt2_bpe_hashes(merges: Sequence[str], vocabulary: Mapping[str, int]) -> dict[str, str]:
+    """sha256 of the files that merges and ids would be in GPT-2's form."""
+    ordered = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
+    files = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]), "encoder.json": json.dumps(ordered)}
+    return {name: sha256(text.encode(errors="surrogatepass")) for name, text in files.items()}
+
+
+def _library_tokenizer(source: str, name: str | Path) -> Any:
+    """The tokenizer of a tokenizer.json's text, by the package tokenizers, which executes nothing in it."""
+    try:
+        import tokenizers  # here, because it is optional
+    except ImportError:
+        raise UserError(
+            f"ERROR: {name} is a tokenizer in Hugging Face's form, which the package tokenizers reads: install it with "
+            "`pip install tokenizers`, or use --tokenization bpe or char"
+        ) from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(source)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise MetaFileError(f"{name}: the package tokenizers cannot read it: {error!s:.200}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 @functools.cache
@@ -157,7 +253,7 @@ def _gpt2_encoding() -> Any:
     return tiktoken.get_encoding("gpt2")
 
 
-TokenizationMethod = Literal["bpe", "char"]
+TokenizationMethod = Literal["bpe", "char", "tokenizer"]
 
 
 @dataclass
@@ -170,7 +266,7 @@ class TokenizationInfo:
 
     def __post_init__(self) -> None:
         if self.method not in get_args(TokenizationMethod):
-            raise UserError(f"tokenization method={self.method!r}: must be 'bpe' or 'char'")
+            raise UserError(f"tokenization method={self.method!r}: must be 'bpe', 'char' or 'tokenizer'")
         if not 1 <= self.vocab_size <= MAX_VOCAB_SIZE:
             raise UserError(f"vocab_size={self.vocab_size}: must be >= 1 and <= {MAX_VOCAB_SIZE} (tokens are uint16)")
 
@@ -196,10 +292,11 @@ class TokenizationInfo:
 
 
 class TokenizationManager:
-    """A tokenizer: `encode`, `decode`, `vocab_size`, `method` ('bpe' or 'char'), `meta_path` (characters only).
+    """A tokenizer: `encode`, `decode`, `vocab_size`, `method`, and `meta_path`, its meta.pkl or tokenizer.json.
 
-    With 'auto' the method is 'char' where a meta_path is given, where the folder of `data_path` holds a meta.pkl, or
-    where 'char' is in that folder's name; else 'bpe'. Raises MetaFileError for characters without a usable meta.pkl.
+    With 'auto' the method is that of the file at meta_path, which is a tokenizer.json where it ends in .json; without
+    one what `detect_method` finds in the folder of `data_path`. A tokenizer.json of GPT-2's own encoding gives 'bpe'.
+    Raises MetaFileError where the file of the vocabulary is missing or cannot be used.
     """
 
     def __init__(
@@ -207,21 +304,27 @@ class TokenizationManager:
     ) -> None:
         folder = None if data_path is None else data_folder(data_path)
         if method == "auto":
-            method = "char" if meta_path else "bpe" if folder is None else detect_method(folder)
+            method = "bpe" if folder is None else detect_method(folder)
+            if meta_path:
+                method = "tokenizer" if Path(meta_path).suffix == ".json" else "char"
         if method == "bpe":
             if meta_path:
                 raise UserError(f"ERROR: meta_path={meta_path} is ignored when tokenization is 'bpe': leave it out")
             self._set("bpe", None, None)
-        elif method == "char":
+        elif method in ("char", "tokenizer"):
             if not meta_path:
                 if data_path is None:
-                    raise MetaFileError("meta_path is required when tokenization is 'char'")
+                    raise MetaFileError(f"meta_path is required when tokenization is {method!r}")
                 given = Path(data_path)
-                meta_path = (given if given.is_dir() else given.parent) / "meta.pkl"
-            meta = load_meta(meta_path)
-            self._set("char", [meta["itos"][token] for token in range(meta["vocab_size"])], str(meta_path))
+                name = "meta.pkl" if method == "char" else TOKENIZER_FILE
+                meta_path = (given if given.is_dir() else given.parent) / name
+            if method == "char":
+                meta = load_meta(meta_path)
+                self._set("char", [meta["itos"][token] for token in range(meta["vocab_size"])], str(meta_path))
+            else:
+                self._set_tokenizer(read_tokenizer_json(meta_path), str(meta_path))
         else:
-            raise UserError(f"ERROR: tokenization={method!r}: must be auto, bpe or char")
+            raise UserError(f"ERROR: tokenization={method!r}: must be auto, bpe, char or tokenizer")
 
     @classmethod
     def from_text(cls, text: str) -> "TokenizationManager":
@@ -229,15 +332,27 @@ class TokenizationManager:
         return cls._new("char", sorted(set(text)), None)
 
     @classmethod
+    def from_tokenizer_json(cls, source: str, path: str | None) -> "TokenizationManager":
+        """The tokenizer of the text of a tokenizer.json that lay at `path`; 'bpe' where it is GPT-2's own."""
+        manager = cls.__new__(cls)
+        manager._set_tokenizer(source, path)
+        return manager
+
+    @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "TokenizationManager":
         """The tokenizer that `to_record` described; reads no meta.pkl. Raises UserError for an impossible record."""
         method, chars = record.get("method"), record.get("chars")
         if method == "char" and isinstance(chars, str):
             manager = cls._new("char", chars, record.get("meta_path"))
+        elif method == "tokenizer" and isinstance(source := record.get("tokenizer_json"), str):
+            manager = cls.from_tokenizer_json(source, record.get("meta_path"))
         elif method == "bpe":
             manager = cls._new("bpe", None, None)
         else:
-            raise UserError(f"ERROR: tokenizer record: method={method!r} needs to be 'bpe', or 'char' with its chars")
+            raise UserError(
+                f"ERROR: tokenizer record: method={method!r:.60} needs to be 'bpe', 'char' with its chars, or "
+                "'tokenizer' with its tokenizer_json"
+            )
         if record.get("vocab_size") != manager.vocab_size:
             raise UserError(
                 f"ERROR: tokenizer record: vocab_size={record.get('vocab_size')} is not {manager.vocab_size}"
@@ -253,6 +368,7 @@ class TokenizationManager:
     def _set(self, method: str, chars: Sequence[str] | None, meta_path: str | None) -> None:
         self.method, self.meta_path, self.vocab_size = method, meta_path, BPE_VOCAB_SIZE
         self.chars: str | None = None
+        self.tokenizer_json: str | None = None
         if chars is not None:
             _check_chars(chars)
             self.chars, self.vocab_size = "".join(chars), len(chars)
@@ -261,26 +377,50 @@ class TokenizationManager:
             self._ids = np.full(int(self._code_points.max()) + 2, -1, dtype=np.int32)
             self._ids[self._code_points] = np.arange(self.vocab_size)
 
+    def _set_tokenizer(self, source: str, path: str | None) -> None:
+        contents, vocab_size = parse_tokenizer_json(source, path or TOKENIZER_FILE)
+        if is_gpt2_tokenizer(contents, vocab_size):
+            self._set("bpe", None, None)
+            return
+        self._set("tokenizer", None, path)
+        self.tokenizer_json, self.vocab_size = source, vocab_size
+
+    @functools.cached_property
+    def _library(self) -> Any:
+        assert self.tokenizer_json is not None
+        return _library_tokenizer(self.tokenizer_json, self.meta_path or TOKENIZER_FILE)
+
+    def same_vocabulary(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record of the same method and number of ids gives every id the same meaning."""
+        if self.tokenizer_json is None or self.tokenizer_json == record.get("tokenizer_json"):
+            return self.chars == record["chars"]
+        sources = self.tokenizer_json, record["tokenizer_json"]
+        ours, theirs = (parse_tokenizer_json(source, TOKENIZER_FILE)[0] for source in sources)
+        return all(ours.get(part) == theirs.get(part) for part in VOCABULARY_PARTS)
+
     def info(self) -> TokenizationInfo:
         """Method, vocabulary size and meta path, as datasets record them."""
         return TokenizationInfo(self.method, self.vocab_size, self.meta_path)
 
     def to_record(self) -> dict[str, Any]:
         """Plain values from which `from_record` rebuilds this tokenizer without any file of the corpus."""
-        return {
-            "method": self.method,
-            "vocab_size": self.vocab_size,
-            "meta_path": self.meta_path,
-            "chars": self.chars,
-        }
+        record = {name: getattr(self, name) for name in ("method", "vocab_size", "meta_path", "chars")}
+        return record if self.tokenizer_json is None else record | {"tokenizer_json": self.tokenizer_json}
 
     def encode(self, text: str, start: int = 0, end: int | None = None) -> np.ndarray:
         """The tokens of text[start:end], (num_tokens,) uint16.
 
         Raises UnknownCharacterError, with the place counted from the start of `text`; GPT-2's BPE knows every text.
-        Special tokens are not recognised: '<|endoftext|>' in a text is text.
+        Its special tokens are not recognised: '<|endoftext|>' in a text is text. Those of a tokenizer.json are, and
+        none is added.
         """
         end = len(text) if end is None else min(end, len(text))
+        if self.method == "tokenizer":
+            try:
+                encoding = self._library.encode(text[start:end], add_special_tokens=False)
+            except Exception as error:  # a word without a token, where there is none for unknown ones
+                raise UserError(f"ERROR: {self.meta_path} cannot encode this text: {error!s:.200}") from None
+            return np.asarray(encoding.ids, dtype=np.uint16)
         if self.method == "bpe":
             try:
                 return _gpt2_encoding().encode_to_numpy(text[start:end], disallowed_special=()).astype(np.uint16)
@@ -312,6 +452,8 @@ class TokenizationManager:
             raise UserError(f"ERROR: token {wrong} is outside the vocabulary: 0 to {self.vocab_size - 1}")
         if self.method == "bpe":
             return _gpt2_encoding().decode(ids.tolist())
+        if self.method == "tokenizer":
+            return self._library.decode(ids.tolist(), skip_special_tokens=False)
         return self._code_points[ids].tobytes().decode("utf-32-le", "surrogatepass")
 
 

@@ -257,7 +257,7 @@ def test_the_future_does_not_show(position):
 @given(query=st.integers(0, 40), key=st.integers(0, 40), shift=st.integers(0, 23), seed=st.integers(0, 99))
 def test_rotary_scores_depend_on_the_distance_alone(query, key, shift, seed):
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(seed))
-    angles = rotary_angles(64, 8)
+    angles = rotary_angles(64, 8, 8)
 
     def score(t, s):
         return (rotate(q, angles[:, t : t + 1]) * rotate(k, angles[:, s : s + 1])).sum()
