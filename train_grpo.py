@@ -25,6 +25,7 @@ from checkpoint import (
     check_same_splits,
     check_same_tokens,
     data_record,
+    hash_model,
     load_checkpoint,
     open_corpus,
     save_checkpoint,
@@ -63,7 +64,7 @@ from reward_model import RewardScorer, Scores
 from runtime.cli import parse_settings
 from runtime.device import random_stream, select_device
 from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
-from runtime.files import hash_file, write_json
+from runtime.files import write_json
 from runtime.process import UserError, run_main, warn
 from runtime.resume import Run
 from runtime.run_log import format_size, picture, read_records, say
@@ -259,7 +260,7 @@ def main() -> None:
     ranks.everywhere(lambda: ranks.check_divides(prompts_per_step=given.prompts_per_step))
 
     # models: pi, and the scorer of frozen reward model and pi_ref, pi's start; without dropout, which pi_old had not
-    checkpoint, base_sha256 = load_checkpoint(given.base_model_path), hash_file(given.base_model_path)
+    checkpoint, base_sha256 = load_checkpoint(given.base_model_path), hash_model(given.base_model_path)
     scorer = load_scorer(given, checkpoint, base_sha256, ranks.device)
     policy = build_model(checkpoint, "generator", given.base_model_path, ranks.device)
     settings = with_choices_made(given, scorer)
@@ -277,7 +278,7 @@ def main() -> None:
     selection, report = (PolicyEvaluation(scorer, corpus, copies, settings, p) for p in ("select", "report"))
 
     # run
-    reads = {"base model": base_sha256, "reward model": hash_file(given.reward_model_path), "corpus": data}
+    reads = {"base model": base_sha256, "reward model": hash_model(given.reward_model_path), "corpus": data}
     run = Run(path := Path(settings.output_path), given, ranks, reads)  # given: what a resumed run is compared with
     run.begin(settings.init_from == "resume")
     ranks.on_main(lambda: check_resumable(settings, run.began["max_steps"]))
