@@ -11,7 +11,7 @@ from test_interop_tokenizer_json import OF_CHARACTERS, SMALL_BPE
 
 import export_hf
 from checkpoint import build_model, load_checkpoint
-from tokenization_manager import TokenizationManager
+from tokenization_manager import TokenizationManager, save_meta
 
 pytest_plugins = ["tiny_run"]
 
@@ -128,8 +128,6 @@ def test_transformers_load_it_and_nothing_is_lost(tmp_path, form, request):
         names = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
         arguments = {name: getattr(config, name) for name in names}
         torch.save({"model_args": arguments, "model": contents["model"], "iter_num": 3}, path)
-        from tokenization_manager import save_meta
-
         save_meta(tmp_path / "meta.pkl", manager.chars)
         options = {"meta_path": tmp_path / "meta.pkl"}
     folder = tmp_path / "hf"

@@ -39,7 +39,10 @@ OF_CHARACTERS = {
 }
 SMALL_BPE = {
     **OF_CHARACTERS,
-    "added_tokens": [{"id": 9, "content": "<|endoftext|>", "special": True}],
+    "added_tokens": [
+        {"id": 5, "content": "<|endoftext|>", "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    ],
     "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
     "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "Ġ": 3, "Ċ": 4}, "merges": [["a", "b"]]},
@@ -55,7 +58,7 @@ def test_what_a_file_is_shows_without_the_package(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(json.dumps(SMALL_BPE))
     assert detect_method(tmp_path) == "tokenizer"
     manager = TokenizationManager(data_path=tmp_path)
-    assert (manager.method, manager.vocab_size) == ("tokenizer", 10)  # the highest id, of the added token, and one
+    assert (manager.method, manager.vocab_size) == ("tokenizer", 6)  # the highest id, of the added token, and one
     assert manager.meta_path == str(tmp_path / "tokenizer.json")
     with pytest.raises(UserError, match="install it with `pip install tokenizers`"):
         manager.encode("ab")
@@ -85,12 +88,12 @@ def test_a_record_gives_the_tokenizer_back_and_compares_meanings():
     again = TokenizationManager.from_record(record)
     assert again.to_record() == record
     assert again.info() == manager.info()
-    contents = {"tokenization": record, "config": GPTConfig(vocab_size=10)}
+    contents = {"tokenization": record, "config": GPTConfig(vocab_size=6)}
     other_bytes = TokenizationManager.from_tokenizer_json(json.dumps(SMALL_BPE, indent=1), "y.json")
     check_tokenizer(contents, other_bytes)
     model = SMALL_BPE["model"] | {"vocab": SMALL_BPE["model"]["vocab"] | {"a": 1, "b": 0}}
     other = TokenizationManager.from_tokenizer_json(changed(SMALL_BPE, model=model), "y.json")
-    with pytest.raises(UserError, match="numbers its 10 tokens otherwise than the model"):
+    with pytest.raises(UserError, match="numbers its 6 tokens otherwise than the model"):
         check_tokenizer(contents, other)
     with pytest.raises(UserError, match="method mismatch"):
         check_tokenizer(contents, TokenizationManager.from_text("abcdefghij"))
@@ -172,7 +175,7 @@ def test_the_package_encodes_and_decodes():
     pytest.importorskip("tokenizers", reason=needs_tokenizers)
     manager = TokenizationManager.from_tokenizer_json(json.dumps(SMALL_BPE), "x.json")
     ids = manager.encode("ab ba\n<|endoftext|>ab")
-    assert ids.dtype == np.uint16 and ids.tolist() == [2, 3, 1, 0, 4, 9, 2]
+    assert ids.dtype == np.uint16 and ids.tolist() == [2, 3, 1, 0, 4, 5, 2]
     assert manager.decode(ids) == "ab ba\n<|endoftext|>ab"
     assert manager.encode("xxab", 2).tolist() == [2]
 
