@@ -15,7 +15,7 @@ FLOORS = [
     ["runtime.resume"],
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
     ["model", "tokenization_manager", "document_splits", "text_metrics"],
-    ["reward_model", "reward_data_config", "reward_dataset_loader"],
+    ["reward_model", "reward_function", "reward_data_config", "reward_dataset_loader"],
     ["checkpoint"],
     ["feature_cache", "policy_eval"],
     ["sample_eval", "cycle_report"],
