@@ -178,8 +178,8 @@ class RewardFunction:
         except BaseException as error:  # SystemExit and others that are no Exception, too
             frames = traceback.walk_tb(error.__traceback__)
             lines = [number for frame, number in frames if frame.f_code.co_filename == str(self.path)]
-            if isinstance(error, SyntaxError) and error.filename == str(self.path):
-                lines.append(error.lineno or 1)
+            if isinstance(error, SyntaxError) and error.filename == str(self.path) and error.lineno:
+                lines.append(error.lineno)
             line = f" at line {lines[-1]} of {self.path}" if lines else ""
             name = "sys.exit" if isinstance(error, SystemExit) else type(error).__name__
             self._fail(f"{verb} {name}{line}: {_one_line(error)}; mend the function")
@@ -202,7 +202,7 @@ def _kind(value: Any) -> str:
     if value is None or (isinstance(value, str) and len(value) <= 20):
         return repr(value)
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    return f"{'an' if name[:1] in 'aeiou' else 'a'} {name}"
 
 
 def _one_line(error: BaseException) -> str:

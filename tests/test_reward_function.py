@@ -28,6 +28,7 @@ import train_grpo
 from checkpoint import load_checkpoint
 from objectives import rewards_of_sequences, rewards_of_tokens, rewards_to_go
 from reward_function import ARGUMENTS, RewardFunction
+from run_cycles import CycleSettings, controls_of, policy_stage
 from runtime.files import hash_file
 from runtime.process import UserError
 from runtime.run_log import read_records
@@ -420,6 +421,18 @@ def test_options_that_a_function_alone_refuses(good, tmp_path, options, names):
     errors = [line for line in err.splitlines() if line.startswith("  ERROR: ")]
     assert len(errors) == 1 and all(name in err for name in names), err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_cycle_reads_the_file_and_has_no_control_by_distillation(tmp_path):
+    """The optimum of such a reward is no mixture; the file is an input of the stages that name it."""
+    named = f"{tmp_path}/letters.py:share"
+    (tmp_path / "letters.py").write_text(LETTERS)
+    stage = policy_stage(1, tmp_path, tmp_path, tmp_path / "reward_model.pt")
+    assert stage.files({"reward_function": named})["reward_function"] == tmp_path / "letters.py"
+    assert "reward_function" not in stage.files({"reward_function": None})
+    (tmp_path / "config.py").write_text(f"train_grpo = dict(reward_function={named!r})\n")
+    for path, has_control in ((str(tmp_path / "config.py"), False), (None, True)):
+        assert bool(controls_of(path, tmp_path, CycleSettings()).exact) == has_control
 
 
 @pytest.mark.parametrize(
