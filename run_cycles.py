@@ -182,7 +182,7 @@ def checked_settings(stages: list[Stage], config_path: str | None, device: str) 
         values = {name: value for name, value in asdict(settings).items() if name not in decided}
         own[stage.section] = json.loads(json.dumps(values))  # as the ledger will give them back
     problems.raise_if_any()
-    if function := own["train_grpo"]["reward_function"]:
+    if function := own.get("train_grpo", {}).get("reward_function"):
         locate(function)
     return own
 
