@@ -16,7 +16,7 @@ FLOORS = [
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
     ["interop.tokenizer_json"],
     ["model", "tokenization_manager", "document_splits", "text_metrics"],
-    ["reward_model", "reward_data_config", "reward_dataset_loader", "interop.huggingface"],
+    ["reward_model", "reward_function", "reward_data_config", "reward_dataset_loader", "interop.huggingface"],
     ["checkpoint"],
     ["feature_cache", "policy_eval", "interop.trl_reward"],
     ["sample_eval", "cycle_report"],
