@@ -25,6 +25,7 @@ from checkpoint import data_record, hash_weights, load_checkpoint, open_corpus
 from cycle_report import control_sentences, cycle_table, form_sentences
 from data_loader import SPLITS_FILE, dataset_folder
 from evaluate import EvaluateSettings
+from interop.huggingface import model_path
 from reward_data_config import RewardDataConfig
 from reward_function import locate
 from reward_metrics import better_than_constant, format_r_squared
@@ -159,7 +160,7 @@ class Stage:
         for name, value in {**named, **self.inputs}.items():
             several = isinstance(value, tuple | list)
             files |= {f"{name} {number}": each for number, each in enumerate(value, 1)} if several else {name: value}
-        return files
+        return {name: model_path(value) for name, value in files.items()}  # names of a hub: the files behind them
 
 
 def checked_settings(stages: list[Stage], config_path: str | None, device: str) -> dict[str, dict[str, Any]]:
@@ -386,7 +387,7 @@ def main() -> None:
     natural = natural_models(config_path, folder, settings)
     controls = controls_of(config_path, folder, settings)
     first_of_each = [
-        train_stage(folder, out),
+        train_stage(folder, out, config_path),
         *(natural.stages(1, 1) or natural.stages(1, 2))[:1],
         *reward_stages(1, folder, out, natural),
         *controls.stages(1, reward_model(out, 1), 1),
@@ -403,7 +404,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     runner = Runner(config_path, settings.device, ledger)
 
-    runner.run(train_stage(folder, out))
+    runner.run(train_stage(folder, out, config_path))
     runner.run(perplexity_stage(1, folder, out))
     comparisons: dict[int, Mapping[str, Any]] = {}  # with the controls, by cycle
     losses: list[float] = []  # on the selecting part, of version 1, 2, ..., all as train_grpo.py measures them
@@ -456,10 +457,15 @@ def base_model(out: Path, version: int) -> Path:
     return out / f"base_model_v{version}.pt"
 
 
-def train_stage(folder: Path, out: Path) -> Stage:
-    """The first base model."""
+def train_stage(folder: Path, out: Path, config_path: str | None) -> Stage:
+    """The first base model: new, or trained further from the model that the settings file names."""
     model = base_model(out, 1)
-    inputs, options = {"dataset": folder}, {"out_dir": out, "checkpoint_name": model.name, "init_from": "scratch"}
+    inputs: dict[str, Any] = {"dataset": folder}
+    options = {"out_dir": out, "checkpoint_name": model.name}
+    start = {} if config_path is None else read_config(config_path).get("train", {})
+    if (start := start.get("init_from", "scratch")) == "resume":
+        raise UserError(f"ERROR: {config_path}: train: init_from=resume: must be scratch or a model")
+    (options if start == "scratch" else inputs)["init_from"] = start
     return Stage(model.stem, "train", model, inputs, options, lambda: trained(model, "val_loss", "select_loss"))
 
 

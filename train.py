@@ -95,7 +95,7 @@ class TrainSettings(Settings):
     batch_size: int = setting(16, minimum=1)
     """sequences in a batch"""
     block_size: int = setting(128, minimum=1, unit="tokens")
-    """longest context, in tokens"""
+    """longest context, in tokens; that of a longer start is cut down to it, but not to the default"""
 
     n_layer: int = setting(4, minimum=1)
     """transformer blocks"""
@@ -280,7 +280,7 @@ def main() -> None:
     say(f"Data: {corpus.describe()}")
     say(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
     if given.start_path is not None:
-        say(f"Starting from {given.start_path}")
+        say(f"Starting from {given.start_path}, block_size {settings.block_size}")
     if settings.eval_only:
         losses = validation_losses(model, corpus, settings, ranks, dtype)
         say(" | ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
@@ -342,7 +342,7 @@ def main() -> None:
 
 
 def load_start(settings: TrainSettings, device: torch.device) -> tuple[dict[str, Any] | None, GPT | None]:
-    """The checkpoint that a run starts from, or evaluates, and its model with the dropout of the settings.
+    """The checkpoint that a run starts from, or evaluates, and its model with the dropout and context of the settings.
 
     (None, None) for new weights and for those of a state. Raises UserError for a checkpoint that is no generator's, and
     where --eval_only finds none.
@@ -357,7 +357,10 @@ def load_start(settings: TrainSettings, device: torch.device) -> tuple[dict[str,
         )
     start = load_checkpoint(path)
     start["config"] = replace(start["config"], dropout=settings.dropout)
-    return start, build_model(start, "generator", path, device).train()
+    model = build_model(start, "generator", path, device).train()
+    if TrainSettings.block_size != settings.block_size < model.config.block_size:
+        model.crop_block_size(settings.block_size)
+    return start, model
 
 
 def batches_learned(start: dict[str, Any]) -> int:

@@ -14,13 +14,14 @@ dimensions that queries and keys share.
 import functools
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from interop.tokenizer_json import TOKENIZER_FILE, read_file
+from interop.tokenizer_json import TOKENIZER_FILE, read_file, without_added_beyond
 from model import GPTConfig
 from runtime.downloads import BPE_FILES
 from runtime.files import GPT2_NAMES, hash_file, is_hub_name
@@ -113,9 +114,15 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
     form = theirs.get("model_type")
     if not isinstance(form, str) or form not in BLOCKS:
         raise UserError(f"ERROR: {folder} holds a model of type {form!r:.60}; supported are {SUPPORTED}")
-    tokenizer = _tokenizer_of(folder)
+    tokenizer = _tokenizer_of(folder, theirs.get("vocab_size"))
     config = _config_of(folder, form, theirs, tokenizer)
     state = _our_weights(folder, form, config, _read_weights(folder))
+    if not config.bias:  # as exported: zeros, unless they have been trained since
+        biases = [name for name in state if name.endswith(".bias")]
+        if any(state[name].any() for name in biases):
+            config = replace(config, bias=True)
+        else:
+            state = {name: tensor for name, tensor in state.items() if name not in biases}
     return {"model": state, "config": config, "tokenization": None if tokenizer is None else tokenizer.to_record()}
 
 
@@ -133,11 +140,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _tokenizer_of(folder: Path) -> TokenizationManager | None:
-    """The tokenizer in a folder; None, with a warning, where there is none that can be read."""
-    if (folder / TOKENIZER_FILE).is_file():
-        path = folder / TOKENIZER_FILE
-        return TokenizationManager.from_tokenizer_json(read_file(path), str(path))
+def _tokenizer_of(folder: Path, num_ids: Any) -> TokenizationManager | None:
+    """The tokenizer in a folder, of a model of so many ids; None, with a warning, where none can be read."""
+    path = folder / TOKENIZER_FILE
+    if path.is_file():
+        source, beyond = without_added_beyond(read_file(path), num_ids if type(num_ids) is int else 0, path)
+        if beyond:
+            warn(f"{path} has tokens for which its model has no embeddings, which are left out: {beyond!r:.200}")
+        return TokenizationManager.from_tokenizer_json(source, str(path))
     files = {"vocab.bpe": folder / "merges.txt", "encoder.json": folder / "vocab.json"}  # ours and theirs of GPT-2's
     if all(path.is_file() and hash_file(path) == BPE_FILES[name] for name, path in files.items()):
         return TokenizationManager("bpe")
@@ -239,7 +249,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _our_weights(folder: Path, form: str, config: GPTConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of ours from tensors of theirs, in our layout."""
+    """A state dict of ours, with all biases, from tensors of theirs."""
     theirs = {name.removeprefix(PREFIXES[form]): tensor for name, tensor in weights.items()}
     theirs = {name: tensor for name, tensor in theirs.items() if not name.endswith(CONSTANTS)}
     ours: dict[str, Tensor] = {}
@@ -249,10 +259,7 @@ def _our_weights(folder: Path, form: str, config: GPTConfig, weights: dict[str, 
             tensor = torch.zeros(len(ours[name.replace(".bias", ".weight")]))  # attention_bias=False
         if tensor is None:
             raise UserError(f"ERROR: {folder}: the weights do not fit {CONFIG_FILE}: {source!r} is missing")
-        if config.bias or not name.endswith(".bias"):
-            ours[name] = _to_ours(tensor, name, form, config)
-        elif tensor.any():
-            raise UserError(f"ERROR: {folder}: {CONFIG_FILE} says that there are no biases, but {source!r} is one")
+        ours[name] = _to_ours(tensor, name, form, config)
     heads = [theirs.pop(f"{head}.weight") for head in HEADS[form] if f"{head}.weight" in theirs]
     embedding = ours["transformer.wte.weight"]
     if not config.tied_embeddings and not heads:

@@ -74,6 +74,19 @@ def parse(source: str, name: str | Path) -> tuple[dict[str, Any], int]:
     return contents, max(ids) + 1
 
 
+def without_added_beyond(source: str, num_ids: int, name: str | Path) -> tuple[str, list[str]]:
+    """The text of a tokenizer.json without its added tokens from `num_ids` on, and what these are.
+
+    A tokenizer may have been given special tokens for which its model has no embeddings. Raises as `parse` does.
+    """
+    contents, _ = parse(source, name)
+    beyond = [token for token in contents.get("added_tokens") or () if token["id"] >= num_ids]
+    if not beyond:
+        return source, []
+    kept = [token for token in contents["added_tokens"] if token["id"] < num_ids]
+    return json.dumps(contents | {"added_tokens": kept}), [str(token.get("content")) for token in beyond]
+
+
 def is_gpt2(contents: Mapping[str, Any], vocab_size: int) -> bool:
     """Whether the contents of a tokenizer.json are GPT-2's own byte-pair encoding: merges and ids, by their hashes."""
     model = contents["model"]
@@ -101,7 +114,11 @@ def characters_of(contents: Mapping[str, Any]) -> str | None:
     split = {"type": "Split", "pattern": {"Regex": EACH_CHARACTER}, "behavior": "Isolated", "invert": False}
     if contents["model"].get("type") != "WordLevel" or contents.get("pre_tokenizer") != split:
         return None
-    if contents.get("normalizer") or contents.get("added_tokens") or not all(len(each) == 1 for each in vocabulary):
+    # A character that was declared special, as padding say, has its id all the same.
+    others = [
+        token for token in contents.get("added_tokens") or () if vocabulary.get(token.get("content")) != token["id"]
+    ]
+    if contents.get("normalizer") or others or not all(len(each) == 1 for each in vocabulary):
         return None
     ordered = sorted(vocabulary, key=vocabulary.__getitem__)
     return "".join(ordered) if [vocabulary[each] for each in ordered] == list(range(len(ordered))) else None

@@ -67,10 +67,11 @@ def score(model: RewardModel, rows: Sequence[tuple[list[int], list[int]]], rewar
 
     A row without a written token has evidence 0.
     """
-    lengths = [len(prompt) + len(written) for prompt, written in rows]
-    if not rows or min(lengths) < 1 or max(lengths) > (longest := model.config.block_size):
-        span = f"{min(lengths)} to {max(lengths)} tokens" if rows else "none"
-        raise UserError(f"ERROR: sequences of {span}: must be of 1 to {longest} tokens, the reward model's block_size")
+    lengths, longest = [len(prompt) + len(written) for prompt, written in rows], model.config.block_size
+    if wrong := [length for length in lengths if not 1 <= length <= longest]:
+        raise UserError(
+            f"ERROR: a sequence of {wrong[0]} tokens: must be 1 to {longest}, the reward model's block_size"
+        )
     rewards = [0.0] * len(rows)
     for _, numbers in groupby(sorted(range(len(rows)), key=lengths.__getitem__), key=lengths.__getitem__):
         same_length = list(numbers)

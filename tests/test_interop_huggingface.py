@@ -75,6 +75,18 @@ def test_out_and_in_again_gives_the_same_model_to_the_last_bit(tmp_path, config)
     assert contents["tokenization"] is contents["data"] is contents["training"] is None
 
 
+def test_biases_that_were_trained_elsewhere_come_home(tmp_path):
+    folder = write_folder(tmp_path / "hf", new_model(replace(OURS[2], bias=False)))
+    assert load_checkpoint(folder)["config"].bias is False
+    weights = load_file(folder / "model.safetensors")
+    weights["gpt_neox.layers.1.mlp.dense_4h_to_h.bias"][3] = 0.5
+    save_file(weights, folder / "model.safetensors")
+    contents = load_checkpoint(folder)
+    assert contents["config"].bias is True
+    assert contents["model"]["transformer.h.1.mlp.c_proj.bias"][3] == 0.5
+    assert not contents["model"]["transformer.h.1.attn.c_attn.bias"].any()
+
+
 def test_padding_ids_are_left_out(tmp_path):
     model = new_model(GPTConfig(**{**SIZES, "vocab_size": 64}, num_tokens=61))
     contents = load_checkpoint(write_folder(tmp_path / "hf", model))
@@ -215,7 +227,7 @@ REFUSED = {
     "heads": ({"num_attention_heads": 5}, "n_embd=32 is not a multiple of n_head=5"),
     "text for a truth": ({"use_parallel_residual": "yes"}, "parallel_residual='yes': must be true or false"),
     "ties": ({"tie_word_embeddings": False}, "'embed_out.weight' is missing"),
-    "no biases": ({"crossover": {"bias": False}}, "says that there are no biases"),
+    "no truth of ours": ({"crossover": {"bias": "no"}}, "bias='no': must be true or false"),
 }
 
 

@@ -82,6 +82,16 @@ def test_a_tokenizer_of_characters_is_one_of_characters():
         assert manager.method == "tokenizer"
 
 
+def test_special_tokens_that_trl_adds_leave_characters_characters():
+    added = [{"id": 0, "content": "\n"}, {"id": len(CHARACTERS), "content": "<|endoftext|>"}]
+    contents = json.dumps(OF_CHARACTERS | {"added_tokens": added})
+    source, beyond = tokenizer_json.without_added_beyond(contents, len(CHARACTERS), "x.json")
+    assert beyond == ["<|endoftext|>"]
+    assert TokenizationManager.from_tokenizer_json(source, "x.json").chars == CHARACTERS
+    moved = changed(OF_CHARACTERS, added_tokens=[{"id": 1, "content": "\n"}])  # to another id than the character's
+    assert TokenizationManager.from_tokenizer_json(moved, "x.json").method == "tokenizer"
+
+
 def test_a_record_gives_the_tokenizer_back_and_compares_meanings():
     manager = TokenizationManager.from_tokenizer_json(json.dumps(SMALL_BPE), "x.json")
     record = manager.to_record()

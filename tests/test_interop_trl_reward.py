@@ -1,0 +1,126 @@
+"""A reward model as TRL's reward function: train_grpo.py's figures, one-line errors, and two real steps of TRL."""
+
+import pytest
+import torch
+from helpers import make_checkpoint, succeed
+
+from checkpoint import build_model, load_checkpoint
+from generation import Completer, Sampling
+from interop.trl_reward import make_reward, score, set_special_tokens
+from policy_eval import draw_prompts, written_mask
+from reward_model import RewardScorer
+from runtime.process import UserError
+from tokenization_manager import TokenizationManager
+
+pytest_plugins = ["tiny_run"]
+
+
+@pytest.fixture(scope="module")
+def position_model(tmp_path_factory, generator, reward_data):
+    path = tmp_path_factory.mktemp("position") / "reward_model.pt"
+    options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path, "head": "position"}
+    succeed("train_reward_model", **options, max_epochs=1, control=False, device="cpu")
+    return path
+
+
+@pytest.mark.parametrize("head", ["reward_model", "position_model", "predictive_reward_model"])
+def test_the_figures_are_those_of_train_grpo(request, corpus, generator, head):
+    path = request.getfixturevalue(head)
+    policy = build_model(load_checkpoint(generator), "generator", generator)
+    tokens = torch.randint(policy.config.vocab_size, (4000,)).numpy().astype("uint16")
+    natural, lengths, uniforms = draw_prompts(tokens, 16, 5, 3, 1, "test")
+    ids = Completer(policy, 16)(natural, lengths, uniforms, Sampling()).ids.flatten(0, 1)
+    mask = written_mask(lengths, 16)
+    scores = RewardScorer(build_model(load_checkpoint(path), "reward", path), policy)(ids)
+
+    tokenizer = TokenizationManager.from_record(load_checkpoint(path)["tokenization"])
+    rows = [(row[:k], row[k:]) for row, k in zip(ids.tolist(), lengths.flatten().tolist(), strict=True)]
+    prompts, completions = ([tokenizer.decode(row[part]) for row in rows] for part in (0, 1))
+    arguments = prompts, completions, [written for _, written in rows]
+    assert make_reward(str(path), device="cpu")(*arguments, trainer_state=None) == pytest.approx(
+        scores.natural.tolist(), abs=1e-5
+    )
+    if scores.evidence is None:
+        with pytest.raises(UserError, match="knows whole sequences alone"):
+            make_reward(str(path), "evidence")
+        return
+    expected = (scores.evidence * mask).sum(1) / mask.sum(1)
+    found = make_reward(str(path), "evidence", "cpu")(*arguments)
+    assert found == pytest.approx(expected.tolist(), abs=1e-5)
+    assert make_reward(str(path), "evidence").__name__ == "crossover_evidence"
+
+
+def test_rows_of_several_lengths_are_read_each_by_itself(position_model):
+    model = build_model(load_checkpoint(position_model), "reward", position_model)
+    rows = [([1, 2, 3], [4]), ([5], [6, 7, 8, 1, 2]), ([2], []), ([3, 3], [1, 1]), ([1, 2, 3], [4])]
+    for reward in ("natural", "evidence"):
+        together = score(model, rows, reward)
+        assert together == pytest.approx([score(model, [row], reward)[0] for row in rows], abs=1e-6)
+        assert together[0] == together[4]
+    assert score(model, [([2], [])], "evidence") == [0.0]
+
+
+def test_what_cannot_be_scored_is_one_line(tmp_path, generator, reward_model):
+    with pytest.raises(UserError, match="Model file not found"):
+        make_reward(str(tmp_path / "none.pt"))
+    unnamed = make_checkpoint(tmp_path / "unnamed.pt", 20, mode="reward")
+    with pytest.raises(UserError, match="does not say how its text is tokenized"):
+        make_reward(str(unnamed))
+    with pytest.raises(UserError, match="must be 'natural' or 'evidence'"):
+        make_reward(str(reward_model), "share")
+    reward = make_reward(str(reward_model), device="cpu")
+    for arguments, expected in (
+        (([[{"role": "user", "content": "A"}]], ["b"], [[1]]), "a prompt must be text, not list"),
+        ((["A" * 9], ["b"], [[1] * 8]), "a sequence of 17 tokens: must be 1 to 16"),
+        (([""], [""], [[]]), "a sequence of 0 tokens"),
+        ((["A"], ["b"], [[200]]), "token ids span"),
+        ((["%"], ["b"], [[1]]), "is not among the"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            reward(*arguments)
+
+
+@pytest.mark.interop
+def test_trl_takes_two_steps_on_an_exported_generator(tmp_path, generator, predictive_reward_model):
+    trl = pytest.importorskip("trl", reason="trl is in requirements-bench.txt")
+    import transformers
+    from datasets import Dataset
+
+    folder = tmp_path / "hf"
+    succeed("export_hf", checkpoint_path=generator, output_dir=folder)
+    reward, calls = make_reward(str(predictive_reward_model), device="cpu"), []
+
+    def noted(prompts, completions, completion_ids, **keywords):
+        calls.append((prompts, completion_ids, reward(prompts, completions, completion_ids, **keywords)))
+        return calls[-1][-1]
+
+    options = {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 10}
+    options |= {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    trainer = trl.GRPOTrainer(
+        model=str(folder),
+        reward_funcs=[noted, make_reward(str(predictive_reward_model), "evidence", "cpu")],
+        args=trl.GRPOConfig(output_dir=str(tmp_path / "trl"), learning_rate=1e-2, logging_steps=1, **options),
+        train_dataset=Dataset.from_dict({"prompt": ["The ", "a", "mor\n", "hiel"] * 4}),
+        processing_class=set_special_tokens(transformers.AutoTokenizer.from_pretrained(folder)),
+    )
+    trainer.train()
+    assert len(calls) == 2 and all(len(rewards) == 8 for *_, rewards in calls)
+    records = [record for record in trainer.state.log_history if "reward" in record]
+    for record, (_, _, rewards) in zip(records, calls, strict=True):
+        assert record["rewards/noted/mean"] == pytest.approx(sum(rewards) / 8, abs=1e-5)
+        assert record["rewards/crossover_evidence/mean"] != 0
+    # The very figures that train_grpo.py computes for these sequences.
+    prompts, ids, rewards = calls[0]
+    contents = load_checkpoint(predictive_reward_model)
+    tokenizer = TokenizationManager.from_record(contents["tokenization"])
+    policy = build_model(load_checkpoint(generator), "generator", generator)
+    scorer = RewardScorer(build_model(contents, "reward", predictive_reward_model), policy)
+    for prompt, written, value in zip(prompts, ids, rewards, strict=True):
+        row = torch.tensor([[*tokenizer.encode(prompt).tolist(), *written]])
+        assert scorer(row).natural.item() == pytest.approx(value, abs=1e-6)
+    # The policy has moved, and comes back as a checkpoint of ours.
+    trainer.save_model(str(tmp_path / "moved"))
+    moved, start = load_checkpoint(tmp_path / "moved"), load_checkpoint(generator)
+    assert moved["tokenization"]["chars"] == start["tokenization"]["chars"]
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert not torch.equal(moved["model"][name], start["model"][name])
