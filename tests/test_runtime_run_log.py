@@ -173,8 +173,8 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
             closed.append("wandb")
 
     class Writer:
-        def __init__(self, folder):
-            assert folder == str(tmp_path / "model.tensorboard")
+        def __init__(self, folder, purge_step):
+            assert (folder, purge_step) == (str(tmp_path / "model.tensorboard"), 0)
 
         def add_text(self, name, text, step=0):
             said.append((name, text, step))
