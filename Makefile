@@ -7,7 +7,7 @@ CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-kernels bench-generation bench-reward-models bench-grpo bench-training lint format clean
+.PHONY: help setup run test test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-training lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,10 @@ test: setup ## run the tests, in as many processes as there are cores
 
 test-kernels: setup ## run the tests with other processors' kernels, with two threads and in random order
 	$(PYTHON) tests/kernels.py $(ARGS)
+
+test-interop: setup ## run the tests that need requirements-bench.txt (installs it)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
+	$(PYTHON) -m pytest -m interop -n auto --dist worksteal $(ARGS)
 
 bench-generation: setup ## time text generation against no cache and Hugging Face (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt

@@ -47,6 +47,8 @@ class GRPOBenchSettings(Settings):
     """rounds: TRL's steps, then ours, after a warm-up of each"""
     steps: int = setting(3, minimum=1)
     """steps in a round"""
+    prompts: int = setting(PROMPTS, minimum=1)
+    """prompts in a step"""
     trl: bool = True
     """time TRL as well, where it is installed"""
 
@@ -54,8 +56,9 @@ class GRPOBenchSettings(Settings):
 class Ours:
     """Steps of train_grpo.py's own parts on the benchmark's shapes."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompts: int = PROMPTS) -> None:
         torch.manual_seed(0)
+        self.prompts = prompts
         self.policy = GPT(SHAPE).eval()
         reference = GPT(SHAPE).eval()
         reference.load_state_dict(self.policy.state_dict())
@@ -81,9 +84,9 @@ class Ours:
     def parts(self) -> dict[str, float]:
         """Seconds of a step's parts."""
         clock = [time.perf_counter()]
-        natural = torch.from_numpy(self.draw.integers(SHAPE.vocab_size, size=(PROMPTS, SHAPE.block_size)))
-        prefix_lengths = torch.full((PROMPTS, GROUP), PROMPT_LENGTH)
-        uniforms = torch.from_numpy(self.draw.random((PROMPTS, GROUP, SHAPE.block_size), dtype=np.float32))
+        natural = torch.from_numpy(self.draw.integers(SHAPE.vocab_size, size=(self.prompts, SHAPE.block_size)))
+        prefix_lengths = torch.full((self.prompts, GROUP), PROMPT_LENGTH)
+        uniforms = torch.from_numpy(self.draw.random((self.prompts, GROUP, SHAPE.block_size), dtype=np.float32))
         completions = self.completer(natural, prefix_lengths, uniforms, Sampling())
         batch = train_grpo.RolloutBatch(
             own_ids=completions.ids.flatten(0, 1),
@@ -109,12 +112,13 @@ class Ours:
 class TRL:
     """TRL's GRPOTrainer on the same shapes; every call of `steps` trains anew from the weights so far."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, num_prompts: int) -> None:
         import transformers
         from datasets import Dataset
         from tokenizers import Tokenizer, models, pre_tokenizers
 
         transformers.logging.set_verbosity_error()
+        self.num_prompts = num_prompts
         characters = [chr(ord("0") + index) for index in range(SHAPE.vocab_size - 2)]
         vocabulary = {word: index for index, word in enumerate([*characters, "<pad>", "<eos>"])}
         raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -159,7 +163,7 @@ class TRL:
 
         arguments = GRPOConfig(
             output_dir=os.path.join(self.folder, "out"),
-            per_device_train_batch_size=PROMPTS * GROUP,
+            per_device_train_batch_size=self.num_prompts * GROUP,
             num_generations=GROUP,
             max_completion_length=NEW_TOKENS,
             generation_kwargs={"min_new_tokens": NEW_TOKENS},
@@ -190,10 +194,10 @@ class TRL:
 def main() -> None:
     settings = parse_settings(GRPOBenchSettings, "grpo")
     with TemporaryDirectory() as folder:
-        ways = {"ours": Ours()}
+        ways = {"ours": Ours(settings.prompts)}
         if settings.trl:
             try:
-                ways["TRL"] = TRL(folder)
+                ways["TRL"] = TRL(folder, settings.prompts)
             except ImportError as error:
                 say(f"TRL is not timed: {error}; pip install -r requirements-bench.txt")
         for way in ways.values():

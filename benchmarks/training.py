@@ -231,7 +231,7 @@ class Samples:
 
 def reward_epochs(settings: TrainingBenchSettings) -> None:
     """Ten epochs of a head on a frozen trunk, plainly and with remembered features, over one pass of the trunk."""
-    count, num_val, epochs = (128, 64, 2) if settings.quick else (4096, 256, 10)
+    count, num_val, epochs = (32, 16, 2) if settings.quick else (4096, 256, 10)
     torch.manual_seed(0)
     trunk = GPT(GPTConfig(vocab_size=65, bias=False, dropout=0.0, **SHAPES["S"])).eval()
     train_set, val_set = Samples("train", count, 64), Samples("val", num_val, 64)
@@ -259,7 +259,7 @@ def reward_epochs(settings: TrainingBenchSettings) -> None:
 
             def one_pass(model: GPT = model) -> None:
                 with torch.no_grad():
-                    for part in np.array_split(np.arange(count), count // model.rows_at_a_time()):
+                    for part in np.array_split(np.arange(count), max(1, count // model.rows_at_a_time())):
                         model.trunk(to_device(train_set.x, part, torch.device("cpu")))
 
             single = median_seconds(one_pass, settings.num_runs)

@@ -10,6 +10,7 @@ after a script (`train = dict(max_iters=300)`) is for that script alone, so that
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import operator
 import sys
@@ -67,8 +68,9 @@ def parse_settings(
             removed.append(name)
             value, argv = _split_option(argv, name)
     more = SECTION_HELP.format(own=script, others=", ".join(readable[1:])) if readable[1:] else ""
+    hashable: Any = settings_class  # a class is, whatever its objects are
     groups: Any = tyro.cli(
-        _in_groups(settings_class),
+        _in_groups(hashable),
         prog=prog,
         args=argv,
         description=(settings_class.__doc__ or "") + CONFIG_HELP + more,
@@ -83,6 +85,7 @@ def parse_settings(
     return settings
 
 
+@functools.cache
 def _in_groups(settings_class: type[Settings]) -> type:
     """A dataclass of dataclasses, one for each of the settings' GROUPS, which are titles in the help."""
     first_of = {first: title for title, first in settings_class.GROUPS.items()}
@@ -94,7 +97,9 @@ def _in_groups(settings_class: type[Settings]) -> type:
         kind: Any = Annotated[each.type, tyro.conf.arg(help=texts.get(each.name))]
         groups.setdefault(title, []).append((each.name, kind, default))
     kinds = {title: dataclasses.make_dataclass(title, members) for title, members in groups.items()}
-    parts = [(title, kind, dataclasses.field(default_factory=kind)) for title, kind in kinds.items()]
+    # With a text, if an empty one, tyro does not look for comments in the source of the module.
+    described: dict[str, Any] = {title: Annotated[kind, tyro.conf.arg(help="")] for title, kind in kinds.items()}
+    parts = [(title, kind, dataclasses.field(default_factory=kinds[title])) for title, kind in described.items()]
     return dataclasses.make_dataclass(settings_class.__name__, parts)
 
 

@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -98,6 +99,9 @@ def check_finite(metrics: dict[str, Any]) -> None:
 class Tracker(Protocol):
     """A further place for records, beside their file."""
 
+    def begin(self, step: int) -> None:
+        """Expect records from this step on: those that an earlier process sent of it and of later steps are void."""
+
     def track(self, record: dict[str, Any]) -> None:
         """Take a record."""
 
@@ -125,6 +129,8 @@ class RunLog:
             records = [] if kept is None else read_records(self.path)[:kept]
             write_text(self.path, "".join(to_json(record) + "\n" for record in records))
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
+            if tracker is not None:
+                tracker.begin(max((record["step"] + 1 for record in records), default=0))
         self._start = time.monotonic()
         self._unit, self._tracker = unit, tracker
 
@@ -171,7 +177,7 @@ def make_tracker(
 
 
 class WandbTracker:
-    """A run at Weights & Biases."""
+    """A run at Weights & Biases. A resumed run is a further one there, of the same name."""
 
     def __init__(self, project: str, run_name: str, settings: dict[str, Any]) -> None:
         import wandb
@@ -182,6 +188,9 @@ class WandbTracker:
             raise UserError(f"ERROR: --tracker wandb: {error}") from None
         self.run.define_metric("*", step_metric="step")
 
+    def begin(self, step: int) -> None:
+        """Nothing is void: the run is new."""
+
     def track(self, record: dict[str, Any]) -> None:
         self.run.log(_without_step(record) | {"step": record["step"]})
 
@@ -190,13 +199,16 @@ class WandbTracker:
 
 
 class TensorboardTracker:
-    """TensorBoard's files, in a folder."""
+    """TensorBoard's files, in a folder: one of each process that worked on the run."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder))
-        self.writer.add_text("settings", to_json(settings, indent=2))
+        self.make_writer, self.settings = partial(SummaryWriter, str(folder)), settings
+
+    def begin(self, step: int) -> None:
+        self.writer = self.make_writer(purge_step=step)  # TensorBoard hides what earlier files have from there on
+        self.writer.add_text("settings", to_json(self.settings, indent=2))
 
     def track(self, record: dict[str, Any]) -> None:
         for metric, value in _without_step(record).items():
@@ -204,6 +216,8 @@ class TensorboardTracker:
                 self.writer.add_text(metric, value, record["step"])
             elif isinstance(value, int | float):
                 self.writer.add_scalar(metric, value, record["step"])
+            elif value is not None:  # a table
+                self.writer.add_text(metric, to_json(value), record["step"])
         self.writer.flush()
 
     def close(self) -> None:

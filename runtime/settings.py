@@ -53,7 +53,7 @@ class Problems:
         """Note a tracker, wandb or tensorboard, whose package is not installed."""
         try:
             if name == "wandb":
-                import wandb  # noqa: F401
+                from wandb import init  # noqa: F401 (a folder ./wandb of runs has no such name)
             elif name == "tensorboard":
                 import tensorboard  # noqa: F401
         except ImportError:

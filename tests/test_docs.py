@@ -71,7 +71,7 @@ SHRINK = {
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--sample_tokens 20 --device cpu",
     "benchmarks/loading": "--num_runs 1",
-    "benchmarks/grpo": "--num_runs 1 --steps 1 --trl False",
+    "benchmarks/grpo": "--num_runs 1 --steps 1 --prompts 1 --trl False",
     "benchmarks/reward_models": "--quick True --heads likelihood",
     "benchmarks/oracle": "--num_tokens 8000 --block_size 16 --p_iters 4 --q_iters 4 --large_iters 4 --max_blocks 20 "
     "--heads 'likelihood (the default)'",
@@ -220,7 +220,8 @@ def run_script(script: str, arguments: list[str]) -> None:
         if name in SETTINGS:
             sys.argv = [script]
             cli.parse_settings(SETTINGS[name], name, list(arguments))  # as it is printed
-        sys.argv = [script, *arguments, *shlex.split(SHRINK.get(name, ""))]
+        further = " --samples 200" if name == "evaluate" and "--samples" in arguments else ""
+        sys.argv = [script, *arguments, *shlex.split(SHRINK.get(name, "") + further)]
         sys.path.insert(0, str(Path(script).resolve().parent))  # as Python does with a script
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             runpy.run_path(script, run_name="__main__")

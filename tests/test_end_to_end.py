@@ -1080,6 +1080,17 @@ def test_killed_in_the_middle_and_continued(monkeypatch, tmp_path, corpus, confi
 
     assert start_and_stop(out / "base_model_v1.resume", signal.SIGKILL).returncode == -signal.SIGKILL
     assert finished_stages(out) == []
+    with monkeypatch.context() as patch:  # the stages between, in this process
+
+        def until_reward_data(name: str, command: list[str]) -> None:
+            if name == "reward_data_v1":
+                raise KeyboardInterrupt
+            run_stage(name, command)
+
+        run_stage = run_cycles.run_stage
+        patch.setattr(run_cycles, "run_stage", until_reward_data)
+        patch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
+        assert call("run_cycles", *map(str, arguments[1:])).status == 130
     assert start_and_stop(out / "reward_data_v1.partial", signal.SIGINT).returncode == 130
     assert finished_stages(out) == STAGES[:3]
 

@@ -498,9 +498,9 @@ with open(result, "w") as file:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="anonymous memory is read from /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """10 MB of tokens and 1 GB (a file with a hole: it takes no room on the disk)."""
+    """10 MB of tokens and 310 MB (a file with a hole, no room on the disk): not by a tenth of the difference."""
     peaks = []
-    for size in (10_000_000, 1_000_000_000):
+    for size in (10_000_000, 310_000_000):
         folder = tmp_path / f"{size}_char"
         folder.mkdir()
         save_meta(folder / "meta.pkl", "abc")
@@ -515,7 +515,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         err = process.communicate(timeout=240)[1]
         assert process.returncode == 0, err
         peaks.append(int((tmp_path / "peak").read_text()) / 1024)  # MiB
-    assert peaks[1] < peaks[0] + 30, peaks
+    assert peaks[1] < peaks[0] + 28, peaks
 
 
 @pytest.mark.parametrize("moment", [1, 2, 30, "val", "publish"])

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from helpers import refuse
@@ -173,8 +173,8 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
             closed.append("wandb")
 
     class Writer:
-        def __init__(self, folder):
-            assert folder == str(tmp_path / "model.tensorboard")
+        def __init__(self, folder, purge_step):
+            assert (folder, purge_step) == (str(tmp_path / "model.tensorboard"), 0)
 
         def add_text(self, name, text, step=0):
             said.append((name, text, step))
@@ -205,8 +205,9 @@ def test_a_tracker_gets_every_record(monkeypatch, tmp_path):
     assert ("completions", "a\n\nb", 1) in tensorboard
 
 
-def test_a_tracker_without_its_package_is_refused_and_no_other_rank_needs_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+@pytest.mark.parametrize("found", [None, ModuleType("wandb")], ids=["nothing", "its folder of runs"])
+def test_a_tracker_without_its_package_is_refused_and_no_other_rank_needs_it(monkeypatch, tmp_path, found):
+    monkeypatch.setitem(sys.modules, "wandb", found)
     for script, option in (
         ("train", "wandb_log=True"),
         ("train_grpo", "tracker=wandb"),
