@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from checkpoint import build_model, choose_tokenizer, hash_model, load_checkpoint
 from interop.huggingface import CONFIG_FILE, WEIGHTS_FILE, config_json, form_of, their_weights
-from interop.tokenizer_json import END_OF_TEXT, TOKENIZER_FILE, load_tokenizer
+from interop.tokenizer_json import END_OF_TEXT, TOKENIZER_FILE, end_of_text
 from model import GPTConfig
 from runtime.cli import parse_settings
 from runtime.files import publish_directory, write_json, write_text
@@ -70,19 +70,19 @@ def main() -> None:
             "tokenizer that it was trained with (--tokenization, --meta_path)"
         )
     tokenizer_json = tokenizer.to_tokenizer_json()
-    end_of_text = load_tokenizer(tokenizer_json, path).token_to_id(END_OF_TEXT)
+    end = end_of_text(tokenizer_json)
 
     hold_output(final)
     staging = final.with_name(f"{final.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)  # of an export that was interrupted
     staging.mkdir(parents=True)
     save_file(their_weights(config, model.state_dict()), staging / WEIGHTS_FILE, metadata={"format": "pt"})
-    write_json(staging / CONFIG_FILE, config_json(config, end_of_text))
-    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    write_json(staging / CONFIG_FILE, config_json(config, end))
+    ends = {"bos_token_id": end, "eos_token_id": end}
     # The distribution that the model was trained to have; transformers would else take the 50 likeliest tokens.
     write_json(staging / "generation_config.json", {"do_sample": True, "temperature": 1.0, "top_k": 0, **ends})
     write_text(staging / TOKENIZER_FILE, tokenizer_json)
-    write_json(staging / "tokenizer_config.json", tokenizer_config(config, end_of_text))
+    write_json(staging / "tokenizer_config.json", tokenizer_config(config, end))
     write_text(staging / "README.md", model_card(checkpoint, path, tokenizer, model.num_parameters()))
     publish_directory(staging, final)
     say(f"{path}: {format_size(model.num_parameters())}, {tokenizer.info().describe()}, in {FORM_TITLES[form]}'s form")
@@ -99,9 +99,9 @@ def check_place(folder: Path, overwrite: bool) -> None:
         raise UserError(f"ERROR: {folder} holds an export; use --overwrite True to replace it, or another --output_dir")
 
 
-def tokenizer_config(config: GPTConfig, end_of_text: int | None) -> dict[str, Any]:
+def tokenizer_config(config: GPTConfig, end: int | None) -> dict[str, Any]:
     """The tokenizer_config.json: text is decoded as it is, without clean-up of spaces."""
-    ends = {} if end_of_text is None else dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
+    ends = {} if end is None else dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.block_size,

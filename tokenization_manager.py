@@ -308,18 +308,10 @@ class TokenizationManager:
         return tokenizer_json.load_tokenizer(self.tokenizer_json, self.meta_path or TOKENIZER_FILE)
 
     def to_tokenizer_json(self) -> str:
-        """The text of a tokenizer.json that encodes and decodes alike. UserError without the package tokenizers."""
+        """The text of a tokenizer.json that encodes and decodes alike."""
         if self.tokenizer_json is not None:
             return self.tokenizer_json
-        try:
-            if self.chars is None:
-                return tokenizer_json.gpt2_as_json()
-            return tokenizer_json.characters_as_json(self.chars)
-        except ImportError:
-            raise UserError(
-                f"ERROR: a {TOKENIZER_FILE} is written by the package tokenizers: install it with "
-                "`pip install tokenizers`"
-            ) from None
+        return tokenizer_json.gpt2_as_json() if self.chars is None else tokenizer_json.characters_as_json(self.chars)
 
     def same_vocabulary(self, record: Mapping[str, Any]) -> bool:
         """Whether a record of the same method and number of ids gives every id the same meaning."""

@@ -2,7 +2,7 @@
 
     python -c "from interop.tokenizer_json import characters_as_json; print(characters_as_json('abc'))"
 
-The package tokenizers encodes, decodes and writes; it is optional. What a file is shows without it.
+The package tokenizers, which is optional, encodes and decodes. What a file is shows without it.
 """
 
 import json
@@ -17,7 +17,10 @@ from runtime.process import UserError
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 1 << 26
 VOCABULARY_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")  # what decides ids
-EACH_CHARACTER = r"[\s\S]"
+# Of a tokenizer of characters: what cuts a text into them. The other parts of what is written here are empty.
+SPLIT = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+_PARTS: dict[str, Any] = {"version": "1.0", "added_tokens": []}
+_PARTS |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
 BPE_VOCAB_SIZE = 50257
 END_OF_TEXT = "<|endoftext|>"  # of GPT-2's encoding, its last id
 
@@ -111,8 +114,7 @@ def gpt2_bpe_hashes(merges: Sequence[str], vocabulary: Mapping[str, int]) -> dic
 def characters_of(contents: Mapping[str, Any]) -> str | None:
     """The characters, in the order of their ids, of a tokenizer.json of the form that `characters_as_json` writes."""
     vocabulary = contents["model"].get("vocab")
-    split = {"type": "Split", "pattern": {"Regex": EACH_CHARACTER}, "behavior": "Isolated", "invert": False}
-    if contents["model"].get("type") != "WordLevel" or contents.get("pre_tokenizer") != split:
+    if contents["model"].get("type") != "WordLevel" or contents.get("pre_tokenizer") != SPLIT:
         return None
     # A character that was declared special, as padding say, has its id all the same.
     others = [
@@ -126,25 +128,33 @@ def characters_of(contents: Mapping[str, Any]) -> str | None:
 
 def characters_as_json(chars: Sequence[str]) -> str:
     """The text of a tokenizer.json with a token for each character, in the order of their ids."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({character: token for token, character in enumerate(chars)}, unk_token=""))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(EACH_CHARACTER), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return tokenizer.to_str()
+    vocabulary = {character: token for token, character in enumerate(chars)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}  # none: others are an error
+    return json.dumps(
+        _PARTS | {"pre_tokenizer": SPLIT, "decoder": {"type": "Fuse"}, "model": model}, ensure_ascii=False
+    )
 
 
 def gpt2_as_json() -> str:
     """The text of GPT-2's tokenizer.json."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     vocabulary, merges = (ensure_gpt2_bpe_files()[name] for name in ("encoder.json", "vocab.bpe"))
-    pairs = [tuple(line.split(" ")) for line in merges.read_text(encoding="utf-8").splitlines()[1:]]
-    tokenizer = Tokenizer(models.BPE(json.loads(vocabulary.read_text(encoding="utf-8")), pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    return tokenizer.to_str()
+    model = {
+        "type": "BPE",
+        "vocab": json.loads(vocabulary.read_text(encoding="utf-8")),
+        "merges": [line.split(" ") for line in merges.read_text(encoding="utf-8").splitlines()[1:]],
+    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    end_of_text = {"id": BPE_VOCAB_SIZE - 1, "content": END_OF_TEXT, **flags, "special": True}
+    parts = {"added_tokens": [end_of_text], "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
+    return json.dumps(_PARTS | parts, ensure_ascii=False)
+
+
+def end_of_text(source: str) -> int | None:
+    """The id of END_OF_TEXT in the text of a tokenizer.json, or None."""
+    contents, _ = parse(source, TOKENIZER_FILE)
+    ids = {token.get("content"): token["id"] for token in contents.get("added_tokens") or ()}
+    return ids.get(END_OF_TEXT)
 
 
 def load_tokenizer(source: str, name: str | Path) -> Any:

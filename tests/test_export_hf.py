@@ -1,13 +1,11 @@
 """export_hf.py: what it writes, what it refuses; transformers loads it, and nothing is lost on the way back."""
 
 import json
-import sys
-import types
 
 import pytest
 import torch
 from helpers import assert_same_weights, call, folder_bytes, make_checkpoint, refuse_in_one_line, succeed
-from test_interop_tokenizer_json import OF_CHARACTERS, SMALL_BPE
+from test_interop_tokenizer_json import SMALL_BPE
 
 import export_hf
 from checkpoint import build_model, load_checkpoint
@@ -16,20 +14,7 @@ from tokenization_manager import TokenizationManager, save_meta
 pytest_plugins = ["tiny_run"]
 
 
-@pytest.fixture
-def without_tokenizers(monkeypatch):
-    """Stand in for the package tokenizers, which is optional, as far as an export asks it for an id."""
-
-    def to_json(chars):
-        return json.dumps(
-            OF_CHARACTERS | {"model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(chars)}}}
-        )
-
-    monkeypatch.setattr("interop.tokenizer_json.characters_as_json", to_json)
-    monkeypatch.setattr(export_hf, "load_tokenizer", lambda *_: types.SimpleNamespace(token_to_id=lambda _: None))
-
-
-def test_an_export_read_again_is_the_same_checkpoint(tmp_path, generator, without_tokenizers):
+def test_an_export_read_again_is_the_same_checkpoint(tmp_path, generator):
     out = succeed("export_hf", checkpoint_path=generator, output_dir=tmp_path / "hf")
     assert "in GPT-NeoX's form" in out and "Saved config.json" in out
     ours, again = load_checkpoint(generator), load_checkpoint(tmp_path / "hf")
@@ -43,7 +28,7 @@ def test_an_export_read_again_is_the_same_checkpoint(tmp_path, generator, withou
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["hf"]
 
 
-def test_every_script_takes_the_folder(tmp_path, corpus, generator, reward_data, without_tokenizers):
+def test_every_script_takes_the_folder(tmp_path, corpus, generator, reward_data):
     folder = tmp_path / "hf"
     succeed("export_hf", checkpoint_path=generator, output_dir=folder)
     further = {"dataset": corpus, "max_iters": 2, "eval_interval": 2, "device": "cpu", "warmup_iters": 0}
@@ -70,7 +55,7 @@ def test_every_script_takes_the_folder(tmp_path, corpus, generator, reward_data,
     assert "trained against another generator" in error
 
 
-def test_places_that_are_not_the_exports_are_refused(tmp_path, generator, without_tokenizers):
+def test_places_that_are_not_the_exports_are_refused(tmp_path, generator):
     folder = tmp_path / "hf"
     succeed("export_hf", checkpoint_path=generator, output_dir=folder)
     before = folder_bytes(folder)
@@ -95,13 +80,6 @@ def test_models_that_cannot_be_exported_are_refused(tmp_path, reward_model, gene
     parallel = TokenizationManager.from_text("abc").to_record()
     parallel = make_checkpoint(tmp_path / "parallel.pt", 3, parallel, position="learned", parallel_residual=True)
     assert "has no form" in refuse_in_one_line("export_hf", checkpoint_path=parallel, **options)
-    assert not (tmp_path / "hf").exists()
-
-
-def test_without_the_package_one_line_says_what_to_install(tmp_path, generator, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    error = refuse_in_one_line("export_hf", checkpoint_path=generator, output_dir=tmp_path / "hf")
-    assert "pip install tokenizers" in error
     assert not (tmp_path / "hf").exists()
 
 

@@ -62,8 +62,6 @@ def test_what_a_file_is_shows_without_the_package(tmp_path, monkeypatch):
     assert manager.meta_path == str(tmp_path / "tokenizer.json")
     with pytest.raises(UserError, match="install it with `pip install tokenizers`"):
         manager.encode("ab")
-    with pytest.raises(UserError, match="`pip install tokenizers`"):
-        TokenizationManager.from_text("abc").to_tokenizer_json()
 
 
 def test_a_tokenizer_of_characters_is_one_of_characters():
