@@ -15,11 +15,11 @@ FLOORS = [
     ["runtime.resume"],
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
     ["model", "tokenization_manager", "document_splits", "text_metrics"],
-    ["reward_model", "reward_data_config", "reward_dataset_loader"],
+    ["reward_model", "reward_data_config", "reward_dataset_loader", "text_preparation"],
     ["checkpoint"],
     ["feature_cache", "policy_eval"],
     ["sample_eval", "cycle_report"],
-    ["train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
+    ["prepare_text", "train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
     ["run_cycles"],
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
@@ -39,6 +39,7 @@ NAMED_OTHERWISE = {
     "test_old_artefacts": (),  # what checkpoint, runtime/resume and run_cycles wrote before
     "test_oracle": (),  # benchmarks/oracle.py
     "test_pipeline": (),  # benchmarks/pipeline.py
+    "test_prepare_text": ("prepare_text", "text_preparation"),
     "test_reward_data_prep": ("prepare_reward_data",),
 }
 
