@@ -538,6 +538,7 @@ def settings_errors() -> list[str]:
         RewardDataConfig("nowhere.pt", "binary", "input.txt", train_split=0.5),
         RewardDataConfig("nowhere.pt", "binary", None, "nowhere.bin", "nowhere.bin", device="cuda"),
         RewardDataConfig("nowhere.pt", tokenization="bpe", meta_path="meta.pkl"),
+        RewardDataConfig("nowhere.pt", tokenization="char"),
         RewardDataConfig("nowhere.pt", "text", dataset="nowhere"),
         RewardDataConfig("nowhere.pt", train_bin="train.bin", dataset="nowhere"),
         RewardModelSettings("nowhere.pt", batch_size=1),
