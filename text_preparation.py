@@ -222,8 +222,8 @@ class Vocabulary:
         path = Path(path)
         return Vocabulary("tokenizer", path / TOKENIZER_FILE if path.is_dir() else path)
 
-    def tokenizer(self, chars: str) -> TokenizationManager:
-        """The tokenizer for texts of these characters; 'bpe' where the tokenizer.json is GPT-2's own.
+    def tokenizer(self, chars: str = "") -> TokenizationManager:
+        """The tokenizer, of characters that for texts of `chars`; 'bpe' where the tokenizer.json is GPT-2's own.
 
         Raises UserError where there is none, or the vocabulary is too large.
         """
@@ -257,16 +257,19 @@ def prepare_texts(
             raise UserError(
                 f"ERROR: {path} would be written by this script, so it cannot be read: choose another folder"
             )
+    # What the texts do not decide is checked before they are read, which may take long.
+    tokenizer = None if vocabulary.method == "char" else vocabulary.tokenizer()
+    if tokenizer is not None and tokenizer.method == "bpe":
+        if vocabulary.method == "tokenizer":
+            print(f"{vocabulary.path} is GPT-2's own BPE: as with --tokenization bpe, it is not copied")
+        if "char" in Path(os.path.abspath(folder)).name:
+            raise UserError(
+                f"ERROR: {folder}: a folder with 'char' in its name is taken for one of characters, not of BPE: choose "
+                "another name, or --tokenization char"
+            )
     found = survey(texts)
     boundary = split_boundary(found.num_characters, train_split)
-    tokenizer = vocabulary.tokenizer(found.chars)
-    if vocabulary.method == "tokenizer" and tokenizer.method == "bpe":
-        print(f"{vocabulary.path} is GPT-2's own BPE: as with --tokenization bpe, it is not copied")
-    if tokenizer.method == "bpe" and "char" in Path(os.path.abspath(folder)).name:
-        raise UserError(
-            f"ERROR: {folder}: a folder with 'char' in its name is taken for one of characters, not of BPE: choose "
-            "another name, or --tokenization char"
-        )
+    tokenizer = tokenizer or vocabulary.tokenizer(found.chars)
     print_text(found.num_characters, tokenizer)
     parts = encode_splits(joined_pieces(texts), tokenizer, boundary, found.num_characters)
     write_parts(folder, ("train", "val"), parts, tokenizer, vocabulary.path, block_size)
