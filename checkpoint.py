@@ -20,9 +20,11 @@ import torch
 
 from data_loader import dataset_folder, hash_tokens, open_token_file
 from generation import Sampling
+from interop.huggingface import model_path, read_folder
 from model import GPT, GPTConfig
 from reward_dataset_loader import RewardDataset
 from reward_model import REWARD_MODELS, RewardModel, make_reward_model, parts_of
+from runtime.artefacts import hash_input
 from runtime.files import load_state, save_state
 from runtime.process import UserError, warn
 from tokenization_manager import TokenizationManager
@@ -31,7 +33,7 @@ FORMAT_VERSION = 1
 MAX_SIZE = 2**24  # of anything that a config counts; far beyond any model, and no product of two overflows
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Types of a config's fields that may have others than their default's.
-CONFIG_TYPES = {"dropout": (float, int), "num_tokens": (int, type(None))}
+CONFIG_TYPES = {"dropout": (float, int), "rotary_share": (float, int), "num_tokens": (int, type(None))}
 # Fields of the records, on which code further on relies.
 RECORDS: dict[str, dict[str, Any]] = {
     "tokenization": {"method": str, "vocab_size": int, "meta_path": str | None, "chars": str | None},
@@ -42,6 +44,7 @@ SAMPLING_TYPES = {
     "top_k": (int, type(None)),
     "top_p": (float, int, type(None)),
 }
+NANOGPT_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias"}  # of its GPTConfig
 LIKELIHOOD_PARTS = ("generator_config", "sampling", "further_configs")
 HEADS = ("lm_head.", "reward_head.")
 
@@ -69,9 +72,11 @@ def save_checkpoint(
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """A checkpoint's dict, checked: known version, possible config and records, finite weights that fit the config.
 
-    `tokenization`, `data` and `training` are None where the file (a user's own, or nanoGPT's) does not have them.
+    `path` is a checkpoint of ours or of nanoGPT, a folder in Hugging Face's form, or a name of its hub: see
+    interop/huggingface.py. `tokenization`, `data` and `training` are None where there are none of them.
     """
-    contents = load_state(path)
+    path = model_path(path)
+    contents = read_folder(path) if path.is_dir() else load_state(path)
     if "model_args" in contents:
         contents = _from_nanogpt(path, contents)
     for key in ("model", "config"):
@@ -99,8 +104,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 def _from_nanogpt(path: str | Path, contents: dict[str, Any]) -> dict[str, Any]:
     """nanoGPT's checkpoint, whose `config` is a dict of settings and whose model may have been compiled."""
     arguments, weights = contents["model_args"], contents.get("model")
-    known = {field.name for field in fields(GPTConfig)} - {"position"}
-    if not isinstance(arguments, dict) or not isinstance(weights, dict) or not arguments.keys() <= known:
+    if not isinstance(arguments, dict) or not isinstance(weights, dict) or not arguments.keys() <= NANOGPT_FIELDS:
         raise UserError(f"ERROR: {path}: 'model_args' and 'model' are not those of a nanoGPT checkpoint")
     state = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in weights.items()}
     # Old versions keep their causal mask among the weights.
@@ -142,6 +146,8 @@ def _check_records(path: str | Path, contents: Mapping[str, Any]) -> None:
         record = contents[name]
         if record is None:
             continue
+        if name == "tokenization" and isinstance(record, dict) and "tokenizer_json" in record:
+            kinds = kinds | {"tokenizer_json": str}
         if not isinstance(record, dict) or record.keys() != kinds.keys():
             raise UserError(f"ERROR: {path}: {name!r} must be None or a dict of {', '.join(kinds)}")
         for key, kind in kinds.items():
@@ -254,6 +260,11 @@ def build_model(
     return model.to(device).eval()
 
 
+def hash_model(path: str | Path) -> str:
+    """sha256, in hexadecimal, of a model's file, or over the files of its folder."""
+    return hash_input(model_path(path))
+
+
 def hash_weights(path: str | Path) -> str:
     """sha256, in hexadecimal, of a checkpoint's weights: where and when they were trained does not change it."""
     digest = hashlib.sha256()
@@ -333,6 +344,22 @@ def check_tokenizer(contents: Mapping[str, Any], tokenizer: TokenizationManager)
             f"ERROR: the data's vocabulary ({tokenizer.info().describe()}) exceeds the model's {known} tokens; "
             "check --tokenization and --meta_path"
         )
+
+
+def choose_tokenizer(
+    checkpoint: Mapping[str, Any], path: str | Path, tokenization: str, meta_path: str | None
+) -> TokenizationManager:
+    """The tokenizer that two settings name, else the checkpoint's; raises UserError for none, or for another's."""
+    if tokenization != "auto" or meta_path is not None:
+        tokenizer = TokenizationManager(tokenization, meta_path=meta_path)
+        check_tokenizer(checkpoint, tokenizer)
+        return tokenizer
+    if checkpoint["tokenization"] is None:
+        raise UserError(
+            f"ERROR: {path} does not say how its text is tokenized: give --tokenization bpe, or --meta_path with its "
+            "meta.pkl or tokenizer.json"
+        )
+    return TokenizationManager.from_record(checkpoint["tokenization"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

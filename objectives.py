@@ -273,6 +273,25 @@ def group_advantages(
     return advantages.masked_fill(flat.unsqueeze(1), 0.0).flatten()
 
 
+def rewards_of_tokens(rewards: Tensor, mask: Tensor, discount: float) -> Tensor:
+    """Rewards (R, T) of tokens: those given, or what makes rewards (R,) of sequences the return of each of its tokens.
+
+    A sequence's reward r becomes r at the last token of the mask (R, T) and (1 - d) r at the others: its discounted sum
+    from any written token on is r, for every discount d. With d = 0 each token has r; with d = 1 only the last has.
+    """
+    if rewards.dim() == 2:
+        return rewards
+    written = mask.bool()
+    after = written.flip(1).cumsum(1).flip(1)  # written tokens from each on
+    shares = torch.full_like(after, 1 - discount, dtype=rewards.dtype).masked_fill(after == 1, 1.0)
+    return (rewards[:, None] * shares).masked_fill(~written, 0.0)
+
+
+def rewards_of_sequences(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Rewards (R,) of sequences: those given, or of rewards (R, T) of tokens the mean over the mask (R, T)."""
+    return rewards if rewards.dim() == 1 else (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
 def rewards_to_go(rewards: Tensor, mask: Tensor, discount: float) -> Tensor:
     """Discounted sums (B, T) of the rewards (B, T) of each token and of those after it: sum over s >= t of d^(s-t) r_s.
 

@@ -9,6 +9,7 @@ Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +20,9 @@ from checkpoint import Corpus
 from data_loader import ValidationParts, WholeSplitBatches, validation_part
 from generation import Completer, Sampling
 from model import GPT
-from objectives import kl_estimate, text_log_probs
+from objectives import kl_estimate, rewards_of_sequences, text_log_probs
 from optimization import EarlyStopping
+from reward_function import RewardFunction
 from reward_metrics import MIN_BLOCKS, better_than_constant, bootstrap_mean, measure_skill, paired_difference
 from reward_model import RewardScorer, Scores
 from runtime.device import random_stream
@@ -57,6 +59,23 @@ def masked_mean(values: Tensor, mask: Tensor) -> float:
     return values[mask].mean().item()
 
 
+def total_rewards(scores: Scores, log_probs: Tensor, mask: Tensor, settings: "PolicySettings") -> Tensor:
+    """Rewards (R,) of sequences: reward model's, less the KL in the reward, plus the weighted function's.
+
+    A number of each token counts by its mean over the written tokens, mask (R, N - 1), whose log-probabilities under
+    the policy that wrote them are log_probs (R, N - 1).
+    """
+    assert settings.kl_in_reward is not None  # train_grpo.with_choices_made
+    penalty = settings.kl_in_reward * kl_estimate(log_probs, scores.reference_log_probs, "k1")  # (R, N - 1)
+    of_model = scores.evidence if settings.reward == "evidence" else scores.natural
+    total = -rewards_of_sequences(penalty, mask)
+    if of_model is not None:
+        total = rewards_of_sequences(of_model, mask) + total
+    if scores.function is not None:
+        total = total + settings.reward_function_weight * rewards_of_sequences(scores.function, mask)
+    return total
+
+
 class PolicyEvaluation:
     """Figures of a policy on one part of the validation split: its loss there, and its completions of prompts there.
 
@@ -64,15 +83,23 @@ class PolicyEvaluation:
     """
 
     def __init__(
-        self, scorer: RewardScorer, corpus: Corpus, copies: "CopyFinder", settings: "PolicySettings", part: str
+        self,
+        scorer: RewardScorer,
+        corpus: Corpus,
+        copies: "CopyFinder",
+        settings: "PolicySettings",
+        part: str,
+        function: RewardFunction | None = None,
     ) -> None:
         self.scorer, self.tokenizer, self.part, self.seed = scorer, corpus.tokenizer, part, settings.seed
+        self.settings, self.function = settings, function
         self.length = scorer.reference.config.block_size
         self.device = next(scorer.reference.parameters()).device
         self.tokens, self.copies = validation_part(corpus.val, self.length, part), copies
         amount = self.length, settings.eval_prompts, EVALUATION_SAMPLES
         self.drawn = draw_prompts(self.tokens, *amount, settings.seed, "eval", part)
         self.natural_rewards = scorer(self.drawn[0].to(self.device)).natural  # (P,)
+        self.natural_function_rewards: Tensor | None = None  # (P,) of a function, once it was called
 
     def losses(self, policy: GPT) -> Tensor:
         """Cross-entropies (n,) in nats of the part's tokens under the policy."""
@@ -93,7 +120,8 @@ class PolicyEvaluation:
         mask = written_mask(prefix_lengths, N).to(self.device)
         log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
         scores = self.scorer(ids)
-        fresh = scores.natural.view(len(natural), -1).mean(1)  # (P,)
+        if self.function is not None:
+            scores = replace(scores, function=self.function(ids, mask))
         tails = [row[length:].cpu() for row, length in zip(ids, prefix_lengths.flatten().tolist(), strict=True)]
         half = torch.stack([tail[-(N // 2) :] for tail in tails])  # the last N / 2 tokens, all of them written
         longest = 0
@@ -103,9 +131,8 @@ class PolicyEvaluation:
         losses = self.losses(completer.model) if losses is None else losses
         return {
             f"{self.part}_loss": losses.double().mean().item(),
-            **self._with_interval("fresh_reward", fresh),
-            **self._with_interval("natural_reward", self.natural_rewards),
-            **self._against_the_reward_model(scores, log_probs, mask, fresh),
+            **self._by_the_reward_model(scores, log_probs, mask),
+            **self._by_the_function(scores, log_probs, mask),
             "kl_now": masked_mean(kl_estimate(log_probs, scores.reference_log_probs, "k3"), mask),
             **{f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)},
             "repetition": repetition(half),
@@ -118,22 +145,51 @@ class PolicyEvaluation:
         low, high = bootstrap_mean(values, self.seed)
         return {name: values.mean().item(), f"{name}_low": low, f"{name}_high": high}
 
-    def _against_the_reward_model(
-        self, scores: Scores, log_probs: Tensor, mask: Tensor, fresh: Tensor
-    ) -> dict[str, Any]:
-        """How far the policy is from what its reward asks for: `kl_mixture`, or whether it is beyond natural text.
+    def _of_prompts(self, values: Tensor) -> Tensor:
+        """Means (P,) of values (R,) over the completions of each prompt."""
+        return values.view(len(self.drawn[0]), -1).mean(1)
 
+    def _by_the_function(self, scores: Scores, log_probs: Tensor, mask: Tensor) -> dict[str, Any]:
+        """Rewards of a user's function, of completions and of the natural text, and the total; nothing without one."""
+        if self.function is None or scores.function is None:
+            return {}
+        natural, prefix_lengths, _ = self.drawn
+        if self.natural_function_rewards is None:  # here, not at the beginning: rank 0 evaluates for all
+            written = written_mask(prefix_lengths[:, :1], self.length).to(self.device)
+            self.natural_function_rewards = rewards_of_sequences(
+                self.function(natural.to(self.device), written), written
+            )
+        total = total_rewards(scores, log_probs, mask, self.settings)
+        return {
+            **self._with_interval(
+                "fresh_function_reward", self._of_prompts(rewards_of_sequences(scores.function, mask))
+            ),
+            **self._with_interval("natural_function_reward", self.natural_function_rewards),
+            **self._with_interval("fresh_total_reward", self._of_prompts(total)),
+        }
+
+    def _by_the_reward_model(self, scores: Scores, log_probs: Tensor, mask: Tensor) -> dict[str, Any]:
+        """P(natural) of completions and of the natural text, and how far the policy is from what its reward asks for.
+
+        The latter is `kl_mixture`, or whether it is beyond natural text; without a reward model there is nothing.
         A likelihood head's optimum is its own mixture m = w p + (1 - w) q, whose evidence can exceed natural text's;
         the mean of log pi - log q - evidence, on tokens of pi, estimates KL(pi || m), 0 at the optimum.
         """
+        if scores.natural is None or self.natural_rewards is None:
+            return {}
+        fresh = self._of_prompts(scores.natural)  # (P,)
+        rewards = {
+            **self._with_interval("fresh_reward", fresh),
+            **self._with_interval("natural_reward", self.natural_rewards),
+        }
         if self.scorer.is_ratio:
             assert scores.evidence is not None  # such a head knows tokens
             excess = (log_probs - scores.reference_log_probs - scores.evidence).masked_fill(~mask, 0.0)  # (R, N - 1)
             sums = torch.stack([excess.sum(1), mask.sum(1).to(excess.dtype)]).view(2, len(fresh), -1).sum(2)
-            return self._with_interval("kl_mixture", sums[0] / sums[1])
+            return rewards | self._with_interval("kl_mixture", sums[0] / sums[1])
         gain = fresh - self.natural_rewards
         # Prompt by prompt, and beyond chance: a policy that writes as natural text goes on is above it half the time.
-        return {"above_natural": bool(gain.mean() > 2 * gain.std(correction=0) / len(gain) ** 0.5)}
+        return rewards | {"above_natural": bool(gain.mean() > 2 * gain.std(correction=0) / len(gain) ** 0.5)}
 
 
 def distinct_n(ids: Tensor, n: int) -> float:
@@ -189,6 +245,9 @@ class PolicySettings(Protocol):
     """Settings that gate, stops and best policy read."""
 
     reward_model_path: str | None
+    reward_function: str | None
+    reward_function_weight: float
+    kl_in_reward: float | None
     gate_blocks: int
     eval_prompts: int
     allow_blind_reward: bool
@@ -203,6 +262,10 @@ class PolicySettings(Protocol):
     start_kl_cap: float
     natural_loss_cap: float
     seed: int
+
+    @property
+    def reward(self) -> str:
+        """natural, evidence or function; auto until it is decided."""
 
 
 def skill_on_policy(
@@ -225,8 +288,9 @@ def skill_on_policy(
     uniforms = torch.from_numpy(draw.random((count, G, N), dtype=np.float32))
     ids = completer(natural.to(device), crossovers, uniforms, Sampling()).ids.flatten(0, 1)
     completer.release()
-    prediction, truth = scorer(ids).natural.cpu(), crossovers.flatten() / N
-    return measure_skill(prediction, truth, torch.arange(count).repeat_interleave(G), N, settings.seed)
+    prediction, truth = scorer(ids).natural, crossovers.flatten() / N
+    assert prediction is not None  # train_grpo.passes_gate
+    return measure_skill(prediction.cpu(), truth, torch.arange(count).repeat_interleave(G), N, settings.seed)
 
 
 def check_gate(settings: PolicySettings, skill: dict[str, Any], r2: str) -> None:
@@ -290,14 +354,17 @@ class Stops:
         if cap := self.cap(record):
             return cap
         if len(self.rewards) >= self.window:
-            mean, natural = float(np.mean(self.rewards[-self.window :])), self.start["natural_reward"]
-            if mean >= settings.reward_threshold:
+            mean, natural = float(np.mean(self.rewards[-self.window :])), self.start.get("natural_reward")
+            if natural is not None and mean >= settings.reward_threshold:
                 return f"reward threshold: {mean:.3f} >= {settings.reward_threshold}"
             share = settings.natural_threshold
-            if share is not None and mean >= share * natural:
+            if natural is not None and share is not None and mean >= share * natural:
                 return f"natural threshold: {mean:.3f} >= {share:g} of natural text's {natural:.3f}"
             if self.plateau.should_stop:
-                return f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows"
+                source = "" if natural is not None else f" in the reward of {settings.reward_function}"
+                return (
+                    f"plateau: no rise of {settings.plateau_min_delta} in {settings.plateau_patience} windows{source}"
+                )
         return None
 
     def cap(self, record: Mapping[str, Any]) -> str | None:
@@ -320,6 +387,8 @@ def selection_value(criterion: str, step: int, figures: Mapping[str, Any]) -> fl
         return abs(figures["fresh_reward"] - figures["natural_reward"])
     if criterion == "divergence":
         return figures["kl_mixture"]
+    if criterion == "reward":
+        return -figures["fresh_total_reward"]
     return figures["select_loss"] if criterion == "val_loss" else -step
 
 

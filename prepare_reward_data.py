@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoint import build_model, check_same_splits, check_tokenizer, data_record, load_checkpoint
+from checkpoint import build_model, check_same_splits, check_tokenizer, data_record, hash_model, load_checkpoint
 from data_loader import TokenSplits, evenly_spaced, load_binary, load_text
 from generation import Completer, Sampling, compile_model, generate
 from model import GPT, GPTConfig
@@ -25,7 +25,7 @@ from reward_dataset_loader import FORMAT_VERSION, format_metadata, read_metadata
 from runtime.cli import parse_settings
 from runtime.device import random_stream, select_device, select_dtype
 from runtime.distributed import Ranks, start_ranks
-from runtime.files import atomic_path, hash_file
+from runtime.files import atomic_path
 from runtime.output_lock import hold_output
 from runtime.process import UserError, run_main
 from runtime.run_log import progress, say
@@ -297,7 +297,7 @@ def describe_identity(
         "top_k": config.top_k,
         "samples_per_chunk": config.samples_per_chunk,
         "max_blocks": config.max_blocks,
-        "model_sha256": hash_file(config.model_path),
+        "model_sha256": hash_model(config.model_path),
         **data_record(splits.train, splits.val),
         "device_type": device.type,
     }

@@ -387,13 +387,14 @@ def parts_of(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of R sequences of N tokens by a reward model, and by the policy's start."""
+    """Scores of R sequences of N tokens by a reward model, a user's function, and the policy's start."""
 
-    natural: Tensor  # (R,) P(natural)
+    natural: Tensor | None  # (R,) P(natural); None without a reward model
     evidence: Tensor | None  # (R, N - 1) of all tokens but the first being natural; None where the head knows no tokens
     by_token: Tensor | None  # (R, N - 1) P(token is natural); None likewise
     reference_log_probs: Tensor  # (R, N - 1) under the starting policy, of all tokens but the first
     hidden: tuple[Tensor, ...] = ()  # if kept: a likelihood model's `hidden_states`, of all tokens but the last
+    function: Tensor | None = None  # (R,) or (R, N - 1) of a RewardFunction, not weighted; None without one
 
     def of_all(self, ranks: Ranks) -> "Scores":
         """The same of the sequences of all ranks, R on each; hidden states stay those of this rank's sequences."""
@@ -403,14 +404,18 @@ class Scores:
 
 
 class RewardScorer:
-    """A frozen reward model and the policy's start (the reference of the KL), which score sequences together.
+    """A frozen reward model, if there is one, and the policy's start (the reference of the KL), which score together.
 
     Where one is part of the other, one pass serves both: a likelihood model's generator, and the trunk that a last head
     stands on, are the start itself.
     """
 
-    def __init__(self, reward_model: RewardModel, reference: GPT) -> None:
-        self.reward_model, self.reference = reward_model.requires_grad_(False), reference.requires_grad_(False)
+    def __init__(self, reward_model: RewardModel | None, reference: GPT) -> None:
+        self.reward_model, self.reference = reward_model, reference.requires_grad_(False)
+        self.is_ratio = self.knows_tokens = self.is_shared = False
+        if reward_model is None:
+            return
+        reward_model.requires_grad_(False)
         self.is_ratio, self.knows_tokens = reward_model.is_ratio, reward_model.knows_tokens
         if self.is_ratio:
             reward_model.sampling = Sampling()  # however its data were sampled: a policy's text is sampled plainly
@@ -434,11 +439,13 @@ class RewardScorer:
 
     def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Evidence and the reference's log-probabilities (n, V) of all next tokens, from kept hidden states (n, C)."""
-        assert self.reward_model.is_ratio  # as in `_read`
+        assert self.reward_model is not None and self.reward_model.is_ratio  # as in `_read`
         return self.reward_model.distributions(hidden)
 
     def _read(self, ids: Tensor, keep_hidden: bool) -> Scores:
         hidden: tuple[Tensor, ...] = ()
+        if self.reward_model is None:
+            return Scores(None, None, None, self._reference_log_probs(ids))
         if keep_hidden:
             assert self.is_shared and self.reward_model.is_ratio  # train_grpo.with_choices_made
             output, reference, hidden = self.reward_model.read_and_keep(ids)
@@ -446,11 +453,14 @@ class RewardScorer:
             output, reference = self.reward_model.read_with(self.reference, ids)
         else:
             output = self.reward_model.output(ids)
-            reference = token_log_probs(self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:])
+            reference = self._reference_log_probs(ids)
         if not self.knows_tokens:
             return Scores(self.reward_model.share(output).float(), None, None, reference)
         by_token = natural_probabilities(output)  # (R, N)
         return Scores(by_token.mean(1), output[:, 1:], by_token[:, 1:], reference, hidden)
+
+    def _reference_log_probs(self, ids: Tensor) -> Tensor:
+        return token_log_probs(self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:])
 
 
 def _same(ours: nn.Module, theirs: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from cycle_report import control_sentences, cycle_table, form_sentences
 from data_loader import SPLITS_FILE, dataset_folder
 from evaluate import EvaluateSettings
 from reward_data_config import RewardDataConfig
+from reward_function import locate
 from reward_metrics import better_than_constant, format_r_squared
 from runtime.artefacts import identity, make_once, other_code
 from runtime.cli import all_sections, parse_settings, read_config, split_config
@@ -153,6 +154,8 @@ class Stage:
         """What it reads, by name, also what its section's settings name; of several files with their numbers."""
         files: dict[str, str | Path] = {}
         named = {name: own[name] for name in ("trunk", "meta_path") if own.get(name)}
+        if own.get("reward_function"):
+            named["reward_function"], _ = locate(own["reward_function"])
         for name, value in {**named, **self.inputs}.items():
             several = isinstance(value, tuple | list)
             files |= {f"{name} {number}": each for number, each in enumerate(value, 1)} if several else {name: value}
@@ -179,6 +182,8 @@ def checked_settings(stages: list[Stage], config_path: str | None, device: str) 
         values = {name: value for name, value in asdict(settings).items() if name not in decided}
         own[stage.section] = json.loads(json.dumps(values))  # as the ledger will give them back
     problems.raise_if_any()
+    if function := own.get("train_grpo", {}).get("reward_function"):
+        locate(function)
     return own
 
 
@@ -645,7 +650,8 @@ def controls_of(config_path: str | None, folder: Path, settings: CycleSettings) 
         needs = "a section control_plain, grpo_step_seconds and plain_step_seconds"
         reasons.append(f"There is no control by plain training: it needs {needs} in the settings file.")
     if settings.controls in ("both", "distil"):
-        if not head.is_ratio or grpo.reward == "natural" or grpo.credit == "sequence" or grpo.discount or grpo.beta:
+        is_other = grpo.reward == "natural" or grpo.credit == "sequence" or grpo.reward_function is not None
+        if not head.is_ratio or is_other or grpo.discount or grpo.beta:
             reasons.append("There is no control by distillation: the optimum of this reward is no mixture.")
         else:
             exact = {"states": "natural", "credit": "distribution"}

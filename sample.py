@@ -6,20 +6,19 @@ In: a generator's checkpoint, with its tokenizer in it; for one from elsewhere, 
 --tokenization or --meta_path names the tokenizer. Out: text, and a file of it with --output_path.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 
-from checkpoint import build_model, check_tokenizer, load_checkpoint
+from checkpoint import build_model, choose_tokenizer, load_checkpoint
 from data_loader import read_text
 from generation import Sampling, compile_model, generate
 from runtime.cli import parse_settings
 from runtime.device import autocast, select_device, select_dtype
-from runtime.files import write_text
+from runtime.files import is_hub_name, write_text
 from runtime.process import UserError, is_stage, run_main
 from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
@@ -77,20 +76,6 @@ class SampleSettings(Settings):
         return Path(self.out_dir, "model_checkpoint.pt") if self.checkpoint_path is None else Path(self.checkpoint_path)
 
 
-def choose_tokenizer(settings: SampleSettings, checkpoint: Mapping[str, Any]) -> TokenizationManager:
-    """The tokenizer that the settings name, else the checkpoint's; raises UserError for none, or for another's."""
-    if settings.tokenization != "auto" or settings.meta_path is not None:
-        tokenizer = TokenizationManager(settings.tokenization, meta_path=settings.meta_path)
-        check_tokenizer(checkpoint, tokenizer)
-        return tokenizer
-    if checkpoint["tokenization"] is None:
-        raise UserError(
-            f"ERROR: {settings.path} does not say how its text is tokenized: give --tokenization bpe, or --meta_path "
-            "with its meta.pkl"
-        )
-    return TokenizationManager.from_record(checkpoint["tokenization"])
-
-
 def encode_start(tokenizer: TokenizationManager, start: str, option: str) -> np.ndarray:
     """The tokens, uint16, of the text to continue, or of that in FILE:path.
 
@@ -114,10 +99,10 @@ def main() -> None:
     settings = parse_settings(SampleSettings, "sample")
     device = select_device(settings.device)
     dtype = select_dtype(settings.dtype, device)
-    if not settings.path.is_file():
+    if not settings.path.exists() and not is_hub_name(str(settings.path)):
         raise UserError(f"ERROR: Model file not found: {settings.path}: name the generator with --checkpoint_path")
     checkpoint = load_checkpoint(settings.path)
-    tokenizer = choose_tokenizer(settings, checkpoint)
+    tokenizer = choose_tokenizer(checkpoint, settings.path, settings.tokenization, settings.meta_path)
     model = build_model(checkpoint, "generator", settings.path, device)
 
     prompt = torch.from_numpy(encode_start(tokenizer, settings.start, "start").astype("int64"))

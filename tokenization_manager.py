@@ -9,7 +9,6 @@ that is what token files hold.
 
 import functools
 import io
-import json
 import os
 import pickle
 import pickletools
@@ -21,15 +20,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from data_loader import MAX_VOCAB_SIZE
-from runtime.downloads import BPE_FILES, ensure_gpt2_bpe_files, sha256
+from interop import tokenizer_json
+from interop.tokenizer_json import BPE_VOCAB_SIZE, TOKENIZER_FILE
+from runtime.downloads import ensure_gpt2_bpe_files
 from runtime.files import atomic_path
 from runtime.process import UserError
 
-BPE_VOCAB_SIZE = 50257
 MAX_META_BYTES = 1 << 24
-TOKENIZER_FILE = "tokenizer.json"
-MAX_TOKENIZER_BYTES = 1 << 26
-VOCABULARY_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")  # of a tokenizer.json: what decides ids
 ENCODE_CHARACTERS = 1 << 20  # looked up at a time, so that memory does not grow with the text
 
 
@@ -160,92 +157,6 @@ def detect_method(folder: str | Path) -> str:
     return "tokenizer" if (folder / TOKENIZER_FILE).exists() else "char" if "char" in folder.name else "bpe"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tokenizer.json
-
-
-def read_tokenizer_json(path: str | Path) -> str:
-    """The text of a tokenizer.json; raises MetaFileError where it is missing, too large or no UTF-8 text."""
-    path = Path(path)
-    if not path.is_file():
-        raise MetaFileError(
-            f"{TOKENIZER_FILE} not found: {path}: name a folder that holds one, as Hugging Face's save_pretrained "
-            "writes, or use --tokenization bpe or char"
-        )
-    if path.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise MetaFileError(f"{path} is no tokenizer: {path.stat().st_size:,} bytes are more than any vocabulary needs")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise MetaFileError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
-
-
-def parse_tokenizer_json(source: str, name: str | Path) -> tuple[dict[str, Any], int]:
-    """The contents of a tokenizer.json, and the number of its ids: the highest, with added tokens, and one.
-
-    Raises MetaFileError, naming the file, for contents that are no tokenizer's or have more ids than token files hold.
-    """
-    try:
-        contents = json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise MetaFileError(f"{name} is no JSON: {error or 'nested too deep'}") from None
-    model = contents.get("model") if isinstance(contents, dict) else None
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    added = contents.get("added_tokens") or [] if isinstance(contents, dict) else None
-    # Of a Unigram model the vocabulary is a list of tokens with their scores, in the order of their ids.
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary or ())))
-    if not isinstance(vocabulary, dict | list) or not isinstance(added, list):
-        raise MetaFileError(f"{name} is no tokenizer: it needs 'model' with a 'vocab', as in a tokenizer.json")
-    ids += [token.get("id") if isinstance(token, dict) else None for token in added]
-    if not ids or not all(type(token) is int and 0 <= token < MAX_VOCAB_SIZE for token in ids):
-        raise MetaFileError(
-            f"{name}: its ids must be whole numbers from 0 to {MAX_VOCAB_SIZE - 1}, as token files are uint16, and at "
-            "least one; use a tokenizer with fewer ids, or --tokenization bpe"
-        )
-    return contents, max(ids) + 1
-
-
-def is_gpt2_tokenizer(contents: Mapping[str, Any], vocab_size: int) -> bool:
-    """Whether the contents of a tokenizer.json are GPT-2's own byte-pair encoding: merges and ids, by their hashes."""
-    model = contents["model"]
-    merges, vocabulary = model.get("merges"), model.get("vocab")
-    if not isinstance(merges, list) or not isinstance(vocabulary, dict) or vocab_size != BPE_VOCAB_SIZE:
-        return False
-    lines = [merge if isinstance(merge, str) else " ".join(map(str, merge)) for merge in merges]
-    normalizer, split = contents.get("normalizer"), contents.get("pre_tokenizer")
-    if normalizer is not None or not isinstance(split, dict):
-        return False
-    plain = split.get("type") == "ByteLevel" and not split.get("add_prefix_space")
-    return plain and gpt2_bpe_hashes(lines, vocabulary) == BPE_FILES
-
-
-def gpt2_bpe_hashes(merges: Sequence[str], vocabulary: Mapping[str, int]) -> dict[str, str]:
-    """sha256 of the files that merges and ids would be in GPT-2's form."""
-    ordered = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
-    files = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]), "encoder.json": json.dumps(ordered)}
-    return {name: sha256(text.encode(errors="surrogatepass")) for name, text in files.items()}
-
-
-def _library_tokenizer(source: str, name: str | Path) -> Any:
-    """The tokenizer of a tokenizer.json's text, by the package tokenizers, which executes nothing in it."""
-    try:
-        import tokenizers  # here, because it is optional
-    except ImportError:
-        raise UserError(
-            f"ERROR: {name} is a tokenizer in Hugging Face's form, which the package tokenizers reads: install it with "
-            "`pip install tokenizers`, or use --tokenization bpe or char"
-        ) from None
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(source)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of the library is no Exception
-        raise MetaFileError(f"{name}: the package tokenizers cannot read it: {error!s:.200}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 @functools.cache
 def _gpt2_encoding() -> Any:
     ensure_gpt2_bpe_files()
@@ -323,7 +234,7 @@ class TokenizationManager:
                 meta = load_meta(meta_path)
                 self._set("char", [meta["itos"][token] for token in range(meta["vocab_size"])], str(meta_path))
             else:
-                self._set_tokenizer(read_tokenizer_json(meta_path), str(meta_path))
+                self._set_tokenizer(tokenizer_json.read_file(meta_path), str(meta_path))
         else:
             raise UserError(f"ERROR: tokenization={method!r}: must be auto, bpe, char or tokenizer")
 
@@ -334,7 +245,10 @@ class TokenizationManager:
 
     @classmethod
     def from_tokenizer_json(cls, source: str, path: str | None) -> "TokenizationManager":
-        """The tokenizer of the text of a tokenizer.json that lay at `path`; 'bpe' where it is GPT-2's own."""
+        """The tokenizer of the text of a tokenizer.json that lay at `path`.
+
+        'bpe' where it is GPT-2's own, 'char' where it has a token for each character alone.
+        """
         manager = cls.__new__(cls)
         manager._set_tokenizer(source, path)
         return manager
@@ -379,9 +293,12 @@ class TokenizationManager:
             self._ids[self._code_points] = np.arange(self.vocab_size)
 
     def _set_tokenizer(self, source: str, path: str | None) -> None:
-        contents, vocab_size = parse_tokenizer_json(source, path or TOKENIZER_FILE)
-        if is_gpt2_tokenizer(contents, vocab_size):
+        contents, vocab_size = tokenizer_json.parse(source, path or TOKENIZER_FILE)
+        if tokenizer_json.is_gpt2(contents, vocab_size):
             self._set("bpe", None, None)
+            return
+        if (chars := tokenizer_json.characters_of(contents)) is not None:
+            self._set("char", chars, path)
             return
         self._set("tokenizer", None, path)
         self.tokenizer_json, self.vocab_size = source, vocab_size
@@ -389,15 +306,29 @@ class TokenizationManager:
     @functools.cached_property
     def _library(self) -> Any:
         assert self.tokenizer_json is not None
-        return _library_tokenizer(self.tokenizer_json, self.meta_path or TOKENIZER_FILE)
+        return tokenizer_json.load_tokenizer(self.tokenizer_json, self.meta_path or TOKENIZER_FILE)
+
+    def to_tokenizer_json(self) -> str:
+        """The text of a tokenizer.json that encodes and decodes alike. UserError without the package tokenizers."""
+        if self.tokenizer_json is not None:
+            return self.tokenizer_json
+        try:
+            if self.chars is None:
+                return tokenizer_json.gpt2_as_json()
+            return tokenizer_json.characters_as_json(self.chars)
+        except ImportError:
+            raise UserError(
+                f"ERROR: a {TOKENIZER_FILE} is written by the package tokenizers: install it with "
+                "`pip install tokenizers`"
+            ) from None
 
     def same_vocabulary(self, record: Mapping[str, Any]) -> bool:
         """Whether a record of the same method and number of ids gives every id the same meaning."""
         if self.tokenizer_json is None or self.tokenizer_json == record.get("tokenizer_json"):
             return self.chars == record["chars"]
         sources = self.tokenizer_json, record["tokenizer_json"]
-        ours, theirs = (parse_tokenizer_json(source, TOKENIZER_FILE)[0] for source in sources)
-        return all(ours.get(part) == theirs.get(part) for part in VOCABULARY_PARTS)
+        ours, theirs = (tokenizer_json.parse(source, TOKENIZER_FILE)[0] for source in sources)
+        return all(ours.get(part) == theirs.get(part) for part in tokenizer_json.VOCABULARY_PARTS)
 
     def info(self) -> TokenizationInfo:
         """Method, vocabulary size and meta path, as datasets record them."""

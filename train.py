@@ -45,6 +45,7 @@ from optimization import (
 from runtime.cli import parse_settings
 from runtime.device import autocast, peak_memory_mb, random_stream, seed_step, select_device, select_dtype
 from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
+from runtime.files import is_hub_name
 from runtime.process import UserError, run_main
 from runtime.resume import Run, Values
 from runtime.run_log import Tracker, counted, format_size, make_tracker, say
@@ -66,7 +67,8 @@ class TrainSettings(Settings):
     checkpoint_name: str = "model_checkpoint.pt"
     """file name of the best model, within out_dir"""
     init_from: str = setting("scratch", changeable=True)
-    """scratch; resume: go on from the state in out_dir; or a checkpoint, whose weights and shape the run starts from"""
+    """scratch; resume: go on from the state in out_dir; or the model from which the run starts, with its shape: a
+    checkpoint of ours or nanoGPT's, a Hugging Face folder or name (GPT-2, GPT-NeoX), gpt2, gpt2-medium, -large, -xl"""
     eval_interval: int = setting(250, minimum=1, unit="steps")
     """steps between evaluations"""
     eval_iters: int | None = setting(None, minimum=1)
@@ -170,8 +172,8 @@ class TrainSettings(Settings):
         """Note a start that cannot be, contexts or heads that do not fit, and a tracker that is not installed."""
         if self.start_path is not None:
             problems.require(
-                Path(self.start_path).is_file(),
-                f"init_from={self.init_from}: must be scratch, resume or the path of a checkpoint, and no such file",
+                Path(self.start_path).exists() or is_hub_name(self.start_path),
+                f"init_from={self.init_from}: must be scratch, resume or a model's path or name, and no such file",
                 "Check the path",
             )
             problems.require(
@@ -348,7 +350,7 @@ def load_start(settings: TrainSettings, device: torch.device) -> tuple[dict[str,
     if settings.start_path is None and not (settings.eval_only and settings.init_from == "scratch"):
         return None, None
     path = settings.start_path or settings.checkpoint_path
-    if not Path(path).is_file():
+    if settings.start_path is None and not settings.checkpoint_path.is_file():
         raise UserError(
             f"ERROR: eval_only: {path} not found: train it first, or name a trained model with --out_dir and "
             "--checkpoint_name"
@@ -409,7 +411,7 @@ def check_resumable(settings: TrainSettings, run: Run, best: Best) -> None:
             f"{run.path} and start from scratch"
         )
     start = run.began["init_from"]
-    if "start" in run.reads and Path(start).is_file() and hash_weights(start) != run.reads["start"]:
+    if "start" in run.reads and Path(start).exists() and hash_weights(start) != run.reads["start"]:
         raise UserError(
             f"ERROR: {run.path} is of a run that began from another {start}; put that back, or delete the state and "
             f"start from scratch"

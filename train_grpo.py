@@ -2,8 +2,9 @@
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
-In: a generator, a reward model, and natural text for prompts. Out: the improved generator, one JSON record
-a step, and a picture of the training. Group Relative Policy Optimization: Shao et al. 2024, arXiv:2402.03300.
+In: a generator, a reward model or a function of the user's own, and natural text for prompts. Out: the improved
+generator, one JSON record a step, and a picture of the training. Group Relative Policy Optimization: Shao et al. 2024,
+arXiv:2402.03300.
 
 Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
@@ -25,6 +26,7 @@ from checkpoint import (
     check_same_splits,
     check_same_tokens,
     data_record,
+    hash_model,
     load_checkpoint,
     open_corpus,
     save_checkpoint,
@@ -41,6 +43,8 @@ from objectives import (
     next_token_loss,
     policy_loss,
     ratio_metrics,
+    rewards_of_sequences,
+    rewards_of_tokens,
     token_advantages,
     token_log_probs,
 )
@@ -56,14 +60,16 @@ from policy_eval import (
     report_figures,
     selection_value,
     skill_on_policy,
+    total_rewards,
     written_mask,
 )
+from reward_function import RewardFunction
 from reward_metrics import MIN_BLOCKS, better_than_constant, format_difference, format_r_squared
 from reward_model import RewardScorer, Scores
 from runtime.cli import parse_settings
 from runtime.device import random_stream, select_device
 from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
-from runtime.files import hash_file, write_json
+from runtime.files import write_json
 from runtime.process import UserError, run_main, warn
 from runtime.resume import Run
 from runtime.run_log import format_size, picture, read_records, say
@@ -73,7 +79,7 @@ REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end 
 # Logits of a formula over the vocabulary that are held at a time, with their graph: 64 MiB a copy. (Smaller copies come
 # from glibc's heap, which kept growing: 2.3 GB with 2**23, 0.8 with 2**24, 2.7 in one piece, of 2,032 GPT-2 tokens.)
 PIECE_LOGITS = 2**24
-FIGURES_SHOWN = ("reward", "kl_start", "loss")  # beside the progress bar
+FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "loss")  # beside the progress bar
 SAMPLED = ("auto", "token", "sequence")  # forms of credit that weigh the sampled tokens
 
 
@@ -89,8 +95,8 @@ class GRPOSettings(Settings):
 
     base_model_path: str | None = setting(None, model_file="required", changeable=True)
     """checkpoint of the generator: the starting policy, and the reference of the KL penalty (required)"""
-    reward_model_path: str | None = setting(None, model_file="required", changeable=True)
-    """checkpoint of the reward model (required)"""
+    reward_model_path: str | None = setting(None, model_file="optional", changeable=True)
+    """checkpoint of the reward model (required without a reward_function)"""
     output_path: str = setting("logs/grpo_model.pt", changeable=True)
     """where the improved generator is written; records go beside it (.jsonl)"""
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
@@ -128,11 +134,18 @@ class GRPOSettings(Settings):
     grad_clip: float = setting(1.0, minimum=0)
     """largest gradient norm; 0: no clipping"""
 
-    reward: Literal["auto", "natural", "evidence"] = "auto"
-    """natural: P(natural); evidence: the log of the likelihood ratio; auto: evidence with a likelihood head"""
+    reward: Literal["auto", "natural", "evidence", "function"] = "auto"
+    """natural: P(natural); evidence: the log of the likelihood ratio; function: the reward_function's, without a reward
+    model; auto: evidence with a likelihood head, function without a reward model, else natural"""
+    reward_function: str | None = None
+    """FILE.py:NAME, a function of your own that rewards completions, alone or added to the reward model's reward: the
+    file is executed, the only one of yours that is; None: no function"""
+    reward_function_weight: float = setting(1.0, minimum=-1e6, maximum=1e6)
+    """factor of the reward_function's numbers"""
     credit: Literal["auto", "token", "sequence", "distribution"] = "auto"
     """one advantage for every token or for a sequence, or for each position the exact gradient over the vocabulary
-    (needs a likelihood head); auto: token if the reward model gives evidence per token"""
+    (needs a likelihood head); auto: token if the reward model gives evidence per token, or without one the
+    reward_function a number per token"""
     baseline: Literal["position", "value"] = setting("position", belongs_to={"credit": ("auto", "token")})
     """subtracted from a token's reward: the group's mean at the position, or its expectation over the vocabulary (needs
     a likelihood head)"""
@@ -185,10 +198,10 @@ class GRPOSettings(Settings):
     """steps between evaluations: natural text, fresh completions, their variety, copies"""
     eval_prompts: int = setting(64, minimum=1)
     """prompts of an evaluation, 2 completions each: from the select part; at the end of the run from the report part"""
-    best_by: Literal["auto", "divergence", "nearest", "val_loss", "last"] = "auto"
+    best_by: Literal["auto", "divergence", "nearest", "reward", "val_loss", "last"] = "auto"
     """which policy is kept, the start included: least KL to a likelihood head's mixture (divergence), reward nearest to
-    natural text's, least loss on natural text, last; auto: divergence with a likelihood head (val_loss where
-    divergence_beta is not 1), else nearest"""
+    natural text's, highest total reward (with a reward_function), least loss on natural text, last; auto: reward with a
+    reward_function, divergence with a likelihood head (val_loss where divergence_beta is not 1), else nearest"""
     tracker: Literal["none", "wandb", "tensorboard"] = setting("none", changeable=True)
     """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
     device: str = setting("auto", changeable=True)
@@ -205,6 +218,7 @@ class GRPOSettings(Settings):
     def check_further(self, problems: Problems) -> None:
         """Note a policy that cannot be written, options that do not go together, a tracker that is not installed."""
         exact = self.credit == "distribution"
+        self._check_reward_function(problems)
         problems.require(
             exact or self.loss_type != "cispo" or self.epsilon_high is not None,
             "loss_type=cispo needs epsilon_high, the largest weight of a token",
@@ -250,34 +264,68 @@ class GRPOSettings(Settings):
             problems.check_output("output_path", self.output_path, "file")
         problems.check_tracker(self.tracker)
 
+    def _check_reward_function(self, problems: Problems) -> None:
+        """Note a reward that is missing, and options that need a function, a reward model or every token's reward."""
+        named, weight, path = self.reward_function, self.reward_function_weight, self.reward_model_path
+        is_alone, add = named is not None and path is None, "Add --reward_function FILE.py:NAME, or leave it out"
+        of_natural: dict[str, tuple[str, ...]] = {
+            "reward": ("natural", "evidence"),
+            "best_by": ("divergence", "nearest"),
+        }
+        of_natural |= {"gate_path": (), "reward_threshold": (), "natural_threshold": ()}  # all but the default
+        either = "Name the checkpoint with --reward_model_path, or a function of your own with --reward_function"
+        for holds, error, remedy in (
+            (named or path, "reward_model_path is required", either),
+            (named or weight == 1, f"reward_function_weight={weight:g} needs a reward_function", add),
+            (named or self.best_by != "reward", "best_by=reward needs a reward_function", add),
+            (is_alone or self.reward != "function", "reward=function is for a reward_function alone", "Leave it out"),
+            (not is_alone or weight, "reward_function_weight=0: there is no other reward", "Use another weight"),
+            (
+                not named or self.exact is None,
+                f"{self.exact} needs a reward of every token of the vocabulary, which a reward_function does not give",
+                "Use --credit token or sequence with --baseline position, or leave out --reward_function",
+            ),
+            *(
+                (
+                    not is_alone or (now not in values if values else now == getattr(type(self), name)),
+                    f"{name}={now} needs a reward model: a reward_function gives no P(natural)",
+                    f"Leave out --{name}, or add --reward_model_path",
+                )
+                for name, values in of_natural.items()
+                for now in (getattr(self, name),)
+            ),
+        ):
+            problems.require(bool(holds), error, remedy)
+
 
 def main() -> None:
     # settings
     given = parse_settings(GRPOSettings, "train_grpo")
-    assert given.base_model_path is not None and given.reward_model_path is not None  # checked with the settings
+    assert given.base_model_path is not None  # checked with the settings
     ranks = start_ranks(select_device(given.device))
     ranks.everywhere(lambda: ranks.check_divides(prompts_per_step=given.prompts_per_step))
+    function = ranks.everywhere(lambda: RewardFunction(given.reward_function) if given.reward_function else None)
 
     # models: pi, and the scorer of frozen reward model and pi_ref, pi's start; without dropout, which pi_old had not
-    checkpoint, base_sha256 = load_checkpoint(given.base_model_path), hash_file(given.base_model_path)
+    checkpoint, base_sha256 = load_checkpoint(given.base_model_path), hash_model(given.base_model_path)
     scorer = load_scorer(given, checkpoint, base_sha256, ranks.device)
     policy = build_model(checkpoint, "generator", given.base_model_path, ranks.device)
-    settings = with_choices_made(given, scorer)
-    optimizers = make_optimizers(policy, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay)
+    completer = Completer(policy, policy.config.block_size)
+    optimizers = make_optimizers(policy, learning_rate=given.learning_rate, weight_decay=given.weight_decay)
 
     # data: prompts from the training split; the validation split selects, gates and reports, each in its part
-    corpus = open_corpus(settings.dataset, policy.config.block_size + 1, checkpoint)
+    corpus = open_corpus(given.dataset, policy.config.block_size + 1, checkpoint)
     data = ranks.on_main(lambda: data_record(corpus.train, corpus.val))
     check_same_splits(checkpoint["data"], data, allow_mismatch=True)
+    settings = with_choices_made(given, scorer, first_call(function, completer, corpus, given, ranks))
     describe_run(settings, policy, corpus, ranks)
-    completer = Completer(policy, policy.config.block_size)
     if not passes_gate(completer, scorer, corpus, settings, ranks):
         return
     copies = CopyFinder(corpus.train)
-    selection, report = (PolicyEvaluation(scorer, corpus, copies, settings, p) for p in ("select", "report"))
+    selection, report = (PolicyEvaluation(scorer, corpus, copies, settings, p, function) for p in ("select", "report"))
 
     # run
-    reads = {"base model": base_sha256, "reward model": hash_file(given.reward_model_path), "corpus": data}
+    reads = {"base model": base_sha256, **hash_rewards(given, function), "corpus": data}
     run = Run(path := Path(settings.output_path), given, ranks, reads)  # given: what a resumed run is compared with
     run.begin(settings.init_from == "resume")
     ranks.on_main(lambda: check_resumable(settings, run.began["max_steps"]))
@@ -301,9 +349,9 @@ def main() -> None:
         # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
         batch = ranks.everywhere(partial(sample_group, completer, corpus.train, settings, step, ranks))
         # r_1 .. r_G and log pi_ref; each rank scores its rows, then all know all
-        batch.score(scorer, ranks, keep_hidden=bool(settings.exact))
+        batch.score(scorer, ranks, keep_hidden=bool(settings.exact), function=function)
         run.note(**figures_of_rollouts(batch, settings))
-        stops.note(run.record.get("reward"))
+        stops.note(run.record.get("reward", run.record.get("total_reward")))
 
         # A_i = (r_i - mean(r)) / std(r); the gradient of an expectation over the vocabulary needs none
         batch.advantages = advantages_of(batch, settings, policy, ranks)
@@ -334,8 +382,7 @@ def main() -> None:
     best.restore(policy)
     reported = ranks.on_main(lambda: report_figures(report, policy, scorer.reference, settings.seed))
     run.log(run.step, final=True, kept_step=best.at, **reported["kept"])
-    training = outcome(run, stops, best, settings) | reported
-    print_outcome(training)
+    print_outcome(training := outcome(run, stops, best, settings) | reported)
     if ranks.rank == 0:
         save_checkpoint(path, policy, checkpoint["tokenization"], checkpoint["data"], training)
         draw_curves(read_records(run.log_path), path.with_suffix(".png"))
@@ -349,21 +396,28 @@ def main() -> None:
 
 def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, device: torch.device) -> RewardScorer:
     """The frozen reward model together with the policy's start, as the base model's checkpoint has it."""
-    assert settings.base_model_path is not None and settings.reward_model_path is not None  # checked with the settings
-    contents = load_checkpoint(settings.reward_model_path)
-    check_reward_model(settings, base, base_sha256, contents)
-    reference = build_model(base, "generator", settings.base_model_path, device)
-    return RewardScorer(build_model(contents, "reward", settings.reward_model_path, device), reference)
+    assert settings.base_model_path is not None  # checked with the settings
+    contents = None if settings.reward_model_path is None else load_checkpoint(settings.reward_model_path)
+    check_generator(settings, base)
+    reward_model = None
+    if contents is not None and settings.reward_model_path is not None:
+        check_reward_model(settings, base, base_sha256, contents)
+        reward_model = build_model(contents, "reward", settings.reward_model_path, device)
+    return RewardScorer(reward_model, build_model(base, "generator", settings.base_model_path, device))
 
 
-def check_reward_model(settings: GRPOSettings, base: dict, base_sha256: str, contents: dict) -> None:
-    """Raise UserError unless both checkpoints are of the same tokens, and the reward model is of this generator."""
+def check_generator(settings: GRPOSettings, base: dict) -> None:
+    """Raise UserError unless the base model is a generator that can complete a prompt."""
     if (mode := base["config"].mode) != "generator":
         raise UserError(f"ERROR: {settings.base_model_path} holds a {mode} model, but a generator is needed here")
     if base["config"].block_size < 2:
         raise UserError(
             f"ERROR: {settings.base_model_path} has block_size 1: there is nothing to complete; use 2 or more"
         )
+
+
+def check_reward_model(settings: GRPOSettings, base: dict, base_sha256: str, contents: dict) -> None:
+    """Raise UserError unless both checkpoints are of the same tokens, and the reward model is of this generator."""
     if (mode := contents["config"].mode) != "reward":
         raise UserError(f"ERROR: {settings.reward_model_path} holds a {mode} model, not a reward model")
     names = ("vocab_size", "num_real_tokens", "block_size")
@@ -379,11 +433,43 @@ def check_reward_model(settings: GRPOSettings, base: dict, base_sha256: str, con
         )
 
 
-def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSettings:
-    """The settings with 'auto' and None decided by the reward model's head; UserError for what it does not know."""
+def first_call(
+    function: RewardFunction | None, completer: Completer[GPT], corpus: Corpus, settings: GRPOSettings, ranks: Ranks
+) -> bool:
+    """Whether a reward function, called on the first step's completions, gives a number per token; False without one.
+
+    Rank 0 calls it for all; from then on it must return the same kind on every rank.
+    """
+    if function is None:
+        return False
+    function.decode = corpus.tokenizer.decode
+
+    def call() -> bool | None:
+        batch = sample_group(completer, corpus.train, settings, 1, ranks)
+        function(batch.own_ids, batch.own_mask)
+        return function.per_token
+
+    function.per_token = ranks.on_main(call)
+    return bool(function.per_token)
+
+
+def hash_rewards(settings: GRPOSettings, function: RewardFunction | None) -> dict[str, str | None]:
+    """Hashes, by name, of the files that reward; None for a reward model that there is not."""
+    hashes = {"reward model": settings.reward_model_path and hash_model(settings.reward_model_path)}
+    return hashes if function is None else hashes | {"reward function": function.sha256}
+
+
+def with_choices_made(settings: GRPOSettings, scorer: RewardScorer, per_token: bool = False) -> GRPOSettings:
+    """The settings with 'auto' and None decided by the reward model's head; UserError for what it does not know.
+
+    Without a reward model by its function: `per_token` says whether that gives a number per token.
+    """
+    is_alone = settings.reward_model_path is None
     reward = settings.reward if settings.reward != "auto" else "evidence" if scorer.is_ratio else "natural"
-    credit = settings.credit if settings.credit != "auto" else "token" if scorer.knows_tokens else "sequence"
-    if not scorer.knows_tokens and (reward == "evidence" or credit == "token"):
+    reward = "function" if is_alone else reward
+    knows_tokens = per_token if is_alone else scorer.knows_tokens
+    credit = settings.credit if settings.credit != "auto" else "token" if knows_tokens else "sequence"
+    if not is_alone and not knows_tokens and (reward == "evidence" or credit == "token"):
         raise UserError(
             f"ERROR: reward={reward}, credit={credit}: {settings.reward_model_path} knows whole sequences alone; use "
             "--reward natural --credit sequence, or a reward model with a likelihood or position head"
@@ -411,6 +497,8 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
             "evidence is no ratio to this policy's start; make reward data and a reward model of this one"
         )
     best_by = settings.best_by
+    if best_by == "auto" and settings.reward_function and settings.reward_function_weight:
+        best_by = "reward"
     if best_by == "auto":
         best_by = "nearest" if not scorer.is_ratio else "divergence" if settings.divergence_beta == 1 else "val_loss"
     if scorer.is_ratio and best_by == "nearest":
@@ -441,7 +529,12 @@ def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ran
     say(f"Using device: {ranks.where}")
     size = f"{format_size(policy.num_parameters())}, block_size {policy.config.block_size}"
     say(f"Policy: {settings.base_model_path}, {size}")
-    say(f"Reward model: {settings.reward_model_path}; prompts: {corpus.folder}")
+    say(f"Reward model: {settings.reward_model_path or 'none'}; prompts: {corpus.folder}")
+    if settings.reward_function is not None:
+        say(
+            f"Reward function: {settings.reward_function} (its file is executed), "
+            f"weight {settings.reward_function_weight:g}"
+        )
     if settings.states == "natural":
         say(f"Each step: {P * G} sequences of natural text, at the positions after a prompt")
     else:
@@ -451,8 +544,9 @@ def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ran
         "sequence": "credit for each sequence",
         "distribution": f"exact over the vocabulary, divergence_beta {settings.divergence_beta:g}",
     }[settings.credit]
+    added = f" + {settings.reward_function}" if settings.reward_function and settings.reward_model_path else ""
     say(
-        f"Reward: {settings.reward}, {credit}; KL: {settings.kl_in_reward:g} in the reward, "
+        f"Reward: {settings.reward}{added}, {credit}; KL: {settings.kl_in_reward:g} in the reward, "
         f"{settings.beta:g} in the loss"
     )
     say(
@@ -468,11 +562,17 @@ def passes_gate(
 ) -> bool:
     """Measure the reward model on the policy's text; False where that was all that was asked for (--gate_path).
 
-    Raises UserError where its R2 interval does not lie above 0 and that is not allowed.
+    Raises UserError where its R2 interval does not lie above 0 and that is not allowed. A reward function has no gate.
     """
+    if settings.reward_model_path is None:
+        say(f"No gate: {settings.reward_function} alone is the reward, and no reward model's R2 is measured")
+        return True
     skill = ranks.on_main(lambda: skill_on_policy(completer, scorer, corpus.val, settings))
     r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
     say(f"R2 of the reward model on {skill['num_sequences']} texts of the policy: {r2}")
+    if settings.reward_function is not None:
+        skill["reward_function"] = settings.reward_function
+        say(f"The R2 is the reward model's alone: {settings.reward_function} passes no gate")
     if settings.gate_path is None:
         ranks.on_main(lambda: check_gate(settings, skill, r2))
         return True
@@ -506,9 +606,23 @@ class RolloutBatch:
     distributions: Distributions | None = field(init=False, default=None)  # set by `score` with `keep_hidden`
     advantages: Tensor | None = field(init=False, default=None)  # (R,) or (R, N - 1)
 
-    def score(self, scorer: RewardScorer, ranks: Ranks, keep_hidden: bool = False) -> None:
+    @property
+    def own_mask(self) -> Tensor:
+        """The mask (R / ranks, N - 1) of this rank's rows."""
+        return self.mask[self.first_own_row : self.first_own_row + len(self.own_ids)]
+
+    def score(
+        self,
+        scorer: RewardScorer,
+        ranks: Ranks,
+        keep_hidden: bool = False,
+        function: RewardFunction | None = None,
+    ) -> None:
         """Score this rank's rows, then gather those of all ranks; `keep_hidden` for `over_vocabulary`."""
-        self.scores = scorer(self.own_ids, keep_hidden).of_all(ranks)
+        scores = scorer(self.own_ids, keep_hidden)
+        if function is not None:
+            scores = replace(scores, function=ranks.everywhere(partial(function, self.own_ids, self.own_mask)))
+        self.scores = scores.of_all(ranks)
         self.distributions = scorer.distributions if keep_hidden else None
         if self.old_log_probs is not None:
             self.old_log_probs = ranks.gather(self.old_log_probs)
@@ -590,13 +704,22 @@ def figures_of_rollouts(batch: RolloutBatch, settings: GRPOSettings) -> dict[str
         return {}
     scores = batch.scores
     kl = kl_estimate(batch.old_log_probs, scores.reference_log_probs, settings.kl_estimator)
-    figures: dict[str, Any] = {"reward": scores.natural.mean().item()}
-    figures["reward_std"] = scores.natural.std().item() if len(scores.natural) > 1 else None
+    figures: dict[str, Any] = {}
+    if scores.natural is not None:
+        figures |= mean_and_deviation("reward", scores.natural)
     if scores.evidence is not None:
         figures["evidence"] = masked_mean(scores.evidence, batch.mask)
+    if scores.function is not None:
+        figures |= mean_and_deviation("function_reward", rewards_of_sequences(scores.function, batch.mask))
+        figures["total_reward"] = total_rewards(scores, batch.old_log_probs, batch.mask, settings).mean().item()
     # The mean of -log p over samples of p estimates its entropy without another pass over the logits.
     entropy = -masked_mean(batch.old_log_probs, batch.mask)
     return figures | {"kl_start": masked_mean(kl, batch.mask), "entropy": entropy}
+
+
+def mean_and_deviation(name: str, values: Tensor) -> dict[str, float | None]:
+    """Mean and standard deviation of values (R,), which a single one does not have."""
+    return {name: values.mean().item(), f"{name}_std": values.std().item() if len(values) > 1 else None}
 
 
 def advantages_of(batch: RolloutBatch, settings: GRPOSettings, policy: GPT, ranks: Ranks) -> Tensor | None:
@@ -606,25 +729,25 @@ def advantages_of(batch: RolloutBatch, settings: GRPOSettings, policy: GPT, rank
     the policy, still the one that sampled, reads the completions once more (the scorer's models do not). None if the
     loss itself is such an expectation. The KL in the reward is k1 against the start, log p - log p_start of each token.
     With evidence, a log ratio to the start's probability, a coefficient of 1 makes it one to the current policy's.
+
+    A reward function's number of a sequence is an outcome reward: with credit for tokens it is in the return of each
+    written token once, for any discount (`rewards_of_tokens`). Its numbers of tokens give a sequence their mean.
     """
     scores, mask = batch.scores, batch.mask
     if settings.credit == "distribution":
         return None
     assert settings.kl_in_reward is not None and batch.old_log_probs is not None  # with_choices_made, sample_group
-    penalty = settings.kl_in_reward * kl_estimate(batch.old_log_probs, scores.reference_log_probs, "k1")  # (R, N - 1)
     if settings.credit == "token":
-        rewards = scores.evidence if settings.reward == "evidence" else scores.by_token
-        assert rewards is not None  # with_choices_made
-        rewards = rewards - penalty
+        penalty = settings.kl_in_reward * kl_estimate(batch.old_log_probs, scores.reference_log_probs, "k1")
+        of_model = scores.evidence if settings.reward == "evidence" else scores.by_token
+        rewards = -penalty if of_model is None else of_model - penalty  # (R, N - 1)
+        if scores.function is not None:
+            of_function = rewards_of_tokens(scores.function, mask, settings.discount)
+            rewards = rewards + settings.reward_function_weight * of_function
         values = expected_rewards(policy, batch, settings.kl_in_reward, ranks) if settings.baseline == "value" else None
         how = settings.group_size, settings.discount, settings.advantage_scale
         return token_advantages(rewards, mask, *how, values=values)
-    counts = mask.sum(1).clamp(min=1)
-    rewards = scores.natural  # (R,)
-    if settings.reward == "evidence":
-        assert scores.evidence is not None  # with_choices_made
-        rewards = (scores.evidence * mask).sum(1) / counts
-    rewards = rewards - (penalty * mask).sum(1) / counts
+    rewards = total_rewards(scores, batch.old_log_probs, mask, settings)  # (R,)
     return group_advantages(rewards, settings.group_size, settings.advantage_scale)
 
 
@@ -794,6 +917,7 @@ def outcome(run: Run, stops: Stops, best: Best, settings: GRPOSettings) -> dict[
         **{"steps": run.step, "stop_reason": run.reason, "kept_step": best.at},
         **{"select_loss": best.figures["select_loss"], "start_select_loss": stops.start["select_loss"]},
         **{"first_reward": first, "last_reward": last, "reward_steps": window, "settings": asdict(settings)},
+        **({"reward_function_sha256": run.reads["reward function"]} if settings.reward_function else {}),
     }
 
 
@@ -806,6 +930,9 @@ def print_outcome(training: dict[str, Any]) -> None:
     span = f"{window} step{'s' if window > 1 else ''}"
     if first is not None:
         say(f"Mean reward: {first:.4f} over the first {span}, {last:.4f} over the last {span}")
+    if (name := training["settings"]["reward_function"]) is not None:
+        before, after = (training[policy]["fresh_function_reward"] for policy in ("start", "kept"))
+        say(f"Reward of {name}, fresh completions of reporting prompts: {before:.4f} before, {after:.4f} after")
     before, after = (training[name]["report_loss"] for name in ("start", "kept"))
     say(
         f"Loss on the reporting part of natural text: {before:.4f} before, {after:.4f} after, "
@@ -817,12 +944,14 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     """A picture (PNG) of the training: rewards, divergence and natural loss, variety; whole or not at all."""
     curves = (
         ("reward", "fresh_reward", "natural_reward"),
+        ("function_reward", "fresh_function_reward", "natural_function_reward"),
         ("select_loss", "kl_start"),
         ("distinct_1", "distinct_2", "distinct_3", "repetition"),
     )
     records = [record for record in records if "final" not in record]  # which is of other prompts and text
-    with picture(path, 13, 3.8, columns=len(curves)) as (_, panels):
-        for axes, names in zip(panels, curves, strict=True):
+    shown = [names for names in curves if any(name in record for name in names for record in records)]
+    with picture(path, 13, 3.8, columns=len(shown)) as (_, panels):
+        for axes, names in zip(panels, shown, strict=True):
             for name in names:
                 points = [(record["step"], record[name]) for record in records if name in record]
                 axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else None)

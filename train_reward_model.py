@@ -20,7 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import build_model, check_origin, check_same_tokens, check_unseen, load_checkpoint, save_checkpoint
+from checkpoint import (
+    build_model,
+    check_origin,
+    check_same_tokens,
+    check_unseen,
+    hash_model,
+    load_checkpoint,
+    save_checkpoint,
+)
 from feature_cache import forget_features, frozen_depth, frozen_features, to_device
 from generation import Sampling
 from model import GPT, check_same_fields
@@ -206,7 +214,7 @@ def main() -> None:
     settings = parse_settings(RewardModelSettings, "train_reward_model")
     assert settings.base_model_path is not None  # checked with the settings
     ranks = start_ranks(select_device(settings.device))
-    checkpoint, generator_sha256 = load_checkpoint(settings.base_model_path), hash_file(settings.base_model_path)
+    checkpoint, generator_sha256 = load_checkpoint(settings.base_model_path), hash_model(settings.base_model_path)
     generator = build_model(checkpoint, "generator", settings.base_model_path, ranks.device)
     train_set, val_set = open_checked_splits(settings.data_dir)
     for dataset in (train_set, val_set):
@@ -275,7 +283,7 @@ def what_is_read(settings: RewardModelSettings, generator_sha256: str) -> dict[s
     return {
         "generator": generator_sha256,
         "reward dataset": " ".join(hash_file(path) for path in files),
-        "trunk": " ".join(hash_file(path) for path in settings.trunks) or None,
+        "trunk": " ".join(hash_model(path) for path in settings.trunks) or None,
     }
 
 
@@ -299,7 +307,7 @@ def load_trunks(
     models: list[GPT] = []
     seen: dict[str, str] = {}
     for path in settings.trunks:
-        contents, digest = load_checkpoint(path), hash_file(path)
+        contents, digest = load_checkpoint(path), hash_model(path)
         if digest == generator_sha256:
             raise UserError(
                 f"ERROR: {path} is the generator itself, which knows nothing that it does not: name another --trunk"

@@ -25,7 +25,8 @@ from runtime.process import UserError
 from runtime.run_log import say
 from runtime.staged_folder import differing_settings
 
-DATA_FILES = ("*.bin", "meta.pkl")  # of a folder that is read: a corpus, or reward data
+# Of a folder that is read: a corpus, reward data, or a model in Hugging Face's form.
+DATA_FILES = ("*.bin", "meta.pkl", "tokenizer.json", "config.json", "*.safetensors")
 
 
 def identity(
@@ -120,11 +121,11 @@ def hash_input(path: Path, hash_model: Callable[[Path], str] = hash_file) -> str
 
 
 def hash_sources(root: Path, *makers: Path) -> str:
-    """sha256 over names and contents of the project's files in `root` (*.py, runtime/*.py) and of `makers`.
+    """sha256 over names and contents of the project's files in `root` (at the top, runtime/, interop/) and of `makers`.
 
     Not of what one script imports: an artefact is also of the scripts that made what it was made from.
     """
-    files = [*root.glob("*.py"), *root.glob("runtime/*.py"), *makers]
+    files = [*(path for folder in ("", "runtime", "interop") for path in (root / folder).glob("*.py")), *makers]
     return _hash_files({os.path.relpath(path, root): path for path in files})
 
 

@@ -177,8 +177,10 @@ def fetch_complete_works() -> list[tuple[str, str]]:
 # GPT-2's BPE files
 
 
-def ensure_gpt2_bpe_files() -> None:
+def ensure_gpt2_bpe_files() -> dict[str, Path]:
     """Put GPT-2's two BPE files where tiktoken looks first, unless they lie there; raises UserError without a way.
+
+    Returns their paths, by their names in BPE_FILES.
 
     tiktoken's cache is the folder TIKTOKEN_CACHE_DIR, where a file's name is the sha1 of its address. Without that
     variable a folder of the user's is chosen and the variable set for this process. tiktoken could download the files
@@ -191,7 +193,7 @@ def ensure_gpt2_bpe_files() -> None:
     os.environ["TIKTOKEN_CACHE_DIR"] = folder
     paths = {name: Path(folder, hashlib.sha1((BPE_URL + name).encode()).hexdigest()) for name in BPE_FILES}
     if all(paths[name].is_file() and sha256(paths[name].read_bytes()) == BPE_FILES[name] for name in BPE_FILES):
-        return
+        return paths
     try:
         contents = {name: fetch_url(BPE_URL + name, digest) for name, digest in BPE_FILES.items()}
         origin = "their usual address"
@@ -206,6 +208,7 @@ def ensure_gpt2_bpe_files() -> None:
         with atomic_path(path) as partial:
             partial.write_bytes(contents[name])
     print(f"GPT-2's BPE files: from {origin}, kept in {folder}")
+    return paths
 
 
 # ---------------------------------------------------------------------------------------------------------------------

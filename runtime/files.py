@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -113,6 +114,21 @@ def check_writable(path: str | os.PathLike, is_file: bool = False) -> str | None
     if not os.access(ancestor, os.W_OK):
         return f"no permission to write to {ancestor}"
     return None
+
+
+GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name that is no path here can be one of a model hub: OWNER/NAME, or one of GPT2_NAMES.
+
+    Not where a folder OWNER lies here, nor with a suffix of files: those are paths with a mistake in them.
+    """
+    owner = name.partition("/")[0]
+    if Path(name).exists() or name.endswith(FILE_SUFFIXES):
+        return False
+    return name in GPT2_NAMES or (bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(owner).exists())
 
 
 def hash_file(path: str | os.PathLike) -> str:

@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from runtime.files import check_writable
+from runtime.files import check_writable, is_hub_name
 from runtime.process import UserError
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
@@ -39,12 +39,12 @@ class Problems:
             self.require(False, obstacle, f"Choose a {place} you may write to with --{name}")
 
     def check_model_files(self, name: str, value: str | tuple[str, ...] | None) -> None:
-        """Note a setting that names no checkpoint (a path, or a list of them) or one that is not there."""
+        """Note a setting that names no model (a path or a hub's name, or a list of them) or one that is not there."""
         self.require(bool(value), f"{name} is required", f"Name the checkpoint with --{name}")
         option = "" if name == "model_path" else f" (--{name})"  # without, as the reward-data documents have it
         for path in value if isinstance(value, tuple) else [value] if value else []:
             self.require(
-                Path(path).is_file(),
+                Path(path).exists() or is_hub_name(path),
                 f"Model file not found: {path}{option}",
                 "Check that the model checkpoint file exists and the path is correct",
             )
@@ -84,7 +84,7 @@ class Declared:
     belongs_to: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """values of other settings, by name: with any other value this setting must keep its default"""
     model_file: Literal["required", "optional"] | None = None
-    """the setting names a checkpoint, or several, that must exist; optional: or is None"""
+    """the setting names a checkpoint or another model, or several, that must exist; optional: or is None"""
     output: Literal["file", "folder"] | None = None
     """the setting names a place to write to, or is None"""
     changeable: bool = False

@@ -14,12 +14,29 @@ FLOORS = [
     ["runtime.cli", "runtime.output_lock", "runtime.artefacts"],
     ["runtime.resume"],
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
+    ["interop.tokenizer_json"],
     ["model", "tokenization_manager", "document_splits", "text_metrics"],
-    ["reward_model", "reward_data_config", "reward_dataset_loader", "text_preparation"],
+    [
+        "reward_model",
+        "reward_function",
+        "reward_data_config",
+        "reward_dataset_loader",
+        "text_preparation",
+        "interop.huggingface",
+    ],
     ["checkpoint"],
-    ["feature_cache", "policy_eval"],
+    ["feature_cache", "policy_eval", "interop.trl_reward"],
     ["sample_eval", "cycle_report"],
-    ["prepare_text", "train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
+    [
+        "prepare_text",
+        "train",
+        "prepare_reward_data",
+        "train_reward_model",
+        "train_grpo",
+        "evaluate",
+        "sample",
+        "export_hf",
+    ],
     ["run_cycles"],
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
@@ -43,7 +60,7 @@ NAMED_OTHERWISE = {
     "test_reward_data_prep": ("prepare_reward_data",),
 }
 
-MODULES = [*sorted(ROOT.glob("runtime/[!_]*.py")), *sorted(ROOT.glob("*.py"))]
+MODULES = [*sorted(ROOT.glob("runtime/[!_]*.py")), *sorted(ROOT.glob("interop/[!_]*.py")), *sorted(ROOT.glob("*.py"))]
 PREPARE_SCRIPTS = sorted(ROOT.glob("data/*/prepare.py"))
 FILES = MODULES + PREPARE_SCRIPTS
 TESTS = sorted((ROOT / "tests").glob("test_*.py"))
@@ -63,13 +80,13 @@ def floor_of(path: Path) -> int:
 
 
 def imported_modules(source: str) -> set[str]:
-    """The top-level names of everything that a source imports, wherever in it; of runtime/ the file."""
+    """The top-level names of everything that a source imports, wherever in it; of runtime/ and interop/ the file."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "runtime":
-            names |= {f"runtime.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("runtime", "interop"):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add("." if node.level else node.module)
     return {name if name in FLOOR_OF or name == "." else name.partition(".")[0] for name in names}
@@ -77,7 +94,7 @@ def imported_modules(source: str) -> set[str]:
 
 def faults(floor: int, imported: set[str]) -> list[str]:
     """The imports that a module on `floor` may not have."""
-    others = {"tests", "benchmarks", "config", "data", "conftest", "runtime", "."}
+    others = {"tests", "benchmarks", "config", "data", "conftest", "runtime", "interop", "."}
     return sorted(name for name in imported if name in others or FLOOR_OF.get(name, -1) >= floor)
 
 

@@ -1,0 +1,150 @@
+"""A tokenizer.json, Hugging Face's form of a tokenizer: read, recognised, written. Nothing in it is executed.
+
+    python -c "from interop.tokenizer_json import characters_as_json; print(characters_as_json('abc'))"
+
+The package tokenizers encodes, decodes and writes; it is optional. What a file is shows without it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_loader import MAX_VOCAB_SIZE
+from runtime.downloads import BPE_FILES, ensure_gpt2_bpe_files, sha256
+from runtime.process import UserError
+
+TOKENIZER_FILE = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 1 << 26
+VOCABULARY_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")  # what decides ids
+EACH_CHARACTER = r"[\s\S]"
+BPE_VOCAB_SIZE = 50257
+END_OF_TEXT = "<|endoftext|>"  # of GPT-2's encoding, its last id
+
+
+class TokenizerFileError(UserError):
+    """A tokenizer.json that is missing, damaged, or of more ids than token files hold."""
+
+
+def read_file(path: str | Path) -> str:
+    """The text of a tokenizer.json; raises TokenizerFileError where it is missing, too large or no UTF-8 text."""
+    path = Path(path)
+    if not path.is_file():
+        raise TokenizerFileError(
+            f"{TOKENIZER_FILE} not found: {path}: name a folder that holds one, as Hugging Face's save_pretrained "
+            "writes, or use --tokenization bpe or char"
+        )
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise TokenizerFileError(
+            f"{path} is no tokenizer: {path.stat().st_size:,} bytes are more than any vocabulary needs"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerFileError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
+
+
+def parse(source: str, name: str | Path) -> tuple[dict[str, Any], int]:
+    """The contents of a tokenizer.json, and the number of its ids: the highest, with added tokens, and one.
+
+    Raises TokenizerFileError, naming the file, for contents that are no tokenizer's, or of
+    more ids than token files hold.
+    """
+    try:
+        contents = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerFileError(f"{name} is no JSON: {error or 'nested too deep'}") from None
+    model = contents.get("model") if isinstance(contents, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    added = contents.get("added_tokens") or [] if isinstance(contents, dict) else None
+    # Of a Unigram model the vocabulary is a list of tokens with their scores, in the order of their ids.
+    ids = (
+        list(vocabulary.values())
+        if isinstance(vocabulary, dict)
+        else list(range(len(vocabulary) if isinstance(vocabulary, list) else 0))
+    )
+    if not isinstance(vocabulary, dict | list) or not isinstance(added, list):
+        raise TokenizerFileError(f"{name} is no tokenizer: it needs 'model' with a 'vocab', as in a tokenizer.json")
+    ids += [token.get("id") if isinstance(token, dict) else None for token in added]
+    if not ids or not all(type(token) is int and 0 <= token < MAX_VOCAB_SIZE for token in ids):
+        raise TokenizerFileError(
+            f"{name}: its ids must be whole numbers from 0 to {MAX_VOCAB_SIZE - 1}, as token files are uint16, and at "
+            "least one; use a tokenizer with fewer ids, or --tokenization bpe"
+        )
+    return contents, max(ids) + 1
+
+
+def is_gpt2(contents: Mapping[str, Any], vocab_size: int) -> bool:
+    """Whether the contents of a tokenizer.json are GPT-2's own byte-pair encoding: merges and ids, by their hashes."""
+    model = contents["model"]
+    merges, vocabulary = model.get("merges"), model.get("vocab")
+    if not isinstance(merges, list) or not isinstance(vocabulary, dict) or vocab_size != BPE_VOCAB_SIZE:
+        return False
+    lines = [merge if isinstance(merge, str) else " ".join(map(str, merge)) for merge in merges]
+    normalizer, split = contents.get("normalizer"), contents.get("pre_tokenizer")
+    if normalizer is not None or not isinstance(split, dict):
+        return False
+    plain = split.get("type") == "ByteLevel" and not split.get("add_prefix_space")
+    return plain and gpt2_bpe_hashes(lines, vocabulary) == BPE_FILES
+
+
+def gpt2_bpe_hashes(merges: Sequence[str], vocabulary: Mapping[str, int]) -> dict[str, str]:
+    """sha256 of the files that merges and ids would be in GPT-2's form."""
+    ordered = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
+    files = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]), "encoder.json": json.dumps(ordered)}
+    return {name: sha256(text.encode(errors="surrogatepass")) for name, text in files.items()}
+
+
+def characters_of(contents: Mapping[str, Any]) -> str | None:
+    """The characters, in the order of their ids, of a tokenizer.json of the form that `characters_as_json` writes."""
+    vocabulary = contents["model"].get("vocab")
+    split = {"type": "Split", "pattern": {"Regex": EACH_CHARACTER}, "behavior": "Isolated", "invert": False}
+    if contents["model"].get("type") != "WordLevel" or contents.get("pre_tokenizer") != split:
+        return None
+    if contents.get("normalizer") or contents.get("added_tokens") or not all(len(each) == 1 for each in vocabulary):
+        return None
+    ordered = sorted(vocabulary, key=vocabulary.__getitem__)
+    return "".join(ordered) if [vocabulary[each] for each in ordered] == list(range(len(ordered))) else None
+
+
+def characters_as_json(chars: Sequence[str]) -> str:
+    """The text of a tokenizer.json with a token for each character, in the order of their ids."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({character: token for token, character in enumerate(chars)}, unk_token=""))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(EACH_CHARACTER), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer.to_str()
+
+
+def gpt2_as_json() -> str:
+    """The text of GPT-2's tokenizer.json."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary, merges = (ensure_gpt2_bpe_files()[name] for name in ("encoder.json", "vocab.bpe"))
+    pairs = [tuple(line.split(" ")) for line in merges.read_text(encoding="utf-8").splitlines()[1:]]
+    tokenizer = Tokenizer(models.BPE(json.loads(vocabulary.read_text(encoding="utf-8")), pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return tokenizer.to_str()
+
+
+def load_tokenizer(source: str, name: str | Path) -> Any:
+    """The tokenizer of a tokenizer.json's text, by the package tokenizers, which executes nothing in it."""
+    try:
+        import tokenizers  # here, because it is optional
+    except ImportError:
+        raise UserError(
+            f"ERROR: {name} is a tokenizer in Hugging Face's form, which the package tokenizers reads: install it with "
+            "`pip install tokenizers`, or use --tokenization bpe or char"
+        ) from None
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(source)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise TokenizerFileError(f"{name}: the package tokenizers cannot read it: {error!s:.200}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,0 +1,105 @@
+"""A reward model as a reward function of TRL's GRPOTrainer.
+
+    python -c "from interop.trl_reward import make_reward; print(make_reward('logs/reward_model.pt').__name__)"
+
+    GRPOTrainer(model="hf_model", reward_funcs=make_reward("logs/reward_model.pt"), ...)
+
+The figures are those of train_grpo.py for the same sequences. TRL itself is not imported here.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from checkpoint import build_model, load_checkpoint
+from generation import Sampling, check_ids
+from interop.tokenizer_json import END_OF_TEXT
+from reward_model import RewardModel
+from runtime.device import select_device
+from runtime.process import UserError
+from tokenization_manager import TokenizationManager
+
+RewardFunction = Callable[..., list[float]]
+
+
+def make_reward(
+    reward_model_path: str, reward: Literal["natural", "evidence"] = "natural", device: str = "auto"
+) -> RewardFunction:
+    """A function of prompts, completions and completion_ids, as TRL calls it, that returns one number a sequence.
+
+    'natural': P(natural) of prompt and completion, from 0 to 1; 'evidence': the mean evidence of the completion's
+    tokens in nats, of a head that knows tokens. Models are trained on whole blocks, of which a completion is best the
+    rest. Raises UserError for a checkpoint that is no reward model's, that does not name its tokenizer, or whose head
+    has no evidence; the function raises it for prompts in another form than text and for sequences beyond the block.
+    """
+    contents = load_checkpoint(reward_model_path)
+    model = build_model(contents, "reward", reward_model_path, select_device(device)).requires_grad_(False)
+    if contents["tokenization"] is None:
+        raise UserError(f"ERROR: {reward_model_path} does not say how its text is tokenized")
+    if reward not in ("natural", "evidence"):
+        raise UserError(f"ERROR: reward={reward!r}: must be 'natural' or 'evidence'")
+    if reward == "evidence" and not model.knows_tokens:
+        raise UserError(f"ERROR: reward='evidence': {reward_model_path} knows whole sequences alone; use 'natural'")
+    if model.is_ratio:
+        model.sampling = Sampling()  # as in train_grpo.py: a policy's text is sampled plainly
+    tokenizer = TokenizationManager.from_record(contents["tokenization"])
+
+    def function(
+        prompts: Sequence[str], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any
+    ) -> list[float]:
+        rows = []
+        for prompt, written in zip(prompts, completion_ids, strict=True):
+            if not isinstance(prompt, str):
+                raise UserError(f"ERROR: a prompt must be text, not {type(prompt).__name__}: leave out chat templates")
+            rows.append((tokenizer.encode(prompt).tolist(), list(written)))
+        return score(model, rows, reward)
+
+    function.__name__ = f"crossover_{reward}"  # the name in TRL's records
+    return function
+
+
+@torch.no_grad()
+def score(model: RewardModel, rows: Sequence[tuple[list[int], list[int]]], reward: str) -> list[float]:
+    """The rewards of rows of prompt ids and written ids, in their order; rows of one length are read together.
+
+    A row without a written token has evidence 0.
+    """
+    lengths = [len(prompt) + len(written) for prompt, written in rows]
+    if not rows or min(lengths) < 1 or max(lengths) > (longest := model.config.block_size):
+        span = f"{min(lengths)} to {max(lengths)} tokens" if rows else "none"
+        raise UserError(f"ERROR: sequences of {span}: must be of 1 to {longest} tokens, the reward model's block_size")
+    rewards = [0.0] * len(rows)
+    for _, numbers in groupby(sorted(range(len(rows)), key=lengths.__getitem__), key=lengths.__getitem__):
+        same_length = list(numbers)
+        for first in range(0, len(same_length), model.rows_at_a_time()):
+            part = same_length[first : first + model.rows_at_a_time()]
+            ids = torch.tensor([[*rows[number][0], *rows[number][1]] for number in part])  # (B, T)
+            check_ids(ids, model.config.num_real_tokens)
+            output = model.output(ids.to(next(model.parameters()).device))
+            found = model.share(output) if reward == "natural" else mean_evidence(output, [rows[n][0] for n in part])
+            for number, value in zip(part, found.tolist(), strict=True):
+                rewards[number] = value
+    return rewards
+
+
+def mean_evidence(evidence: Tensor, prompts: Sequence[list[int]]) -> Tensor:
+    """The mean (B,) of the evidence (B, T) of the tokens after each row's prompt, the first token aside."""
+    starts = torch.tensor([max(1, len(prompt)) for prompt in prompts], device=evidence.device)
+    mask = torch.arange(evidence.size(1), device=evidence.device)[None] >= starts[:, None]
+    return (evidence * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def set_special_tokens(tokenizer: Any) -> Any:
+    """Give a tokenizer of characters the special tokens that TRL demands; returns it.
+
+    The end of text gets an id beyond the model's vocabulary, which is never written: completions have full length.
+    Prompts are padded with the first character, and padding is masked. A tokenizer with an end of text keeps it.
+    """
+    if tokenizer.eos_token is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+        tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
+    tokenizer.padding_side = "left"
+    return tokenizer
