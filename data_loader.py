@@ -6,10 +6,12 @@ A token file is nothing but little-endian uint16 numbers. There is ONE split rul
 is cut by characters, then each part is encoded; so both modes give the same tokens. B, T: sequences and their length.
 """
 
+import codecs
 import hashlib
+import io
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -17,7 +19,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from runtime.files import atomic_path
+from runtime.files import atomic_path, fsync_directory, fsync_file
 from runtime.process import UserError
 
 TOKEN_DTYPE = np.dtype("<u2")
@@ -26,8 +28,11 @@ Numbers = TypeVar("Numbers", int, np.ndarray)
 HELD_OUT = ("evaluator", "test")  # parts of a split by documents that evaluate.py alone reads
 SPLITS_FILE = "splits.json"  # the record of a split by documents, beside its token files
 CHECK_TOKENS = 1 << 20  # read at a time when a file is checked
+READ_BYTES = 1 << 20  # of a text, at a time
 FILE_LABELS = {"train": "Train", "val": "Validation"}
-REMEDY = "make the files again with data/NAME/prepare.py, or choose the tokenization they were made with"
+REMEDY = (
+    "make the files again with data/NAME/prepare.py or prepare_text.py, or choose the tokenization they were made with"
+)
 
 
 class BinaryFileError(UserError):
@@ -62,31 +67,64 @@ def read_text(data_path: str | Path) -> str:
         path = path / "input.txt"
     if not path.is_file():
         raise UserError(f"ERROR: Data file not found: {path}: give a text file, or a folder that holds input.txt")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"ERROR: {path} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
-    if not text:
+    return "".join(text_pieces(path))
+
+
+def text_pieces(path: str | Path) -> Iterator[str]:
+    """The text of a UTF-8 file in pieces of at most READ_BYTES characters, newlines as Python's text mode reads them.
+
+    Raises UserError for an empty file, and for one that is not UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    position = 0
+    with open(path, "rb") as file:
+        while data := file.read(READ_BYTES):
+            yield newlines.decode(_decode(path, decoder, data, position))
+            position += len(data)
+    if not position:
         raise UserError(f"ERROR: {path} is empty: there is no text to learn from")
-    return text
+    yield newlines.decode(_decode(path, decoder, b"", position, final=True), final=True)
 
 
-def split_and_encode(text: str, tokenizer: Tokenizer, train_split: float = 0.9) -> TokenSplits:
-    """The one split rule: the first int(len(text) * train_split) characters are for training; each part is encoded.
+def _decode(path: str | Path, decoder: codecs.IncrementalDecoder, data: bytes, start: int, final: bool = False) -> str:
+    pending, _ = decoder.getstate()  # the first bytes of a character that was cut
+    try:
+        return decoder.decode(data, final)
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if not start and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
+        raise UserError(
+            f"ERROR: {path} is not UTF-8 text: {error.reason} at byte {start - len(pending) + error.start:,}; if it is "
+            f"text in another encoding, convert it first, for instance by iconv -f {encoding} -t UTF-8"
+        ) from None
 
-    Raises UserError for a split outside (0, 1), a text too short to split, or a vocabulary beyond uint16.
+
+def split_boundary(num_characters: int, train_split: float = 0.9) -> int:
+    """The one split rule: the first int(num_characters * train_split) characters are for training.
+
+    Raises UserError for a split outside (0, 1), and for a text too short to split.
     """
     if not 0 < train_split < 1:
         raise UserError(f"ERROR: train_split={train_split}: must be > 0 and < 1")
+    boundary = int(num_characters * train_split)
+    if not 0 < boundary < num_characters:
+        raise UserError(
+            f"ERROR: a text of {num_characters} characters cannot be split at train_split={train_split}: one part is "
+            "empty"
+        )
+    return boundary
+
+
+def split_and_encode(text: str, tokenizer: Tokenizer, train_split: float = 0.9) -> TokenSplits:
+    """Cut the text at `split_boundary`, then encode each part.
+
+    Raises UserError as that does, and for a vocabulary beyond uint16.
+    """
     if tokenizer.vocab_size > MAX_VOCAB_SIZE:
         raise UserError(
             f"ERROR: vocab_size={tokenizer.vocab_size:,}: token files are uint16, so at most {MAX_VOCAB_SIZE:,}"
         )
-    boundary = int(len(text) * train_split)
-    if not 0 < boundary < len(text):
-        raise UserError(
-            f"ERROR: a text of {len(text)} characters cannot be split at train_split={train_split}: one part is empty"
-        )
+    boundary = split_boundary(len(text), train_split)
     return TokenSplits(tokenizer.encode(text, 0, boundary), tokenizer.encode(text, boundary))
 
 
@@ -102,26 +140,44 @@ def load_text(data_path: str | Path, tokenizer: Tokenizer, train_split: float = 
 def write_token_files(
     folder: str | Path, splits: TokenSplits, held_out: Mapping[str, np.ndarray] | None = None
 ) -> list[str]:
-    """Write train.bin, val.bin and NAME.bin of each held-out part to `folder`; none appears before all are complete.
+    """Write train.bin, val.bin and NAME.bin of each held-out part to `folder` as `replace_token_files` does.
 
-    Held-out parts of an earlier split, which may hold text that trains now, are removed with their record before the
-    new files get their names, train.bin first: none ever lies beside a train.bin of another split. The names of removed
-    files are returned.
+    Returns the names of the held-out files of an earlier split, which are removed.
     """
-    parts = {**(held_out or {}), "val": splits.val, "train": splits.train}  # they get their names in reverse order
+    parts = {"train": splits.train, "val": splits.val, **(held_out or {})}
     for name, tokens in parts.items():
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < MAX_VOCAB_SIZE:
             raise BinaryFileError(f"Token range incompatible in {name} data: token files are uint16, 0 to 65535")
-    folder = Path(folder)
-    removed = [name for name in (SPLITS_FILE, *(f"{part}.bin" for part in HELD_OUT)) if (folder / name).exists()]
-    with ExitStack() as stack:
-        paths = {name: stack.enter_context(atomic_path(folder / f"{name}.bin")) for name in parts}
-        for name, path in paths.items():
+    stale = held_out_files(folder)
+    with replace_token_files(folder, [f"{name}.bin" for name in parts], stale) as paths:
+        for name, tokens in parts.items():
             # Not `tofile`, which does not say why a write failed.
-            path.write_bytes(np.ascontiguousarray(parts[name], dtype=TOKEN_DTYPE).data)
-        for name in removed:
-            (folder / name).unlink()
-    return removed
+            paths[f"{name}.bin"].write_bytes(np.ascontiguousarray(tokens, dtype=TOKEN_DTYPE).data)
+    return stale
+
+
+def held_out_files(folder: str | Path) -> list[str]:
+    """The names of the files in `folder` that belong to a split by documents alone: its record and held-out parts."""
+    return [name for name in (SPLITS_FILE, *(f"{part}.bin" for part in HELD_OUT)) if Path(folder, name).exists()]
+
+
+@contextmanager
+def replace_token_files(folder: str | Path, names: Sequence[str], stale: Sequence[str]) -> Iterator[dict[str, Path]]:
+    """Yield for each file name in `folder` a path to write to; no file gets its name before all are complete.
+
+    Then the earlier train.bin, val.bin and `stale` files are removed, and the new files get their names in the order
+    given. Held-out parts of an earlier split may hold text that trains now, and a vocabulary gives ids their meaning:
+    an interruption between these steps leaves a file missing, hence an error, never files of two corpora together.
+    """
+    folder = Path(folder)
+    with ExitStack() as stack:
+        paths = {name: stack.enter_context(atomic_path(folder / name)) for name in reversed(names)}
+        yield paths
+        for path in paths.values():
+            fsync_file(path)  # now, because what follows is to be short
+        for name in ("train.bin", "val.bin", *stale):
+            (folder / name).unlink(missing_ok=True)
+        fsync_directory(folder)
 
 
 def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: int = 1) -> np.memmap:

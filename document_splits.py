@@ -10,58 +10,17 @@ report), and evaluator.bin and test.bin, which evaluate.py alone reads. splits.j
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_loader import SPLITS_FILE, Tokenizer, TokenSplits, split_and_encode, write_token_files
-from runtime.downloads import Document, read_documents
-from runtime.files import write_json
+from data_loader import Tokenizer
+from runtime.downloads import Document
 from runtime.process import UserError
-from runtime.settings import Problems
 
 SHARES = {"train": 0.80, "val": 0.05, "evaluator": 0.05, "test": 0.10}  # of the characters
 # Works that print the same poems: in one part.
 TOGETHER = (("LOVE'S LABOUR'S LOST", "THE PASSIONATE PILGRIM", "THE SONNETS"),)
-
-
-def check_own_folder(problems: Problems, plays: Sequence[str], out_dir: str, default: Path) -> None:
-    """Note plays that are to be written to the folder of the whole corpus."""
-    problems.require(
-        not plays or Path(out_dir).resolve() != default,
-        f"plays={', '.join(plays)}: a corpus of some works needs a folder of its own, not {out_dir}",
-        "Choose one with --out_dir; with 'char' in its name it is one of characters",
-    )
-
-
-def split_corpus(
-    path: Path, text: str, tokenizer: Tokenizer, by_document: bool
-) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:
-    """Tokens (num_tokens,) uint16 by part, and the record of a split by documents; None for nanoGPT's split.
-
-    `text` is what `path` holds. Raises UserError for a text whose documents are not known or fewer than the parts.
-    """
-    if by_document:
-        return split_documents(text, read_documents(path), tokenizer)
-    splits = split_and_encode(text, tokenizer)
-    return {"train": splits.train, "val": splits.val}, None
-
-
-def write_corpus(folder: str | Path, parts: dict[str, np.ndarray], record: dict[str, Any] | None) -> None:
-    """Write the token files of all parts and, last, splits.json; print sizes, and the titles in each part."""
-    held_out = {name: tokens for name, tokens in parts.items() if name not in ("train", "val")}
-    removed = write_token_files(folder, TokenSplits(parts["train"], parts["val"]), held_out)
-    if record is not None:
-        write_json(Path(folder, SPLITS_FILE), record)
-    elif removed:
-        print(f"removed what an earlier split by documents left: {', '.join(removed)}")
-    for name, tokens in parts.items():
-        print(f"{name} has {len(tokens):,} tokens")
-        if record is not None:
-            part = record["parts"][name]
-            titles = ", ".join(repr(document["title"]) for document in part["documents"])
-            print(f"  {part['characters']:,} characters ({part['share']:.2%}): {titles}")
 
 
 def split_documents(

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from data_loader import dataset_folder
 from runtime.device import select_device
 from runtime.files import check_writable
 from runtime.process import UserError
 from runtime.settings import Problems, Settings, setting
 from tokenization_manager import MAX_VOCAB_SIZE, TokenizationInfo, TokenizationMethod  # noqa: F401 (public here)
 
-PREPARE_CORPUS = "Make the corpus with: python data/shakespeare/prepare.py (or python data/shakespeare_char/prepare.py)"
+PREPARE_CORPUS = (
+    "Make the corpus with: python data/shakespeare/prepare.py (or python data/shakespeare_char/prepare.py, or "
+    "python prepare_text.py for texts of your own)"
+)
 
 
 @dataclass
@@ -27,18 +31,22 @@ class RewardDataConfig(Settings):
 
     model_path: str | None = setting(None, model_file="required")
     """the base model's checkpoint (required)"""
-    input_mode: Literal["text", "binary"] = "text"
-    """text: a text file is split and tokenized; binary: token files made before are used"""
+    input_mode: Literal["text", "binary"] | None = setting(None, known=("text", "binary"))
+    """text: a text file is split and tokenized; binary: token files made before are used; None: binary with a dataset,
+    else text"""
     data_path: str | None = setting(None, belongs_to={"input_mode": ("text",)})
     """text mode: the text file, or a folder that holds input.txt"""
     train_bin: str | None = setting(None, belongs_to={"input_mode": ("binary",)})
     """binary mode: the training tokens (uint16)"""
     val_bin: str | None = setting(None, belongs_to={"input_mode": ("binary",)})
     """binary mode: the validation tokens (uint16)"""
-    tokenization: Literal["auto", "bpe", "char"] = "auto"
-    """auto: characters where meta.pkl lies beside the data or its folder has 'char' in its name, else GPT-2 BPE"""
-    meta_path: str | None = setting(None, belongs_to={"tokenization": ("auto", "char")})
-    """the meta.pkl of a character vocabulary (required when tokenization is char)"""
+    dataset: str | None = setting(None, belongs_to={"input_mode": ("binary",)})
+    """folder of train.bin and val.bin, in place of these two: a path, or a name below data/"""
+    tokenization: Literal["auto", "bpe", "char", "tokenizer"] = "auto"
+    """auto: characters where meta.pkl lies beside the data, tokenizer where tokenizer.json does, else characters where
+    the folder has 'char' in its name, else GPT-2 BPE"""
+    meta_path: str | None = setting(None, belongs_to={"tokenization": ("auto", "char", "tokenizer")})
+    """the meta.pkl of a character vocabulary, or a tokenizer.json (required when tokenization is char or tokenizer)"""
     output_dir: str = "data/reward_dataset"
     """the folder to make"""
     train_split: float = setting(0.9, above=0, below=1, belongs_to={"input_mode": ("text",)})
@@ -66,16 +74,29 @@ class RewardDataConfig(Settings):
     allow_split_mismatch: bool = False
     """accept data other than the splits that the base model was trained with (contamination: see the guide)"""
 
+    def __post_init__(self) -> None:
+        """Choose the input mode, and the token files of a dataset."""
+        if self.input_mode is None:
+            self.input_mode = "text" if self.dataset is None else "binary"
+        if self.dataset is not None and self.input_mode == "binary":
+            self.train_bin, self.val_bin = (getattr(self, name) or path for name, path in self._dataset_files().items())
+
+    def _dataset_files(self) -> dict[str, str]:
+        """The token files of the dataset, by setting."""
+        folder = dataset_folder(self.dataset or "")
+        return {"train_bin": str(folder / "train.bin"), "val_bin": str(folder / "val.bin")}
+
     def check_further(self, problems: Problems) -> None:
         """Note data, a vocabulary or a device that is missing, and a folder that cannot be made."""
         if self.input_mode == "text":
             self._check_text(problems)
         else:
             self._check_token_files(problems)
+        kind = "character tokenization" if self.tokenization == "char" else "a tokenizer.json"
         problems.require(
-            self.tokenization != "char" or bool(self.meta_path),
-            "meta_path is required when tokenization is 'char'",
-            "Specify --meta_path when using character tokenization, or use --tokenization auto",
+            self.tokenization not in ("char", "tokenizer") or bool(self.meta_path),
+            f"meta_path is required when tokenization is {self.tokenization!r}",
+            f"Specify --meta_path when using {kind}, or use --tokenization auto",
         )
         problems.require(
             not self.meta_path or Path(self.meta_path).is_file(),
@@ -102,10 +123,18 @@ class RewardDataConfig(Settings):
             problems.require(path.is_file(), f"Data file not found: {shown}", PREPARE_CORPUS)
 
     def _check_token_files(self, problems: Problems) -> None:
+        for name, path in self._dataset_files().items() if self.dataset is not None else ():
+            problems.require(
+                getattr(self, name) == path,
+                f"{name} is ignored with a dataset",
+                f"Remove --{name}, or --dataset",
+            )
         for name, title in (("train_bin", "Train"), ("val_bin", "Validation")):
             path = getattr(self, name)
             if problems.require(
-                bool(path), f"{name} is required in binary mode", f"Specify --{name}, or use --input_mode text"
+                bool(path),
+                f"{name} is required in binary mode",
+                f"Specify --{name} or --dataset, or use --input_mode text",
             ):
                 problems.require(Path(path).is_file(), f"{title} binary file not found: {path}", PREPARE_CORPUS)
 

@@ -35,10 +35,10 @@ class SampleSettings(Settings):
     """folder of the generator's model_checkpoint.pt; of no account where checkpoint_path is given"""
     checkpoint_path: str | None = None
     """the generator; None: model_checkpoint.pt in out_dir"""
-    tokenization: Literal["auto", "bpe", "char"] = "auto"
-    """auto: as the checkpoint says, or char with a meta_path; a checkpoint from elsewhere may say nothing"""
-    meta_path: str | None = setting(None, belongs_to={"tokenization": ("auto", "char")})
-    """meta.pkl with the characters"""
+    tokenization: Literal["auto", "bpe", "char", "tokenizer"] = "auto"
+    """auto: as the checkpoint says, or that of the meta_path; a checkpoint from elsewhere may say nothing"""
+    meta_path: str | None = setting(None, belongs_to={"tokenization": ("auto", "char", "tokenizer")})
+    """meta.pkl with the characters, or a tokenizer.json"""
     start: str = "\n"
     """the text to continue, or FILE:path for the text in a file"""
     num_samples: int = setting(10, minimum=1)
@@ -63,11 +63,12 @@ class SampleSettings(Settings):
     """seed of the draws"""
 
     def check_further(self, problems: Problems) -> None:
-        """Note a tokenization by characters without its characters."""
+        """Note a tokenization by characters, or by a tokenizer.json, without that file."""
+        file = "meta.pkl" if self.tokenization == "char" else "tokenizer.json"
         problems.require(
-            self.tokenization != "char" or self.meta_path is not None,
-            "meta_path is required when tokenization is 'char'",
-            "Name the meta.pkl that the model was trained with: --meta_path data/NAME/meta.pkl",
+            self.tokenization not in ("char", "tokenizer") or self.meta_path is not None,
+            f"meta_path is required when tokenization is {self.tokenization!r}",
+            f"Name the {file} that the model was trained with: --meta_path data/NAME/{file}",
         )
 
     @property

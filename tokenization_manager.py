@@ -121,6 +121,7 @@ def _meta_problem(meta: Any) -> str | None:
 def save_meta(path: str | Path, chars: Sequence[str]) -> None:
     """Write nanoGPT's meta.pkl for the characters `chars`, in the order of their ids."""
     _check_chars(chars)
+    chars = list(chars)  # so that both dicts hold the same objects, as nanoGPT's do: pickle writes each once
     meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
     with atomic_path(path) as partial, open(partial, "wb") as file:
         pickle.dump(meta, file)

@@ -384,7 +384,7 @@ def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
     """
     seed_step(settings.seed, "weights")
     vocab_size = tokenizer.vocab_size
-    padded = math.ceil(vocab_size / 64) * 64 if tokenizer.method == "bpe" else vocab_size
+    padded = math.ceil(vocab_size / 64) * 64 if tokenizer.method != "char" else vocab_size
     model = GPT(settings.model_config(padded, vocab_size if padded > vocab_size else None))
     if settings.init == "orthogonal":
         model.init_orthogonal()

@@ -38,7 +38,7 @@ def all_sections() -> dict[str, str]:
 
 CONFIG_HELP = """
 
-A settings file of plain assignments (nanoGPT's form) can come first or by --config FILE; options override it."""
+A settings file of plain assignments (nanoGPT's form) can come {place}by --config FILE; options override it."""
 SECTION_HELP = " --section NAME reads its section of that name instead of {own}'s: {others}."
 
 
@@ -49,11 +49,13 @@ def parse_settings(
 
     `settings_class` is a dataclass; its `problems()` are raised after parsing, unless `check` is False.
     `script` is the script's name without .py: the name of its section in a settings file, unless `--section` names
-    another. Options in the class's `REMOVED` are refused with what its `instead_of(name)` returns. Raises UserError for
+    another. Where the class has a positional setting, a settings file comes by --config alone and lacks that setting.
+    Options in the class's `REMOVED` are refused with what its `instead_of(name)` returns. Raises UserError for
     settings out of range; for a misspelt or badly typed option tyro explains and exits with status 2.
     """
     prog = None if argv is None else f"{script}.py"  # parsed for another script: its name is what an error needs
-    config_path, argv = split_config(list(sys.argv[1:] if argv is None else argv))
+    positional = settings_class.positional()
+    config_path, argv = split_config(list(sys.argv[1:] if argv is None else argv), file_first=not positional)
     section, argv = _split_option(argv, "section")
     readable = [name for name, reader in all_sections().items() if reader == script]
     if section is not None and section not in readable:
@@ -73,7 +75,7 @@ def parse_settings(
         _in_groups(hashable),
         prog=prog,
         args=argv,
-        description=(settings_class.__doc__ or "") + CONFIG_HELP + more,
+        description=(settings_class.__doc__ or "") + CONFIG_HELP.format(place="" if positional else "first or ") + more,
         config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
         use_underscores=True,
     )
@@ -89,12 +91,15 @@ def parse_settings(
 def _in_groups(settings_class: type[Settings]) -> type:
     """A dataclass of dataclasses, one for each of the settings' GROUPS, which are titles in the help."""
     first_of = {first: title for title, first in settings_class.GROUPS.items()}
-    texts, title = _help_texts(settings_class), "all"
+    texts, title, positional = _help_texts(settings_class), "all", settings_class.positional()
     groups: dict[str, list[tuple[str, Any, Any]]] = {}
     for each in dataclasses.fields(settings_class):
         title = first_of.get(each.name, title)
         default = dataclasses.field(default=each.default, default_factory=each.default_factory)
         kind: Any = Annotated[each.type, tyro.conf.arg(help=texts.get(each.name))]
+        if each.name in positional:
+            metavar = each.name.upper()
+            kind = Annotated[each.type, tyro.conf.arg(help=texts.get(each.name), metavar=metavar), tyro.conf.Positional]
         groups.setdefault(title, []).append((each.name, kind, default))
     kinds = {title: dataclasses.make_dataclass(title, members) for title, members in groups.items()}
     # With a text, if an empty one, tyro does not look for comments in the source of the module.
@@ -104,21 +109,23 @@ def _in_groups(settings_class: type[Settings]) -> type:
 
 
 def _help_texts(settings_class: type[Settings]) -> dict[str, str]:
-    """The texts below the fields, by name."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(settings_class))).body
-    assert isinstance(definition, ast.ClassDef)
-    pairs = zip(definition.body, definition.body[1:], strict=False)
-    return {
-        field.target.id: " ".join(str(text.value.value).split())
-        for field, text in pairs
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
+    """The texts below the fields, by name; those of the classes it inherits from too."""
+    texts: dict[str, str] = {}
+    for each in reversed(settings_class.__mro__[: settings_class.__mro__.index(Settings)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(definition, ast.ClassDef)
+        texts |= {
+            field.target.id: " ".join(str(text.value.value).split())
+            for field, text in zip(definition.body, definition.body[1:], strict=False)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        }
+    return texts
 
 
-def split_config(argv: list[str]) -> tuple[str | None, list[str]]:
+def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, list[str]]:
     """The settings file that a command line names, first or by --config, or None; and the other arguments."""
-    if argv and not argv[0].startswith("-"):
+    if file_first and argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
     return _split_option(argv, "config", "the path of a settings file")
 
@@ -154,7 +161,8 @@ def _as_arguments(config: dict[str, Any], settings_class: type[Settings], sectio
             raise UserError(f"ERROR: {path}: section {name!r} is for no script; sections are {', '.join(readers)}")
     values = {name: value for name, value in config.items() if not isinstance(value, dict)}
     values |= config.get(section, {})
-    known = [field.name for field in dataclasses.fields(settings_class) if field.init]
+    fields = [field.name for field in dataclasses.fields(settings_class) if field.init]
+    known = [name for name in fields if name not in settings_class.positional()]
     known += [*settings_class.REMOVED, *settings_class.ALIASES]
     arguments = []
     for name, value in values.items():

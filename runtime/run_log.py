@@ -24,16 +24,20 @@ from runtime.process import DivergedError, UserError, is_main_rank, raise_flagge
 T = TypeVar("T")
 
 
-def progress(total: int, description: str, unit: str = "it", initial: int = 0, passing: bool = False) -> tqdm:
+def progress(
+    total: int, description: str, unit: str = "it", initial: int = 0, passing: bool = False, large: bool = False
+) -> tqdm:
     """A progress bar with rate and time left; on a terminal it moves, in a log file it prints every 30 seconds.
 
     A `passing` one, for a pause in the work of another, shows only if it lasts that long, and leaves nothing behind.
+    A `large` one has its numbers with k, M or G.
     """
     interval = 0.1 if sys.stderr.isatty() else 30
     return tqdm(
         total=total,
         desc=description,
         unit=unit,
+        unit_scale=large,
         initial=initial,
         mininterval=interval,
         delay=interval if passing else 0,

@@ -89,6 +89,8 @@ class Declared:
     """the setting names a place to write to, or is None"""
     changeable: bool = False
     """a resumed run may have another value"""
+    positional: bool = False
+    """given on the command line without its name, all values together; not in a settings file"""
 
     def range_rule(self) -> str:
         """The range as text."""
@@ -127,6 +129,11 @@ class Settings:
         """Names of the settings that a resumed run may change; with another value of the rest it is another run."""
         return {each.name for each, declared in self._declared() if declared.changeable}
 
+    @classmethod
+    def positional(cls) -> set[str]:
+        """Names of the settings that a command line gives without their names."""
+        return {each.name for each, declared in cls._declared() if declared.positional}
+
     def problems(self) -> Problems:
         """Everything that is wrong with the settings, as far as it shows without reading the files."""
         problems = Problems()
@@ -138,8 +145,9 @@ class Settings:
     def check_further(self, problems: Problems) -> None:
         """Note what is wrong beyond what the fields declare."""
 
-    def _declared(self) -> Iterator[tuple[Field, Declared]]:
-        return ((each, each.metadata.get("declared", Declared())) for each in fields(self))
+    @classmethod
+    def _declared(cls) -> Iterator[tuple[Field, Declared]]:
+        return ((each, each.metadata.get("declared", Declared())) for each in fields(cls))
 
     def _check_declared(self, problems: Problems, each: Field, declared: Declared) -> None:
         name, value = each.name, getattr(self, each.name)

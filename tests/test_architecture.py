@@ -16,11 +16,27 @@ FLOORS = [
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
     ["interop.tokenizer_json"],
     ["model", "tokenization_manager", "document_splits", "text_metrics"],
-    ["reward_model", "reward_function", "reward_data_config", "reward_dataset_loader", "interop.huggingface"],
+    [
+        "reward_model",
+        "reward_function",
+        "reward_data_config",
+        "reward_dataset_loader",
+        "text_preparation",
+        "interop.huggingface",
+    ],
     ["checkpoint"],
     ["feature_cache", "policy_eval", "interop.trl_reward"],
     ["sample_eval", "cycle_report"],
-    ["train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample", "export_hf"],
+    [
+        "prepare_text",
+        "train",
+        "prepare_reward_data",
+        "train_reward_model",
+        "train_grpo",
+        "evaluate",
+        "sample",
+        "export_hf",
+    ],
     ["run_cycles"],
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
@@ -40,6 +56,7 @@ NAMED_OTHERWISE = {
     "test_old_artefacts": (),  # what checkpoint, runtime/resume and run_cycles wrote before
     "test_oracle": (),  # benchmarks/oracle.py
     "test_pipeline": (),  # benchmarks/pipeline.py
+    "test_prepare_text": ("prepare_text", "text_preparation"),
     "test_reward_data_prep": ("prepare_reward_data",),
     "test_trackers": (),  # the trackers of runtime/run_log.py with the real packages
 }

@@ -30,6 +30,7 @@ from helpers import Finished, InThisProcess, make_text
 
 import tokenization_manager
 from evaluate import EvaluateSettings
+from prepare_text import PrepareTextSettings
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import InspectSettings
 from run_cycles import CycleSettings
@@ -56,6 +57,7 @@ SETTINGS = {
     "train_reward_model": RewardModelSettings,
     "train_grpo": GRPOSettings,
     "evaluate": EvaluateSettings,
+    "prepare_text": PrepareTextSettings,
     "sample": SampleSettings,
     "run_cycles": CycleSettings,
 }
@@ -355,7 +357,17 @@ def test_links_lead_somewhere(name):
 
 
 # Names of kinds of files, and files that stand for any of their kind.
-KINDS = {".jsonl", ".resume", ".partial", "meta.pkl", "input.txt", "train.bin", "val.bin", "prepare.py"}
+KINDS = {
+    ".jsonl",
+    ".resume",
+    ".partial",
+    "meta.pkl",
+    "input.txt",
+    "train.bin",
+    "val.bin",
+    "prepare.py",
+    "tokenizer.json",
+}
 KINDS |= {"evaluator.bin", "test.bin", "splits.json", "documents.json"}  # of a split by documents
 
 
@@ -527,6 +539,9 @@ def settings_errors() -> list[str]:
         RewardDataConfig("nowhere.pt", "binary", "input.txt", train_split=0.5),
         RewardDataConfig("nowhere.pt", "binary", None, "nowhere.bin", "nowhere.bin", device="cuda"),
         RewardDataConfig("nowhere.pt", tokenization="bpe", meta_path="meta.pkl"),
+        RewardDataConfig("nowhere.pt", tokenization="char"),
+        RewardDataConfig("nowhere.pt", "text", dataset="nowhere"),
+        RewardDataConfig("nowhere.pt", train_bin="train.bin", dataset="nowhere"),
         RewardModelSettings("nowhere.pt", batch_size=1),
     ]
     return [error for config in wrong for error in config.problems().errors]
