@@ -77,7 +77,7 @@ def main() -> None:
     shutil.rmtree(staging, ignore_errors=True)  # of an export that was interrupted
     staging.mkdir(parents=True)
     save_file(their_weights(config, model.state_dict()), staging / WEIGHTS_FILE, metadata={"format": "pt"})
-    write_json(staging / CONFIG_FILE, config_json(config, end))
+    write_json(staging / CONFIG_FILE, config_json(config, end, checkpoint["data"]))
     ends = {"bos_token_id": end, "eos_token_id": end}
     # The distribution that the model was trained to have; transformers would else take the 50 likeliest tokens.
     write_json(staging / "generation_config.json", {"do_sample": True, "temperature": 1.0, "top_k": 0, **ends})

@@ -104,7 +104,7 @@ def model_path(name: str | Path) -> Path:
 
 
 def read_folder(folder: str | Path) -> dict[str, Any]:
-    """The `model` (state dict), `config` and `tokenization` (or None) of a checkpoint, from a folder.
+    """The `model` (state dict), `config`, and `tokenization` and `data` (or None) of a checkpoint, from a folder.
 
     Shapes and values are not checked here: see checkpoint.load_checkpoint. Raises UserError for a folder of another
     form, another architecture, or settings that GPTConfig cannot express.
@@ -123,7 +123,13 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
             config = replace(config, bias=True)
         else:
             state = {name: tensor for name, tensor in state.items() if name not in biases}
-    return {"model": state, "config": config, "tokenization": None if tokenizer is None else tokenizer.to_record()}
+    own = theirs.get(OWN_ENTRY)
+    return {
+        "model": state,
+        "config": config,
+        "tokenization": None if tokenizer is None else tokenizer.to_record(),
+        "data": own.get("data") if isinstance(own, dict) else None,
+    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -317,8 +323,8 @@ def form_of(config: GPTConfig) -> str:
     return "gpt2"
 
 
-def config_json(config: GPTConfig, end_of_text: int | None) -> dict[str, Any]:
-    """The config.json of a generator, of the ids that its tokenizer uses.
+def config_json(config: GPTConfig, end_of_text: int | None, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The config.json of a generator, of the ids that its tokenizer uses; `data` is its checkpoint's record.
 
     transformers 4 reads `rotary_pct`, 5 `rope_parameters`.
     """
@@ -330,7 +336,7 @@ def config_json(config: GPTConfig, end_of_text: int | None) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
-        OWN_ENTRY: {"bias": config.bias},
+        OWN_ENTRY: {"bias": config.bias, "data": data},
     }
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
     if form == "gpt2":

@@ -36,6 +36,7 @@ FLOORS = [
         "evaluate",
         "sample",
         "export_hf",
+        "interop.trl_grpo",
     ],
     ["run_cycles"],
 ]

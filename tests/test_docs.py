@@ -26,10 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from helpers import Finished, InThisProcess, make_text
+import torch
+from helpers import Finished, InThisProcess, make_checkpoint, make_text
 
 import tokenization_manager
+from checkpoint import load_checkpoint
 from evaluate import EvaluateSettings
+from export_hf import ExportSettings
 from prepare_text import PrepareTextSettings
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import InspectSettings
@@ -51,6 +54,7 @@ GUIDE, REFERENCE = "docs/reward_model_training3.md", "docs/reward_model_training
 LOG = "docs/LOG.md"
 
 SETTINGS = {
+    "export_hf": ExportSettings,
     "train": TrainSettings,
     "prepare_reward_data": RewardDataConfig,
     "reward_dataset_loader": InspectSettings,
@@ -61,6 +65,8 @@ SETTINGS = {
     "sample": SampleSettings,
     "run_cycles": CycleSettings,
 }
+# Scripts that need packages which are not in requirements.txt, by one of these.
+NEEDS = {"interop/trl_grpo": "trl"}
 # What makes a run small; each is an option that the script documents.
 SHRINK = {
     "train": "--n_layer 2 --n_head 2 --n_embd 16 --block_size 16 --batch_size 4 --max_iters 12 --eval_interval 6 "
@@ -72,6 +78,7 @@ SHRINK = {
     "evaluate": "--device cpu",
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--sample_tokens 20 --device cpu",
+    "interop/trl_grpo": "--max_steps 1 --prompts_per_step 2 --group_size 2 --device cpu",
     "benchmarks/loading": "--num_runs 1",
     "benchmarks/grpo": "--num_runs 1 --steps 1 --prompts 1 --trl False",
     "benchmarks/reward_models": "--quick True --heads likelihood",
@@ -84,7 +91,7 @@ SHRINK = {
     "benchmarks/generation": "--shapes XS --num_runs 1 --headline_blocks 0 --num_processes 1 --device cpu",
 }
 TORCHRUN = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"}
-NOT_OURS = {"config", "section", "help", "cov", *TORCHRUN}  # options of every script, of pytest and of torchrun
+NOT_OURS = {"config", "section", "help", "cov", "num_processes", *TORCHRUN}  # of every script, pytest, launchers
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -175,7 +182,7 @@ def template(tmp_path_factory) -> Path:
     for path in [*ROOT.glob("*.py"), *ROOT.glob("config/*.py"), *ROOT.glob("data/*/prepare.py")]:
         (folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, folder / path.relative_to(ROOT))
-    for name in ("benchmarks", "runtime"):
+    for name in ("benchmarks", "interop", "runtime"):
         shutil.copytree(ROOT / name, folder / name)
     # The tiny models' reward models do not predict: as the settings files stand, the cycles would end before GRPO. The
     # corpus of both is that of the other documents, which has no plays to choose from.
@@ -190,7 +197,24 @@ def template(tmp_path_factory) -> Path:
     assert sorted(set(text)) == sorted(CHARACTERS)
     for name in ("shakespeare", "shakespeare_char"):
         (folder / "data" / name / "input.txt").write_text(text, encoding="utf-8")
+    bring_along(folder, text)
     return folder
+
+
+def bring_along(folder: Path, text: str) -> None:
+    """Put there what a user has who comes from elsewhere: a text, a reward function, a checkpoint of nanoGPT's."""
+    (folder / "my_novel.txt").write_text(text, encoding="utf-8")
+    source = "def score(completions, **kwargs):\n    return [-float(text.count('e')) for text in completions]\n"
+    (folder / "my_rewards.py").write_text(source)
+    made = make_checkpoint(folder / "ckpt.pt", len(CHARACTERS), n_layer=2, position="learned", bias=False)
+    contents = load_checkpoint(made)
+    names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+    arguments = {name: getattr(contents["config"], name) for name in names}
+    weights = {f"_orig_mod.{name}": tensor for name, tensor in contents["model"].items()}
+    made.unlink()
+    (folder / "out-shakespeare-char").mkdir()
+    nanogpt = {"model": weights, "model_args": arguments, "iter_num": 5000, "config": {"dataset": "shakespeare_char"}}
+    torch.save(nanogpt, folder / "out-shakespeare-char" / "ckpt.pt")
 
 
 class Shrunk(InThisProcess):
@@ -228,6 +252,9 @@ def run_script(script: str, arguments: list[str]) -> None:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
+        if (package := NEEDS.get(name)) and importlib.util.find_spec(package) is None:
+            assert end.code == 2 and f"pip install {package}" in err.getvalue(), err.getvalue()
+            return
         assert end.code in (None, 0), f"{shlex.join(sys.argv)}\nended with {end.code}:\n{err.getvalue()[-2000:]}"
     finally:
         sys.argv, sys.path[:] = argv, path
@@ -425,7 +452,7 @@ def option_names(settings_class: type) -> set[str]:
 
 def test_options_in_the_text_exist():
     known = set(NOT_OURS).union(*(option_names(settings_class) for settings_class in SETTINGS.values()))
-    for path in [*ROOT.glob("data/*/prepare.py"), *ROOT.glob("benchmarks/*.py")]:
+    for path in [*ROOT.glob("data/*/prepare.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("interop/*.py")]:
         if "def main(" in path.read_text(encoding="utf-8"):
             known |= option_names(dataclass_of_script(path))
     for name in NAMES:
@@ -558,7 +585,7 @@ def test_the_printed_validation_is_what_the_program_says():
 
 def test_every_module_stands_on_a_floor_of_the_architecture():
     drawing = read_document(ROOT / "docs/architecture.md").blocks[0].text
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("runtime/[!_]*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("runtime/[!_]*.py"), *ROOT.glob("interop/[!_]*.py")]:
         assert re.search(rf"(?<!/)\b{path.relative_to(ROOT)}\b", drawing), path
     for name in re.findall(r"[\w/]+\.py", drawing):
         assert (ROOT / name).exists(), name

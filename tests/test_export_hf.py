@@ -18,7 +18,7 @@ def test_an_export_read_again_is_the_same_checkpoint(tmp_path, generator):
     out = succeed("export_hf", checkpoint_path=generator, output_dir=tmp_path / "hf")
     assert "in GPT-NeoX's form" in out and "Saved config.json" in out
     ours, again = load_checkpoint(generator), load_checkpoint(tmp_path / "hf")
-    assert again["config"] == ours["config"]
+    assert (again["config"], again["data"]) == (ours["config"], ours["data"])
     assert_same_weights(again["model"], ours["model"])
     assert again["tokenization"]["chars"] == ours["tokenization"]["chars"]
     card = (tmp_path / "hf" / "README.md").read_text()

@@ -226,6 +226,7 @@ REFUSED = {
     "another vocabulary": ({"vocab_size": 60}, "has shape"),
     "heads": ({"num_attention_heads": 5}, "n_embd=32 is not a multiple of n_head=5"),
     "text for a truth": ({"use_parallel_residual": "yes"}, "parallel_residual='yes': must be true or false"),
+    "a record": ({"crossover": {"data": {"train_tokens": "many"}}}, "'data' must be None or a dict of"),
     "ties": ({"tie_word_embeddings": False}, "'embed_out.weight' is missing"),
     "no truth of ours": ({"crossover": {"bias": "no"}}, "bias='no': must be true or false"),
 }

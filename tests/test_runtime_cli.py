@@ -121,7 +121,7 @@ def test_sections_are_for_their_script_alone(config):
     assert parse(path) == Walk(steps=5, length=1.5)
     with pytest.raises(UserError, match=r"sample\.py .*'speed'"):
         parse(path, script="sample")
-    with pytest.raises(UserError, match=r"'trian' .* evaluate, prepare, "):
+    with pytest.raises(UserError, match=r"'trian' .* evaluate, export_hf, prepare, "):
         parse(config("trian = dict(steps=7)"))
 
 

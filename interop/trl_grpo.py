@@ -1,0 +1,117 @@
+"""Trains an exported generator with TRL's GRPOTrainer and a reward model of ours: where our own GRPO ends.
+
+    python interop/trl_grpo.py --model hf_model --reward_model_path logs/reward_model.pt --dataset shakespeare_char
+
+In: a folder of export_hf.py, a reward model of the same tokens, and a corpus for prompts. Out, in output_dir: the
+policy in Hugging Face's form, which other scripts take by its path. Needs the package trl; several GPUs and vLLM: see
+docs/interop.md.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from checkpoint import load_checkpoint, open_corpus
+from interop.trl_reward import make_reward, set_special_tokens
+from policy_eval import draw_prompts
+from runtime.cli import parse_settings
+from runtime.process import UserError, run_main
+from runtime.run_log import say
+from runtime.settings import Problems, Settings, setting
+
+
+@dataclass
+class TRLSettings(Settings):
+    """Train an exported generator with TRL and a reward model of ours."""
+
+    GROUPS: ClassVar[dict[str, str]] = {"run": "model", "steps": "max_steps", "machine": "device"}
+
+    model: str | None = setting(None, model_file="required")
+    """the generator, a folder of export_hf.py (required)"""
+    reward_model_path: str | None = setting(None, model_file="required")
+    """checkpoint of the reward model (required)"""
+    dataset: str = "shakespeare_char"
+    """folder of train.bin, of which prompts are: a path, or a name below data/"""
+    output_dir: str = setting("trl_model", output="folder")
+    """the policy, and what TRL writes on the way"""
+    reward: Literal["natural", "evidence"] = "natural"
+    """P(natural) of a sequence, or the mean evidence of its written tokens (nats)"""
+
+    max_steps: int = setting(100, minimum=1, unit="steps")
+    """optimizer steps"""
+    prompts_per_step: int = setting(16, minimum=1)
+    """groups in a step"""
+    group_size: int = setting(8, minimum=2)
+    """completions of each prompt"""
+    learning_rate: float = setting(3e-4, above=0)
+    """first learning rate of TRL's schedule"""
+    beta: float = setting(0.04, minimum=0)
+    """weight of the KL penalty to the start"""
+
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: as TRL chooses; cpu"""
+    use_vllm: bool = False
+    """sample with vLLM, in the same process (needs a GPU and the package vllm)"""
+    seed: int = setting(42, minimum=0, maximum=2**32 - 1)
+    """seed of prompts and completions"""
+
+    def check_further(self, problems: Problems) -> None:
+        """Note a model that is no folder: TRL reads no checkpoint of ours."""
+        problems.require(
+            self.model is None or not Path(self.model).is_file(),
+            f"model={self.model}: TRL needs a folder in Hugging Face's form",
+            f"Make one: python export_hf.py --checkpoint_path {self.model} --output_dir hf_model",
+        )
+
+
+def main() -> None:
+    settings = parse_settings(TRLSettings, "trl_grpo")
+    try:
+        import transformers
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+    except ImportError as error:
+        raise UserError(f"ERROR: {error}: this script needs TRL: install it with `pip install trl`") from None
+    assert settings.model is not None and settings.reward_model_path is not None  # checked with the settings
+    checkpoint = load_checkpoint(settings.model)
+    corpus = open_corpus(settings.dataset, checkpoint["config"].block_size + 1, checkpoint)
+    # Half a block of natural text each, so that prompt and completion are a whole block, as reward models are trained.
+    length = checkpoint["config"].block_size
+    amount = settings.max_steps * settings.prompts_per_step
+    natural, _, _ = draw_prompts(corpus.train, length, amount, 1, settings.seed, "trl")
+    prompts = [corpus.tokenizer.decode(row) for row in natural[:, : length // 2].numpy()]
+    options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate"} if settings.use_vllm else {}
+    if settings.device == "cpu":
+        options |= {"use_cpu": True, "bf16": False}
+    trainer = GRPOTrainer(
+        model=settings.model,
+        reward_funcs=make_reward(settings.reward_model_path, settings.reward, settings.device),
+        args=GRPOConfig(
+            output_dir=settings.output_dir,
+            max_steps=settings.max_steps,
+            per_device_train_batch_size=settings.prompts_per_step * settings.group_size,
+            num_generations=settings.group_size,
+            max_completion_length=length - length // 2,
+            temperature=1.0,
+            top_k=0,
+            learning_rate=settings.learning_rate,
+            beta=settings.beta,
+            seed=settings.seed,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            **options,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=set_special_tokens(transformers.AutoTokenizer.from_pretrained(settings.model)),
+    )
+    trainer.train()
+    trainer.save_model(settings.output_dir)
+    say(f"Saved {settings.output_dir}; other scripts take it by its path, as in --checkpoints {settings.output_dir}")
+
+
+if __name__ == "__main__":
+    run_main(main)
