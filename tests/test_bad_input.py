@@ -192,6 +192,75 @@ def test_settings_files(tmp_path, good):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# folders in Hugging Face's form
+
+
+def lying_header(claims: dict, size: int | None = None) -> bytes:
+    """A safetensors file whose header claims so, and no data."""
+    header = json.dumps(claims).encode()
+    return (len(header) if size is None else size).to_bytes(8, "little") + header
+
+
+HUGE = {"gpt_neox.embed_in.weight": {"dtype": "F32", "shape": [2**40, 2**20], "data_offsets": [0, 2**62]}}
+OVERLAP = {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in "ab"}
+FOLDERS = {
+    "empty": lambda folder, harm: [path.unlink() for path in folder.iterdir()],
+    "a pickle for weights": lambda folder, harm: (folder / "model.safetensors").write_bytes(pickle.dumps(harm)),
+    "a pickle alone": lambda folder, harm: (
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(harm)),
+    ),
+    "a huge tensor": lambda folder, harm: (folder / "model.safetensors").write_bytes(lying_header(HUGE)),
+    "overlapping": lambda folder, harm: (folder / "model.safetensors").write_bytes(lying_header(OVERLAP) + bytes(8)),
+    "a huge header": lambda folder, harm: (folder / "model.safetensors").write_bytes(lying_header({}, 2**62)),
+    "code of its own": lambda folder, harm: (
+        change_json(folder / "config.json", model_type="own", auto_map={"AutoModel": "own.py"}),
+        (folder / "own.py").write_text(f"open({str(harm.path)!r}, 'w')"),
+    ),
+    "a deep config": lambda folder, harm: (folder / "config.json").write_text('{"a":' * 50_000),
+    "an index that leads out": lambda folder, harm: (
+        (folder / "model.safetensors").rename(folder.parent / "outside.safetensors"),
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../outside.safetensors"}}'),
+    ),
+    "a hostile tokenizer": lambda folder, harm: (folder / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {"__import__('os')": "0"}}, "added_tokens": [{"id": 2**70}]})
+    ),
+    "a pickle for a tokenizer": lambda folder, harm: (folder / "tokenizer.json").write_bytes(pickle.dumps(harm)),
+}
+
+
+def change_json(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_hostile_folder_is_refused_by_every_script(kind, good, tmp_path, generator):
+    folder = tmp_path / "hostile"
+    succeed("export_hf", checkpoint_path=generator, output_dir=folder)
+    canary = tmp_path / "canary"
+    FOLDERS[kind](folder, Harm(canary))
+    before = folder_bytes(tmp_path)
+    options = {**MODEL_OPTION, "train": "init_from"}
+    for script, option in options.items():
+        line = refuse_in_one_line(script, **{**good[script], option: folder})
+        assert "hostile" in line and len(line) < 600
+    assert "hostile" in refuse_in_one_line("export_hf", checkpoint_path=folder, output_dir=tmp_path / "out")
+    assert not canary.exists()
+    assert folder_bytes(tmp_path) == before
+
+
+def test_names_in_an_exported_record_lead_nowhere(tmp_path, generator):
+    """Paths in a checkpoint's record are text of the model card and no more."""
+    contents = torch.load(generator, weights_only=True)
+    contents["training"] = {"settings": {"dataset": "../../evil", "out_dir": "/etc"}, "a|b\n# <script>": "<img src=x>"}
+    torch.save(contents, tmp_path / "model.pt")
+    succeed("export_hf", checkpoint_path=tmp_path / "model.pt", output_dir=tmp_path / "hf")
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["hf", "model.pt"]
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "\n# <script>" not in card and "<img" not in card.replace("\\<img", "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # checkpoints
 
 

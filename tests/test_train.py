@@ -152,6 +152,19 @@ def test_settings_that_do_not_go_with_a_start(options, generator, changes, probl
     assert not options["out_dir"].exists()
 
 
+def test_a_start_is_cut_to_a_smaller_context_as_in_nanogpt(options, tmp_path, corpus):
+    for position in ("rope", "learned"):
+        shape = {"position": position, "max_iters": 0, "out_dir": tmp_path / position}
+        succeed("train", **{**TINY_TRAIN, **shape, "dataset": corpus, "block_size": 16})
+        start = tmp_path / position / "model_checkpoint.pt"
+        out = tmp_path / f"cut_{position}"
+        cut = {"init_from": start, "block_size": 8, "max_iters": 2, "eval_interval": 1, "out_dir": out}
+        assert ", block_size 8\n" in succeed("train", **{**options, **cut})
+        succeed("train", **{**options, **cut, "init_from": "resume", "max_iters": 3})
+        assert load_checkpoint(out / "model_checkpoint.pt")["config"].block_size == 8
+    assert "block_size=32: " in refuse("train", **{**options, "block_size": 32})
+
+
 def test_a_start_is_not_overwritten(options, generator):
     before = generator.read_bytes()
     message = refuse("train", **{**options, "out_dir": generator.parent})
