@@ -340,8 +340,9 @@ class TokenizationManager:
         """
         end = len(text) if end is None else min(end, len(text))
         if self.method == "tokenizer":
+            library = self._library
             try:
-                encoding = self._library.encode(text[start:end], add_special_tokens=False)
+                encoding = library.encode(text[start:end], add_special_tokens=False)
             except Exception as error:  # a word without a token, where there is none for unknown ones
                 raise UserError(f"ERROR: {self.meta_path} cannot encode this text: {error!s:.200}") from None
             return np.asarray(encoding.ids, dtype=np.uint16)

@@ -358,7 +358,7 @@ def load_start(settings: TrainSettings, device: torch.device) -> tuple[dict[str,
     start = load_checkpoint(path)
     start["config"] = replace(start["config"], dropout=settings.dropout)
     model = build_model(start, "generator", path, device).train()
-    if TrainSettings.block_size != settings.block_size < model.config.block_size:
+    if not settings.eval_only and TrainSettings.block_size != settings.block_size < model.config.block_size:
         model.crop_block_size(settings.block_size)
     return start, model
 

@@ -71,7 +71,7 @@ def test_a_rollout_that_fails_on_one_rank_alone_is_named_with_the_rank(tmp_path,
 
 
 def test_a_fault_that_rank_1_alone_meets_before_the_ranks_meet_is_printed_by_it(tmp_path, trainers):
-    change = "train_grpo.hash_file = lambda *a: (_ for _ in ()).throw(process.UserError('ERROR: no such model'))"
+    change = "train_grpo.hash_model = lambda *a: (_ for _ in ()).throw(process.UserError('ERROR: no such model'))"
     options = {**trainers["train_grpo"][0], "max_steps": 2, "output_path": tmp_path / "model.pt"}
     finished = run_where_rank_1_differs("train_grpo", tmp_path, change, **options)
     assert finished.status != 0
