@@ -151,7 +151,7 @@ NASTY = st.lists(
 ).map("".join)
 
 
-def check_pieces(tokenizer: TokenizationManager) -> None:
+def check_pieces(tokenizer: TokenizationManager, least_cuts: int = 5) -> None:
     """In small pieces the tokens of nasty texts, and of an ordinary one, are those of the whole."""
     cuts = []
 
@@ -170,7 +170,7 @@ def check_pieces(tokenizer: TokenizationManager) -> None:
             assert tokens == tokenizer.encode(part).tolist()
 
     equal()
-    assert max(cuts) > 5  # else nothing was shown
+    assert max(cuts) > least_cuts  # else nothing was shown
 
 
 def test_pieces_have_the_tokens_of_the_whole(bpe):
@@ -534,9 +534,12 @@ def prefix_space(tokenizers, tokenizer):
 
 
 def normalizing(tokenizers, tokenizer):
-    tokenizer.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.NFKC(), tokenizers.normalizers.Strip()]
-    )
+    tokenizer.normalizer = tokenizers.normalizers.NFKC()
+
+
+def stripping(tokenizers, tokenizer):
+    """Hardly a cut is harmless then."""
+    tokenizer.normalizer = tokenizers.normalizers.Strip()
 
 
 def special(tokenizers, tokenizer):
@@ -546,10 +549,10 @@ def special(tokenizers, tokenizer):
 
 
 @pytest.mark.interop
-@pytest.mark.parametrize("change", [None, looking_ahead, prefix_space, normalizing, special])
+@pytest.mark.parametrize("change", [None, looking_ahead, prefix_space, normalizing, stripping, special])
 def test_pieces_have_the_tokens_of_the_whole_with_a_tokenizer(folder, change):
     made = make_tokenizer(folder / "made", change)
-    check_pieces(TokenizationManager("tokenizer", meta_path=made / "tokenizer.json"))
+    check_pieces(TokenizationManager("tokenizer", meta_path=made / "tokenizer.json"), 0 if change is stripping else 5)
 
 
 @pytest.mark.interop
