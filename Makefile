@@ -32,6 +32,7 @@ test-kernels: setup ## run the tests with other processors' kernels, with two th
 test-interop: setup ## run the tests that need requirements-bench.txt (installs it)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) -m pytest -m interop -n auto --dist worksteal $(ARGS)
+	$(PYTHON) -m pytest tests/test_docs.py -k "commands_and_code_run and (README or interop)"
 
 bench-generation: setup ## time text generation against no cache and Hugging Face (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt

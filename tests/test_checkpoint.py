@@ -195,10 +195,56 @@ def test_nanogpt_s_checkpoints_load(tmp_path, prefix, buffers):
     assert torch.equal(model(IDX)[0], tiny_model(position="learned", bias=False)(IDX)[0])
 
 
+def plain_loss(state: dict, ids: torch.Tensor, num_heads: int) -> float:
+    """The loss of nanoGPT's model, from its weights alone: GPT-2's blocks with the exact GELU, one head at a time."""
+    functional = torch.nn.functional
+    targets, ids = ids[:, 1:], ids[:, :-1]
+    T = ids.size(1)
+
+    def linear(x, name):
+        return functional.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
+
+    def norm(x, name):
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        return scaled * state[f"{name}.weight"] + state.get(f"{name}.bias", 0)
+
+    x = state["transformer.wte.weight"][ids] + state["transformer.wpe.weight"][:T]
+    num_layers = sum(name.endswith("ln_1.weight") for name in state)
+    for block in (f"transformer.h.{layer}" for layer in range(num_layers)):
+        queries, keys, values = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn").chunk(3, -1)
+        heads = []
+        for q, k, v in zip(*(part.chunk(num_heads, -1) for part in (queries, keys, values)), strict=True):
+            scores = q @ k.mT / q.size(-1) ** 0.5
+            heads.append(scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf).softmax(-1) @ v)
+        x = x + linear(torch.cat(heads, -1), f"{block}.attn.c_proj")
+        inner = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
+        x = x + linear(inner * (1 + torch.erf(inner / 2**0.5)) / 2, f"{block}.mlp.c_proj")
+    logits = norm(x, "transformer.ln_f") @ state["lm_head.weight"].mT
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_nanogpt_checkpoint_has_the_loss_that_it_has_there(tmp_path, bias):
+    torch.manual_seed(0)
+    sizes = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": 24, "bias": bias, "vocab_size": 50, "dropout": 0.0}
+    state = {
+        name: torch.randn_like(t) * 0.6 for name, t in GPT(GPTConfig(position="learned", **sizes)).state_dict().items()
+    }
+    state["transformer.wte.weight"] = state["lm_head.weight"]
+    torch.save({"model": state, "model_args": sizes}, tmp_path / "ckpt.pt")
+    model = build_model(load_checkpoint(tmp_path / "ckpt.pt"), "generator", "ckpt.pt")
+    ids = torch.randint(50, (5, 25))
+    expected = plain_loss(state, ids, 4)
+    assert expected > 4.5  # even probabilities have 3.9: the weights matter
+    assert model(ids[:, :-1], ids[:, 1:])[1].item() == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"model_args": {"n_layers": 2}},
+        {"model_args": {"activation": "gelu_tanh"}},
         {"model_args": [1, 2]},
         {"model_args": {1: 2}},
         {"model_args": {"position": "rope"}},
