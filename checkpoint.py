@@ -20,7 +20,7 @@ import torch
 
 from data_loader import dataset_folder, hash_tokens, open_token_file
 from generation import Sampling
-from interop.huggingface import model_path, read_folder
+from huggingface import model_path, read_folder
 from model import GPT, GPTConfig
 from reward_dataset_loader import RewardDataset
 from reward_model import REWARD_MODELS, RewardModel, make_reward_model, parts_of
@@ -73,7 +73,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """A checkpoint's dict, checked: known version, possible config and records, finite weights that fit the config.
 
     `path` is a checkpoint of ours or of nanoGPT, a folder in Hugging Face's form, or a name of its hub: see
-    interop/huggingface.py. `tokenization`, `data` and `training` are None where there are none of them.
+    huggingface.py. `tokenization`, `data` and `training` are None where there are none of them.
     """
     path = model_path(path)
     contents = read_folder(path) if path.is_dir() else load_state(path)

@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Literal
 from safetensors.torch import save_file
 
 from checkpoint import build_model, choose_tokenizer, hash_model, load_checkpoint
-from interop.huggingface import CONFIG_FILE, WEIGHTS_FILE, config_json, form_of, their_weights
-from interop.tokenizer_json import END_OF_TEXT, TOKENIZER_FILE, end_of_text
+from huggingface import CONFIG_FILE, WEIGHTS_FILE, config_json, form_of, their_weights
 from model import GPTConfig
 from runtime.cli import parse_settings
 from runtime.files import publish_directory, write_json, write_text
@@ -27,6 +26,7 @@ from runtime.process import UserError, run_main
 from runtime.run_log import format_size, say
 from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
+from tokenizer_json import END_OF_TEXT, TOKENIZER_FILE, end_of_text
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE, "generation_config.json", TOKENIZER_FILE, "tokenizer_config.json", "README.md")
 FORM_TITLES = {"gpt2": "GPT-2", "gpt_neox": "GPT-NeoX"}

@@ -358,7 +358,7 @@ def rotary_angles(length: int, head_dim: int, rotary_dim: int, base: float = 100
     """cos and signed sin (2, T, D) of the rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34).
 
     Of the pairs d and d + D/2 the first rotary_dim / 2 are turned. (GPT-NeoX turns the first rotary_dim dimensions, in
-    pairs of their own; interop/huggingface.py reorders its queries and keys, which changes no product of the two.)
+    pairs of their own; huggingface.py reorders its queries and keys, which changes no product of the two.)
     """
     frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     frequencies = F.pad(frequencies, (0, (head_dim - rotary_dim) // 2))  # 0: not turned

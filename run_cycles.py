@@ -25,7 +25,7 @@ from checkpoint import data_record, hash_weights, load_checkpoint, open_corpus
 from cycle_report import control_sentences, cycle_table, form_sentences
 from data_loader import SPLITS_FILE, dataset_folder
 from evaluate import EvaluateSettings
-from interop.huggingface import model_path
+from huggingface import model_path
 from reward_data_config import RewardDataConfig
 from reward_function import locate
 from reward_metrics import better_than_constant, format_r_squared

@@ -19,12 +19,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+import tokenizer_json
 from data_loader import MAX_VOCAB_SIZE
-from interop import tokenizer_json
-from interop.tokenizer_json import BPE_VOCAB_SIZE, TOKENIZER_FILE
 from runtime.downloads import ensure_gpt2_bpe_files
 from runtime.files import atomic_path
 from runtime.process import UserError
+from tokenizer_json import BPE_VOCAB_SIZE, TOKENIZER_FILE
 
 MAX_META_BYTES = 1 << 24
 ENCODE_CHARACTERS = 1 << 20  # looked up at a time, so that memory does not grow with the text

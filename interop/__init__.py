@@ -1,1 +1,1 @@
-"""Doors to other projects: models in Hugging Face's form, and reward models as functions for TRL."""
+"""Doors to other libraries: reward models as functions for TRL."""

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from checkpoint import build_model, load_checkpoint
 from generation import Sampling, check_ids
-from interop.tokenizer_json import END_OF_TEXT
 from reward_model import RewardModel
 from runtime.device import select_device
 from runtime.process import UserError
 from tokenization_manager import TokenizationManager
+from tokenizer_json import END_OF_TEXT
 
 RewardFunction = Callable[..., list[float]]
 

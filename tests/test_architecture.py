@@ -14,7 +14,7 @@ FLOORS = [
     ["runtime.cli", "runtime.output_lock", "runtime.artefacts"],
     ["runtime.resume"],
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
-    ["interop.tokenizer_json"],
+    ["tokenizer_json"],
     ["model", "tokenization_manager", "document_splits", "text_metrics"],
     [
         "reward_model",
@@ -22,7 +22,7 @@ FLOORS = [
         "reward_data_config",
         "reward_dataset_loader",
         "text_preparation",
-        "interop.huggingface",
+        "huggingface",
     ],
     ["checkpoint"],
     ["feature_cache", "policy_eval", "interop.trl_reward"],

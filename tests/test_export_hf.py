@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers import assert_same_weights, call, folder_bytes, make_checkpoint, refuse_in_one_line, succeed
-from test_interop_tokenizer_json import SMALL_BPE
+from test_tokenizer_json import SMALL_BPE
 
 import export_hf
 from checkpoint import build_model, load_checkpoint

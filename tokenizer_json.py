@@ -1,6 +1,6 @@
 """A tokenizer.json, Hugging Face's form of a tokenizer: read, recognised, written. Nothing in it is executed.
 
-    python -c "from interop.tokenizer_json import characters_as_json; print(characters_as_json('abc'))"
+    python -c "from tokenizer_json import characters_as_json; print(characters_as_json('abc'))"
 
 The package tokenizers, which is optional, encodes and decodes. What a file is shows without it.
 """

@@ -1,6 +1,6 @@
 """Models in Hugging Face's form, GPT-2 and GPT-NeoX: folders and hub names in, folders out.
 
-    python -c "from interop.huggingface import read_folder; print(read_folder('hf_model')['config'])"
+    python -c "from huggingface import read_folder; print(read_folder('hf_model')['config'])"
 
 A folder has config.json, model.safetensors (or several and their index) and a tokenizer's files. All of them are data:
 nothing in them is executed. Names come from Hugging Face's hub by the package huggingface_hub, which is optional.
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interop.tokenizer_json import TOKENIZER_FILE, read_file, without_added_beyond
 from model import GPTConfig
 from runtime.downloads import BPE_FILES
 from runtime.files import GPT2_NAMES, hash_file, is_hub_name
 from runtime.process import UserError, warn
 from tokenization_manager import TokenizationManager
+from tokenizer_json import TOKENIZER_FILE, read_file, without_added_beyond
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_JSON_BYTES = 1 << 26

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tokenizer_json
 from checkpoint import check_tokenizer
-from interop import tokenizer_json
 from model import GPTConfig
 from runtime.process import UserError
 from tokenization_manager import MetaFileError, TokenizationManager, detect_method

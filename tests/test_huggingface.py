@@ -13,9 +13,9 @@ import torch
 from helpers import assert_same_weights
 from safetensors.torch import load_file, save_file
 
+import huggingface
 from checkpoint import build_model, hash_model, load_checkpoint
-from interop import huggingface
-from interop.huggingface import config_json, model_path, read_folder, their_weights
+from huggingface import config_json, model_path, read_folder, their_weights
 from model import GPT, GPTConfig
 from runtime.files import is_hub_name
 from runtime.process import UserError
