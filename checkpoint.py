@@ -320,6 +320,8 @@ def check_same_tokens(ours: Mapping | None, theirs: Mapping | None, our_name: st
         raise UserError(
             f"ERROR: tokenization is {infos[0]} in {our_name} and {infos[1]} in {their_name}: they do not match"
         )
+    if "tokenizer_json" in ours and not TokenizationManager.from_record(ours).same_vocabulary(theirs):
+        raise UserError(f"ERROR: the tokenizer.json of {our_name} is another than that of {their_name}: ids differ")
     for number, (one, other) in enumerate(zip(ours["chars"] or (), theirs["chars"] or (), strict=True)):
         if one != other:
             raise UserError(

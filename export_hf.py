@@ -54,7 +54,8 @@ class ExportSettings(Settings):
 def main() -> None:
     settings = parse_settings(ExportSettings, "export_hf")
     assert settings.checkpoint_path is not None  # checked with the settings
-    path, final = settings.checkpoint_path, Path(settings.output_dir)
+    # Resolved: a link keeps what it leads to, and `.` has a name.
+    path, final = settings.checkpoint_path, Path(settings.output_dir).resolve()
     check_place(final, settings.overwrite)
     checkpoint = load_checkpoint(path)
     tokenizer = choose_tokenizer(checkpoint, path, settings.tokenization, settings.meta_path)
@@ -73,7 +74,8 @@ def main() -> None:
     end = end_of_text(tokenizer_json)
 
     hold_output(final)
-    staging = final.with_name(f"{final.name}.partial")
+    check_place(final, settings.overwrite)  # another export may have been there first
+    staging = final.with_name(f".{final.name}.export.partial")
     shutil.rmtree(staging, ignore_errors=True)  # of an export that was interrupted
     staging.mkdir(parents=True)
     save_file(their_weights(config, model.state_dict()), staging / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -137,7 +139,7 @@ def model_card(checkpoint: Mapping[str, Any], path: str, tokenizer: Tokenization
         "pipeline_tag: text-generation",
         "---",
         "",
-        f"# {Path(path).stem}",
+        f"# {cell(Path(path).stem)}",
         "",
     ]
     lines.append("Written by Crossover's export_hf.py from a checkpoint. Losses are in nats per token.")

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from model import GPTConfig
 from runtime.downloads import BPE_FILES
@@ -30,6 +31,7 @@ from tokenizer_json import TOKENIZER_FILE, read_file, without_added_beyond
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_JSON_BYTES = 1 << 26
+MAX_PADDING = 1024  # ids that a vocabulary is padded with
 HUB_PATTERNS = [CONFIG_FILE, "*.safetensors", INDEX_FILE, TOKENIZER_FILE, "vocab.json", "merges.txt"]
 SUPPORTED = "GPT-2 (gpt2) and GPT-NeoX (gpt_neox, such as Pythia)"
 OWN_ENTRY = "crossover"  # of config.json: what the form itself cannot say of a model of ours
@@ -117,19 +119,27 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
     tokenizer = _tokenizer_of(folder, theirs.get("vocab_size"))
     config = _config_of(folder, form, theirs, tokenizer)
     state = _our_weights(folder, form, config, _read_weights(folder))
+    if padding := config.vocab_size - theirs["vocab_size"]:  # ids that are never used: their rows may be zeros
+        vocabulary = ("transformer.wte.weight", "lm_head.weight")
+        state |= {name: F.pad(state[name], (0, 0, 0, padding)) for name in vocabulary if state[name].dim() == 2}
     if not config.bias:  # as exported: zeros, unless they have been trained since
         biases = [name for name in state if name.endswith(".bias")]
         if any(state[name].any() for name in biases):
             config = replace(config, bias=True)
         else:
             state = {name: tensor for name, tensor in state.items() if name not in biases}
-    own = theirs.get(OWN_ENTRY)
     return {
         "model": state,
         "config": config,
         "tokenization": None if tokenizer is None else tokenizer.to_record(),
-        "data": own.get("data") if isinstance(own, dict) else None,
+        "data": _own_entry(theirs).get("data"),
     }
+
+
+def _own_entry(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """What export_hf.py wrote into a config.json beyond the form."""
+    own = theirs.get(OWN_ENTRY)
+    return own if isinstance(own, dict) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -166,8 +176,7 @@ def _config_of(folder: Path, form: str, theirs: Mapping[str, Any], tokenizer: To
     for name, allowed in REQUIRED[form].items():
         if (value := theirs.get(name, allowed[0])) not in allowed:
             raise UserError(f"ERROR: {folder}: {name}={value!r:.60} is not supported, only {allowed[0]}")
-    own = theirs.get(OWN_ENTRY, {})
-    has_bias = own.get("bias", True) if isinstance(own, dict) else True
+    own = _own_entry(theirs)
     further: dict[str, Any] = {"position": "learned"}
     names = ["n_positions", "n_layer", "n_head", "n_embd", "n_inner", "activation_function"]
     if form == "gpt_neox":
@@ -192,6 +201,11 @@ def _config_of(folder: Path, form: str, theirs: Mapping[str, Any], tokenizer: To
             f"ERROR: {folder}: its tokenizer has ids up to {num_tokens - 1}, its model only {vocab_size} embeddings; "
             "save both as they belong together"
         )
+    if "vocab_size" in own and type(vocab_size) is int:  # of ours, with padding ids that no form of theirs has
+        padded = own["vocab_size"]
+        if type(padded) is not int or not 0 <= padded - vocab_size <= MAX_PADDING:
+            raise UserError(f"ERROR: {folder}: {OWN_ENTRY}: vocab_size={padded!r:.60} does not go with {vocab_size}")
+        vocab_size = padded
     plain = GPTConfig(vocab_size=vocab_size).num_real_tokens if type(vocab_size) is int else None
     config = GPTConfig(
         block_size=positions,
@@ -199,8 +213,8 @@ def _config_of(folder: Path, form: str, theirs: Mapping[str, Any], tokenizer: To
         n_layer=layers,
         n_head=heads,
         n_embd=width,
-        bias=has_bias,
-        num_tokens=None if num_tokens == plain else num_tokens,
+        bias=own.get("bias", True),
+        num_tokens=None if num_tokens == vocab_size == plain else num_tokens,
         activation=ACTIVATIONS[activation],
         tied_embeddings=theirs.get("tie_word_embeddings", form == "gpt2"),
         **further,
@@ -262,7 +276,7 @@ def _our_weights(folder: Path, form: str, config: GPTConfig, weights: dict[str, 
     for name, source in _parameters(form, config.n_layer):
         tensor = theirs.pop(source, None)
         if tensor is None and name.endswith(".bias") and form == "gpt_neox" and ".attention." in source:
-            tensor = torch.zeros(len(ours[name.replace(".bias", ".weight")]))  # attention_bias=False
+            tensor = torch.zeros(config.n_embd * (3 if "c_attn" in name else 1))  # attention_bias=False
         if tensor is None:
             raise UserError(f"ERROR: {folder}: the weights do not fit {CONFIG_FILE}: {source!r} is missing")
         ours[name] = _to_ours(tensor, name, form, config)
@@ -329,6 +343,8 @@ def config_json(config: GPTConfig, end_of_text: int | None, data: Mapping[str, A
     transformers 4 reads `rotary_pct`, 5 `rope_parameters`.
     """
     form = form_of(config)
+    is_padded = 0 < config.vocab_size - config.num_real_tokens <= MAX_PADDING
+    padded = {"vocab_size": config.vocab_size} if is_padded else {}
     common = {
         "model_type": form,
         "torch_dtype": "float32",
@@ -336,7 +352,7 @@ def config_json(config: GPTConfig, end_of_text: int | None, data: Mapping[str, A
         "tie_word_embeddings": config.tied_embeddings,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
-        OWN_ENTRY: {"bias": config.bias, "data": data},
+        OWN_ENTRY: {"bias": config.bias, "data": data} | padded,
     }
     activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
     if form == "gpt2":

@@ -85,7 +85,7 @@ class RewardFunction:
         if not per_token:
             return torch.tensor(rows, dtype=torch.float32, device=ids.device)
         flat = torch.tensor([value for row in rows for value in row], dtype=torch.float32, device=ids.device)
-        return torch.zeros(mask.shape, device=ids.device).masked_scatter(mask, flat)
+        return torch.zeros(mask.shape, dtype=torch.float32, device=ids.device).masked_scatter(mask, flat)
 
     # -----------------------------------------------------------------------------------------------------------------
     # the user's file

@@ -35,7 +35,8 @@ from runtime.output_lock import hold_output
 from runtime.process import UserError, until_main_ends
 from runtime.run_log import progress
 from runtime.settings import Problems, Settings, setting
-from tokenization_manager import TOKENIZER_FILE, TokenizationManager, UnknownCharacterError, detect_method, save_meta
+from tokenization_manager import TokenizationManager, UnknownCharacterError, detect_method, save_meta
+from tokenizer_json import TOKENIZER_FILE, read_file
 
 PIECE_CHARACTERS = 1 << 20  # encoded at a time, at least
 WINDOW = 200  # characters on either side of a cut, whose tokens must not depend on it
@@ -268,6 +269,12 @@ def prepare_texts(
                 "another name, or --tokenization char"
             )
     found = survey(texts)
+    if tokenizer is not None and tokenizer.chars is not None and (unknown := {*found.chars} - {*tokenizer.chars}):
+        shown = "".join(sorted(unknown))
+        raise UserError(
+            f"ERROR: the text has {len(unknown)} characters that {vocabulary.path} lacks, {shown!r:.100}: remove them, "
+            "or choose --tokenization char or bpe"
+        )
     boundary = split_boundary(found.num_characters, train_split)
     tokenizer = tokenizer or vocabulary.tokenizer(found.chars)
     print_text(found.num_characters, tokenizer)
@@ -314,7 +321,7 @@ def write_parts(
                 for name, tokens in parts:
                     opened[name].write(np.ascontiguousarray(tokens, dtype=TOKEN_DTYPE).data)
                     counts[name] += len(tokens)
-            except UnknownCharacterError:
+            except UnknownCharacterError:  # all were known at the first reading
                 raise changed_texts() from None
         for name in ("train", "val"):
             if block_size is not None and counts[name] <= block_size:
@@ -327,6 +334,8 @@ def write_parts(
             save_meta(paths[META_FILE], tokenizer.chars)
         elif vocabulary is not None:
             assert tokenizer_path is not None
+            if read_file(tokenizer_path) != tokenizer.tokenizer_json:
+                raise UserError(f"ERROR: {tokenizer_path} was changed meanwhile: run the same command again")
             shutil.copyfile(tokenizer_path, paths[vocabulary])
     if record is not None:
         write_json(Path(folder, SPLITS_FILE), record)

@@ -318,9 +318,7 @@ class TokenizationManager:
         """Whether a record of the same method and number of ids gives every id the same meaning."""
         if self.tokenizer_json is None or self.tokenizer_json == record.get("tokenizer_json"):
             return self.chars == record["chars"]
-        sources = self.tokenizer_json, record["tokenizer_json"]
-        ours, theirs = (tokenizer_json.parse(source, TOKENIZER_FILE)[0] for source in sources)
-        return all(ours.get(part) == theirs.get(part) for part in tokenizer_json.VOCABULARY_PARTS)
+        return tokenizer_json.meaning(self.tokenizer_json) == tokenizer_json.meaning(record["tokenizer_json"])
 
     def info(self) -> TokenizationInfo:
         """Method, vocabulary size and meta path, as datasets record them."""

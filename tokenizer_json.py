@@ -16,7 +16,6 @@ from runtime.process import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 1 << 26
-VOCABULARY_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer")  # what decides ids
 # Of a tokenizer of characters: what cuts a text into them. The other parts of what is written here are empty.
 SPLIT = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
 _PARTS: dict[str, Any] = {"version": "1.0", "added_tokens": []}
@@ -58,23 +57,58 @@ def parse(source: str, name: str | Path) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError) as error:
         raise TokenizerFileError(f"{name} is no JSON: {error or 'nested too deep'}") from None
     model = contents.get("model") if isinstance(contents, dict) else None
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    added = contents.get("added_tokens") or [] if isinstance(contents, dict) else None
+    model = model if isinstance(model, dict) else {}
+    vocabulary, added = model.get("vocab"), contents.get("added_tokens") or [] if model else None
     # Of a Unigram model the vocabulary is a list of tokens with their scores, in the order of their ids.
-    ids = (
-        list(vocabulary.values())
-        if isinstance(vocabulary, dict)
-        else list(range(len(vocabulary) if isinstance(vocabulary, list) else 0))
-    )
-    if not isinstance(vocabulary, dict | list) or not isinstance(added, list):
+    kind = list if model.get("type") == "Unigram" else dict
+    if not isinstance(vocabulary, kind) or not isinstance(added, list):
         raise TokenizerFileError(f"{name} is no tokenizer: it needs 'model' with a 'vocab', as in a tokenizer.json")
+    ids = list(range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values())
     ids += [token.get("id") if isinstance(token, dict) else None for token in added]
     if not ids or not all(type(token) is int and 0 <= token < MAX_VOCAB_SIZE for token in ids):
         raise TokenizerFileError(
             f"{name}: its ids must be whole numbers from 0 to {MAX_VOCAB_SIZE - 1}, as token files are uint16, and at "
             "least one; use a tokenizer with fewer ids, or --tokenization bpe"
         )
+    if not all(isinstance(token.get("content"), str) for token in added):
+        raise TokenizerFileError(f"{name}: each of 'added_tokens' must have its text as 'content'")
+    merges = model.get("merges") or []
+    if not isinstance(merges, list) or not all(map(_is_merge, merges)):
+        raise TokenizerFileError(f"{name}: 'merges' must be a list of pairs of tokens")
+    if model.get("dropout"):
+        raise TokenizerFileError(f"{name}: dropout={model['dropout']!r:.60} makes random tokens; set it to null")
     return contents, max(ids) + 1
+
+
+def _is_merge(merge: Any) -> bool:
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    return isinstance(parts, list) and len(parts) == 2 and all(isinstance(part, str) for part in parts)
+
+
+def meaning(source: str) -> list[Any]:
+    """All in the text of a tokenizer.json that decides ids, alike for versions that write it in other forms.
+
+    Merges are pairs or lines of two; a default is written or left out.
+    """
+    contents, _ = parse(source, TOKENIZER_FILE)
+    model = dict(contents["model"])
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.pop("merges", None) or []]
+    parts = [model.pop("vocab"), merges]
+    added = {token["id"]: _without_defaults(token) for token in contents.get("added_tokens") or []}
+    return [*parts, added, *map(_without_defaults, (model, contents.get("normalizer"), contents.get("pre_tokenizer")))]
+
+
+def _without_defaults(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_defaults(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: _without_defaults(each) for name, each in value.items() if name != "trim_offsets"}
+    return {
+        name: each
+        for name, each in kept.items()
+        if (each is not True if name == "use_regex" else each is not False and each is not None and each != "")
+    }
 
 
 def without_added_beyond(source: str, num_ids: int, name: str | Path) -> tuple[str, list[str]]:
@@ -147,7 +181,7 @@ def gpt2_as_json() -> str:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     end_of_text = {"id": BPE_VOCAB_SIZE - 1, "content": END_OF_TEXT, **flags, "special": True}
     parts = {"added_tokens": [end_of_text], "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
-    return json.dumps(_PARTS | parts, ensure_ascii=False)
+    return json.dumps(_PARTS | parts)
 
 
 def end_of_text(source: str) -> int | None:

@@ -7,6 +7,7 @@ policy in Hugging Face's form, which other scripts take by its path. Needs the p
 docs/interop.md.
 """
 
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from checkpoint import load_checkpoint, open_corpus
 from interop.trl_reward import make_reward, set_special_tokens
 from policy_eval import draw_prompts
 from runtime.cli import parse_settings
-from runtime.process import UserError, run_main
+from runtime.files import publish_directory
+from runtime.output_lock import hold_output
+from runtime.process import UserError, is_main_rank, run_main
 from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
 
@@ -65,6 +68,11 @@ class TRLSettings(Settings):
             f"model={self.model}: TRL needs a folder in Hugging Face's form",
             f"Make one: python export_hf.py --checkpoint_path {self.model} --output_dir hf_model",
         )
+        problems.require(
+            not Path(self.output_dir, "config.json").exists(),
+            f"output_dir={self.output_dir}: holds a model, which would be overwritten",
+            "Choose another --output_dir",
+        )
 
 
 def main() -> None:
@@ -83,6 +91,11 @@ def main() -> None:
     amount = settings.max_steps * settings.prompts_per_step
     natural, _, _ = draw_prompts(corpus.train, length, amount, 1, settings.seed, "trl")
     prompts = [corpus.tokenizer.decode(row) for row in natural[:, : length // 2].numpy()]
+    final = Path(settings.output_dir).resolve()
+    staging = final.with_name(f".{final.name}.trl.partial")
+    if is_main_rank():
+        hold_output(final)
+        shutil.rmtree(staging, ignore_errors=True)  # of a run that was interrupted
     options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate"} if settings.use_vllm else {}
     if settings.device == "cpu":
         options |= {"use_cpu": True, "bf16": False}
@@ -90,7 +103,7 @@ def main() -> None:
         model=settings.model,
         reward_funcs=make_reward(settings.reward_model_path, settings.reward, settings.device),
         args=GRPOConfig(
-            output_dir=settings.output_dir,
+            output_dir=str(staging),
             max_steps=settings.max_steps,
             per_device_train_batch_size=settings.prompts_per_step * settings.group_size,
             num_generations=settings.group_size,
@@ -109,7 +122,9 @@ def main() -> None:
         processing_class=set_special_tokens(transformers.AutoTokenizer.from_pretrained(settings.model)),
     )
     trainer.train()
-    trainer.save_model(settings.output_dir)
+    trainer.save_model(str(staging))
+    if is_main_rank():
+        publish_directory(staging, final)
     say(f"Saved {settings.output_dir}; other scripts take it by its path, as in --checkpoints {settings.output_dir}")
 
 

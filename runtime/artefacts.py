@@ -26,7 +26,7 @@ from runtime.run_log import say
 from runtime.staged_folder import differing_settings
 
 # Of a folder that is read: a corpus, reward data, or a model in Hugging Face's form.
-DATA_FILES = ("*.bin", "meta.pkl", "tokenizer.json", "config.json", "*.safetensors")
+DATA_FILES = ("*.bin", "meta.pkl", "tokenizer.json", "config.json", "*.safetensors", "vocab.json", "merges.txt")
 
 
 def identity(

@@ -117,7 +117,7 @@ def check_writable(path: str | os.PathLike, is_file: bool = False) -> str | None
 
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json")
+FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".jsonl", ".pkl", ".resume", ".py", ".txt")
 
 
 def is_hub_name(name: str) -> bool:

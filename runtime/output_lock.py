@@ -70,9 +70,9 @@ def only_writer(output: str | Path, on_main: Callable[[Callable[[], None]], None
 
 def _acquire(path: Path, output: str | Path) -> TextIO | None:
     """The lock file, locked; None where there are no locks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     deadline = None
     while True:
+        path.parent.mkdir(parents=True, exist_ok=True)  # each time: a holder that failed may have removed it
         file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by only_writer)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

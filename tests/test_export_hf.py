@@ -68,6 +68,25 @@ def test_places_that_are_not_the_exports_are_refused(tmp_path, generator):
     assert (folder / "notes.txt").read_text() == "mine"
 
 
+def test_folders_of_others_links_and_dots(tmp_path, generator, monkeypatch):
+    """What lies beside the export is left alone, a link keeps its place, and `.` is a folder as any other."""
+    partial, real = tmp_path / "hf.partial", tmp_path / "real"
+    partial.mkdir(), real.mkdir()
+    (partial / "thesis.txt").write_text("mine")
+    succeed("export_hf", checkpoint_path=generator, output_dir=tmp_path / "hf")
+    assert (partial / "thesis.txt").read_text() == "mine"
+    (tmp_path / "link").symlink_to(real)
+    succeed("export_hf", checkpoint_path=generator, output_dir=tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (real / "config.json").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    succeed("export_hf", checkpoint_path=generator, output_dir=".")
+    monkeypatch.chdir(tmp_path)
+    assert (tmp_path / "here" / "config.json").is_file()
+    names = {path.name for path in tmp_path.iterdir() if path.name != ".here.lock"}
+    assert names <= {"hf", "hf.partial", "link", "real", "here", ".hf.lock", ".link.lock", ".real.lock"}
+
+
 def test_models_that_cannot_be_exported_are_refused(tmp_path, reward_model, generator):
     options = {"output_dir": tmp_path / "hf"}
     assert "a generator is needed" in refuse_in_one_line("export_hf", checkpoint_path=reward_model, **options)
@@ -116,7 +135,10 @@ def test_transformers_load_it_and_nothing_is_lost(tmp_path, form, request):
     real = contents["config"].num_real_tokens
     for name, tensor in contents["model"].items():
         is_vocabulary = name in ("lm_head.weight", "transformer.wte.weight")
-        assert torch.equal(again["model"][name], tensor[:real] if is_vocabulary else tensor)
+        assert torch.equal(
+            again["model"][name][:real] if is_vocabulary else again["model"][name],
+            tensor[:real] if is_vocabulary else tensor,
+        )
     assert again["tokenization"] == {**manager.to_record(), "meta_path": again["tokenization"]["meta_path"]}
 
     ours = build_model(contents, "generator", path)

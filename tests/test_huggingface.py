@@ -17,6 +17,7 @@ import huggingface
 from checkpoint import build_model, hash_model, load_checkpoint
 from huggingface import config_json, model_path, read_folder, their_weights
 from model import GPT, GPTConfig
+from reward_model import LikelihoodRewardModel
 from runtime.files import is_hub_name
 from runtime.process import UserError
 
@@ -87,12 +88,27 @@ def test_biases_that_were_trained_elsewhere_come_home(tmp_path):
     assert not contents["model"]["transformer.h.1.attn.c_attn.bias"].any()
 
 
-def test_padding_ids_are_left_out(tmp_path):
-    model = new_model(GPTConfig(**{**SIZES, "vocab_size": 64}, num_tokens=61))
-    contents = load_checkpoint(write_folder(tmp_path / "hf", model))
-    assert contents["config"].vocab_size == contents["config"].num_real_tokens == 61
+@pytest.mark.parametrize("tied", [True, False])
+def test_padding_ids_are_left_out_and_come_back_as_zeros(tmp_path, tied):
+    sizes = {**SIZES, "vocab_size": 64}
+    model = new_model(GPTConfig(**sizes, num_tokens=61, tied_embeddings=tied))
+    folder = write_folder(tmp_path / "hf", model)
+    assert len(load_file(folder / "model.safetensors")["gpt_neox.embed_in.weight"]) == 61
+    contents = load_checkpoint(folder)
+    assert contents["config"] == model.config
+    for name, tensor in model.state_dict().items():
+        is_vocabulary = name in ("transformer.wte.weight", "lm_head.weight")
+        assert torch.equal(
+            contents["model"][name][:61] if is_vocabulary else contents["model"][name],
+            tensor[:61] if is_vocabulary else tensor,
+        )
     again, ids = build_model(contents, "generator", tmp_path), torch.arange(32)[None]
-    assert torch.equal(again.logits(again.trunk(ids)), model.logits(model.trunk(ids))[..., :61])
+    assert torch.equal(again.logits(again.trunk(ids)), model.logits(model.trunk(ids)))
+    LikelihoodRewardModel(again, model)  # they read the same tokens
+    for wrong in (2**40, 60, "64", None):
+        change(folder, crossover={"bias": True, "vocab_size": wrong})
+        with pytest.raises(UserError, match="does not go with 61"):
+            load_checkpoint(folder)
 
 
 def test_weights_in_several_files_and_half_precision(tmp_path, folder):

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from helpers import call, refuse, refuse_in_one_line, succeed
+from helpers import call, folder_bytes, refuse, refuse_in_one_line, succeed
 
 from checkpoint import load_checkpoint
 from runtime.files import read_json
@@ -32,6 +32,12 @@ def test_without_trl_one_line_says_what_to_install(options, monkeypatch):
 
 def test_a_checkpoint_of_ours_is_refused_with_the_way_out(options, generator):
     assert "python export_hf.py --checkpoint_path" in refuse(SCRIPT, **{**options, "model": generator})
+
+
+def test_a_model_is_not_overwritten(options):
+    before = folder_bytes(options["model"])
+    assert "holds a model" in refuse(SCRIPT, **{**options, "output_dir": options["model"]})
+    assert folder_bytes(options["model"]) == before
 
 
 @pytest.mark.interop

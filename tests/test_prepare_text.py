@@ -37,6 +37,7 @@ from checkpoint import load_checkpoint
 from data_loader import load_binary, load_text, split_and_encode
 from text_preparation import encode_splits, find_texts, joined_pieces
 from tokenization_manager import TokenizationManager, detect_method
+from tokenizer_json import characters_as_json
 
 TEXT = make_text(400)
 PLAIN = {"tokenization": "char", "block_size": 16}
@@ -672,3 +673,15 @@ def test_find_texts_raises_for_a_folder_that_cannot_be_read(monkeypatch):
     monkeypatch.setattr(text_preparation.os, "walk", refused_walk)
     with pytest.raises(PermissionError):
         find_texts(["closed"])
+
+
+def test_a_character_that_a_tokenizer_lacks_is_named(folder):
+    Path("hf").mkdir()
+    Path("hf/tokenizer.json").write_text(characters_as_json(sorted(set(TEXT))))
+    Path("other.txt").write_text(TEXT + "§ 9\n")
+    line = refuse_in_one_line("prepare_text", "other.txt", name="other", tokenizer="hf", block_size=16)
+    assert "2 characters that hf/tokenizer.json lacks, '9§'" in line
+    assert not Path("data/other").exists()
+    succeed("prepare_text", "novel.txt", name="same", tokenizer="hf", block_size=16)
+    prepare("char")
+    assert folder_bytes(Path("data/same")) == folder_bytes(Path("data/novel"))

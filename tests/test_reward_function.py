@@ -202,6 +202,15 @@ def test_an_exception_is_one_line_with_its_place(made, statement, expected):
     assert re.search(expected, error_of(lambda: function(IDS, MASK)))
 
 
+def test_another_default_dtype_of_the_file_changes_nothing(made):
+    source = "import torch\ntorch.set_default_dtype(torch.float64)\n"
+    try:
+        found = made(source + returning("[[0.5], [1, 2, 3]]"))(IDS, torch.tensor([[0, 0, 1], [1, 1, 1]]).bool())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32 and found.tolist() == [[0, 0, 0.5], [1, 2, 3]]
+
+
 def test_ctrl_c_is_no_error_of_the_function(made):
     function = made("def score(**kwargs):\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):

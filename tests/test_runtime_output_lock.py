@@ -233,3 +233,21 @@ def test_a_stage_whose_parent_died_while_it_was_loading_ends_at_once(tmp_path):
     )
     assert (done.returncode, done.stdout + done.stderr) == (128 + signal.SIGTERM, "")
     assert not (tmp_path / "reached").exists()
+
+
+def test_a_holder_that_fails_may_remove_the_folder(tmp_path, monkeypatch):
+    """Then who waits makes it anew."""
+    output = tmp_path / "made" / "train.bin"
+    original, calls = fcntl.flock, []
+
+    def flock(file, operation):
+        calls.append(operation)
+        if len(calls) == 1:  # the other's last moment
+            lock_path(output).unlink()
+            output.parent.rmdir()
+            raise BlockingIOError
+        return original(file, operation)
+
+    monkeypatch.setattr(output_lock.fcntl, "flock", flock)
+    with only_writer(output):
+        assert lock_path(output).is_file()

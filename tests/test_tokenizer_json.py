@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tokenizer_json
-from checkpoint import check_tokenizer
+from checkpoint import check_same_tokens, check_tokenizer
 from model import GPTConfig
 from runtime.process import UserError
 from tokenization_manager import MetaFileError, TokenizationManager, detect_method
@@ -99,7 +99,22 @@ def test_a_record_gives_the_tokenizer_back_and_compares_meanings():
     contents = {"tokenization": record, "config": GPTConfig(vocab_size=6)}
     other_bytes = TokenizationManager.from_tokenizer_json(json.dumps(SMALL_BPE, indent=1), "y.json")
     check_tokenizer(contents, other_bytes)
+    # As an older version wrote it, and as a newer one writes it again.
+    older = SMALL_BPE["model"] | {"merges": ["a b"]}
+    newer = SMALL_BPE["model"] | {"dropout": None, "fuse_unk": False, "byte_fallback": False, "unk_token": None}
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    for same in (changed(SMALL_BPE, model=older, pre_tokenizer=split), changed(SMALL_BPE, model=newer)):
+        check_tokenizer(contents, TokenizationManager.from_tokenizer_json(same, "y.json"))
+    for other in (split | {"use_regex": False}, split | {"add_prefix_space": True}):
+        with pytest.raises(UserError, match="numbers its 6 tokens otherwise"):
+            check_tokenizer(
+                contents, TokenizationManager.from_tokenizer_json(changed(SMALL_BPE, pre_tokenizer=other), "")
+            )
     model = SMALL_BPE["model"] | {"vocab": SMALL_BPE["model"]["vocab"] | {"a": 1, "b": 0}}
+    with pytest.raises(UserError, match=r"tokenizer\.json of p is another than that of q"):
+        other = TokenizationManager.from_tokenizer_json(changed(SMALL_BPE, model=model), "y.json").to_record()
+        check_same_tokens(record, other, "p", "q")
+    check_same_tokens(record, record, "p", "q")
     other = TokenizationManager.from_tokenizer_json(changed(SMALL_BPE, model=model), "y.json")
     with pytest.raises(UserError, match="numbers its 6 tokens otherwise than the model"):
         check_tokenizer(contents, other)
@@ -129,6 +144,11 @@ DAMAGED = {
     "an id beyond uint16": changed(SMALL_BPE, model={"vocab": {"a": 65536}}),
     "an id of many digits": '{"model": {"vocab": {"a": ' + "9" * 5000 + "}}}",
     "true for an id": changed(SMALL_BPE, model={"vocab": {"a": True}}),
+    "an added token of a list": changed(SMALL_BPE, added_tokens=[{"id": 1, "content": ["x"]}]),
+    "merges of numbers": changed(SMALL_BPE, model=SMALL_BPE["model"] | {"merges": [1]}),
+    "merges of three": changed(SMALL_BPE, model=SMALL_BPE["model"] | {"merges": ["a b c"]}),
+    "a list of words": changed(OF_CHARACTERS, model={"type": "WordLevel", "vocab": ["a", "b"]}),
+    "dropout": changed(SMALL_BPE, model=SMALL_BPE["model"] | {"dropout": 0.1}),
     "an added token without id": changed(SMALL_BPE, added_tokens=[{"content": "x"}]),
     "added tokens of text": changed(SMALL_BPE, added_tokens="<pad>"),
     "nested deep": "[" * 100_000,
