@@ -47,6 +47,7 @@ import train_reward_model
 from checkpoint import hash_weights, load_checkpoint
 from reward_dataset_loader import RewardDataset
 from reward_metrics import measure_skill
+from runtime.artefacts import hash_input
 from runtime.cli import parse_settings, read_config
 from runtime.files import hash_file
 from runtime.run_log import read_records
@@ -285,6 +286,24 @@ def unbroken(tmp_path_factory, corpus, config):
 def cycle_options(corpus: Path, out: Path, **changes) -> dict:
     options = {"out_dir": out, "dataset": corpus, "num_cycles": 2, "sample_tokens": 30, "controls": "none"}
     return {**options, "device": "cpu", **changes}
+
+
+def test_the_loop_starts_from_a_model_of_the_users(tmp_path, corpus, generator, in_this_process):
+    folder, path, out = tmp_path / "hf", tmp_path / "own.py", tmp_path / "out"
+    succeed("export_hf", checkpoint_path=generator, output_dir=folder)
+    start = f"train = dict(init_from={str(folder)!r}, max_iters=0)\n"
+    more = "prepare_reward_data = dict(samples_per_chunk=4, max_blocks=30)\ntrain_reward_model = dict(head='last')\n"
+    path.write_text(
+        start + more + "train_grpo = dict(prompts_per_step=2, group_size=2, max_steps=1, allow_blind_reward=True)\n"
+    )
+    succeed("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
+    assert_same_weights(weights(out / "base_model_v1.pt"), weights(generator))
+    ledger = json.loads((out / "cycles.json").read_text())
+    assert ledger["stages"]["base_model_v1"]["inputs"]["init_from"] == hash_input(folder)
+    assert "Nothing to do" in succeed("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
+    path.write_text(start.replace(str(folder), "resume"))
+    line = refuse_in_one_line("run_cycles", str(path), **cycle_options(corpus, tmp_path / "other", num_cycles=1))
+    assert "train: init_from=resume: must be scratch or a model" in line
 
 
 def test_artefacts_and_ledger(unbroken, corpus):
