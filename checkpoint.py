@@ -341,6 +341,11 @@ def check_tokenizer(contents: Mapping[str, Any], tokenizer: TokenizationManager)
                 f"use the {'meta.pkl' if kind == 'characters' else 'tokenizer.json'} that the model was trained with"
             )
     known = config.num_real_tokens
+    if record is None and tokenizer.method == "char" and tokenizer.vocab_size < known:
+        warn(
+            f"the model has {known} token ids, the data {tokenizer.vocab_size} characters: make sure that they are the "
+            "characters that it was trained with"
+        )
     if tokenizer.vocab_size > known:
         raise UserError(
             f"ERROR: the data's vocabulary ({tokenizer.info().describe()}) exceeds the model's {known} tokens; "

@@ -97,7 +97,8 @@ def model_path(name: str | Path) -> Path:
     except Exception as error:  # no network, no such name, no permission: each has a class of its own
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"ERROR: {name} is no file or folder here, and cannot be fetched from Hugging Face's hub: {reason:.200}"
+            f"ERROR: {name} is no file or folder here, and cannot be fetched from Hugging Face's hub: check the path, "
+            f"the name and the network, or name a local folder ({reason:.120})"
         ) from None
 
 
@@ -112,6 +113,10 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
     form, another architecture, or settings that GPTConfig cannot express.
     """
     folder = Path(folder)
+    if not (folder / CONFIG_FILE).is_file() and (checkpoints := sorted(folder.glob("*.pt"))):
+        raise UserError(
+            f"ERROR: {folder} is a folder without {CONFIG_FILE}; it holds {checkpoints[0].name}: name that file"
+        )
     theirs = _read_json(folder / CONFIG_FILE)
     form = theirs.get("model_type")
     if not isinstance(form, str) or form not in BLOCKS:

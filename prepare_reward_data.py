@@ -266,7 +266,15 @@ def choose_tokenizer(config: RewardDataConfig, checkpoint: Mapping[str, Any]) ->
     """The tokenizer that the settings name, held against the one the model was trained with."""
     corpus = config.data_path if config.input_mode == "text" else config.train_bin
     tokenizer = TokenizationManager(config.tokenization, data_path=corpus, meta_path=config.meta_path)
-    check_tokenizer(checkpoint, tokenizer)
+    try:
+        check_tokenizer(checkpoint, tokenizer)
+    except UserError as error:
+        if config.tokenization != "auto" or config.meta_path is not None:
+            raise
+        raise UserError(
+            f"ERROR: {str(error).removeprefix('ERROR: ')}. {corpus} was taken for {tokenizer.method}: for a corpus of "
+            "prepare_text.py use --dataset NAME, or name the model's vocabulary with --meta_path"
+        ) from None
     return tokenizer
 
 

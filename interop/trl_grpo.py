@@ -15,10 +15,12 @@ from typing import Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint import load_checkpoint, open_corpus
+from checkpoint import Corpus, check_same_tokens, load_checkpoint, open_corpus
 from interop.trl_reward import make_reward, set_special_tokens
+from model import check_same_fields
 from policy_eval import draw_prompts
 from runtime.cli import parse_settings
+from runtime.device import select_device
 from runtime.files import publish_directory
 from runtime.output_lock import hold_output
 from runtime.process import UserError, is_main_rank, run_main
@@ -55,7 +57,7 @@ class TRLSettings(Settings):
     """weight of the KL penalty to the start"""
 
     device: Literal["auto", "cpu"] = "auto"
-    """auto: as TRL chooses; cpu"""
+    """auto: as TRL chooses, on a machine without an accelerator cpu"""
     use_vllm: bool = False
     """sample with vLLM, in the same process (needs a GPU and the package vllm)"""
     seed: int = setting(42, minimum=0, maximum=2**32 - 1)
@@ -75,6 +77,28 @@ class TRLSettings(Settings):
         )
 
 
+def draw_texts(corpus: Corpus, length: int, settings: TRLSettings) -> list[str]:
+    """Prompts for all steps, half a block of natural text each: with its completion a whole block, as in training.
+
+    TRL encodes the texts again, so that those which would become other tokens, cut within a character, are left out.
+    Raises UserError where these are most of them.
+    """
+    texts: list[str] = []
+    amount = settings.max_steps * settings.prompts_per_step
+    for attempt in range(10):
+        natural, _, _ = draw_prompts(corpus.train, length, amount, 1, settings.seed, "trl", attempt)
+        for row in natural[:, : length // 2].numpy():
+            text = corpus.tokenizer.decode(row)
+            if corpus.tokenizer.encode(text).tolist() == row.tolist():
+                texts.append(text)
+        if len(texts) >= amount:
+            return texts[:amount]
+    raise UserError(
+        f"ERROR: dataset={settings.dataset}: only {len(texts):,} of {10 * amount:,} prompts keep their tokens when "
+        "their text is encoded again; use train_grpo.py, which goes by tokens"
+    )
+
+
 def main() -> None:
     settings = parse_settings(TRLSettings, "trl_grpo")
     try:
@@ -86,18 +110,23 @@ def main() -> None:
     assert settings.model is not None and settings.reward_model_path is not None  # checked with the settings
     checkpoint = load_checkpoint(settings.model)
     corpus = open_corpus(settings.dataset, checkpoint["config"].block_size + 1, checkpoint)
-    # Half a block of natural text each, so that prompt and completion are a whole block, as reward models are trained.
+    reward_model, names = load_checkpoint(settings.reward_model_path), (settings.model, settings.reward_model_path)
+    check_same_fields(checkpoint["config"], reward_model["config"], ("num_real_tokens", "block_size"), *names)
+    check_same_tokens(checkpoint["tokenization"], reward_model["tokenization"], *names)
+    if settings.use_vllm:
+        try:
+            import vllm  # noqa: F401
+        except ImportError:
+            raise UserError("ERROR: use_vllm needs the package vllm: install it with `pip install vllm`") from None
     length = checkpoint["config"].block_size
-    amount = settings.max_steps * settings.prompts_per_step
-    natural, _, _ = draw_prompts(corpus.train, length, amount, 1, settings.seed, "trl")
-    prompts = [corpus.tokenizer.decode(row) for row in natural[:, : length // 2].numpy()]
+    prompts = draw_texts(corpus, length, settings)
     final = Path(settings.output_dir).resolve()
     staging = final.with_name(f".{final.name}.trl.partial")
     if is_main_rank():
         hold_output(final)
         shutil.rmtree(staging, ignore_errors=True)  # of a run that was interrupted
     options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate"} if settings.use_vllm else {}
-    if settings.device == "cpu":
+    if settings.device == "cpu" or select_device(settings.device).type == "cpu":
         options |= {"use_cpu": True, "bf16": False}
     trainer = GRPOTrainer(
         model=settings.model,

@@ -32,10 +32,13 @@ def make_reward(
 
     'natural': P(natural) of prompt and completion, from 0 to 1; 'evidence': the mean evidence of the completion's
     tokens in nats, of a head that knows tokens. Models are trained on whole blocks, of which a completion is best the
-    rest. Raises UserError for a checkpoint that is no reward model's, that does not name its tokenizer, or whose head
-    has no evidence; the function raises it for prompts in another form than text and for sequences beyond the block.
+    rest. The ids must be of the reward model's tokenizer. Raises UserError for a checkpoint that is no reward model's,
+    that does not name its tokenizer, or whose head has no evidence; the function raises it for prompts in another form
+    than text and for sequences beyond the block.
     """
     contents = load_checkpoint(reward_model_path)
+    if (mode := contents["config"].mode) != "reward":
+        raise UserError(f"ERROR: {reward_model_path} holds a {mode} model, not a reward model")
     model = build_model(contents, "reward", reward_model_path, select_device(device)).requires_grad_(False)
     if contents["tokenization"] is None:
         raise UserError(f"ERROR: {reward_model_path} does not say how its text is tokenized")

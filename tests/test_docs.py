@@ -78,7 +78,7 @@ SHRINK = {
     "evaluate": "--device cpu",
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--sample_tokens 20 --device cpu",
-    "interop/trl_grpo": "--max_steps 1 --prompts_per_step 2 --group_size 2 --device cpu",
+    "interop/trl_grpo": "--max_steps 1 --prompts_per_step 2 --group_size 2",
     "benchmarks/loading": "--num_runs 1",
     "benchmarks/grpo": "--num_runs 1 --steps 1 --prompts 1 --trl False",
     "benchmarks/reward_models": "--quick True --heads likelihood",

@@ -206,7 +206,7 @@ def test_a_name_that_cannot_be_fetched_is_refused_in_one_line(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
     model_path.cache_clear()
-    with pytest.raises(UserError, match="cannot be fetched from Hugging Face's hub: no route to the hub"):
+    with pytest.raises(UserError, match=r"cannot be fetched from Hugging Face's hub: check .* \(no route to the hub\)"):
         load_checkpoint("someone/else")
 
 
@@ -292,6 +292,12 @@ def test_other_weights_are_refused(folder):
         save_file(weights | changes, folder / "model.safetensors")
         with pytest.raises(UserError, match=expected):
             load_checkpoint(folder)
+
+
+def test_a_folder_of_checkpoints_names_one(tmp_path):
+    (tmp_path / "model_checkpoint.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"it holds model_checkpoint.pt: name that file"):
+        load_checkpoint(tmp_path)
 
 
 def test_a_reward_model_has_no_form_and_parallel_blocks_need_rotary_positions():

@@ -4,10 +4,13 @@ import json
 import sys
 
 import pytest
-from helpers import call, folder_bytes, refuse, refuse_in_one_line, succeed
+from helpers import call, folder_bytes, make_checkpoint, refuse, refuse_in_one_line, succeed
 
-from checkpoint import load_checkpoint
+from checkpoint import load_checkpoint, open_corpus
+from interop import trl_grpo
 from runtime.files import read_json
+from runtime.process import UserError
+from tokenization_manager import TokenizationManager
 
 pytest_plugins = ["tiny_run"]
 SCRIPT = "interop.trl_grpo"
@@ -52,3 +55,25 @@ def test_two_steps_give_a_policy_that_our_scripts_read(options, corpus, generato
     losses = [figures["loss"] for figures in read_json(out).values()]
     assert 0 < abs(losses[0] - losses[1]) < 0.5  # it has moved, and not to ruin
     assert json.loads((policy / "config.json").read_text())["model_type"] == "gpt_neox"
+
+
+def test_prompts_that_would_become_other_tokens_are_left_out(corpus, monkeypatch):
+    """Here those with an `e` in them, which stands for half a character."""
+    opened = open_corpus(str(corpus), 17, None)
+    settings = trl_grpo.TRLSettings(max_steps=5, prompts_per_step=4)
+    assert len(set(trl_grpo.draw_texts(opened, 16, settings))) > 10
+    encode = opened.tokenizer.encode
+    monkeypatch.setattr(opened.tokenizer, "encode", lambda text: encode(text.replace("e", "")))
+    texts = trl_grpo.draw_texts(opened, 16, settings)
+    assert len(texts) == 20 and not any("e" in text for text in texts)
+    monkeypatch.setattr(opened.tokenizer, "encode", lambda text: encode(text + "a"))
+    with pytest.raises(UserError, match="only 0 of 200 prompts keep their tokens"):
+        trl_grpo.draw_texts(opened, 16, settings)
+
+
+@pytest.mark.interop
+def test_a_reward_model_of_other_tokens_is_refused(options, tmp_path):
+    pytest.importorskip("trl", reason="trl is in requirements-bench.txt")
+    record = TokenizationManager.from_text("abcdefghij").to_record()
+    other = make_checkpoint(tmp_path / "other.pt", 10, record, mode="reward")
+    assert "they do not match" in refuse_in_one_line(SCRIPT, **{**options, "reward_model_path": other})

@@ -63,6 +63,8 @@ def test_rows_of_several_lengths_are_read_each_by_itself(position_model):
 def test_what_cannot_be_scored_is_one_line(tmp_path, generator, reward_model):
     with pytest.raises(UserError, match="Model file not found"):
         make_reward(str(tmp_path / "none.pt"))
+    with pytest.raises(UserError, match="holds a generator model, not a reward model"):
+        make_reward(str(generator))
     unnamed = make_checkpoint(tmp_path / "unnamed.pt", 20, mode="reward")
     with pytest.raises(UserError, match="does not say how its text is tokenized"):
         make_reward(str(unnamed))
