@@ -59,16 +59,16 @@ HEADS = {"gpt2": ("lm_head",), "gpt_neox": ("embed_out", "lm_head")}  # the firs
 # Constants that older versions saved among the weights.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-# Settings that would make another model of it, with the values that they may have.
-REQUIRED: dict[str, dict[str, tuple[Any, ...]]] = {
+# Settings that would make another model of it, with the value that they must have.
+REQUIRED: dict[str, dict[str, Any]] = {
     "gpt2": {
-        "layer_norm_epsilon": (1e-5,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-        "quantization_config": (None,),
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "quantization_config": None,
     },
-    "gpt_neox": {"layer_norm_eps": (1e-5,), "rope_scaling": (None,), "quantization_config": (None,)},
+    "gpt_neox": {"layer_norm_eps": 1e-5, "rope_scaling": None, "quantization_config": None},
 }
 
 
@@ -80,7 +80,7 @@ REQUIRED: dict[str, dict[str, tuple[Any, ...]]] = {
 def model_path(name: str | Path) -> Path:
     """The file or folder that an option means by the name of a model; one of the hub is fetched, or found in its cache.
 
-    Raises UserError where there is no such file, and where a name cannot be fetched.
+    Raises UserError where a name cannot be fetched.
     """
     if not is_hub_name(str(name)):
         return Path(name)
@@ -178,9 +178,9 @@ def _tokenizer_of(folder: Path, num_ids: Any) -> TokenizationManager | None:
 
 def _config_of(folder: Path, form: str, theirs: Mapping[str, Any], tokenizer: TokenizationManager | None) -> GPTConfig:
     """Our config of theirs; its values may still be impossible."""
-    for name, allowed in REQUIRED[form].items():
-        if (value := theirs.get(name, allowed[0])) not in allowed:
-            raise UserError(f"ERROR: {folder}: {name}={value!r:.60} is not supported, only {allowed[0]}")
+    for name, required in REQUIRED[form].items():
+        if (value := theirs.get(name, required)) != required:
+            raise UserError(f"ERROR: {folder}: {name}={value!r:.60} is not supported, only {required}")
     own = _own_entry(theirs)
     further: dict[str, Any] = {"position": "learned"}
     names = ["n_positions", "n_layer", "n_head", "n_embd", "n_inner", "activation_function"]

@@ -49,8 +49,8 @@ def read_file(path: str | Path) -> str:
 def parse(source: str, name: str | Path) -> tuple[dict[str, Any], int]:
     """The contents of a tokenizer.json, and the number of its ids: the highest, with added tokens, and one.
 
-    Raises TokenizerFileError, naming the file, for contents that are no tokenizer's, or of
-    more ids than token files hold.
+    Raises TokenizerFileError, naming the file, for contents that are no tokenizer's, and for more ids than token files
+    hold.
     """
     try:
         contents = json.loads(source)
@@ -91,11 +91,15 @@ def meaning(source: str) -> list[Any]:
     Merges are pairs or lines of two; a default is written or left out.
     """
     contents, _ = parse(source, TOKENIZER_FILE)
-    model = dict(contents["model"])
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.pop("merges", None) or []]
-    parts = [model.pop("vocab"), merges]
+    model = {name: value for name, value in contents["model"].items() if name not in ("vocab", "merges")}
+    parts = [contents["model"]["vocab"], _merge_lines(contents)]
     added = {token["id"]: _without_defaults(token) for token in contents.get("added_tokens") or []}
     return [*parts, added, *map(_without_defaults, (model, contents.get("normalizer"), contents.get("pre_tokenizer")))]
+
+
+def _merge_lines(contents: Mapping[str, Any]) -> list[str]:
+    """The merges of a parsed tokenizer.json, two tokens a line."""
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in contents["model"].get("merges") or []]
 
 
 def _without_defaults(value: Any) -> Any:
@@ -126,16 +130,14 @@ def without_added_beyond(source: str, num_ids: int, name: str | Path) -> tuple[s
 
 def is_gpt2(contents: Mapping[str, Any], vocab_size: int) -> bool:
     """Whether the contents of a tokenizer.json are GPT-2's own byte-pair encoding: merges and ids, by their hashes."""
-    model = contents["model"]
-    merges, vocabulary = model.get("merges"), model.get("vocab")
-    if not isinstance(merges, list) or not isinstance(vocabulary, dict) or vocab_size != BPE_VOCAB_SIZE:
+    vocabulary = contents["model"]["vocab"]
+    if not isinstance(vocabulary, dict) or vocab_size != BPE_VOCAB_SIZE:
         return False
-    lines = [merge if isinstance(merge, str) else " ".join(map(str, merge)) for merge in merges]
     normalizer, split = contents.get("normalizer"), contents.get("pre_tokenizer")
     if normalizer is not None or not isinstance(split, dict):
         return False
     plain = split.get("type") == "ByteLevel" and not split.get("add_prefix_space")
-    return plain and gpt2_bpe_hashes(lines, vocabulary) == BPE_FILES
+    return plain and gpt2_bpe_hashes(_merge_lines(contents), vocabulary) == BPE_FILES
 
 
 def gpt2_bpe_hashes(merges: Sequence[str], vocabulary: Mapping[str, int]) -> dict[str, str]:
@@ -164,9 +166,7 @@ def characters_as_json(chars: Sequence[str]) -> str:
     """The text of a tokenizer.json with a token for each character, in the order of their ids."""
     vocabulary = {character: token for token, character in enumerate(chars)}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": ""}  # none: others are an error
-    return json.dumps(
-        _PARTS | {"pre_tokenizer": SPLIT, "decoder": {"type": "Fuse"}, "model": model}, ensure_ascii=False
-    )
+    return json.dumps(_PARTS | {"pre_tokenizer": SPLIT, "decoder": {"type": "Fuse"}, "model": model})
 
 
 def gpt2_as_json() -> str:

@@ -102,6 +102,14 @@ def test_models_that_cannot_be_exported_are_refused(tmp_path, reward_model, gene
     assert not (tmp_path / "hf").exists()
 
 
+def test_half_a_surrogate_pair_in_a_vocabulary_is_exported_as_json(tmp_path):
+    """A checkpoint's record may hold one, which UTF-8 cannot."""
+    record = TokenizationManager.from_text("abc\ud800").to_record()
+    path = make_checkpoint(tmp_path / "model.pt", 4, record)
+    succeed("export_hf", checkpoint_path=path, output_dir=tmp_path / "hf")
+    assert load_checkpoint(tmp_path / "hf")["tokenization"]["chars"] == "abc\ud800"
+
+
 def test_a_card_repeats_a_record_as_text():
     assert export_hf.cell("a|b\n<script>`x`") == "a\\|b \\<script\\>\\`x\\`"
     assert len(export_hf.cell("x" * 9999)) == export_hf.RECORD_LIMIT
