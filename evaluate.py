@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from checkpoint import build_model, check_same_splits, check_tokenizer, data_record, load_checkpoint, open_corpus
 from data_loader import HELD_OUT, WholeSplitBatches, dataset_folder, open_token_file, validation_part
+from figures import quality_diversity, write_png
 from model import GPT
 from objectives import language_model_loss, perplexity, text_log_probs
 from reward_metrics import format_difference, paired_difference
@@ -26,7 +27,7 @@ from runtime.files import write_json
 from runtime.process import UserError, run_main
 from runtime.run_log import counted, format_metrics, say
 from runtime.settings import Problems, Settings, setting
-from sample_eval import SampleEvaluation, draw_samples, sample_tables
+from sample_eval import SampleEvaluation, sample_tables
 from tokenization_manager import TokenizationManager
 
 SEED = 42  # of the intervals
@@ -196,7 +197,7 @@ def report_samples(
         checkpoints = {path: {**figures, "points": points[path]} for path, figures in results.items()}
         contents = {"about": evaluation.about, "natural_text": natural, "checkpoints": checkpoints}
         write_json(output_path, contents)
-        draw_samples(points, natural, Path(output_path).with_suffix(".png"))
+        write_png(quality_diversity(points, natural), Path(output_path).with_suffix(".png"))
 
 
 if __name__ == "__main__":

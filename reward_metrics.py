@@ -1,22 +1,20 @@
-"""Metrics of a reward model: R2 with its interval, MAE, AUC, calibration, skill by crossover; a table and a picture.
+"""Metrics of a reward model: R2 with its interval, MAE, AUC, calibration, skill by crossover; their table.
 
     python -c "import torch as t, reward_metrics as m; print(m.r_squared(t.tensor([0.1, 0.8]), t.tensor([0.0, 1.0])))"
 
-Pure functions of predictions and labels; `draw_skill` alone writes a file. n sequences of N tokens; a prediction is
+Pure functions of predictions and labels. n sequences of N tokens; a prediction is
 P(natural), a target the true K/N, and rows of one natural block share their text.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.process import UserError
-from runtime.run_log import picture
 
 # Resampling B blocks shows their variance short by a share of 1/B: below this many an interval would be too narrow.
 MIN_BLOCKS = 10
@@ -293,21 +291,3 @@ def _control_lines(skill: dict[str, Any]) -> list[str]:
         return []
     figure = format_r_squared(skill["control_r2"], skill["control_r2_low"], skill["control_r2_high"])
     return [f"  Control, learned from shuffled labels: R2 {figure}"]
-
-
-def draw_skill(skill: dict[str, Any], title: str, path: str | Path) -> None:
-    """A picture (PNG) of the reliability table and of the predictions by crossover, whole or not at all."""
-    table, rows = skill["calibration"], skill["by_crossover"]
-    with picture(path, 10, 4.6, columns=2) as (figure, (left, right)):
-        for axes in (left, right):
-            axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-        sizes = [20 + 180 * row["count"] / skill["num_sequences"] for row in table]
-        left.scatter([row["mean_prediction"] for row in table], [row["mean_target"] for row in table], s=sizes)
-        left.set(xlabel="predicted P(natural)", ylabel="true K/N", title="Reliability (areas: shares of the sequences)")
-        centres = [(row["lower"] + row["upper"]) / 2 for row in rows]
-        spread = [row["mae_tokens"] / skill["num_tokens"] for row in rows]
-        right.errorbar(centres, [row["mean_prediction"] for row in rows], yerr=spread, marker="o", capsize=3)
-        right.set(xlabel="true K/N", ylabel="mean prediction, bars: MAE", title="Skill by crossover")
-        for axes in (left, right):
-            axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-        figure.suptitle(f"{title}: R² {format_r_squared(skill['r2'], skill['r2_low'], skill['r2_high'], digits=3)}")

@@ -25,7 +25,7 @@ from policy_eval import CopyFinder, draw_prompts, repeated_shares
 from reward_metrics import bootstrap_mean, bootstrap_ratio
 from runtime.files import read_json
 from runtime.process import UserError, warn
-from runtime.run_log import counted, picture, say
+from runtime.run_log import counted, say
 from text_metrics import (
     NGramModel,
     block_mean,
@@ -315,7 +315,7 @@ def named(name: str, value: float | None, low: float | None, high: float | None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# table and picture
+# table
 
 TITLES = {
     "forward_nll": "forward NLL",
@@ -351,21 +351,3 @@ def _cell(figures: Figures, name: str) -> str:
         return "-"
     form = ".1f" if name == "mean_copy" else "d" if isinstance(value, int) else ".4f"
     return f"{value:{form}}" + ("" if low is None or high is None else f" ({low:{form}} to {high:{form}})")
-
-
-def draw_samples(curves: Mapping[str, Sequence[Figures]], natural: Figures, path: str | Path) -> None:
-    """A picture (PNG) of quality against diversity: a curve over temperatures a checkpoint, natural text a point."""
-    with picture(path, 11, 4.8, columns=2) as (_, panels):
-        for axes, name in zip(panels, ("reverse_nll", "distinct_3"), strict=True):
-            for label, points in curves.items():
-                ordered = sorted(points, key=lambda figures: figures["temperature"] or 0)
-                places = [(figures["forward_nll"], figures[name]) for figures in ordered]
-                axes.plot(*zip(*places, strict=True), marker="o", label=label)
-                for figures, place in zip(ordered, places, strict=True):
-                    text = f"{figures['temperature']:g}"
-                    axes.annotate(text, place, textcoords="offset points", xytext=(5, 5))
-            if natural.get(name) is not None:
-                axes.plot(natural["forward_nll"], natural[name], "k*", markersize=12, label="natural text")
-            axes.set(xlabel="forward NLL, nats a token (n-gram model)", ylabel=TITLES[name])
-        panels[0].legend(fontsize="small")
-        panels[0].set_title("numbers: temperatures")

@@ -32,6 +32,7 @@ from checkpoint import (
     save_checkpoint,
 )
 from data_loader import get_batch
+from figures import grpo_curves, write_png
 from generation import Completer, Sampling
 from model import GPT, check_same_fields
 from objectives import (
@@ -72,7 +73,7 @@ from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
 from runtime.files import write_json
 from runtime.process import UserError, run_main, warn
 from runtime.resume import Run
-from runtime.run_log import format_size, picture, read_records, say
+from runtime.run_log import format_size, read_records, say
 from runtime.settings import Problems, Settings, setting
 
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
@@ -385,7 +386,8 @@ def main() -> None:
     print_outcome(training := outcome(run, stops, best, settings) | reported)
     if ranks.rank == 0:
         save_checkpoint(path, policy, checkpoint["tokenization"], checkpoint["data"], training)
-        draw_curves(read_records(run.log_path), path.with_suffix(".png"))
+        if (curves := grpo_curves(read_records(run.log_path), f"{path.stem}: GRPO")) is not None:
+            write_png(curves, path.with_suffix(".png"))
     run.remove_earlier_run()
     say(f"Saved {path} and {path.with_suffix('.png')}")
 
@@ -938,25 +940,6 @@ def print_outcome(training: dict[str, Any]) -> None:
         f"Loss on the reporting part of natural text: {before:.4f} before, {after:.4f} after, "
         f"difference {format_difference(training)}"
     )
-
-
-def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
-    """A picture (PNG) of the training: rewards, divergence and natural loss, variety; whole or not at all."""
-    curves = (
-        ("reward", "fresh_reward", "natural_reward"),
-        ("function_reward", "fresh_function_reward", "natural_function_reward"),
-        ("select_loss", "kl_start"),
-        ("distinct_1", "distinct_2", "distinct_3", "repetition"),
-    )
-    records = [record for record in records if "final" not in record]  # which is of other prompts and text
-    shown = [names for names in curves if any(name in record for name in names for record in records)]
-    with picture(path, 13, 3.8, columns=len(shown)) as (_, panels):
-        for axes, names in zip(panels, shown, strict=True):
-            for name in names:
-                points = [(record["step"], record[name]) for record in records if name in record]
-                axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else None)
-            axes.set(xlabel="step")
-            axes.legend()
 
 
 if __name__ == "__main__":

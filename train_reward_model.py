@@ -30,6 +30,7 @@ from checkpoint import (
     save_checkpoint,
 )
 from feature_cache import forget_features, frozen_depth, frozen_features, to_device
+from figures import skill_picture, write_png
 from generation import Sampling
 from model import GPT, check_same_fields
 from objectives import log_mixture, mixture_loss, mixture_weights
@@ -49,7 +50,6 @@ from reward_metrics import (
     better_than_constant,
     bootstrap_r_squared,
     describe_skill,
-    draw_skill,
     measure_skill,
     r_squared,
     skill_figures,
@@ -270,7 +270,7 @@ def main() -> None:
     run.remove_earlier_run()
     if ranks.rank == 0:
         forget_features(features_folder(settings))
-        draw_skill(skill, f"{settings.head} head", output.with_suffix(".png"))
+        write_png(skill_picture(skill, f"{settings.head} head"), output.with_suffix(".png"))
     print_members(settings.trunks, training)
     print_skill(skill, measured_on, model)
     say(f"Saved {output} and {output.with_suffix('.png')}")

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from checkpoint import build_model, load_checkpoint
 from data_loader import TokenSplits, dataset_folder, evenly_spaced, open_token_file, write_token_files
+from figures import Picture, write_png
 from generation import Sampling, sample_tokens
 from model import GPT
 from objectives import natural_share, token_log_probs
@@ -31,7 +32,7 @@ from runtime.cli import parse_settings
 from runtime.device import random_stream
 from runtime.files import atomic_path
 from runtime.process import run_main
-from runtime.run_log import counted, picture, say
+from runtime.run_log import counted, say
 from runtime.settings import Problems, Settings, setting
 
 OPTIMIZER = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 6e-3}
@@ -210,18 +211,22 @@ def log_ratios(p: GPT, q: GPT, x: np.ndarray) -> Tensor:
 
 def draw(best: dict[str, Any], skills: dict[str, Any], title: str, path: Path) -> None:
     """A picture of every head's R2 against the best possible."""
+    from matplotlib.figure import Figure
+
     names = list(skills)[::-1]
-    with picture(path, 8, 3.6) as (_, (axes,)):
-        axes.barh(names, [skills[name]["r2"] for name in names], color="tab:blue")
-        for name in names:
-            if skills[name]["r2_low"] is not None:
-                axes.plot([skills[name]["r2_low"], skills[name]["r2_high"]], [name, name], color="0.3", marker="|")
-        axes.axvline(best["r2"], color="tab:red", label=f"the exact posterior, {best['r2']:.3f}")
-        if best["r2_low"] is not None:
-            axes.axvspan(best["r2_low"], best["r2_high"], color="tab:red", alpha=0.15)
-        axes.axvline(0, color="0.5", linewidth=1)
-        axes.set(xlabel="R² on unseen text, 95% intervals", title=title)
-        axes.legend(loc="center left")
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(names, [skills[name]["r2"] for name in names], color="tab:blue")
+    for name in names:
+        if skills[name]["r2_low"] is not None:
+            axes.plot([skills[name]["r2_low"], skills[name]["r2_high"]], [name, name], color="0.3", marker="|")
+    axes.axvline(best["r2"], color="tab:red", label=f"the exact posterior, {best['r2']:.3f}")
+    if best["r2_low"] is not None:
+        axes.axvspan(best["r2_low"], best["r2_high"], color="tab:red", alpha=0.15)
+    axes.axvline(0, color="0.5", linewidth=1)
+    axes.set(xlabel="R² on unseen text, 95% intervals", title=title)
+    axes.legend(loc="center left")
+    write_png(Picture(figure, title, "R² of every head."), path)
 
 
 if __name__ == "__main__":

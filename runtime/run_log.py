@@ -1,11 +1,10 @@
-"""A printed line and a JSON record for each step, progress bars, and pictures.
+"""A printed line and a JSON record for each step, and progress bars.
 
     python -c "from runtime.run_log import read_records; print(read_records('out/train_log.jsonl')[-1])"
 
 docs/metrics.md defines what each number means.
 """
 
-import contextlib
 import json
 import math
 import sys
@@ -18,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from runtime.files import atomic_path, from_json, to_json, write_text
+from runtime.files import from_json, to_json, write_text
 from runtime.process import DivergedError, UserError, is_main_rank, raise_flagged
 
 T = TypeVar("T")
@@ -236,23 +235,6 @@ def _without_step(record: dict[str, Any]) -> dict[str, Any]:
 
 def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(part, str) for part in value)
-
-
-@contextlib.contextmanager
-def picture(path: str | Path, width: float, height: float, columns: int = 1) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield a matplotlib figure, in inches, and its panels; then write it (PNG), whole or not at all."""
-    import matplotlib  # here: it takes a while, and only pictures need it
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, columns, figsize=(width, height), layout="constrained", squeeze=False)
-    try:
-        yield figure, list(panels[0])
-        with atomic_path(path) as partial:
-            figure.savefig(partial, format="png", dpi=110)
-    finally:
-        pyplot.close(figure)
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

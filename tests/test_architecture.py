@@ -14,7 +14,7 @@ FLOORS = [
     ["runtime.cli", "runtime.output_lock", "runtime.artefacts"],
     ["runtime.resume"],
     ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
-    ["tokenizer_json"],
+    ["tokenizer_json", "figures"],
     ["model", "tokenization_manager", "document_splits", "text_metrics"],
     [
         "reward_model",

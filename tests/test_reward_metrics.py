@@ -1,11 +1,10 @@
-"""reward_metrics.py: figures by hand and by brute force, intervals, records, the picture.
+"""reward_metrics.py: figures by hand and by brute force, intervals, records.
 
 `pytest tests/test_reward_metrics.py`
 """
 
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -198,25 +197,3 @@ def test_skill_for_people_where_some_of_it_is_undefined():
     measured |= {"control_r2": -0.01, "control_r2_low": -0.5, "control_r2_high": 0.25}
     control = "  Control, learned from shuffled labels: R2 -0.0100 (-0.5000 to 0.2500)"
     assert control in reward_metrics.describe_skill(measured).splitlines()
-
-
-@pytest.mark.parametrize("kind", [{}, {"alike": True}])
-def test_the_picture_is_a_png(tmp_path, kind):
-    reward_metrics.draw_skill(some_skill(**kind), "a head", tmp_path / "new" / "skill.png")
-    assert (tmp_path / "new" / "skill.png").read_bytes().startswith(b"\x89PNG\r\n")
-    assert os.listdir(tmp_path / "new") == ["skill.png"]
-
-
-@pytest.mark.parametrize("older", [b"older", None])
-def test_a_picture_that_fails_leaves_what_was_there(tmp_path, monkeypatch, older):
-    def fails(self, path, **_):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fails)
-    path = tmp_path / "skill.png"
-    if older:
-        path.write_bytes(older)
-    with pytest.raises(OSError, match="Errno 28"):
-        reward_metrics.draw_skill(some_skill(), "a head", path)
-    assert [file.read_bytes() for file in tmp_path.iterdir()] == ([older] if older else [])

@@ -15,7 +15,7 @@ from data_loader import TokenSplits, write_token_files
 from generation import Completer
 from model import GPT, GPTConfig
 from runtime.files import write_json
-from sample_eval import NaturalText, draw_samples
+from sample_eval import NaturalText
 
 pytest_plugins = ["tiny_run"]
 NUM_SAMPLES = 60
@@ -232,9 +232,3 @@ def test_samples_shorter_than_the_natural_text_allows_have_no_natural_diversity(
     out = succeed("evaluate", **{**options, "samples": 600})
     natural = read(options)["natural_text"]
     assert "reverse_nll" not in natural and natural["forward_nll"] > 0 and "natural text: no diversity" in out
-
-
-def test_a_picture_of_one_point(tmp_path):
-    point = {"temperature": 1.0, "forward_nll": 2.0, "reverse_nll": 2.5, "distinct_3": 0.1}
-    draw_samples({"a.pt": [point]}, {"forward_nll": 1.5}, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
