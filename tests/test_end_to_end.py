@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import (
+    CONFIG,
+    CONTROLS,
     ROOT,
     TINY_MODEL,
     TINY_TRAIN,
@@ -38,8 +39,10 @@ from helpers import (
     succeed,
     terminate,
     weights,
+    write_config,
 )
 
+import cycle_stages
 import run_cycles
 import train
 import train_grpo
@@ -48,12 +51,10 @@ from checkpoint import hash_weights, load_checkpoint
 from reward_dataset_loader import RewardDataset
 from reward_metrics import measure_skill
 from runtime.artefacts import hash_input
-from runtime.cli import parse_settings, read_config
+from runtime.cli import read_config
 from runtime.files import hash_file
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
-from train_grpo import GRPOSettings
-from train_reward_model import RewardModelSettings
 
 pytest_plugins = ["tiny_run"]
 
@@ -217,36 +218,9 @@ def test_nanogpts_own_settings_file_works_as_it_is(tmp_path, corpus):
         assert training["n_embd"] == 8
 
 
-def test_the_projects_settings_files_are_read(tmp_path):
-    """Every section of every file under config/ names settings that its script has."""
-    for path in sorted((ROOT / "config").glob("*.py")):
-        for script in ("train", "run_cycles", "prepare_reward_data", "train_reward_model", "train_grpo"):
-            if script != "train" and script not in read_config(str(path)):
-                continue
-            finished = call(script, str(path), device="no-such-device")
-            assert finished.status == 2
-            assert "no-such-device" in finished.err or "is required" in finished.err, finished.err
-        if "run_cycles" not in read_config(str(path)):
-            continue
-        # The stages of all attempts and of later cycles, controls included, parse too.
-        settings = parse_settings(run_cycles.CycleSettings, "run_cycles", [str(path)])
-        settings = replace(settings, natural_model_each_cycle=True)
-        natural = run_cycles.natural_models(str(path), tmp_path, settings)
-        stages = [stage for cycle, attempt in ((1, 1), (1, 2), (2, 1)) for stage in natural.stages(cycle, attempt)[:1]]
-        stages += run_cycles.controls_of(str(path), tmp_path, settings).stages(2, tmp_path / "r.pt", 7)
-        run_cycles.checked_settings(stages, str(path), "cpu")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the whole loop
 
-CONFIG = """
-train = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=8, max_iters=20, eval_interval=5, warmup_iters=2)
-natural_model = dict(batch_size=8, max_iters=4, eval_interval=2, warmup_iters=1)
-prepare_reward_data = dict(samples_per_chunk=4, max_blocks=40)
-train_reward_model = dict(head="likelihood")
-train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2, allow_blind_reward=True)
-"""
 STAGES = [
     "base_model_v1",
     "perplexity_base_model_v1",
@@ -452,14 +426,14 @@ def test_ctrl_c_at_any_moment_of_a_stage(tmp_path, corpus, config, seconds):
 
 def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, corpus, config, in_this_process):
     """Selecting losses of 2.2, 2.0, 2.1, 2.05: with a patience of 2, cycle 3 is the last of 5."""
-    figures, trained = iter([2.2, 2.0, 2.1, 2.05, 1.9, 1.8]), run_cycles.trained
+    figures, trained = iter([2.2, 2.0, 2.1, 2.05, 1.9, 1.8]), cycle_stages.trained
 
     def with_next_loss(path: Path, *names: str, **more) -> dict:
         is_base = path.stem.startswith("base_model")
         changed = {"select_loss": next(figures)} if is_base and "select_loss" in names else {}
         return trained(path, *names, **more) | changed
 
-    monkeypatch.setattr(run_cycles, "trained", with_next_loss)
+    monkeypatch.setattr(cycle_stages, "trained", with_next_loss)
     options = cycle_options(corpus, tmp_path / "out", num_cycles=5, perplexity_patience=2)
     printed = succeed("run_cycles", str(config), **options)
     assert (tmp_path / "out" / "base_model_v4.pt").is_file()
@@ -470,11 +444,6 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
 
 # ---------------------------------------------------------------------------------------------------------------------
 # controls
-
-CONTROLS = """
-control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0)
-run_cycles = dict(grpo_step_seconds=6.0, plain_step_seconds=2.0)
-"""
 
 
 def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_process, unbroken):
@@ -529,59 +498,6 @@ def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_p
     printed = succeed("run_cycles", str(path), **cycle_options(corpus, out))
     assert in_this_process == [] and json.loads((out / "cycles.json").read_text())["summary"] == []
     assert "control_plain_v2 " not in printed
-
-
-@pytest.mark.parametrize(
-    ("controls", "grpo", "made"),
-    [
-        ("both", "seed=1", ["plain", "distil"]),
-        ("plain", "seed=1", ["plain"]),
-        ("distil", 'advantage_scale="none", epsilon=0.1, loss_type="cispo", epsilon_high=5.0', ["distil"]),
-        ("distil", 'credit="distribution", divergence_beta=0.5, loss_type="dapo"', ["distil"]),
-        ("both", "discount=0.5", ["plain"]),
-        ("distil", 'reward="natural"', []),
-        ("none", 'reward="natural"', []),
-    ],
-)
-def test_which_controls_a_configuration_has(tmp_path, controls, grpo, made):
-    """Those of its settings that are for sampled tokens are left out; without a target there is no distillation."""
-    path = write_config(tmp_path / "c.py", train_grpo=grpo)
-    path.write_text(path.read_text() + CONTROLS)
-    settings = run_cycles.CycleSettings(
-        out_dir=str(tmp_path), controls=controls, grpo_step_seconds=6, plain_step_seconds=2
-    )
-    found = run_cycles.controls_of(str(path), tmp_path, settings)
-    stages = found.stages(1, tmp_path / "reward_model_v1.pt", 7)
-    assert [stage.name for stage in stages] == [f"control_{kind}_v2" for kind in made]
-    assert len(found.reasons) == {"both": 2, "none": 0}.get(controls, 1) - len(made)
-    run_cycles.checked_settings(stages, str(path), "cpu")
-    for stage in stages:
-        assert stage.options.get("max_steps", 7) == 7 and stage.options.get("max_iters", 21) == 21
-
-
-@pytest.mark.parametrize("missing", ["section", "grpo_step_seconds", "plain_step_seconds"])
-def test_a_plain_control_needs_its_recipe_and_its_budget(tmp_path, missing):
-    path = write_config(tmp_path / "c.py")
-    if missing != "section":
-        path.write_text(path.read_text() + CONTROLS)
-    budget = {"grpo_step_seconds": 2.0, "plain_step_seconds": 0.1} | {missing: None}
-    budget.pop("section", None)
-    found = run_cycles.controls_of(str(path), tmp_path, run_cycles.CycleSettings(controls="plain", **budget))
-    assert found.stages(1, tmp_path / "r.pt", 7) == []
-    assert len(found.reasons) == 1 and "control_plain" in found.reasons[0] and "plain_step_seconds" in found.reasons[0]
-
-
-def test_distillation_has_the_policy_s_schedule(tmp_path):
-    """Also where the policy stopped early: its rate falls as the policy's fell."""
-    path = write_config(tmp_path / "c.py", train_grpo='lr_schedule="linear"')
-    settings = run_cycles.CycleSettings(controls="distil")
-    (stage,) = run_cycles.controls_of(str(path), tmp_path, settings).stages(1, tmp_path / "r.pt", 1)
-    assert (stage.options["max_steps"], stage.options["lr_decay_steps"]) == (1, 2)
-    policy, distil = GRPOSettings(lr_schedule="linear"), GRPOSettings(lr_schedule="linear", lr_decay_steps=4)
-    rates = [
-        [train_grpo.factor_at(step, each, horizon) for step in range(2)] for each, horizon in ((policy, 4), (distil, 2))
-    ]
-    assert rates[0] == rates[1] == [1.0, 0.75]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -765,33 +681,6 @@ def test_a_stage_that_is_stopped_goes_on_where_it_was(
         assert_same_weights(weights(out / name), weights(unbroken[0] / name))
 
 
-def own_settings(data: dict, model: dict) -> dict:
-    """What the ledger keeps of two scripts' settings, with changes."""
-    data = {"max_blocks": None, "samples_per_chunk": 10, **data}
-    return {"prepare_reward_data": data, "train_reward_model": asdict(RewardModelSettings(**model))}
-
-
-UNFROZEN = {"unfreeze_layers": -1, "max_epochs": 80, "learning_rate": pytest.approx(1e-3 / 3)}
-
-
-@pytest.mark.parametrize(
-    ("data", "model", "more_data", "more_training"),
-    [
-        ({}, {}, None, None),
-        ({}, {"head": "position"}, {"samples_per_chunk": 40}, UNFROZEN),
-        ({}, {"head": "last"}, {"samples_per_chunk": 40}, UNFROZEN),
-    ],
-)
-def test_what_a_further_attempt_gets_more_of(tmp_path, data, model, more_data, more_training):
-    own = own_settings(data, model)
-    assert run_cycles.larger(own, 1) == {}
-    more = run_cycles.larger(own, 4)
-    assert (more.get("prepare_reward_data"), more.get("train_reward_model")) == (more_data, more_training)
-    natural = run_cycles.NaturalModels(tmp_path, tmp_path, (), seed=0, given=False, each_cycle=False, init="gpt2")
-    reward_data, *_ = run_cycles.reward_stages(1, tmp_path, tmp_path, natural, 3, run_cycles.larger(own, 4))
-    assert reward_data.artefact.name == ("reward_data_v1" if more_data is None else "reward_data_v1_try3")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the model of natural text
 
@@ -871,27 +760,6 @@ def test_an_ensemble_whose_members_are_all_trained_further(tmp_path, corpus, str
     in_this_process.clear()
     succeed("run_cycles", str(strict), **options)
     assert in_this_process == []
-
-
-def test_what_members_start_from(tmp_path):
-    """The cycle before, or the models of the settings file, each its own."""
-    given = (tmp_path / "a.pt", tmp_path / "b.pt")
-    natural = run_cycles.NaturalModels(tmp_path, tmp_path, given, seed=5, given=True, each_cycle=True, init="gpt2")
-    assert natural.paths(1, 1) == () and natural.stages(1, 1) == []
-    for cycle, attempt, starts in (
-        (1, 2, given),
-        (2, 1, given),
-        (3, 1, natural.paths(2, 1)),
-        (3, 3, natural.paths(3, 2)),
-    ):
-        stages = natural.stages(cycle, attempt)
-        assert tuple(stage.inputs["init_from"] for stage in stages) == starts
-        assert tuple(stage.artefact for stage in stages) == natural.paths(cycle, attempt)
-        assert [stage.options.get("seed") for stage in stages] == [None, 6]
-    assert [path.name for path in natural.paths(2, 3)] == [
-        "natural_model_v2_try3.pt",
-        "natural_model_v2_member2_try3.pt",
-    ]
 
 
 @pytest.mark.parametrize(("section", "said"), [("head='last'", "last head"), ("trunk=['{0}', 'b', 'c']", "names 3")])
@@ -985,16 +853,6 @@ def test_a_natural_model_begun_from_another_start_begins_anew(monkeypatch, tmp_p
 
 # ---------------------------------------------------------------------------------------------------------------------
 # settings of a run
-
-
-def write_config(path: Path, **changes: str) -> Path:
-    """The settings file of these tests with further settings, written as code, in the sections named."""
-    text = CONFIG
-    for section, more in changes.items():
-        assert f"{section} = dict(" in text
-        text = text.replace(f"{section} = dict(", f"{section} = dict({more}, ")
-    path.write_text(text)
-    return path
 
 
 @pytest.mark.parametrize(
