@@ -426,7 +426,8 @@ def comparison_stage(version: int, folder: Path, out: Path, controls: list[Stage
     def figures() -> dict[str, Any]:
         contents = read_json(artefact)
         found = {path.stem.partition("_v")[0]: checkpoint_figures(contents, str(path)) for path in models}
-        return {kind: {"loss": theirs["loss"], **policy_minus(theirs)} for kind, theirs in found.items()}
+        names = ("loss", "loss_low", "loss_high")
+        return {kind: {name: found[kind][name] for name in names} | policy_minus(found[kind]) for kind in found}
 
     return Stage(artefact.stem, "evaluate", artefact, inputs, options, figures)
 

@@ -49,7 +49,7 @@ import train_grpo
 import train_reward_model
 from checkpoint import hash_weights, load_checkpoint
 from reward_dataset_loader import RewardDataset
-from reward_metrics import measure_skill
+from reward_metrics import format_loss, measure_skill
 from runtime.artefacts import hash_input
 from runtime.cli import read_config
 from runtime.files import hash_file
@@ -129,12 +129,14 @@ def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):
     for path, result in results.items():
         assert 1 < result["perplexity"] < len(set(text))
         assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-        assert f"{result['perplexity']:.4f}" in next(line for line in out.splitlines() if line.startswith(path))
+        assert result["loss_low"] < result["loss"] < result["loss_high"]
+        line = next(line for line in out.splitlines() if line.startswith(path))
+        assert f"  {format_loss(result)}  " in line and f"{result['perplexity']:.4f}" in line
     out = must("sample.py", checkpoint_path=policy, num_samples=1, max_new_tokens=20, start="A", device="cpu")
     assert re.fullmatch(r"A[A-Za-z .\n]{20}\n-+\n", out)
     last = read_records(tmp_path / "logs" / "grpo.jsonl")[-1]
     out = must("evaluate.py", checkpoints=[policy], baseline=generator, part="report", dataset=corpus, device="cpu")
-    assert f"{last['report_loss']:8.4f}" in out and "(95% interval)" in out
+    assert f"  {last['report_loss']:.4f} (" in out and "(95% interval)" in out
 
 
 def test_sample(tmp_path, corpus, generator):

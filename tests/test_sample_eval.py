@@ -139,7 +139,7 @@ def test_without_samples_the_output_is_that_of_before(options, generator):
     plain = {name: options[name] for name in ("checkpoints", "dataset", "device", "output_path")}
     out = succeed("evaluate", **plain)
     assert list(read(options)) == [str(generator)]
-    assert list(read(options)[str(generator)]) == ["loss", "perplexity", "tokens"]
+    assert list(read(options)[str(generator)]) == ["loss", "loss_low", "loss_high", "perplexity", "tokens"]
     assert cycle_stages.checkpoint_figures(read(options), str(generator)) == read(options)[str(generator)]
     assert len(out.splitlines()) == 3 and not options["output_path"].with_suffix(".png").exists()
 
