@@ -26,7 +26,7 @@ FLOORS = [
     ],
     ["checkpoint"],
     ["feature_cache", "policy_eval", "interop.trl_reward"],
-    ["sample_eval", "cycle_report"],
+    ["sample_eval", "cycle_report", "stage_times"],
     [
         "prepare_text",
         "train",
