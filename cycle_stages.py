@@ -12,9 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
+
 from checkpoint import load_checkpoint
 from evaluate import EvaluateSettings
 from huggingface import model_path
+from model import GPT
 from reward_data_config import RewardDataConfig
 from reward_function import locate
 from runtime.cli import all_sections, parse_settings, read_config
@@ -183,7 +186,11 @@ def train_stage(folder: Path, out: Path, config_path: str | None) -> Stage:
     if (start := start.get("init_from", "scratch")) == "resume":
         raise UserError(f"ERROR: {config_path}: train: init_from=resume: must be scratch or a model")
     (options if start == "scratch" else inputs)["init_from"] = start
-    return Stage(model.stem, "train", model, inputs, options, lambda: trained(model, "val_loss", "select_loss"))
+
+    def figures() -> dict[str, Any]:
+        return {**trained(model, "val_loss", "select_loss"), "num_parameters": count_parameters(model)}
+
+    return Stage(model.stem, "train", model, inputs, options, figures)
 
 
 @dataclass(frozen=True)
@@ -389,6 +396,27 @@ def controls_of(config_path: str | None, folder: Path, settings: CycleSettings) 
     return Controls(folder, Path(settings.out_dir), settings, has_plain, exact, tuple(reasons))
 
 
+def planned_stages(
+    settings: CycleSettings,
+    folder: Path,
+    config_path: str | None,
+    natural: NaturalModels,
+    controls: Controls,
+    steps: int,
+) -> list[Stage]:
+    """All stages in order if every cycle runs, for GRPO's `steps`, and its first reward model predicts."""
+    out = Path(settings.out_dir)
+    stages = [train_stage(folder, out, config_path), perplexity_stage(1, folder, out)]
+    for cycle in range(1, settings.num_cycles + 1):
+        path = reward_model(out, cycle)
+        compared = controls.stages(cycle, path, steps)
+        stages += [*natural.stages(cycle, 1), *reward_stages(cycle, folder, out, natural)]
+        stages += [policy_stage(cycle, folder, out, path), *compared, perplexity_stage(cycle + 1, folder, out)]
+        stages += [comparison_stage(cycle + 1, folder, out, compared)] if compared else []
+    stages += [sample_stage(version, settings, out) for version in (1, settings.num_cycles + 1)]
+    return list({stage.name: stage for stage in stages}.values())  # natural models may serve several cycles
+
+
 def larger(own: dict[str, dict[str, Any]], factor: int) -> dict[str, dict[str, Any]]:
     """Options by section for `factor` times the data and training of a head that learns from labels, its trunk too.
 
@@ -455,6 +483,12 @@ def sample_stage(version: int, settings: CycleSettings, out: Path) -> Stage:
         "start": settings.sample_start,
     }
     return Stage(artefact.stem, "sample", artefact, {"checkpoint_path": model}, options)
+
+
+def count_parameters(path: Path) -> int:
+    """Parameters of the model in a checkpoint, from its shape alone."""
+    with torch.device("meta"):
+        return GPT(load_checkpoint(path)["config"]).num_parameters()
 
 
 def trained(path: Path, *names: str, if_noted: tuple[str, ...] = ()) -> dict[str, Any]:
