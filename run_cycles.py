@@ -15,12 +15,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from checkpoint import data_record, hash_weights, open_corpus
-from cycle_report import control_sentences, cycle_table, form_sentences
+from cycle_report import control_sentences, cycle_table, finished, form_sentences, headline, plan_of
 from cycle_stages import (
     SETTINGS,
     CycleSettings,
@@ -34,6 +34,7 @@ from cycle_stages import (
     larger,
     natural_models,
     perplexity_stage,
+    planned_stages,
     policy_stage,
     reward_model,
     reward_stages,
@@ -51,6 +52,7 @@ from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, on_inter
 from runtime.resume import SUFFIX, load_run_state, of_another_run, set_aside, state_to_resume
 from runtime.run_log import say
 from sample import encode_start
+from stage_times import format_left, seconds_left
 from tokenization_manager import detect_method
 
 ROOT = Path(__file__).resolve().parent
@@ -81,6 +83,7 @@ class Ledger:
         self.contents: dict[str, Any] = {
             "format_version": LEDGER_VERSION,
             "corpus": corpus,
+            "run": {},  # what was asked for: `begin`
             "settings": {},  # of sections that have finished a stage; the others' may still change
             "stages": {},
         }
@@ -108,12 +111,30 @@ class Ledger:
     def stages(self) -> dict[str, Any]:
         return self.contents["stages"]
 
+    def begin(self, run: dict[str, Any]) -> None:
+        """Note what is asked for: settings, settings file, and the names of all planned stages."""
+        if self.contents.get("run") != run:
+            self._forget("outcome", "summary")
+            self.contents["run"] = run
+            write_json(self.path, self.contents)
+
     def record(self, name: str, record: dict[str, Any], section: str | None = None) -> None:
         """Write a stage's record and, if it is finished, the settings of its section (None: it used none)."""
+        self._forget("failed", "outcome", "summary")  # of the run before
         self.stages[name] = record
         if section and not record.get("unfinished"):
             self.contents["settings"][section] = self.settings[section]
         write_json(self.path, self.contents)
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Note that a stage ended with an error, until another is recorded."""
+        reason, *_ = str(error).removeprefix("ERROR: ").splitlines() or [type(error).__name__]
+        self.contents["failed"] = {"stage": name, "reason": reason}
+        write_json(self.path, self.contents)
+
+    def _forget(self, *names: str) -> None:
+        for name in names:
+            self.contents.pop(name, None)
 
     def conclude(self, outcome: str, summary: list[str]) -> None:
         """Note why the run ended, and what came out of it in sentences."""
@@ -149,7 +170,7 @@ class Runner:
             command = replace(stage, options=options).arguments(self.config_path, self.device)
             script = ROOT / f"{stage.script}.py"
             with on_interruption(self.resume_hint):  # from its first printed word on
-                say(f"\n##### {stage.name}: {script.name}")
+                say(f"\n{self.heading(stage)}")
                 run_stage(stage.name, [sys.executable, str(script), *command])
                 self.ran.append(stage.name)
                 return stage.figures()
@@ -176,9 +197,21 @@ class Runner:
         if others and not self.warned:
             self.warned = True
             warn(f"finished stages were made by other code, and are kept ({others})")
-        return make_once(
-            artefact, now, self.ledger.stages.get(name), work, lambda made: self.ledger.record(name, made, section)
-        )
+        then = self.ledger.stages.get(name)
+        try:
+            return make_once(artefact, now, then, work, lambda made: self.ledger.record(name, made, section))
+        except Exception as error:
+            self.ledger.fail(name, error)
+            raise
+
+    def heading(self, stage: Stage) -> str:
+        """The line that opens a stage: its number of all, its name and script, and the time that is left."""
+        contents = self.ledger.contents
+        planned = plan_of(contents)
+        left = [name for name in planned if not finished(contents, name)]
+        time_left = format_left(seconds_left(left, contents, self.ledger.settings))
+        number = f"{planned.index(stage.name) + 1} of {len(planned)}"
+        return f"##### {number}, {stage.name}: {stage.script}.py{time_left}"
 
     def is_begun(self, stage: Stage) -> bool:
         """Whether a stage that was interrupted has a state to resume; if its settings are others now, says so."""
@@ -293,11 +326,17 @@ def main() -> None:
     hold_output(out / "cycles.json")
     ledger = Ledger(out / "cycles.json", data_record(corpus.train, corpus.val), own_settings)
     out.mkdir(parents=True, exist_ok=True)
+
+    def plan(num_cycles: int) -> list[str]:
+        asked, steps = replace(settings, num_cycles=num_cycles), own_settings["train_grpo"]["max_steps"]
+        return [stage.name for stage in planned_stages(asked, folder, config_path, natural, controls, steps)]
+
+    run = {"settings": asdict(settings), "config": config_path, "stages": plan(settings.num_cycles)}
+    ledger.begin(run)
     runner = Runner(config_path, settings.device, ledger)
 
     runner.run(train_stage(folder, out, config_path))
     runner.run(perplexity_stage(1, folder, out))
-    comparisons: dict[int, Mapping[str, Any]] = {}  # with the controls, by cycle
     losses: list[float] = []  # on the selecting part, of version 1, 2, ..., all as train_grpo.py measures them
     outcome = f"all {settings.num_cycles} cycles done"
     for cycle in range(1, settings.num_cycles + 1):
@@ -313,7 +352,7 @@ def main() -> None:
             runner.run(stage)
         runner.run(perplexity_stage(cycle + 1, folder, out))
         if compared:
-            comparisons[cycle] = runner.run(comparison_stage(cycle + 1, folder, out, compared))
+            runner.run(comparison_stage(cycle + 1, folder, out, compared))
         if reward_model_path is None:
             outcome = f"ended in cycle {cycle} without GRPO: {finding}; base model {cycle} is carried on"
             break
@@ -323,21 +362,16 @@ def main() -> None:
             break
 
     samples = [sample_stage(version, settings, out) for version in (1, cycle + 1)]
+    last = {stage.name for stage in samples}  # all that is left, also where the loop has ended early
+    ledger.begin(run | {"stages": [name for name in plan(cycle) if name in last or finished(ledger.contents, name)]})
     for stage in samples:
         runner.run(stage)
-    summary = [*form_sentences(own_settings["train_grpo"]), *controls.reasons]
-    summary += control_sentences(ledger.stages, comparisons)
-    ledger.conclude(outcome, summary)
-    for stage in samples:
-        say(f"\n##### Text from {stage.inputs['checkpoint_path']}\n{stage.artefact.read_text(encoding='utf-8')}")
-    say(cycle_table(ledger.stages, cycle, comparisons))
-    say("\n".join(["", *summary]))
-    say(f"\n{outcome[0].upper()}{outcome[1:]}. Everything is in {out}:")
-    for path in sorted(out.iterdir()):
-        if not path.name.startswith("."):
-            say(f"  {path}{os.sep if path.is_dir() else ''}")
+    notes = [*form_sentences(own_settings["train_grpo"]), *controls.reasons]
+    ledger.conclude(outcome, [*notes, *control_sentences(ledger.contents)])
+    say("\n".join(["", headline(ledger.contents), "", cycle_table(ledger.contents), *notes]))
     if not runner.ran:
         say("\nNothing to do: this run was finished already. Start anew with --out_dir OTHER.")
+    say(f"\nLedger: {ledger.path}")
 
 
 if __name__ == "__main__":

@@ -47,9 +47,10 @@ import run_cycles
 import train
 import train_grpo
 import train_reward_model
-from checkpoint import hash_weights, load_checkpoint
+from checkpoint import build_model, data_record, hash_weights, load_checkpoint, open_corpus
+from cycle_report import cycle_table, headline, progress_of
 from reward_dataset_loader import RewardDataset
-from reward_metrics import format_loss, measure_skill
+from reward_metrics import format_difference, format_loss, measure_skill
 from runtime.artefacts import hash_input
 from runtime.cli import read_config
 from runtime.files import hash_file
@@ -306,10 +307,19 @@ def test_artefacts_and_ledger(unbroken, corpus):
         gate = ledger["stages"][f"gate_v{cycle}"]
         assert gate == {**gate, **json.loads((out / f"gate_v{cycle}.json").read_text())}
         assert (gate["num_blocks"], gate["num_sequences"]) == (10, 40)  # the part of the gate
-    for path in out.iterdir():
-        assert str(path) in printed
-    for name in ("base_model_v1", "base_model_v3"):
-        assert printed.count((out / f"sample_{name}.txt").read_text().strip()) == 1
+    headings = re.findall(r"^##### (\d+) of (\d+), (\w+): (\w+)\.py", printed, re.MULTILINE)
+    planned = ledger["run"]["stages"]
+    assert headings == [
+        (str(number), str(len(planned)), name, headings[number - 1][3]) for number, name in enumerate(planned, 1)
+    ]
+    assert list(ledger["stages"]) == planned and progress_of(ledger) == (len(planned), len(planned), None)
+    assert ledger["run"]["settings"]["num_cycles"] == 2 and ledger["run"]["config"].endswith("tiny.py")
+    model = build_model(load_checkpoint(out / "base_model_v1.pt"), "generator", "base_model_v1.pt")
+    assert ledger["stages"]["base_model_v1"]["num_parameters"] == model.num_parameters()
+    first, *rest = re.findall(r"^##### \d.*", printed, re.MULTILINE)
+    assert "left" not in first and all(re.search(r", about [\d.]+ (s|min|h) left$", line) for line in rest)
+    end = printed[printed.index(headline(ledger)) :]
+    assert cycle_table(ledger) in end and end.endswith(f"\nLedger: {out / 'cycles.json'}\n")
 
 
 def test_each_cycle_starts_from_the_one_before(unbroken):
@@ -441,7 +451,8 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
     assert (tmp_path / "out" / "base_model_v4.pt").is_file()
     assert not (tmp_path / "out" / "base_model_v5.pt").exists()
     outcome = json.loads((tmp_path / "out" / "cycles.json").read_text())["outcome"]
-    assert "after cycle 3" in outcome and outcome[1:] in printed
+    assert "after cycle 3" in outcome and f"; {outcome}." in printed
+    assert "then in 3 of 5 cycles" in printed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -489,9 +500,9 @@ def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_p
             assert figures["difference_low"] < figures["difference"] < figures["difference_high"]
             beat = " beat " if figures["difference_high"] < 0 else " did not beat "
             assert f"base_model_v{version} " in sentence and f"{beat}{name}_v{version} " in sentence
-            assert sentence in printed
             row = next(line for line in printed.splitlines() if line.startswith(f"    {version - 1}  {name}"))
-            assert f"{math.exp(figures['loss']):.4f}" in row
+            assert f"{math.exp(figures['loss']):.4f}" in row and format_loss(figures) in row
+            assert format_difference(figures) in row
         assert stages[f"control_plain_v{version}"]["steps"] == 3 * steps
     in_this_process.clear()
     succeed("run_cycles", str(path), **options)
@@ -570,8 +581,14 @@ def test_after_failed_attempts_the_model_is_carried_on(
     assert not (out / "base_model_v3.pt").exists()
     perplexities = [ledger["stages"][f"perplexity_base_model_v{version}"]["perplexity"] for version in (1, 2)]
     assert perplexities[0] == perplexities[1]
-    row = next(line for line in printed.splitlines() if line.startswith("    1  base_model_v2"))
-    assert "not started" in row and row.endswith(f"R2 {r2})")
+    sentence = next(line for line in printed.splitlines() if line.startswith("Cycle 1: "))
+    assert "not started" in sentence and f", at the gate {r2}; " in sentence
+    assert "in cycle 1 GRPO did not start and the generator is unchanged" in printed
+    headings = re.findall(r"^##### (\d+) of (\d+), (\w+):", printed, re.MULTILINE)
+    most = 15 + 3 * (attempts - 1)  # of two cycles; the second does not run
+    assert max(int(total) for _, total, _ in headings) == most
+    assert headings[-1] == (str(most - 5), str(most - 5), "sample_base_model_v2")
+    assert progress_of(ledger) == (most - 5, most - 5, None)
 
     def files() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in out.rglob("*.pt")}
@@ -705,7 +722,7 @@ def test_a_natural_model_for_each_cycle(tmp_path, corpus, config, in_this_proces
         kinds = [f"{kind}_v{cycle}" for kind in ("natural_model", "reward_data", "reward_model", "gate")]
         seconds = sum(stages[name]["seconds"] for name in (*kinds, f"base_model_v{cycle + 1}"))
         row = next(line for line in printed.splitlines() if line.startswith(f"    {cycle}  base_model_v"))
-        assert f"  {seconds:7.0f}  " in row
+        assert row.endswith(f"  {seconds:7.0f}")
 
 
 def test_a_natural_model_of_its_own_size_begins_from_scratch(tmp_path, corpus, in_this_process):
@@ -758,7 +775,7 @@ def test_an_ensemble_whose_members_are_all_trained_further(tmp_path, corpus, str
     assert "seed" in json.loads((out / "cycles.json").read_text())["settings"]["natural_model"]
     seconds = sum(entry["seconds"] for name, entry in stages.items() if re.search("natural|reward|gate", name))
     row = next(line for line in printed.splitlines() if line.startswith("    1  base_model_v2"))
-    assert f"  {seconds + stages['base_model_v2']['seconds']:7.0f}  " in row
+    assert row.endswith(f"  {seconds + stages['base_model_v2']['seconds']:7.0f}")
     in_this_process.clear()
     succeed("run_cycles", str(strict), **options)
     assert in_this_process == []
@@ -804,7 +821,7 @@ def test_the_literal_loop_ends_at_its_gate_and_goes_on_with_permission(tmp_path,
     assert stages["gate_v1"]["r2_low"] <= 0 and "carried_on" in stages["base_model_v2"]
     assert "gate_v1_try2" not in stages and "natural_model_v1" not in stages
     assert "does not predict" in json.loads((out / "cycles.json").read_text())["outcome"]
-    assert "base model 1 is carried on" in printed
+    assert "in cycle 1 GRPO did not start and the generator is unchanged" in printed
     assert_same_weights(weights(out / "base_model_v1.pt"), weights(out / "base_model_v2.pt"))
 
     literal.write_text(
@@ -937,6 +954,15 @@ def test_a_stage_that_fails_is_named_and_taken_up_again(tmp_path, corpus, config
     assert re.search(r"ERROR: reward_data_v1 .*\b2\b", finished.err)
     assert finished_stages(tmp_path / "out") == STAGES[:3]
     assert not (tmp_path / "out" / "reward_data_v1").exists()
+    ledger = json.loads((tmp_path / "out" / "cycles.json").read_text())
+    assert ledger["failed"]["stage"] == "reward_data_v1" and "ended with status 2" in ledger["failed"]["reason"]
+    assert "reward_data_v1 failed: reward_data_v1 ended with status 2" in headline(ledger)
+    shutil.copy(corpus / "val.bin", broken)
+    whole = open_corpus(str(broken), 2, None)
+    ledger["corpus"] = data_record(whole.train, whole.val)
+    (tmp_path / "out" / "cycles.json").write_text(json.dumps(ledger))
+    succeed("run_cycles", str(config), **options)
+    assert "failed" not in json.loads((tmp_path / "out" / "cycles.json").read_text())
 
 
 def test_killed_in_the_middle_and_continued(monkeypatch, tmp_path, corpus, config, unbroken):
