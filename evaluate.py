@@ -20,7 +20,7 @@ from data_loader import HELD_OUT, WholeSplitBatches, dataset_folder, open_token_
 from figures import quality_diversity, write_png
 from model import GPT
 from objectives import language_model_loss, perplexity, text_log_probs
-from reward_metrics import format_difference, paired_difference
+from reward_metrics import bootstrap_blocks, format_difference, format_loss, paired_difference
 from runtime.cli import parse_settings
 from runtime.device import select_device
 from runtime.files import write_json
@@ -142,7 +142,9 @@ def main() -> None:
         loss = losses.double().mean().item()
         if not math.isfinite(loss):
             raise UserError(f"ERROR: the loss of {path} is {loss}: the model has diverged; take an earlier checkpoint")
-        results[path] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(losses)}
+        low, high = bootstrap_blocks(losses, N, SEED)
+        results[path] = {"loss": loss, "loss_low": low, "loss_high": high}
+        results[path] |= {"perplexity": perplexity(loss), "tokens": len(losses)}
         if baseline is not None:
             if baseline_size != N:
                 raise UserError(
@@ -157,10 +159,10 @@ def main() -> None:
     part = "" if settings.part == "whole" else f", {settings.part} part"
     say(f"{settings.split} split of {folder}{part}, {len(losses) + 1:,} tokens")
     against = "" if baseline is None else f"  loss - loss of {settings.baseline} (95% interval)"
-    say(f"{'checkpoint':<{width}}  {'loss':>8}  {'perplexity':>10}{against}")
+    say(f"{'checkpoint':<{width}}  {'loss (95% interval)':<25}  {'perplexity':>10}{against}")
     for path, figures in results.items():
         difference = "" if baseline is None else f"  {format_difference(figures)}"
-        say(f"{path:<{width}}  {figures['loss']:8.4f}  {figures['perplexity']:10.4f}{difference}")
+        say(f"{path:<{width}}  {format_loss(figures):<25}  {figures['perplexity']:10.4f}{difference}")
     for figures in results.values():
         if math.isinf(figures["perplexity"]):  # above what a float holds: not in JSON
             figures["perplexity"] = None

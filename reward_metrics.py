@@ -108,15 +108,22 @@ def bootstrap_ratio(sums: Tensor, counts: Tensor, seed: int) -> tuple[float, flo
     return bootstrap_interval(lambda pick: sums[pick].sum() / counts[pick].sum(), len(sums), seed)
 
 
+def bootstrap_blocks(values: Tensor, block_size: int, seed: int) -> tuple[float, float] | tuple[None, None]:
+    """95% interval of the mean of values (n,) of the tokens of a text: `bootstrap_mean` of blocks of `block_size`.
+
+    Values of neighbours depend on each other, those of blocks hardly. Tokens that fill no whole block are left out.
+    """
+    whole = len(values) // block_size * block_size
+    return bootstrap_mean(values[:whole].double().view(-1, block_size).mean(1), seed)
+
+
 def paired_difference(ours: Tensor, theirs: Tensor, block_size: int, seed: int) -> dict[str, float | None]:
     """The mean of `ours` - `theirs` (n,) each, two models' losses on the same tokens in order of the text.
 
-    `difference`, and its 95% interval `difference_low`, `difference_high`: a bootstrap of blocks of `block_size`
-    consecutive tokens, among which losses depend on each other. Tokens that fill no whole block are in the mean alone.
+    `difference`, and its 95% interval `difference_low`, `difference_high` by `bootstrap_blocks`.
     """
     differences = (ours - theirs).double()
-    whole = len(differences) // block_size * block_size
-    low, high = bootstrap_mean(differences[:whole].view(-1, block_size).mean(1), seed)
+    low, high = bootstrap_blocks(differences, block_size, seed)
     return {"difference": differences.mean().item(), "difference_low": low, "difference_high": high}
 
 
@@ -125,6 +132,13 @@ def format_difference(figures: Mapping[str, float | None]) -> str:
     low, high = figures["difference_low"], figures["difference_high"]
     interval = "no interval" if low is None else f"{low:+.4f} to {high:+.4f}"
     return f"{figures['difference']:+.4f} ({interval})"
+
+
+def format_loss(figures: Mapping[str, Any]) -> str:
+    """A loss and its interval for people: `2.0414 (2.0290 to 2.0551)`; older figures have no interval."""
+    low, high = figures.get("loss_low"), figures.get("loss_high")
+    interval = "no interval" if low is None else f"{low:.4f} to {high:.4f}"
+    return f"{figures['loss']:.4f} ({interval})"
 
 
 def better_than_constant(r2_low: float | None) -> bool:

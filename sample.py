@@ -113,7 +113,7 @@ def main() -> None:
     with autocast(device, dtype):
         rows = generate(forward, idx, settings.max_new_tokens, sampling, generator)
     texts = [tokenizer.decode(row.tolist()) for row in rows]
-    if not is_stage():  # run_cycles.py shows the text itself, when all is done
+    if not is_stage():  # of run_cycles.py: the text is in its file
         for text in texts:
             say(text + "\n---------------")
     if settings.output_path is not None:

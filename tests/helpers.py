@@ -51,6 +51,19 @@ TINY_GRPO = {
     "device": "cpu",
 }
 
+# The settings file of a tiny loop, and what its controls need.
+CONFIG = """
+train = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=8, max_iters=20, eval_interval=5, warmup_iters=2)
+natural_model = dict(batch_size=8, max_iters=4, eval_interval=2, warmup_iters=1)
+prepare_reward_data = dict(samples_per_chunk=4, max_blocks=40)
+train_reward_model = dict(head="likelihood")
+train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2, allow_blind_reward=True)
+"""
+CONTROLS = """
+control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0)
+run_cycles = dict(grpo_step_seconds=6.0, plain_step_seconds=2.0)
+"""
+
 # The sums of a test are the same in this process and in one that it starts, which inherits the variables.
 SEED = os.environ.get("CROSSOVER_TEST_SEED")
 NUM_THREADS = 1 if SEED is None else 2
@@ -299,6 +312,16 @@ def make_corpus(folder: Path, text: str) -> Path:
     save_meta(folder / "meta.pkl", tokenizer.chars)
     write_token_files(folder, split_and_encode(text, tokenizer))
     return folder
+
+
+def write_config(path: Path, **changes: str) -> Path:
+    """The settings file of these tests with further settings, written as code, in the sections named."""
+    text = CONFIG
+    for section, more in changes.items():
+        assert f"{section} = dict(" in text
+        text = text.replace(f"{section} = dict(", f"{section} = dict({more}, ")
+    path.write_text(text)
+    return path
 
 
 def works_archive(works):

@@ -26,7 +26,7 @@ FLOORS = [
     ],
     ["checkpoint"],
     ["feature_cache", "policy_eval", "interop.trl_reward"],
-    ["sample_eval", "cycle_report"],
+    ["sample_eval", "cycle_report", "stage_times"],
     [
         "prepare_text",
         "train",
@@ -38,10 +38,11 @@ FLOORS = [
         "export_hf",
         "interop.trl_grpo",
     ],
+    ["cycle_stages"],
     ["run_cycles"],
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
-PREPARE_FLOOR = len(FLOORS) - 2  # data/*/prepare.py
+PREPARE_FLOOR = FLOOR_OF["train"]  # data/*/prepare.py
 
 # Tests that are named after what they show, and the modules whose own tests they are.
 NAMED_OTHERWISE = {

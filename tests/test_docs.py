@@ -31,12 +31,12 @@ from helpers import Finished, InThisProcess, make_checkpoint, make_text
 
 import tokenization_manager
 from checkpoint import load_checkpoint
+from cycle_stages import CycleSettings
 from evaluate import EvaluateSettings
 from export_hf import ExportSettings
 from prepare_text import PrepareTextSettings
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import InspectSettings
-from run_cycles import CycleSettings
 from runtime import cli
 from runtime.downloads import ensure_gpt2_bpe_files
 from runtime.files import read_json

@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import (
+    CONFIG,
+    CONTROLS,
     ROOT,
     TINY_MODEL,
     TINY_TRAIN,
@@ -38,22 +39,23 @@ from helpers import (
     succeed,
     terminate,
     weights,
+    write_config,
 )
 
+import cycle_stages
 import run_cycles
 import train
 import train_grpo
 import train_reward_model
-from checkpoint import hash_weights, load_checkpoint
+from checkpoint import build_model, data_record, hash_weights, load_checkpoint, open_corpus
+from cycle_report import cycle_table, headline, progress_of
 from reward_dataset_loader import RewardDataset
-from reward_metrics import measure_skill
+from reward_metrics import format_difference, format_loss, measure_skill
 from runtime.artefacts import hash_input
-from runtime.cli import parse_settings, read_config
+from runtime.cli import read_config
 from runtime.files import hash_file
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
-from train_grpo import GRPOSettings
-from train_reward_model import RewardModelSettings
 
 pytest_plugins = ["tiny_run"]
 
@@ -128,12 +130,14 @@ def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):
     for path, result in results.items():
         assert 1 < result["perplexity"] < len(set(text))
         assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-        assert f"{result['perplexity']:.4f}" in next(line for line in out.splitlines() if line.startswith(path))
+        assert result["loss_low"] < result["loss"] < result["loss_high"]
+        line = next(line for line in out.splitlines() if line.startswith(path))
+        assert f"  {format_loss(result)}  " in line and f"{result['perplexity']:.4f}" in line
     out = must("sample.py", checkpoint_path=policy, num_samples=1, max_new_tokens=20, start="A", device="cpu")
     assert re.fullmatch(r"A[A-Za-z .\n]{20}\n-+\n", out)
     last = read_records(tmp_path / "logs" / "grpo.jsonl")[-1]
     out = must("evaluate.py", checkpoints=[policy], baseline=generator, part="report", dataset=corpus, device="cpu")
-    assert f"{last['report_loss']:8.4f}" in out and "(95% interval)" in out
+    assert f"  {last['report_loss']:.4f} (" in out and "(95% interval)" in out
 
 
 def test_sample(tmp_path, corpus, generator):
@@ -217,36 +221,9 @@ def test_nanogpts_own_settings_file_works_as_it_is(tmp_path, corpus):
         assert training["n_embd"] == 8
 
 
-def test_the_projects_settings_files_are_read(tmp_path):
-    """Every section of every file under config/ names settings that its script has."""
-    for path in sorted((ROOT / "config").glob("*.py")):
-        for script in ("train", "run_cycles", "prepare_reward_data", "train_reward_model", "train_grpo"):
-            if script != "train" and script not in read_config(str(path)):
-                continue
-            finished = call(script, str(path), device="no-such-device")
-            assert finished.status == 2
-            assert "no-such-device" in finished.err or "is required" in finished.err, finished.err
-        if "run_cycles" not in read_config(str(path)):
-            continue
-        # The stages of all attempts and of later cycles, controls included, parse too.
-        settings = parse_settings(run_cycles.CycleSettings, "run_cycles", [str(path)])
-        settings = replace(settings, natural_model_each_cycle=True)
-        natural = run_cycles.natural_models(str(path), tmp_path, settings)
-        stages = [stage for cycle, attempt in ((1, 1), (1, 2), (2, 1)) for stage in natural.stages(cycle, attempt)[:1]]
-        stages += run_cycles.controls_of(str(path), tmp_path, settings).stages(2, tmp_path / "r.pt", 7)
-        run_cycles.checked_settings(stages, str(path), "cpu")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the whole loop
 
-CONFIG = """
-train = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=8, max_iters=20, eval_interval=5, warmup_iters=2)
-natural_model = dict(batch_size=8, max_iters=4, eval_interval=2, warmup_iters=1)
-prepare_reward_data = dict(samples_per_chunk=4, max_blocks=40)
-train_reward_model = dict(head="likelihood")
-train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2, allow_blind_reward=True)
-"""
 STAGES = [
     "base_model_v1",
     "perplexity_base_model_v1",
@@ -330,10 +307,19 @@ def test_artefacts_and_ledger(unbroken, corpus):
         gate = ledger["stages"][f"gate_v{cycle}"]
         assert gate == {**gate, **json.loads((out / f"gate_v{cycle}.json").read_text())}
         assert (gate["num_blocks"], gate["num_sequences"]) == (10, 40)  # the part of the gate
-    for path in out.iterdir():
-        assert str(path) in printed
-    for name in ("base_model_v1", "base_model_v3"):
-        assert printed.count((out / f"sample_{name}.txt").read_text().strip()) == 1
+    headings = re.findall(r"^##### (\d+) of (\d+), (\w+): (\w+)\.py", printed, re.MULTILINE)
+    planned = ledger["run"]["stages"]
+    assert headings == [
+        (str(number), str(len(planned)), name, headings[number - 1][3]) for number, name in enumerate(planned, 1)
+    ]
+    assert list(ledger["stages"]) == planned and progress_of(ledger) == (len(planned), len(planned), None)
+    assert ledger["run"]["settings"]["num_cycles"] == 2 and ledger["run"]["config"].endswith("tiny.py")
+    model = build_model(load_checkpoint(out / "base_model_v1.pt"), "generator", "base_model_v1.pt")
+    assert ledger["stages"]["base_model_v1"]["num_parameters"] == model.num_parameters()
+    first, *rest = re.findall(r"^##### \d.*", printed, re.MULTILINE)
+    assert "left" not in first and all(re.search(r", about [\d.]+ (s|min|h) left$", line) for line in rest)
+    end = printed[printed.index(headline(ledger)) :]
+    assert cycle_table(ledger) in end and end.endswith(f"\nLedger: {out / 'cycles.json'}\n")
 
 
 def test_each_cycle_starts_from_the_one_before(unbroken):
@@ -452,29 +438,25 @@ def test_ctrl_c_at_any_moment_of_a_stage(tmp_path, corpus, config, seconds):
 
 def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, corpus, config, in_this_process):
     """Selecting losses of 2.2, 2.0, 2.1, 2.05: with a patience of 2, cycle 3 is the last of 5."""
-    figures, trained = iter([2.2, 2.0, 2.1, 2.05, 1.9, 1.8]), run_cycles.trained
+    figures, trained = iter([2.2, 2.0, 2.1, 2.05, 1.9, 1.8]), cycle_stages.trained
 
     def with_next_loss(path: Path, *names: str, **more) -> dict:
         is_base = path.stem.startswith("base_model")
         changed = {"select_loss": next(figures)} if is_base and "select_loss" in names else {}
         return trained(path, *names, **more) | changed
 
-    monkeypatch.setattr(run_cycles, "trained", with_next_loss)
+    monkeypatch.setattr(cycle_stages, "trained", with_next_loss)
     options = cycle_options(corpus, tmp_path / "out", num_cycles=5, perplexity_patience=2)
     printed = succeed("run_cycles", str(config), **options)
     assert (tmp_path / "out" / "base_model_v4.pt").is_file()
     assert not (tmp_path / "out" / "base_model_v5.pt").exists()
     outcome = json.loads((tmp_path / "out" / "cycles.json").read_text())["outcome"]
-    assert "after cycle 3" in outcome and outcome[1:] in printed
+    assert "after cycle 3" in outcome and f"; {outcome}." in printed
+    assert "then in 3 of 5 cycles" in printed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # controls
-
-CONTROLS = """
-control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0)
-run_cycles = dict(grpo_step_seconds=6.0, plain_step_seconds=2.0)
-"""
 
 
 def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_process, unbroken):
@@ -518,9 +500,9 @@ def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_p
             assert figures["difference_low"] < figures["difference"] < figures["difference_high"]
             beat = " beat " if figures["difference_high"] < 0 else " did not beat "
             assert f"base_model_v{version} " in sentence and f"{beat}{name}_v{version} " in sentence
-            assert sentence in printed
             row = next(line for line in printed.splitlines() if line.startswith(f"    {version - 1}  {name}"))
-            assert f"{math.exp(figures['loss']):.4f}" in row
+            assert f"{math.exp(figures['loss']):.4f}" in row and format_loss(figures) in row
+            assert format_difference(figures) in row
         assert stages[f"control_plain_v{version}"]["steps"] == 3 * steps
     in_this_process.clear()
     succeed("run_cycles", str(path), **options)
@@ -529,59 +511,6 @@ def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_p
     printed = succeed("run_cycles", str(path), **cycle_options(corpus, out))
     assert in_this_process == [] and json.loads((out / "cycles.json").read_text())["summary"] == []
     assert "control_plain_v2 " not in printed
-
-
-@pytest.mark.parametrize(
-    ("controls", "grpo", "made"),
-    [
-        ("both", "seed=1", ["plain", "distil"]),
-        ("plain", "seed=1", ["plain"]),
-        ("distil", 'advantage_scale="none", epsilon=0.1, loss_type="cispo", epsilon_high=5.0', ["distil"]),
-        ("distil", 'credit="distribution", divergence_beta=0.5, loss_type="dapo"', ["distil"]),
-        ("both", "discount=0.5", ["plain"]),
-        ("distil", 'reward="natural"', []),
-        ("none", 'reward="natural"', []),
-    ],
-)
-def test_which_controls_a_configuration_has(tmp_path, controls, grpo, made):
-    """Those of its settings that are for sampled tokens are left out; without a target there is no distillation."""
-    path = write_config(tmp_path / "c.py", train_grpo=grpo)
-    path.write_text(path.read_text() + CONTROLS)
-    settings = run_cycles.CycleSettings(
-        out_dir=str(tmp_path), controls=controls, grpo_step_seconds=6, plain_step_seconds=2
-    )
-    found = run_cycles.controls_of(str(path), tmp_path, settings)
-    stages = found.stages(1, tmp_path / "reward_model_v1.pt", 7)
-    assert [stage.name for stage in stages] == [f"control_{kind}_v2" for kind in made]
-    assert len(found.reasons) == {"both": 2, "none": 0}.get(controls, 1) - len(made)
-    run_cycles.checked_settings(stages, str(path), "cpu")
-    for stage in stages:
-        assert stage.options.get("max_steps", 7) == 7 and stage.options.get("max_iters", 21) == 21
-
-
-@pytest.mark.parametrize("missing", ["section", "grpo_step_seconds", "plain_step_seconds"])
-def test_a_plain_control_needs_its_recipe_and_its_budget(tmp_path, missing):
-    path = write_config(tmp_path / "c.py")
-    if missing != "section":
-        path.write_text(path.read_text() + CONTROLS)
-    budget = {"grpo_step_seconds": 2.0, "plain_step_seconds": 0.1} | {missing: None}
-    budget.pop("section", None)
-    found = run_cycles.controls_of(str(path), tmp_path, run_cycles.CycleSettings(controls="plain", **budget))
-    assert found.stages(1, tmp_path / "r.pt", 7) == []
-    assert len(found.reasons) == 1 and "control_plain" in found.reasons[0] and "plain_step_seconds" in found.reasons[0]
-
-
-def test_distillation_has_the_policy_s_schedule(tmp_path):
-    """Also where the policy stopped early: its rate falls as the policy's fell."""
-    path = write_config(tmp_path / "c.py", train_grpo='lr_schedule="linear"')
-    settings = run_cycles.CycleSettings(controls="distil")
-    (stage,) = run_cycles.controls_of(str(path), tmp_path, settings).stages(1, tmp_path / "r.pt", 1)
-    assert (stage.options["max_steps"], stage.options["lr_decay_steps"]) == (1, 2)
-    policy, distil = GRPOSettings(lr_schedule="linear"), GRPOSettings(lr_schedule="linear", lr_decay_steps=4)
-    rates = [
-        [train_grpo.factor_at(step, each, horizon) for step in range(2)] for each, horizon in ((policy, 4), (distil, 2))
-    ]
-    assert rates[0] == rates[1] == [1.0, 0.75]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -652,8 +581,14 @@ def test_after_failed_attempts_the_model_is_carried_on(
     assert not (out / "base_model_v3.pt").exists()
     perplexities = [ledger["stages"][f"perplexity_base_model_v{version}"]["perplexity"] for version in (1, 2)]
     assert perplexities[0] == perplexities[1]
-    row = next(line for line in printed.splitlines() if line.startswith("    1  base_model_v2"))
-    assert "not started" in row and row.endswith(f"R2 {r2})")
+    sentence = next(line for line in printed.splitlines() if line.startswith("Cycle 1: "))
+    assert "not started" in sentence and f", at the gate {r2}; " in sentence
+    assert "in cycle 1 GRPO did not start and the generator is unchanged" in printed
+    headings = re.findall(r"^##### (\d+) of (\d+), (\w+):", printed, re.MULTILINE)
+    most = 15 + 3 * (attempts - 1)  # of two cycles; the second does not run
+    assert max(int(total) for _, total, _ in headings) == most
+    assert headings[-1] == (str(most - 5), str(most - 5), "sample_base_model_v2")
+    assert progress_of(ledger) == (most - 5, most - 5, None)
 
     def files() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in out.rglob("*.pt")}
@@ -765,33 +700,6 @@ def test_a_stage_that_is_stopped_goes_on_where_it_was(
         assert_same_weights(weights(out / name), weights(unbroken[0] / name))
 
 
-def own_settings(data: dict, model: dict) -> dict:
-    """What the ledger keeps of two scripts' settings, with changes."""
-    data = {"max_blocks": None, "samples_per_chunk": 10, **data}
-    return {"prepare_reward_data": data, "train_reward_model": asdict(RewardModelSettings(**model))}
-
-
-UNFROZEN = {"unfreeze_layers": -1, "max_epochs": 80, "learning_rate": pytest.approx(1e-3 / 3)}
-
-
-@pytest.mark.parametrize(
-    ("data", "model", "more_data", "more_training"),
-    [
-        ({}, {}, None, None),
-        ({}, {"head": "position"}, {"samples_per_chunk": 40}, UNFROZEN),
-        ({}, {"head": "last"}, {"samples_per_chunk": 40}, UNFROZEN),
-    ],
-)
-def test_what_a_further_attempt_gets_more_of(tmp_path, data, model, more_data, more_training):
-    own = own_settings(data, model)
-    assert run_cycles.larger(own, 1) == {}
-    more = run_cycles.larger(own, 4)
-    assert (more.get("prepare_reward_data"), more.get("train_reward_model")) == (more_data, more_training)
-    natural = run_cycles.NaturalModels(tmp_path, tmp_path, (), seed=0, given=False, each_cycle=False, init="gpt2")
-    reward_data, *_ = run_cycles.reward_stages(1, tmp_path, tmp_path, natural, 3, run_cycles.larger(own, 4))
-    assert reward_data.artefact.name == ("reward_data_v1" if more_data is None else "reward_data_v1_try3")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the model of natural text
 
@@ -814,7 +722,7 @@ def test_a_natural_model_for_each_cycle(tmp_path, corpus, config, in_this_proces
         kinds = [f"{kind}_v{cycle}" for kind in ("natural_model", "reward_data", "reward_model", "gate")]
         seconds = sum(stages[name]["seconds"] for name in (*kinds, f"base_model_v{cycle + 1}"))
         row = next(line for line in printed.splitlines() if line.startswith(f"    {cycle}  base_model_v"))
-        assert f"  {seconds:7.0f}  " in row
+        assert row.endswith(f"  {seconds:7.0f}")
 
 
 def test_a_natural_model_of_its_own_size_begins_from_scratch(tmp_path, corpus, in_this_process):
@@ -867,31 +775,10 @@ def test_an_ensemble_whose_members_are_all_trained_further(tmp_path, corpus, str
     assert "seed" in json.loads((out / "cycles.json").read_text())["settings"]["natural_model"]
     seconds = sum(entry["seconds"] for name, entry in stages.items() if re.search("natural|reward|gate", name))
     row = next(line for line in printed.splitlines() if line.startswith("    1  base_model_v2"))
-    assert f"  {seconds + stages['base_model_v2']['seconds']:7.0f}  " in row
+    assert row.endswith(f"  {seconds + stages['base_model_v2']['seconds']:7.0f}")
     in_this_process.clear()
     succeed("run_cycles", str(strict), **options)
     assert in_this_process == []
-
-
-def test_what_members_start_from(tmp_path):
-    """The cycle before, or the models of the settings file, each its own."""
-    given = (tmp_path / "a.pt", tmp_path / "b.pt")
-    natural = run_cycles.NaturalModels(tmp_path, tmp_path, given, seed=5, given=True, each_cycle=True, init="gpt2")
-    assert natural.paths(1, 1) == () and natural.stages(1, 1) == []
-    for cycle, attempt, starts in (
-        (1, 2, given),
-        (2, 1, given),
-        (3, 1, natural.paths(2, 1)),
-        (3, 3, natural.paths(3, 2)),
-    ):
-        stages = natural.stages(cycle, attempt)
-        assert tuple(stage.inputs["init_from"] for stage in stages) == starts
-        assert tuple(stage.artefact for stage in stages) == natural.paths(cycle, attempt)
-        assert [stage.options.get("seed") for stage in stages] == [None, 6]
-    assert [path.name for path in natural.paths(2, 3)] == [
-        "natural_model_v2_try3.pt",
-        "natural_model_v2_member2_try3.pt",
-    ]
 
 
 @pytest.mark.parametrize(("section", "said"), [("head='last'", "last head"), ("trunk=['{0}', 'b', 'c']", "names 3")])
@@ -934,7 +821,7 @@ def test_the_literal_loop_ends_at_its_gate_and_goes_on_with_permission(tmp_path,
     assert stages["gate_v1"]["r2_low"] <= 0 and "carried_on" in stages["base_model_v2"]
     assert "gate_v1_try2" not in stages and "natural_model_v1" not in stages
     assert "does not predict" in json.loads((out / "cycles.json").read_text())["outcome"]
-    assert "base model 1 is carried on" in printed
+    assert "in cycle 1 GRPO did not start and the generator is unchanged" in printed
     assert_same_weights(weights(out / "base_model_v1.pt"), weights(out / "base_model_v2.pt"))
 
     literal.write_text(
@@ -985,16 +872,6 @@ def test_a_natural_model_begun_from_another_start_begins_anew(monkeypatch, tmp_p
 
 # ---------------------------------------------------------------------------------------------------------------------
 # settings of a run
-
-
-def write_config(path: Path, **changes: str) -> Path:
-    """The settings file of these tests with further settings, written as code, in the sections named."""
-    text = CONFIG
-    for section, more in changes.items():
-        assert f"{section} = dict(" in text
-        text = text.replace(f"{section} = dict(", f"{section} = dict({more}, ")
-    path.write_text(text)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -1077,6 +954,15 @@ def test_a_stage_that_fails_is_named_and_taken_up_again(tmp_path, corpus, config
     assert re.search(r"ERROR: reward_data_v1 .*\b2\b", finished.err)
     assert finished_stages(tmp_path / "out") == STAGES[:3]
     assert not (tmp_path / "out" / "reward_data_v1").exists()
+    ledger = json.loads((tmp_path / "out" / "cycles.json").read_text())
+    assert ledger["failed"]["stage"] == "reward_data_v1" and "ended with status 2" in ledger["failed"]["reason"]
+    assert "reward_data_v1 failed: reward_data_v1 ended with status 2" in headline(ledger)
+    shutil.copy(corpus / "val.bin", broken)
+    whole = open_corpus(str(broken), 2, None)
+    ledger["corpus"] = data_record(whole.train, whole.val)
+    (tmp_path / "out" / "cycles.json").write_text(json.dumps(ledger))
+    succeed("run_cycles", str(config), **options)
+    assert "failed" not in json.loads((tmp_path / "out" / "cycles.json").read_text())
 
 
 def test_killed_in_the_middle_and_continued(monkeypatch, tmp_path, corpus, config, unbroken):

@@ -26,9 +26,9 @@ from helpers import (
 
 import train_grpo
 from checkpoint import load_checkpoint
+from cycle_stages import CycleSettings, controls_of, policy_stage
 from objectives import rewards_of_sequences, rewards_of_tokens, rewards_to_go
 from reward_function import ARGUMENTS, RewardFunction
-from run_cycles import CycleSettings, controls_of, policy_stage
 from runtime.files import hash_file
 from runtime.process import UserError
 from runtime.run_log import read_records

@@ -66,6 +66,22 @@ def test_r_squared_for_people():
     assert reward_metrics.format_r_squared(None, None, None) == "undefined (no interval)"
 
 
+def test_the_interval_of_a_loss_draws_blocks_of_consecutive_tokens():
+    """Neighbours are alike: tokens drawn one by one would have an interval that is too narrow."""
+    losses = torch.rand(40, generator=torch.Generator().manual_seed(0)).repeat_interleave(8)
+    low, high = reward_metrics.bootstrap_blocks(losses, 8, seed=1)
+    assert low < losses.mean() < high and (low, high) == reward_metrics.bootstrap_mean(losses[::8], seed=1)
+    paired = reward_metrics.paired_difference(losses, torch.zeros_like(losses), 8, seed=1)
+    assert (paired["difference_low"], paired["difference_high"]) == (low, high)
+    assert reward_metrics.bootstrap_blocks(losses[:79], 8, seed=1) == (None, None)  # nine whole blocks
+
+
+def test_a_loss_for_people():
+    assert reward_metrics.format_loss({"loss": 2.0, "loss_low": 1.5, "loss_high": 2.25}) == "2.0000 (1.5000 to 2.2500)"
+    assert reward_metrics.format_loss({"loss": 2.0, "loss_low": None, "loss_high": None}) == "2.0000 (no interval)"
+    assert reward_metrics.format_loss({"loss": 2.0}) == "2.0000 (no interval)"
+
+
 def test_skill_refuses_shapes_that_would_broadcast():
     with pytest.raises(UserError, match=r"shapes \(3,\) and \(3, 1\)"):
         reward_metrics.r_squared(torch.zeros(3), torch.zeros(3, 1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import TINY_MODEL, call, make_checkpoint, make_tokens, refuse, refuse_in_one_line, succeed
 
-import run_cycles
+import cycle_stages
 from checkpoint import build_model, data_record, load_checkpoint, save_checkpoint
 from data_loader import TokenSplits, write_token_files
 from generation import Completer
@@ -61,7 +61,7 @@ def test_figures_and_files_of_points(options, generator, knowing, natural_model)
     ]
     names += [f"distinct_{n}" for n in (1, 2, 3)]
     for path, figures in found["checkpoints"].items():
-        assert run_cycles.checkpoint_figures(found, path) == figures  # as the ledger of cycles reads the file
+        assert cycle_stages.checkpoint_figures(found, path) == figures  # as the ledger of cycles reads the file
         assert math.exp(figures["loss"]) == pytest.approx(figures["perplexity"])
         assert [point["temperature"] for point in figures["points"]] == [0.5, 1.0]
         for point in figures["points"]:
@@ -139,8 +139,8 @@ def test_without_samples_the_output_is_that_of_before(options, generator):
     plain = {name: options[name] for name in ("checkpoints", "dataset", "device", "output_path")}
     out = succeed("evaluate", **plain)
     assert list(read(options)) == [str(generator)]
-    assert list(read(options)[str(generator)]) == ["loss", "perplexity", "tokens"]
-    assert run_cycles.checkpoint_figures(read(options), str(generator)) == read(options)[str(generator)]
+    assert list(read(options)[str(generator)]) == ["loss", "loss_low", "loss_high", "perplexity", "tokens"]
+    assert cycle_stages.checkpoint_figures(read(options), str(generator)) == read(options)[str(generator)]
     assert len(out.splitlines()) == 3 and not options["output_path"].with_suffix(".png").exists()
 
 
