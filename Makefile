@@ -7,7 +7,7 @@ CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-training lint format clean
+.PHONY: help setup run test test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-training screenshot lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,9 @@ bench-reward-models: setup ## measure every reward model, by itself and against 
 bench-training: setup ## time the three trainers, train.py against nanoGPT's recipe
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/training.py $(ARGS)
+
+screenshot: setup ## take README's picture of the report that `make run` has written (needs Chromium)
+	$(PYTHON) tests/screenshot.py out/shakespeare_char_cpu/report.html docs/report.png
 
 lint: setup ## check style, formatting and types
 	$(PYTHON) -m ruff check .

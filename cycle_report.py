@@ -2,9 +2,9 @@
 
     python -c "import cycle_report; help(cycle_report.headline)"
 
-Pure functions of what cycles.json holds, whether or not the run has ended. A ledger of an earlier version lacks `run`,
-the intervals of losses and the number of parameters. Losses are of natural text on the reporting part of the validation
-split, in nats per token; intervals are 95% intervals.
+Pure functions of what cycles.json holds (`read_ledger`), whether or not the run has ended. A ledger of an earlier
+version lacks `run`, the intervals of losses and the number of parameters. Losses are of natural text on the reporting
+part of the validation split, in nats per token; intervals are 95% intervals.
 """
 
 import re
@@ -15,10 +15,13 @@ from typing import Any
 
 from objectives import perplexity
 from reward_metrics import better_than_constant, format_difference, format_loss, format_r_squared
+from runtime.files import read_json
+from runtime.process import UserError
 from runtime.run_log import format_size
 
 Ledger = Mapping[str, Any]
 Record = Mapping[str, Any]
+LEDGER_VERSION = 6
 LOSS = ("loss", "loss_low", "loss_high")
 DIFFERENCE = ("difference", "difference_low", "difference_high")
 # Of a row of the table; None where a model has no such figure.
@@ -27,6 +30,14 @@ CELLS = (
     *("r2", "r2_low", "r2_high", "gate_r2", "gate_r2_low", "gate_r2_high", "first_reward", "last_reward", "kl"),
     *("kept_step", "steps", "training_seconds", "cycle_seconds", "stop_reason"),
 )
+
+
+def read_ledger(path: Path) -> dict[str, Any]:
+    """What a ledger holds; raises UserError for a file that cannot be read, or that is none of this format."""
+    ledger = read_json(path)
+    if not isinstance(ledger, dict) or ledger.get("format_version") != LEDGER_VERSION:
+        raise UserError(f"ERROR: {path} has another format than version {LEDGER_VERSION}; use another --out_dir")
+    return ledger
 
 
 def finished(ledger: Ledger, name: str) -> Record | None:
@@ -311,10 +322,10 @@ def cycle_table(ledger: Ledger) -> str:
         lines.append(
             "difference: of a policy its loss - that of base_model_v1, of a control the policy's loss - the control's"
         )
-    return "\n".join([*lines, *_sentences(rows)])
+    return "\n".join([*lines, *row_sentences(rows)])
 
 
-def _sentences(rows: list[dict[str, Any]]) -> list[str]:
+def row_sentences(rows: list[dict[str, Any]]) -> list[str]:
     """What the table has no columns for: R2, why GRPO stopped, and where it optimised what may be noise."""
     policies, lines = [row for row in rows if row["kind"] == "policy"], []
     for row in policies:

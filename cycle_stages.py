@@ -62,6 +62,7 @@ class CycleSettings(Settings):
         "cycles": "num_cycles",
         "controls": "controls",
         "samples": "sample_tokens",
+        "page": "report",
         "machine": "device",
     }
 
@@ -91,6 +92,8 @@ class CycleSettings(Settings):
     """tokens of sample text from the first and the last base model"""
     sample_start: str = "\n"
     """what the sample text begins with"""
+    report: bool = True
+    """write the page report.html after every stage"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps, for every stage"""
 

@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint import data_record, hash_weights, open_corpus
-from cycle_report import control_sentences, cycle_table, finished, form_sentences, headline, plan_of
+from cycle_report import (
+    LEDGER_VERSION,
+    control_sentences,
+    cycle_table,
+    finished,
+    form_sentences,
+    headline,
+    plan_of,
+    read_ledger,
+)
 from cycle_stages import (
     SETTINGS,
     CycleSettings,
@@ -42,11 +51,12 @@ from cycle_stages import (
     train_stage,
 )
 from data_loader import SPLITS_FILE, dataset_folder
+from report import Report
 from reward_metrics import better_than_constant, format_r_squared
 from runtime.artefacts import identity, make_once, other_code
 from runtime.cli import all_sections, parse_settings, read_config, split_config
 from runtime.device import select_device
-from runtime.files import atomic_path, read_json, write_json
+from runtime.files import atomic_path, write_json
 from runtime.output_lock import hold_output, only_writer
 from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, on_interruption, run_main, warn
 from runtime.resume import SUFFIX, load_run_state, of_another_run, set_aside, state_to_resume
@@ -56,7 +66,6 @@ from stage_times import format_left, seconds_left
 from tokenization_manager import detect_method
 
 ROOT = Path(__file__).resolve().parent
-LEDGER_VERSION = 6
 
 
 def refuse_options_of_stages(words: list[str]) -> None:
@@ -88,11 +97,7 @@ class Ledger:
             "stages": {},
         }
         if path.is_file():
-            self.contents = read_json(path)
-            if self.contents.get("format_version") != LEDGER_VERSION:
-                raise UserError(
-                    f"ERROR: {path} has another format than version {LEDGER_VERSION}; use another --out_dir"
-                )
+            self.contents = read_ledger(path)
             then, now = {"corpus": self.contents["corpus"], **self.contents["settings"]}, {"corpus": corpus, **settings}
             changed = [
                 f"{section}.{name} was {value!r}, now {now[section][name]!r}"
@@ -145,8 +150,8 @@ class Ledger:
 class Runner:
     """Runs a stage unless the ledger has its record and what it made is there."""
 
-    def __init__(self, config_path: str | None, device: str, ledger: Ledger) -> None:
-        self.config_path, self.device, self.ledger = config_path, device, ledger
+    def __init__(self, config_path: str | None, device: str, ledger: Ledger, report: Report | None) -> None:
+        self.config_path, self.device, self.ledger, self.report = config_path, device, ledger, report
         self.ran: list[str] = []
         self.warned = False
 
@@ -199,10 +204,24 @@ class Runner:
             warn(f"finished stages were made by other code, and are kept ({others})")
         then = self.ledger.stages.get(name)
         try:
-            return make_once(artefact, now, then, work, lambda made: self.ledger.record(name, made, section))
+            made = make_once(artefact, now, then, work, lambda made: self.ledger.record(name, made, section))
         except Exception as error:
             self.ledger.fail(name, error)
+            self.write_report()
             raise
+        if made is not then:
+            self.write_report()
+        return made
+
+    def write_report(self) -> Path | None:
+        """Write the page; None where none is asked for, or, after a warning, where it fails: the loop goes on."""
+        try:
+            return None if self.report is None else self.report.write()
+        except Exception as error:
+            reason, *_ = str(error).removeprefix("ERROR: ").splitlines() or [""]
+            again = f"`python report.py --out_dir {self.ledger.path.parent}` writes it by hand"
+            warn(f"the report is not written ({type(error).__name__}: {reason}); {again}")
+            return None
 
     def heading(self, stage: Stage) -> str:
         """The line that opens a stage: its number of all, its name and script, and the time that is left."""
@@ -305,7 +324,7 @@ def main() -> None:
     config_path, options = split_config(sys.argv[1:])
     refuse_options_of_stages(options)
     settings = parse_settings(CycleSettings, "run_cycles")
-    select_device(settings.device)  # a device that is not there is refused now, not by a stage
+    device = select_device(settings.device)  # one that is not there is refused now, not by a stage
     out = Path(settings.out_dir)
     folder = dataset_folder(settings.dataset)
     natural = natural_models(config_path, folder, settings)
@@ -333,7 +352,8 @@ def main() -> None:
 
     run = {"settings": asdict(settings), "config": config_path, "stages": plan(settings.num_cycles)}
     ledger.begin(run)
-    runner = Runner(config_path, settings.device, ledger)
+    report = Report(out, device) if settings.report else None
+    runner = Runner(config_path, settings.device, ledger, report)
 
     runner.run(train_stage(folder, out, config_path))
     runner.run(perplexity_stage(1, folder, out))
@@ -371,7 +391,8 @@ def main() -> None:
     say("\n".join(["", headline(ledger.contents), "", cycle_table(ledger.contents), *notes]))
     if not runner.ran:
         say("\nNothing to do: this run was finished already. Start anew with --out_dir OTHER.")
-    say(f"\nLedger: {ledger.path}")
+    page = runner.write_report()
+    say(f"\nLedger: {ledger.path}" if page is None else f"\nReport: {page}")
 
 
 if __name__ == "__main__":
