@@ -63,18 +63,23 @@ def plan_of(ledger: Ledger) -> list[str]:
     recorded = list(ledger["stages"])
     planned = list(ledger["run"]["stages"]) if "run" in ledger else recorded
     for before, name in pairwise(recorded):
-        if "_try" not in name or name in planned or before not in planned:
+        if "_try" not in name or name in planned:
             continue
+        gate = before if before.startswith("gate_") and before in planned else None
         attempt = [name]
-        if before.startswith("gate_"):  # the first stage of an attempt: the others follow
-            version, number = version_of(before), name.partition("_try")[2]
+        if gate is None and "_try" in before and before in planned:
+            place = planned.index(before) + 1
+        else:  # the first stage of an attempt: the others follow
+            version, number = version_of(gate or name), name.partition("_try")[2]
+            if (policy := f"base_model_v{version + 1}") not in planned:
+                continue  # of an earlier run with more cycles
+            place = planned.index(gate) + 1 if gate else planned.index(policy)  # a gate may close after the run
             members = [
                 each for each in planned if re.fullmatch(rf"natural_model_v{version_of(name)}(_member\d+)?", each)
             ]
             others = [*(members if name.startswith("natural") else []), f"reward_model_v{version}", f"gate_v{version}"]
             attempt += [f"{other}_try{number}" for other in others]
-        place = planned.index(before) + 1
-        planned[place:place] = dict.fromkeys(attempt)
+        planned[place:place] = [each for each in dict.fromkeys(attempt) if each not in planned]
     return planned
 
 

@@ -25,7 +25,7 @@ from runtime.cli import parse_settings
 from runtime.device import select_device
 from runtime.files import write_json
 from runtime.process import UserError, run_main
-from runtime.run_log import counted, format_metrics, say
+from runtime.run_log import counted, detail, format_metrics, say
 from runtime.settings import Problems, Settings, setting
 from sample_eval import SampleEvaluation, sample_tables
 from tokenization_manager import TokenizationManager
@@ -157,7 +157,7 @@ def main() -> None:
 
     width = max(len(path) for path in results)
     part = "" if settings.part == "whole" else f", {settings.part} part"
-    say(f"{settings.split} split of {folder}{part}, {len(losses) + 1:,} tokens")
+    detail(f"{settings.split} split of {folder}{part}, {len(losses) + 1:,} tokens")
     against = "" if baseline is None else f"  loss - loss of {settings.baseline} (95% interval)"
     say(f"{'checkpoint':<{width}}  {'loss (95% interval)':<25}  {'perplexity':>10}{against}")
     for path, figures in results.items():

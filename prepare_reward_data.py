@@ -28,7 +28,7 @@ from runtime.distributed import Ranks, start_ranks
 from runtime.files import atomic_path
 from runtime.output_lock import hold_output
 from runtime.process import UserError, run_main
-from runtime.run_log import progress, say
+from runtime.run_log import detail, progress, say
 from runtime.staged_folder import RowWriter, StagedFolder, differing_settings
 from tokenization_manager import TokenizationInfo, TokenizationManager
 
@@ -185,25 +185,25 @@ def write_split(
 
 def main() -> None:
     config = parse_settings(RewardDataConfig, "prepare_reward_data")
-    say("Configuration validation passed")
+    detail("Configuration validation passed")
     ranks = start_ranks(select_device(config.device))
     device = ranks.device
-    say(f"Using device: {device}" + (f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""))
+    detail(f"Using device: {device}" + (f" and {ranks.world_size - 1} more" if ranks.world_size > 1 else ""))
 
     assert config.model_path is not None  # checked with the settings, as are the paths below
-    say(f"Loading base model from {config.model_path}")
+    detail(f"Loading base model from {config.model_path}")
     checkpoint = load_checkpoint(config.model_path)
     dtype = select_dtype(config.dtype, device)
     model = build_model(checkpoint, "generator", config.model_path, device).to(dtype)
-    say(f"Loaded model with {model.num_parameters() / 1e6:.2f}M parameters")
+    detail(f"Loaded model with {model.num_parameters() / 1e6:.2f}M parameters")
 
     tokenizer = choose_tokenizer(config, checkpoint)
     splits = load_splits(config, tokenizer, model.config)
-    say("Data loaded successfully:")
-    say(f"  Tokenization: {tokenizer.method}")
-    say(f"  Vocab size: {tokenizer.vocab_size}")
-    say(f"  Train tokens: {len(splits.train):,}")
-    say(f"  Val tokens: {len(splits.val):,}")
+    detail("Data loaded successfully:")
+    detail(f"  Tokenization: {tokenizer.method}")
+    detail(f"  Vocab size: {tokenizer.vocab_size}")
+    detail(f"  Train tokens: {len(splits.train):,}")
+    detail(f"  Val tokens: {len(splits.val):,}")
     check_same_splits(checkpoint["data"], data_record(splits.train, splits.val), config.allow_split_mismatch)
 
     settings = RowSettings(config.samples_per_chunk, Sampling(config.temperature, config.top_k), config.seed)
@@ -224,21 +224,21 @@ def main() -> None:
 
     if compiled:
         say("The model is compiled first: a minute or more without progress")
-    say(f"\nGenerating reward dataset with block_size={model.config.block_size}")
-    say(f"Tokenization method: {tokenizer.method}")
-    say(f"Vocab size: {tokenizer.vocab_size}")
-    say(f"Samples per chunk: {config.samples_per_chunk}")
-    say(f"Temperature: {config.temperature}")
+    detail(f"\nGenerating reward dataset with block_size={model.config.block_size}")
+    detail(f"Tokenization method: {tokenizer.method}")
+    detail(f"Vocab size: {tokenizer.vocab_size}")
+    detail(f"Samples per chunk: {config.samples_per_chunk}")
+    detail(f"Temperature: {config.temperature}")
     if config.top_k is not None:
-        say(f"Top-k: {config.top_k}")
+        detail(f"Top-k: {config.top_k}")
     counts = {}
     for split, title in SPLITS.items():
-        say(f"\n=== Generating {title} Samples ===")
+        detail(f"\n=== Generating {title} Samples ===")
         tokens = getattr(splits, split)
         counts[split] = write_split(staged, ranks, completer, tokens, split, settings, config.max_blocks)
-        say(f"Created {counts[split]:,} reward model samples")
+        detail(f"Created {counts[split]:,} reward model samples")
 
-    say(f"\n=== Saving to {config.output_dir} ===")
+    detail(f"\n=== Saving to {config.output_dir} ===")
     N = model.config.block_size
 
     def publish() -> None:
@@ -250,16 +250,16 @@ def main() -> None:
 
     ranks.on_main(publish)
     for split, count in counts.items():
-        say(f"Saved {split} data:")
-        say(f"  X: {Path(config.output_dir, f'{split}_x.bin')} ({count}, {N})")
-        say(f"  Y: {Path(config.output_dir, f'{split}_y.bin')} ({count}, 2)")
+        detail(f"Saved {split} data:")
+        detail(f"  X: {Path(config.output_dir, f'{split}_x.bin')} ({count}, {N})")
+        detail(f"  Y: {Path(config.output_dir, f'{split}_y.bin')} ({count}, 2)")
 
-    say("\n=== Dataset Creation Complete ===")
+    detail("\n=== Dataset Creation Complete ===")
     say(f"Training samples: {counts['train']:,}")
     say(f"Validation samples: {counts['val']:,}")
-    say(f"Block size: {N}")
-    say(f"Output directory: {config.output_dir}")
-    say(f"Tokenization: {tokenizer.info().describe()}")
+    detail(f"Block size: {N}")
+    detail(f"Output directory: {config.output_dir}")
+    detail(f"Tokenization: {tokenizer.info().describe()}")
 
 
 def choose_tokenizer(config: RewardDataConfig, checkpoint: Mapping[str, Any]) -> TokenizationManager:

@@ -272,8 +272,8 @@ def measure_skill(prediction: Tensor, target: Tensor, blocks: Tensor, num_tokens
     }
 
 
-def describe_skill(skill: dict[str, Any]) -> str:
-    """The summary of `measure_skill` for people, in lines."""
+def describe_skill(skill: dict[str, Any], tables: bool = True) -> str:
+    """The summary of `measure_skill` for people, in lines; the figures of bins with `tables`."""
     N = skill["num_tokens"]
     auc = "undefined" if skill["auc"] is None else f"{skill['auc']:.3f}"
     lines = [
@@ -283,6 +283,10 @@ def describe_skill(skill: dict[str, Any]) -> str:
         f"  AUC {auc}: sequences with K >= {MOSTLY_NATURAL:g} N against those with K <= {MOSTLY_WRITTEN:g} N",
         f"  Calibration error {skill['calibration_error']:.4f}",
         *_control_lines(skill),
+    ]
+    if not tables:
+        return "\n".join(lines)
+    lines += [
         "  predicted        true    samples     |   true K/N     predicted   MAE (tokens)   samples",
     ]
     left = [

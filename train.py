@@ -48,7 +48,7 @@ from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
 from runtime.files import is_hub_name
 from runtime.process import UserError, run_main
 from runtime.resume import Run, Values
-from runtime.run_log import Tracker, counted, format_size, make_tracker, say
+from runtime.run_log import Tracker, counted, detail, format_size, make_tracker, say
 from runtime.settings import Problems, Settings, setting
 from tokenization_manager import TokenizationManager
 
@@ -277,10 +277,10 @@ def main() -> None:
 
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
     say(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})")
-    say(f"Data: {corpus.describe()}")
-    say(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
+    detail(f"Data: {corpus.describe()}")
+    detail(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
     if given.start_path is not None:
-        say(f"Starting from {given.start_path}, block_size {settings.block_size}")
+        detail(f"Starting from {given.start_path}, block_size {settings.block_size}")
     if settings.eval_only:
         losses = validation_losses(model, corpus, settings, ranks, dtype)
         say(" | ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
@@ -334,7 +334,7 @@ def main() -> None:
     say(f"Stopped at step {run.step} by {run.reason}")
     measured = f"{best.value:.4f} (perplexity {perplexity(best.value):.3f})"
     say(f"Best select_loss: {measured}, on the selecting part of val.bin")
-    say(f"Saved {settings.checkpoint_path}")
+    detail(f"Saved {settings.checkpoint_path}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
 from runtime.files import write_json
 from runtime.process import UserError, run_main, warn
 from runtime.resume import Run
-from runtime.run_log import format_size, read_records, say
+from runtime.run_log import detail, format_size, read_records, say
 from runtime.settings import Problems, Settings, setting
 
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
@@ -389,7 +389,7 @@ def main() -> None:
         if (curves := grpo_curves(read_records(run.log_path), f"{path.stem}: GRPO")) is not None:
             write_png(curves, path.with_suffix(".png"))
     run.remove_earlier_run()
-    say(f"Saved {path} and {path.with_suffix('.png')}")
+    detail(f"Saved {path} and {path.with_suffix('.png')}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -528,35 +528,37 @@ def check_resumable(settings: GRPOSettings, horizon: int) -> None:
 def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ranks) -> None:
     """Print what is trained, with which reward."""
     P, G = settings.prompts_per_step, settings.group_size
-    say(f"Using device: {ranks.where}")
+    detail(f"Using device: {ranks.where}")
     size = f"{format_size(policy.num_parameters())}, block_size {policy.config.block_size}"
-    say(f"Policy: {settings.base_model_path}, {size}")
-    say(f"Reward model: {settings.reward_model_path or 'none'}; prompts: {corpus.folder}")
+    detail(f"Policy: {settings.base_model_path}, {size}")
+    detail(f"Reward model: {settings.reward_model_path or 'none'}; prompts: {corpus.folder}")
     if settings.reward_function is not None:
         say(
             f"Reward function: {settings.reward_function} (its file is executed), "
             f"weight {settings.reward_function_weight:g}"
         )
     if settings.states == "natural":
-        say(f"Each step: {P * G} sequences of natural text, at the positions after a prompt")
+        detail(f"Each step: {P * G} sequences of natural text, at the positions after a prompt")
     else:
-        say(f"Each step: {P} prompts x {G} completions = {P * G} sequences")
+        detail(f"Each step: {P} prompts x {G} completions = {P * G} sequences")
     credit = {
         "token": f"credit for each token, baseline: {settings.baseline}",
         "sequence": "credit for each sequence",
         "distribution": f"exact over the vocabulary, divergence_beta {settings.divergence_beta:g}",
     }[settings.credit]
     added = f" + {settings.reward_function}" if settings.reward_function and settings.reward_model_path else ""
-    say(
+    detail(
         f"Reward: {settings.reward}{added}, {credit}; KL: {settings.kl_in_reward:g} in the reward, "
         f"{settings.beta:g} in the loss"
     )
-    say(
+    detail(
         f"Learning rate: {settings.learning_rate:g}, {settings.lr_schedule}"
         + (f", down to {settings.min_lr:g}" if settings.lr_schedule != "constant" else "")
     )
     if settings.updates_per_step == 1 and settings.credit != "distribution":
-        say("One update a step: the policy that is scored is the one that sampled, ratios are 1 and nothing is clipped")
+        detail(
+            "One update a step: the policy that is scored is the one that sampled, ratios are 1 and nothing is clipped"
+        )
 
 
 def passes_gate(

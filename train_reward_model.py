@@ -59,9 +59,9 @@ from runtime.cli import parse_settings, split_config
 from runtime.device import random_stream, seed_step, select_device
 from runtime.distributed import Ranks, parallel, start_ranks
 from runtime.files import hash_file
-from runtime.process import UserError, run_main, warn
+from runtime.process import UserError, is_stage, run_main, warn
 from runtime.resume import Run, Values
-from runtime.run_log import counted, format_size, say
+from runtime.run_log import counted, detail, format_size, say
 from runtime.settings import Problems, Settings, setting
 
 # Heads that are trained here: the others' models are train.py's.
@@ -225,13 +225,13 @@ def main() -> None:
     select_rows, report_rows, measured_on = rows_by_part(val_set)
     data = Data(train_set, val_set, select_rows, report_rows)
 
-    say(f"Using device: {ranks.where}")
-    say(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
+    detail(f"Using device: {ranks.where}")
+    detail(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
     trunks = ", ".join(settings.trunks) or settings.base_model_path
-    say(f"Trunk: {trunks}, {format_size(trunk.num_parameters())}")
+    detail(f"Trunk: {trunks}, {format_size(trunk.num_parameters())}")
     sampling = sampling_of(train_set.metadata)
     model = new_reward_model(settings, trunk, generator, sampling).to(ranks.device).eval()
-    say(f"Head: {settings.head}; loss: {settings.loss_name}")
+    detail(f"Head: {settings.head}; loss: {settings.loss_name}")
 
     # run: the head learns labels
     output, reads = Path(settings.output_path), what_is_read(settings, generator_sha256)
@@ -240,7 +240,7 @@ def main() -> None:
     untrained = model.copy_to_train() if settings.control else None
     inputs = None if model.is_ratio else head_inputs(model, data, settings, ranks)
     best = learn(run, model, data, inputs)
-    say(f"Stopped by {run.reason}")
+    detail(f"Stopped by {run.reason}")
     best.restore(model)
     model.eval()
 
@@ -273,7 +273,7 @@ def main() -> None:
         write_png(skill_picture(skill, f"{settings.head} head"), output.with_suffix(".png"))
     print_members(settings.trunks, training)
     print_skill(skill, measured_on, model)
-    say(f"Saved {output} and {output.with_suffix('.png')}")
+    detail(f"Saved {output} and {output.with_suffix('.png')}")
     ranks.wait()  # for what rank 0 alone writes
 
 
@@ -638,7 +638,7 @@ def print_members(paths: tuple[str, ...], figures: Mapping[str, Any]) -> None:
 def print_skill(skill: dict[str, Any], of_what: str, model: RewardModel) -> None:
     """Print how well the reward model predicts, and plainly so where it does not."""
     say(f"\nSkill on {of_what}:")
-    say(describe_skill(skill))
+    say(describe_skill(skill, tables=not is_stage()))
     if not model.is_ratio and better_than_constant(skill.get("control_r2_low")):
         say("The control has R2 above 0 too: some of this was not learned from labels (try more blocks, another seed).")
     if not better_than_constant(skill["r2_low"]):

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from tqdm import tqdm
 
 from runtime.files import from_json, to_json, write_text
-from runtime.process import DivergedError, UserError, is_main_rank, raise_flagged
+from runtime.process import DivergedError, UserError, is_main_rank, is_stage, raise_flagged
 
 T = TypeVar("T")
 
@@ -62,6 +62,12 @@ def say(line: str = "") -> None:
     """Print a line, from rank 0 alone, without breaking a progress bar that is on the screen."""
     if is_main_rank():
         tqdm.write(line)
+
+
+def detail(line: str = "") -> None:
+    """`say` what the heading, the ledger or the pictures of run_cycles.py hold: its stages leave the line out."""
+    if not is_stage():
+        say(line)
 
 
 def format_size(num_parameters: int) -> str:

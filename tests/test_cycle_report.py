@@ -322,6 +322,19 @@ def test_a_further_attempt_is_part_of_the_plan_once_it_has_begun():
     assert "natural_model_v1_try2" not in ledger["run"]["stages"]
 
 
+def test_a_gate_that_closes_later_has_its_attempt_where_it_belongs():
+    """Asked again with more text after the whole run. Attempts of cycles that are not asked for do not count."""
+    ledger = make_ledger()
+    before = plan_of(ledger)
+    ledger["stages"]["natural_model_v1_try2"] = {"unfinished": True}
+    place, more = before.index("base_model_v2"), ["natural_model_v1_try2", "reward_model_v1_try2", "gate_v1_try2"]
+    assert plan_of(ledger) == [*before[:place], *more, *before[place:]]
+    ledger = make_ledger(2, 2)
+    ledger["stages"] |= {"reward_model_v2_try2": {"seconds": 1.0}, "gate_v2_try2": {"seconds": 1.0}}
+    ledger["run"] = make_ledger()["run"]
+    assert plan_of(ledger) == before
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the summary
 

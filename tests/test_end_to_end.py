@@ -354,6 +354,23 @@ def test_a_second_run_finds_nothing_to_do(unbroken, corpus, config, in_this_proc
     assert table in again
 
 
+def test_a_ledger_of_an_earlier_version_is_gone_on_with(tmp_path, unbroken, corpus, config, in_this_process):
+    """One without what was asked for, the generator's size and the intervals of losses; finished stages keep theirs."""
+    out = shutil.copytree(unbroken[0], tmp_path / "out")
+    ledger = json.loads((out / "cycles.json").read_text())
+    run = ledger.pop("run")
+    del ledger["stages"]["base_model_v1"]["num_parameters"], ledger["stages"]["sample_base_model_v3"]
+    for version in (1, 2, 3):
+        for name in ("loss_low", "loss_high"):
+            del ledger["stages"][f"perplexity_base_model_v{version}"][name]
+    (out / "cycles.json").write_text(json.dumps(ledger))
+    printed = succeed("run_cycles", str(config), **cycle_options(corpus, out))
+    assert in_this_process == ["sample"] and "##### 15 of 15, sample_base_model_v3: sample.py" in printed
+    after = json.loads((out / "cycles.json").read_text())
+    assert after["run"] == {**run, "settings": {**run["settings"], "out_dir": str(out)}}
+    assert {name: after["stages"][name] for name in ledger["stages"]} == ledger["stages"]
+
+
 def test_another_cycle_goes_on_from_the_last(tmp_path, unbroken, corpus, config, in_this_process):
     shutil.copytree(unbroken[0], tmp_path / "out")
     ledger = json.loads((tmp_path / "out" / "cycles.json").read_text())
@@ -434,6 +451,8 @@ def test_ctrl_c_at_any_moment_of_a_stage(tmp_path, corpus, config, seconds):
     assert "Traceback" not in err
     assert err.count("Interrupted") == 1 and "Finished" not in err  # no stage is finished yet
     assert "Terminated" not in err
+    ledger = json.loads((tmp_path / "out" / "cycles.json").read_text())
+    assert "failed" not in ledger and ledger["stages"]["base_model_v1"]["unfinished"]
 
 
 def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, corpus, config, in_this_process):

@@ -205,6 +205,14 @@ def test_skill_for_people():
         assert right.split() == [*numbers.split(), str(bins["count"])]
 
 
+def test_skill_for_people_without_tables():
+    """The summary alone, whose lines open those with tables."""
+    truth = torch.arange(1, 17).repeat(12) / 16
+    skill = reward_metrics.measure_skill(truth, truth, torch.arange(len(truth)) // 4, 16, seed=0)
+    short = reward_metrics.describe_skill(skill, tables=False)
+    assert len(short.splitlines()) == 4 and reward_metrics.describe_skill(skill).startswith(short + "\n")
+
+
 def test_skill_for_people_where_some_of_it_is_undefined():
     measured = some_skill(alike=True)
     assert "R2 undefined (no interval)" in reward_metrics.describe_skill(measured)

@@ -14,8 +14,18 @@ from helpers import refuse
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.process import UserError
-from runtime.run_log import RunLog, counted, format_metrics, format_size, make_tracker, progress, read_records
+from runtime.process import STAGE_VARIABLE, UserError
+from runtime.run_log import (
+    RunLog,
+    counted,
+    detail,
+    format_metrics,
+    format_size,
+    make_tracker,
+    progress,
+    read_records,
+    say,
+)
 
 VALUES = (
     st.integers(-(10**9), 10**9)
@@ -56,6 +66,14 @@ def test_a_line_for_people_unless_quiet(tmp_path, capsys):
         log.log(4, quiet=True, loss=9.0)
     assert capsys.readouterr().out == "step 3 | loss 0.1235 | tokens 5000000\n"
     assert read_records(tmp_path / "log.jsonl")[0]["loss"] == 0.123456  # records are not rounded
+
+
+def test_a_detail_is_left_out_of_a_stage(capsys, monkeypatch):
+    detail("Using device: cpu")
+    monkeypatch.setenv(STAGE_VARIABLE, "base_model_v1")
+    detail("Using device: mps")
+    say("Stopped")
+    assert capsys.readouterr().out == "Using device: cpu\nStopped\n"
 
 
 def test_format_metrics():
