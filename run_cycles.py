@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -58,7 +59,7 @@ from runtime.cli import all_sections, parse_settings, read_config, split_config
 from runtime.device import select_device
 from runtime.files import atomic_path, write_json
 from runtime.output_lock import hold_output, only_writer
-from runtime.process import PARENT_VARIABLE, STAGE_VARIABLE, UserError, on_interruption, run_main, warn
+from runtime.process import ERROR_VARIABLE, PARENT_VARIABLE, STAGE_VARIABLE, UserError, on_interruption, run_main, warn
 from runtime.resume import SUFFIX, load_run_state, of_another_run, set_aside, state_to_resume
 from runtime.run_log import say
 from sample import encode_start
@@ -133,7 +134,8 @@ class Ledger:
 
     def fail(self, name: str, error: Exception) -> None:
         """Note that a stage ended with an error, until another is recorded."""
-        reason, *_ = str(error).removeprefix("ERROR: ").splitlines() or [type(error).__name__]
+        said = error.reason if isinstance(error, StageError) else str(error)
+        reason, *_ = said.removeprefix("ERROR: ").splitlines() or [type(error).__name__]
         self.contents["failed"] = {"stage": name, "reason": reason}
         write_json(self.path, self.contents)
 
@@ -252,22 +254,32 @@ class Runner:
         return ("Run" if is_first else "Finished stages are kept; run") + " the same command again to go on."
 
 
+class StageError(UserError):
+    """A stage that ended with an error; `reason` is the line that it printed, if it printed one."""
+
+    def __init__(self, name: str, status: int, reason: str) -> None:
+        super().__init__(f"ERROR: {name} ended with status {status}; mend the cause and run the same command again")
+        self.reason = reason or f"it ended with status {status}"
+
+
 def run_stage(name: str, command: list[str]) -> None:
-    """Run a command in a process of its own. Raises UserError where it fails."""
+    """Run a command in a process of its own. Raises StageError where it fails."""
     # A stage inherits the blocked signal and so is deaf to Ctrl-C, which reaches us as well: we end it with SIGTERM.
     # That ends it without a word while it still loads torch, and later lets it finish what it is writing.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    environment = {**os.environ, STAGE_VARIABLE: name, PARENT_VARIABLE: str(os.getpid())}
-    process = subprocess.Popen(command, env=environment)
-    try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        status = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    if status != 0:
-        raise UserError(f"ERROR: {name} ended with status {status}; mend the cause and run the same command again")
+    with tempfile.TemporaryDirectory() as folder:
+        error = Path(folder) / "error"
+        variables = {STAGE_VARIABLE: name, PARENT_VARIABLE: str(os.getpid()), ERROR_VARIABLE: str(error)}
+        process = subprocess.Popen(command, env={**os.environ, **variables})
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+            status = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        if status != 0:
+            raise StageError(name, status, error.read_text(encoding="utf-8") if error.is_file() else "")
 
 
 def prepare_corpus(folder: Path, config_path: str | None) -> None:

@@ -60,9 +60,15 @@ function show(token, text) {
   token.classList.add("here");
   tip.textContent = lines.join("\n");
   tip.hidden = false;
-  const box = token.getBoundingClientRect(), own = tip.getBoundingClientRect();
-  const above = box.top - own.height - 8;
-  tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - own.width - 8))}px`;
+  put();
+}
+
+// The numbers stay beside their token when the page scrolls.
+function put() {
+  if (!shown) return;
+  const box = shown.getBoundingClientRect(), own = tip.getBoundingClientRect();
+  const above = box.top - own.height - 8, width = document.documentElement.clientWidth;
+  tip.style.left = `${Math.max(8, Math.min(box.left, width - own.width - 8))}px`;
   tip.style.top = `${above > 8 ? above : box.bottom + 8}px`;
 }
 
@@ -94,7 +100,8 @@ for (const text of document.querySelectorAll(".text[data-passage]")) {
     show(tokens[place], text);
   });
 }
-addEventListener("scroll", hide, { passive: true });
+addEventListener("scroll", put, { passive: true });
+addEventListener("resize", put);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // tables to the clipboard, as text with tabs and as a table
@@ -102,7 +109,14 @@ addEventListener("scroll", hide, { passive: true });
 for (const button of document.querySelectorAll("button.copy")) {
   button.addEventListener("click", () => {
     const selection = getSelection(), table = button.previousElementSibling.querySelector("table");
+    const lines = [...table.rows].map((row) => [...row.cells].map((cell) => cell.innerText).join("\t"));
+    const fill = (event) => {
+      event.clipboardData.setData("text/plain", lines.join("\n"));
+      event.clipboardData.setData("text/html", table.outerHTML);
+      event.preventDefault();
+    };
     selection.selectAllChildren(table);
+    document.addEventListener("copy", fill, { once: true });
     const done = document.execCommand("copy");
     if (done) selection.removeAllRanges();
     button.textContent = done ? "Copied" : "Press Ctrl+C";

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -68,6 +69,8 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
             signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_BAD_INPUT))
             time.sleep(SECONDS_FOR_RANK_0)
             _exit(of_rank(str(error), os.environ["RANK"]), EXIT_BAD_INPUT)
+        if path := os.environ.get(ERROR_VARIABLE):
+            Path(path).write_text(str(error), encoding="utf-8")
         _exit(str(error), EXIT_BAD_INPUT)
     except (KeyboardInterrupt, Terminated) as error:
         by_key = isinstance(error, KeyboardInterrupt)
@@ -135,6 +138,7 @@ def of_rank(message: str, rank: str) -> str:
 
 STAGE_VARIABLE = "CROSSOVER_STAGE"
 PARENT_VARIABLE = "CROSSOVER_STAGE_PARENT"  # the number of the process that started the stage
+ERROR_VARIABLE = "CROSSOVER_STAGE_ERROR"  # the file in which the stage leaves the error that ends it
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 

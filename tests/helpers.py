@@ -34,7 +34,7 @@ import torch
 from checkpoint import save_checkpoint
 from data_loader import TokenSplits, split_and_encode, write_token_files
 from model import GPT, GPTConfig
-from runtime.process import STAGE_VARIABLE, run_main
+from runtime.process import ERROR_VARIABLE, STAGE_VARIABLE, run_main
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager, save_meta
 
@@ -122,7 +122,8 @@ class InThisProcess:
         self.started.append(script)
         with pytest.MonkeyPatch.context() as patch:
             if env is not None:  # a stage of run_cycles.py
-                patch.setenv(STAGE_VARIABLE, env[STAGE_VARIABLE])
+                for name in (STAGE_VARIABLE, ERROR_VARIABLE):
+                    patch.setenv(name, env[name])
             self.finished = self.run(script, *command[2:])
         sys.stdout.write(self.finished.out)
         sys.stderr.write(self.finished.err)

@@ -25,7 +25,7 @@ FLOORS = [
         "huggingface",
     ],
     ["checkpoint"],
-    ["feature_cache", "policy_eval", "interop.trl_reward"],
+    ["feature_cache", "policy_eval", "passages", "interop.trl_reward"],
     ["sample_eval", "cycle_report", "stage_times"],
     [
         "prepare_text",
@@ -39,6 +39,7 @@ FLOORS = [
         "interop.trl_grpo",
     ],
     ["cycle_stages"],
+    ["report"],
     ["run_cycles"],
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}

@@ -35,6 +35,7 @@ from cycle_stages import CycleSettings
 from evaluate import EvaluateSettings
 from export_hf import ExportSettings
 from prepare_text import PrepareTextSettings
+from report import ReportSettings
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import InspectSettings
 from runtime import cli
@@ -64,6 +65,7 @@ SETTINGS = {
     "prepare_text": PrepareTextSettings,
     "sample": SampleSettings,
     "run_cycles": CycleSettings,
+    "report": ReportSettings,
 }
 # Scripts that need packages which are not in requirements.txt, by one of these.
 NEEDS = {"interop/trl_grpo": "trl"}
@@ -78,6 +80,7 @@ SHRINK = {
     "evaluate": "--device cpu",
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--sample_tokens 20 --device cpu",
+    "report": "--device cpu",
     "interop/trl_grpo": "--max_steps 1 --prompts_per_step 2 --group_size 2",
     "benchmarks/loading": "--num_runs 1",
     "benchmarks/grpo": "--num_runs 1 --steps 1 --prompts 1 --trl False",
@@ -182,7 +185,7 @@ def template(tmp_path_factory) -> Path:
     for path in [*ROOT.glob("*.py"), *ROOT.glob("config/*.py"), *ROOT.glob("data/*/prepare.py")]:
         (folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, folder / path.relative_to(ROOT))
-    for name in ("benchmarks", "interop", "runtime"):
+    for name in ("benchmarks", "interop", "report_page", "runtime"):
         shutil.copytree(ROOT / name, folder / name)
     # The tiny models' reward models do not predict: as the settings files stand, the cycles would end before GRPO. The
     # corpus of both is that of the other documents, which has no plays to choose from.

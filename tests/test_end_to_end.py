@@ -262,7 +262,7 @@ def unbroken(tmp_path_factory, corpus, config):
 
 def cycle_options(corpus: Path, out: Path, **changes) -> dict:
     options = {"out_dir": out, "dataset": corpus, "num_cycles": 2, "sample_tokens": 30, "controls": "none"}
-    return {**options, "device": "cpu", **changes}
+    return {**options, "report": False, "device": "cpu", **changes}
 
 
 def test_the_loop_starts_from_a_model_of_the_users(tmp_path, corpus, generator, in_this_process):
