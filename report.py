@@ -410,7 +410,7 @@ def plane(path: Path, number: int) -> dict[str, Any] | None:
 
 
 def shown_passage(passage: Passage, identity: int) -> dict[str, Any]:
-    """A passage for the template: its tokens with their colours, and what a reader who sees none needs."""
+    """A passage for the template: its tokens with their colours, and their content in words."""
     N, K = len(passage.tokens), passage.crossover
     highest = max(passage.posterior or [1.0]) or 1.0
     tokens = []

@@ -974,8 +974,8 @@ def test_a_stage_that_fails_is_named_and_taken_up_again(tmp_path, corpus, config
     assert finished_stages(tmp_path / "out") == STAGES[:3]
     assert not (tmp_path / "out" / "reward_data_v1").exists()
     ledger = json.loads((tmp_path / "out" / "cycles.json").read_text())
-    assert ledger["failed"]["stage"] == "reward_data_v1" and "ended with status 2" in ledger["failed"]["reason"]
-    assert "reward_data_v1 failed: reward_data_v1 ended with status 2" in headline(ledger)
+    assert ledger["failed"]["stage"] == "reward_data_v1" and "val.bin has 3 tokens" in ledger["failed"]["reason"]
+    assert f"stage reward_data_v1 failed: {broken / 'val.bin'} has 3 tokens" in headline(ledger)
     shutil.copy(corpus / "val.bin", broken)
     whole = open_corpus(str(broken), 2, None)
     ledger["corpus"] = data_record(whole.train, whole.val)

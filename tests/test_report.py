@@ -228,8 +228,10 @@ def test_a_failed_run_says_where_and_why(tmp_path, hostile, monkeypatch):
     with pytest.raises(AssertionError, match="natural_model_v1 ended with status 2"):
         succeed("run_cycles", str(tmp_path / "tiny.py"), **options_of(hostile, out))
     page = (out / "report.html").read_text()
-    assert "Stopped by an error in stage natural_model_v1, 2 of " in page
-    assert "natural_model_v1 ended with status 2" in page and "<summary>base_model_v1</summary>" in page
+    status = re.search(r'id="status">.*?</p>', page)[0]
+    assert "Stopped by an error in stage natural_model_v1, 2 of " in status
+    assert "step 2: the gradient" in status
+    assert "<summary>base_model_v1</summary>" in page
 
 
 def test_a_page_that_cannot_be_written_does_not_stop_the_loop(tmp_path, hostile, loop, monkeypatch):
@@ -372,7 +374,7 @@ LUMINANCE = """token => {
 @pytest.mark.interop
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_follow_the_probabilities_in_brightness_too(opened, loop, scheme):
-    """So that they are told apart in print and without colour vision."""
+    """So that they differ in print and without colour vision."""
     page = opened(color_scheme=scheme)
     numbers = data_of((loop[0] / "report.html").read_text())["passages"]
     pairs = []
