@@ -37,6 +37,10 @@ def read_ledger(path: Path) -> dict[str, Any]:
     ledger = read_json(path)
     if not isinstance(ledger, dict) or ledger.get("format_version") != LEDGER_VERSION:
         raise UserError(f"ERROR: {path} has another format than version {LEDGER_VERSION}; use another --out_dir")
+    corpus, settings, stages = (ledger.get(name) for name in ("corpus", "settings", "stages"))
+    parts = [corpus, settings, stages, *(stages.values() if isinstance(stages, dict) else ())]
+    if not all(isinstance(part, dict) for part in parts):
+        raise UserError(f"ERROR: {path} is damaged: it lacks the corpus, the settings or the stages of a run")
     return ledger
 
 

@@ -148,7 +148,7 @@ class Report:
     def _texts(self, ledger: Mapping[str, Any]) -> dict[str, Any]:
         """Passages and completions, with their numbers for the page's script."""
         cycles, numbers, played = [], list[dict[str, Any]](), list[Passage]()
-        for cycle, (reward_model, reward_data) in enumerate(self._reward_models(ledger), 1):
+        for cycle, (reward_model, reward_data) in self._reward_models(ledger).items():
             generator = self.out / f"base_model_v{cycle}.pt"
             files = reward_data / "val_x.bin", reward_data / "val_y.bin", reward_model, generator
             count = PASSAGES_SHOWN + PASSAGES_PLAYED
@@ -165,9 +165,7 @@ class Report:
                     "passages": [shown_passage(passage, len(numbers) + index) for index, passage in enumerate(shown)],
                 }
             )
-            numbers += [
-                {**asdict(passage), "tokens": [visible(token) for token in passage.tokens]} for passage in shown
-            ]
+            numbers += [asdict(passage) for passage in shown]
         game = [{name: asdict(each)[name] for name in ("tokens", "crossover", "predicted")} for each in played]
         return {
             "cycles": cycles,
@@ -176,27 +174,29 @@ class Report:
             "data": plain({"passages": numbers, "game": game}),
         }
 
-    def _reward_models(self, ledger: Mapping[str, Any]) -> list[tuple[Path, Path]]:
-        """The reward model of every cycle that has one, of the last attempt, and its reward data."""
-        made = finished(ledger)
+    def _reward_models(self, ledger: Mapping[str, Any]) -> dict[int, tuple[Path, Path]]:
+        """By cycle the reward model of the last attempt, and its reward data; without those that are removed."""
+        made = finished_stages(ledger)
         found: dict[int, tuple[Path, Path]] = {}
         for name in made:
             if match := re.fullmatch(r"reward_model_v(\d+)((?:_try\d+)?)", name):
                 cycle, attempt = match.groups()
                 data = f"reward_data_v{cycle}{attempt}"
                 data = data if data in made else f"reward_data_v{cycle}"
-                found[int(cycle)] = self.out / f"{name}.pt", self.out / data
-        return [found[cycle] for cycle in sorted(found)]
+                needed = self.out / f"{name}.pt", self.out / data, self.out / f"base_model_v{cycle}.pt"
+                if all(path.exists() for path in needed):
+                    found[int(cycle)] = needed[:2]
+        return dict(sorted(found.items()))
 
     def _completions(self, ledger: Mapping[str, Any]) -> dict[str, Any] | None:
         """The same prompts completed by every generator; None before the first reward model."""
         reward_models = self._reward_models(ledger)
         if not reward_models:
             return None
-        reward_model, reward_data = reward_models[-1]
-        made = finished(ledger)
+        reward_model, reward_data = reward_models[max(reward_models)]
+        made = finished_stages(ledger)
         names = [name for name in made if re.fullmatch(GENERATORS, name) and "carried_on" not in made[name]]
-        generators = {name: self.out / f"{name}.pt" for name in names}
+        generators = {name: path for name in names if (path := self.out / f"{name}.pt").exists()}
         complete = partial(complete_prompts, reward_data, generators, reward_model, PROMPTS, self.device)
         files = [reward_data / "val_x.bin", reward_model, *generators.values()]
         prompts = self._once("completions", files, complete)
@@ -248,7 +248,7 @@ class Report:
 # what the ledger says
 
 
-def finished(ledger: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def finished_stages(ledger: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The records of finished stages, in the order in which they were made."""
     return {name: record for name, record in ledger["stages"].items() if not record.get("unfinished")}
 

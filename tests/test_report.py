@@ -183,11 +183,15 @@ def test_each_cycle_has_its_last_reward_model_and_that_one_s_data(tmp_path):
     names = ["reward_data_v1", "reward_model_v1", "reward_data_v1_try2", "reward_model_v1_try2", "reward_data_v2"]
     names += ["natural_model_v2_try2", "reward_model_v2", "reward_model_v2_try2"]
     stages = {name: {} for name in names} | {"reward_model_v3": {"unfinished": True}}
+    for name in [*names, "base_model_v1", "base_model_v2"]:
+        (tmp_path / (name if "data" in name else f"{name}.pt")).touch()
     found = report.Report(tmp_path, CPU)._reward_models({"stages": stages})
-    assert [(model.name, data.name) for model, data in found] == [
-        ("reward_model_v1_try2.pt", "reward_data_v1_try2"),
-        ("reward_model_v2_try2.pt", "reward_data_v2"),
-    ]
+    assert {cycle: (model.name, data.name) for cycle, (model, data) in found.items()} == {
+        1: ("reward_model_v1_try2.pt", "reward_data_v1_try2"),
+        2: ("reward_model_v2_try2.pt", "reward_data_v2"),
+    }
+    (tmp_path / "reward_data_v1_try2").unlink()  # to save space: the page is written without it
+    assert list(report.Report(tmp_path, CPU)._reward_models({"stages": stages})) == [2]
 
 
 def test_by_hand_the_page_is_the_loop_s_own(loop, tmp_path):
@@ -250,7 +254,13 @@ def test_a_page_that_cannot_be_written_does_not_stop_the_loop(tmp_path, hostile,
 
 @pytest.mark.parametrize(
     ("contents", "said"),
-    [(None, "cycles.json"), ("{", "cannot read"), ('{"format_version": 5}', "format"), ("[]", "format")],
+    [
+        (None, "cycles.json"),
+        ("{", "cannot read"),
+        ('{"format_version": 5}', "format"),
+        ("[]", "format"),
+        ('{"format_version": 6, "stages": 1}', "damaged"),
+    ],
 )
 def test_a_folder_without_a_run_is_refused(tmp_path, contents, said):
     if contents is not None:
