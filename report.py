@@ -183,10 +183,12 @@ class Report:
                 cycle, attempt = match.groups()
                 data = f"reward_data_v{cycle}{attempt}"
                 data = data if data in made else f"reward_data_v{cycle}"
-                needed = self.out / f"{name}.pt", self.out / data, self.out / f"base_model_v{cycle}.pt"
-                if all(path.exists() for path in needed):
-                    found[int(cycle)] = needed[:2]
-        return dict(sorted(found.items()))
+                found[int(cycle)] = self.out / f"{name}.pt", self.out / data
+        return {
+            cycle: files
+            for cycle, files in sorted(found.items())
+            if all(path.exists() for path in (*files, self.out / f"base_model_v{cycle}.pt"))
+        }
 
     def _completions(self, ledger: Mapping[str, Any]) -> dict[str, Any] | None:
         """The same prompts completed by every generator; None before the first reward model."""
@@ -276,7 +278,7 @@ def loop_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     heads = (
         *("cycle", "model", "loss, nats per token", "perplexity", "loss - base_model_v1's", "policy's loss - this"),
         *("R2, unseen reward data", "R2 at the gate", "reward, first to last", "KL to the start"),
-        *("kept step", "steps", "seconds", "seconds of the cycle"),
+        *("steps, kept of all", "seconds", "seconds of the cycle"),
     )
 
     def cell(value: float | None, form: str = "") -> str:
@@ -284,7 +286,7 @@ def loop_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
     def with_interval(row: Mapping[str, Any], name: str, form: str) -> str:
         value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-        interval = "" if low is None or high is None else f" ({low:{form}} to {high:{form}})"
+        interval = "" if low is None or high is None else f"\n({low:{form}} to {high:{form}})"
         return f"{value:{form}}{interval}" if value is not None else ""
 
     lines = []
@@ -300,10 +302,9 @@ def loop_table(rows: Sequence[Mapping[str, Any]]) -> Table:
                 with_interval(row, "control_difference", "+.4f"),
                 with_interval(row, "r2", ".3f"),
                 with_interval(row, "gate_r2", ".3f"),
-                "" if first is None else f"{first:.3f} to {last:.3f}",
+                "" if first is None else f"{first:.3f}\nto {last:.3f}",
                 cell(row["kl"], ".4f"),
-                cell(row["kept_step"]),
-                cell(row["steps"]),
+                "" if row["steps"] is None else f"{row['kept_step']} of {row['steps']}",
                 cell(row["training_seconds"], ".0f"),
                 cell(row["cycle_seconds"], ".0f"),
             )

@@ -109,7 +109,7 @@ addEventListener("resize", put);
 for (const button of document.querySelectorAll("button.copy")) {
   button.addEventListener("click", () => {
     const selection = getSelection(), table = button.previousElementSibling.querySelector("table");
-    const lines = [...table.rows].map((row) => [...row.cells].map((cell) => cell.innerText).join("\t"));
+    const lines = [...table.rows].map((row) => [...row.cells].map((cell) => cell.innerText.replace(/\s+/g, " ")).join("\t"));
     const fill = (event) => {
       event.clipboardData.setData("text/plain", lines.join("\n"));
       event.clipboardData.setData("text/html", table.outerHTML);

@@ -19,7 +19,7 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-WIDTH, HEIGHT = 1160, 1500
+WIDTH, HEIGHT = 1240, 1500
 LIMIT = 300_000  # bytes
 
 

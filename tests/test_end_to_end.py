@@ -293,7 +293,7 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert not any("partial" in name for name in names)
     ledger = json.loads((out / "cycles.json").read_text())
     assert list(ledger["stages"])[: len(STAGES)] == STAGES
-    assert "all 2 cycles" in ledger["outcome"]
+    assert "2 of 2 cycles" in ledger["outcome"]
     for version in (1, 2, 3):
         perplexity = ledger["stages"][f"perplexity_base_model_v{version}"]["perplexity"]
         assert 1 < perplexity < 26

@@ -172,7 +172,7 @@ def test_every_state_of_a_run_has_a_page(loop):
         assert ("No reward model is finished yet" in page) == (
             not any("reward_model" in each for each in stages[:number])
         )
-    assert f"Finished: all 1 cycles done, {len(stages)} stages" in pages[-1]
+    assert f"Finished: 1 of 1 cycles done, {len(stages)} stages" in pages[-1]
     for name in ("base_model_v1", "natural_model_v1", "base_model_v2", "control_plain_v2", "control_distil_v2"):
         assert f"<summary>{name}</summary>" in pages[-1], name
     for name in ("base_model_v1", "base_model_v2", "control_plain_v2", "control_distil_v2"):
@@ -222,7 +222,7 @@ def test_a_stage_that_has_begun_and_an_interrupted_run_that_goes_on(tmp_path, ho
     assert "<summary>base_model_v2</summary>" in page  # its curves so far
     succeed("run_cycles", str(tmp_path / "tiny.py"), **options)
     page = (out / "report.html").read_text()
-    assert "Finished: all 1 cycles done, 10 stages" in page and "Unfinished" not in page
+    assert "Finished: 1 of 1 cycles done, 10 stages" in page and "Unfinished" not in page
 
 
 def test_a_failed_run_says_where_and_why(tmp_path, hostile, monkeypatch):
