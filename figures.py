@@ -188,7 +188,7 @@ def _curves(
     sentences = [f"Panels over the {unit}s {min(used)} to {max(used)}: {len(shown)}."]
     headings: list[list[Heading]] = [[] for _ in range(cells // COLUMNS)]
     with _style():
-        figure = _figure(title, cells // COLUMNS * ROW_HEIGHT + 0.3)
+        figure = _figure(title, cells // COLUMNS * ROW_HEIGHT + 0.3, layout=None)
         grid = figure.add_gridspec(cells // COLUMNS, COLUMNS)
         for number, panel in enumerate(shown):
             first = 0 if number == 0 else number + spare
@@ -200,9 +200,8 @@ def _curves(
             headings[last // COLUMNS].append(Heading(axes, panel.name, entries, last - first + 1))
             axes.set_xlim(min(used) - margin, max(used) + margin)
             axes.set_xlabel(unit if last >= cells - COLUMNS else "")
-        for row in headings:
-            _head(row)
-        return _finished(figure, title, " ".join(sentences))
+        _place(figure, [_head(row) for row in headings])
+        return Picture(figure, title, " ".join(sentences))
 
 
 def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
@@ -461,11 +460,11 @@ def _style(**further: Any) -> Iterator[None]:
         yield
 
 
-def _figure(title: str, height: float) -> Any:
+def _figure(title: str, height: float, layout: str | None = "constrained") -> Any:
     """An empty figure of WIDTH by `height` inches with a title."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), layout=layout)
     figure.suptitle(title, x=0.008, ha="left", fontsize=11, fontweight="bold")
     return figure
 
@@ -478,6 +477,25 @@ def _finished(figure: Any, title: str, description: str) -> Picture:
     return Picture(figure, title, description)
 
 
+def _place(figure: Any, lines: Sequence[int]) -> None:
+    """Place the panels of a grid below the title; `lines` of legends are above each row. All are of one height.
+
+    The panels' labels have much the same sizes: matplotlib's layouts, which measure each of them, take as long again as
+    all the drawing.
+    """
+    width, height = figure.get_size_inches()
+    title, left, right, bottom = 0.3, 0.72, 0.12, 0.42  # inches, the last three around a panel
+    heads = [(19 + 11.5 * number) / 72 for number in lines]
+    size = (height - title - sum(heads)) / len(lines) - bottom
+    for axes in figure.axes:
+        cell = axes.get_subplotspec()
+        row, across = cell.rowspan.start, width / cell.get_gridspec().ncols
+        y = height - title - sum(heads[: row + 1]) - row * (size + bottom) - size
+        x = cell.colspan.start * across + left
+        wide = len(cell.colspan) * across - left - right
+        axes.set_position((x / width, y / height, wide / width, size / height))
+
+
 class Heading(NamedTuple):
     """The name of a panel of some columns, and the entries of its legend: a handle and a label each."""
 
@@ -487,13 +505,14 @@ class Heading(NamedTuple):
     columns: int = 1
 
 
-def _head(row: Sequence[Heading]) -> None:
-    """Put legends above the panels of a row, and the names above the legends, all at one height."""
+def _head(row: Sequence[Heading]) -> int:
+    """Put legends above the panels of a row, the names above the legends, all at one height; returns its lines."""
     lines = []
     for axes, _, entries, columns in row:
         lines.append(_legend(axes, entries, columns, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0))
     for axes, name, *_ in row:
         axes.set_title(name, loc="left", fontweight="bold", pad=5 + 11.5 * max(lines))
+    return max(lines)
 
 
 def _legend(parent: Any, entries: Sequence[tuple[Any, str]], columns: int, **place: Any) -> int:

@@ -75,7 +75,9 @@ def make_ledger(num_cycles: int = 1, cycles: int = 1, controls: bool = True) -> 
         "run": {"settings": {"num_cycles": num_cycles, "dataset": "data/plays"}, "config": None, "stages": plan},
         "stages": stages,
     }
-    return copy.deepcopy(ledger | ({"outcome": f"{num_cycles} of {num_cycles} cycles done"} if cycles == num_cycles else {}))
+    return copy.deepcopy(
+        ledger | ({"outcome": f"{num_cycles} of {num_cycles} cycles done"} if cycles == num_cycles else {})
+    )
 
 
 def changed(ledger: dict[str, Any], *gone: str, **records: dict[str, Any]) -> dict[str, Any]:
