@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
@@ -460,7 +460,7 @@ def _style(**further: Any) -> Iterator[None]:
         yield
 
 
-def _figure(title: str, height: float, layout: str | None = "constrained") -> Any:
+def _figure(title: str, height: float, layout: Literal["constrained"] | None = "constrained") -> Any:
     """An empty figure of WIDTH by `height` inches with a title."""
     from matplotlib.figure import Figure
 
