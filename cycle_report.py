@@ -127,13 +127,34 @@ def controls_in(ledger: Ledger, cycle: int) -> dict[str, Record]:
     return {f"{kind}_v{cycle + 1}": comparison[kind] for kind in kinds} if comparison else {}
 
 
-def reward_figures(ledger: Ledger, cycle: int) -> tuple[Record | None, Record | None]:
-    """The skill of a cycle's reward model, of the last attempt, on report rows and at the gate; None: not finished."""
+def cycles_begun(ledger: Ledger) -> list[int]:
+    """The cycles of which a reward model is finished."""
+    names = [name for name in ledger["stages"] if name.startswith("reward_model_v") and finished(ledger, name)]
+    return sorted({version_of(name) for name in names})
+
+
+def reward_model_of(ledger: Ledger, cycle: int) -> str | None:
+    """The stage of a cycle's reward model: that of its policy, without one the last attempt; None: not finished."""
     names = [name for name in ledger["stages"] if name.partition("_try")[0] == f"reward_model_v{cycle}"]
     names = [name for name in names if finished(ledger, name)]
-    if not names:
-        return None, None
-    return ledger["stages"][names[-1]]["skill"], finished(ledger, names[-1].replace("reward_model", "gate"))
+    policy = finished(ledger, f"base_model_v{cycle + 1}") or {}
+    read = policy.get("inputs", {}).get("reward_model_path")  # a hash, which the attempt's gate has too
+    for name in names:
+        gate = finished(ledger, gate_of(name)) or {}
+        if read is not None and gate.get("inputs", {}).get("reward_model_path") == read:
+            return name
+    return names[-1] if names else None
+
+
+def gate_of(reward_model: str) -> str:
+    """The stage that tests a reward model on the policy's text."""
+    return reward_model.replace("reward_model", "gate")
+
+
+def reward_figures(ledger: Ledger, cycle: int) -> tuple[Record | None, Record | None]:
+    """The skill of a cycle's reward model on report rows and at the gate; None: not finished."""
+    name = reward_model_of(ledger, cycle)
+    return (None, None) if name is None else (ledger["stages"][name]["skill"], finished(ledger, gate_of(name)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,8 +229,11 @@ def _policy_clause(ledger: Ledger, trained: list[int]) -> str:
     if not ledger["stages"][name]["kept_step"]:
         loss = f"the policy{of_cycle} is its start, unchanged (step 0 is kept), and its loss on unseen text"
     if controls := controls_in(ledger, cycle):
-        found = {control.partition("_v")[0]: figures for control, figures in controls.items()}
-        plain = "" if "control_plain" in found else ", without a control by plain training"
+        found = {}
+        for control, figures in controls.items():
+            start = "" if ledger["stages"][control]["kept_step"] else ", its start unchanged"
+            found[control.partition("_v")[0] + start] = figures
+        plain = "" if f"control_plain_v{cycle + 1}" in controls else ", without a control by plain training"
         return f"{loss} is {_comparison(found)}{plain}, one seed"
     measured = finished(ledger, f"perplexity_{name}")
     if "run" in ledger and f"controls_v{cycle + 1}" in ledger["run"]["stages"] and "outcome" not in ledger:
@@ -383,7 +407,8 @@ def control_sentences(ledger: Ledger) -> list[str]:
             beat = "beat" if high is not None and high < 0 else "did not beat"
             ours, theirs = (f"{name} ({seconds_of(ledger['stages'][name])})" for name in (policy, control))
             difference = f"its loss - the control's is {format_difference(figures)}"
-            sentences.append(f"Cycle {cycle}: {ours} {beat} {theirs}: {difference}.")
+            start = "" if ledger["stages"][control]["kept_step"] else ", which kept its start unchanged"
+            sentences.append(f"Cycle {cycle}: {ours} {beat} {theirs}{start}: {difference}.")
     return sentences
 
 

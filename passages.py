@@ -18,6 +18,7 @@ from torch import Tensor
 
 from checkpoint import build_model, load_checkpoint
 from generation import Completer, Sampling
+from model import GPT
 from objectives import crossover_log_posterior, natural_probabilities, token_log_probs
 from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
 from reward_model import RewardModel
@@ -25,6 +26,7 @@ from runtime.device import random_stream
 from tokenization_manager import TokenizationManager
 
 SEED = 42
+SHOWN, PLAYED, PROMPTS = 6, 10, 3  # rows to show, to play with, and to complete
 PROMPT_SHARE = 0.25  # of a sequence: the natural text that completions begin with
 NATURAL_SHARE = 0.75  # of a row, at least, from which a prompt is taken, so that its natural continuation is known
 
@@ -60,26 +62,23 @@ class Completion:
 
 
 def read_passages(
-    reward_data: Path, reward_model: Path, generator: Path, count: int, device: torch.device
-) -> list[Passage]:
-    """At most `count` passages of the rows that report. Raises UserError for files that cannot be read."""
+    reward_data: Path, reward_model: Path, generator: Path, device: torch.device
+) -> tuple[list[Passage], list[Passage]]:
+    """The passages to show, and those to play with. Raises UserError for files that cannot be read."""
     dataset, tokenizer = open_unseen(reward_data, generator)
-    rows = draw_rows(dataset, count)
-    if not len(rows):
-        return []
+    drawn = draw_rows(dataset)
+    rows = np.concatenate([drawn.shown, drawn.played])
     ids = torch.from_numpy(dataset.x[rows].astype(np.int64))  # (B, N)
     N = ids.shape[1]
     reading = read(build_model(load_checkpoint(reward_model), "reward", reward_model, device), ids, device)
     written = reading.generator
     if written is None:
-        base = build_model(load_checkpoint(generator), "generator", generator, device)
-        with torch.no_grad():
-            written = token_log_probs(base.logits(base.trunk(ids[:, :-1].to(device))), ids[:, 1:].to(device))
+        written = log_probs_under(build_model(load_checkpoint(generator), "generator", generator, device), ids, device)
 
     def listed(values: Tensor | None, row: int, first: float | None) -> list[Any] | None:
         return None if values is None else [first, *values[row].tolist()]
 
-    return [
+    passages = [
         Passage(
             tokens=pieces(tokenizer, dataset.x[rows[row]]),
             crossover=round(float(dataset.y[rows[row], 0]) * N),
@@ -91,6 +90,14 @@ def read_passages(
         )
         for row in range(len(rows))
     ]
+    return passages[: len(drawn.shown)], passages[len(drawn.shown) :]
+
+
+@torch.no_grad()
+def log_probs_under(model: GPT, ids: Tensor, device: torch.device) -> Tensor:
+    """Log-probabilities (B, N - 1) of all tokens but the first of sequences (B, N), read as many at a time as fit."""
+    parts = [part.to(device) for part in ids.split(model.rows_at_a_time())]
+    return torch.cat([token_log_probs(model.logits(model.trunk(part[:, :-1])), part[:, 1:]) for part in parts])
 
 
 @dataclass(frozen=True)
@@ -127,16 +134,16 @@ def read(model: RewardModel, ids: Tensor, device: torch.device) -> Reading:
 
 
 def complete_prompts(
-    reward_data: Path, generators: Mapping[str, Path], reward_model: Path, count: int, device: torch.device
+    reward_data: Path, generators: Mapping[str, Path], reward_model: Path, device: torch.device
 ) -> list[tuple[str, dict[str, Completion]]]:
-    """At most `count` prompts of unseen natural text, each with how the text goes on: in nature, and by generator.
+    """Prompts of unseen natural text, each with how the text goes on: in nature, and by generator.
 
     All generators use the same random numbers, at temperature 1. The natural continuation ends at the row's crossover.
     """
     dataset, tokenizer = open_unseen(reward_data, next(iter(generators.values())))
     N = dataset.block_size
     length = max(1, int(N * PROMPT_SHARE))
-    rows = draw_rows(dataset, count, least_share=NATURAL_SHARE)
+    rows = draw_rows(dataset).prompts
     if not len(rows):
         return []
     ids = torch.from_numpy(dataset.x[rows].astype(np.int64))  # (P, N)
@@ -163,19 +170,38 @@ def open_unseen(reward_data: Path, generator: Path) -> tuple[RewardDataset, Toke
     return dataset, TokenizationManager.from_record(record)
 
 
-def draw_rows(dataset: RewardDataset, count: int, least_share: float = 0.0) -> np.ndarray:
-    """At most `count` of the rows that report, drawn without looking at them; a block's second row only when every
-    block has given one. `least_share`: of natural tokens in them.
+@dataclass(frozen=True)
+class Rows:
+    """Numbers of rows of a dataset to show, to play with, and to take prompts from."""
+
+    shown: np.ndarray
+    played: np.ndarray
+    prompts: np.ndarray
+
+
+def draw_rows(dataset: RewardDataset) -> Rows:
+    """Draw among the rows that report, without looking at what the models find in them.
+
+    Rows of one natural block share its text: those to play with have blocks of their own, so that nothing else on the
+    page shows how their natural text goes on. The others come from as many blocks as there are.
     """
     _, rows, _ = rows_by_part(dataset)
-    rows = rows[dataset.y[rows, 0] >= least_share]
-    drawn, per_block = random_stream(SEED, "report", "rows").permutation(rows), samples_per_block(dataset)
-    taken: dict[int, int] = {}
-    turns = []  # of each row within its block
-    for row in drawn:
-        turns.append(taken.get(row // per_block, 0))
-        taken[row // per_block] = turns[-1] + 1
-    return drawn[np.argsort(turns, kind="stable")][:count]
+    drawn = random_stream(SEED, "report", "rows").permutation(rows)
+    blocks = drawn // samples_per_block(dataset)
+    _, firsts = np.unique(blocks, return_index=True)
+    order = blocks[np.sort(firsts)]  # the blocks as they were drawn
+    num_played = min(PLAYED, len(order) * 2 // 3)
+    to_play, to_show = order[:num_played], order[num_played : num_played + SHOWN]
+
+    def take(chosen: np.ndarray, count: int, per_block: int) -> np.ndarray:
+        """The first rows of each of these blocks: one of each, then a second one, ..."""
+        by_block = [drawn[blocks == block] for block in chosen]
+        turns = [[found[turn] for found in by_block if turn < len(found)] for turn in range(per_block)]
+        return np.array([row for turn in turns for row in turn][:count], dtype=np.int64)
+
+    natural = blocks[(dataset.y[drawn, 0] >= NATURAL_SHARE) & ~np.isin(blocks, to_play)]
+    prompts = [drawn[(blocks == block) & (dataset.y[drawn, 0] >= NATURAL_SHARE)][0] for block in dict.fromkeys(natural)]
+    return Rows(take(to_show, SHOWN, SHOWN), take(to_play, PLAYED, 1), np.array(prompts[:PROMPTS], dtype=np.int64))
 
 
 def pieces(tokenizer: TokenizationManager, ids: Sequence[int] | np.ndarray) -> list[str]:

@@ -19,7 +19,16 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from cycle_report import cycle_rows, headline, progress_of, read_ledger, row_sentences
+from cycle_report import (
+    cycle_rows,
+    cycles_begun,
+    finished,
+    headline,
+    progress_of,
+    read_ledger,
+    reward_model_of,
+    row_sentences,
+)
 from cycle_stages import SETTINGS, CycleSettings
 from figures import (
     Picture,
@@ -35,7 +44,7 @@ from passages import PROMPT_SHARE, Passage, complete_prompts, read_passages
 from runtime.cli import parse_settings
 from runtime.device import select_device
 from runtime.files import from_json, read_json, to_json, write_text
-from runtime.process import run_main
+from runtime.process import UserError, run_main, warn
 from runtime.run_log import counted, read_records, say
 from runtime.settings import Settings
 
@@ -43,7 +52,6 @@ T = TypeVar("T")
 Draw = Callable[[Sequence[Mapping[str, Any]], str, References], Picture | None]
 
 TEMPLATES = Path(__file__).resolve().parent / "report_page"
-PASSAGES_SHOWN, PASSAGES_PLAYED, PROMPTS = 6, 10, 3
 MAX_TOKENS = 1500  # of the passages that a cycle shows: fewer passages of longer sequences, two at least
 HASH_DIGITS = 12
 GENERATORS = r"(base_model|control_plain|control_distil)_v\d+"
@@ -92,13 +100,28 @@ class Report:
     def __init__(self, out: Path, device: torch.device) -> None:
         self.out, self.device = out, device
         self.kept: dict[str, tuple[Any, Any]] = {}
+        self.left_out: dict[str, str] = {}  # parts of the page that cannot be made, and why
 
     def write(self) -> Path:
-        """Write report.html, whole or not at all; return its path. Raises UserError for a folder without a run."""
+        """Write report.html, whole or not at all; return its path. Raises UserError for a folder without a run.
+
+        A part whose files are removed or damaged is left out, with a warning and a line on the page.
+        """
         from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here: a command line's help needs none
 
+        before, self.left_out = self.left_out, {}
         ledger = read_ledger(self.out / "cycles.json")
-        parts = {**self._about(ledger), **self._texts(ledger), **self._pictures(ledger)}
+        try:
+            parts = {**self._texts(ledger), **self._pictures(ledger), **self._about(ledger)}
+        except (KeyError, TypeError, AttributeError) as error:
+            problem = f"{type(error).__name__} {error}"
+            raise UserError(
+                f"ERROR: {self.out / 'cycles.json'} is damaged, or of another version ({problem}); repair it, or begin "
+                "with another --out_dir"
+            ) from error
+        for name, reason in self.left_out.items():
+            if before.get(name) != reason:
+                warn(f"the report leaves out {name}: {reason}")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the stages to come
         script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
@@ -106,6 +129,7 @@ class Report:
             loader=FileSystemLoader(TEMPLATES),
             autoescape=True,
             undefined=StrictUndefined,
+            finalize=lambda value: visible(value) if type(value) is str else value,  # not markup of our own
             trim_blocks=True,
             lstrip_blocks=True,
         )
@@ -119,12 +143,20 @@ class Report:
         write_text(path, page)
         return path
 
-    def _once(self, name: str, files: Sequence[Path], make: Callable[[], T], *further: Any) -> T:
-        """A part of the page, made again only if one of the files it is made from, or `further`, has changed."""
-        stats = [path.stat() for path in files]
-        key = [(str(path), stat.st_mtime_ns, stat.st_size) for path, stat in zip(files, stats, strict=True)], further
-        if name not in self.kept or self.kept[name][0] != key:
-            self.kept[name] = key, make()
+    def _part(self, name: str, files: Sequence[Path], make: Callable[[], T], *further: Any) -> T | None:
+        """A part of the page, made again only if one of the files it is made from, or `further`, has changed.
+
+        None, and noted as left out, where a file is missing or holds something else.
+        """
+        try:
+            stats = [path.stat() for path in files]
+            state = [(str(path), stat.st_mtime_ns, stat.st_size) for path, stat in zip(files, stats, strict=True)]
+            if name not in self.kept or self.kept[name][0] != (state, further):
+                self.kept[name] = (state, further), make()
+        except (OSError, ValueError, KeyError, TypeError) as error:  # a UserError is a ValueError
+            reason, *_ = str(error).removeprefix("ERROR: ").splitlines() or [""]
+            self.left_out[name] = reason if isinstance(error, UserError) else f"{type(error).__name__}: {reason}"
+            return None
         return self.kept[name][1]
 
     def _about(self, ledger: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +172,7 @@ class Report:
             "sections": SECTIONS,
             "rows_table": loop_table(rows) if rows else None,
             "notes": [*row_sentences(rows), *ledger.get("summary", [])],
+            "left_out": list(self.left_out.items()),
             "settings_table": Table(("section", "setting", "value", "default"), changed_settings(ledger)),
             "stages_table": stages_table(ledger),
             "provenance": provenance(self.out, ledger),
@@ -148,70 +181,53 @@ class Report:
     def _texts(self, ledger: Mapping[str, Any]) -> dict[str, Any]:
         """Passages and completions, with their numbers for the page's script."""
         cycles, numbers, played = [], list[dict[str, Any]](), list[Passage]()
-        for cycle, (reward_model, reward_data) in self._reward_models(ledger).items():
-            generator = self.out / f"base_model_v{cycle}.pt"
-            files = reward_data / "val_x.bin", reward_data / "val_y.bin", reward_model, generator
-            count = PASSAGES_SHOWN + PASSAGES_PLAYED
-            read = partial(read_passages, reward_data, reward_model, generator, count, self.device)
-            passages = self._once(f"passages {cycle}", files, read)
-            length = max(2, min(PASSAGES_SHOWN, MAX_TOKENS // len(passages[0].tokens))) if passages else 0
-            shown, played = passages[:length], passages[PASSAGES_SHOWN:]
+        models = {cycle: name for cycle in cycles_begun(ledger) if (name := reward_model_of(ledger, cycle))}
+        for cycle, name in models.items():
+            reward_model, generator = self.out / f"{name}.pt", self.out / f"base_model_v{cycle}.pt"
+            data = self._data_of(ledger, name)
+            files = data / "val_x.bin", data / "val_y.bin", reward_model, generator
+            read = partial(read_passages, data, reward_model, generator, self.device)
+            shown, played = self._part(f"the samples of cycle {cycle}", files, read) or ([], [])
+            shown = shown[: max(2, MAX_TOKENS // len(shown[0].tokens))] if shown else []
             cycles.append(
                 {
                     "number": cycle,
-                    "reward_model": reward_model.stem,
+                    "reward_model": name,
                     "generator": generator.stem,
                     "by_token": bool(shown) and shown[0].natural is not None,
                     "passages": [shown_passage(passage, len(numbers) + index) for index, passage in enumerate(shown)],
                 }
             )
             numbers += [asdict(passage) for passage in shown]
-        game = [{name: asdict(each)[name] for name in ("tokens", "crossover", "predicted")} for each in played]
+        game = [{key: asdict(each)[key] for key in ("tokens", "crossover", "predicted")} for each in played]
         return {
             "cycles": cycles,
-            "completions": self._completions(ledger),
+            "completions": self._completions(ledger, models[max(models)]) if models else None,
             "game": {"passages": game},
             "data": plain({"passages": numbers, "game": game}),
         }
 
-    def _reward_models(self, ledger: Mapping[str, Any]) -> dict[int, tuple[Path, Path]]:
-        """By cycle the reward model of the last attempt, and its reward data; without those that are removed."""
-        made = finished_stages(ledger)
-        found: dict[int, tuple[Path, Path]] = {}
-        for name in made:
-            if match := re.fullmatch(r"reward_model_v(\d+)((?:_try\d+)?)", name):
-                cycle, attempt = match.groups()
-                data = f"reward_data_v{cycle}{attempt}"
-                data = data if data in made else f"reward_data_v{cycle}"
-                found[int(cycle)] = self.out / f"{name}.pt", self.out / data
-        return {
-            cycle: files
-            for cycle, files in sorted(found.items())
-            if all(path.exists() for path in (*files, self.out / f"base_model_v{cycle}.pt"))
-        }
+    def _data_of(self, ledger: Mapping[str, Any], reward_model: str) -> Path:
+        """The reward data of a reward model: of its own attempt, else of the first one."""
+        own = reward_model.replace("reward_model", "reward_data")
+        return self.out / (own if own in ledger["stages"] else own.partition("_try")[0])
 
-    def _completions(self, ledger: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The same prompts completed by every generator; None before the first reward model."""
-        reward_models = self._reward_models(ledger)
-        if not reward_models:
-            return None
-        reward_model, reward_data = reward_models[max(reward_models)]
-        made = finished_stages(ledger)
-        names = [name for name in made if re.fullmatch(GENERATORS, name) and "carried_on" not in made[name]]
-        generators = {name: path for name in names if (path := self.out / f"{name}.pt").exists()}
-        complete = partial(complete_prompts, reward_data, generators, reward_model, PROMPTS, self.device)
-        files = [reward_data / "val_x.bin", reward_model, *generators.values()]
-        prompts = self._once("completions", files, complete)
+    def _completions(self, ledger: Mapping[str, Any], reward_model: str) -> dict[str, Any] | None:
+        """The same prompts completed by every generator whose file is there."""
+        names = [name for name in ledger["stages"] if re.fullmatch(GENERATORS, name)]
+        records = {name: record for name in names if (record := finished(ledger, name))}
+        paths = {name: self.out / f"{name}.pt" for name, record in records.items() if "carried_on" not in record}
+        generators = {name: path for name, path in paths.items() if path.exists()}
+        data, scorer = self._data_of(ledger, reward_model), self.out / f"{reward_model}.pt"
+        complete = partial(complete_prompts, data, generators, scorer, self.device)
+        prompts = self._part("the completions", [data / "val_x.bin", scorer, *generators.values()], complete)
         if not prompts:
             return None
         return {
-            "reward_model": reward_model.stem,
+            "reward_model": reward_model,
             "share": f"{PROMPT_SHARE:.0%}",
             "prompts": [
-                {
-                    "prompt": visible(prompt),
-                    "texts": [(name, visible(each.text), each.reward) for name, each in texts.items()],
-                }
+                {"prompt": prompt, "texts": [(name, each.text, each.reward) for name, each in texts.items()]}
                 for prompt, texts in prompts
             ],
         }
@@ -225,16 +241,15 @@ class Report:
             if draw and log.is_file() and "carried_on" not in record:
                 references = references_of(name, stages)
                 make_curve = partial(self._curve, draw, name, log, references)
-                works.append(("curves", partial(self._once, f"curves {name}", [log], make_curve, references)))
+                works.append(("curves", partial(self._part, f"the curves of {name}", [log], make_curve, references)))
             skill = record.get("skill") or (record if name.startswith("gate_v") and "calibration" in record else None)
             if skill:
                 where = "on the policy's text, at the gate" if name.startswith("gate_v") else "on unseen reward data"
                 make = partial(skill_drawn, skill, f"{name}, {where}", f"skill-{name}")
-                works.append(("skills", partial(self._once, f"skill {name}", [], make, skill)))
-        for number, path in enumerate(sorted(self.out.glob("*.json"))):
-            if path.name != "cycles.json":
-                make_plane = partial(plane, path, number)
-                works.append(("planes", partial(self._once, f"plane {path}", [path], make_plane)))
+                works.append(("skills", partial(self._part, f"the skill of {name}", [], make, skill)))
+        for path in sorted(self.out.glob("*.json")):
+            if path.name != "cycles.json" and path.is_file():
+                works.append(("planes", partial(self._part, path.name, [path], partial(plane, path))))
         found: dict[str, list[dict[str, Any]]] = {"curves": [], "skills": [], "planes": []}
         for section, work in counted(works, len(works), "Pictures of the report"):
             if picture := work():
@@ -250,26 +265,18 @@ class Report:
 # what the ledger says
 
 
-def finished_stages(ledger: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The records of finished stages, in the order in which they were made."""
-    return {name: record for name, record in ledger["stages"].items() if not record.get("unfinished")}
-
-
 def standing(ledger: Mapping[str, Any]) -> tuple[str, str]:
     """Where the run stands, in a word and in a sentence."""
     done, planned, name = progress_of(ledger)
     if failed := ledger.get("failed"):
-        return "failed", (
-            f"Stopped by an error in stage {failed['stage']}, {done} of {planned} stages are finished: "
-            f"{failed['reason'].removeprefix('ERROR: ')}"
-        )
-    if name is None:
-        outcome = ledger.get("outcome", "")
-        return "finished", f"Finished: {outcome}, {done} stages."
-    begun = "has begun" if name in ledger["stages"] else "is next"
+        finding = f"Stopped by an error in stage {failed['stage']}, {done} of {planned} stages are finished"
+        return "failed", f"{finding}: {failed['reason']}"
+    if "outcome" in ledger:
+        return "finished", f"Finished: {ledger['outcome']}, {done} stages."
+    next_stage = "" if name is None else f", {name} {'has begun' if name in ledger['stages'] else 'is next'}"
     return "unfinished", (
-        f"Unfinished: {done} of {planned} stages are finished, {name} {begun}. The page is written anew after every "
-        "stage: reload it."
+        f"Unfinished: {done} of {planned} stages are finished{next_stage}. The page is written anew after every stage: "
+        "reload it."
     )
 
 
@@ -338,11 +345,10 @@ def stages_table(ledger: Mapping[str, Any]) -> Table:
     """Every stage with its seconds, the hashes of what it read, and the code that made it."""
     rows = []
     for name, record in ledger["stages"].items():
-        inputs = ", ".join(f"{source} {digest:.{HASH_DIGITS}}" for source, digest in record["inputs"].items())
+        inputs = ", ".join(f"{source} {digest:.{HASH_DIGITS}}" for source, digest in record.get("inputs", {}).items())
         seconds = "unfinished" if record.get("unfinished") else f"{record['seconds']:.1f}"
-        rows.append(
-            (name, seconds, inputs, f"{record['commit'] or '-':.{HASH_DIGITS}}", f"{record['code']:.{HASH_DIGITS}}")
-        )
+        commit, code = (f"{record.get(key) or '-':.{HASH_DIGITS}}" for key in ("commit", "code"))
+        rows.append((name, seconds, inputs, commit, code))
     return Table(("stage", "seconds", "inputs (sha256)", "git commit", "source files (sha256)"), rows)
 
 
@@ -350,9 +356,11 @@ def provenance(out: Path, ledger: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the run was made from and with."""
     corpus, run, stages = ledger["corpus"], ledger.get("run", {}), ledger["stages"].values()
     versions = dict.fromkeys(
-        ", ".join(f"{package} {version}" for package, version in record["versions"].items()) for record in stages
+        ", ".join(f"{package} {version}" for package, version in record["versions"].items())
+        for record in stages
+        if "versions" in record
     )
-    commits = dict.fromkeys(str(record["commit"] or "unknown") for record in stages)
+    commits = dict.fromkeys(str(record.get("commit") or "unknown") for record in stages)
     return [
         ("folder", str(out)),
         ("settings file", run.get("config") or "none"),
@@ -397,13 +405,16 @@ def skill_drawn(skill: Mapping[str, Any], title: str, name: str) -> dict[str, An
     return drawn(skill_picture(skill, title), name)
 
 
-def plane(path: Path, number: int) -> dict[str, Any] | None:
+def plane(path: Path) -> dict[str, Any] | None:
     """The quality-diversity plane of a file of evaluate.py --samples; None of another file."""
     contents = read_json(path)
     if not isinstance(contents, dict) or not {"about", "natural_text", "checkpoints"} <= contents.keys():
         return None
     curves = {name: figures["points"] for name, figures in contents["checkpoints"].items()}
-    return drawn(quality_diversity(curves, contents["natural_text"], f"Samples of {path.name}"), f"plane-{number}")
+    return drawn(
+        quality_diversity(curves, contents["natural_text"], f"Samples of {path.name}"),
+        f"plane-{path.name.encode().hex()}",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -420,7 +431,7 @@ def shown_passage(passage: Passage, identity: int) -> dict[str, Any]:
         if passage.natural is not None and passage.posterior is not None:
             style = f"--p:{passage.natural[place]:.3f};--h:{passage.posterior[place] / highest:.3f}"
         sign = "\u25ab" if not text else "\u21b5" if "\n" in text else ""
-        tokens.append({"text": visible(text), "style": style, "sign": sign})
+        tokens.append({"text": text, "style": style, "sign": sign})
     caption = (
         f"{N} tokens. True crossover K = {K}; the reward model's E[K] = {passage.predicted:.1f}, "
         f"{abs(passage.predicted - K):.1f} off."

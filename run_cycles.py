@@ -370,7 +370,8 @@ def main() -> None:
     runner.run(train_stage(folder, out, config_path))
     runner.run(perplexity_stage(1, folder, out))
     losses: list[float] = []  # on the selecting part, of version 1, 2, ..., all as train_grpo.py measures them
-    outcome = f"{settings.num_cycles} of {settings.num_cycles} cycles done"
+    counted = f"{settings.num_cycles} {'cycle' if settings.num_cycles == 1 else 'cycles'}"
+    outcome = f"{settings.num_cycles} of {counted} done"
     for cycle in range(1, settings.num_cycles + 1):
         reward_model_path, finding = find_reward_model(runner, cycle, settings.reward_attempts, folder, out, natural)
         compared: list[Stage] = []

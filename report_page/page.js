@@ -11,7 +11,8 @@ function make(tag, text = "", className = "") {
 }
 
 // Keys that move among n tokens from the one at `place`; lines are those that the layout has made.
-function moved(key, tokens, place) {
+function moved(event, tokens, place) {
+  if (event.altKey || event.ctrlKey || event.metaKey) return null;
   const last = tokens.length - 1;
   const vertical = (step) => {
     const from = tokens[place].getBoundingClientRect();
@@ -26,7 +27,7 @@ function moved(key, tokens, place) {
     }
     return best;
   };
-  switch (key) {
+  switch (event.key) {
     case "ArrowLeft": return Math.max(0, place - 1);
     case "ArrowRight": return Math.min(last, place + 1);
     case "ArrowUp": return vertical(-1);
@@ -94,7 +95,7 @@ for (const text of document.querySelectorAll(".text[data-passage]")) {
   text.addEventListener("focus", () => { if (!shown && text.matches(":focus-visible")) show(tokensOf(text)[0], text); });
   text.addEventListener("keydown", (event) => {
     if (event.key === "Escape") return hide();
-    const tokens = tokensOf(text), place = moved(event.key, tokens, Math.max(0, tokens.indexOf(shown)));
+    const tokens = tokensOf(text), place = moved(event, tokens, Math.max(0, tokens.indexOf(shown)));
     if (place === null) return;
     event.preventDefault();
     show(tokens[place], text);
@@ -123,6 +124,10 @@ for (const button of document.querySelectorAll("button.copy")) {
     setTimeout(() => { button.textContent = "Copy table"; }, 2000);
   });
 }
+
+addEventListener("beforeprint", () => {
+  for (const details of document.querySelectorAll("details")) details.open = true;
+});
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the game
@@ -224,15 +229,19 @@ function play(passages) {
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
-      next();
+      if (!event.repeat) next();
       return;
     }
-    const to = isOpen ? moved(event.key, tokensOf(text), mark) : null;
+    const to = isOpen ? moved(event, tokensOf(text), mark) : null;
     if (to === null) return;
     event.preventDefault();
     place(to);
   });
   act.addEventListener("click", next);
+  act.addEventListener("keydown", (event) => { if (event.repeat) event.preventDefault(); });
+  for (const [id, step] of [["game-back", -1], ["game-forward", 1]]) {
+    document.getElementById(id).addEventListener("click", () => { if (isOpen) place(mark + step); });
+  }
   board.hidden = false;
   begin();
 }

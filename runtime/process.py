@@ -69,8 +69,6 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
             signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_BAD_INPUT))
             time.sleep(SECONDS_FOR_RANK_0)
             _exit(of_rank(str(error), os.environ["RANK"]), EXIT_BAD_INPUT)
-        if path := os.environ.get(ERROR_VARIABLE):
-            Path(path).write_text(str(error), encoding="utf-8")
         _exit(str(error), EXIT_BAD_INPUT)
     except (KeyboardInterrupt, Terminated) as error:
         by_key = isinstance(error, KeyboardInterrupt)
@@ -176,6 +174,8 @@ def is_lost_rank(error: RuntimeError) -> bool:
 def _exit(message: str, status: int) -> None:
     if message:
         print(message, file=sys.stderr)
+        if (path := os.environ.get(ERROR_VARIABLE)) and status == EXIT_BAD_INPUT:
+            Path(path).write_text(message, encoding="utf-8")
     if has_joined():
         # At once: taken apart in order, a process may wait for a connection that is gone; and in 2 of some 10 runs of
         # four ranks gloo's threads ended it with an abort, after all its work was done.

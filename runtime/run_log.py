@@ -5,7 +5,6 @@
 docs/metrics.md defines what each number means.
 """
 
-import json
 import math
 import sys
 import time
@@ -252,11 +251,14 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines):
         try:
-            records.append(from_json(line))
-        except json.JSONDecodeError:
-            if number != len(lines) - 1:
-                raise UserError(f"ERROR: {path}, line {number + 1} is no JSON record") from None
+            record = from_json(line.decode("utf-8"))
+        except ValueError:  # no JSON, or no UTF-8
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        elif number != len(lines) - 1:
+            raise UserError(f"ERROR: {path}, line {number + 1} is no JSON record")
     return records

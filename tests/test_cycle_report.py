@@ -14,17 +14,19 @@ from cycle_report import (
     control_sentences,
     cycle_rows,
     cycle_table,
+    cycles_begun,
     form_sentences,
     headline,
     plan_of,
     progress_of,
+    reward_model_of,
 )
 
 SKILL = {"r2": 0.641, "r2_low": 0.546, "r2_high": 0.713}
 NO_SKILL = {"r2": 0.094, "r2_low": -0.003, "r2_high": 0.123}
 GRPO = {"seconds": 81.0, "steps": 40, "stop_reason": "step limit: 40", "first_reward": 0.519, "last_reward": 0.587}
 GRPO |= {"kept_step": 40, "kept": {"kl_now": 0.037}}
-PLAIN = {"seconds": 80.0, "steps": 424, "kept_step": 0}
+PLAIN = {"seconds": 80.0, "steps": 424, "kept_step": 400}
 DISTIL = {"seconds": 63.0, "steps": 40, "kept_step": 40}
 
 
@@ -75,9 +77,7 @@ def make_ledger(num_cycles: int = 1, cycles: int = 1, controls: bool = True) -> 
         "run": {"settings": {"num_cycles": num_cycles, "dataset": "data/plays"}, "config": None, "stages": plan},
         "stages": stages,
     }
-    return copy.deepcopy(
-        ledger | ({"outcome": f"{num_cycles} of {num_cycles} cycles done"} if cycles == num_cycles else {})
-    )
+    return copy.deepcopy(ledger | ({"outcome": f"{num_cycles} of {num_cycles} done"} if cycles == num_cycles else {}))
 
 
 def changed(ledger: dict[str, Any], *gone: str, **records: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +149,16 @@ STATES = {
     "better and worse": (
         changed(make_ledger(), **controls(LOWER, HIGHER)),
         f"{ONE}{BEAT} and higher than that of control_distil (by 0.0016, 0.0008 to 0.0024), one seed.",
+    ),
+    "a control that kept its start": (
+        changed(make_ledger(), control_plain_v2={"kept_step": 0}),
+        f"{ONE}{BOTH.replace('control_plain (', 'control_plain, its start unchanged (')}",
+    ),
+    "not different, though above": (
+        changed(make_ledger(), **controls(difference(0.001, -0.001, 0.003), LOWER)),
+        f"{ONE}the policy's loss on unseen text is lower than that of control_distil (by 0.0359, 0.0325 to 0.0393) and "
+        "not shown to differ from that of control_plain (difference +0.0010 nats per token, 95% interval -0.0010 to "
+        "+0.0030), one seed.",
     ),
     "not different": (
         changed(make_ledger(), **controls(UNDECIDED, difference(-0.001, None, None))),
@@ -252,7 +262,7 @@ def test_rows_of_a_finished_run():
     figures |= {"training_seconds": 81.0, "cycle_seconds": pytest.approx(35.4 + 16.6 + 42.4 + 6.2 + 81)}
     assert policy == policy | figures | {"stop_reason": "step limit: 40", "control_difference": None}
     figures = loss(2.0773) | {f"control_{name}": value for name, value in LOWER.items()}
-    figures |= {"difference": 0.0, "difference_low": None, "kept_step": 0, "steps": 424, "training_seconds": 80.0}
+    figures |= {"difference": 0.0, "difference_low": None, "kept_step": 400, "steps": 424, "training_seconds": 80.0}
     assert plain == plain | figures | {"r2": None, "kl": None, "cycle_seconds": None}
     assert distil["difference"] == pytest.approx(2.0485 - 2.0773)
 
@@ -273,6 +283,19 @@ def test_the_last_attempt_counts_and_all_take_time():
     _, policy, *_ = cycle_rows(changed(make_ledger(), **more))
     assert policy["r2"] == policy["gate_r2"] == 0.641
     assert policy["cycle_seconds"] == pytest.approx(35.4 + 16.6 + 42.4 + 6.2 + 81 + 15)
+
+
+def test_the_attempt_that_the_policy_was_trained_with_counts():
+    """A gate that refused two attempts may be passed afterwards, with the first one."""
+    more = {"reward_model_v1": {"skill": NO_SKILL}, "gate_v1": NO_SKILL | {"inputs": {"reward_model_path": "a"}}}
+    more |= {"reward_model_v1_try2": {"seconds": 5.0, "skill": SKILL}}
+    more |= {"gate_v1_try2": {"seconds": 3.0, **SKILL, "inputs": {"reward_model_path": "b"}}}
+    for path, name in (("a", "reward_model_v1"), ("b", "reward_model_v1_try2")):
+        ledger = changed(make_ledger(), **more, base_model_v2={"inputs": {"reward_model_path": path}})
+        assert reward_model_of(ledger, 1) == name
+        assert cycle_rows(ledger)[1]["r2"] == ledger["stages"][name]["skill"]["r2"]
+    assert reward_model_of(changed(ledger, "base_model_v2"), 1) == "reward_model_v1_try2"
+    assert reward_model_of(ledger, 2) is None and cycles_begun(ledger) == [1]
 
 
 def test_the_table_of_a_finished_run():

@@ -136,6 +136,6 @@ def test_an_interrupted_cycle_goes_on(copy_of_v1):
     )
     if is_read("ledger", finished):
         ledger = json.loads(Path("cycles/cycles.json").read_text())
-        assert "1 of 1 cycles" in ledger["outcome"]
+        assert "1 of 1 cycle" in ledger["outcome"]
         assert {name: ledger["stages"][name] for name in done} == done
         assert Path("cycles/base_model_v2.pt").is_file()

@@ -3,14 +3,17 @@
 pytest tests/test_passages.py
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from checkpoint import build_model, load_checkpoint
+from checkpoint import build_model, load_checkpoint, save_checkpoint
 from objectives import crossover_log_posterior, token_log_probs
 from passages import complete_prompts, draw_rows, pieces, read_passages
 from reward_dataset_loader import RewardDataset, rows_by_part
+from reward_model import make_reward_model
 from tokenization_manager import TokenizationManager
 
 pytest_plugins = ["tiny_run"]
@@ -33,10 +36,10 @@ def opened(reward_data, generator):
 def test_a_likelihood_head_s_passages_have_its_own_numbers(reward_data, predictive_reward_model, generator, opened):
     dataset, tokenizer = opened
     model = build_model(load_checkpoint(predictive_reward_model), "reward", predictive_reward_model)
-    passages = read_passages(reward_data, predictive_reward_model, generator, 5, CPU)
+    shown, played = read_passages(reward_data, predictive_reward_model, generator, CPU)
     _, reporting, _ = rows_by_part(dataset)
-    assert len(passages) == 5
-    for passage in passages:
+    assert shown and played
+    for passage in shown + played:
         row = row_of(dataset, tokenizer, "".join(passage.tokens))
         assert row in reporting
         ids = torch.from_numpy(dataset.x[[row]].astype(np.int64))
@@ -55,11 +58,24 @@ def test_a_likelihood_head_s_passages_have_its_own_numbers(reward_data, predicti
         assert sum(passage.posterior) == pytest.approx(1, abs=1e-5)
 
 
+def test_a_position_head_knows_tokens_and_the_generator_is_asked_apart(reward_data, generator, opened, tmp_path):
+    dataset, tokenizer = opened
+    path, base = tmp_path / "position.pt", load_checkpoint(generator)
+    model = make_reward_model(replace(base["config"], mode="reward", reward_head_type="position"))
+    save_checkpoint(path, model, base["tokenization"], base["data"], {})
+    passage = read_passages(reward_data, path, generator, CPU)[0][0]
+    ids = torch.from_numpy(dataset.x[[row_of(dataset, tokenizer, "".join(passage.tokens))]].astype(np.int64))
+    with torch.no_grad():
+        assert passage.natural == pytest.approx(model.eval().token_probabilities(ids)[0].tolist(), abs=1e-6)
+    assert passage.natural_log_probs is None and passage.generator_log_probs[1] < 0
+    assert sum(passage.posterior) == pytest.approx(1, abs=1e-5)
+
+
 def test_a_last_head_gives_a_share_and_the_generator_its_log_probabilities(
     reward_data, reward_model, generator, opened
 ):
     dataset, tokenizer = opened
-    passage = read_passages(reward_data, reward_model, generator, 1, CPU)[0]
+    passage = read_passages(reward_data, reward_model, generator, CPU)[0][0]
     ids = torch.from_numpy(dataset.x[[row_of(dataset, tokenizer, "".join(passage.tokens))]].astype(np.int64))
     with torch.no_grad():
         share = build_model(load_checkpoint(reward_model), "reward", reward_model)(ids)[0][0, 0].item()
@@ -70,15 +86,38 @@ def test_a_last_head_gives_a_share_and_the_generator_its_log_probabilities(
     assert passage.generator_log_probs == pytest.approx([None, *written], abs=1e-6)
 
 
-def test_rows_report_and_come_from_as_many_blocks_as_there_are(opened):
+def test_the_game_has_blocks_of_its_own(opened):
+    """Nothing else on the page shows natural text of a block to play with."""
     dataset, _ = opened
     _, reporting, _ = rows_by_part(dataset)
-    blocks = len(set(reporting // dataset.samples_per_chunk))
-    rows = draw_rows(dataset, len(reporting) + 5)
-    assert sorted(rows) == sorted(reporting)
-    assert len(set(rows[:blocks] // dataset.samples_per_chunk)) == blocks
-    assert rows.tolist() == draw_rows(dataset, len(reporting)).tolist()
-    assert (dataset.y[draw_rows(dataset, 5, least_share=0.75), 0] >= 0.75).all()
+    drawn, again = draw_rows(dataset), draw_rows(dataset)
+    blocks = [rows // dataset.samples_per_chunk for rows in (drawn.shown, drawn.played, drawn.prompts)]
+    assert not set(blocks[1]) & (set(blocks[0]) | set(blocks[2])) and len(set(blocks[1])) == len(blocks[1]) > 0
+    rows = np.concatenate([drawn.shown, drawn.played, drawn.prompts])
+    assert np.isin(rows, reporting).all() and (dataset.y[drawn.prompts, 0] >= 0.75).all()
+    assert len(set(blocks[0])) == min(6, len(set(reporting // dataset.samples_per_chunk)) - len(blocks[1]))
+    for name in ("shown", "played", "prompts"):
+        assert getattr(drawn, name).tolist() == getattr(again, name).tolist()
+
+
+def test_many_blocks_give_six_ten_and_three_rows():
+    class Rows:  # 30 validation blocks of 4 rows, of which the last half reports
+        samples_per_chunk, block_size, metadata = 4, 16, {}
+        y = np.tile([[0.25], [0.5], [0.8], [0.9]], (30, 1))
+
+        def __len__(self) -> int:
+            return 120
+
+    drawn = draw_rows(Rows())
+    assert [len(rows) for rows in (drawn.shown, drawn.played, drawn.prompts)] == [
+        6,
+        10,
+        3,
+    ]  # of 15 blocks, 5 of them to show
+    Rows.y, Rows.__len__ = np.tile(Rows.y, (2, 1)), lambda self: 240
+    drawn = draw_rows(Rows())
+    assert [len(rows) for rows in (drawn.shown, drawn.played, drawn.prompts)] == [6, 10, 3]
+    assert len({row // 4 for row in [*drawn.shown, *drawn.played]}) == 16
 
 
 def test_completions_go_on_from_the_same_natural_prompt(
@@ -86,9 +125,9 @@ def test_completions_go_on_from_the_same_natural_prompt(
 ):
     dataset, tokenizer = opened
     generators = {"base": generator, "knowing": knowing, "base again": generator}
-    prompts = complete_prompts(reward_data, generators, predictive_reward_model, 2, CPU)
+    prompts = complete_prompts(reward_data, generators, predictive_reward_model, CPU)
     N, model = dataset.block_size, build_model(load_checkpoint(predictive_reward_model), "reward", "")
-    assert len(prompts) == 2
+    assert prompts
     for prompt, texts in prompts:
         assert len(prompt) == N // 4 and list(texts) == ["natural text", *generators]
         natural = prompt + texts["natural text"].text.removesuffix(" …")

@@ -20,6 +20,7 @@ import torch
 from helpers import InThisProcess, call, end_in_call, make_corpus, make_text, refuse_in_one_line, succeed, terminate
 from screenshot import FLAGS, find_chromium
 
+import passages
 import report
 import run_cycles
 import train_grpo
@@ -136,16 +137,16 @@ def tokens_of(text: str) -> list[list[str]]:
 def test_colours_marks_and_numbers_are_the_reward_model_s(loop):
     out, _, _ = loop
     text = (out / "report.html").read_text()
-    passages = re.findall(
+    shown_passages = re.findall(
         r'<div class="text" tabindex="0" role="group" data-passage="(\d+)".*?>(.*?)</div>', text, re.DOTALL
     )
     numbers = data_of(text)["passages"]
-    assert len(passages) == len(numbers) == report.PASSAGES_SHOWN
+    assert len(shown_passages) == len(numbers) == passages.SHOWN
     model = build_model(load_checkpoint(out / "reward_model_v1.pt"), "reward", "")
     dataset = RewardDataset(out / "reward_data_v1", "val")
     rows = {tuple(row.tolist()): label for row, label in zip(dataset.x, dataset.y[:, 0], strict=True)}
     tokenizer = TokenizationManager.from_record(load_checkpoint(out / "base_model_v1.pt")["tokenization"])
-    for identity, shown in passages:
+    for identity, shown in shown_passages:
         given = numbers[int(identity)]
         ids = tokenizer.encode("".join(given["tokens"])).astype(np.int64)
         K = round(float(rows[tuple(ids.tolist())]) * len(ids))
@@ -172,26 +173,11 @@ def test_every_state_of_a_run_has_a_page(loop):
         assert ("No reward model is finished yet" in page) == (
             not any("reward_model" in each for each in stages[:number])
         )
-    assert f"Finished: 1 of 1 cycles done, {len(stages)} stages" in pages[-1]
+    assert f"Finished: 1 of 1 cycle done, {len(stages)} stages" in pages[-1]
     for name in ("base_model_v1", "natural_model_v1", "base_model_v2", "control_plain_v2", "control_distil_v2"):
         assert f"<summary>{name}</summary>" in pages[-1], name
     for name in ("base_model_v1", "base_model_v2", "control_plain_v2", "control_distil_v2"):
         assert re.search(rf"<h4>{name} <span", pages[-1]), name
-
-
-def test_each_cycle_has_its_last_reward_model_and_that_one_s_data(tmp_path):
-    names = ["reward_data_v1", "reward_model_v1", "reward_data_v1_try2", "reward_model_v1_try2", "reward_data_v2"]
-    names += ["natural_model_v2_try2", "reward_model_v2", "reward_model_v2_try2"]
-    stages = {name: {} for name in names} | {"reward_model_v3": {"unfinished": True}}
-    for name in [*names, "base_model_v1", "base_model_v2"]:
-        (tmp_path / (name if "data" in name else f"{name}.pt")).touch()
-    found = report.Report(tmp_path, CPU)._reward_models({"stages": stages})
-    assert {cycle: (model.name, data.name) for cycle, (model, data) in found.items()} == {
-        1: ("reward_model_v1_try2.pt", "reward_data_v1_try2"),
-        2: ("reward_model_v2_try2.pt", "reward_data_v2"),
-    }
-    (tmp_path / "reward_data_v1_try2").unlink()  # to save space: the page is written without it
-    assert list(report.Report(tmp_path, CPU)._reward_models({"stages": stages})) == [2]
 
 
 def test_by_hand_the_page_is_the_loop_s_own(loop, tmp_path):
@@ -222,7 +208,7 @@ def test_a_stage_that_has_begun_and_an_interrupted_run_that_goes_on(tmp_path, ho
     assert "<summary>base_model_v2</summary>" in page  # its curves so far
     succeed("run_cycles", str(tmp_path / "tiny.py"), **options)
     page = (out / "report.html").read_text()
-    assert "Finished: 1 of 1 cycles done, 10 stages" in page and "Unfinished" not in page
+    assert "Finished: 1 of 1 cycle done, 10 stages" in page and "Unfinished" not in page
 
 
 def test_a_failed_run_says_where_and_why(tmp_path, hostile, monkeypatch):
@@ -260,6 +246,7 @@ def test_a_page_that_cannot_be_written_does_not_stop_the_loop(tmp_path, hostile,
         ('{"format_version": 5}', "format"),
         ("[]", "format"),
         ('{"format_version": 6, "stages": 1}', "damaged"),
+        ('{"format_version": 6, "corpus": {}, "settings": {}, "stages": {"base_model_v1": {}}}', "damaged"),
     ],
 )
 def test_a_folder_without_a_run_is_refused(tmp_path, contents, said):
@@ -269,13 +256,45 @@ def test_a_folder_without_a_run_is_refused(tmp_path, contents, said):
     assert said in line and not (tmp_path / "report.html").exists()
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_page_stays(loop, tmp_path):
+def test_what_is_damaged_or_removed_is_left_out_and_named(loop, tmp_path):
+    """One file costs its part of the page, not the page."""
     out = tmp_path / "run"
     shutil.copytree(loop[0], out)
-    before = (out / "report.html").read_bytes()
+    (out / "notes.json").write_text("{broken")
+    (out / "evaluation.json").write_text('{"about": {}, "natural_text": {}, "checkpoints": {"a": {}}}')
+    (out / "base_model_v2.jsonl").write_bytes(b"\xff\n{}\n")
+    (out / "control_plain_v2.jsonl").write_text("1\n2\n{}\n")
+    (out / "base_model_v2.pt").unlink()
+    (out / "reward_data_v1" / "val_x.bin").unlink()
+    done = call("report", out_dir=out, device="cpu")
+    page = (out / "report.html").read_text()
+    assert done.status == 0 and "Traceback" not in done.err
+    parts = ("notes.json", "evaluation.json", "the samples of cycle 1", "the completions")
+    for name in (*parts, "the curves of base_model_v2", "the curves of control_plain_v2"):
+        assert f"Left out: {name}. " in page and f"the report leaves out {name}: " in done.err, name
+    assert "<summary>base_model_v1</summary>" in page and "val_x.bin" in done.err
     (out / "reward_model_v1.pt").write_bytes(b"damaged")
-    assert "reward_model_v1.pt" in refuse_in_one_line("report", out_dir=out, device="cpu")
-    assert (out / "report.html").read_bytes() == before
+    shutil.copy(loop[0] / "reward_data_v1" / "val_x.bin", out / "reward_data_v1")
+    assert re.search("leaves out the samples of cycle 1: .*reward_model_v1.pt", call("report", out_dir=out).err)
+
+
+@pytest.mark.parametrize("name", ["inputs", "code", "commit", "versions"])
+def test_records_of_earlier_versions_may_lack_their_origin(loop, name):
+    ledger = read_json(loop[0] / "cycles.json")
+    for record in ledger["stages"].values():
+        del record[name]
+    assert len(report.stages_table(ledger).rows) == len(ledger["stages"])
+    assert report.provenance(loop[0], ledger)
+
+
+def test_a_run_without_an_outcome_is_not_finished(loop):
+    ledger = read_json(loop[0] / "cycles.json")
+    assert report.standing(ledger)[0] == "finished"
+    del ledger["outcome"]
+    state, sentence = report.standing(ledger)
+    assert state == "unfinished" and re.match(r"Unfinished: (\d+) of \1 stages are finished\. ", sentence)
+    del ledger["run"], ledger["stages"]["base_model_v2"]
+    assert report.standing(ledger)[0] == "unfinished"
 
 
 def test_settings_that_differ_are_named_with_their_defaults(loop):
@@ -443,12 +462,12 @@ def test_the_keyboard_moves_over_the_tokens(opened, loop):
 @pytest.mark.parametrize("way", ["mouse", "keyboard", "touch"])
 def test_the_game_is_played_to_its_end(opened, loop, way):
     page = opened(viewport={"width": 390, "height": 800}, has_touch=True) if way == "touch" else opened()
-    passages = data_of((loop[0] / "report.html").read_text())["game"]
-    assert len(passages) == report.PASSAGES_PLAYED
+    game = data_of((loop[0] / "report.html").read_text())["game"]
+    assert len(game) == passages.PLAYED
     act, text, said = (page.locator(f"#game-{name}") for name in ("act", "text", "said"))
     own, model = [], []
-    for number, passage in enumerate(passages):
-        assert f"Passage {number + 1} of {len(passages)}" in page.inner_text("#game-progress")
+    for number, passage in enumerate(game):
+        assert f"Passage {number + 1} of {len(game)}" in page.inner_text("#game-progress")
         mark = min(3 + number, len(passage["tokens"]) - 1)
         if way == "keyboard":
             text.focus()
@@ -467,9 +486,28 @@ def test_the_game_is_played_to_its_end(opened, loop, way):
         page.keyboard.press("Enter") if way == "keyboard" else act.click() if way == "mouse" else act.tap()
     assert f"Your mean error: {np.mean(own):.1f} tokens." in said.inner_text()
     assert f"The reward model's: {np.mean(model):.1f}." in said.inner_text()
-    assert page.locator("#game-score tbody tr").count() == len(passages)
+    assert page.locator("#game-score tbody tr").count() == len(game)
     act.click()
     assert "Passage 1 of" in page.inner_text("#game-progress")
+
+
+@pytest.mark.interop
+def test_a_key_that_is_held_plays_one_passage_and_the_browser_s_keys_stay_its_own(opened):
+    page = opened()
+    text = page.locator("#game-text")
+    text.focus()
+    mark = page.inner_text("#game-said")
+    page.keyboard.press("Alt+ArrowRight")
+    assert page.inner_text("#game-said") == mark
+    page.locator("#game-forward").click()
+    page.locator("#game-forward").click()
+    page.locator("#game-back").click()
+    assert page.inner_text("#game-said") == mark.replace("token 17", "token 18")
+    text.focus()
+    for _ in range(6):
+        page.keyboard.down("Enter")  # repeats until it is released
+    page.keyboard.up("Enter")
+    assert "Passage 1 of" in page.inner_text("#game-progress") and "You are " in page.inner_text("#game-said")
 
 
 @pytest.mark.interop
