@@ -63,6 +63,7 @@ STYLE: dict[str, Any] = {
     "figure.constrained_layout.h_pad": 0.08,
     "figure.constrained_layout.w_pad": 0.08,
 }
+HEADING = 17  # points above the panels that a title takes
 WIDTH, COLUMNS, ROW_HEIGHT = 10.5, 3, 2.45  # inches
 MAX_POINTS = 400  # of a line: more than a panel has pixels
 BAND = 0.2  # opacity
@@ -570,13 +571,17 @@ def to_svg(picture: Picture, name: str) -> str:
     """The picture as an <svg> element for an HTML page, in which `name` ([a-z0-9-]+) is unique.
 
     Its colours are the CSS variables --ink, --grid and --series-1 to --series-5, its font is the page's, its background
-    transparent, its class `figure`. Equal data give equal bytes. Raises ValueError for another name.
+    transparent, its class `figure`; its title is not drawn. Equal data give equal bytes. Raises ValueError for another
+    name.
     """
     if not re.fullmatch(r"[a-z0-9-]+", name):
         raise ValueError(f"name={name!r}: must match [a-z0-9-]+")
+    heading = picture.figure.get_suptitle()
     with io.StringIO() as file:
         with _style(**{"svg.hashsalt": name}):
+            picture.figure.suptitle("")  # the page has it
             picture.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+            picture.figure.suptitle(heading)
         drawn = ElementTree.fromstring(file.getvalue())
     drawn.remove(drawn.find("{*}metadata"))  # type: ignore[arg-type]
     for defs in drawn.findall("{*}defs"):  # of one rule, for all elements of the page
@@ -591,12 +596,13 @@ def to_svg(picture: Picture, name: str) -> str:
         part.text, part.tail = part.text if part.tag == "text" else None, None
         attributes = {key.rpartition("}")[2]: value for key, value in part.attrib.items()}
         part.attrib = {key: new for key, value in attributes.items() if (new := _attribute(key, value, ids))}
+    _, _, width, height = map(float, drawn.attrib["viewBox"].split())
     svg = ElementTree.Element(
         "svg",
         {
             "xmlns": "http://www.w3.org/2000/svg",
             "class": "figure",
-            "viewBox": drawn.attrib["viewBox"],
+            "viewBox": f"0 {HEADING} {width:g} {height - HEADING:g}",
             "role": "img",
             "aria-labelledby": f"{name}-title {name}-description",
             "style": SVG_STYLE,

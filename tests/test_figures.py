@@ -324,7 +324,7 @@ def test_an_svg_belongs_to_its_page():
     text = to_svg(grpo(), "policy-2")
     root = ElementTree.fromstring(text)
     assert root.attrib["class"] == "figure" and root.attrib["role"] == "img" and "width" not in root.attrib
-    assert re.fullmatch(r"0 0 756 \d+(\.\d+)?", root.attrib["viewBox"])
+    assert re.fullmatch(r"0 17 756 \d+(\.\d+)?", root.attrib["viewBox"])
     assert not re.search(r"#[0-9a-fA-F]{3,8}\b|rgb\(|font-family|<style|<metadata|<\?xml|<!|\bdate\b", text)
     assert set(re.findall(r"var\((.*?)\)", text)) == {"--ink", "--grid", "--series-1", "--series-2"}
     assert {part.tag for part in root.iter()} - {
