@@ -576,12 +576,12 @@ def to_svg(picture: Picture, name: str) -> str:
     """
     if not re.fullmatch(r"[a-z0-9-]+", name):
         raise ValueError(f"name={name!r}: must match [a-z0-9-]+")
-    heading = picture.figure.get_suptitle()
+    heading = picture.figure.texts[0]
     with io.StringIO() as file:
         with _style(**{"svg.hashsalt": name}):
-            picture.figure.suptitle("")  # the page has it
+            heading.set_visible(False)  # the page has it
             picture.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-            picture.figure.suptitle(heading)
+            heading.set_visible(True)
         drawn = ElementTree.fromstring(file.getvalue())
     drawn.remove(drawn.find("{*}metadata"))  # type: ignore[arg-type]
     for defs in drawn.findall("{*}defs"):  # of one rule, for all elements of the page
