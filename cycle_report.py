@@ -8,7 +8,7 @@ part of the validation split, in nats per token; intervals are 95% intervals.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ Ledger = Mapping[str, Any]
 Record = Mapping[str, Any]
 LEDGER_VERSION = 6
 LOSS = ("loss", "loss_low", "loss_high")
+REWARD = ("fresh_reward", "fresh_reward_low", "fresh_reward_high")
 DIFFERENCE = ("difference", "difference_low", "difference_high")
 # Of a row of the table; None where a model has no such figure.
 CELLS = (
     *("cycle", "model", "kind", *LOSS, "perplexity", *DIFFERENCE, *(f"control_{name}" for name in DIFFERENCE)),
     *("r2", "r2_low", "r2_high", "gate_r2", "gate_r2_low", "gate_r2_high", "first_reward", "last_reward", "kl"),
+    *(f"{when}_{name}" for when in ("start", "kept") for name in REWARD),
     *("kept_step", "steps", "training_seconds", "cycle_seconds", "stop_reason"),
 )
 
@@ -198,7 +200,7 @@ def _what_was_trained(ledger: Ledger, base: Record, trained: list[int]) -> str:
     if not trained:
         return text
     asked = num_cycles(ledger) or len(trained)
-    text += f", then in {len(trained)} of {asked} {'cycle' if asked == 1 else 'cycles'} by "
+    text += f", then for {len(trained)} of {asked} {'cycle' if asked == 1 else 'cycles'} against "
     text += "a reward model that " if len(trained) == 1 else f"reward models, of which that of cycle {trained[-1]} "
     skill, gate = reward_figures(ledger, trained[-1])
     assert skill is not None, "a policy has a reward model"
@@ -229,12 +231,10 @@ def _policy_clause(ledger: Ledger, trained: list[int]) -> str:
     if not ledger["stages"][name]["kept_step"]:
         loss = f"the policy{of_cycle} is its start, unchanged (step 0 is kept), and its loss on unseen text"
     if controls := controls_in(ledger, cycle):
-        found = {}
-        for control, figures in controls.items():
-            start = "" if ledger["stages"][control]["kept_step"] else ", its start unchanged"
-            found[control.partition("_v")[0] + start] = figures
+        found = {control.partition("_v")[0]: figures for control, figures in controls.items()}
+        unchanged = {name.partition("_v")[0] for name in controls if not ledger["stages"][name]["kept_step"]}
         plain = "" if f"control_plain_v{cycle + 1}" in controls else ", without a control by plain training"
-        return f"{loss} is {_comparison(found)}{plain}, one seed"
+        return f"{loss} is {_comparison(found, unchanged)}{plain}, one seed"
     measured = finished(ledger, f"perplexity_{name}")
     if "run" in ledger and f"controls_v{cycle + 1}" in ledger["run"]["stages"] and "outcome" not in ledger:
         missing = "it is not compared with its controls yet"
@@ -245,7 +245,7 @@ def _policy_clause(ledger: Ledger, trained: list[int]) -> str:
     return f"{loss} is {_comparison({'base_model_v1': measured})}, one seed, but {missing}"
 
 
-def _comparison(found: Mapping[str, Record]) -> str:
+def _comparison(found: Mapping[str, Record], unchanged: Collection[str] = ()) -> str:
     """`lower than that of NAME (by ...) and higher than that of NAME (by ...)`, by the intervals of differences."""
     groups: dict[str, list[str]] = {"lower than that of": [], "not shown to differ from that of": []}
     groups["higher than that of"] = []
@@ -253,13 +253,14 @@ def _comparison(found: Mapping[str, Record]) -> str:
     for name, figures in found.items():
         mean, low, high = (figures[each] for each in DIFFERENCE)
         of_interval = ", " if named else " nats per token, 95% interval "
+        start = "; it kept its start unchanged" if name in unchanged else ""
         if low is not None and high < 0:
-            groups["lower than that of"].append(f"{name} (by {-mean:.4f}{of_interval}{-high:.4f} to {-low:.4f})")
+            groups["lower than that of"].append(f"{name} (by {-mean:.4f}{of_interval}{-high:.4f} to {-low:.4f}{start})")
         elif low is not None and low > 0:
-            groups["higher than that of"].append(f"{name} (by {mean:.4f}{of_interval}{low:.4f} to {high:.4f})")
+            groups["higher than that of"].append(f"{name} (by {mean:.4f}{of_interval}{low:.4f} to {high:.4f}{start})")
         else:
             interval = ", no interval" if low is None else f"{of_interval}{low:+.4f} to {high:+.4f}"
-            groups["not shown to differ from that of"].append(f"{name} (difference {mean:+.4f}{interval})")
+            groups["not shown to differ from that of"].append(f"{name} (difference {mean:+.4f}{interval}{start})")
         named = True
     return " and ".join(f"{relation} {' and '.join(names)}" for relation, names in groups.items() if names)
 
@@ -290,8 +291,14 @@ def cycle_rows(ledger: Ledger) -> list[dict[str, Any]]:
                 cells |= {"perplexity": perplexity(losses["loss"])}
                 cells |= {"difference": None if first["loss"] is None else losses["loss"] - first["loss"]}
             cells |= {"kept_step": own["kept_step"], "steps": own["steps"], "training_seconds": own["seconds"]}
+            cells |= _fresh_rewards(own) | {"kl": own.get("kept", {}).get("kl_now")}
             rows.append(_row(cycle, control, "control", cells))
     return rows
+
+
+def _fresh_rewards(record: Record) -> dict[str, Any]:
+    """P(natural) of fresh completions by the start of a training and by what it kept; empty of a plain control."""
+    return {f"{when}_{name}": record[when].get(name) for when in ("start", "kept") if when in record for name in REWARD}
 
 
 def _row(cycle: int, model: str, kind: str, cells: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,14 +324,8 @@ def _policy_cells(ledger: Ledger, cycle: int) -> dict[str, Any]:
     if "carried_on" in policy:
         return cells | {"stop_reason": f"not started: {policy['carried_on']}"}
     named = ("first_reward", "last_reward", "kept_step", "steps", "stop_reason")
-    return (
-        cells
-        | {name: policy[name] for name in named}
-        | {
-            "training_seconds": policy["seconds"],
-            "kl": policy["kept"]["kl_now"],
-        }
-    )
+    cells |= {name: policy[name] for name in named} | _fresh_rewards(policy)
+    return cells | {"training_seconds": policy["seconds"], "kl": policy["kept"]["kl_now"]}
 
 
 def cycle_table(ledger: Ledger) -> str:

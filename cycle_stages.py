@@ -345,7 +345,7 @@ class Controls:
         if self.exact:
             policy, model = policy_stage(cycle, self.folder, self.out, reward_model_path), self._model("distil", cycle)
             options = {**policy.options, **self.exact, "output_path": model, "max_steps": steps}
-            figures = partial(trained, model, "steps", "stop_reason", "kept_step", "select_loss")
+            figures = partial(trained, model, "steps", "stop_reason", "kept_step", "select_loss", "start", "kept")
             stages.append(replace(policy, name=model.stem, artefact=model, options=options, figures=figures))
         return stages
 

@@ -62,6 +62,7 @@ SECTIONS = (
     ("completions", "Completions"),
     ("curves", "Curves"),
     ("skill", "Reward models"),
+    ("plane", "Quality and diversity"),
     ("game", "Game"),
     ("settings", "Settings"),
     ("provenance", "Provenance"),
@@ -110,6 +111,8 @@ class Report:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here: a command line's help needs none
 
         before, self.left_out = self.left_out, {}
+        if not (self.out / "cycles.json").is_file():
+            raise UserError(f"ERROR: {self.out} has no cycles.json: name the --out_dir of a run of run_cycles.py")
         ledger = read_ledger(self.out / "cycles.json")
         try:
             parts = {**self._texts(ledger), **self._pictures(ledger), **self._about(ledger)}
@@ -135,6 +138,7 @@ class Report:
         )
         page = templates.get_template("page.html").render(
             **parts,
+            sections=[(name, title) for name, title in SECTIONS if name != "plane" or parts["planes"]],
             style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
             script=script,
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -169,9 +173,8 @@ class Report:
             "state": state,
             "status": status,
             "written": time.strftime("%Y-%m-%d %H:%M"),
-            "sections": SECTIONS,
             "rows_table": loop_table(rows) if rows else None,
-            "notes": [*row_sentences(rows), *ledger.get("summary", [])],
+            "notes": [*row_sentences(rows), *target_sentences(ledger), *ledger.get("summary", [])],
             "left_out": list(self.left_out.items()),
             "settings_table": Table(("section", "setting", "value", "default"), changed_settings(ledger)),
             "stages_table": stages_table(ledger),
@@ -225,6 +228,7 @@ class Report:
             return None
         return {
             "reward_model": reward_model,
+            "unchanged": [name for name in paths if name != "base_model_v1" and not records[name].get("kept_step", 1)],
             "share": f"{PROMPT_SHARE:.0%}",
             "prompts": [
                 {"prompt": prompt, "texts": [(name, each.text, each.reward) for name, each in texts.items()]}
@@ -275,8 +279,8 @@ def standing(ledger: Mapping[str, Any]) -> tuple[str, str]:
         return "finished", f"Finished: {ledger['outcome']}, {done} stages."
     next_stage = "" if name is None else f", {name} {'has begun' if name in ledger['stages'] else 'is next'}"
     return "unfinished", (
-        f"Unfinished: {done} of {planned} stages are finished{next_stage}. The page is written anew after every stage: "
-        "reload it."
+        f"Unfinished: {done} of {planned} stages are finished{next_stage}. While the run goes on, the page is written "
+        "anew after every stage: reload it; a run that was interrupted goes on with the same command."
     )
 
 
@@ -284,7 +288,7 @@ def loop_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The rows of cycle_report.cycle_rows as texts; an empty cell where a model has no such figure."""
     heads = (
         *("cycle", "model", "loss, nats per token", "perplexity", "loss - base_model_v1's", "policy's loss - this"),
-        *("R2, unseen reward data", "R2 at the gate", "reward, first to last", "KL to the start"),
+        *("R2, unseen reward data", "R2 at the gate", "reward, start to kept", "KL to the start"),
         *("steps, kept of all", "seconds", "seconds of the cycle"),
     )
 
@@ -298,7 +302,7 @@ def loop_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
     lines = []
     for row in rows:
-        first, last = row["first_reward"], row["last_reward"]
+        start = row["start_fresh_reward"]
         lines.append(
             (
                 str(row["cycle"]),
@@ -309,7 +313,7 @@ def loop_table(rows: Sequence[Mapping[str, Any]]) -> Table:
                 with_interval(row, "control_difference", "+.4f"),
                 with_interval(row, "r2", ".3f"),
                 with_interval(row, "gate_r2", ".3f"),
-                "" if first is None else f"{first:.3f}\nto {last:.3f}",
+                "" if start is None else f"{start:.3f} to {with_interval(row, 'kept_fresh_reward', '.3f')}",
                 cell(row["kl"], ".4f"),
                 "" if row["steps"] is None else f"{row['kept_step']} of {row['steps']}",
                 cell(row["training_seconds"], ".0f"),
@@ -317,6 +321,25 @@ def loop_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             )
         )
     return Table(heads, lines)
+
+
+def target_sentences(ledger: Mapping[str, Any]) -> list[str]:
+    """For each cycle what there is to reach: the loss of the reward model's mixture, and natural text's own reward."""
+    sentences = []
+    for cycle in cycles_begun(ledger):
+        record = ledger["stages"][reward_model_of(ledger, cycle)]
+        if "report_mixture_loss" in record:
+            sentences.append(
+                f"Cycle {cycle}: the mixture of generator and natural models, which the reward model holds against the "
+                f"generator, has loss {record['report_mixture_loss']:.4f}, the natural models alone "
+                f"{record['report_natural_loss']:.4f}, the best of them {min(record['report_member_losses']):.4f}."
+            )
+        kept = (finished(ledger, f"base_model_v{cycle + 1}") or {}).get("kept", {})
+        if kept.get("natural_reward") is not None:
+            low, high = kept["natural_reward_low"], kept["natural_reward_high"]
+            interval = "" if low is None else f" ({low:.3f} to {high:.3f})"
+            sentences.append(f"Cycle {cycle}: natural text gets reward {kept['natural_reward']:.3f}{interval}.")
+    return sentences
 
 
 def changed_settings(ledger: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -410,7 +433,7 @@ def plane(path: Path) -> dict[str, Any] | None:
     contents = read_json(path)
     if not isinstance(contents, dict) or not {"about", "natural_text", "checkpoints"} <= contents.keys():
         return None
-    curves = {name: figures["points"] for name, figures in contents["checkpoints"].items()}
+    curves = {Path(name).stem: figures["points"] for name, figures in contents["checkpoints"].items()}
     return drawn(
         quality_diversity(curves, contents["natural_text"], f"Samples of {path.name}"),
         f"plane-{path.name.encode().hex()}",

@@ -140,6 +140,7 @@ function play(passages) {
   const board = document.getElementById("board"), text = document.getElementById("game-text");
   const act = document.getElementById("game-act"), said = document.getElementById("game-said");
   const progress = document.getElementById("game-progress"), score = document.getElementById("game-score");
+  const back = document.getElementById("game-back"), forward = document.getElementById("game-forward");
   let round, mark, isOpen, rounds;
 
   function begin() {
@@ -152,6 +153,7 @@ function play(passages) {
   function deal() {
     const passage = passages[round];
     isOpen = true;
+    for (const part of [text, back, forward]) part.hidden = false;
     progress.textContent = `Passage ${round + 1} of ${passages.length}`;
     text.replaceChildren(...passage.tokens.map((token) => {
       const element = make("span");
@@ -167,7 +169,7 @@ function play(passages) {
     const tokens = tokensOf(text);
     mark = Math.min(Math.max(at, 1), tokens.length - 1);
     tokens.forEach((token, index) => token.classList.toggle("here", index === mark));
-    said.textContent = `Mark: token ${mark + 1} of ${tokens.length}`;
+    said.textContent = `Your K: ${mark} of ${tokens.length} tokens are natural`;
   }
 
   function insert(at, label, className) {
@@ -195,7 +197,7 @@ function play(passages) {
     const rows = rounds.map(({ passage, mark, own, model }, index) =>
       [index + 1, passage.crossover, mark, own, passage.predicted.toFixed(1), model.toFixed(1)]);
     const table = make("table"), head = table.createTHead().insertRow(), body = table.createTBody();
-    for (const title of ["passage", "K", "your mark", "your error", "reward model's E[K]", "its error"]) {
+    for (const title of ["passage", "K", "your K", "your error", "reward model's E[K]", "its error"]) {
       head.append(make("th", title));
     }
     for (const cells of rows) {
@@ -210,6 +212,7 @@ function play(passages) {
       `Always the middle: ${constant.toFixed(1)}.`;
     progress.textContent = `All ${passages.length} passages played`;
     text.replaceChildren();
+    for (const part of [text, back, forward]) part.hidden = true;
     score.replaceChildren(scroll);
     act.textContent = "Play again";
   }
@@ -239,8 +242,8 @@ function play(passages) {
   });
   act.addEventListener("click", next);
   act.addEventListener("keydown", (event) => { if (event.repeat) event.preventDefault(); });
-  for (const [id, step] of [["game-back", -1], ["game-forward", 1]]) {
-    document.getElementById(id).addEventListener("click", () => { if (isOpen) place(mark + step); });
+  for (const [button, step] of [[back, -1], [forward, 1]]) {
+    button.addEventListener("click", () => { if (isOpen) place(mark + step); });
   }
   board.hidden = false;
   begin();

@@ -109,7 +109,7 @@ def refused(ledger: dict[str, Any], cycle: int) -> dict[str, Any]:
 BASE = "A generator of 803.1K parameters was trained on 114,876 tokens of plays"
 PREDICTS = "predicts K/N on unseen samples (R2 0.641, 95% interval 0.546 to 0.713)"
 FAILS = "does not predict K/N on {} (R2 0.094: the 95% interval, -0.003 to 0.123, includes 0)"
-ONE = f"{BASE}, then in 1 of 1 cycle by a reward model that {PREDICTS}; "
+ONE = f"{BASE}, then for 1 of 1 cycle against a reward model that {PREDICTS}; "
 BEAT = "the policy's loss on unseen text is lower than that of control_plain (by 0.0359 nats per token, 95% interval "
 BEAT += "0.0325 to 0.0393)"
 BOTH = f"{BEAT} and control_distil (by 0.0071, 0.0054 to 0.0088), one seed."
@@ -152,7 +152,7 @@ STATES = {
     ),
     "a control that kept its start": (
         changed(make_ledger(), control_plain_v2={"kept_step": 0}),
-        f"{ONE}{BOTH.replace('control_plain (', 'control_plain, its start unchanged (')}",
+        f"{ONE}{BOTH.replace('0.0393)', '0.0393; it kept its start unchanged)')}",
     ),
     "not different, though above": (
         changed(make_ledger(), **controls(difference(0.001, -0.001, 0.003), LOWER)),
@@ -184,7 +184,7 @@ STATES = {
     ),
     "an unpredictive reward": (
         changed(make_ledger(), reward_model_v1={"skill": NO_SKILL}, gate_v1=NO_SKILL),
-        f"{BASE}, then in 1 of 1 cycle by a reward model that {FAILS.format('unseen samples')}; {BOTH}",
+        f"{BASE}, then for 1 of 1 cycle against a reward model that {FAILS.format('unseen samples')}; {BOTH}",
     ),
     "a closed gate that was passed": (
         changed(make_ledger(), gate_v1=NO_SKILL),
@@ -192,8 +192,8 @@ STATES = {
     ),
     "no interval of R2": (
         changed(make_ledger(), reward_model_v1={"skill": {"r2": 0.5, "r2_low": None, "r2_high": None}}),
-        f"{BASE}, then in 1 of 1 cycle by a reward model that is not shown to predict K/N on unseen samples (R2 0.500 "
-        f"has no interval); {BOTH}",
+        f"{BASE}, then for 1 of 1 cycle against a reward model that is not shown to predict K/N on unseen samples (R2 "
+        f"0.500 has no interval); {BOTH}",
     ),
     "refused": (
         refused(make_ledger(), 1),
@@ -207,7 +207,7 @@ STATES = {
     ),
     "two cycles": (
         make_ledger(2, 2),
-        f"{BASE}, then in 2 of 2 cycles by reward models, of which that of cycle 2 {PREDICTS}; "
+        f"{BASE}, then for 2 of 2 cycles against reward models, of which that of cycle 2 {PREDICTS}; "
         f"{BOTH.replace('loss on', 'loss of cycle 2 on')}",
     ),
     "one of two cycles": (make_ledger(2, 1), f"So far a{ONE[1:].replace('1 of 1 cycle', '1 of 2 cycles')}{BOTH}"),
@@ -239,7 +239,7 @@ def test_the_sentence_of_a_ledger(state):
 def test_an_earlier_version_has_no_number_of_parameters():
     ledger = changed(make_ledger(), "run")
     del ledger["stages"]["base_model_v1"]["num_parameters"], ledger["stages"]["base_model_v1"]["inputs"]
-    assert headline(ledger).startswith("A generator was trained on 114,876 tokens, then in 1 of 1 cycle by")
+    assert headline(ledger).startswith("A generator was trained on 114,876 tokens, then for 1 of 1 cycle against")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -471,7 +471,7 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
     assert not (tmp_path / "out" / "base_model_v5.pt").exists()
     outcome = json.loads((tmp_path / "out" / "cycles.json").read_text())["outcome"]
     assert "after cycle 3" in outcome and f"; {outcome}." in printed
-    assert "then in 3 of 5 cycles" in printed
+    assert "then for 3 of 5 cycles" in printed
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_the_page_has_every_section_and_loads_nothing(loop):
     assert printed.rstrip().splitlines()[-1] == f"Report: {out / 'report.html'}"
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert {name for name, _ in report.SECTIONS} <= set(ids)
+    assert {name for name, _ in report.SECTIONS} - {"plane"} <= set(ids)
     for tag, attributes in page.elements:
         for name in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
             link = attributes.get(name)
@@ -177,7 +177,7 @@ def test_every_state_of_a_run_has_a_page(loop):
     for name in ("base_model_v1", "natural_model_v1", "base_model_v2", "control_plain_v2", "control_distil_v2"):
         assert f"<summary>{name}</summary>" in pages[-1], name
     for name in ("base_model_v1", "base_model_v2", "control_plain_v2", "control_distil_v2"):
-        assert re.search(rf"<h4>{name} <span", pages[-1]), name
+        assert re.search(rf"<h4>{name}(, its start unchanged)? <span", pages[-1]), name
 
 
 def test_by_hand_the_page_is_the_loop_s_own(loop, tmp_path):
@@ -241,7 +241,7 @@ def test_a_page_that_cannot_be_written_does_not_stop_the_loop(tmp_path, hostile,
 @pytest.mark.parametrize(
     ("contents", "said"),
     [
-        (None, "cycles.json"),
+        (None, "no cycles.json"),
         ("{", "cannot read"),
         ('{"format_version": 5}', "format"),
         ("[]", "format"),
@@ -322,7 +322,7 @@ def test_an_evaluation_of_samples_adds_its_plane(loop, tmp_path):
     write_json(out / "evaluation.json", contents)
     succeed("report", out_dir=out, device="cpu")
     page = (out / "report.html").read_text()
-    assert 'id="plane"' in page and "a&lt;i&gt;" in page and "a<i>" not in page
+    assert 'id="plane"' in page and 'href="#plane"' in page and "a&lt;i&gt;" in page and "a<i>" not in page
     assert 'id="plane"' not in (loop[0] / "report.html").read_text()
 
 
@@ -380,7 +380,7 @@ def test_the_page_fits_its_window(opened, scheme, width):
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.title() != "executed" and page.title().endswith("- Crossover")
     for name, _ in report.SECTIONS:
-        assert page.locator(f"#{name}").is_visible(), name
+        assert page.locator(f"#{name}").is_visible() == (name != "plane"), name
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
     assert dark == (scheme == "dark")
     assert page.locator("svg.figure:visible").count() >= 4
@@ -502,7 +502,7 @@ def test_a_key_that_is_held_plays_one_passage_and_the_browser_s_keys_stay_its_ow
     page.locator("#game-forward").click()
     page.locator("#game-forward").click()
     page.locator("#game-back").click()
-    assert page.inner_text("#game-said") == mark.replace("token 17", "token 18")
+    assert page.inner_text("#game-said") == mark.replace("16 of", "17 of")
     text.focus()
     for _ in range(6):
         page.keyboard.down("Enter")  # repeats until it is released
