@@ -289,7 +289,7 @@ def loop_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     heads = (
         *("cycle", "model", "loss, nats per token", "perplexity", "loss - base_model_v1's", "policy's loss - this"),
         *("R2, unseen reward data", "R2 at the gate", "reward, start to kept", "KL to the start"),
-        *("steps, kept of all", "seconds", "seconds of the cycle"),
+        *("steps, kept of all", "seconds"),
     )
 
     def cell(value: float | None, form: str = "") -> str:
@@ -316,8 +316,8 @@ def loop_table(rows: Sequence[Mapping[str, Any]]) -> Table:
                 "" if start is None else f"{start:.3f} to {with_interval(row, 'kept_fresh_reward', '.3f')}",
                 cell(row["kl"], ".4f"),
                 "" if row["steps"] is None else f"{row['kept_step']} of {row['steps']}",
-                cell(row["training_seconds"], ".0f"),
-                cell(row["cycle_seconds"], ".0f"),
+                cell(row["training_seconds"], ".0f")
+                + ("" if row["cycle_seconds"] is None else f"\ncycle: {row['cycle_seconds']:.0f}"),
             )
         )
     return Table(heads, lines)

@@ -206,6 +206,7 @@ def test_a_stage_that_has_begun_and_an_interrupted_run_that_goes_on(tmp_path, ho
     page = (out / "report.html").read_text()
     assert "Unfinished: 6 of 10 stages are finished, base_model_v2 has begun" in page
     assert "<summary>base_model_v2</summary>" in page  # its curves so far
+    monkeypatch.setattr(report, "curves_of", lambda name: None)  # which take time
     succeed("run_cycles", str(tmp_path / "tiny.py"), **options)
     page = (out / "report.html").read_text()
     assert "Finished: 1 of 1 cycle done, 10 stages" in page and "Unfinished" not in page
@@ -310,7 +311,8 @@ def test_settings_that_differ_are_named_with_their_defaults(loop):
     assert not [row for row in rows if row[2] == row[3]]
 
 
-def test_an_evaluation_of_samples_adds_its_plane(loop, tmp_path):
+def test_an_evaluation_of_samples_adds_its_plane(loop, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "curves_of", lambda name: None)  # which take time
     out = tmp_path / "run"
     shutil.copytree(loop[0], out)
     point = {"temperature": 1.0, "forward_nll": 2.0, "reverse_nll": 2.5, "distinct_3": 0.5}
