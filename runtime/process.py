@@ -175,7 +175,8 @@ def _exit(message: str, status: int) -> None:
     if message:
         print(message, file=sys.stderr)
         if (path := os.environ.get(ERROR_VARIABLE)) and status == EXIT_BAD_INPUT:
-            Path(path).write_text(message, encoding="utf-8")
+            with contextlib.suppress(OSError):  # run_cycles.py may have been killed
+                Path(path).write_text(message, encoding="utf-8", errors="replace")
     if has_joined():
         # At once: taken apart in order, a process may wait for a connection that is gone; and in 2 of some 10 runs of
         # four ranks gloo's threads ended it with an abort, after all its work was done.
