@@ -18,10 +18,9 @@ from torch import Tensor
 
 from checkpoint import build_model, load_checkpoint
 from generation import Completer, Sampling
-from model import GPT
-from objectives import crossover_log_posterior, natural_probabilities, token_log_probs
+from objectives import crossover_log_posterior, natural_probabilities
 from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
-from reward_model import RewardModel
+from reward_model import RewardModel, RewardScorer
 from runtime.device import random_stream
 from tokenization_manager import TokenizationManager
 
@@ -68,12 +67,15 @@ def read_passages(
     dataset, tokenizer = open_unseen(reward_data, generator)
     drawn = draw_rows(dataset)
     rows = np.concatenate([drawn.shown, drawn.played])
+    if not len(rows):
+        return [], []
     ids = torch.from_numpy(dataset.x[rows].astype(np.int64))  # (B, N)
     N = ids.shape[1]
     reading = read(build_model(load_checkpoint(reward_model), "reward", reward_model, device), ids, device)
     written = reading.generator
     if written is None:
-        written = log_probs_under(build_model(load_checkpoint(generator), "generator", generator, device), ids, device)
+        base = build_model(load_checkpoint(generator), "generator", generator, device)
+        written = RewardScorer(None, base)(ids.to(device)).reference_log_probs
 
     def listed(values: Tensor | None, row: int, first: float | None) -> list[Any] | None:
         return None if values is None else [first, *values[row].tolist()]
@@ -91,13 +93,6 @@ def read_passages(
         for row in range(len(rows))
     ]
     return passages[: len(drawn.shown)], passages[len(drawn.shown) :]
-
-
-@torch.no_grad()
-def log_probs_under(model: GPT, ids: Tensor, device: torch.device) -> Tensor:
-    """Log-probabilities (B, N - 1) of all tokens but the first of sequences (B, N), read as many at a time as fit."""
-    parts = [part.to(device) for part in ids.split(model.rows_at_a_time())]
-    return torch.cat([token_log_probs(model.logits(model.trunk(part[:, :-1])), part[:, 1:]) for part in parts])
 
 
 @dataclass(frozen=True)
