@@ -15,9 +15,9 @@ first rows they are one contiguous slice. No padding, no masks, no token compute
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from runtime.device import free_memory
 from runtime.process import UserError, warn
 
 DEFAULT_CPU_ROWS, DEFAULT_CPU_MB = 1024, 1024
+GROWTH = 32  # positions by which the rows of a cache become longer
 
 
 @dataclass(frozen=True)
@@ -87,42 +88,67 @@ AnyModel = TypeVar("AnyModel", bound=Model)
 class KVCache:
     """Keys and values of every layer, written position by position.
 
-    keys[layer], values[layer]: (R, n_head, N, head_dim). Values that change from pass to pass are tensors, not
-    numbers: so torch.compile makes one program for all passes.
+    What a pass reads lies side by side in memory. For that, on a CPU, rows have room for only as many positions as are
+    needed, in steps of GROWTH, and move when that is no longer enough: attention of one query a row then takes a third
+    of the time that it takes over rows with unused ends. Positions not written yet are masked. Values that change from
+    pass to pass are tensors, not numbers: so torch.compile makes one program for all passes.
     """
 
     def __init__(self, model: Model, rows: int, length: int) -> None:
         config, parameter = model.config, next(model.parameters())
         if length > config.block_size:
             raise UserError(f"{length} positions asked for, but the model's block_size is {config.block_size}")
-        shape = (rows, config.n_head, length, config.n_embd // config.n_head)
-        empty = partial(torch.empty, shape, device=parameter.device, dtype=parameter.dtype)
-        self.keys = [empty() for _ in range(config.n_layer)]
-        self.values = [empty() for _ in range(config.n_layer)]
-        self._all_positions = torch.arange(length, device=parameter.device)
+        device = parameter.device
+        self._length, self._step = length, GROWTH if device.type == "cpu" else max(1, length)
+        self._shape = config.n_layer, config.n_head, config.n_embd // config.n_head  # L, H, D
+        size = rows * length * config.n_embd
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else parameter.dtype
+        self.memory = torch.empty(2 * config.n_layer, size, device=device, dtype=dtype)  # one after the other
+        self._all_positions = torch.arange(length, device=device)
+        self.begin(rows)
 
     @staticmethod
     def bytes_per_row(model: Model, length: int) -> int:
         """Bytes of a row of `length` positions."""
         return 2 * model.config.n_layer * model.config.n_embd * length * next(model.parameters()).element_size()
 
+    def begin(
+        self, rows: int, shared: "KVCache | None" = None, source_rows: Tensor | None = None, lengths: Sequence[int] = ()
+    ) -> None:
+        """Hold nothing, or of row r the first lengths[r] positions, and maybe more, of row source_rows[r] of `shared`.
+
+        rows: R, at most those that the cache was made for; source_rows: (R,) int64; lengths ascend.
+        """
+        self._rows, self._prefixes = rows, (shared, source_rows, lengths)
+        self._capacity, self._num_active = 0, 0
+        self._stored = self._view(0)
+
     def at(self, position: int, length: int, rows: int) -> None:
         """The next pass adds `length` tokens (T), from `position` on, to the first `rows` rows (A)."""
         end = position + length
         self.positions = self._all_positions[position:end]  # (T,)
-        self._active = [
-            (keys[:rows, :, :end], values[:rows, :, :end]) for keys, values in zip(self.keys, self.values, strict=True)
-        ]
+        self._is_single = length == 1 and self.memory.device.type == "cpu"
+        if end > self._capacity:
+            self._grow(end)
+        active = self._stored[:, :, :rows]  # (L, 2, A, H, S, D)
+        self._new = active[..., position:end, :]  # (L, 2, A, H, T, D)
+        if self._is_single:
+            self._active = active.flatten(2, 3)  # (L, 2, A H, S, D)
+            written = self._all_positions[: self._capacity] < end
+            self._mask = torch.zeros(self._capacity).masked_fill(~written, -torch.inf).to(self.memory.dtype)
+        else:
+            self._active = active[..., :end, :]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Add keys and values (A, H, T, D) and attend to all up to there; returns (A, H, T, D)."""
         T = queries.size(2)
-        all_keys, all_values = self._active[layer]  # (A, H, S, D)
-        all_keys[:, :, -T:], all_values[:, :, -T:] = keys, values
-        if T == 1 and queries.device.type == "cpu":
+        self._new[layer, 0], self._new[layer, 1] = keys, values
+        all_keys, all_values = self._active[layer, 0], self._active[layer, 1]
+        if self._is_single:
             # With one query a row, two batched products take two thirds of the fused kernel's time.
-            scores = (queries * queries.size(-1) ** -0.5) @ all_keys.transpose(-1, -2)  # (A, H, 1, S)
-            return scores.softmax(-1) @ all_values
+            scaled = (queries * queries.size(-1) ** -0.5).view(-1, 1, queries.size(-1))  # (A H, 1, D)
+            scores = torch.baddbmm(self._mask, scaled, all_keys.transpose(1, 2))  # (A H, 1, S)
+            return torch.bmm(scores.softmax(-1), all_values).view(queries.shape)
         if T == 1:
             return F.scaled_dot_product_attention(queries, all_keys, all_values)
         if all_keys.size(2) == T:
@@ -130,13 +156,29 @@ class KVCache:
         mask = self._all_positions[: all_keys.size(2)] <= self.positions[:, None]  # (T, S)
         return F.scaled_dot_product_attention(queries, all_keys, all_values, attn_mask=mask)
 
-    def fill_from(self, shared: "KVCache", source_rows: Tensor, lengths: list[int], num_slices: int = 8) -> None:
-        """Copy at least the first lengths[r] positions of `shared`, row source_rows[r], to row r; lengths ascend."""
-        size = -(-len(lengths) // num_slices)  # in slices of rows, so that short prefixes are not copied at full length
-        for first in range(0, len(lengths), size):
-            sources, length = source_rows[first : first + size], lengths[first : first + size][-1]
-            for mine, theirs in zip(self.keys + self.values, shared.keys + shared.values, strict=True):
-                mine[first : first + len(sources), :, :length] = theirs[sources, :, :length]
+    def _view(self, capacity: int) -> Tensor:
+        """Keys and values (L, 2, R, H, capacity, D) of rows that have room for so many positions."""
+        L, H, D = self._shape
+        return self.memory[:, : self._rows * H * capacity * D].view(L, 2, self._rows, H, capacity, D)
+
+    def _grow(self, end: int) -> None:
+        """Make room for the positions before `end`, and fill it with the prefixes and zeros."""
+        old, first = self._stored, self._capacity
+        self._capacity = min(self._length, -(-end // self._step) * self._step)
+        self._stored = self._view(self._capacity)
+        for before, after in zip(old, self._stored, strict=True) if first else ():
+            after[..., :first, :] = before.clone()  # the two overlap
+        shared, source_rows, lengths = self._prefixes
+        for start in range(first, self._capacity, GROWTH):
+            room = self._stored[..., start : start + GROWTH, :]
+            without = bisect_right(lengths, start)  # rows whose prefix ends here or before
+            room[:, :, :without] = 0
+            if shared is None or source_rows is None:
+                room[:, :, without:] = 0
+            elif without < self._rows:
+                natural = shared._stored[..., start : start + GROWTH, :][:, :, source_rows[without:]]
+                room[:, :, without:, :, : natural.size(-2)] = natural
+                room[:, :, without:, :, natural.size(-2) :] = 0
 
 
 def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -163,6 +205,11 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.log_softmax(-1)
 
 
+def sums_in_parallel(device: torch.device) -> bool:
+    """Whether cumulative sums are not made one term after the other."""
+    return device.type != "cpu"
+
+
 def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token a row by inverting the distribution function at `uniforms`.
 
@@ -175,12 +222,15 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
     log_probs = model_log_probs if plain else sampling_distribution(logits, sampling)
     probabilities = log_probs.exp()
     cumulative = probabilities.cumsum(-1)  # (R, V)
-    # The first index whose cumulative probability exceeds u * total. Its own probability can be 0 only where a parallel
-    # sum is rounded otherwise from one index to the next; then the likeliest token is taken.
-    threshold = uniforms.unsqueeze(-1) * cumulative[:, -1:]
+    total = cumulative[:, -1:]
+    # The first index whose cumulative probability exceeds u * total, which rounding must not make the total itself.
+    threshold = torch.minimum(uniforms.unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))
     ids = torch.searchsorted(cumulative, threshold, right=True).clamp_max_(logits.size(-1) - 1)  # (R, 1)
-    ids = torch.where(probabilities.gather(-1, ids) > 0, ids, probabilities.argmax(-1, keepdim=True))
-    return ids.squeeze(-1), log_probs.gather(-1, ids).squeeze(-1), model_log_probs.gather(-1, ids).squeeze(-1)
+    if sums_in_parallel(logits.device):
+        # Such a sum can be rounded otherwise from one index to the next, so that an id of probability 0 is found.
+        ids = torch.where(probabilities.gather(-1, ids) > 0, ids, probabilities.argmax(-1, keepdim=True))
+    drawn = log_probs.gather(-1, ids).squeeze(-1)
+    return ids.squeeze(-1), drawn, drawn if plain else model_log_probs.gather(-1, ids).squeeze(-1)
 
 
 @contextlib.contextmanager
@@ -227,7 +277,8 @@ def complete(
         ids = natural[order // group]  # (R, N), a copy
         uniforms = uniforms.reshape(-1, length)[order].to(device)
         log_probs = torch.zeros(ids.shape, device=device)
-        model_log_probs = torch.zeros(ids.shape, device=device)
+        plain = sampling == Sampling()
+        model_log_probs = log_probs if plain else torch.zeros(ids.shape, device=device)
         cache = (cache or KVCache(model, len(prefixes), length)) if use_cache else None
         if cache is not None:
             _prefill(model, cache, natural, order // group, prefixes)
@@ -242,7 +293,9 @@ def complete(
                 cache.at(position - 1, 1, active)
                 logits, _ = model(ids[:active, position - 1 : position], kv_cache=cache)
             drawn = sample_tokens(logits[:, -1], uniforms[:active, position], sampling)
-            ids[:active, position], log_probs[:active, position], model_log_probs[:active, position] = drawn
+            ids[:active, position], log_probs[:active, position] = drawn[:2]
+            if not plain:
+                model_log_probs[:active, position] = drawn[2]
         check_drawn(model_log_probs)
 
         inverse = order.argsort()
@@ -336,12 +389,14 @@ def _prefill(model: Model, cache: KVCache, natural: Tensor, block_of_row: Tensor
     Positions from K - 1 on are written by the row itself, so natural text beyond its prefix is never attended to.
     """
     length = natural.size(1) - 1  # the last token of a row is never attended to
-    if prefixes[-1] > 1 and length > 0:
-        # Of full length, whatever the longest prefix is: the attention's blocks, and so its rounding, depend on it.
-        shared = KVCache(model, natural.size(0), length)
-        shared.at(0, length, natural.size(0))
-        model(natural[:, :length], kv_cache=shared)
-        cache.fill_from(shared, block_of_row, [prefix - 1 for prefix in prefixes])
+    if prefixes[-1] == 1 or length == 0:
+        cache.begin(len(prefixes))
+        return
+    # Of full length, whatever the longest prefix is: the attention's blocks, and so its rounding, depend on it.
+    shared = KVCache(model, natural.size(0), length)
+    shared.at(0, length, natural.size(0))
+    model(natural[:, :length], kv_cache=shared)
+    cache.begin(len(prefixes), shared, block_of_row, [prefix - 1 for prefix in prefixes])
 
 
 def generate(

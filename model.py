@@ -120,6 +120,8 @@ class Linear(nn.Linear):
             return super().forward(x)
         rows = x.reshape(-1, self.in_features)
         count = rows.size(0)
+        if count >= self.MIN_ROWS and self.in_features <= self.MAX_TERMS:
+            return F.linear(rows, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
         if count < self.MIN_ROWS:
             rows = F.pad(rows, (0, 0, 0, self.MIN_ROWS - count))
         parts = zip(rows.split(self.MAX_TERMS, 1), self.weight.split(self.MAX_TERMS, 1), strict=True)
@@ -325,7 +327,7 @@ class GPT(nn.Module):
             return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
         x = self.trunk(idx, kv_cache)
         if targets is None:
-            return self.logits(x[:, [-1]]), None
+            return self.logits(x[:, -1:]), None
         logits = self.logits(x)
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
 

@@ -140,6 +140,24 @@ def test_a_sequence_in_pieces_of_several_tokens_gives_the_same_hidden_states(pos
     torch.testing.assert_close(torch.cat(pieces, 1), model.trunk(idx), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("length", [generation.GROWTH, generation.GROWTH + 1, 2 * generation.GROWTH + 6])
+def test_rows_of_a_cache_that_grow_keep_their_prefixes_and_read_nothing_else(length):
+    """Prefixes end before, at and beyond the ends of the room; the memory holds NaN where nothing was written."""
+    model, natural = tiny_model(block_size=length), blocks(3, length)
+    ends = [k for end in range(0, length, generation.GROWTH) for k in (end + 1, end + 2, end + 3)]
+    prefixes = torch.tensor([[k for k in (*ends, 20, length) if k <= length]] * 3)
+    uniforms = draws(*prefixes.shape, length)
+    cache = KVCache(model, prefixes.numel() + 1, length)
+    cache.memory.fill_(torch.nan)
+    for _ in range(2):  # the second finds what the first has left
+        found = complete(model, natural, prefixes, uniforms, Sampling(), cache)
+        expected = complete(model, natural, prefixes, uniforms, Sampling(), use_cache=False)
+        assert torch.equal(found.ids, expected.ids)
+        torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=0, atol=1e-4)
+    found = complete(model, natural, prefixes.clamp(max=1), uniforms, Sampling(), cache)  # no prefixes at all
+    assert torch.equal(found.ids, complete(model, natural, prefixes.clamp(max=1), uniforms, Sampling()).ids)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # what comes out
 
@@ -252,7 +270,7 @@ def test_rows_follow_from_the_memory_allowed():
     model = tiny_model()
     row = 2 * model.config.n_layer * model.config.n_embd * N * 4
     assert KVCache.bytes_per_row(model, N) == row
-    assert sum(t.numel() * 4 for t in (*KVCache(model, 3, N).keys, *KVCache(model, 3, N).values)) == 3 * row
+    assert KVCache(model, 3, N).memory.nbytes == 3 * row
     assert Completer(model, N, kv_cache_mb=1).rows == 2**20 // row
     assert Completer(model, N).rows == generation.DEFAULT_CPU_ROWS
     model.config.n_embd *= 2**20
@@ -378,6 +396,7 @@ def test_a_sum_that_is_rounded_unevenly_draws_no_impossible_token(monkeypatch):
     cumsum = torch.Tensor.cumsum
     uneven = torch.tensor([0.0, 0.0, -1e-6, 0.0])
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) + uneven)
+    monkeypatch.setattr(generation, "sums_in_parallel", lambda device: True)
     ids, log_probs, _ = sample_tokens(logits, torch.tensor([LARGEST_UNIFORM]), Sampling())
     assert ids.tolist() == [1] and log_probs.isfinite().all()
 
