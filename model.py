@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import generation
 from runtime.process import UserError
+from shared_prompts import SharedPrompts
 
 REWARD_HEADS = ("last", "position", "likelihood")
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # and nn.GELU's name of the approximation
@@ -144,9 +145,12 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.layer = layer
 
-    def forward(self, x: Tensor, rotation: Tensor | None, kv_cache: "generation.KVCache | None") -> Tensor:
-        B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
+    def forward(
+        self, x: Tensor, rotation: Tensor | None, kv_cache: "generation.KVCache | None", shared: SharedPrompts | None
+    ) -> Tensor:
+        qkv = self.c_attn(x) if shared is None else shared.to_rows(self.c_attn(x))  # (B, T, 3 C)
+        B, T, C = qkv.size(0), qkv.size(1), x.size(-1)
+        qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
         q, k = qkv[:2] if rotation is None else rotate(qkv[:2], rotation)
         v = qkv[2]
         if kv_cache is not None:
@@ -154,7 +158,8 @@ class CausalSelfAttention(nn.Module):
         else:
             dropout = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return self.resid_dropout(self.c_proj(y if shared is None else shared.from_rows(y)))
 
 
 class MLP(nn.Module):
@@ -182,10 +187,12 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.parallel_residual = config.parallel_residual
 
-    def forward(self, x: Tensor, rotation: Tensor | None, kv_cache: "generation.KVCache | None") -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Tensor | None, kv_cache: "generation.KVCache | None", shared: SharedPrompts | None
+    ) -> Tensor:
         if self.parallel_residual:
-            return x + self.attn(self.ln_1(x), rotation, kv_cache) + self.mlp(self.ln_2(x))
-        x = x + self.attn(self.ln_1(x), rotation, kv_cache)
+            return x + self.attn(self.ln_1(x), rotation, kv_cache, shared) + self.mlp(self.ln_2(x))
+        x = x + self.attn(self.ln_1(x), rotation, kv_cache, shared)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -277,33 +284,50 @@ class GPT(nn.Module):
         copies = 5
         return max(1, min(most, budget // (copies * 4 * self.config.block_size * self.config.vocab_size)))
 
-    def trunk(self, idx: Tensor, kv_cache: "generation.KVCache | None" = None) -> Tensor:
-        """Hidden states (B, T, C), after the last normalisation, of token ids (B, T).
+    def trunk(self, idx: Tensor | SharedPrompts, kv_cache: "generation.KVCache | None" = None) -> Tensor:
+        """Hidden states (B, T, C), after the last normalisation, of token ids (B, T); (n, C) if rows share prompts.
 
         With a `kv_cache`, idx holds the tokens of the rows and positions that were given to its `at`.
         """
-        return self.continue_trunk(self.begin_trunk(idx, 0, kv_cache), 0, kv_cache)
+        return self.continue_trunk(self.begin_trunk(idx, 0, kv_cache), 0, kv_cache, idx)
 
-    def begin_trunk(self, idx: Tensor, num_blocks: int, kv_cache: "generation.KVCache | None" = None) -> Tensor:
-        """Hidden states (B, T, C) after the first `num_blocks` blocks, 0 for none, of token ids (B, T)."""
-        length = idx.size(1)
+    def begin_trunk(
+        self, idx: Tensor | SharedPrompts, num_blocks: int, kv_cache: "generation.KVCache | None" = None
+    ) -> Tensor:
+        """Hidden states (B, T, C), or (n, C), after the first `num_blocks` blocks, 0 for none, of token ids (B, T)."""
+        positions: Tensor | slice
+        if isinstance(idx, SharedPrompts):
+            ids, length, positions, shared = idx.ids, idx.length, idx.positions, idx
+        else:
+            ids, length, shared = idx, idx.size(1), None
+            positions = slice(length) if kv_cache is None else kv_cache.positions
         if length > self.config.block_size:
             raise UserError(f"a sequence of {length} tokens does not fit block_size {self.config.block_size}")
-        x = self.transformer.wte(idx)  # (B, T, C)
+        x = self.transformer.wte(ids)  # (B, T, C)
         if self.config.position == "learned":
-            x = x + self.transformer.wpe.weight[slice(length) if kv_cache is None else kv_cache.positions]
-        return self._run_blocks(self.transformer.drop(x), 0, num_blocks, kv_cache)
+            x = x + self.transformer.wpe.weight[positions]
+        return self._run_blocks(self.transformer.drop(x), 0, num_blocks, kv_cache, shared)
 
-    def continue_trunk(self, x: Tensor, num_blocks: int, kv_cache: "generation.KVCache | None" = None) -> Tensor:
+    def continue_trunk(
+        self,
+        x: Tensor,
+        num_blocks: int,
+        kv_cache: "generation.KVCache | None" = None,
+        idx: Tensor | SharedPrompts | None = None,
+    ) -> Tensor:
         """The result of `trunk`, from that of `begin_trunk` after so many blocks."""
-        return self.transformer.ln_f(self._run_blocks(x, num_blocks, self.config.n_layer, kv_cache))
+        shared = idx if isinstance(idx, SharedPrompts) else None
+        return self.transformer.ln_f(self._run_blocks(x, num_blocks, self.config.n_layer, kv_cache, shared))
 
-    def _run_blocks(self, x: Tensor, first: int, last: int, kv_cache: "generation.KVCache | None") -> Tensor:
+    def _run_blocks(
+        self, x: Tensor, first: int, last: int, kv_cache: "generation.KVCache | None", shared: SharedPrompts | None
+    ) -> Tensor:
         rotation = None
         if self.config.position == "rope":
-            rotation = self.rotation[:, slice(x.size(1)) if kv_cache is None else kv_cache.positions]
+            length = x.size(1) if shared is None else shared.length
+            rotation = self.rotation[:, slice(length) if kv_cache is None else kv_cache.positions]
         for block in islice(self.transformer.h, first, last):
-            x = block(x, rotation, kv_cache)
+            x = block(x, rotation, kv_cache, shared)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -56,9 +56,9 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities (B, T) float32 of token ids (B, T) int64 under logits (B, T, V): x_id - log sum exp x.
+    """Log-probabilities (...) float32 of token ids (...) int64 under logits (..., V): x_id - log sum exp x.
 
-    No (B, T, V) tensor is made beside a float32 copy of logits that are not float32 already.
+    No (..., V) tensor is made beside a float32 copy of logits that are not float32 already.
     """
     chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     return chosen.float() - logits.float().logsumexp(-1)

@@ -119,7 +119,7 @@ class PolicyEvaluation:
         ids = completions.ids.flatten(0, 1)  # (R, N)
         mask = written_mask(prefix_lengths, N).to(self.device)
         log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
-        scores = self.scorer(ids)
+        scores = self.scorer(ids, mask, EVALUATION_SAMPLES)
         if self.function is not None:
             scores = replace(scores, function=self.function(ids, mask))
         tails = [row[length:].cpu() for row, length in zip(ids, prefix_lengths.flatten().tolist(), strict=True)]

@@ -47,6 +47,7 @@ from objectives import (
 )
 from runtime.distributed import Ranks
 from runtime.process import UserError
+from shared_prompts import SharedPrompts, put, rows_of_whole_groups
 
 READING_FIELDS = ("vocab_size", "num_real_tokens", "block_size")  # equal in models that read the same tokens
 
@@ -79,8 +80,8 @@ class Ensemble(nn.Module):
         """Sequences to score together: see GPT.rows_at_a_time."""
         return self.members[0].rows_at_a_time()
 
-    def trunk(self, idx: Tensor) -> Tensor:
-        """Hidden states (B, T, sum of the members' C), side by side, of token ids (B, T)."""
+    def trunk(self, idx: Tensor | SharedPrompts) -> Tensor:
+        """Hidden states (B, T, sum of the members' C), side by side, of token ids (B, T): see `GPT.trunk`."""
         return torch.cat([member.trunk(idx) for member in self.members], -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -100,7 +101,6 @@ class TrunkRewardModel(GPT):
     is_ratio: ClassVar[Literal[False]] = False
     pool: Callable[[Tensor], Tensor]
     score: Callable[[Tensor], Tensor]
-    read_with: Callable[[GPT, Tensor], tuple[Tensor, Tensor]]  # of heads whose `contains` can be true
 
     @classmethod
     def on_trunk(cls, trunk: GPT | Ensemble, generator: GPT, sampling: Sampling, hidden_dim: int) -> Self:
@@ -118,6 +118,10 @@ class TrunkRewardModel(GPT):
     def copy_to_train(self) -> Self:
         """A copy of the model as it is now."""
         return copy.deepcopy(self)
+
+    def contains(self, reference: GPT) -> bool:
+        """Whether the trunk's hidden states are those of `reference`."""
+        return _same(self.transformer, reference.transformer)
 
     def features(self, idx: Tensor, depth: int) -> Tensor:
         """Inputs of `output` for token ids (B, T): hidden states (B, T, C) after `depth` blocks; pooled after all."""
@@ -157,15 +161,6 @@ class LastRewardModel(TrunkRewardModel):
         raise UserError("a last head knows nothing of single tokens: use a 'position' or a 'likelihood' head")
 
     token_probabilities = evidence
-
-    def contains(self, reference: GPT) -> bool:
-        """Whether one pass of the trunk serves `read_with`."""
-        return _same(self.transformer, reference.transformer)
-
-    def read_with(self, reference: GPT, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (B, 2), and log-probabilities (B, T - 1) of all tokens but the first under `reference`."""
-        hidden = self.trunk(idx)  # (B, T, C)
-        return self.score(self.pool(hidden)), token_log_probs(reference.logits(hidden[:, :-1]), idx[:, 1:])
 
 
 class TokenEvidence(nn.Module):
@@ -214,10 +209,6 @@ class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc
     def score(self, pooled: Tensor) -> Tensor:
         """Evidence (B, T)."""
         return self.reward_head(pooled).squeeze(-1)
-
-    def contains(self, reference: GPT) -> bool:
-        """False: whole sequences are read here, and all but the last token by the reference."""
-        return False
 
 
 class LikelihoodRewardModel(TokenEvidence):
@@ -284,8 +275,8 @@ class LikelihoodRewardModel(TokenEvidence):
         with torch.no_grad():
             return [*each, token_log_probs(self.written_logits(self.generator.trunk(context)), tokens)]
 
-    def hidden_states(self, context: Tensor) -> tuple[Tensor, ...]:
-        """Hidden states of p and of q, (B, T, C) each with a C of its own, after token ids (B, T)."""
+    def hidden_states(self, context: Tensor | SharedPrompts) -> tuple[Tensor, ...]:
+        """Hidden states of p and of q, (B, T, C) or (n, C) each with a C of its own: see `trunk`."""
         natural = self.natural.trunk(context)
         with torch.no_grad():
             return natural, self.generator.trunk(context)
@@ -312,7 +303,7 @@ class LikelihoodRewardModel(TokenEvidence):
         return self.read_hidden(self.hidden_states(idx[:, :-1]), idx[:, 1:])
 
     def read_hidden(self, hidden: tuple[Tensor, ...], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (B, T) float32 of the next tokens (B, T) under p and under q, from `hidden_states`."""
+        """Log-probabilities (...) float32 of next tokens (...) under p and under q, from `hidden_states` (..., C)."""
         natural = token_log_probs(self.natural.logits(hidden[0]), tokens)
         return natural, token_log_probs(self.written_logits(hidden[1]), tokens)
 
@@ -331,19 +322,8 @@ class LikelihoodRewardModel(TokenEvidence):
         return self.calibrated(natural - written)
 
     def contains(self, reference: GPT) -> bool:
-        """Whether the generator is `reference`, so that one pass of it serves `read_with`."""
+        """Whether the generator is `reference`."""
         return _same(self.generator, reference)
-
-    def read_with(self, reference: GPT, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Evidence (B, T), and log-probabilities (B, T - 1) of all tokens but the first under the generator."""
-        evidence, written, _ = self.read_and_keep(idx)
-        return evidence, written
-
-    def read_and_keep(self, idx: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """As `read_with` of the generator, and the `hidden_states` (B, T - 1, C) of all tokens but the last."""
-        hidden = self.hidden_states(idx[:, :-1])
-        natural, written = self.read_hidden(hidden, idx[:, 1:])
-        return self.calibrated(natural - written), written, hidden
 
 
 HeadRewardModel = LastRewardModel | PositionRewardModel
@@ -392,8 +372,8 @@ class Scores:
     natural: Tensor | None  # (R,) P(natural); None without a reward model
     evidence: Tensor | None  # (R, N - 1) of all tokens but the first being natural; None where the head knows no tokens
     by_token: Tensor | None  # (R, N - 1) P(token is natural); None likewise
-    reference_log_probs: Tensor  # (R, N - 1) under the starting policy, of all tokens but the first
-    hidden: tuple[Tensor, ...] = ()  # if kept: a likelihood model's `hidden_states`, of all tokens but the last
+    reference_log_probs: Tensor  # (R, N - 1) under the starting policy, of the written tokens; 0 elsewhere
+    hidden: tuple[Tensor, ...] = ()  # if kept: a likelihood model's `hidden_states` (m, C) before m written tokens
     function: Tensor | None = None  # (R,) or (R, N - 1) of a RewardFunction, not weighted; None without one
 
     def of_all(self, ranks: Ranks) -> "Scores":
@@ -406,8 +386,8 @@ class Scores:
 class RewardScorer:
     """A frozen reward model, if there is one, and the policy's start (the reference of the KL), which score together.
 
-    Where one is part of the other, one pass serves both: a likelihood model's generator, and the trunk that a last head
-    stands on, are the start itself.
+    Where one is part of the other, one pass serves both: a likelihood model's generator, and the trunk that another
+    head stands on, can be the start itself.
     """
 
     def __init__(self, reward_model: RewardModel | None, reference: GPT) -> None:
@@ -422,12 +402,19 @@ class RewardScorer:
         self.is_shared = reward_model.contains(reference)
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, keep_hidden: bool = False) -> Scores:
+    def __call__(
+        self, ids: Tensor, written: Tensor | None = None, group_size: int = 1, keep_hidden: bool = False
+    ) -> Scores:
         """Read sequences (R, N), as many at a time as fit.
 
-        `keep_hidden`: with the hidden states, of a likelihood model that contains the reference.
+        written: (R, N - 1) bool, which of the tokens after the first were written after a prompt; None: all of them.
+        group_size: how many sequences side by side have one prompt, which is read once. keep_hidden: with the hidden
+        states, of a likelihood model that contains the reference.
         """
-        parts = [self._read(part, keep_hidden) for part in ids.split(self.reference.rows_at_a_time())]
+        written = torch.ones_like(ids[:, 1:], dtype=torch.bool) if written is None else written
+        size = rows_of_whole_groups(self.reference.rows_at_a_time(), group_size)
+        pairs = zip(ids.split(size), written.split(size), strict=True)
+        parts = [self._read(*pair, min(size, group_size), keep_hidden) for pair in pairs]
         if len(parts) == 1:
             return parts[0]
         columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Scores)}
@@ -442,25 +429,34 @@ class RewardScorer:
         assert self.reward_model is not None and self.reward_model.is_ratio  # as in `_read`
         return self.reward_model.distributions(hidden)
 
-    def _read(self, ids: Tensor, keep_hidden: bool) -> Scores:
-        hidden: tuple[Tensor, ...] = ()
-        if self.reward_model is None:
-            return Scores(None, None, None, self._reference_log_probs(ids))
-        if keep_hidden:
-            assert self.is_shared and self.reward_model.is_ratio  # train_grpo.with_choices_made
-            output, reference, hidden = self.reward_model.read_and_keep(ids)
-        elif self.is_shared:
-            output, reference = self.reward_model.read_with(self.reference, ids)
+    def _read(self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool) -> Scores:
+        model, prompt_lengths, tokens = self.reward_model, ids.size(1) - written.sum(1), ids[:, 1:]
+        context = SharedPrompts(ids[:, :-1], prompt_lengths, group_size)
+        if model is None:
+            return Scores(None, None, None, self._reference_log_probs(context, None, tokens, written))
+        kept: tuple[Tensor, ...] = ()
+        if model.is_ratio:
+            hidden, once = model.hidden_states(context), context.predictions
+            both = model.read_hidden(tuple(context.at(once, states) for states in hidden), tokens[once])
+            natural, generator = (context.spread(put(log_probs, once)) for log_probs in both)
+            output, states = model.calibrated(natural - generator), hidden[1]
+            kept = tuple(context.at(written, states) for states in hidden) if keep_hidden else ()
         else:
-            output = self.reward_model.output(ids)
-            reference = self._reference_log_probs(ids)
+            context = SharedPrompts(ids, prompt_lengths, group_size)
+            states = model.trunk(context)
+            output = model.score(model.pool(context.to_rows(states)))
+        reference = self._reference_log_probs(context, states if self.is_shared else None, tokens, written)
         if not self.knows_tokens:
-            return Scores(self.reward_model.share(output).float(), None, None, reference)
+            return Scores(model.share(output).float(), None, None, reference)
         by_token = natural_probabilities(output)  # (R, N)
-        return Scores(by_token.mean(1), output[:, 1:], by_token[:, 1:], reference, hidden)
+        return Scores(by_token.mean(1), output[:, 1:], by_token[:, 1:], reference, kept)
 
-    def _reference_log_probs(self, ids: Tensor) -> Tensor:
-        return token_log_probs(self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:])
+    def _reference_log_probs(
+        self, context: SharedPrompts, hidden: Tensor | None, tokens: Tensor, written: Tensor
+    ) -> Tensor:
+        """Log-probabilities (R, N - 1) of the written tokens, from the reference's hidden states if they are known."""
+        states = context.at(written, self.reference.trunk(context) if hidden is None else hidden)
+        return put(token_log_probs(self.reference.logits(states), tokens[written]), written)
 
 
 def _same(ours: nn.Module, theirs: nn.Module) -> bool:

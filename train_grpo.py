@@ -75,6 +75,7 @@ from runtime.process import UserError, run_main, warn
 from runtime.resume import Run
 from runtime.run_log import detail, format_size, read_records, say
 from runtime.settings import Problems, Settings, setting
+from shared_prompts import SharedPrompts, put, rows_of_whole_groups
 
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
 # Logits of a formula over the vocabulary that are held at a time, with their graph: 64 MiB a copy. (Smaller copies come
@@ -606,6 +607,7 @@ class RolloutBatch:
     mask: Tensor  # (R, N - 1) bool: which tokens but the first the policy wrote, or natural text has after a prompt
     old_log_probs: Tensor | None  # (R / ranks, N - 1) under the policy that sampled, if one did; once scored (R, N - 1)
     micro_rows: int  # rows in one pass: as many as fit in memory and, with a small model, near the processor
+    group_size: int = 1  # rows side by side that have one prompt
     scores: Scores = field(init=False)  # of R rows, set by `score`
     distributions: Distributions | None = field(init=False, default=None)  # set by `score` with `keep_hidden`
     advantages: Tensor | None = field(init=False, default=None)  # (R,) or (R, N - 1)
@@ -623,7 +625,7 @@ class RolloutBatch:
         function: RewardFunction | None = None,
     ) -> None:
         """Score this rank's rows, then gather those of all ranks; `keep_hidden` for `over_vocabulary`."""
-        scores = scorer(self.own_ids, keep_hidden)
+        scores = scorer(self.own_ids, self.own_mask, self.group_size, keep_hidden)
         if function is not None:
             scores = replace(scores, function=ranks.everywhere(partial(function, self.own_ids, self.own_mask)))
         self.scores = scores.of_all(ranks)
@@ -638,34 +640,49 @@ class RolloutBatch:
         return {"flat_groups": (self.advantages.view(num_groups, -1) == 0).all(1).float().mean().item()}
 
     def micro_batches(self) -> Iterator["MicroBatch"]:
-        """This rank's rows, `micro_rows` at a time."""
-        for start in range(0, len(self.own_ids), self.micro_rows):
-            ids = self.own_ids[start : start + self.micro_rows]
-            rows = slice(self.first_own_row + start, self.first_own_row + start + len(ids))
+        """This rank's rows, about `micro_rows` at a time, without parting groups that fit."""
+        size, N = rows_of_whole_groups(self.micro_rows, self.group_size), self.own_ids.size(1)
+        written = [0, *self.own_mask.sum(1).cumsum(0).tolist()]  # tokens of the rows before each
+        for start in range(0, len(self.own_ids), size):
+            ids = self.own_ids[start : start + size]
+            end = start + len(ids)
+            rows = slice(self.first_own_row + start, self.first_own_row + end)
+            mask = self.mask[rows]
             yield MicroBatch(
-                ids,
+                SharedPrompts(ids[:, :-1], N - mask.sum(1), min(size, self.group_size)),
+                ids[:, 1:],
                 None if self.old_log_probs is None else self.old_log_probs[rows],
                 self.scores.reference_log_probs[rows],
-                self.mask[rows],
+                mask,
                 None if self.advantages is None else self.advantages[rows],
-                tuple(states[start : start + len(ids)] for states in self.scores.hidden),
+                tuple(states[written[start] : written[end]] for states in self.scores.hidden),
                 self.distributions,
-                is_last=start + len(ids) == len(self.own_ids),
+                is_last=end == len(self.own_ids),
             )
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B rows of a RolloutBatch."""
+    """B rows of a RolloutBatch, m of whose tokens were written."""
 
-    ids: Tensor  # (B, N)
+    context: SharedPrompts  # all tokens but the last
+    tokens: Tensor  # (B, N - 1): all but the first
     old_log_probs: Tensor | None  # (B, N - 1)
     reference_log_probs: Tensor  # (B, N - 1)
     mask: Tensor  # (B, N - 1)
     advantages: Tensor | None  # (B,) or (B, N - 1)
-    hidden: tuple[Tensor, ...]  # (B, N - 1, C) each, if kept
-    distributions: Distributions | None  # of such hidden states (n, C): evidence and log q (n, V)
+    hidden: tuple[Tensor, ...]  # (m, C) each, if kept
+    distributions: Distributions | None  # of such hidden states: evidence and log q (m, V)
     is_last: bool  # of this rank's rows
+
+    def written_states(self, policy: GPT) -> Tensor:
+        """The policy's hidden states (m, C) before each written token."""
+        return self.context.at(self.mask, policy.trunk(self.context))
+
+    def log_probs(self, policy: GPT) -> Tensor:
+        """The policy's log-probabilities (B, N - 1) of the written tokens; 0 elsewhere."""
+        logits = policy.logits(self.written_states(policy))  # (m, V)
+        return put(token_log_probs(logits, self.tokens[self.mask]), self.mask)
 
 
 def sample_group(
@@ -688,6 +705,7 @@ def sample_group(
         mask=written_mask(prefix_lengths, N).to(device),
         old_log_probs=completions.model_log_probs.flatten(0, 1)[:, 1:],
         micro_rows=completer.model.rows_at_a_time(),
+        group_size=settings.group_size,
     )
 
 
@@ -762,15 +780,14 @@ def advantages_of(batch: RolloutBatch, settings: GRPOSettings, policy: GPT, rank
 def over_vocabulary(policy: GPT, rows: MicroBatch, formula: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
     """A formula's values, and the policy's log-probabilities of the tokens: (B, N - 1) each, 0 where none was written.
 
-    `formula` makes (n,) of log pi, evidence and log q, (n, V) each, at n written positions. A larger vocabulary goes
+    `formula` makes (m,) of log pi, evidence and log q, (m, V) each, at m written positions. A larger vocabulary goes
     through in pieces of at most PIECE_LOGITS logits, whose graphs are not kept but computed again for the gradient.
     """
-    hidden = policy.trunk(rows.ids[:, :-1])  # (B, N - 1, C)
-    inputs = [of_all[rows.mask] for of_all in (rows.ids[:, 1:], hidden, *rows.hidden)]  # (n,), (n, C), ...
+    inputs = [rows.tokens[rows.mask], rows.written_states(policy), *rows.hidden]  # (m,), (m, C), ...
 
     def compute(tokens: Tensor, own: Tensor, *frozen: Tensor) -> Tensor:
         assert rows.distributions is not None  # batch.score with keep_hidden
-        log_probs = policy.logits(own).float().log_softmax(-1)  # (n, V)
+        log_probs = policy.logits(own).float().log_softmax(-1)  # (m, V)
         return torch.stack(
             (formula(log_probs, *rows.distributions(frozen)), log_probs.gather(1, tokens[:, None])[:, 0])
         )
@@ -780,8 +797,7 @@ def over_vocabulary(policy: GPT, rows: MicroBatch, formula: Callable[..., Tensor
         found = [compute(*piece) for piece in pieces]
     else:
         found = [checkpoint(compute, *piece, use_reentrant=False) for piece in pieces]
-    zeros = hidden.new_zeros(rows.mask.shape, dtype=found[0].dtype)
-    values, log_probs = (zeros.masked_scatter(rows.mask, part) for part in torch.cat(found, 1))
+    values, log_probs = (put(part, rows.mask) for part in torch.cat(found, 1))
     return values, log_probs
 
 
@@ -852,7 +868,7 @@ def loss_of_rows(
     assert settings.beta is not None  # with_choices_made
     assert rows.advantages is not None and rows.old_log_probs is not None  # advantages_of, sample_group
     return policy_loss(
-        token_log_probs(policy.logits(policy.trunk(rows.ids[:, :-1])), rows.ids[:, 1:]),
+        rows.log_probs(policy),
         rows.old_log_probs,
         rows.advantages,
         rows.mask,
@@ -905,8 +921,7 @@ def kl_of_step(policy: GPT, batch: RolloutBatch, ranks: Ranks) -> float:
     total = 0.0
     for part in batch.micro_batches():
         assert part.old_log_probs is not None  # sample_group
-        log_probs = token_log_probs(policy.logits(policy.trunk(part.ids[:, :-1])), part.ids[:, 1:])
-        total += kl_estimate(part.old_log_probs, log_probs, "k3")[part.mask].sum().item()
+        total += kl_estimate(part.old_log_probs, part.log_probs(policy), "k3")[part.mask].sum().item()
     return ranks.sum(total)[0] / int(batch.mask.sum())
 
 

@@ -40,7 +40,7 @@ class TaskScorer:
         self.reference, self.reward = reference.requires_grad_(False), reward
 
     @torch.no_grad()
-    def __call__(self, ids: torch.Tensor, keep_hidden: bool = False) -> Scores:
+    def __call__(self, ids: torch.Tensor, *_, **__) -> Scores:
         log_probs = token_log_probs(self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:])
         return Scores(self.reward(ids), None, None, log_probs)
 

@@ -75,7 +75,7 @@ class Mixture:
         self.best, self.reference = best, reference
 
     @torch.no_grad()
-    def __call__(self, ids: torch.Tensor) -> Scores:
+    def __call__(self, ids: torch.Tensor, *_) -> Scores:
         m, q = (
             token_log_probs(model.logits(model.trunk(ids[:, :-1])), ids[:, 1:]) for model in (self.best, self.reference)
         )

@@ -354,10 +354,36 @@ def test_scores_are_what_the_checkpoints_say(request, corpus, generator, scorer,
             kept = asked(ids, keep_hidden=True)
             assert scores.hidden == () and torch.equal(kept.natural, scores.natural)
             evidence, log_q = asked.distributions(kept.hidden)
-            assert evidence.shape == log_q.shape == (90, 4, 25)
-            at_tokens = [of_all.gather(-1, ids[:, 1:, None])[..., 0] for of_all in (evidence, log_q)]
+            assert evidence.shape == log_q.shape == (90 * 4, 25)
+            at_tokens = [of_all.gather(-1, ids[:, 1:].reshape(-1, 1)).view(90, 4) for of_all in (evidence, log_q)]
             torch.testing.assert_close(at_tokens, [scores.evidence, scores.reference_log_probs])
-            torch.testing.assert_close((log_q + evidence).exp().sum(-1), torch.ones(90, 4))
+            torch.testing.assert_close((log_q + evidence).exp().sum(-1), torch.ones(90 * 4))
+
+
+@pytest.mark.parametrize("scorer", ["predictive_reward_model", "reward_model", None])
+def test_scores_of_completions_of_shared_prompts_are_those_of_whole_rows(request, generator, scorer, monkeypatch):
+    """Prompts of 1, 2 and 4 of 5 tokens, three completions of each; read in parts of two groups, and of one row."""
+    model, reference = None, build_model(load_checkpoint(generator), "generator", generator)
+    if scorer is not None:
+        path: Path = request.getfixturevalue(scorer)
+        model = build_model(load_checkpoint(path), "reward", path)
+    asked = RewardScorer(model, reference)
+    torch.manual_seed(0)
+    lengths = torch.tensor([1, 2, 4]).repeat_interleave(3)
+    written = torch.arange(1, 5) >= lengths[:, None]
+    prompts = torch.randint(25, (3, 5)).repeat_interleave(3, 0)
+    ids = torch.cat([prompts[:, :1], torch.where(written, torch.randint(25, (9, 4)), prompts[:, 1:])], 1)
+    expected, keep = asked(ids), asked.is_ratio
+    for most in (64, 7, 2, 1):
+        monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=most: most)
+        scores = asked(ids, written, 3, keep_hidden=keep)
+        for name in ("natural", "evidence", "by_token"):
+            torch.testing.assert_close(getattr(scores, name), getattr(expected, name))
+        reference_log_probs = expected.reference_log_probs.masked_fill(~written, 0.0)
+        torch.testing.assert_close(scores.reference_log_probs, reference_log_probs)
+        if keep:
+            log_q = asked.distributions(scores.hidden)[1].gather(1, ids[:, 1:][written][:, None])[:, 0]
+            torch.testing.assert_close(log_q, expected.reference_log_probs[written])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
