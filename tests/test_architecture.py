@@ -13,7 +13,7 @@ FLOORS = [
     ["runtime.settings", "runtime.run_log", "runtime.distributed", "runtime.staged_folder", "runtime.downloads"],
     ["runtime.cli", "runtime.output_lock", "runtime.artefacts"],
     ["runtime.resume"],
-    ["objectives", "optimization", "generation", "data_loader", "reward_metrics"],
+    ["objectives", "optimization", "generation", "shared_prompts", "data_loader", "reward_metrics"],
     ["tokenizer_json", "figures"],
     ["model", "tokenization_manager", "document_splits", "text_metrics"],
     [
