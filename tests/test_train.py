@@ -17,7 +17,6 @@ from helpers import (
     press_ctrl_c,
     refuse,
     refuse_in_one_line,
-    run_ranks,
     succeed,
     terminate,
     untimed,
@@ -29,6 +28,7 @@ from checkpoint import build_model, load_checkpoint
 from data_loader import WholeSplitBatches
 from objectives import loss_sums
 from runtime.device import random_stream
+from runtime.distributed import Ranks
 from runtime.files import read_json
 from runtime.run_log import read_records
 
@@ -325,11 +325,29 @@ def test_random_batches_need_no_subset(options):
     assert "eval_tokens is ignored when eval_iters is 3" in error and "--eval_iters None" in error
 
 
-def test_two_ranks_measure_what_one_does(tmp_path, corpus):
-    """The windows of both, in order of the text: the interval is the same."""
-    options = {**TINY_TRAIN, "block_size": 4, "batch_size": 2, "dataset": corpus, "eval_tokens": 52, "max_iters": 0}
-    succeed("train", **options, out_dir=tmp_path / "one")
-    assert run_ranks(2, "train.py", **options, out_dir=tmp_path / "two").status == 0
-    ours, theirs = (load_checkpoint(tmp_path / name / "model_checkpoint.pt")["training"] for name in ("one", "two"))
-    for name in ("val_loss", "select_loss", "select_loss_low", "select_loss_high"):
-        assert theirs[name] == pytest.approx(ours[name], abs=1e-9), name
+class Alone(Ranks):
+    """A rank whose sums are its own part: the test adds the ranks up."""
+
+    def everywhere(self, work):
+        return work()
+
+    def sum(self, *values: float) -> list[float]:
+        return list(values)
+
+
+@pytest.mark.parametrize(("world_size", "amount"), [(2, 52), (3, 52), (3, None)])
+def test_the_ranks_windows_together_are_those_of_one(corpus, generator, world_size, amount):
+    """In order of the text, so that the interval is the same: of 13 windows in batches of 5, or of all of them."""
+    model = build_model(load_checkpoint(generator), "generator", generator)
+    tokens = np.fromfile(corpus / "val.bin", np.uint16)[: 52 * 4 + 3]
+    settings = train.TrainSettings(block_size=4, batch_size=5, eval_tokens=amount)
+    loss, windows, count = train.loss_on(tokens, model, settings, Ranks(), torch.float32, amount)
+    parts = [
+        train.loss_on(tokens, model, settings, Alone(rank, world_size), torch.float32, amount)
+        for rank in range(world_size)
+    ]
+    assert len(windows) == (52 if amount is None else 13) and windows.min() > 0
+    assert torch.equal(sum(part[1] for part in parts), windows)
+    assert sum(part[2] for part in parts) == count == (4 * 13 if amount else 52 * 4 + 2)
+    assert sum(part[0] * part[2] for part in parts) / count == pytest.approx(loss, abs=1e-9)
+    assert loss == pytest.approx(windows.mean().item(), abs=1e-6 if amount else 0.1)
