@@ -326,23 +326,46 @@ class WholeSplitBatches:
 
     The windows follow one another without overlap. A shorter last one comes as a batch of its own,
     (1, T') with T' < T. Can be iterated over again and again.
+
+    Of a split of more than `most` targets (None: no bound) only whole windows are read, most // block_size of them (at
+    least one), evenly spaced: always the same ones.
     """
 
     def __init__(
-        self, tokens: np.ndarray, block_size: int, batch_size: int, device: torch.device | str = "cpu"
+        self,
+        tokens: np.ndarray,
+        block_size: int,
+        batch_size: int,
+        device: torch.device | str = "cpu",
+        most: int | None = None,
     ) -> None:
         if len(tokens) < 2:
             raise UserError(f"ERROR: a split of {len(tokens)} tokens holds nothing to predict: 2 are needed")
         self.tokens, self.block_size, self.batch_size, self.device = tokens, block_size, batch_size, device
         self.num_full, self.num_left = divmod(len(tokens) - 1, block_size)
+        self.spaced_windows: np.ndarray | None = None  # their numbers; None: all
+        if most is not None and len(tokens) - 1 > most and self.num_full:
+            count = min(max(1, most // block_size), self.num_full)
+            self.spaced_windows = evenly_spaced(np.arange(count), self.num_full, count)
+            self.num_full, self.num_left = count, 0
 
     def __len__(self) -> int:
         return math.ceil(self.num_full / self.batch_size) + (self.num_left > 0)
 
+    @property
+    def num_targets(self) -> int:
+        """Targets in all batches together."""
+        return self.num_full * self.block_size + self.num_left
+
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for first in range(0, self.num_full, self.batch_size):
             last = min(first + self.batch_size, self.num_full)
-            yield self._windows(first * self.block_size, last * self.block_size, self.block_size)
+            if self.spaced_windows is None:
+                yield self._windows(first * self.block_size, last * self.block_size, self.block_size)
+            else:
+                starts = self.spaced_windows[first:last, None] * self.block_size
+                windows = self.tokens[starts + np.arange(self.block_size + 1)]  # (B, T + 1)
+                yield _inputs_and_targets(windows[:, :-1], windows[:, 1:], self.device)
         if self.num_left:
             yield self._windows(self.num_full * self.block_size, len(self.tokens) - 1, self.num_left)
 

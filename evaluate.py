@@ -7,6 +7,7 @@ by documents. Out: tables, and JSON with --output_path; with --samples also a pi
 """
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from runtime.cli import parse_settings
 from runtime.device import select_device
 from runtime.files import write_json
 from runtime.process import UserError, run_main
-from runtime.run_log import counted, detail, format_metrics, say
+from runtime.run_log import counted, detail, format_metrics, name_full_pass, say
 from runtime.settings import Problems, Settings, setting
 from sample_eval import SampleEvaluation, sample_tables
 from tokenization_manager import TokenizationManager
@@ -127,8 +128,11 @@ def main() -> None:
         N = model.config.block_size
         text = tokens if settings.part == "whole" else validation_part(tokens, N, settings.part)
         batches = WholeSplitBatches(text, N, settings.batch_size or model.rows_at_a_time(), device)
-        title = f"Evaluating {Path(path).name}"
-        return -text_log_probs(model, counted(batches, len(batches), title, passing=False)), N
+        title, began = f"Evaluating {Path(path).name}", time.perf_counter()
+        losses = -text_log_probs(model, counted(batches, len(batches), title, passing=False))
+        part = "" if settings.part == "whole" else f", {settings.part} part"
+        name_full_pass(f"{token_file}{part} by {path}", len(losses), began)
+        return losses, N
 
     evaluation = None
     if settings.samples is not None:

@@ -158,8 +158,12 @@ REWARD_MODEL = (
 
 
 def training_curves(records: Sequence[Mapping[str, Any]], title: str, references: References = NONE) -> Picture | None:
-    """Draw the records of train.py; None if no quantity has two points."""
-    return _curves(TRAINING, records, title, references, "step")
+    """Draw the records of train.py, the final one's `val_loss` as a line; None if no quantity has two points."""
+    lines = dict(references.get("val_loss", {}))
+    for record in records:
+        if "final" in record and "val_loss" in record:
+            lines["validation split (kept)"] = record["val_loss"]
+    return _curves(TRAINING, records, title, {**references, "val_loss": lines}, "step")
 
 
 def grpo_curves(records: Sequence[Mapping[str, Any]], title: str, references: References = NONE) -> Picture | None:

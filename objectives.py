@@ -79,11 +79,14 @@ def next_token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def loss_sums(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+def loss_sums(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], of_rows: list[Tensor] | None = None
+) -> tuple[float, int]:
     """The sum of cross-entropies in nats over all targets of batches (x, y), each (B, T) int64, and their number.
 
     Targets of -1 are none. `model(x, y)` returns (logits, mean loss over the targets). It is asked without dropout, and
-    left in the mode it came in.
+    left in the mode it came in. To `of_rows` the rows' mean losses are added, (B,) float32 on the CPU of each batch:
+    there no target may be -1, and the logits must be (B, T, V).
     """
     was_training = model.training
     model.eval()
@@ -91,7 +94,9 @@ def loss_sums(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tup
     try:
         for x, y in batches:
             targets = int((y != -1).sum())
-            loss = model(x, y)[1] if targets else None  # a mean over no targets would be NaN
+            logits, loss = model(x, y) if targets else (None, None)  # a mean over no targets would be NaN
+            if of_rows is not None and logits is not None:
+                of_rows.append(-token_log_probs(logits, y).mean(1).cpu())
             if loss is not None:
                 total += float(loss) * targets
                 count += targets

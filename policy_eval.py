@@ -8,6 +8,7 @@ copies of the training text, and the reward of natural text.
 Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -23,11 +24,18 @@ from model import GPT
 from objectives import kl_estimate, rewards_of_sequences, text_log_probs
 from optimization import EarlyStopping
 from reward_function import RewardFunction
-from reward_metrics import MIN_BLOCKS, better_than_constant, bootstrap_mean, measure_skill, paired_difference
+from reward_metrics import (
+    MIN_BLOCKS,
+    better_than_constant,
+    bootstrap_blocks,
+    bootstrap_mean,
+    measure_skill,
+    paired_difference,
+)
 from reward_model import RewardScorer, Scores
 from runtime.device import random_stream
 from runtime.process import UserError, warn
-from runtime.run_log import counted
+from runtime.run_log import counted, name_full_pass
 
 EVALUATION_SAMPLES = 2  # completions of each prompt of an evaluation
 COMPLETIONS_SHOWN = 3  # in the records
@@ -79,7 +87,8 @@ def total_rewards(scores: Scores, log_probs: Tensor, mask: Tensor, settings: "Po
 class PolicyEvaluation:
     """Figures of a policy on one part of the validation split: its loss there, and its completions of prompts there.
 
-    Prompts, their lengths and the random numbers are the same each time. `part` is 'select' or 'report'.
+    Prompts, their lengths and the random numbers are the same each time. `part` is 'select' or 'report'; of the former
+    at most `eval_tokens` tokens are read, in evenly spaced windows that are the same each time too.
     """
 
     def __init__(
@@ -102,8 +111,9 @@ class PolicyEvaluation:
         self.natural_function_rewards: Tensor | None = None  # (P,) of a function, once it was called
 
     def losses(self, policy: GPT) -> Tensor:
-        """Cross-entropies (n,) in nats of the part's tokens under the policy."""
-        batches = WholeSplitBatches(self.tokens, self.length, policy.rows_at_a_time(), self.device)
+        """Cross-entropies (n,) in nats of the part's tokens, or of those that are read, under the policy."""
+        most = self.settings.eval_tokens if self.part == "select" else None
+        batches = WholeSplitBatches(self.tokens, self.length, policy.rows_at_a_time(), self.device, most)
         return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
 
     @torch.no_grad()
@@ -129,8 +139,10 @@ class PolicyEvaluation:
             longest = self.copies.longest_copy(tail.numpy(), longest)
         shown = range(0, len(ids), max(1, len(ids) // COMPLETIONS_SHOWN))
         losses = self.losses(completer.model) if losses is None else losses
+        low, high = bootstrap_blocks(losses, N, self.seed)
         return {
             f"{self.part}_loss": losses.double().mean().item(),
+            **{f"{self.part}_loss_low": low, f"{self.part}_loss_high": high},
             **self._by_the_reward_model(scores, log_probs, mask),
             **self._by_the_function(scores, log_probs, mask),
             "kl_now": masked_mean(kl_estimate(log_probs, scores.reference_log_probs, "k3"), mask),
@@ -250,6 +262,7 @@ class PolicySettings(Protocol):
     kl_in_reward: float | None
     gate_blocks: int
     eval_prompts: int
+    eval_tokens: int | None
     allow_blind_reward: bool
     max_steps: int
     updates_per_step: int
@@ -396,6 +409,8 @@ def report_figures(report: PolicyEvaluation, policy: GPT, reference: GPT, seed: 
     """Figures on the reporting part: of the kept policy, of its start, and the paired difference of their losses."""
     figures, losses = {}, {}
     for name, model in (("start", reference), ("kept", policy)):
+        began = time.perf_counter()
         losses[name] = report.losses(model)
+        name_full_pass(f"the report part, {name} policy", len(losses[name]), began)
         figures[name] = report(Completer(model, report.length), losses[name])
     return figures | paired_difference(losses["kept"], losses["start"], report.length, seed)

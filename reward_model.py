@@ -275,6 +275,11 @@ class LikelihoodRewardModel(TokenEvidence):
         with torch.no_grad():
             return [*each, token_log_probs(self.written_logits(self.generator.trunk(context)), tokens)]
 
+    def evidence_from(self, members: Sequence[Tensor], written: Tensor) -> Tensor:
+        """Evidence (B, T) as `output` gives it, from log p_i and log q (B, T - 1) as `log_probs_of_each` gives them."""
+        mixture = self.natural.mixture if isinstance(self.natural, Ensemble) else self.mixture.new_zeros(1)
+        return self.calibrated(log_mixture(members, mixture.log_softmax(0)) - written)
+
     def hidden_states(self, context: Tensor | SharedPrompts) -> tuple[Tensor, ...]:
         """Hidden states of p and of q, (B, T, C) or (n, C) each with a C of its own: see `trunk`."""
         natural = self.natural.trunk(context)

@@ -68,14 +68,17 @@ def cost_of(name: str, ledger: Mapping[str, Any], settings: Sections) -> tuple[f
     written, scored = 3 * block / 2, block * (members + 1)  # of a row: its second half, and all of it by each model
     if kind in ("reward_data", "reward_model"):
         blocks = [corpus[f"{split}_tokens"] // block for split in ("train", "val")]
-        rows = data["samples_per_chunk"] * sum(min(count, data["max_blocks"] or count) for count in blocks)
+        train, validation = (data["samples_per_chunk"] * min(count, data["max_blocks"] or count) for count in blocks)
+        if kind == "reward_model" and members:  # reads what selects and what reports
+            return 0.9 * validation * scored, 0
         # A head that learns from labels trains on every row in each epoch.
-        return rows * (written if kind == "reward_data" else scored if members else 3 * block * head["max_epochs"]), 0
+        return (train + validation) * (written if kind == "reward_data" else 3 * block * head["max_epochs"]), 0
 
     gate = 4 * grpo["gate_blocks"] * (written + scored)
     steps = grpo["max_steps"]
     if kind in ("base_model", "control_distil"):  # which asks the gate first; 0.4 of the split selects
-        evaluations = (steps / grpo["eval_interval"] + 1) * (grpo["eval_prompts"] * (written + scored) + 0.4 * val)
+        each = grpo["eval_prompts"] * (written + scored) + selecting(grpo, val)
+        evaluations = (steps / grpo["eval_interval"] + 1) * each + val  # and half of the split twice, to report
         rows = 0 if run["grpo_step_seconds"] else grpo["prompts_per_step"] * grpo["group_size"]
         return gate + evaluations + 8 * steps * rows * block, steps * (run["grpo_step_seconds"] or 0)
     if kind == "control_plain":
@@ -85,6 +88,13 @@ def cost_of(name: str, ledger: Mapping[str, Any], settings: Sections) -> tuple[f
 
 
 def losses_of(own: Mapping[str, Any], steps: float, val_tokens: int, block: int) -> float:
-    """Passes of the evaluations of train.py in so many steps."""
-    each = val_tokens if own["eval_iters"] is None else 2 * own["eval_iters"] * own["batch_size"] * block
-    return (steps / own["eval_interval"] + 1) * each
+    """Passes of the evaluations of train.py in so many steps, and of the one of the whole split at the end."""
+    each, last = selecting(own, val_tokens), float(val_tokens)
+    if own["eval_iters"] is not None:
+        each = last = own["eval_iters"] * own["batch_size"] * block
+    return (steps / own["eval_interval"] + 1) * each + last
+
+
+def selecting(own: Mapping[str, Any], val_tokens: int) -> float:
+    """Tokens of the select part, 0.4 of the split, that an evaluation reads."""
+    return 0.4 * val_tokens if own["eval_tokens"] is None else min(own["eval_tokens"], 0.4 * val_tokens)

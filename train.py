@@ -42,13 +42,14 @@ from optimization import (
     learning_rate_factor,
     make_optimizers,
 )
+from reward_metrics import bootstrap_mean, format_loss
 from runtime.cli import parse_settings
 from runtime.device import autocast, peak_memory_mb, random_stream, seed_step, select_device, select_dtype
 from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
 from runtime.files import is_hub_name
 from runtime.process import UserError, run_main
 from runtime.resume import Run, Values
-from runtime.run_log import Tracker, counted, detail, format_size, make_tracker, say
+from runtime.run_log import Tracker, counted, detail, format_size, make_tracker, name_full_pass, say
 from runtime.settings import Problems, Settings, setting
 from tokenization_manager import TokenizationManager
 
@@ -72,9 +73,13 @@ class TrainSettings(Settings):
     eval_interval: int = setting(250, minimum=1, unit="steps")
     """steps between evaluations"""
     eval_iters: int | None = setting(None, minimum=1)
-    """random batches in an evaluation, of the split and of its select part; None: the whole validation split"""
+    """nanoGPT's estimate: so many random batches, of the select part in an evaluation, at the end of the whole
+    validation split; None: all of its tokens at the end, and eval_tokens in an evaluation"""
+    eval_tokens: int | None = setting(65_536, minimum=1, unit="tokens", belongs_to={"eval_iters": (None,)})
+    """tokens of the select part that an evaluation reads, in evenly spaced windows, always the same; None: all of it"""
     eval_only: bool = setting(False, changeable=True)
-    """evaluate once and exit: the checkpoint in out_dir; init_from=resume: its state; a PATH: that checkpoint"""
+    """evaluate once, also on the whole split, and exit: the checkpoint in out_dir; init_from=resume: its state; a
+    PATH: that checkpoint"""
     log_interval: int = setting(10, minimum=1, unit="steps", changeable=True)
     """steps between records"""
     always_save_checkpoint: bool = False
@@ -282,14 +287,13 @@ def main() -> None:
     if given.start_path is not None:
         detail(f"Starting from {given.start_path}, block_size {settings.block_size}")
     if settings.eval_only:
-        losses = validation_losses(model, corpus, settings, ranks, dtype)
-        say(" | ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
+        evaluate_once(model, corpus, settings, ranks, dtype)
         return
 
     def evaluate() -> None:
-        losses = validation_losses(model, corpus, settings, ranks, dtype)
+        losses = selection_loss(model, corpus, settings, ranks, dtype)
         run.note(**losses)
-        stopping.update(losses["select_loss"])
+        stopping.update(run.record["select_loss"])
         figures = {"step": run.step, **losses, "batches": facts.first_batch + run.step, "settings": asdict(settings)}
         keep_best(best, model, run, figures, (corpus.tokenizer.to_record(), data))
 
@@ -334,6 +338,7 @@ def main() -> None:
     say(f"Stopped at step {run.step} by {run.reason}")
     measured = f"{best.value:.4f} (perplexity {perplexity(best.value):.3f})"
     say(f"Best select_loss: {measured}, on the selecting part of val.bin")
+    measure_kept(run, best, corpus, dtype)
     detail(f"Saved {settings.checkpoint_path}")
 
 
@@ -452,39 +457,93 @@ def keep_best(
     best.weights = None  # written: the state need not hold them
 
 
+def measure_kept(run: Run[TrainSettings], best: Best, corpus: Corpus, dtype: torch.dtype) -> None:
+    """Measure val_loss of the kept model, once, and note it in the final record and in the checkpoint.
+
+    A run that ends before this has written the checkpoint is resumed from the state of the last evaluation, and does it
+    then: all but val_loss is taken from the file, so that the bytes are the same.
+    """
+    ranks, path = run.ranks, run.settings.checkpoint_path
+    contents = ranks.on_main(lambda: load_checkpoint(path))
+    kept = build_model(contents, "generator", path, ranks.device)
+    settings = replace(run.settings, block_size=kept.config.block_size)
+    val_loss, seconds = validation_loss(kept, corpus, settings, ranks, dtype)
+    run.log(run.step, final=True, kept_step=best.figures["step"], val_loss=val_loss, val_seconds=seconds)
+    if ranks.rank == 0:
+        training = {**contents["training"], "val_loss": val_loss}
+        save_checkpoint(path, kept, contents["tokenization"], contents["data"], training)
+    ranks.wait()  # for what rank 0 alone writes
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # evaluation, schedules, records
 
 
-def validation_losses(
+def evaluate_once(model: GPT, corpus: Corpus, settings: TrainSettings, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Print the losses on the whole validation split and on its selecting part."""
+    val_loss, _ = validation_loss(model, corpus, settings, ranks, dtype)
+    figures = selection_loss(model, corpus, settings, ranks, dtype)
+    measured = format_loss({name.removeprefix("select_"): value for name, value in figures.items()})
+    say(f"val_loss {val_loss:.4f} | select_loss {measured}")
+
+
+def selection_loss(
     model: GPT, corpus: Corpus, settings: TrainSettings, ranks: Ranks, dtype: torch.dtype
-) -> dict[str, float]:
-    """val_loss, of the whole validation split, and select_loss, of its selecting part; each rank reads its share."""
-
-    def loss_on(tokens: np.ndarray) -> float:
-        batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
-        if settings.eval_iters is None:
-            batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, ranks.device)
-            total = len(batches)
-        else:
-            size = min(settings.block_size, len(tokens) - 1)
-            draws = (random_stream(settings.seed, "val", index) for index in range(settings.eval_iters))
-            batches = (get_batch(tokens, size, settings.batch_size, draw, ranks.device) for draw in draws)
-            total = settings.eval_iters
-        share = islice(counted(batches, total, "Evaluating"), ranks.rank, None, ranks.world_size)
-        with autocast(ranks.device, dtype):
-            loss, count = ranks.sum(*ranks.everywhere(lambda: loss_sums(model, share)))
-        return loss / count if count else math.inf
-
+) -> dict[str, float | None]:
+    """select_loss, of a fixed subset of the selecting part of the validation split, and its 95% interval."""
     selecting = validation_part(corpus.val, settings.block_size, "select")
-    select_loss, rest = loss_on(selecting), corpus.val[len(selecting) - 1 :]
-    val_loss = select_loss
-    if settings.eval_iters is not None:
-        val_loss = loss_on(corpus.val)
-    elif len(rest) >= 2:
-        targets = len(selecting) - 1, len(rest) - 1
-        val_loss = (select_loss * targets[0] + loss_on(rest) * targets[1]) / sum(targets)
-    return {"val_loss": val_loss, "select_loss": select_loss}
+    loss, of_windows, _ = loss_on(selecting, model, settings, ranks, dtype, settings.eval_tokens)
+    low, high = bootstrap_mean(of_windows, settings.seed) if math.isfinite(loss) else (None, None)
+    return {"select_loss": loss, "select_loss_low": low, "select_loss_high": high}
+
+
+def validation_loss(
+    model: GPT, corpus: Corpus, settings: TrainSettings, ranks: Ranks, dtype: torch.dtype
+) -> tuple[float, float]:
+    """val_loss, of the whole validation split, and the seconds that it took, which are printed too."""
+    began = time.perf_counter()
+    loss, _, count = loss_on(corpus.val, model, settings, ranks, dtype)
+    name = corpus.folder / "val.bin"
+    if settings.eval_iters is None:
+        return loss, name_full_pass(f"{name}", count, began, f"loss {loss:.4f}")
+    seconds = round(time.perf_counter() - began, 3)
+    detail(f"{settings.eval_iters:,} random batches of {name}: {count:,} tokens in {seconds:.1f} s: loss {loss:.4f}")
+    return loss, seconds
+
+
+def loss_on(
+    tokens: np.ndarray,
+    model: GPT,
+    settings: TrainSettings,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    most: int | None = None,
+) -> tuple[float, torch.Tensor, int]:
+    """Mean loss in nats over tokens of a split, over `most` of them at most, or over random batches (eval_iters).
+
+    Also the losses (n,) float64 of its windows of a whole block, in order of the text or of the draws, and the number
+    of its targets. Each rank reads its share of the batches.
+    """
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    if settings.eval_iters is None:
+        batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, ranks.device, most)
+        total, num_windows = len(batches), batches.num_full
+    else:
+        size = min(settings.block_size, len(tokens) - 1)
+        draws = (random_stream(settings.seed, "val", index) for index in range(settings.eval_iters))
+        batches = (get_batch(tokens, size, settings.batch_size, draw, ranks.device) for draw in draws)
+        total, num_windows = settings.eval_iters, settings.eval_iters * settings.batch_size
+    share = islice(counted(batches, total, "Evaluating"), ranks.rank, None, ranks.world_size)
+    of_rows: list[torch.Tensor] = []
+    with autocast(ranks.device, dtype):
+        loss, count = ranks.sum(*ranks.everywhere(lambda: loss_sums(model, share, of_rows)))
+    of_windows = torch.zeros(num_windows, dtype=torch.float64)
+    for number, losses in enumerate(of_rows):
+        first = (ranks.rank + number * ranks.world_size) * settings.batch_size
+        if first < num_windows:  # else of the shorter last window
+            of_windows[first : first + len(losses)] = losses
+    of_windows = torch.tensor(ranks.sum(*of_windows.tolist()), dtype=torch.float64)
+    return loss / count if count else math.inf, of_windows, int(count)
 
 
 def tracker_of(settings: TrainSettings) -> Tracker | None:

@@ -200,6 +200,9 @@ class GRPOSettings(Settings):
     """steps between evaluations: natural text, fresh completions, their variety, copies"""
     eval_prompts: int = setting(64, minimum=1)
     """prompts of an evaluation, 2 completions each: from the select part; at the end of the run from the report part"""
+    eval_tokens: int | None = setting(65_536, minimum=1, unit="tokens")
+    """natural tokens of the select part that an evaluation reads, in evenly spaced windows, always the same; None: all
+    of it. At the end of the run the report part is read whole"""
     best_by: Literal["auto", "divergence", "nearest", "reward", "val_loss", "last"] = "auto"
     """which policy is kept, the start included: least KL to a likelihood head's mixture (divergence), reward nearest to
     natural text's, highest total reward (with a reward_function), least loss on natural text, last; auto: reward with a

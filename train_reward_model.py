@@ -10,6 +10,7 @@ those that report (data_loader.ValidationParts; also as a picture), and JSON rec
 import math
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -29,7 +30,7 @@ from checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from feature_cache import forget_features, frozen_depth, frozen_features, to_device
+from feature_cache import MOST_IN_MEMORY, forget_features, frozen_depth, frozen_features, to_device
 from figures import skill_picture, write_png
 from generation import Sampling
 from model import GPT, check_same_fields
@@ -61,7 +62,7 @@ from runtime.distributed import Ranks, parallel, start_ranks
 from runtime.files import hash_file
 from runtime.process import UserError, is_stage, run_main, warn
 from runtime.resume import Run, Values
-from runtime.run_log import counted, detail, format_size, say
+from runtime.run_log import counted, detail, format_size, name_full_pass, say
 from runtime.settings import Problems, Settings, setting
 
 # Heads that are trained here: the others' models are train.py's.
@@ -209,6 +210,52 @@ class Data:
         return torch.from_numpy(self.val_set.y[self.report_rows, 0]), torch.from_numpy(blocks)
 
 
+Tables = tuple[list[Tensor], Tensor]  # log p_i of each natural model and log q, (n, N - 1) float32 each, on the CPU
+
+
+class LogProbs:
+    """What the models of a likelihood head say of the rows that select and of those that report, each read once.
+
+    Fit, control, predictions and losses are all functions of these tables. Those of a part are kept where they take at
+    most `most_in_memory` bytes, 4 n (N - 1) for each model; else the rows are read again each time.
+    """
+
+    def __init__(
+        self, model: LikelihoodRewardModel, data: Data, device: torch.device, most_in_memory: int = MOST_IN_MEMORY
+    ) -> None:
+        self.model, self.data, self.device, self.most_in_memory = model, data, device, most_in_memory
+        self.kept: dict[str, Tables] = {}
+
+    def rows(self, part: str) -> np.ndarray:
+        """Numbers of the rows of a part, 'select' or 'report'."""
+        return self.data.select_rows if part == "select" else self.data.report_rows
+
+    def fits(self, part: str) -> bool:
+        """Whether the tables of a part are kept."""
+        values = len(self.rows(part)) * (self.data.val_set.block_size - 1)
+        return 4 * values * (len(self.model.members) + 1) <= self.most_in_memory
+
+    def of(self, part: str) -> Tables:
+        """The tables of a part."""
+        if part in self.kept:
+            return self.kept[part]
+        tables = log_probs_of_each(self.model, self.data.val_set.x, self.rows(part), self.device, part)
+        if self.fits(part):
+            self.kept[part] = tables
+        return tables
+
+    @torch.no_grad()
+    def predict(self, model: LikelihoodRewardModel) -> Tensor:
+        """`predict` of the rows that report, for a model of the same natural models and generator."""
+        if not self.fits("report"):
+            return predict(model, self.data.val_set, self.data.report_rows, self.device)
+        members, written = self.of("report")
+        size = model.rows_at_a_time()
+        parts = zip(*(table.split(size) for table in (*members, written)), strict=True)
+        evidence = ([table.to(self.device) for table in part] for part in parts)
+        return torch.cat([model.share(model.evidence_from(each[:-1], each[-1])).cpu() for each in evidence])
+
+
 def main() -> None:
     # settings, data, and models: the generator, and the trunk, its own or another model of natural text
     settings = parse_settings(RewardModelSettings, "train_reward_model")
@@ -238,7 +285,7 @@ def main() -> None:
     run = Run(output, settings, ranks, reads, unit="epoch")
     run.begin(settings.init_from == "resume")
     untrained = model.copy_to_train() if settings.control else None
-    inputs = None if model.is_ratio else head_inputs(model, data, settings, ranks)
+    inputs = LogProbs(model, data, ranks.device) if model.is_ratio else head_inputs(model, data, settings, ranks)
     best = learn(run, model, data, inputs)
     detail(f"Stopped by {run.reason}")
     best.restore(model)
@@ -246,9 +293,9 @@ def main() -> None:
 
     # metrics, on blocks that selected nothing
     truth, blocks = data.reported()
-    prediction = ranks.on_main(lambda: predict(model, val_set, report_rows, ranks.device))
+    prediction = ranks.on_main(lambda: predict_reported(model, data, inputs, ranks.device))
     skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
-    losses = ranks.on_main(lambda: report_losses(model, data, best.figures, ranks.device))
+    losses = ranks.on_main(lambda: report_losses(data, inputs, best.figures))
     training = {**best.figures, **losses, "skill": skill}
     training |= {"settings": asdict(settings), "generator_sha256": generator_sha256}
     records = checkpoint["tokenization"], checkpoint["data"]
@@ -258,7 +305,7 @@ def main() -> None:
         # Only now: whatever becomes of the control, the model is there.
         try:
             learn(Run(None, replace(settings, max_epochs=best.at), ranks), untrained, data, inputs, control=True)
-            control = ranks.on_main(lambda: predict(untrained.eval(), val_set, report_rows, ranks.device))
+            control = ranks.on_main(lambda: predict_reported(untrained.eval(), data, inputs, ranks.device))
         except UserError as error:
             warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
             control = None
@@ -378,15 +425,20 @@ def freeze_trunk(model: HeadRewardModel, unfreeze_layers: int) -> int:
 
 @torch.no_grad()
 def log_probs_of_each(
-    model: LikelihoodRewardModel, x: np.ndarray, rows: np.ndarray, device: torch.device
-) -> tuple[list[Tensor], Tensor]:
-    """log p_i of each natural model, and log q, (n, N - 1) float32 of the rows' tokens, on the CPU."""
+    model: LikelihoodRewardModel, x: np.ndarray, rows: np.ndarray, device: torch.device, part: str
+) -> Tables:
+    """log p_i of each natural model, and log q, (n, N - 1) float32 of the rows' tokens, on the CPU.
+
+    `part` is the name of the rows in the line that says how long it took.
+    """
+    began = time.perf_counter()
     batches = np.array_split(rows, -(-len(rows) // model.generator.rows_at_a_time()))
     parts = [
         [log_probs.cpu() for log_probs in model.log_probs_of_each(to_device(x, batch, device))]
         for batch in counted(batches, len(batches), "Log-likelihood ratios", passing=False)
     ]
     *members, written = map(torch.cat, zip(*parts, strict=True))
+    name_full_pass(f"{len(rows):,} rows of the {part} part, {len(members)} + 1 models", len(rows) * x.shape[1], began)
     return members, written
 
 
@@ -402,7 +454,11 @@ def finite(losses: dict[str, float]) -> dict[str, float | None]:
 
 
 def learn_mixture(
-    run: Run[RewardModelSettings], model: LikelihoodRewardModel, data: Data, control: bool = False
+    run: Run[RewardModelSettings],
+    model: LikelihoodRewardModel,
+    data: Data,
+    log_probs: LogProbs,
+    control: bool = False,
 ) -> Best:
     """Fit the one weight that a likelihood head learns from labels, shuffled ones as `control`; one step is enough.
 
@@ -416,7 +472,7 @@ def learn_mixture(
     weights, best = TrainableWeights(model), Best()
     run.track(learning=weights, best=best)
     for _ in run.steps(limit="max_epochs", evaluate=lambda: None, until=lambda _: "one fit is enough", at_start=False):
-        learned, figures, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, data, control))
+        learned, figures, mixture = run.ranks.on_main(lambda: fit_mixture(run, model, data, log_probs, control))
         if "weights" in figures:
             model.set_weights(torch.tensor(figures["weights"]))
             learned |= figures
@@ -428,7 +484,7 @@ def learn_mixture(
 
 
 def fit_mixture(
-    run: Run[RewardModelSettings], model: LikelihoodRewardModel, data: Data, control: bool
+    run: Run[RewardModelSettings], model: LikelihoodRewardModel, data: Data, log_probs: LogProbs, control: bool
 ) -> tuple[dict[str, Any], dict[str, Any], float]:
     """Validation loss and weight w; losses on natural tokens in nats (None if infinite); and the logit of w.
 
@@ -436,7 +492,7 @@ def fit_mixture(
     """
     rows, device = data.select_rows, run.ranks.device
     targets = data.val_set.y[rows]
-    members, written = log_probs_of_each(model, data.val_set.x, rows, device)
+    members, written = log_probs.of("select")
     is_natural = natural_tokens(data.val_set, rows)
     weights = mixture_weights(torch.stack([member[is_natural] for member in members]))
     natural = log_mixture(members, weights.log())
@@ -468,12 +524,12 @@ def fit_mixture(
 
 @torch.no_grad()
 def report_losses(
-    model: RewardModel, data: Data, figures: Mapping[str, Any], device: torch.device
+    data: Data, inputs: "LogProbs | HeadInputs", figures: Mapping[str, Any]
 ) -> dict[str, float | list[float] | None]:
     """Losses in nats, as `fit_mixture`'s, on the rows that report, of the fitted mixtures; none without an ensemble."""
-    if not model.is_ratio or "weights" not in figures:
+    if not isinstance(inputs, LogProbs) or "weights" not in figures:
         return {}
-    members, written = log_probs_of_each(model, data.val_set.x, data.report_rows, device)
+    members, written = inputs.of("report")
     is_natural = natural_tokens(data.val_set, data.report_rows)
     each, q = [member[is_natural] for member in members], written[is_natural]
     p, w = log_mixture(each, torch.tensor(figures["weights"]).log()), figures["mixture"]
@@ -508,12 +564,17 @@ def head_inputs(model: HeadRewardModel, data: Data, settings: RewardModelSetting
 
 
 def learn(
-    run: Run[RewardModelSettings], model: RewardModel, data: Data, inputs: HeadInputs | None, control: bool = False
+    run: Run[RewardModelSettings],
+    model: RewardModel,
+    data: Data,
+    inputs: LogProbs | HeadInputs,
+    control: bool = False,
 ) -> Best:
-    """Train what the model learns from labels, shuffled ones as `control`; a likelihood head has no `inputs`."""
-    if model.is_ratio:
-        return learn_mixture(run, model, data, control)
-    assert inputs is not None
+    """Train what the model learns from labels, shuffled ones as `control`."""
+    if isinstance(inputs, LogProbs):
+        assert model.is_ratio
+        return learn_mixture(run, model, data, inputs, control)
+    assert not model.is_ratio
     return learn_head(run, model, data, inputs, control)
 
 
@@ -613,12 +674,23 @@ def control_figures(prediction: Tensor | None, truth: Tensor, blocks: Tensor, se
     return {"control_r2": None if math.isnan(r2) else r2, "control_r2_low": low, "control_r2_high": high}
 
 
+def predict_reported(model: RewardModel, data: Data, inputs: LogProbs | HeadInputs, device: torch.device) -> Tensor:
+    """P(natural) (n,) of the rows that report."""
+    if isinstance(inputs, LogProbs):
+        assert model.is_ratio
+        return inputs.predict(model)
+    return predict(model, data.val_set, data.report_rows, device)
+
+
 @torch.no_grad()
 def predict(model: RewardModel, dataset: RewardDataset, rows: np.ndarray, device: torch.device) -> Tensor:
     """P(natural) (n,) of some rows, by the model's forward pass."""
     parts = np.array_split(rows, -(-len(rows) // model.rows_at_a_time()))
+    began = time.perf_counter()
     predictions = (model(to_device(dataset.x, part, device))[0][:, 0].cpu() for part in parts)
-    return torch.cat(list(counted(predictions, len(parts), "Skill")))
+    found = torch.cat(list(counted(predictions, len(parts), "Skill")))
+    name_full_pass(f"{len(rows):,} rows of the report part", len(rows) * dataset.block_size, began)
+    return found
 
 
 def print_members(paths: tuple[str, ...], figures: Mapping[str, Any]) -> None:

@@ -51,6 +51,8 @@ def main() -> None:
     settings = parse_settings(ExhaustionSettings, "exhaustion")
     recipe = parse_settings(TrainSettings, "train", ["--config", settings.settings_file], check=False)
     where = {"dataset": dataset_folder(settings.dataset or recipe.dataset).resolve(), "device": settings.device}
+    # The figure that is reported is select_loss: of the whole select part.
+    where |= {"eval_tokens": None} if recipe.eval_iters is None else {}
     config = Path(settings.settings_file).resolve()
     pipeline = Pipeline(settings.out_dir)
 

@@ -69,6 +69,16 @@ def detail(line: str = "") -> None:
         say(line)
 
 
+def name_full_pass(of_what: str, num_tokens: int, began: float, outcome: str = "") -> float:
+    """Print what a pass over all of a split, or of a part, has cost since time.perf_counter() was `began`.
+
+    `outcome` is added to the line. Returns the seconds, to a thousandth.
+    """
+    seconds = round(time.perf_counter() - began, 3)
+    detail(f"Full pass over {of_what}: {num_tokens:,} tokens in {seconds:.1f} s{outcome and f': {outcome}'}")
+    return seconds
+
+
 def format_size(num_parameters: int) -> str:
     """`10.65M parameters`; below a million `803.1K parameters`, so that a small model is not 0.00M."""
     size = f"{num_parameters / 1e6:.2f}M" if num_parameters >= 1e6 else f"{num_parameters / 1e3:.1f}K"

@@ -81,7 +81,7 @@ class Declared:
     """unit of the number, for the error"""
     known: tuple[str, ...] = ()
     """names that the setting, or each of a tuple, must be one of; of a Literal its values"""
-    belongs_to: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    belongs_to: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     """values of other settings, by name: with any other value this setting must keep its default"""
     model_file: Literal["required", "optional"] | None = None
     """the setting names a checkpoint or another model, or several, that must exist; optional: or is None"""
@@ -165,7 +165,7 @@ class Settings:
             problems.require(
                 now in values or value in (each.default, ""),
                 f"{name} is ignored {where}",
-                f"Remove --{name}, or use --{option} {' or '.join(values)}",
+                f"Remove --{name}, or use --{option} {' or '.join(map(str, values))}",
             )
         if declared.model_file == "required" or (declared.model_file and value is not None):
             problems.check_model_files(name, value)

@@ -364,7 +364,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 def untimed(path: Path) -> list[dict[str, Any]]:
     """The records of a log without what another run of the same would not repeat."""
-    timings = ("seconds", "tokens_per_second", "peak_memory_mb")
+    timings = ("seconds", "val_seconds", "tokens_per_second", "peak_memory_mb")
     return [{name: record[name] for name in record if name not in timings} for record in read_records(path)]
 
 

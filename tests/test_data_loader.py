@@ -307,6 +307,28 @@ def test_whole_split_batches_predict_every_token_but_the_first_once(num_tokens, 
         assert all(x.dtype == y.dtype == torch.int64 for x, y in pairs)
 
 
+@settings(deadline=None)
+@given(st.integers(2, 300), st.integers(1, 20), st.integers(1, 9), st.integers(1, 400))
+def test_a_subset_of_a_split_is_fixed_evenly_spaced_and_whole_where_it_fits(num_tokens, block_size, batch_size, most):
+    tokens = uint16(np.arange(num_tokens))
+    batches = WholeSplitBatches(tokens, block_size, batch_size, most=most)
+    pairs, whole = list(batches), list(WholeSplitBatches(tokens, block_size, batch_size))
+    assert len(pairs) == len(batches)
+    assert sum(y.numel() for _, y in pairs) == batches.num_targets
+    if num_tokens - 1 <= max(most, block_size - 1):  # the same batches
+        assert [x.tolist() for x, _ in pairs] == [x.tolist() for x, _ in whole]
+        return
+    starts = torch.cat([x[:, 0] for x, _ in pairs])
+    total = (num_tokens - 1) // block_size
+    assert len(starts) == min(total, max(1, most // block_size)) and starts[0] == 0
+    assert all(x.shape[1] == block_size and torch.equal(x + 1, y) for x, y in pairs)
+    gaps = starts.diff() // block_size
+    assert (starts % block_size == 0).all() and (gaps >= 1).all()
+    assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
+    assert total - starts[-1] // block_size <= -(-total // len(starts))  # the last is as far from the end
+    assert torch.equal(torch.cat([x for x, _ in batches]), torch.cat([x for x, _ in pairs]))  # again
+
+
 def test_whole_split_batches_need_a_token_to_predict():
     with pytest.raises(UserError, match=" 1 tokens"):
         WholeSplitBatches(uint16([1]), 4, 2)

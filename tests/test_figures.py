@@ -190,6 +190,15 @@ def test_without_a_curve_there_is_no_picture(draw, records):
     assert draw([*records, {"step": 1, "final": True, "r2": 0.2, "select_loss": 1.0}], "a run") is None
 
 
+def test_the_loss_of_the_kept_checkpoint_is_a_line():
+    """It is measured once, at the end; the selection losses of the evaluations have intervals."""
+    records = [{"step": n, "select_loss": 2.0, "select_loss_low": 1.9, "select_loss_high": 2.2} for n in range(3)]
+    drawn = figures.training_curves([*records, {"step": 2, "final": True, "val_loss": 2.05}], "a run")
+    (axes,) = panels(drawn).values()
+    assert legend_of(axes) == ["select part 2", "validation split (kept) 2.05"]
+    assert len(axes.collections) == 1 and "validation split (kept) 2.05" in drawn.description
+
+
 def test_epochs_of_a_reward_model():
     epochs = [
         {"step": n, "train_loss": 0.1 / n, "val_loss": 0.08, "r2": 0.1 * n, "mae_tokens": 20 - n} for n in (1, 2, 3)

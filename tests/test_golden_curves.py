@@ -21,7 +21,7 @@ pytest_plugins = ["tiny_run"]
 GOLDEN = Path(__file__).parent / "data" / "golden_curves.json"
 STEPS = 20
 FIGURES = {
-    "train": ("train_loss", "val_loss"),
+    "train": ("train_loss", "select_loss", "val_loss"),
     "train_reward_model": ("train_loss", "val_loss"),
     "train_grpo": ("reward", "kl_start", "entropy", "select_loss"),
 }

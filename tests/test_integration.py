@@ -207,7 +207,7 @@ def test_rows_of_unknown_blocks_are_reported(scorer):
 def test_training_learns_and_keeps_the_best(tmp_path, corpus):
     out = succeed("train", dataset=corpus, out_dir=tmp_path, **{**TINY_TRAIN, "learning_rate": 0.02})
     records = read_records(tmp_path / "model_checkpoint.jsonl")
-    looks = [record for record in records if "val_loss" in record]
+    looks, final = [record for record in records if "select_loss" in record], records[-1]
     losses = [look["select_loss"] for look in looks]
     assert len(losses) == 5  # at 0, 5, 10, 15, 20
     assert losses[0] == pytest.approx(math.log(25), rel=0.05)
@@ -215,12 +215,15 @@ def test_training_learns_and_keeps_the_best(tmp_path, corpus):
     checkpoint = load_checkpoint(tmp_path / "model_checkpoint.pt")
     best = looks[losses.index(min(losses))]
     assert checkpoint["training"]["select_loss"] == min(losses)
-    assert checkpoint["training"]["val_loss"] == best["val_loss"] != best["select_loss"]
+    assert checkpoint["training"]["val_loss"] == final["val_loss"] != best["select_loss"]
+    assert (final["final"], final["step"], final["kept_step"]) == (True, 20, best["step"])
+    passes = re.findall(r"Full pass over .*val\.bin: ([\d,]+) tokens in [\d.]+ s: loss ([\d.]+)", out)
     assert f"Best select_loss: {min(losses):.4f}" in out
     model = build_model(checkpoint, "generator", "it")
     tokens = load_binary(corpus / "train.bin", corpus / "val.bin", 25).val
     perplexity = calculate_perplexity(model, WholeSplitBatches(tokens, 16, 4), "cpu")
-    assert math.log(perplexity) == pytest.approx(best["val_loss"], abs=1e-5)
+    assert math.log(perplexity) == pytest.approx(final["val_loss"], abs=1e-5)
+    assert passes == [(f"{len(tokens) - 1:,}", f"{final['val_loss']:.4f}")]  # once, of the kept model
 
 
 def spy_on_bars(monkeypatch, module) -> list[tuple[int, str]]:
@@ -236,9 +239,9 @@ def test_evaluations_within_the_training_are_shown(monkeypatch, tmp_path, corpus
     options = {**TINY_TRAIN, "max_iters": 5, "eval_iters": eval_iters}
     out = succeed("train", dataset=corpus, out_dir=tmp_path, **options)
     tokens = load_binary(corpus / "train.bin", corpus / "val.bin", 25).val
-    whole = eval_iters or len(WholeSplitBatches(tokens[6 * 16 :], 16, 8))  # else what does not select
+    whole = eval_iters or len(WholeSplitBatches(tokens, 16, 8))
     part = eval_iters or len(WholeSplitBatches(tokens[: 6 * 16 + 1], 16, 8))
-    assert shown == [(part, "Evaluating"), (whole, "Evaluating")] * 2
+    assert shown == [(part, "Evaluating")] * 2 + [(whole, "Evaluating")]
     assert re.search(r" 3\.5K .* 128 tokens ", out)
 
 
@@ -299,7 +302,8 @@ def test_early_stopping(tmp_path, corpus):
     options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "patience": 2, "min_delta": 50.0}
     out = succeed("train", **{**options, "max_iters": 100})
     assert re.search(r"step 10 .*patience.* 50\.0 .*\b2 ", out)
-    steps = [record["step"] for record in read_records(tmp_path / "model_checkpoint.jsonl") if "val_loss" in record]
+    records = read_records(tmp_path / "model_checkpoint.jsonl")
+    steps = [record["step"] for record in records if "select_loss" in record]
     assert steps == [0, 5, 10]
 
 

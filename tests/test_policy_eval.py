@@ -12,7 +12,7 @@ from generation import Completer
 from model import GPT
 from objectives import language_model_loss, token_log_probs
 from policy_eval import CopyFinder, PolicyEvaluation, distinct_n, draw_prompts, masked_mean, repetition, written_mask
-from reward_model import Scores
+from reward_model import RewardScorer, Scores
 from train_grpo import GRPOSettings
 
 pytest_plugins = ["tiny_run"]
@@ -111,3 +111,21 @@ def test_figures_of_a_part_are_of_its_text_alone(evaluated, corpus):
     batches = WholeSplitBatches(text, 16, 64)
     loss = language_model_loss(asked.scorer.reference, batches)
     assert figures["reference"]["report_loss"] == pytest.approx(loss, abs=1e-6)
+    for found in figures.values():
+        assert found["report_loss_low"] < found["report_loss"] < found["report_loss_high"]
+
+
+def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(corpus, generator):
+    """A part within eval_tokens is read as one without a bound, to the bit."""
+    model, opened = build_model(load_checkpoint(generator), "generator", generator), open_corpus(str(corpus), 17, None)
+
+    def losses(part: str, **amount) -> torch.Tensor:
+        asked = GRPOSettings(eval_prompts=2, **amount)
+        scorer = RewardScorer(None, build_model(load_checkpoint(generator), "generator", generator))
+        return PolicyEvaluation(scorer, opened, CopyFinder(opened.train), asked, part).losses(model)
+
+    whole = losses("select", eval_tokens=None)
+    assert torch.equal(losses("select"), whole) and torch.equal(losses("select", eval_tokens=len(whole)), whole)
+    some = losses("select", eval_tokens=3 * 16 + 5)
+    assert torch.allclose(some.view(3, 16), whole.view(6, 16)[[0, 2, 4]], atol=1e-6)
+    assert torch.equal(losses("report", eval_tokens=16), losses("report", eval_tokens=None))

@@ -24,8 +24,12 @@ from helpers import (
 )
 
 import train
-from checkpoint import load_checkpoint
+from checkpoint import build_model, load_checkpoint
+from data_loader import WholeSplitBatches
+from objectives import loss_sums
 from runtime.device import random_stream
+from runtime.distributed import Ranks
+from runtime.files import read_json
 from runtime.run_log import read_records
 
 pytest_plugins = ["tiny_run"]
@@ -209,7 +213,7 @@ def test_a_section_of_its_own(options, tmp_path, generator):
 
 
 def losses_of(folder) -> list[float]:
-    return [r["val_loss"] for r in read_records(folder / "model_checkpoint.jsonl") if "val_loss" in r]
+    return [r["select_loss"] for r in read_records(folder / "model_checkpoint.jsonl") if "select_loss" in r]
 
 
 def test_bfloat16_training_stays_near_float32(tmp_path, corpus):
@@ -231,3 +235,119 @@ def test_compiled_training_has_the_losses_of_plain_training(tmp_path, corpus):
         options = {**TINY_TRAIN, "max_iters": 3, "dataset": corpus, "compile": compiled}
         succeed("train", **options, out_dir=tmp_path / str(compiled))
     assert losses_of(tmp_path / "True") == pytest.approx(losses_of(tmp_path / "False"), rel=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# evaluations: a fixed subset during the training, the whole split once at its end
+
+
+def loss_by_hand(path, tokens, starts, block_size: int) -> float:
+    """Mean loss of the windows of a text that begin at `starts`, token by token, under a checkpoint's model."""
+    model = build_model(load_checkpoint(path), "generator", path)
+    windows = torch.from_numpy(np.stack([tokens[start : start + block_size + 1] for start in starts]).astype(np.int64))
+    with torch.no_grad():
+        log_probs = model(windows[:, :-1], windows[:, 1:])[0].log_softmax(-1)
+    return -log_probs.gather(2, windows[:, 1:, None]).mean().item()
+
+
+def test_an_evaluation_reads_a_fixed_subset_and_gives_its_interval(tmp_path, corpus):
+    """Of the 52 blocks of 4 tokens of the select part 12, evenly spaced."""
+    options = {**TINY_TRAIN, "block_size": 4, "dataset": corpus, "out_dir": tmp_path, "eval_tokens": 51, "max_iters": 0}
+    succeed("train", **options)
+    path = tmp_path / "model_checkpoint.pt"
+    training = load_checkpoint(path)["training"]
+    tokens = np.fromfile(corpus / "val.bin", np.uint16)
+    expected = loss_by_hand(path, tokens, [number * 52 // 12 * 4 for number in range(12)], 4)
+    assert training["select_loss"] == pytest.approx(expected, abs=1e-6)
+    assert training["select_loss"] != pytest.approx(loss_by_hand(path, tokens, range(0, 208, 4), 4), abs=1e-6)
+    assert training["select_loss_low"] < training["select_loss"] < training["select_loss_high"]
+    succeed("train", **{**options, "eval_tokens": 8})
+    assert load_checkpoint(path)["training"]["select_loss_low"] is None  # of two blocks there is no interval
+
+
+def test_a_small_select_part_is_read_whole_and_keeps_its_bits(tmp_path, corpus):
+    """The same batches, and the same sum, as where the whole part is asked for; and as by `loss_sums` alone."""
+    select = 6 * 16
+    for name, amount in (("default", {}), ("fits", {"eval_tokens": select}), ("all", {"eval_tokens": None})):
+        succeed("train", **TINY_TRAIN, dataset=corpus, out_dir=tmp_path / name, **amount)
+    paths = {name: tmp_path / name / "model_checkpoint" for name in ("default", "fits", "all")}
+    assert untimed(paths["default"].with_suffix(".jsonl")) == untimed(paths["all"].with_suffix(".jsonl"))
+    assert untimed(paths["fits"].with_suffix(".jsonl")) == untimed(paths["all"].with_suffix(".jsonl"))
+    path = paths["default"].with_suffix(".pt")
+    assert_same_weights(weights(path), weights(paths["all"].with_suffix(".pt")))
+    tokens = np.fromfile(corpus / "val.bin", np.uint16)[: select + 1]
+    model = build_model(load_checkpoint(path), "generator", path)
+    loss, count = loss_sums(model, WholeSplitBatches(tokens, 16, TINY_TRAIN["batch_size"]))
+    assert load_checkpoint(path)["training"]["select_loss"] == loss / count
+
+
+@pytest.mark.parametrize("how", [{}, WILD, {"always_save_checkpoint": True}, {"eval_tokens": 32}])
+def test_val_loss_is_of_the_kept_checkpoint(options, corpus, tmp_path, how):
+    """As evaluate.py measures it; also where the start is kept, or the last model, better or not."""
+    succeed("train", **{**options, **how})
+    path = options["out_dir"] / "model_checkpoint.pt"
+    training = load_checkpoint(path)["training"]
+    out = succeed("evaluate", checkpoints=path, dataset=corpus, output_path=tmp_path / "losses.json", device="cpu")
+    (figures,) = read_json(tmp_path / "losses.json").values()
+    assert training["val_loss"] == pytest.approx(figures["loss"], abs=1e-5)
+    final = read_records(path.with_suffix(".jsonl"))[-1]
+    assert (final["val_loss"], final["kept_step"]) == (training["val_loss"], training["step"])
+    assert final["val_seconds"] > 0 and "val_seconds" not in training
+    assert re.search(rf"Full pass over .*val\.bin by {path}: {figures['tokens']:,} tokens in [\d.]+ s", out)
+
+
+@pytest.mark.parametrize(("name", "calls"), [("loss_on", 5), ("save_checkpoint", 4)])
+def test_a_run_ended_in_its_final_pass_is_resumed_to_the_same_bytes(monkeypatch, options, name, calls):
+    """In the pass, after four evaluations; and before the checkpoint, three times the best, is written once more."""
+    options = {**options, "learning_rate": 1e-2}
+    succeed("train", **options)
+    path = options["out_dir"] / "model_checkpoint.pt"
+    whole, records = path.read_bytes(), untimed(path.with_suffix(".jsonl"))
+    shutil.rmtree(options["out_dir"])
+    with monkeypatch.context() as patch:
+        end_in_call(patch, train, name, calls, press_ctrl_c)
+        finished = call("train", **options)
+    assert finished.status == 130 and "--init_from resume" in finished.err
+    assert "val_loss" not in load_checkpoint(path)["training"]  # it is there, whole, as the evaluations left it
+    for _ in range(2):  # the second time nothing is left to do
+        succeed("train", **{**options, "init_from": "resume"})
+        assert path.read_bytes() == whole
+        assert untimed(path.with_suffix(".jsonl")) == records
+
+
+def test_random_batches_need_no_subset(options):
+    out = succeed("train", **{**options, "eval_iters": 3})
+    assert re.search(r"3 random batches of .*val\.bin: 384 tokens in ", out) and "Full pass" not in out
+    records = read_records(options["out_dir"] / "model_checkpoint.jsonl")
+    looks = [record for record in records if "select_loss" in record]
+    assert len(looks) == 4 and all(r["select_loss_low"] < r["select_loss"] < r["select_loss_high"] for r in looks)
+    error = refuse("train", **{**options, "eval_iters": 3, "eval_tokens": 64})
+    assert "eval_tokens is ignored when eval_iters is 3" in error and "--eval_iters None" in error
+
+
+class Alone(Ranks):
+    """A rank whose sums are its own part: the test adds the ranks up."""
+
+    def everywhere(self, work):
+        return work()
+
+    def sum(self, *values: float) -> list[float]:
+        return list(values)
+
+
+@pytest.mark.parametrize(("world_size", "amount"), [(2, 52), (3, 52), (3, None)])
+def test_the_ranks_windows_together_are_those_of_one(corpus, generator, world_size, amount):
+    """In order of the text, so that the interval is the same: of 13 windows in batches of 5, or of all of them."""
+    model = build_model(load_checkpoint(generator), "generator", generator)
+    tokens = np.fromfile(corpus / "val.bin", np.uint16)[: 52 * 4 + 3]
+    settings = train.TrainSettings(block_size=4, batch_size=5, eval_tokens=amount)
+    loss, windows, count = train.loss_on(tokens, model, settings, Ranks(), torch.float32, amount)
+    parts = [
+        train.loss_on(tokens, model, settings, Alone(rank, world_size), torch.float32, amount)
+        for rank in range(world_size)
+    ]
+    assert len(windows) == (52 if amount is None else 13) and windows.min() > 0
+    assert torch.equal(sum(part[1] for part in parts), windows)
+    assert sum(part[2] for part in parts) == count == (4 * 13 if amount else 52 * 4 + 2)
+    assert sum(part[0] * part[2] for part in parts) / count == pytest.approx(loss, abs=1e-9)
+    assert loss == pytest.approx(windows.mean().item(), abs=1e-6 if amount else 0.1)

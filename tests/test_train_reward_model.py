@@ -33,7 +33,7 @@ from objectives import crossover_loss
 from prepare_reward_data import save_reward_dataset
 from reward_dataset_loader import RewardDataset
 from reward_metrics import measure_skill
-from reward_model import RewardModel
+from reward_model import LikelihoodRewardModel, RewardModel
 from runtime.files import hash_file
 from runtime.process import UserError
 from runtime.run_log import read_records
@@ -155,6 +155,46 @@ def test_losses_of_a_likelihood_head(good, reward_data, knowing, loss):
         by_hand = crossover_loss(model.evidence(x), y, loss).item()
     assert checkpoint["training"]["val_loss"] == pytest.approx(by_hand, rel=1e-4)
     assert checkpoint["training"]["skill"]["r2_low"] > 0.8
+
+
+def log_probs_of(good, reward_data, model, **more) -> train_reward_model.LogProbs:
+    data = RewardDataset(reward_data, "val")
+    rows = np.arange(6 * 4), np.arange(16 * 4, 32 * 4)
+    return train_reward_model.LogProbs(model, train_reward_model.Data(data, data, *rows), torch.device("cpu"), **more)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_predictions_from_the_tables_are_those_of_the_forward_pass(good, reward_data, knowing, natural_model, members):
+    trunk = (knowing, natural_model)[:members]
+    succeed("train_reward_model", **good, trunk=trunk, head="likelihood")
+    _, model = trained(good)
+    tables = log_probs_of(good, reward_data, model)
+    with torch.no_grad():
+        forward = model(parts(reward_data)[1][0])[0][:, 0]
+    assert tables.fits("report")
+    torch.testing.assert_close(tables.predict(model), forward, atol=1e-6, rtol=0)
+    assert tables.kept.keys() == {"report"}
+    # Where the tables are too large they are not kept: the model runs again, and predicts the same.
+    small = log_probs_of(good, reward_data, model, most_in_memory=4 * 64 * 15 * (members + 1) - 1)
+    assert not small.fits("report") and small.fits("select")
+    torch.testing.assert_close(small.predict(model), forward, atol=1e-6, rtol=0)
+    assert torch.equal(small.of("report")[1], tables.of("report")[1]) and not small.kept
+
+
+def test_each_row_is_read_once_by_each_model(monkeypatch, good, knowing, natural_model):
+    """For fit, control, both predictions and the losses."""
+    read = []
+    original = LikelihoodRewardModel.log_probs_of_each
+    monkeypatch.setattr(
+        LikelihoodRewardModel, "log_probs_of_each", lambda model, idx: read.append(len(idx)) or original(model, idx)
+    )
+    monkeypatch.setattr(LikelihoodRewardModel, "output", None)  # no pass beside these
+    out = succeed("train_reward_model", **{**good, "control": True}, trunk=(knowing, natural_model), head="likelihood")
+    assert sum(read) == 6 * 4 + 16 * 4
+    found = re.findall(r"Full pass over (\d+) rows of the (\w+) part, 2 \+ 1 models: ([\d,]+) tokens in [\d.]+ s", out)
+    assert found == [("24", "select", "384"), ("64", "report", "1,024")]
+    training = trained(good)[0]["training"]
+    assert "control_r2" in training["skill"] and "report_mixture_loss" in training
 
 
 def test_control_predicts_nothing(good, knowing):
