@@ -419,17 +419,24 @@ def steps_to_time(settings: TrainingBenchSettings) -> dict[str, list[str]]:
 
 
 def grpo_parts(settings: TrainingBenchSettings) -> None:
-    """A step on the shapes of benchmarks/grpo.py, by part, as a table."""
-    ours = Ours()
-    ours.steps(1)
-    parts: dict[str, list[float]] = {}
+    """A step on the shapes of benchmarks/grpo.py with either reward model, by part, as a table."""
+    ways = {"last head": Ours(), "likelihood head": Ours(default=True)}
+    parts: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+    for ours in ways.values():
+        ours.steps(1)
     for _ in range(1 if settings.quick else settings.num_runs):
-        for name, seconds in ours.parts().items():
-            parts.setdefault(name, []).append(seconds)
-    medians = {name: statistics.median(seconds) for name, seconds in parts.items()}
-    total = sum(medians.values())
-    rows = [[name, f"{seconds:.3f}", f"{seconds / total:.0%}"] for name, seconds in medians.items()]
-    say("\n" + markdown(["part of a GRPO step", "s", "share"], [*rows, ["all", f"{total:.3f}", ""]]))
+        for name, ours in ways.items():
+            for part, seconds in ours.parts().items():
+                parts[name].setdefault(part, []).append(seconds)
+    rows, header = [], ["part of a GRPO step"]
+    medians = {name: [statistics.median(seconds) for seconds in own.values()] for name, own in parts.items()}
+    for number, part in enumerate([*parts["last head"], "all"]):
+        rows.append([part])
+        for own in medians.values():
+            seconds, total = (own[number] if part != "all" else sum(own)), sum(own)
+            rows[-1] += [f"{seconds:.3f}", f"{seconds / total:.0%}"]
+    header += [cell for name in ways for cell in (f"{name}, s", "share")]
+    say("\n" + markdown(header, rows))
 
 
 if __name__ == "__main__":
