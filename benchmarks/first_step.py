@@ -47,7 +47,8 @@ def one_step(
 make_steps = Run.steps
 
 
-def main() -> None:
+def run_to_first_step() -> None:
+    """Run the trainer that the command line names, with the options after it."""
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     Run.steps = one_step
@@ -59,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_to_first_step()

@@ -10,6 +10,7 @@ table where it is installed (requirements-bench.txt), with the settings of inter
 """
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -207,6 +208,8 @@ class Bench:
             quiet = {"lr_scheduler_type": "constant", "logging_strategy": "no", "disable_tqdm": True}
             trainer = trl_grpo.make_trainer(settings, prompts, length, Path(folder, "out"), **quiet)
 
+            shutil.copytree(exported, trained)  # with the tokenizer
+
             def policy() -> GPT:
                 trainer.model.save_pretrained(trained)
                 return build_model(load_checkpoint(trained), "generator", trained, self.device)
@@ -219,6 +222,7 @@ class Bench:
                     control.should_training_stop = watch.ends_after_step(policy)
 
             trainer.add_callback(Callback())
+            trainer.remove_callback(transformers.PrinterCallback)
             trainer.train()
 
 
