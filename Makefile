@@ -7,7 +7,7 @@ CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-training screenshot lint format clean
+.PHONY: help setup run test test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-kl bench-training screenshot lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,16 +38,21 @@ bench-generation: setup ## time text generation against no cache and Hugging Fac
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/generation.py $(ARGS)
 
-bench-grpo: setup ## time a GRPO step against TRL's (installs requirements-bench.txt)
+bench-grpo: setup ## time a GRPO step with either reward model against TRL's (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/grpo.py $(ARGS)
+
+bench-kl: setup ## time training to a KL(pi || m), ours in three forms and TRL's (installs requirements-bench.txt)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
+	$(PYTHON) data/shakespeare_char/prepare.py
+	$(PYTHON) benchmarks/time_to_kl.py $(ARGS)
 
 bench-reward-models: setup ## measure every reward model, by itself and against the exact posterior
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/reward_models.py $(ARGS)
 	$(PYTHON) benchmarks/oracle.py
 
-bench-training: setup ## time the three trainers, train.py against nanoGPT's recipe
+bench-training: setup ## time the three trainers and their start, train.py against nanoGPT's
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/training.py $(ARGS)
 

@@ -37,9 +37,10 @@ SHAPES = {
 }
 VOCAB_SIZE = 65
 GROUP = 16  # samples a block
-HF_BATCH = 64
+FEW_ROWS = 128  # a step of train_grpo.py, in groups of FEW_GROUP; of data preparation some 1,000
+FEW_GROUP = 8
 HEADLINE = {"shape": {**SHAPES["M"], "block_size": 1024}, "blocks": 878 + 97, "group": 20, "seconds": 150}
-GOALS = {"S": (80, 5, 30), "M": (130, 4, 45)}  # times the seeds' way, times Hugging Face, percent of the product rate
+GOALS = {"S": (80, 5, 30), "M": (130, 4, 45)}  # times the seeds' way, Hugging Face's best; percent of the product rate
 
 
 @dataclass
@@ -56,12 +57,16 @@ class GenerationSettings(Settings):
     """auto, cpu, cuda, cuda:N or mps"""
     compile: bool | None = None
     """compile the model for the engine; None: on CUDA only, as prepare_reward_data.py does"""
+    hf_batches: tuple[int, ...] = (64, 128, 256, 512)
+    """batches of which the one where Hugging Face is fastest, in one run of each, has a row of its own"""
     num_processes: int | None = setting(None, minimum=1)
     """processes of the row that has several, each with one thread; None: one a core; 1: without that row"""
 
     def check_further(self, problems: Problems) -> None:
-        """Note that no shape is named."""
+        """Note that no shape is named, and batches that cannot be."""
         problems.require(bool(self.shapes), "shapes: none is named", f"Name some of {', '.join(SHAPES)}")
+        possible = bool(self.hf_batches) and min(self.hf_batches) > 0
+        problems.require(possible, f"hf_batches={self.hf_batches}: must be some numbers >= 1", "Use 64 128 256 512")
 
 
 def make_model(shape: dict[str, int], device: torch.device) -> GPT:
@@ -108,7 +113,7 @@ def batched_way(model: GPT, rows: int) -> Callable[[], int]:
     return lambda: whole_prefix_again(model, natural[:, :1])
 
 
-def hugging_face_way(model: GPT) -> Callable[[], int] | None:
+def hugging_face_way(model: GPT, rows: int) -> Callable[[], int] | None:
     """Hugging Face's `generate` with its cache, a GPT-2 of the same shape, prompts of a token; None if not there."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel, logging
@@ -127,7 +132,7 @@ def hugging_face_way(model: GPT) -> Callable[[], int] | None:
     )
     parameter = next(model.parameters())
     gpt2 = GPT2LMHeadModel(config).eval().to(parameter.device, parameter.dtype)
-    natural, _, _ = make_job(model, HF_BATCH, 1)
+    natural, _, _ = make_job(model, rows, 1)
     new_tokens = c.block_size - 1
 
     @torch.no_grad()
@@ -136,6 +141,16 @@ def hugging_face_way(model: GPT) -> Callable[[], int] | None:
         return written[:, 1:].numel()
 
     return way
+
+
+def best_batch(model: GPT, batches: tuple[int, ...]) -> int:
+    """The batch of `batches` with which Hugging Face's way writes most tokens a second."""
+    rates = {}
+    for batch in batches if len(batches) > 1 else ():
+        way = hugging_face_way(model, batch)
+        if way is not None:
+            rates[batch] = rate(way)
+    return max(rates, key=rates.__getitem__, default=batches[0])
 
 
 def compiled_if_asked(model: GPT, asked: bool | None) -> nn.Module:
@@ -206,17 +221,22 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
     model = make_model(SHAPES[name], device)
     processes = (settings.num_processes or os.cpu_count()) if device.type == "cpu" else 1
     pool = multiprocessing.get_context("spawn").Pool(processes) if processes > 1 else None
-    seeds, hugging_face, engine = "one sequence, whole prefix again (the seeds)", "Hugging Face generate", "engine"
+    seeds, hugging_face = "one sequence, whole prefix again (the seeds)", "Hugging Face generate"
     rows = 4 if name == "M" else 64
     plain = make_model(SHAPES[name], device)
     for module in plain.modules():
         if isinstance(module, Linear):
             module.__class__ = nn.Linear  # what makes bits equal for any number of rows is no part of the others' ways
+    best, own = best_batch(model, settings.hf_batches), compiled_if_asked(model, settings.compile)
+    at_best, at_few = f"{hugging_face}, its best batch, {best}", f"{hugging_face}, batch of {FEW_ROWS}"
+    engine, few = f"engine, {Completer(model, model.config.block_size).rows:,} rows", f"engine, {FEW_ROWS} rows"
     ways = {
         seeds: seeds_way(plain, 2 if name == "M" else 8),
         f"batch of {rows}, whole prefix again (nanoGPT)": batched_way(plain, rows),
-        f"{hugging_face}, batch of {HF_BATCH}": hugging_face_way(model),
-        engine: engine_way(compiled_if_asked(model, settings.compile)),
+        at_few: hugging_face_way(model, FEW_ROWS),
+        at_best: hugging_face_way(model, best) if best != FEW_ROWS else None,
+        few: engine_way(own, FEW_GROUP, FEW_ROWS // FEW_GROUP),
+        engine: engine_way(own),
     }
     if pool is not None:
         ways[f"engine, {processes} processes of a thread"] = lambda: sum(
@@ -248,13 +268,15 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
     say(f"{title:<46} {bound:>10,.0f} {bound / medians[seeds]:>11.1f} {1:>10.0%}")
     if name not in GOALS:
         return
-    rivals = [tokens for title, tokens in medians.items() if title.startswith(hugging_face)]
-    rival = f"{medians[engine] / rivals[0]:.1f} times Hugging Face" if rivals else "transformers is not installed"
-    goals = GOALS[name]
+    goals, rival = GOALS[name], "transformers is not installed"
+    if at_few in medians:
+        rival = f"{medians[engine] / medians.get(at_best, medians[at_few]):.1f} times Hugging Face's best"
     say(
         f"The engine: {medians[engine] / medians[seeds]:.0f} times the seeds' way (goal {goals[0]}), {rival} "
         f"(goal {goals[1]}), {medians[engine] / bound:.0%} of the product rate (goal {goals[2]}%)"
     )
+    if at_few in medians:
+        say(f"At {FEW_ROWS} rows each: {medians[few] / medians[at_few]:.1f} times Hugging Face")
 
 
 def measure_headline(settings: GenerationSettings, device: torch.device) -> None:

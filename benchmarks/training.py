@@ -4,10 +4,13 @@
 
 In: data/shakespeare_char/prepare.py has run. Ratios of one run on one machine. The recipes are of config/, both at
 block 64 and the fast one for --max_iters steps, run by train.py; training seconds leave evaluations out, and nothing is
-chosen by validation text. The rest is timed in this process: medians, after a warm-up.
+chosen by validation text. nanoGPT's own train.py (--nanogpt) and ours take turns, whole processes, start-up and
+evaluations included. The rest is timed in this process: medians, after a warm-up.
 """
 
+import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,21 +25,29 @@ import torch
 from grpo import Ours
 from pipeline import ROOT, Pipeline, markdown, val_loss
 
-from data_loader import TokenSplits, dataset_folder, write_token_files
+from checkpoint import build_model, load_checkpoint
+from data_loader import TokenSplits, WholeSplitBatches, dataset_folder, open_token_file, write_token_files
 from feature_cache import frozen_depth, to_device
 from generation import Sampling
 from model import GPT, GPTConfig
+from objectives import language_model_loss
 from optimization import clip_gradients, make_optimizers
 from runtime.cli import parse_settings
 from runtime.distributed import Ranks
-from runtime.process import run_main
+from runtime.process import UserError, run_main
 from runtime.resume import Run
 from runtime.run_log import read_records, say
-from runtime.settings import Settings, setting
+from runtime.settings import Problems, Settings, setting
 from train_reward_model import Data, RewardModelSettings, head_inputs, learn_head, new_reward_model
 
 NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
-PARTS = ("loss", "throughput", "reward", "grpo", "start", "memory")
+PARTS = ("loss", "nanogpt", "throughput", "reward", "grpo", "start", "memory")
+# Of nanoGPT's checkout, and the options that its README gives for a CPU.
+NANOGPT_FILES = ("train.py", "model.py", "configurator.py", "config/train_shakespeare_char.py")
+NANOGPT_OPTIONS = {
+    **{"device": "cpu", "compile": False, "eval_iters": 20, "log_interval": 1, "block_size": 64, "batch_size": 12},
+    **{"n_layer": 4, "n_head": 4, "n_embd": 128, "max_iters": 2000, "lr_decay_iters": 2000, "dropout": 0.0},
+}
 SHAPES = {
     "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
     "M": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
@@ -50,13 +61,15 @@ class TrainingBenchSettings(Settings):
     quick: bool = False
     """few steps and samples: a look at the tables"""
     parts: tuple[str, ...] = setting(PARTS, known=PARTS)
-    """of loss, throughput, reward, grpo, start and memory"""
+    """of loss, nanogpt, throughput, reward, grpo, start and memory"""
     dataset: str = "shakespeare_char"
     """folder of the corpus, by characters: a path, or a name below data/"""
     max_iters: int = setting(215, minimum=1)
     """steps of the fast recipe"""
     seeds: tuple[int, ...] = (1337, 1, 2)
     """seeds of the fast recipe, a row for each"""
+    nanogpt: str | None = None
+    """checkout of nanoGPT, whose train.py is executed, in a copy, beside ours; None: that part is left out"""
     large_tokens: int = setting(500_000_000, minimum=10_000, unit="tokens")
     """tokens of the corpus that memory is measured with, two bytes each"""
     num_runs: int = setting(5, minimum=1)
@@ -64,12 +77,20 @@ class TrainingBenchSettings(Settings):
     out_dir: str = "out/benchmarks/training"
     """where models are made; what is there is not made again"""
 
+    def check_further(self, problems: Problems) -> None:
+        """Note a checkout that lacks a file."""
+        for name in NANOGPT_FILES if self.nanogpt is not None else ():
+            problems.require(
+                Path(self.nanogpt, name).is_file(), f"nanogpt={self.nanogpt}: has no {name}", "Name a whole checkout"
+            )
+
 
 def main() -> None:
     settings = parse_settings(TrainingBenchSettings, "training")
     say(f"{os.cpu_count()} processors, {torch.get_num_threads()} threads, torch {torch.__version__}")
     measure = {
         "loss": time_to_loss,
+        "nanogpt": beside_nanogpt,
         "throughput": throughput,
         "reward": reward_epochs,
         "grpo": grpo_parts,
@@ -148,18 +169,78 @@ def throughput(settings: TrainingBenchSettings) -> None:
     say(markdown(["model", "batch", "tokens/s", "GFLOP/s", "of the rate (goal 60%)"], rows))
 
 
-def start_up(settings: TrainingBenchSettings) -> None:
-    """Seconds of a run of one step, evaluations of one batch and saving included, over those of `import torch`."""
+def beside_nanogpt(settings: TrainingBenchSettings) -> None:
+    """Seconds of nanoGPT's own train.py and of ours, whole processes in turns, and both models' losses, as a table."""
+    if settings.nanogpt is None:
+        say("\nnanoGPT's own train.py is not timed: name a checkout of nanoGPT with --nanogpt PATH")
+        return
+    corpus = dataset_folder(settings.dataset).resolve()
     with TemporaryDirectory() as folder:
-        options = ["--dataset", str(dataset_folder(settings.dataset)), "--out_dir", folder, "--device", "cpu"]
-        options += ["--max_iters", "1", "--eval_iters", "1", "--warmup_iters", "0"]
-        train = [sys.executable, str(ROOT / "train.py"), *options]
-        runs = 1 if settings.quick else settings.num_runs
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": True}
-        bare = median_seconds(lambda: subprocess.run([sys.executable, "-c", "import torch"], **quiet), runs)
-        whole = median_seconds(lambda: subprocess.run(train, **quiet), runs)
-    say(f"\nimport torch: {bare:.2f} s; train.py of one step from start to end: {whole:.2f} s")
-    say(f"More than the import: {whole - bare:.2f} s (goal: 2 at the first step)")
+        copy_nanogpt(Path(settings.nanogpt), corpus, Path(folder))
+
+        def theirs(iters: int) -> list[str]:
+            options = NANOGPT_OPTIONS | {"max_iters": iters, "lr_decay_iters": iters}
+            if iters < NANOGPT_OPTIONS["max_iters"]:
+                options["eval_interval"] = iters  # of its settings file 250; it saves at an evaluation
+            return ["train.py", NANOGPT_FILES[-1], *(f"--{name}={value}" for name, value in options.items())]
+
+        def ours(iters: int) -> list[str]:
+            config = str(ROOT / "config/shakespeare_complete_cpu.py")
+            options = {"dataset": corpus, "out_dir": "out", "block_size": 64, "device": "cpu", "max_iters": iters}
+            options |= {"eval_interval": iters, "log_interval": iters}
+            return [
+                str(ROOT / "train.py"),
+                "--config",
+                config,
+                *(f"--{name}={value}" for name, value in options.items()),
+            ]
+
+        ways = {"nanoGPT's own": (theirs, 2000, "out-shakespeare-char/ckpt.pt")}
+        ways["ours"] = (ours, settings.max_iters, "out/model_checkpoint.pt")
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range((1 if settings.quick else settings.num_runs) + 1):
+            for name, (command, iters, _) in ways.items():
+                few = number == 0 or settings.quick  # the first warms up: files come from the disk
+                start = time.perf_counter()
+                run_quietly([sys.executable, *command(min(iters, 10 if few else iters))], folder)
+                seconds[name] += [time.perf_counter() - start] if number else []
+        losses = {name: whole_split_loss(Path(folder, path), corpus) for name, (_, _, path) in ways.items()}
+    reference = seconds["nanoGPT's own"]
+    rows = []
+    for name, (_, iters, _) in ways.items():
+        ratio = statistics.median(own / other for own, other in zip(seconds[name], reference, strict=True))
+        median = statistics.median(seconds[name])
+        rows.append(
+            [name, str(10 if settings.quick else iters), f"{losses[name]:.4f}", f"{median:.1f}", f"{ratio:.3f}"]
+        )
+    header = ["train.py", "steps", "validation loss", "s, start to end", "of nanoGPT's time"]
+    reached = "reached" if losses["ours"] <= losses["nanoGPT's own"] else "not reached"
+    say(f"\n{markdown(header, rows)}\nGoal: {1 / 6:.3f}, at nanoGPT's loss or below, which is {reached}")
+
+
+def copy_nanogpt(checkout: Path, corpus: Path, folder: Path) -> None:
+    """Files of nanoGPT's that train by characters, and our corpus where they look for it."""
+    for name in NANOGPT_FILES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(checkout / name, folder / name)
+    (folder / "data/shakespeare_char").mkdir(parents=True)
+    for name in ("train.bin", "val.bin", "meta.pkl"):
+        shutil.copy(corpus / name, folder / "data/shakespeare_char" / name)
+
+
+def run_quietly(command: list[str], folder: str) -> str:
+    """Run a command to its end; returns what it printed. Raises UserError with its last lines if it fails."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"ERROR: {' '.join(command[1:3])} ended with status {done.returncode}: {done.stderr[-500:]}")
+    return done.stdout
+
+
+def whole_split_loss(path: Path, corpus: Path) -> float:
+    """Loss of a checkpoint, ours or nanoGPT's, on the whole validation split, in nats a token."""
+    model = build_model(load_checkpoint(path), "generator", path)
+    tokens = open_token_file(corpus / "val.bin", "val", model.config.vocab_size)
+    return language_model_loss(model, WholeSplitBatches(tokens, model.config.block_size, 64, torch.device("cpu")))
 
 
 def memory(settings: TrainingBenchSettings) -> None:
@@ -275,21 +356,87 @@ def reward_epochs(settings: TrainingBenchSettings) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# all three
+
+
+def start_up(settings: TrainingBenchSettings) -> None:
+    """Seconds of `--help`, and to the end of the first step without evaluations, beyond the imports, as a table.
+
+    A process starts its clock when it is started; of a trainer the first step's end is when the step is, before
+    anything is saved. Models have 0.8M parameters and steps are small, so that it is the start that is timed.
+    """
+    end = "import time; print(time.time())"
+    ways = {f"import {names}": ["-c", f"import {names}; {end}"] for names in ("torch", "torch, torch._dynamo")}
+    trainers = steps_to_time(settings)
+    ways |= {f"{name} --help": [str(ROOT / name), "--help"] for name in trainers}
+    ways |= {f"{name}, first step": [str(ROOT / "benchmarks/first_step.py"), *trainers[name]] for name in trainers}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range((1 if settings.quick else settings.num_runs) + 1):
+        for name, arguments in ways.items():
+            start = time.time()
+            printed = run_quietly([sys.executable, *arguments], str(ROOT))
+            ended, evaluations = time.time(), 0.0
+            if not name.endswith("--help"):
+                clock = json.loads(printed.splitlines()[-1])
+                ended, evaluations = (clock["ended"], clock["evaluations"]) if isinstance(clock, dict) else (clock, 0.0)
+            seconds[name] += [ended - start - evaluations] if number else []  # the first warms up
+    rows = []
+    for name, own in seconds.items():
+        imported = seconds["import torch" if name.endswith("--help") else "import torch, torch._dynamo"]
+        more = statistics.median(one - other for one, other in zip(own, imported, strict=True))
+        goal = "" if name.startswith("import") else "0.5" if name.endswith("--help") else "0.8"
+        rows.append([name, f"{statistics.median(own):.2f}", f"{more:.2f}" if goal else "", goal])
+    say("\n" + markdown(["start", "s", "beyond the import, s", "goal"], rows))
+
+
+def steps_to_time(settings: TrainingBenchSettings) -> dict[str, list[str]]:
+    """The arguments of each trainer's first step, on models made for it."""
+    pipeline, corpus = Pipeline(settings.out_dir), dataset_folder(settings.dataset).resolve()
+    few = {"eval_iters": 1, "device": "cpu"}
+    generator = pipeline.generator("start", corpus, 2, warmup_iters=0, batch_size=2, **few).resolve()
+    natural = pipeline.natural_model("start_natural", generator, corpus, 2, seed=1).resolve()
+    data = pipeline.reward_data("start_data", generator, corpus, max_blocks=20, samples_per_chunk=2, device="cpu")
+    reward = {"base_model_path": generator, "trunk": natural, "data_dir": data.resolve()}
+    path = pipeline.out / "start_reward.pt"
+    pipeline.make(path.name, "train_reward_model", output_path=path, device="cpu", **reward)
+    out = (pipeline.out / "first_step").resolve()
+    grpo = {"base_model_path": generator, "reward_model_path": path.resolve(), "dataset": corpus}
+    grpo |= {"prompts_per_step": 2, "group_size": 2, "eval_prompts": 2, "gate_blocks": 10}
+    grpo |= {"allow_unpredictive_reward": True, "output_path": out / "policy.pt"}
+    options = {
+        "train.py": {"dataset": corpus, "out_dir": out, "batch_size": 2, "eval_iters": 1},
+        "train_reward_model.py": reward | {"output_path": out / "reward.pt"},
+        "train_grpo.py": grpo,
+    }
+    return {
+        name: [name, "--device=cpu", *(f"--{key}={value}" for key, value in own.items())]
+        for name, own in options.items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # train_grpo.py
 
 
 def grpo_parts(settings: TrainingBenchSettings) -> None:
-    """A step on the shapes of benchmarks/grpo.py, by part, as a table."""
-    ours = Ours()
-    ours.steps(1)
-    parts: dict[str, list[float]] = {}
+    """A step on the shapes of benchmarks/grpo.py with either reward model, by part, as a table."""
+    ways = {"last head": Ours(), "likelihood head": Ours(default=True)}
+    parts: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+    for ours in ways.values():
+        ours.steps(1)
     for _ in range(1 if settings.quick else settings.num_runs):
-        for name, seconds in ours.parts().items():
-            parts.setdefault(name, []).append(seconds)
-    medians = {name: statistics.median(seconds) for name, seconds in parts.items()}
-    total = sum(medians.values())
-    rows = [[name, f"{seconds:.3f}", f"{seconds / total:.0%}"] for name, seconds in medians.items()]
-    say("\n" + markdown(["part of a GRPO step", "s", "share"], [*rows, ["all", f"{total:.3f}", ""]]))
+        for name, ours in ways.items():
+            for part, seconds in ours.parts().items():
+                parts[name].setdefault(part, []).append(seconds)
+    rows, header = [], ["part of a GRPO step"]
+    medians = {name: [statistics.median(seconds) for seconds in own.values()] for name, own in parts.items()}
+    for number, part in enumerate([*parts["last head"], "all"]):
+        rows.append([part])
+        for own in medians.values():
+            seconds, total = (own[number] if part != "all" else sum(own)), sum(own)
+            rows[-1] += [f"{seconds:.3f}", f"{seconds / total:.0%}"]
+    header += [cell for name in ways for cell in (f"{name}, s", "share")]
+    say("\n" + markdown(header, rows))
 
 
 if __name__ == "__main__":

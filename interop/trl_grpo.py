@@ -99,12 +99,47 @@ def draw_texts(corpus: Corpus, length: int, settings: TRLSettings) -> list[str]:
     )
 
 
+def make_trainer(settings: TRLSettings, prompts: list[str], length: int, output_dir: Path, **further: Any) -> Any:
+    """TRL's GRPOTrainer, for completions of half a block of `length` tokens; `further` options are of GRPOConfig.
+
+    It maximises the reward, a number of the whole completion, standardised within its group, less `beta` times TRL's KL
+    to the start (k3, in the loss). With either reward the optimum is not the reward model's mixture.
+    """
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    assert settings.model is not None and settings.reward_model_path is not None  # checked with the settings
+    options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate"} if settings.use_vllm else {}
+    if settings.device == "cpu" or select_device(settings.device).type == "cpu":
+        options |= {"use_cpu": True, "bf16": False}
+    return GRPOTrainer(
+        model=settings.model,
+        reward_funcs=make_reward(settings.reward_model_path, settings.reward, settings.device),
+        args=GRPOConfig(
+            output_dir=str(output_dir),
+            max_steps=settings.max_steps,
+            per_device_train_batch_size=settings.prompts_per_step * settings.group_size,
+            num_generations=settings.group_size,
+            max_completion_length=length - length // 2,
+            temperature=1.0,
+            top_k=0,
+            learning_rate=settings.learning_rate,
+            beta=settings.beta,
+            seed=settings.seed,
+            save_strategy="no",
+            report_to=[],
+            **({"logging_steps": 1} | options | further),
+        ),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=set_special_tokens(transformers.AutoTokenizer.from_pretrained(settings.model)),
+    )
+
+
 def main() -> None:
     settings = parse_settings(TRLSettings, "trl_grpo")
     try:
-        import transformers
-        from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
+        import trl  # noqa: F401
     except ImportError as error:
         raise UserError(f"ERROR: {error}: this script needs TRL: install it with `pip install trl`") from None
     assert settings.model is not None and settings.reward_model_path is not None  # checked with the settings
@@ -125,31 +160,7 @@ def main() -> None:
     if is_main_rank():
         hold_output(final)
         shutil.rmtree(staging, ignore_errors=True)  # of a run that was interrupted
-    options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate"} if settings.use_vllm else {}
-    if settings.device == "cpu" or select_device(settings.device).type == "cpu":
-        options |= {"use_cpu": True, "bf16": False}
-    trainer = GRPOTrainer(
-        model=settings.model,
-        reward_funcs=make_reward(settings.reward_model_path, settings.reward, settings.device),
-        args=GRPOConfig(
-            output_dir=str(staging),
-            max_steps=settings.max_steps,
-            per_device_train_batch_size=settings.prompts_per_step * settings.group_size,
-            num_generations=settings.group_size,
-            max_completion_length=length - length // 2,
-            temperature=1.0,
-            top_k=0,
-            learning_rate=settings.learning_rate,
-            beta=settings.beta,
-            seed=settings.seed,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            **options,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=set_special_tokens(transformers.AutoTokenizer.from_pretrained(settings.model)),
-    )
+    trainer = make_trainer(settings, prompts, length, staging)
     trainer.train()
     trainer.save_model(str(staging))
     if is_main_rank():

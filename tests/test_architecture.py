@@ -59,6 +59,7 @@ NAMED_OTHERWISE = {
     "test_old_artefacts": (),  # what checkpoint, runtime/resume and run_cycles wrote before
     "test_oracle": (),  # benchmarks/oracle.py
     "test_pipeline": (),  # benchmarks/pipeline.py
+    "test_training_benchmark": (),  # benchmarks/training.py
     "test_prepare_text": ("prepare_text", "text_preparation"),
     "test_reward_data_prep": ("prepare_reward_data",),
     "test_trackers": (),  # the trackers of runtime/run_log.py with the real packages

@@ -90,8 +90,15 @@ SHRINK = {
     "benchmarks/training": "--quick True --parts throughput reward --num_runs 1",
     "benchmarks/estimators": "--ways 'sampled, mean at the position' 'exact, one of each prompt' --batches 2 --steps 3 "
     "--prompts_per_step 2 --group_size 2 --device cpu",
+    "benchmarks/time_to_kl": "--quick True --ways 'ours, credit=token (default)' 'ours, credit=distribution' "
+    "--num_runs 1 --prompts_per_step 2 --group_size 2 --eval_prompts 2 --max_steps 2 --eval_interval 1 --device cpu",
     "benchmarks/exhaustion": "--steps 4 --device cpu",
-    "benchmarks/generation": "--shapes XS --num_runs 1 --headline_blocks 0 --num_processes 1 --device cpu",
+    "benchmarks/generation": "--shapes XS --num_runs 1 --headline_blocks 0 --num_processes 1 --device cpu "
+    "--hf_batches 64",
+}
+# What `make` passes ARGS on to.
+BENCHMARKS = {
+    **{"bench-generation": "generation", "bench-grpo": "grpo", "bench-kl": "time_to_kl", "bench-training": "training"},
 }
 TORCHRUN = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"}
 NOT_OURS = {"config", "section", "help", "cov", "num_processes", *TORCHRUN}  # of every script, pytest, launchers
@@ -205,7 +212,10 @@ def template(tmp_path_factory) -> Path:
 
 
 def bring_along(folder: Path, text: str) -> None:
-    """Put there what a user has who comes from elsewhere: a text, a reward function, a checkpoint of nanoGPT's."""
+    """Put there what a user has who comes from elsewhere: a text, a reward function, nanoGPT and a checkpoint."""
+    (folder / "nanoGPT/config").mkdir(parents=True)
+    for name in ("train.py", "model.py", "configurator.py", "config/train_shakespeare_char.py"):
+        (folder / "nanoGPT" / name).touch()  # only named: the part that runs it is no part of a small run
     (folder / "my_novel.txt").write_text(text, encoding="utf-8")
     source = "def score(completions, **kwargs):\n    return [-float(text.count('e')) for text in completions]\n"
     (folder / "my_rewards.py").write_text(source)
@@ -278,9 +288,7 @@ def run_command(words: list[str]) -> None:
         assert targets and set(targets) <= make_targets(), words
         for assignment in (word for word in words[1:] if "=" in word):
             name, _, value = assignment.partition("=")
-            benchmark = {"bench-generation": "generation", "bench-grpo": "grpo", "bench-training": "training"}.get(
-                targets[0]
-            )
+            benchmark = BENCHMARKS.get(targets[0])
             if name == "ARGS" and benchmark is not None:
                 run_script(f"benchmarks/{benchmark}.py", shlex.split(value))
                 continue
