@@ -45,6 +45,7 @@ from objectives import (
     reward_loss,
     token_log_probs,
 )
+from runtime.device import autocast, full_precision
 from runtime.distributed import Ranks
 from runtime.process import UserError
 
@@ -141,8 +142,9 @@ class LastRewardModel(TrunkRewardModel):
         return hidden[:, -1]
 
     def score(self, pooled: Tensor) -> Tensor:
-        """Scores (B, 2) of [natural, synthetic], before the softmax."""
-        return self.reward_head[:-1](pooled)
+        """Scores (B, 2) of [natural, synthetic], before the softmax; float32 under autocast too."""
+        with full_precision(pooled.device):
+            return self.reward_head[:-1](pooled.to(self.transformer.wte.weight.dtype))
 
     def loss(self, scores: Tensor, targets: Tensor, name: str) -> Tensor:
         """objectives.reward_loss ()."""
@@ -212,8 +214,9 @@ class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc
         return hidden
 
     def score(self, pooled: Tensor) -> Tensor:
-        """Evidence (B, T)."""
-        return self.reward_head(pooled).squeeze(-1)
+        """Evidence (B, T); float32 under autocast too."""
+        with full_precision(pooled.device):
+            return self.reward_head(pooled.to(self.transformer.wte.weight.dtype)).squeeze(-1)
 
     def contains(self, reference: GPT) -> bool:
         """False: whole sequences are read here, and all but the last token by the reference."""
@@ -407,11 +410,11 @@ class RewardScorer:
     """A frozen reward model, if there is one, and the policy's start (the reference of the KL), which score together.
 
     Where one is part of the other, one pass serves both: a likelihood model's generator, and the trunk that a last head
-    stands on, are the start itself.
+    stands on, are the start itself. `dtype` is that of their passes (`runtime.device.autocast`).
     """
 
-    def __init__(self, reward_model: RewardModel | None, reference: GPT) -> None:
-        self.reward_model, self.reference = reward_model, reference.requires_grad_(False)
+    def __init__(self, reward_model: RewardModel | None, reference: GPT, dtype: torch.dtype = torch.float32) -> None:
+        self.reward_model, self.reference, self.dtype = reward_model, reference.requires_grad_(False), dtype
         self.is_ratio = self.knows_tokens = self.is_shared = False
         if reward_model is None:
             return
@@ -427,7 +430,8 @@ class RewardScorer:
 
         `keep_hidden`: with the hidden states, of a likelihood model that contains the reference.
         """
-        parts = [self._read(part, keep_hidden) for part in ids.split(self.reference.rows_at_a_time())]
+        with autocast(ids.device, self.dtype):
+            parts = [self._read(part, keep_hidden) for part in ids.split(self.reference.rows_at_a_time())]
         if len(parts) == 1:
             return parts[0]
         columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Scores)}

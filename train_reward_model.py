@@ -11,6 +11,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from figures import skill_picture, write_png
 from generation import Sampling
 from model import GPT, check_same_fields
 from objectives import log_mixture, mixture_loss, mixture_weights
-from optimization import Best, EarlyStopping, TrainableWeights, clip_gradients, make_optimizers
+from optimization import Best, EarlyStopping, TrainableWeights, gradient_scaler, make_optimizers, take_step
 from reward_dataset_loader import (
     RewardDataset,
     check_model_compatibility,
@@ -56,7 +57,7 @@ from reward_metrics import (
 )
 from reward_model import REWARD_MODELS, Ensemble, HeadRewardModel, LikelihoodRewardModel, RewardModel
 from runtime.cli import parse_settings, split_config
-from runtime.device import random_stream, seed_step, select_device
+from runtime.device import autocast, random_stream, seed_step, select_device, select_dtype
 from runtime.distributed import Ranks, parallel, start_ranks
 from runtime.files import hash_file
 from runtime.process import UserError, is_stage, run_main, warn
@@ -121,6 +122,8 @@ class RewardModelSettings(Settings):
     """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
     device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of forward and backward pass, of frozen models too; auto: bfloat16 on CUDA, else float32"""
     seed: int = setting(42, minimum=0)
     """seed of the head's weights and the samples' order"""
 
@@ -128,6 +131,10 @@ class RewardModelSettings(Settings):
     REMOVED: ClassVar[tuple[str, ...]] = (
         *("lm_iters", "lm_batch_size", "lm_learning_rate", "lm_muon_learning_rate", "lm_eval_interval", "dataset"),
     )
+
+    def mixed_precision(self, device: torch.device) -> AbstractContextManager:
+        """A context for forward passes without gradients."""
+        return autocast(device, select_dtype(self.dtype, device))
 
     @property
     def model_class(self) -> type[RewardModel]:
@@ -225,7 +232,8 @@ def main() -> None:
     select_rows, report_rows, measured_on = rows_by_part(val_set)
     data = Data(train_set, val_set, select_rows, report_rows)
 
-    detail(f"Using device: {ranks.where}")
+    dtype = select_dtype(settings.dtype, ranks.device)
+    detail(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})")
     detail(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
     trunks = ", ".join(settings.trunks) or settings.base_model_path
     detail(f"Trunk: {trunks}, {format_size(trunk.num_parameters())}")
@@ -246,9 +254,9 @@ def main() -> None:
 
     # metrics, on blocks that selected nothing
     truth, blocks = data.reported()
-    prediction = ranks.on_main(lambda: predict(model, val_set, report_rows, ranks.device))
+    prediction = ranks.on_main(lambda: predict(model, data, settings, ranks.device))
     skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
-    losses = ranks.on_main(lambda: report_losses(model, data, best.figures, ranks.device))
+    losses = ranks.on_main(lambda: report_losses(model, data, best.figures, settings, ranks.device))
     training = {**best.figures, **losses, "skill": skill}
     training |= {"settings": asdict(settings), "generator_sha256": generator_sha256}
     records = checkpoint["tokenization"], checkpoint["data"]
@@ -258,7 +266,7 @@ def main() -> None:
         # Only now: whatever becomes of the control, the model is there.
         try:
             learn(Run(None, replace(settings, max_epochs=best.at), ranks), untrained, data, inputs, control=True)
-            control = ranks.on_main(lambda: predict(untrained.eval(), val_set, report_rows, ranks.device))
+            control = ranks.on_main(lambda: predict(untrained.eval(), data, settings, ranks.device))
         except UserError as error:
             warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
             control = None
@@ -436,7 +444,8 @@ def fit_mixture(
     """
     rows, device = data.select_rows, run.ranks.device
     targets = data.val_set.y[rows]
-    members, written = log_probs_of_each(model, data.val_set.x, rows, device)
+    with run.settings.mixed_precision(device):
+        members, written = log_probs_of_each(model, data.val_set.x, rows, device)
     is_natural = natural_tokens(data.val_set, rows)
     weights = mixture_weights(torch.stack([member[is_natural] for member in members]))
     natural = log_mixture(members, weights.log())
@@ -468,12 +477,13 @@ def fit_mixture(
 
 @torch.no_grad()
 def report_losses(
-    model: RewardModel, data: Data, figures: Mapping[str, Any], device: torch.device
+    model: RewardModel, data: Data, figures: Mapping[str, Any], settings: RewardModelSettings, device: torch.device
 ) -> dict[str, float | list[float] | None]:
     """Losses in nats, as `fit_mixture`'s, on the rows that report, of the fitted mixtures; none without an ensemble."""
     if not model.is_ratio or "weights" not in figures:
         return {}
-    members, written = log_probs_of_each(model, data.val_set.x, data.report_rows, device)
+    with settings.mixed_precision(device):
+        members, written = log_probs_of_each(model, data.val_set.x, data.report_rows, device)
     is_natural = natural_tokens(data.val_set, data.report_rows)
     each, q = [member[is_natural] for member in members], written[is_natural]
     p, w = log_mixture(each, torch.tensor(figures["weights"]).log()), figures["mixture"]
@@ -502,8 +512,9 @@ def head_inputs(model: HeadRewardModel, data: Data, settings: RewardModelSetting
     depth = frozen_depth(model) if settings.cache_features else None
     if depth is None:
         return HeadInputs(data.train_set.x, data.val_set.x, None)
-    folder = features_folder(settings)
-    train, val = (frozen_features(model, part, depth, folder, ranks) for part in (data.train_set, data.val_set))
+    folder, dtype = features_folder(settings), select_dtype(settings.dtype, ranks.device)
+    compute = partial(frozen_features, dtype=dtype)
+    train, val = (compute(model, part, depth, folder, ranks) for part in (data.train_set, data.val_set))
     return HeadInputs(train, val, depth)
 
 
@@ -529,7 +540,9 @@ def learn_head(
     optimizers = make_optimizers(model, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay)
     weights, stopping, best = TrainableWeights(model), EarlyStopping(settings.patience, settings.min_delta), Best()
     epoch_loss = Values(sum=0.0)  # over the epoch's samples so far
-    run.track(learning=weights, optimizers=optimizers, stopping=stopping, best=best, epoch_loss=epoch_loss)
+    scaler = gradient_scaler(ranks.device, dtype := select_dtype(settings.dtype, ranks.device))
+    run.track(learning=weights, optimizers=optimizers, scaler=scaler, stopping=stopping, best=best)
+    run.track(epoch_loss=epoch_loss)
 
     def evaluate() -> None:
         val_loss, prediction = ranks.on_main(lambda: evaluate_head(run, model, data, inputs))
@@ -546,7 +559,7 @@ def learn_head(
     def order(epoch: int) -> np.ndarray:
         return random_stream(settings.seed, "order", epoch).permutation(num_samples)
 
-    forward = parallel(model, ranks)
+    forward = parallel(model, ranks, dtype)
     loss_of_batch = partial(weighted_loss, depth=inputs.depth, loss=settings.loss_name)
     steps_per_epoch = -(-num_samples // settings.batch_size)
     train_what_learns(model)
@@ -566,10 +579,8 @@ def learn_head(
         batch = to_device(inputs.train, mine, ranks.device), to_device(targets, mine, ranks.device)
         seed_step(settings.seed, "dropout", epoch, first, ranks.rank)
         loss = forward(loss_of_batch, *batch, share * ranks.world_size)
-        loss.backward()
-        clip_gradients(weights.named, settings.grad_clip)
-        optimizers.step()
-        optimizers.zero_grad()
+        scaler.scale(loss).backward()
+        take_step(model, optimizers, settings.grad_clip, scaler)
         epoch_loss.sum += ranks.sum(loss.item() / ranks.world_size)[0] * len(rows)
     return best
 
@@ -598,7 +609,8 @@ def evaluate_head(
     rows, size, total, predictions = data.select_rows, model.rows_at_a_time(), 0.0, []
     parts = [rows[first : first + size] for first in range(0, len(rows), size)]
     for part in counted(parts, len(parts), "Evaluating"):
-        output = model.output(to_device(inputs.val, part, run.ranks.device), inputs.depth)
+        with run.settings.mixed_precision(run.ranks.device):
+            output = model.output(to_device(inputs.val, part, run.ranks.device), inputs.depth)
         targets = to_device(data.val_set.y, part, run.ranks.device)
         total += model.loss(output, targets, run.settings.loss_name).item() * len(part)
         predictions.append(model.share(output).cpu())
@@ -614,11 +626,12 @@ def control_figures(prediction: Tensor | None, truth: Tensor, blocks: Tensor, se
 
 
 @torch.no_grad()
-def predict(model: RewardModel, dataset: RewardDataset, rows: np.ndarray, device: torch.device) -> Tensor:
-    """P(natural) (n,) of some rows, by the model's forward pass."""
-    parts = np.array_split(rows, -(-len(rows) // model.rows_at_a_time()))
-    predictions = (model(to_device(dataset.x, part, device))[0][:, 0].cpu() for part in parts)
-    return torch.cat(list(counted(predictions, len(parts), "Skill")))
+def predict(model: RewardModel, data: Data, settings: RewardModelSettings, device: torch.device) -> Tensor:
+    """P(natural) (n,) of the rows that report, by the model's forward pass."""
+    parts = np.array_split(data.report_rows, -(-len(data.report_rows) // model.rows_at_a_time()))
+    with settings.mixed_precision(device):
+        predictions = (model(to_device(data.val_set.x, part, device))[0][:, 0].cpu() for part in parts)
+        return torch.cat(list(counted(predictions, len(parts), "Skill")))
 
 
 def print_members(paths: tuple[str, ...], figures: Mapping[str, Any]) -> None:
