@@ -411,6 +411,7 @@ def main() -> None:
 
 def load_policy(settings: GRPOSettings, base: dict[str, Any], device: torch.device) -> GPT:
     """The base model's checkpoint as a model to train."""
+    assert settings.base_model_path is not None  # checked with the settings
     policy = build_model(base, "generator", settings.base_model_path, device)
     if settings.compile:
         policy.compile_blocks()
