@@ -18,6 +18,7 @@ from torch import Tensor
 from model import GPT
 from reward_dataset_loader import RewardDataset
 from reward_model import TrunkRewardModel
+from runtime.device import autocast
 from runtime.distributed import Ranks
 from runtime.files import atomic_path
 from runtime.run_log import progress
@@ -47,11 +48,12 @@ def frozen_features(
     folder: Path,
     ranks: Ranks,
     most_in_memory: int = MOST_IN_MEMORY,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor | np.ndarray:
     """`model.features` (n, ...) float32 of a dataset's tokens (n, N) at `depth`, down to which the model is frozen.
 
-    A tensor, or from `most_in_memory` bytes on a memory map of a file in `folder`, named after the weights, the tokens
-    and the depth, that is made once, by each rank for itself. Every rank computes its share.
+    A tensor, or from `most_in_memory` bytes on a memory map of a file in `folder`, named after the weights, the tokens,
+    the depth and the `dtype` of the passes, that is made once, by each rank for itself. Every rank computes its share.
     """
     model.eval()
     size = model.rows_at_a_time()
@@ -63,7 +65,9 @@ def frozen_features(
             for first in range(0, len(dataset), size * ranks.world_size):
                 mine = np.arange(first + ranks.rank * size, first + (ranks.rank + 1) * size)
                 ids = to_device(dataset.x, np.minimum(mine, len(dataset) - 1), ranks.device)
-                hidden = ranks.gather(model.features(ids, depth).float()).cpu()
+                with autocast(ranks.device, dtype):
+                    features_of_mine = model.features(ids, depth).float()
+                hidden = ranks.gather(features_of_mine).cpu()
                 rows = slice(first, min(first + len(hidden), len(dataset)))
                 count = rows.stop - rows.start
                 if isinstance(features, Tensor):
@@ -76,7 +80,7 @@ def frozen_features(
         features = torch.empty(shape)
         fill(features)
         return features
-    path = folder / f"{dataset.split}_{_key(model, dataset, depth)}_{ranks.rank}.f32"
+    path = folder / f"{dataset.split}_{_key(model, dataset, depth, dtype)}_{ranks.rank}.f32"
     if ranks.sum(path.is_file())[0] < ranks.world_size:
         with atomic_path(path) as partial:
             with open(partial, "wb") as file:
@@ -96,9 +100,9 @@ def forget_features(folder: Path) -> None:
         folder.rmdir()
 
 
-def _key(model: GPT, dataset: RewardDataset, depth: int) -> str:
+def _key(model: GPT, dataset: RewardDataset, depth: int, dtype: torch.dtype) -> str:
     """A hash of all that features depend on."""
-    digest = hashlib.sha256(f"{depth} {model.config}".encode())
+    digest = hashlib.sha256(f"{depth} {dtype} {model.config}".encode())
     for name, tensor in model.transformer.state_dict().items():
         digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
     for first in range(0, len(dataset), 1 << 14):

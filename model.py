@@ -7,15 +7,16 @@ No I/O. Names follow nanoGPT, so that its checkpoints load (position='learned').
 Shapes: B batch, T positions, C = n_embd channels, H = n_head, D = C / H, V = vocab_size.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import generation
+from runtime.device import full_precision, total_memory
 from runtime.process import UserError
 from shared_prompts import SharedPrompts
 
@@ -279,10 +280,9 @@ class GPT(nn.Module):
         total = sum(parameter.numel() for parameter in self.parameters())
         return total - (self.transformer.wpe.weight.numel() if self.config.position == "learned" else 0)
 
-    def rows_at_a_time(self, most: int = 64, budget: int = 2**30) -> int:
-        """Sequences of full length whose logits, with the few copies that formulas make, take about `budget` bytes."""
-        copies = 5
-        return max(1, min(most, budget // (copies * 4 * self.config.block_size * self.config.vocab_size)))
+    def rows_at_a_time(self) -> int:
+        """Sequences of full length that one pass takes, with gradients or without: see `rows_that_fit`."""
+        return rows_that_fit(self.config, total_memory(self.transformer.wte.weight.device))
 
     def trunk(self, idx: Tensor | SharedPrompts, kv_cache: "generation.KVCache | None" = None) -> Tensor:
         """Hidden states (B, T, C), after the last normalisation, of token ids (B, T); (n, C) if rows share prompts.
@@ -326,12 +326,33 @@ class GPT(nn.Module):
         if self.config.position == "rope":
             length = x.size(1) if shared is None else shared.length
             rotation = self.rotation[:, slice(length) if kv_cache is None else kv_cache.positions]
-        for block in islice(self.transformer.h, first, last):
-            x = block(x, rotation, kv_cache, shared)
+        for block in itertools.islice(self.transformer.h, first, last):
+            run = block if torch.is_grad_enabled() else block.forward  # see compile_blocks
+            x = run(x, rotation, kv_cache, shared)
         return x
 
+    def compile_blocks(self) -> None:
+        """Compile each block in place for passes with gradients: one program for all blocks and numbers of tokens.
+
+        Names of weights stay as they are. Passes without gradients are not compiled here; those that sample are as a
+        whole (generation.compile_model).
+        """
+        for block in self.transformer.h:
+            block.compile(dynamic=True)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits (B, T, V) of hidden states; those of padding ids are the dtype's lowest number."""
+        """Next-token logits (B, T, V) of hidden states; those of padding ids are the dtype's lowest number.
+
+        In the weights' dtype, float32, under autocast too. There log-probabilities are compared: in GRPO the ratio
+        pi / pi_old is of two ways to read a token, pi's with its whole sequence and pi_old's, which sampled it, after a
+        cache of what it had written. Trunks in bfloat16 round these differently; logits in bfloat16, of 8 bits, would
+        add errors of 1e-2 nats and more (MiniMax-M1, arXiv 2506.13585, computes the head in float32 for this reason).
+        """
+        with full_precision(hidden.device):
+            return self._head(hidden.to(self.lm_head.weight.dtype))
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """As `logits`, in autocast's dtype: for a loss, which averages rounding errors over many tokens."""
         logits = self.lm_head(hidden)
         if self.config.num_real_tokens < self.config.vocab_size:
             logits[..., self.config.num_real_tokens :] = torch.finfo(logits.dtype).min
@@ -347,12 +368,14 @@ class GPT(nn.Module):
         [P(natural), P(synthetic)]; targets (B, 2) float; the loss is their mean squared error.
         """
         if self.config.mode == "reward":
-            probabilities = self.reward_head(self.trunk(idx)[:, -1])  # (B, 2)
+            last = self.trunk(idx)[:, -1]  # (B, C)
+            with full_precision(idx.device):
+                probabilities = self.reward_head(last.to(self.transformer.wte.weight.dtype))  # (B, 2)
             return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
         x = self.trunk(idx, kv_cache)
         if targets is None:
             return self.logits(x[:, -1:]), None
-        logits = self.logits(x)
+        logits = self._head(x)
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
 
     def crop_block_size(self, block_size: int) -> None:
@@ -378,6 +401,21 @@ class GPT(nn.Module):
         if self.config.mode != "generator":
             raise UserError("a reward model cannot generate: load the checkpoint of a generator")
         return generation.generate(self, idx, max_new_tokens, generation.Sampling(temperature, top_k, top_p), generator)
+
+
+def rows_that_fit(config: GPTConfig, memory: int | None) -> int:
+    """Sequences of full length in one pass of a model, on a CUDA device with so many bytes in all, or elsewhere (None).
+
+    On CUDA as many, up to 1,024, as an eighth of the memory holds: logits with the copies that formulas make, and what
+    blocks keep for the gradient, 64 bytes a channel, layer and position in float32 (less in bfloat16). All of the
+    memory counts, not what is free: a run divides its batches alike each time. Elsewhere the numbers of the shapes
+    alone decide: logits of 1 GiB with their copies, or 64 sequences, which a small model keeps near the processor.
+    """
+    logits = 5 * 4 * config.block_size * config.vocab_size
+    if memory is None:
+        return max(1, min(64, 2**30 // logits))
+    kept = 64 * config.n_embd * config.n_layer * config.block_size
+    return max(1, min(1024, memory // 8 // (logits + kept)))
 
 
 def rotary_angles(length: int, head_dim: int, rotary_dim: int, base: float = 10000.0) -> Tensor:

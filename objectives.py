@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runtime.device import full_precision
 from runtime.process import UserError
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
@@ -545,5 +546,6 @@ def policy_loss(
     low, high = ((side * mask).sum(1) / lengths for side in (low, high))
     weights = mask.sum(1) if importance_level == "token" else counts.any(1).to(mask.dtype)
     weights = weights / weights.sum().clamp(min=1)
-    metrics |= {"clip_low": low @ weights, "clip_high": high @ weights, "clip_share": (low + high) @ weights}
+    with full_precision(low.device):
+        metrics |= {"clip_low": low @ weights, "clip_high": high @ weights, "clip_share": (low + high) @ weights}
     return loss, {name: value.detach() for name, value in metrics.items()}

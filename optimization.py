@@ -223,6 +223,25 @@ def clip_gradients(
     return value
 
 
+def take_step(model: nn.Module, optimizers: Optimizers, grad_clip: float, scaler: torch.amp.GradScaler) -> float | None:
+    """Clip the gradients of a model, move its weights by them, and forget them; returns their norm before clipping.
+
+    None, and no step, where gradients overflowed under a float16 scaler, which then scales less. Without one (a scaler
+    that is not enabled) DivergedError for them.
+    """
+    optimizers.unscale(scaler)
+    strict = not scaler.is_enabled()
+    norm = clip_gradients(model.named_parameters(), grad_clip, error_if_nonfinite=strict)
+    optimizers.step(scaler)
+    optimizers.zero_grad()
+    return norm if math.isfinite(norm) else None
+
+
+def gradient_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
+    """What scales losses, so that float16 gradients do not vanish; for other dtypes it does nothing."""
+    return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+
 class EarlyStopping:
     """Says when to stop: the value has not improved by at least `min_delta` over the last `patience` evaluations.
 

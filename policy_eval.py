@@ -11,7 +11,7 @@ Shapes: P prompts, G completions each, R = P * G rows, N positions.
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from checkpoint import Corpus
 from data_loader import ValidationParts, WholeSplitBatches, validation_part
-from generation import Completer, Sampling
+from generation import Completer, Completions, Sampling, compile_model
 from model import GPT
 from objectives import kl_estimate, rewards_of_sequences, text_log_probs
 from optimization import EarlyStopping
@@ -33,7 +33,7 @@ from reward_metrics import (
     paired_difference,
 )
 from reward_model import RewardScorer, Scores
-from runtime.device import random_stream
+from runtime.device import autocast, random_stream
 from runtime.process import UserError, warn
 from runtime.run_log import counted, name_full_pass
 
@@ -84,6 +84,20 @@ def total_rewards(scores: Scores, log_probs: Tensor, mask: Tensor, settings: "Po
     return total
 
 
+class PolicyCompleter(Completer[GPT]):
+    """Completions of full length by a policy, in mixed precision of that dtype (`runtime.device.autocast`)."""
+
+    def __init__(self, policy: GPT, dtype: torch.dtype = torch.float32, compiled: bool = False) -> None:
+        self.device, self.dtype = policy.transformer.wte.weight.device, dtype
+        with autocast(self.device, dtype):
+            super().__init__(cast(GPT, compile_model(policy)) if compiled else policy, policy.config.block_size)
+
+    def __call__(self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling) -> Completions:
+        """See `generation.complete`."""
+        with autocast(self.device, self.dtype):
+            return super().__call__(natural, prefix_lengths, uniforms, sampling)
+
+
 class PolicyEvaluation:
     """Figures of a policy on one part of the validation split: its loss there, and its completions of prompts there.
 
@@ -114,7 +128,8 @@ class PolicyEvaluation:
         """Cross-entropies (n,) in nats of the part's tokens, or of those that are read, under the policy."""
         most = self.settings.eval_tokens if self.part == "select" else None
         batches = WholeSplitBatches(self.tokens, self.length, policy.rows_at_a_time(), self.device, most)
-        return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
+        with autocast(self.device, self.scorer.dtype):
+            return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
 
     @torch.no_grad()
     def __call__(self, completer: Completer[GPT], losses: Tensor | None = None) -> dict[str, Any]:
@@ -412,5 +427,5 @@ def report_figures(report: PolicyEvaluation, policy: GPT, reference: GPT, seed: 
         began = time.perf_counter()
         losses[name] = report.losses(model)
         name_full_pass(f"the report part, {name} policy", len(losses[name]), began)
-        figures[name] = report(Completer(model, report.length), losses[name])
+        figures[name] = report(PolicyCompleter(model, report.scorer.dtype), losses[name])
     return figures | paired_difference(losses["kept"], losses["start"], report.length, seed)

@@ -45,6 +45,7 @@ from objectives import (
     reward_loss,
     token_log_probs,
 )
+from runtime.device import autocast, full_precision
 from runtime.distributed import Ranks
 from runtime.process import UserError
 from shared_prompts import SharedPrompts, put, rows_of_whole_groups
@@ -145,8 +146,9 @@ class LastRewardModel(TrunkRewardModel):
         return hidden[:, -1]
 
     def score(self, pooled: Tensor) -> Tensor:
-        """Scores (B, 2) of [natural, synthetic], before the softmax."""
-        return self.reward_head[:-1](pooled)
+        """Scores (B, 2) of [natural, synthetic], before the softmax; float32 under autocast too."""
+        with full_precision(pooled.device):
+            return self.reward_head[:-1](pooled.to(self.transformer.wte.weight.dtype))
 
     def loss(self, scores: Tensor, targets: Tensor, name: str) -> Tensor:
         """objectives.reward_loss ()."""
@@ -207,8 +209,9 @@ class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc
         return hidden
 
     def score(self, pooled: Tensor) -> Tensor:
-        """Evidence (B, T)."""
-        return self.reward_head(pooled).squeeze(-1)
+        """Evidence (B, T); float32 under autocast too."""
+        with full_precision(pooled.device):
+            return self.reward_head(pooled.to(self.transformer.wte.weight.dtype)).squeeze(-1)
 
 
 class LikelihoodRewardModel(TokenEvidence):
@@ -392,11 +395,11 @@ class RewardScorer:
     """A frozen reward model, if there is one, and the policy's start (the reference of the KL), which score together.
 
     Where one is part of the other, one pass serves both: a likelihood model's generator, and the trunk that another
-    head stands on, can be the start itself.
+    head stands on, can be the start itself. `dtype` is that of their passes (`runtime.device.autocast`).
     """
 
-    def __init__(self, reward_model: RewardModel | None, reference: GPT) -> None:
-        self.reward_model, self.reference = reward_model, reference.requires_grad_(False)
+    def __init__(self, reward_model: RewardModel | None, reference: GPT, dtype: torch.dtype = torch.float32) -> None:
+        self.reward_model, self.reference, self.dtype = reward_model, reference.requires_grad_(False), dtype
         self.is_ratio = self.knows_tokens = self.is_shared = False
         if reward_model is None:
             return
@@ -419,7 +422,8 @@ class RewardScorer:
         written = torch.ones_like(ids[:, 1:], dtype=torch.bool) if written is None else written
         size = rows_of_whole_groups(self.reference.rows_at_a_time(), group_size)
         pairs = zip(ids.split(size), written.split(size), strict=True)
-        parts = [self._read(*pair, min(size, group_size), keep_hidden) for pair in pairs]
+        with autocast(ids.device, self.dtype):
+            parts = [self._read(*pair, min(size, group_size), keep_hidden) for pair in pairs]
         if len(parts) == 1:
             return parts[0]
         columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Scores)}

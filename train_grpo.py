@@ -49,9 +49,17 @@ from objectives import (
     token_advantages,
     token_log_probs,
 )
-from optimization import Best, clip_gradients, cooldown_factor, learning_rate_factor, make_optimizers
+from optimization import (
+    Best,
+    cooldown_factor,
+    gradient_scaler,
+    learning_rate_factor,
+    make_optimizers,
+    take_step,
+)
 from policy_eval import (
     CopyFinder,
+    PolicyCompleter,
     PolicyEvaluation,
     Stops,
     check_gate,
@@ -68,7 +76,7 @@ from reward_function import RewardFunction
 from reward_metrics import MIN_BLOCKS, better_than_constant, format_difference, format_r_squared
 from reward_model import RewardScorer, Scores
 from runtime.cli import parse_settings
-from runtime.device import random_stream, select_device
+from runtime.device import autocast, random_stream, select_device, select_dtype
 from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
 from runtime.files import write_json
 from runtime.process import UserError, run_main, warn
@@ -82,6 +90,7 @@ REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end 
 # from glibc's heap, which kept growing: 2.3 GB with 2**23, 0.8 with 2**24, 2.7 in one piece, of 2,032 GPT-2 tokens.)
 PIECE_LOGITS = 2**24
 FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "loss")  # beside the progress bar
+UNSCALED = torch.amp.GradScaler("cpu", enabled=False)  # losses as they are
 SAMPLED = ("auto", "token", "sequence")  # forms of credit that weigh the sampled tokens
 
 
@@ -211,6 +220,10 @@ class GRPOSettings(Settings):
     """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
     device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of forward and backward pass, of frozen models too; auto: bfloat16 on CUDA, else float32"""
+    compile: bool = setting(False, changeable=True)
+    """compile the policy with torch.compile: its blocks where they learn, and the whole where it samples"""
     seed: int = setting(42, minimum=0)
     """seed of prompts and completions"""
 
@@ -313,17 +326,19 @@ def main() -> None:
 
     # models: pi, and the scorer of frozen reward model and pi_ref, pi's start; without dropout, which pi_old had not
     checkpoint, base_sha256 = load_checkpoint(given.base_model_path), hash_model(given.base_model_path)
-    scorer = load_scorer(given, checkpoint, base_sha256, ranks.device)
-    policy = build_model(checkpoint, "generator", given.base_model_path, ranks.device)
-    completer = Completer(policy, policy.config.block_size)
+    dtype = select_dtype(given.dtype, ranks.device)
+    scorer = load_scorer(given, checkpoint, base_sha256, ranks.device, dtype)
+    policy = load_policy(given, checkpoint, ranks.device)
+    completer = PolicyCompleter(policy, dtype, given.compile)
     optimizers = make_optimizers(policy, learning_rate=given.learning_rate, weight_decay=given.weight_decay)
+    scaler = gradient_scaler(ranks.device, dtype)
 
     # data: prompts from the training split; the validation split selects, gates and reports, each in its part
     corpus = open_corpus(given.dataset, policy.config.block_size + 1, checkpoint)
     data = ranks.on_main(lambda: data_record(corpus.train, corpus.val))
     check_same_splits(checkpoint["data"], data, allow_mismatch=True)
     settings = with_choices_made(given, scorer, first_call(function, completer, corpus, given, ranks))
-    describe_run(settings, policy, corpus, ranks)
+    describe_run(settings, policy, corpus, ranks, dtype)
     if not passes_gate(completer, scorer, corpus, settings, ranks):
         return
     copies = CopyFinder(corpus.train)
@@ -331,11 +346,13 @@ def main() -> None:
 
     # run
     reads = {"base model": base_sha256, **hash_rewards(given, function), "corpus": data}
-    run = Run(path := Path(settings.output_path), given, ranks, reads)  # given: what a resumed run is compared with
+    run = Run(given.output_path, given, ranks, reads)  # given: what a resumed run is compared with
     run.begin(settings.init_from == "resume")
     ranks.on_main(lambda: check_resumable(settings, run.began["max_steps"]))
     stops, best = Stops(settings), Best()
-    run.track(policy=policy, optimizers=optimizers, stops=stops, best=best)  # restored here if the run is resumed
+    # the state's parts, restored here if the run is resumed
+    run.track(policy=policy, optimizers=optimizers, scaler=scaler, stops=stops, best=best)
+    micro_rows = run.began.setdefault("micro_rows", ranks.on_main(policy.rows_at_a_time))  # on another GPU too
 
     def evaluate() -> None:
         figures = ranks.on_main(lambda: selection(completer))
@@ -349,38 +366,39 @@ def main() -> None:
             say(f"step {run.step}: completions get more reward than natural text, an exploited reward model")
 
     # Evaluates at steps 0, eval_interval, ... and the last; a signal ends it after a whole step, with the state saved.
-    forward = parallel(policy, ranks)
+    forward = parallel(policy, ranks, dtype)
     for step in run.steps("max_steps", evaluate, every=settings.eval_interval, until=stops.why, first=1):
         # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
         batch = ranks.everywhere(partial(sample_group, completer, corpus.train, settings, step, ranks))
+        batch.micro_rows = micro_rows
         # r_1 .. r_G and log pi_ref; each rank scores its rows, then all know all
         batch.score(scorer, ranks, keep_hidden=bool(settings.exact), function=function)
         run.note(**figures_of_rollouts(batch, settings))
         stops.note(run.record.get("reward", run.record.get("total_reward")))
 
         # A_i = (r_i - mean(r)) / std(r); the gradient of an expectation over the vocabulary needs none
-        batch.advantages = advantages_of(batch, settings, policy, ranks)
+        with autocast(ranks.device, dtype):
+            batch.advantages = advantages_of(batch, settings, policy, ranks)
         run.note(**batch.flat_groups(settings.prompts_per_step))
 
         # ascend J_GRPO(theta) (arXiv:2402.03300, equation 3), several times on the same completions
         updates = 0
         optimizers.set_learning_rate_factor(factor_at(step - 1, settings, run.began["max_steps"]))
         for update in range(settings.updates_per_step):
-            losses = accumulate_gradients(forward, batch, settings, ranks)
+            losses = accumulate_gradients(forward, batch, settings, ranks, scaler)
             run.note(**losses)
             if update and losses.get("kl_update", 0.0) > settings.update_kl_cap:
                 optimizers.zero_grad()
                 break  # the updates so far have moved the policy far enough
             if settings.lm_coef:
                 x, y = natural_batch(corpus.train, completer.length, settings, (step, update), ranks)
-                run.note(lm_loss=add_natural_gradients(forward, x, y, batch.micro_rows, settings, ranks))
-            run.note(gradient_norm=clip_gradients(policy.named_parameters(), settings.grad_clip))
-            optimizers.step()
-            optimizers.zero_grad()
+                run.note(lm_loss=add_natural_gradients(forward, x, y, batch.micro_rows, settings, ranks, scaler))
+            run.note(gradient_norm=take_step(policy, optimizers, settings.grad_clip, scaler))
             updates += 1
         run.note(updates=updates, learning_rate=optimizers.learning_rate)
         if run.evaluates_at(step) and settings.states == "own":  # here, not in evaluate(): it needs the batch
-            run.note(kl_step=kl_of_step(policy, batch, ranks))
+            with autocast(ranks.device, dtype):
+                run.note(kl_step=kl_of_step(policy, batch, ranks))
         run.bar.set_postfix({name: f"{run.record[name]:.3f}" for name in FIGURES_SHOWN if name in run.record})
 
     # the kept policy, on the reporting part
@@ -388,19 +406,25 @@ def main() -> None:
     reported = ranks.on_main(lambda: report_figures(report, policy, scorer.reference, settings.seed))
     run.log(run.step, final=True, kept_step=best.at, **reported["kept"])
     print_outcome(training := outcome(run, stops, best, settings) | reported)
-    if ranks.rank == 0:
-        save_checkpoint(path, policy, checkpoint["tokenization"], checkpoint["data"], training)
-        if (curves := grpo_curves(read_records(run.log_path), f"{path.stem}: GRPO")) is not None:
-            write_png(curves, path.with_suffix(".png"))
-    run.remove_earlier_run()
-    detail(f"Saved {path} and {path.with_suffix('.png')}")
+    save_outcome(run, policy, checkpoint, training)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # parts
 
 
-def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, device: torch.device) -> RewardScorer:
+def load_policy(settings: GRPOSettings, base: dict[str, Any], device: torch.device) -> GPT:
+    """The base model's checkpoint as a model to train."""
+    assert settings.base_model_path is not None  # checked with the settings
+    policy = build_model(base, "generator", settings.base_model_path, device)
+    if settings.compile:
+        policy.compile_blocks()
+    return policy
+
+
+def load_scorer(
+    settings: GRPOSettings, base: dict[str, Any], base_sha256: str, device: torch.device, dtype: torch.dtype
+) -> RewardScorer:
     """The frozen reward model together with the policy's start, as the base model's checkpoint has it."""
     assert settings.base_model_path is not None  # checked with the settings
     contents = None if settings.reward_model_path is None else load_checkpoint(settings.reward_model_path)
@@ -409,7 +433,7 @@ def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, 
     if contents is not None and settings.reward_model_path is not None:
         check_reward_model(settings, base, base_sha256, contents)
         reward_model = build_model(contents, "reward", settings.reward_model_path, device)
-    return RewardScorer(reward_model, build_model(base, "generator", settings.base_model_path, device))
+    return RewardScorer(reward_model, build_model(base, "generator", settings.base_model_path, device), dtype)
 
 
 def check_generator(settings: GRPOSettings, base: dict) -> None:
@@ -529,10 +553,10 @@ def check_resumable(settings: GRPOSettings, horizon: int) -> None:
         )
 
 
-def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ranks) -> None:
+def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ranks, dtype: torch.dtype) -> None:
     """Print what is trained, with which reward."""
-    P, G = settings.prompts_per_step, settings.group_size
-    detail(f"Using device: {ranks.where}")
+    P, G, precision = settings.prompts_per_step, settings.group_size, str(dtype).removeprefix("torch.")
+    detail(f"Using device: {ranks.where} ({precision})")
     size = f"{format_size(policy.num_parameters())}, block_size {policy.config.block_size}"
     detail(f"Policy: {settings.base_model_path}, {size}")
     detail(f"Reward model: {settings.reward_model_path or 'none'}; prompts: {corpus.folder}")
@@ -560,9 +584,8 @@ def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ran
         + (f", down to {settings.min_lr:g}" if settings.lr_schedule != "constant" else "")
     )
     if settings.updates_per_step == 1 and settings.credit != "distribution":
-        detail(
-            "One update a step: the policy that is scored is the one that sampled, ratios are 1 and nothing is clipped"
-        )
+        ratios = "ratios are 1" if dtype == torch.float32 else f"ratios are 1 but for {precision}'s rounding"
+        detail(f"One update a step: the policy that is scored is the one that sampled, {ratios} and nothing is clipped")
 
 
 def passes_gate(
@@ -846,7 +869,11 @@ def divergence_of_rows(
 
 
 def accumulate_gradients(
-    forward: Callable[..., Any], batch: RolloutBatch, settings: GRPOSettings, ranks: Ranks
+    forward: Callable[..., Any],
+    batch: RolloutBatch,
+    settings: GRPOSettings,
+    ranks: Ranks,
+    scaler: torch.amp.GradScaler = UNSCALED,
 ) -> dict[str, float]:
     """Add up the gradients of one update, micro-batch by micro-batch; returns its figures, means over its tokens."""
     num_sequences, num_tokens = len(batch.mask), batch.mask.sum()
@@ -855,7 +882,7 @@ def accumulate_gradients(
     for part in batch.micro_batches():
         with gradients_stay(forward, last=part.is_last):
             loss, metrics = forward(compute, part, num_sequences, num_tokens, settings)
-            (loss * ranks.world_size).backward()  # of the losses' sum, where DDP takes their mean
+            scaler.scale(loss * ranks.world_size).backward()  # of the losses' sum, where DDP takes their mean
         share = float(part.mask.sum() / num_tokens)
         figures["loss"] = figures.get("loss", 0.0) + loss.item()
         for name, metric in (("kl_update", "approx_kl"), ("clip_share", "clip_share"), ("ratio_mean", "ratio_mean")):
@@ -905,7 +932,13 @@ def factor_at(step: int, settings: GRPOSettings, horizon: int) -> float:
 
 
 def add_natural_gradients(
-    forward: Callable[..., Any], x: Tensor, y: Tensor, micro_rows: int, settings: GRPOSettings, ranks: Ranks
+    forward: Callable[..., Any],
+    x: Tensor,
+    y: Tensor,
+    micro_rows: int,
+    settings: GRPOSettings,
+    ranks: Ranks,
+    scaler: torch.amp.GradScaler = UNSCALED,
 ) -> float:
     """Add the gradients of `lm_coef` times the loss on natural text, x and y (B, N) on each rank; returns that loss."""
     total = 0.0
@@ -913,7 +946,7 @@ def add_natural_gradients(
         rows = slice(first, first + micro_rows)
         with gradients_stay(forward, last=rows.stop >= len(x)):
             loss = forward(next_token_loss, x[rows], y[rows]) * (len(x[rows]) / len(x))
-            (settings.lm_coef * loss).backward()
+            scaler.scale(settings.lm_coef * loss).backward()
         total += loss.item()
     return ranks.sum(total / ranks.world_size)[0]
 
@@ -941,6 +974,17 @@ def outcome(run: Run, stops: Stops, best: Best, settings: GRPOSettings) -> dict[
         **{"first_reward": first, "last_reward": last, "reward_steps": window, "settings": asdict(settings)},
         **({"reward_function_sha256": run.reads["reward function"]} if settings.reward_function else {}),
     }
+
+
+def save_outcome(run: Run, policy: GPT, base: dict[str, Any], training: dict[str, Any]) -> None:
+    """Write the kept policy, with the records of the base model's checkpoint and the training's, and the picture."""
+    path = Path(run.settings.output_path)
+    if run.ranks.rank == 0:
+        save_checkpoint(path, policy, base["tokenization"], base["data"], training)
+        if (curves := grpo_curves(read_records(run.log_path), f"{path.stem}: GRPO")) is not None:
+            write_png(curves, path.with_suffix(".png"))
+    run.remove_earlier_run()
+    detail(f"Saved {path} and {path.with_suffix('.png')}")
 
 
 def print_outcome(training: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from figures import skill_picture, write_png
 from generation import Sampling
 from model import GPT, check_same_fields
 from objectives import log_mixture, mixture_loss, mixture_weights
-from optimization import Best, EarlyStopping, TrainableWeights, clip_gradients, make_optimizers
+from optimization import Best, EarlyStopping, TrainableWeights, gradient_scaler, make_optimizers, take_step
 from reward_dataset_loader import (
     RewardDataset,
     check_model_compatibility,
@@ -57,7 +58,7 @@ from reward_metrics import (
 )
 from reward_model import REWARD_MODELS, Ensemble, HeadRewardModel, LikelihoodRewardModel, RewardModel
 from runtime.cli import parse_settings, split_config
-from runtime.device import random_stream, seed_step, select_device
+from runtime.device import autocast, random_stream, seed_step, select_device, select_dtype
 from runtime.distributed import Ranks, parallel, start_ranks
 from runtime.files import hash_file
 from runtime.process import UserError, is_stage, run_main, warn
@@ -122,6 +123,8 @@ class RewardModelSettings(Settings):
     """also send the records to Weights & Biases or TensorBoard (needs the package of that name)"""
     device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of forward and backward pass, of frozen models too; auto: bfloat16 on CUDA, else float32"""
     seed: int = setting(42, minimum=0)
     """seed of the head's weights and the samples' order"""
 
@@ -129,6 +132,10 @@ class RewardModelSettings(Settings):
     REMOVED: ClassVar[tuple[str, ...]] = (
         *("lm_iters", "lm_batch_size", "lm_learning_rate", "lm_muon_learning_rate", "lm_eval_interval", "dataset"),
     )
+
+    def mixed_precision(self, device: torch.device) -> AbstractContextManager:
+        """A context for forward passes without gradients."""
+        return autocast(device, select_dtype(self.dtype, device))
 
     @property
     def model_class(self) -> type[RewardModel]:
@@ -221,9 +228,15 @@ class LogProbs:
     """
 
     def __init__(
-        self, model: LikelihoodRewardModel, data: Data, device: torch.device, most_in_memory: int = MOST_IN_MEMORY
+        self,
+        model: LikelihoodRewardModel,
+        data: Data,
+        settings: RewardModelSettings,
+        device: torch.device,
+        most_in_memory: int = MOST_IN_MEMORY,
     ) -> None:
-        self.model, self.data, self.device, self.most_in_memory = model, data, device, most_in_memory
+        self.model, self.data, self.settings, self.device = model, data, settings, device
+        self.most_in_memory = most_in_memory
         self.kept: dict[str, Tables] = {}
 
     def rows(self, part: str) -> np.ndarray:
@@ -239,7 +252,8 @@ class LogProbs:
         """The tables of a part."""
         if part in self.kept:
             return self.kept[part]
-        tables = log_probs_of_each(self.model, self.data.val_set.x, self.rows(part), self.device, part)
+        with self.settings.mixed_precision(self.device):
+            tables = log_probs_of_each(self.model, self.data.val_set.x, self.rows(part), self.device, part)
         if self.fits(part):
             self.kept[part] = tables
         return tables
@@ -248,7 +262,7 @@ class LogProbs:
     def predict(self, model: LikelihoodRewardModel) -> Tensor:
         """`predict` of the rows that report, for a model of the same natural models and generator."""
         if not self.fits("report"):
-            return predict(model, self.data.val_set, self.data.report_rows, self.device)
+            return predict(model, self.data, self.settings, self.device)
         members, written = self.of("report")
         size = model.rows_at_a_time()
         parts = zip(*(table.split(size) for table in (*members, written)), strict=True)
@@ -272,7 +286,8 @@ def main() -> None:
     select_rows, report_rows, measured_on = rows_by_part(val_set)
     data = Data(train_set, val_set, select_rows, report_rows)
 
-    detail(f"Using device: {ranks.where}")
+    dtype = select_dtype(settings.dtype, ranks.device)
+    detail(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})")
     detail(f"Reward data: {settings.data_dir}, {len(train_set):,} + {len(val_set):,} samples")
     trunks = ", ".join(settings.trunks) or settings.base_model_path
     detail(f"Trunk: {trunks}, {format_size(trunk.num_parameters())}")
@@ -285,7 +300,9 @@ def main() -> None:
     run = Run(output, settings, ranks, reads, unit="epoch")
     run.begin(settings.init_from == "resume")
     untrained = model.copy_to_train() if settings.control else None
-    inputs = LogProbs(model, data, ranks.device) if model.is_ratio else head_inputs(model, data, settings, ranks)
+    inputs = (
+        LogProbs(model, data, settings, ranks.device) if model.is_ratio else head_inputs(model, data, settings, ranks)
+    )
     best = learn(run, model, data, inputs)
     detail(f"Stopped by {run.reason}")
     best.restore(model)
@@ -293,7 +310,7 @@ def main() -> None:
 
     # metrics, on blocks that selected nothing
     truth, blocks = data.reported()
-    prediction = ranks.on_main(lambda: predict_reported(model, data, inputs, ranks.device))
+    prediction = ranks.on_main(lambda: predict_reported(model, data, inputs, settings, ranks.device))
     skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
     losses = ranks.on_main(lambda: report_losses(data, inputs, best.figures))
     training = {**best.figures, **losses, "skill": skill}
@@ -305,7 +322,7 @@ def main() -> None:
         # Only now: whatever becomes of the control, the model is there.
         try:
             learn(Run(None, replace(settings, max_epochs=best.at), ranks), untrained, data, inputs, control=True)
-            control = ranks.on_main(lambda: predict_reported(untrained.eval(), data, inputs, ranks.device))
+            control = ranks.on_main(lambda: predict_reported(untrained.eval(), data, inputs, settings, ranks.device))
         except UserError as error:
             warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
             control = None
@@ -558,8 +575,9 @@ def head_inputs(model: HeadRewardModel, data: Data, settings: RewardModelSetting
     depth = frozen_depth(model) if settings.cache_features else None
     if depth is None:
         return HeadInputs(data.train_set.x, data.val_set.x, None)
-    folder = features_folder(settings)
-    train, val = (frozen_features(model, part, depth, folder, ranks) for part in (data.train_set, data.val_set))
+    folder, dtype = features_folder(settings), select_dtype(settings.dtype, ranks.device)
+    compute = partial(frozen_features, dtype=dtype)
+    train, val = (compute(model, part, depth, folder, ranks) for part in (data.train_set, data.val_set))
     return HeadInputs(train, val, depth)
 
 
@@ -590,7 +608,9 @@ def learn_head(
     optimizers = make_optimizers(model, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay)
     weights, stopping, best = TrainableWeights(model), EarlyStopping(settings.patience, settings.min_delta), Best()
     epoch_loss = Values(sum=0.0)  # over the epoch's samples so far
-    run.track(learning=weights, optimizers=optimizers, stopping=stopping, best=best, epoch_loss=epoch_loss)
+    scaler = gradient_scaler(ranks.device, dtype := select_dtype(settings.dtype, ranks.device))
+    run.track(learning=weights, optimizers=optimizers, scaler=scaler, stopping=stopping, best=best)
+    run.track(epoch_loss=epoch_loss)
 
     def evaluate() -> None:
         val_loss, prediction = ranks.on_main(lambda: evaluate_head(run, model, data, inputs))
@@ -607,7 +627,7 @@ def learn_head(
     def order(epoch: int) -> np.ndarray:
         return random_stream(settings.seed, "order", epoch).permutation(num_samples)
 
-    forward = parallel(model, ranks)
+    forward = parallel(model, ranks, dtype)
     loss_of_batch = partial(weighted_loss, depth=inputs.depth, loss=settings.loss_name)
     steps_per_epoch = -(-num_samples // settings.batch_size)
     train_what_learns(model)
@@ -627,10 +647,8 @@ def learn_head(
         batch = to_device(inputs.train, mine, ranks.device), to_device(targets, mine, ranks.device)
         seed_step(settings.seed, "dropout", epoch, first, ranks.rank)
         loss = forward(loss_of_batch, *batch, share * ranks.world_size)
-        loss.backward()
-        clip_gradients(weights.named, settings.grad_clip)
-        optimizers.step()
-        optimizers.zero_grad()
+        scaler.scale(loss).backward()
+        take_step(model, optimizers, settings.grad_clip, scaler)
         epoch_loss.sum += ranks.sum(loss.item() / ranks.world_size)[0] * len(rows)
     return best
 
@@ -659,7 +677,8 @@ def evaluate_head(
     rows, size, total, predictions = data.select_rows, model.rows_at_a_time(), 0.0, []
     parts = [rows[first : first + size] for first in range(0, len(rows), size)]
     for part in counted(parts, len(parts), "Evaluating"):
-        output = model.output(to_device(inputs.val, part, run.ranks.device), inputs.depth)
+        with run.settings.mixed_precision(run.ranks.device):
+            output = model.output(to_device(inputs.val, part, run.ranks.device), inputs.depth)
         targets = to_device(data.val_set.y, part, run.ranks.device)
         total += model.loss(output, targets, run.settings.loss_name).item() * len(part)
         predictions.append(model.share(output).cpu())
@@ -674,22 +693,29 @@ def control_figures(prediction: Tensor | None, truth: Tensor, blocks: Tensor, se
     return {"control_r2": None if math.isnan(r2) else r2, "control_r2_low": low, "control_r2_high": high}
 
 
-def predict_reported(model: RewardModel, data: Data, inputs: LogProbs | HeadInputs, device: torch.device) -> Tensor:
+def predict_reported(
+    model: RewardModel,
+    data: Data,
+    inputs: LogProbs | HeadInputs,
+    settings: RewardModelSettings,
+    device: torch.device,
+) -> Tensor:
     """P(natural) (n,) of the rows that report."""
     if isinstance(inputs, LogProbs):
         assert model.is_ratio
         return inputs.predict(model)
-    return predict(model, data.val_set, data.report_rows, device)
+    return predict(model, data, settings, device)
 
 
 @torch.no_grad()
-def predict(model: RewardModel, dataset: RewardDataset, rows: np.ndarray, device: torch.device) -> Tensor:
-    """P(natural) (n,) of some rows, by the model's forward pass."""
+def predict(model: RewardModel, data: Data, settings: RewardModelSettings, device: torch.device) -> Tensor:
+    """P(natural) (n,) of the rows that report, by the model's forward pass."""
+    rows, began = data.report_rows, time.perf_counter()
     parts = np.array_split(rows, -(-len(rows) // model.rows_at_a_time()))
-    began = time.perf_counter()
-    predictions = (model(to_device(dataset.x, part, device))[0][:, 0].cpu() for part in parts)
-    found = torch.cat(list(counted(predictions, len(parts), "Skill")))
-    name_full_pass(f"{len(rows):,} rows of the report part", len(rows) * dataset.block_size, began)
+    with settings.mixed_precision(device):
+        predictions = (model(to_device(data.val_set.x, part, device))[0][:, 0].cpu() for part in parts)
+        found = torch.cat(list(counted(predictions, len(parts), "Skill")))
+    name_full_pass(f"{len(rows):,} rows of the report part", len(rows) * data.val_set.block_size, began)
     return found
 
 

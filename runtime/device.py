@@ -19,7 +19,17 @@ from runtime.process import UserError
 
 
 def select_device(name: str) -> torch.device:
-    """'auto' (cuda, else mps, else cpu) or a device name; raises UserError for a device this machine lacks."""
+    """'auto' (cuda, else mps, else cpu) or a device name; raises UserError for a device this machine lacks.
+
+    With CUDA, float32 matrix products from then on take TF32: factors of 11 bits, sums in float32.
+    """
+    device = _device_of(name)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    return device
+
+
+def _device_of(name: str) -> torch.device:
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -63,6 +73,11 @@ def free_memory(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory that a CUDA device has, in use or not; None for others."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def peak_memory_mb(device: torch.device) -> float:
     """The most memory, in MiB, that this process has had so far: of a CUDA device, else in all, mapped files too."""
     if device.type == "cuda":
@@ -72,10 +87,19 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Mixed precision for a forward pass; does nothing in float32."""
+    """Mixed precision for a forward pass; does nothing in float32.
+
+    Casts of weights are kept until the outermost context ends: one for each pass with gradients, and another for passes
+    without, whose casts give no gradients; none around an optimizer's step, after which casts are out of date.
+    """
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device_type=device.type, dtype=dtype)
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
+    """The parts of a forward pass that mixed precision leaves out: operations keep the dtype of their inputs."""
+    return torch.autocast(device_type=device.type, enabled=False)
 
 
 def random_stream(seed: int, *purpose: str | int) -> np.random.Generator:

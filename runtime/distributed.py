@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from runtime.device import autocast
 from runtime.process import Terminated, UserError, of_rank, raise_signal, was_flagged
 
 CPU = torch.device("cpu")
@@ -169,20 +170,22 @@ def start_ranks(device: torch.device) -> Ranks:
 class _Computation(nn.Module):
     """A computation with a model, as the forward pass of a module, which DDP needs."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.device, self.dtype = model, device, dtype
 
     def forward(self, compute: Callable[..., Any], *inputs: Any) -> Any:
-        return compute(self.model, *inputs)
+        with autocast(self.device, self.dtype):
+            return compute(self.model, *inputs)
 
 
-def parallel(model: nn.Module, ranks: Ranks) -> Callable[..., Any]:
+def parallel(model: nn.Module, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
     """A function of `compute` and inputs, `compute(model, *inputs)`, whose gradients DDP averages over the ranks.
 
-    All ranks begin with rank 0's weights. Parameters that do not require gradients are left alone.
+    All ranks begin with rank 0's weights. Parameters that do not require gradients are left alone. Each call is in
+    mixed precision of that dtype (`runtime.device.autocast`).
     """
-    computation = _Computation(model)
+    computation = _Computation(model, ranks.device, dtype)
     if ranks.world_size == 1:
         return computation
     devices = [ranks.device] if ranks.device.type == "cuda" else None

@@ -124,7 +124,9 @@ class Run(Generic[AnySettings]):
         if output is not None:
             self.path, self.log_path = (Path(output).with_suffix(suffix) for suffix in (SUFFIX, ".jsonl"))
         self.output, self.settings, self.ranks, self.reads, self.unit = output, settings, ranks, dict(reads or {}), unit
-        self.began = asdict(settings)  # the settings with which the run began: changeable ones may differ now
+        self.began = asdict(
+            settings
+        )  # the settings with which the run began, and what its program adds: changeable ones may differ now
         self.is_resumed = False
         self.reason: str | None = None  # why the loop ended
         self._tracker = tracker or self._default_tracker
@@ -223,15 +225,15 @@ class Run(Generic[AnySettings]):
         return self._saved.get(part, {})
 
     def track(self, **parts: Stateful) -> None:
-        """Make these parts of the state; those of a resumed run are restored at once."""
+        """Make these parts of the state; those of a resumed run are restored; one without a state needs none."""
         self._parts |= parts
         for name, part in parts.items() if self.is_resumed else ():
-            if name not in self._saved:
+            if name not in self._saved and part.state_dict():
                 raise UserError(
                     f"ERROR: {self.path} has no {name!r}: finish that run with the program that began it, or start "
                     "with --init_from scratch"
                 )
-            part.load_state_dict(self._saved.pop(name))
+            part.load_state_dict(self._saved.pop(name, {}))
 
     # -----------------------------------------------------------------------------------------------------------------
     # steps

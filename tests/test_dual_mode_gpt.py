@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import model as model_module
-from model import GPT, GPTConfig, rotary_angles, rotate
+from model import GPT, GPTConfig, rotary_angles, rotate, rows_that_fit
 from reward_model import PositionRewardModel
 from runtime.process import UserError
 
@@ -302,6 +302,67 @@ def test_dropout_works_in_training_only():
     assert torch.equal(model(idx)[0], model(idx)[0])
     model.train()
     assert not torch.allclose(model(idx)[0], model(idx)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# precision and memory
+
+
+@pytest.mark.parametrize("num_tokens", [None, 9])
+def test_logits_are_float32_in_mixed_precision(num_tokens):
+    """Those that are compared; those of the loss are not. Without autocast both are the same numbers."""
+    model, idx, targets = tiny_model(lively=True, num_tokens=num_tokens), some_ids(2, 6) % 9, some_ids(2, 6, seed=2) % 9
+    hidden = model.trunk(idx)
+    plain, loss = model(idx, targets)
+    assert torch.equal(model.logits(hidden), plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(idx)[0].dtype == torch.float32 and torch.equal(model.logits(hidden), plain)
+        logits, half_loss = model(idx, targets)
+    assert logits.dtype == torch.bfloat16 and not torch.equal(logits.float(), plain)
+    assert half_loss.item() == pytest.approx(loss.item(), rel=0.02)
+
+
+def test_a_model_in_bfloat16_keeps_its_dtype():
+    """That of prepare_reward_data.py on CUDA: its weights are bfloat16, without autocast."""
+    model = tiny_model(lively=True).bfloat16()
+    assert model(some_ids(2, 6))[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("head", ["last", "position"])
+def test_reward_heads_are_float32_in_mixed_precision(head):
+    model = tiny_model(lively=True, mode="reward", reward_head_type=head, reward_head_hidden_dim=6)
+    with torch.autocast("cpu", torch.bfloat16):
+        probabilities, _ = model(some_ids(3, 9))
+    assert probabilities.dtype == torch.float32
+    torch.testing.assert_close(probabilities, model(some_ids(3, 9))[0], atol=0.05, rtol=0)
+
+
+GPT2 = GPTConfig()
+
+
+def test_rows_at_a_time_on_a_cpu_follow_from_shapes_alone():
+    """Their number decides the order of sums: these are the numbers of earlier runs."""
+    assert rows_that_fit(GPT2, None) == 1
+    assert rows_that_fit(GPTConfig(block_size=128, vocab_size=65), None) == 64
+    assert rows_that_fit(GPTConfig(block_size=1024, vocab_size=5000), None) == 10
+    assert tiny_model().rows_at_a_time() == 64
+
+
+@pytest.mark.parametrize(("gib", "rows"), [(1, 1), (24, 1), (80, 6), (141, 11)])
+def test_rows_at_a_time_on_cuda_follow_from_its_memory(monkeypatch, gib, rows):
+    """Of GPT-2's size: 1.03 GB of logits and 0.60 GB of activations each, in an eighth of the memory."""
+    monkeypatch.setattr(model_module, "total_memory", lambda device: gib * 2**30)
+    with torch.device("meta"):
+        model = GPT(GPT2)
+    assert model.rows_at_a_time() == rows
+    sequence = 5 * 4 * 1024 * 50304 + 64 * 768 * 12 * 1024
+    assert rows == 1 or rows * sequence <= gib * 2**30 / 8 < (rows + 1) * sequence
+
+
+def test_a_small_model_takes_many_rows_on_cuda_but_not_any_number():
+    small = GPTConfig(block_size=64, vocab_size=65, n_layer=4, n_embd=128, n_head=4)
+    assert rows_that_fit(small, 80 * 2**30) == 1024
+    assert 1 <= rows_that_fit(small, 2**30) < 1024
 
 
 # ---------------------------------------------------------------------------------------------------------------------

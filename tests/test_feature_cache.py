@@ -71,6 +71,10 @@ def test_a_file_is_made_once_for_each_model_and_data(monkeypatch, tmp_path, rewa
         model.transformer.ln_f.weight.add_(1e-3)
     assert features(model, datasets[0])[1]
     assert len(list(tmp_path.iterdir())) == 3
+    half = feature_cache.frozen_features(model, datasets[0], 3, tmp_path, Ranks(), 0, torch.bfloat16)
+    whole, _ = features(model, datasets[0])
+    assert len(list(tmp_path.iterdir())) == 4 and not np.array_equal(half, whole)
+    np.testing.assert_allclose(half, whole, atol=0.05)
 
 
 @pytest.mark.parametrize("options", [{"head": "last"}, {"head": "position"}, {"head": "last", "unfreeze_layers": 1}])
@@ -99,8 +103,8 @@ def test_training_on_features_ends_in_the_weights_of_the_plain_way(monkeypatch, 
     assert not (tmp_path / "files.features").exists()
 
 
-def on_the_disk(*arguments):
+def on_the_disk(*arguments, **options):
     """`frozen_features`, for which nothing is small."""
-    features = feature_cache.frozen_features(*arguments, 0)
+    features = feature_cache.frozen_features(*arguments, 0, **options)
     assert isinstance(features, np.memmap)
     return features

@@ -15,12 +15,14 @@ from optimization import (
     Optimizers,
     clip_gradients,
     cooldown_factor,
+    gradient_scaler,
     learning_rate_factor,
     make_optimizers,
     orthogonalised,
     split_parameters,
+    take_step,
 )
-from runtime.process import UserError
+from runtime.process import DivergedError, UserError
 
 
 class Tiny(nn.Module):
@@ -332,3 +334,26 @@ def test_muon_orthogonalises_every_matrix_by_itself():
 def test_the_cooldown_by_hand():
     factors = [cooldown_factor(step, 2, 10, 0.5, 0.2) for step in range(12)]
     assert factors == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 0.84, 0.68, 0.52, 0.36, 0.2, 0.2])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_step_whose_gradients_overflow(dtype):
+    """Skipped, with a smaller scale, under a float16 scaler; an error without one."""
+    model = nn.Linear(2, 1)
+    before, optimizers = model.weight.detach().clone(), make_optimizers(model, weight_decay=0.0)
+    scaler = gradient_scaler(torch.device("cpu"), dtype)
+    scaler.scale(model(torch.full((1, 2), torch.inf)).sum()).backward()
+    if dtype == torch.float32:
+        with pytest.raises(DivergedError, match="not finite"):
+            take_step(model, optimizers, 1.0, scaler)
+        return
+    scale = scaler.get_scale()
+    assert take_step(model, optimizers, 1.0, scaler) is None
+    assert torch.equal(model.weight, before) and scaler.get_scale() < scale
+    assert all(parameter.grad is None for parameter in model.parameters())
+    scaler.scale(3 * model.bias.sum()).backward()
+    assert take_step(model, optimizers, 1.0, scaler) == pytest.approx(3.0)  # unscaled

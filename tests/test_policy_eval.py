@@ -70,6 +70,7 @@ class Mixture:
     """A reward model with a likelihood head whose mixture m is `best` exactly: evidence log m - log q."""
 
     is_ratio = knows_tokens = True
+    dtype = torch.float32
 
     def __init__(self, best: GPT, reference: GPT) -> None:
         self.best, self.reference = best, reference

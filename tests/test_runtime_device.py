@@ -1,6 +1,7 @@
 """runtime/device.py: random streams, devices, dtypes.  `pytest tests/test_runtime_device.py`"""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.device import autocast, random_stream, seed_step, select_device, select_dtype
+from runtime.device import (
+    autocast,
+    full_precision,
+    random_stream,
+    seed_step,
+    select_device,
+    select_dtype,
+    total_memory,
+)
 from runtime.process import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,10 +96,27 @@ def test_devices_that_are_not_there_are_reported(bare_machine, name, message):
 def test_a_machine_with_two_cuda_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert select_device("auto") == torch.device("cuda")
+    precisions: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
+    assert select_device("cpu") == torch.device("cpu") and precisions == []  # a CPU's bytes stay as they are
+    assert select_device("auto") == torch.device("cuda") and precisions == ["high"]
     assert select_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(UserError, match=r"cuda:2.* 2 CUDA"):
         select_device("cuda:2")
+
+
+def test_only_cuda_has_a_memory_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    assert total_memory(torch.device("cuda", 1)) == 80 * 2**30
+    assert total_memory(torch.device("cpu")) is None and total_memory(torch.device("mps")) is None
+
+
+def test_full_precision_within_mixed_precision():
+    ones = torch.ones(2, 2)
+    with autocast(torch.device("cpu"), torch.bfloat16):
+        with full_precision(ones.device):
+            assert (ones @ ones).dtype == torch.float32
+        assert (ones @ ones).dtype == torch.bfloat16
 
 
 def test_dtypes(monkeypatch):

@@ -295,7 +295,8 @@ def test_a_state_without_a_part_is_refused(tmp_path):
     run = Run(path, RunSettings(), Ranks(), {"corpus": 1})
     run.begin(True)
     with pytest.raises(UserError, match=r"model\.resume .*'further'"):
-        run.track(further=Values())
+        run.track(further=Values(number=1))
+    run.track(stateless=Values())  # nothing is missing
 
 
 def fail(*_):

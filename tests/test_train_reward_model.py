@@ -160,7 +160,9 @@ def test_losses_of_a_likelihood_head(good, reward_data, knowing, loss):
 def log_probs_of(good, reward_data, model, **more) -> train_reward_model.LogProbs:
     data = RewardDataset(reward_data, "val")
     rows = np.arange(6 * 4), np.arange(16 * 4, 32 * 4)
-    return train_reward_model.LogProbs(model, train_reward_model.Data(data, data, *rows), torch.device("cpu"), **more)
+    settings = train_reward_model.RewardModelSettings()
+    data = train_reward_model.Data(data, data, *rows)
+    return train_reward_model.LogProbs(model, data, settings, torch.device("cpu"), **more)
 
 
 @pytest.mark.parametrize("members", [1, 2])
@@ -614,3 +616,29 @@ def test_a_single_sequence_that_differs_is_enough(good, tmp_path, corpus):
     out = succeed("train_reward_model", **{**good, **TINY_REWARD, "data_dir": tmp_path / "data", "max_epochs": 1})
     assert "CONSTANT" in out and "(no interval)" in out
     assert folder_bytes(tmp_path / "data") == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# precision
+
+
+@pytest.mark.parametrize("options", [{}, {**POSITION, "unfreeze_layers": 1}, {**LAST, "loss": "cross_entropy"}])
+def test_bfloat16_stays_near_float32(good, knowing, options):
+    """Frozen models read in it too; weights and heads stay float32."""
+    runs = []
+    for dtype in ("float32", "bfloat16"):
+        out = succeed("train_reward_model", **good, **options, trunk=knowing, dtype=dtype)
+        assert f"cpu ({dtype})" in out
+        runs.append(trained(good)[0])
+    exact, mixed = (run["training"] for run in runs)
+    assert mixed["val_loss"] == pytest.approx(exact["val_loss"], rel=0.05)
+    assert mixed["val_loss"] != exact["val_loss"]  # the option has an effect
+    assert mixed["skill"]["mae"] == pytest.approx(exact["skill"]["mae"], abs=0.02)
+    assert {weight.dtype for weight in runs[1]["model"].values()} == {torch.float32}
+
+
+def test_float16_scales_losses(good, knowing):
+    succeed("train_reward_model", **good, **POSITION, trunk=knowing, unfreeze_layers=1, dtype="float16")
+    mixed = trained(good)[0]["training"]["val_loss"]
+    succeed("train_reward_model", **good, **POSITION, trunk=knowing, unfreeze_layers=1)
+    assert mixed == pytest.approx(trained(good)[0]["training"]["val_loss"], rel=0.05)
