@@ -365,9 +365,10 @@ def start_up(settings: TrainingBenchSettings) -> None:
     A process starts its clock when it is started; of a trainer the first step's end is when the step is, before
     anything is saved. Models have 0.8M parameters and steps are small, so that it is the start that is timed.
     """
-    end = "import time; print(time.time())"
-    ways = {f"import {names}": ["-c", f"import {names}; {end}"] for names in ("torch", "torch, torch._dynamo")}
-    trainers = steps_to_time(settings)
+    trainers, bare, heavy = steps_to_time(settings), "import torch", "import torch, torch._dynamo"
+    # `--help` and what it is compared with end with their processes; a first step, which prints its clock, before.
+    clock = 'print(json.dumps({"ended": time.time(), "evaluations": 0.0}))'
+    ways = {bare: ["-c", bare], heavy: ["-c", f"{heavy}; import json, time; {clock}"]}
     ways |= {f"{name} --help": [str(ROOT / name), "--help"] for name in trainers}
     ways |= {f"{name}, first step": [str(ROOT / "benchmarks/first_step.py"), *trainers[name]] for name in trainers}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -376,13 +377,12 @@ def start_up(settings: TrainingBenchSettings) -> None:
             start = time.time()
             printed = run_quietly([sys.executable, *arguments], str(ROOT))
             ended, evaluations = time.time(), 0.0
-            if not name.endswith("--help"):
-                clock = json.loads(printed.splitlines()[-1])
-                ended, evaluations = (clock["ended"], clock["evaluations"]) if isinstance(clock, dict) else (clock, 0.0)
+            if name != bare and not name.endswith("--help"):
+                ended, evaluations = json.loads(printed.splitlines()[-1]).values()
             seconds[name] += [ended - start - evaluations] if number else []  # the first warms up
     rows = []
     for name, own in seconds.items():
-        imported = seconds["import torch" if name.endswith("--help") else "import torch, torch._dynamo"]
+        imported = seconds[bare if name.endswith("--help") else heavy]
         more = statistics.median(one - other for one, other in zip(own, imported, strict=True))
         goal = "" if name.startswith("import") else "0.5" if name.endswith("--help") else "0.8"
         rows.append([name, f"{statistics.median(own):.2f}", f"{more:.2f}" if goal else "", goal])
