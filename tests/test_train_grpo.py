@@ -707,13 +707,13 @@ def ratios(policy: GPT, dtype: torch.dtype) -> torch.Tensor:
 
 
 def test_ratios_in_bfloat16_stay_near_1_because_the_head_is_float32(monkeypatch):
-    """Standard deviations of 0.011 with the head in float32, 0.027 with one in bfloat16; 1e-6 all in float32."""
+    """Standard deviations of 0.006 with the head in float32, 0.026 with one in bfloat16; 2e-6 all in float32."""
     policy = far_from_zero()
     assert ratios(policy, torch.float32).std() < 1e-4
     found = ratios(policy, torch.bfloat16)
-    assert abs(found.mean() - 1) < 0.01 and 1e-4 < found.std() < 0.02 and len(found) == 64 * 63
+    assert abs(found.mean() - 1) < 0.01 and 1e-4 < found.std() < 0.012 and len(found) == 64 * 63
     monkeypatch.setattr(GPT, "logits", GPT._head)
-    assert ratios(policy, torch.bfloat16).std() > 1.7 * found.std()
+    assert ratios(policy, torch.bfloat16).std() > 2 * found.std()
 
 
 def test_a_pass_without_gradients_leaves_none_out_of_the_next(monkeypatch):
