@@ -35,6 +35,7 @@ class TaskScorer:
     """Rewards that anyone can check, in place of a reward model."""
 
     knows_tokens = is_ratio = False
+    dtype = torch.float32
 
     def __init__(self, reference, reward) -> None:
         self.reference, self.reward = reference.requires_grad_(False), reward

@@ -832,6 +832,6 @@ def test_compiled_training_is_plain_training(good, tmp_path, monkeypatch):
     plain, other = ({**good, "output_path": tmp_path / f"{name}.pt", "best_by": "last"} for name in ("plain", "other"))
     succeed("train_grpo", **{**plain, "max_steps": 2})
     compiled(other)
-    assert sum(programs) == 1 and 2 <= len(programs) <= 8  # with gradients: of one shape; without: of sampling
+    assert 1 <= sum(programs) <= 4 and 2 <= len(programs) <= 12  # with gradients: of all numbers of tokens
     succeed("train_grpo", **{**other, "max_steps": 2}, init_from="resume")
     assert_weights_near(weights(plain["output_path"]), weights(other["output_path"]))
