@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from data_loader import dataset_folder, hash_tokens, open_token_file
 from generation import Sampling
@@ -209,10 +210,20 @@ def _new_model(contents: Mapping[str, Any]) -> GPT | RewardModel:
     return make_reward_model(contents["config"], *(contents[name] for name in LIKELIHOOD_PARTS))
 
 
+class _WithoutInitialisation(TorchFunctionMode):
+    """Leaves out the functions of torch.nn.init: on the meta device some of them import torch._dynamo, for a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
 def _check_weights(path: str | Path, contents: Mapping[str, Any]) -> None:
     state, config = contents["model"], contents["config"]
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutInitialisation():
             expected = _new_model(contents).state_dict()
     except UserError as error:
         raise UserError(f"ERROR: {path}: {str(error).removeprefix('ERROR: ')}") from None

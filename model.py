@@ -424,9 +424,10 @@ def rotary_angles(length: int, head_dim: int, rotary_dim: int, base: float = 100
     Of the pairs d and d + D/2 the first rotary_dim / 2 are turned. (GPT-NeoX turns the first rotary_dim dimensions, in
     pairs of their own; huggingface.py reorders its queries and keys, which changes no product of the two.)
     """
-    frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    # On the CPU wherever the model is made: operations on the meta device import torch._dynamo, which takes a second.
+    frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
     frequencies = F.pad(frequencies, (0, (head_dim - rotary_dim) // 2))  # 0: not turned
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)  # (T, D / 2)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)  # (T, D / 2)
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).float()
 

@@ -22,6 +22,7 @@ class SharedPrompts:
     def __init__(self, ids: Tensor, prompt_lengths: Tensor, group_size: int) -> None:
         R, T = ids.shape
         rows, columns = torch.arange(R, device=ids.device), torch.arange(T, device=ids.device)
+        self._is_shared = group_size > 1
         self._leaders, ends = rows - rows % group_size, prompt_lengths[:, None]
         leads = (rows == self._leaders)[:, None]  # (R, 1)
         brings = leads | (columns >= ends)  # (R, T)
@@ -33,11 +34,13 @@ class SharedPrompts:
 
     def to_rows(self, tokens: Tensor) -> Tensor:
         """(R, T, C) of (n, C)."""
+        if not self._is_shared:
+            return tokens.view(*self.index.shape, -1)
         return F.embedding(self.index, tokens)  # a gather whose gradient is always summed in the same order
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """(n, C) of (R, T, C)."""
-        return F.embedding(self._places, rows.flatten(0, 1))
+        return F.embedding(self._places, rows.flatten(0, 1)) if self._is_shared else rows.flatten(0, 1)
 
     def at(self, wanted: Tensor, tokens: Tensor) -> Tensor:
         """(m, C) of (n, C): those at the m places in rows where wanted (R, T'), bool, is set; T' may be less than T."""

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+import rollouts
 import train_grpo
 from generation import Completer, Sampling
 from model import GPT, GPTConfig
@@ -115,7 +116,7 @@ class Ours:
 
     def parts(self) -> dict[str, float]:
         """Seconds of a step's parts."""
-        with mock.patch.object(train_grpo, "draw_prompts", prompts_of_one_length):
+        with mock.patch.object(rollouts, "draw_prompts", prompts_of_one_length):
             return self.loop.step()
 
 

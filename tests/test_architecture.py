@@ -26,7 +26,7 @@ FLOORS = [
     ],
     ["checkpoint"],
     ["feature_cache", "policy_eval", "passages", "interop.trl_reward"],
-    ["sample_eval", "cycle_report", "stage_times"],
+    ["sample_eval", "rollouts", "cycle_report", "stage_times"],
     [
         "prepare_text",
         "train",
@@ -53,7 +53,7 @@ NAMED_OTHERWISE = {
     "test_dual_mode_gpt": ("model",),
     "test_end_to_end": ("evaluate", "sample", "run_cycles"),
     "test_golden_curves": ("train", "train_reward_model", "train_grpo"),
-    "test_grpo_tasks": ("train_grpo",),
+    "test_grpo_tasks": ("train_grpo", "rollouts"),
     "test_integration": (),  # tokenization, loading and data preparation together
     "test_kernels": (),  # tests/kernels.py
     "test_old_artefacts": (),  # what checkpoint, runtime/resume and run_cycles wrote before

@@ -43,6 +43,7 @@ from helpers import (
 )
 
 import cycle_stages
+import rollouts
 import run_cycles
 import train
 import train_grpo
@@ -487,7 +488,7 @@ def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_p
     path.write_text(config.read_text() + CONTROLS)
     options = cycle_options(corpus, out, controls="both")
     with monkeypatch.context() as patch:
-        end_in_call(patch, train_grpo, "natural_rows", 2, terminate)
+        end_in_call(patch, rollouts, "natural_rows", 2, terminate)
         assert call("run_cycles", str(path), **options).status != 0
     printed = succeed("run_cycles", str(path), **options)
     assert f"Resuming {out / 'control_distil_v2.resume'}" in printed

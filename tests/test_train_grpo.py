@@ -29,6 +29,7 @@ from helpers import (
 )
 from torch.utils.checkpoint import checkpoint
 
+import rollouts
 import train_grpo
 from checkpoint import build_model, load_checkpoint
 from generation import Completer, Sampling
@@ -38,12 +39,13 @@ from optimization import Best
 from policy_eval import PolicyCompleter, Stops, selection_value
 from reward_metrics import format_r_squared, measure_skill
 from reward_model import LikelihoodRewardModel, RewardScorer, Scores
+from rollouts import RolloutBatch, natural_rows
 from runtime.device import autocast
 from runtime.distributed import Ranks, parallel
 from runtime.files import hash_file
 from runtime.process import UserError
 from runtime.run_log import read_records
-from train_grpo import GRPOSettings, RolloutBatch
+from train_grpo import GRPOSettings
 
 pytest_plugins = ["tiny_run"]
 
@@ -417,7 +419,7 @@ def exact_settings(**options) -> GRPOSettings:
     return GRPOSettings(**{**given, **options})
 
 
-def rollouts(policy: GPT, scorer: RewardScorer, ids: torch.Tensor, micro_rows: int = 64) -> RolloutBatch:
+def scored_rollouts(policy: GPT, scorer: RewardScorer, ids: torch.Tensor, micro_rows: int = 64) -> RolloutBatch:
     """A scored batch of these completions of prompts of one token."""
     with torch.no_grad():
         log_probs = token_log_probs(policy.logits(policy.trunk(ids[:, :-1])), ids[:, 1:])
@@ -439,11 +441,11 @@ def expected_gradient(models: tuple[GPT, RewardScorer], settings: GRPOSettings) 
     """Over all groups of completions of one prompt, each by its probability under the policy."""
     policy, scorer = models
     texts = torch.cartesian_prod(torch.tensor([PROMPT]), *[torch.arange(V)] * 2)  # (9, 3)
-    chances = rollouts(policy, scorer, texts).old_log_probs.sum(1).exp()
+    chances = scored_rollouts(policy, scorer, texts).old_log_probs.sum(1).exp()
     assert chances.sum().item() == pytest.approx(1, abs=1e-6)
     total = torch.zeros(())
     for members in itertools.product(range(len(texts)), repeat=settings.group_size):
-        batch = rollouts(policy, scorer, texts[list(members)])
+        batch = scored_rollouts(policy, scorer, texts[list(members)])
         total = total + chances[list(members)].prod() * gradient(policy, batch, settings)[0]
     return total
 
@@ -468,7 +470,7 @@ def test_the_exact_baseline_is_the_mean_of_the_rewards(models):
     """Of all tokens after one prefix, by their probabilities: the mean of what is left is 0."""
     policy, scorer = models
     ids = torch.tensor([[PROMPT, 0, token] for token in range(V)])
-    batch = rollouts(policy, scorer, ids)
+    batch = scored_rollouts(policy, scorer, ids)
     chances = batch.old_log_probs[:, 1].exp()
     for kl_in_reward in (1.0, 0.25):
         settings = exact_settings(baseline="value", group_size=1, kl_in_reward=kl_in_reward)
@@ -492,15 +494,19 @@ def test_the_exact_loss_is_the_divergence_from_the_mixture(models):
     by_hand = {1.0: kl(pi, m), 0.0: kl(m, pi), 0.25: 0.25 * kl(m, middle) + 0.75 * kl(pi, middle)}
     for beta, expected in by_hand.items():
         settings = exact_settings(credit="distribution", divergence_beta=beta)
-        assert gradient(policy, rollouts(policy, scorer, ids), settings)[1] == pytest.approx(expected, rel=1e-4), beta
+        assert gradient(policy, scored_rollouts(policy, scorer, ids), settings)[1] == pytest.approx(
+            expected, rel=1e-4
+        ), beta
     half = exact_settings(credit="distribution", kl_in_reward=0.5)
     expected = 0.5 * kl(pi, q) - (pi * (m / q).log()).sum(-1).mean().item()
-    assert gradient(policy, rollouts(policy, scorer, ids), half)[1] == pytest.approx(expected, rel=1e-4)
+    assert gradient(policy, scored_rollouts(policy, scorer, ids), half)[1] == pytest.approx(expected, rel=1e-4)
     with torch.no_grad():  # w = 1, and a policy that is p
         model.mixture.fill_(30.0)
     for beta in by_hand:
         settings = exact_settings(credit="distribution", divergence_beta=beta)
-        at_optimum, loss = gradient(model.natural.requires_grad_(), rollouts(model.natural, scorer, ids), settings)
+        at_optimum, loss = gradient(
+            model.natural.requires_grad_(), scored_rollouts(model.natural, scorer, ids), settings
+        )
         assert abs(loss) < 1e-6 and at_optimum.abs().max() < 1e-6
 
 
@@ -514,7 +520,7 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, models, options):
     monkeypatch.setattr(train_grpo, "checkpoint", counted)
 
     def measured(micro_rows: int) -> tuple[torch.Tensor, ...]:
-        batch = rollouts(policy, scorer, ids, micro_rows)
+        batch = scored_rollouts(policy, scorer, ids, micro_rows)
         batch.mask[:, 0] = torch.tensor([True, False, False, True, False, True, True])
         found, loss = gradient(policy, batch, settings)
         return found, torch.tensor(loss), train_grpo.expected_rewards(policy, batch, 1.0, Ranks())
@@ -552,17 +558,17 @@ def test_natural_states_are_rows_of_the_corpus_after_a_prompt(models):
     policy, _ = models
     tokens, completer = np.arange(1000) % V, Completer(policy, 3)
     settings = exact_settings(credit="distribution", states="natural", prompts_per_step=6, group_size=4)
-    batch = train_grpo.natural_rows(completer, tokens, settings, 1, Ranks())
+    batch = natural_rows(completer, tokens, settings, 1, Ranks())
     assert batch.own_ids.shape == (24, 3) and batch.old_log_probs is None
     assert (batch.own_ids.diff(dim=1) % V == 1).all()
     assert batch.mask.tolist() == [[True, True]] * 24  # prompts of one token, half of three
     assert len({tuple(row) for row in batch.own_ids.tolist()}) == V
-    again = train_grpo.natural_rows(completer, tokens, settings, 2, Ranks())
+    again = natural_rows(completer, tokens, settings, 2, Ranks())
     assert not torch.equal(again.own_ids, batch.own_ids)
     one_each = replace(settings, prompts_per_step=24, group_size=1)
-    assert torch.equal(train_grpo.natural_rows(completer, tokens, one_each, 1, Ranks()).own_ids, batch.own_ids)
+    assert torch.equal(natural_rows(completer, tokens, one_each, 1, Ranks()).own_ids, batch.own_ids)
     shares = [Ranks(rank, 2) for rank in (0, 1)]
-    rows = [train_grpo.natural_rows(completer, tokens, settings, 1, ranks) for ranks in shares]
+    rows = [natural_rows(completer, tokens, settings, 1, ranks) for ranks in shares]
     assert torch.equal(torch.cat([part.own_ids for part in rows]), batch.own_ids)
     assert [part.first_own_row for part in rows] == [0, 12]
 
@@ -588,7 +594,7 @@ def test_distillation_that_is_interrupted_ends_in_the_same_bits(good, tmp_path, 
     whole = weights(good["output_path"])
     options["output_path"] = tmp_path / "again" / "grpo.pt"
     with monkeypatch.context() as patch:
-        end_in_call(patch, train_grpo, "natural_rows", 2, terminate)
+        end_in_call(patch, rollouts, "natural_rows", 2, terminate)
         assert call("train_grpo", **options).status == 143
     succeed("train_grpo", **options, init_from="resume")
     assert_same_weights(weights(options["output_path"]), whole)
