@@ -37,10 +37,11 @@ from optimization import (
     Best,
     EarlyStopping,
     Optimizers,
-    clip_gradients,
     cooldown_factor,
+    gradient_scaler,
     learning_rate_factor,
     make_optimizers,
+    take_step,
 )
 from reward_metrics import bootstrap_mean, format_loss
 from runtime.cli import parse_settings
@@ -272,7 +273,7 @@ def main() -> None:
     elif model is None:
         model = new_model(settings, corpus.tokenizer).to(device)
     optimizers = optimizers_of(model, settings)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    scaler = gradient_scaler(device, dtype)
     stopping, best = EarlyStopping(settings.patience, settings.min_delta), Best()
     facts = Values(config=replace(model.config), first_batch=0 if start is None else batches_learned(start))
     # The state's parts; those of a resumed run are restored here.
@@ -317,18 +318,13 @@ def main() -> None:
                     loss = forward(next_token_loss, x, y) / settings.gradient_accumulation_steps
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()
-        optimizers.unscale(scaler)
-        # Under float16 the scaler itself skips a step whose gradients overflowed.
-        strict = not scaler.is_enabled()
-        norm = clip_gradients(model.named_parameters(), settings.grad_clip, error_if_nonfinite=strict)
-        optimizers.step(scaler)
-        optimizers.zero_grad()
+        norm = take_step(model, optimizers, settings.grad_clip, scaler)
         seconds, num_timed = seconds + time.perf_counter() - started, num_timed + 1
 
         if (step + 1) % settings.log_interval == 0:
             train_loss = ranks.sum(float(loss_sum))[0] / ranks.world_size
             rate = tokens_per_step * num_timed / seconds
-            run.note(train_loss=train_loss, gradient_norm=norm if math.isfinite(norm) else None)
+            run.note(train_loss=train_loss, gradient_norm=norm)
             run.note(learning_rate=optimizers.learning_rate, tokens_per_second=round(rate))
             run.note(peak_memory_mb=round(peak_memory_mb(device)))
             run.bar.set_postfix(loss=f"{train_loss:.3f}", tok_s=f"{rate:,.0f}")

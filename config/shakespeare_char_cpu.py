@@ -18,8 +18,8 @@ run_cycles = dict(
     dataset="shakespeare_plays_char",
     num_cycles=1,
     natural_models=3,
-    grpo_step_seconds=1.75,
-    plain_step_seconds=0.165,
+    grpo_step_seconds=1.9,
+    plain_step_seconds=0.167,
 )
 
 train = dict(

@@ -124,9 +124,8 @@ class Run(Generic[AnySettings]):
         if output is not None:
             self.path, self.log_path = (Path(output).with_suffix(suffix) for suffix in (SUFFIX, ".jsonl"))
         self.output, self.settings, self.ranks, self.reads, self.unit = output, settings, ranks, dict(reads or {}), unit
-        self.began = asdict(
-            settings
-        )  # the settings with which the run began, and what its program adds: changeable ones may differ now
+        # The settings with which the run began, of which changeable ones may differ now, and what its program adds.
+        self.began = asdict(settings)
         self.is_resumed = False
         self.reason: str | None = None  # why the loop ended
         self._tracker = tracker or self._default_tracker
