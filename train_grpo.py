@@ -419,7 +419,11 @@ def load_policy(settings: GRPOSettings, base: dict[str, Any], device: torch.devi
 
 
 def load_scorer(
-    settings: GRPOSettings, base: dict[str, Any], base_sha256: str, device: torch.device, dtype: torch.dtype
+    settings: GRPOSettings,
+    base: dict[str, Any],
+    base_sha256: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> RewardScorer:
     """The frozen reward model together with the policy's start, as the base model's checkpoint has it."""
     assert settings.base_model_path is not None  # checked with the settings

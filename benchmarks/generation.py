@@ -158,10 +158,13 @@ def compiled_if_asked(model: GPT, asked: bool | None) -> nn.Module:
     return compile_model(model) if asked or (asked is None and next(model.parameters()).is_cuda) else model
 
 
-def engine_way(model: nn.Module, group: int = GROUP, blocks: int | None = None) -> Callable[[], int]:
-    """The engine, with as many blocks in flight as it takes by default."""
+def engine_way(
+    model: nn.Module, group: int = GROUP, blocks: int | None = None, of_a_token: bool = False
+) -> Callable[[], int]:
+    """The engine, with as many blocks in flight as it takes by default; `of_a_token`: prompts as Hugging Face's."""
     completer = Completer(model, model.config.block_size)
     natural, crossovers, uniforms = make_job(model, blocks or max(1, completer.rows // group), group)
+    crossovers = torch.ones_like(crossovers) if of_a_token else crossovers
 
     def way() -> int:
         completer(natural, crossovers, uniforms, Sampling())
@@ -229,13 +232,16 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
             module.__class__ = nn.Linear  # what makes bits equal for any number of rows is no part of the others' ways
     best, own = best_batch(model, settings.hf_batches), compiled_if_asked(model, settings.compile)
     at_best, at_few = f"{hugging_face}, its best batch, {best}", f"{hugging_face}, batch of {FEW_ROWS}"
-    engine, few = f"engine, {Completer(model, model.config.block_size).rows:,} rows", f"engine, {FEW_ROWS} rows"
+    engine, few = (
+        f"engine, {Completer(model, model.config.block_size).rows:,} rows",
+        f"engine, {FEW_ROWS} rows, prompts of a token too",
+    )
     ways = {
         seeds: seeds_way(plain, 2 if name == "M" else 8),
         f"batch of {rows}, whole prefix again (nanoGPT)": batched_way(plain, rows),
         at_few: hugging_face_way(model, FEW_ROWS),
         at_best: hugging_face_way(model, best) if best != FEW_ROWS else None,
-        few: engine_way(own, FEW_GROUP, FEW_ROWS // FEW_GROUP),
+        few: engine_way(own, FEW_GROUP, FEW_ROWS // FEW_GROUP, of_a_token=True),
         engine: engine_way(own),
     }
     if pool is not None:
