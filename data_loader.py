@@ -352,11 +352,6 @@ class WholeSplitBatches:
     def __len__(self) -> int:
         return math.ceil(self.num_full / self.batch_size) + (self.num_left > 0)
 
-    @property
-    def num_targets(self) -> int:
-        """Targets in all batches together."""
-        return self.num_full * self.block_size + self.num_left
-
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for first in range(0, self.num_full, self.batch_size):
             last = min(first + self.batch_size, self.num_full)

@@ -56,7 +56,7 @@ def frozen_features(
     the depth and the `dtype` of the passes, that is made once, by each rank for itself. Every rank computes its share.
     """
     model.eval()
-    size = model.rows_at_a_time()
+    size = ranks.on_main(model.rows_at_a_time)  # one number for all devices: they gather parts of one shape
     example = torch.zeros((1, dataset.block_size), dtype=torch.int64, device=ranks.device)
     shape = (len(dataset), *model.features(example, depth).shape[1:])
 

@@ -85,6 +85,13 @@ class Model(Protocol):
 AnyModel = TypeVar("AnyModel", bound=Model)
 
 
+def cache_dtype(model: Model) -> torch.dtype:
+    """The dtype of a model's keys and values: autocast's where that is on, else that of its weights."""
+    parameter = next(model.parameters())
+    device = parameter.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+
+
 class KVCache:
     """Keys and values of every layer, written position by position.
 
@@ -102,15 +109,14 @@ class KVCache:
         self._length, self._step = length, GROWTH if device.type == "cpu" else max(1, length)
         self._shape = config.n_layer, config.n_head, config.n_embd // config.n_head  # L, H, D
         size = rows * length * config.n_embd
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else parameter.dtype
-        self.memory = torch.empty(2 * config.n_layer, size, device=device, dtype=dtype)  # one after the other
+        self.memory = torch.empty(2 * config.n_layer, size, device=device, dtype=cache_dtype(model))
         self._all_positions = torch.arange(length, device=device)
         self.begin(rows)
 
     @staticmethod
     def bytes_per_row(model: Model, length: int) -> int:
         """Bytes of a row of `length` positions."""
-        return 2 * model.config.n_layer * model.config.n_embd * length * next(model.parameters()).element_size()
+        return 2 * model.config.n_layer * model.config.n_embd * length * cache_dtype(model).itemsize
 
     def begin(
         self, rows: int, shared: "KVCache | None" = None, source_rows: Tensor | None = None, lengths: Sequence[int] = ()
@@ -119,9 +125,8 @@ class KVCache:
 
         rows: R, at most those that the cache was made for; source_rows: (R,) int64; lengths ascend.
         """
-        self._rows, self._prefixes = rows, (shared, source_rows, lengths)
-        self._capacity, self._num_active = 0, 0
-        self._stored = self._view(0)
+        self._rows, self._capacity, self._stored = rows, 0, self._view(0, rows)
+        self._prefixes = shared, source_rows, lengths
 
     def at(self, position: int, length: int, rows: int) -> None:
         """The next pass adds `length` tokens (T), from `position` on, to the first `rows` rows (A)."""
@@ -132,18 +137,24 @@ class KVCache:
             self._grow(end)
         active = self._stored[:, :, :rows]  # (L, 2, A, H, S, D)
         self._new = active[..., position:end, :]  # (L, 2, A, H, T, D)
+        layers = (
+            active.flatten(2, 3) if self._is_single else active[..., :end, :]
+        )  # (L, 2, A H, S, D) or (.., A, H, ..)
+        self._active = [(layers[layer, 0], layers[layer, 1]) for layer in range(len(layers))]
         if self._is_single:
-            self._active = active.flatten(2, 3)  # (L, 2, A H, S, D)
             written = self._all_positions[: self._capacity] < end
             self._mask = torch.zeros(self._capacity).masked_fill(~written, -torch.inf).to(self.memory.dtype)
-        else:
-            self._active = active[..., :end, :]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Add keys and values (A, H, T, D) and attend to all up to there; returns (A, H, T, D)."""
         T = queries.size(2)
-        self._new[layer, 0], self._new[layer, 1] = keys, values
-        all_keys, all_values = self._active[layer, 0], self._active[layer, 1]
+        all_keys, all_values = self._active[layer]
+        if torch.compiler.is_compiling():  # inductor fails with two views of one memory, one of them written to
+            for all_of_them, new in ((all_keys, keys), (all_values, values)):
+                dim = all_of_them.dim() - 2
+                all_of_them.index_copy_(dim, self.positions, new.to(all_of_them.dtype).flatten(0, 2 - dim))
+        else:
+            self._new[layer, 0], self._new[layer, 1] = keys, values
         if self._is_single:
             # With one query a row, two batched products take two thirds of the fused kernel's time.
             scaled = (queries * queries.size(-1) ** -0.5).view(-1, 1, queries.size(-1))  # (A H, 1, D)
@@ -156,16 +167,16 @@ class KVCache:
         mask = self._all_positions[: all_keys.size(2)] <= self.positions[:, None]  # (T, S)
         return F.scaled_dot_product_attention(queries, all_keys, all_values, attn_mask=mask)
 
-    def _view(self, capacity: int) -> Tensor:
+    def _view(self, capacity: int, rows: int) -> Tensor:
         """Keys and values (L, 2, R, H, capacity, D) of rows that have room for so many positions."""
         L, H, D = self._shape
-        return self.memory[:, : self._rows * H * capacity * D].view(L, 2, self._rows, H, capacity, D)
+        return self.memory[:, : rows * H * capacity * D].view(L, 2, rows, H, capacity, D)
 
     def _grow(self, end: int) -> None:
         """Make room for the positions before `end`, and fill it with the prefixes and zeros."""
         old, first = self._stored, self._capacity
         self._capacity = min(self._length, -(-end // self._step) * self._step)
-        self._stored = self._view(self._capacity)
+        self._stored = self._view(self._capacity, self._rows)
         for before, after in zip(old, self._stored, strict=True) if first else ():
             after[..., :first, :] = before.clone()  # the two overlap
         shared, source_rows, lengths = self._prefixes
@@ -179,6 +190,8 @@ class KVCache:
                 natural = shared._stored[..., start : start + GROWTH, :][:, :, source_rows[without:]]
                 room[:, :, without:, :, : natural.size(-2)] = natural
                 room[:, :, without:, :, natural.size(-2) :] = 0
+        if self._capacity == self._length:
+            self._prefixes = None, None, ()  # they need no memory any longer
 
 
 def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -389,8 +402,8 @@ def _prefill(model: Model, cache: KVCache, natural: Tensor, block_of_row: Tensor
     Positions from K - 1 on are written by the row itself, so natural text beyond its prefix is never attended to.
     """
     length = natural.size(1) - 1  # the last token of a row is never attended to
+    cache.begin(len(prefixes))  # lets go of earlier prefixes first
     if prefixes[-1] == 1 or length == 0:
-        cache.begin(len(prefixes))
         return
     # Of full length, whatever the longest prefix is: the attention's blocks, and so its rounding, depend on it.
     shared = KVCache(model, natural.size(0), length)

@@ -305,7 +305,9 @@ class GPT(nn.Module):
             raise UserError(f"a sequence of {length} tokens does not fit block_size {self.config.block_size}")
         x = self.transformer.wte(ids)  # (B, T, C)
         if self.config.position == "learned":
-            x = x + self.transformer.wpe.weight[positions]
+            # A gather by indexing would have a gradient that several threads sum in any order.
+            embedded = self.transformer.wpe(positions) if isinstance(positions, Tensor) else None
+            x = x + (self.transformer.wpe.weight[positions] if embedded is None else embedded)
         return self._run_blocks(self.transformer.drop(x), 0, num_blocks, kv_cache, shared)
 
     def continue_trunk(

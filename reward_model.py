@@ -440,21 +440,25 @@ class RewardScorer:
 
     def _read(self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool) -> Scores:
         model, prompt_lengths, tokens = self.reward_model, ids.size(1) - written.sum(1), ids[:, 1:]
-        context = SharedPrompts(ids[:, :-1], prompt_lengths, group_size)
+        is_whole = model is not None and not model.is_ratio  # such a head reads the last token too
+        context = SharedPrompts(ids if is_whole else ids[:, :-1], prompt_lengths, group_size)
         if model is None:
             return Scores(None, None, None, self._reference_log_probs(context, None, tokens, written))
         kept: tuple[Tensor, ...] = ()
         if model.is_ratio:
-            hidden, once = model.hidden_states(context), context.predictions
+            hidden, once = model.hidden_states(context), context.predicts
             both = model.read_hidden(tuple(context.at(once, states) for states in hidden), tokens[once])
             natural, generator = (context.spread(put(log_probs, once)) for log_probs in both)
-            output, states = model.calibrated(natural - generator), hidden[1]
+            output = model.calibrated(natural - generator)
             kept = tuple(context.at(written, states) for states in hidden) if keep_hidden else ()
+            if self.is_shared:
+                reference = generator.masked_fill(~written, 0.0)
+            else:
+                reference = self._reference_log_probs(context, None, tokens, written)
         else:
-            context = SharedPrompts(ids, prompt_lengths, group_size)
             states = model.trunk(context)
             output = model.score(model.pool(context.to_rows(states)))
-        reference = self._reference_log_probs(context, states if self.is_shared else None, tokens, written)
+            reference = self._reference_log_probs(context, states if self.is_shared else None, tokens, written)
         if not self.knows_tokens:
             return Scores(model.share(output).float(), None, None, reference)
         by_token = natural_probabilities(output)  # (R, N)

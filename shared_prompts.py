@@ -30,7 +30,8 @@ class SharedPrompts:
         self.index = torch.where(brings, number, number[self._leaders])  # (R, T): which of the n tokens stands there
         self._places = brings.flatten().nonzero().squeeze(1)  # (n,): where in the rows each token stands first
         self.ids, self.positions, self.length = ids.flatten()[self._places], self._places % T, T  # (n,), (n,)
-        self._predicts = leads | (columns >= ends - 1)  # (R, T): where no other row has the same token to predict
+        # (R, T) bool: places from which each next token has to be predicted once, see `spread`.
+        self.predicts = leads | (columns >= ends - 1)
 
     def to_rows(self, tokens: Tensor) -> Tensor:
         """(R, T, C) of (n, C)."""
@@ -46,14 +47,9 @@ class SharedPrompts:
         """(m, C) of (n, C): those at the m places in rows where wanted (R, T'), bool, is set; T' may be less than T."""
         return F.embedding(self.index[:, : wanted.size(1)][wanted], tokens)
 
-    @property
-    def predictions(self) -> Tensor:
-        """Places in rows, bool (R, T), from which each next token has to be predicted once: see `spread`."""
-        return self._predicts
-
     def spread(self, values: Tensor) -> Tensor:
-        """Values (R, T) at all places, from those at `predictions`."""
-        return torch.where(self._predicts, values, values[self._leaders])
+        """Values (R, T) at all places, from those at `predicts`."""
+        return torch.where(self.predicts, values, values[self._leaders])
 
 
 def put(values: Tensor, places: Tensor) -> Tensor:

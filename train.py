@@ -488,8 +488,13 @@ def selection_loss(
 ) -> dict[str, float | None]:
     """select_loss, of a fixed subset of the selecting part of the validation split, and its 95% interval."""
     selecting = validation_part(corpus.val, settings.block_size, "select")
-    loss, of_windows, _ = loss_on(selecting, model, settings, ranks, dtype, settings.eval_tokens)
-    low, high = bootstrap_mean(of_windows, settings.seed) if math.isfinite(loss) else (None, None)
+    of_windows: list[float] = []
+    loss, _ = loss_on(selecting, model, settings, ranks, dtype, settings.eval_tokens, of_windows)
+    low, high = (
+        bootstrap_mean(torch.tensor(of_windows, dtype=torch.float64), settings.seed)
+        if math.isfinite(loss)
+        else (None, None)
+    )
     return {"select_loss": loss, "select_loss_low": low, "select_loss_high": high}
 
 
@@ -498,7 +503,7 @@ def validation_loss(
 ) -> tuple[float, float]:
     """val_loss, of the whole validation split, and the seconds that it took, which are printed too."""
     began = time.perf_counter()
-    loss, _, count = loss_on(corpus.val, model, settings, ranks, dtype)
+    loss, count = loss_on(corpus.val, model, settings, ranks, dtype)
     name = corpus.folder / "val.bin"
     if settings.eval_iters is None:
         return loss, name_full_pass(f"{name}", count, began, f"loss {loss:.4f}")
@@ -514,11 +519,12 @@ def loss_on(
     ranks: Ranks,
     dtype: torch.dtype,
     most: int | None = None,
-) -> tuple[float, torch.Tensor, int]:
+    of_windows: list[float] | None = None,
+) -> tuple[float, int]:
     """Mean loss in nats over tokens of a split, over `most` of them at most, or over random batches (eval_iters).
 
-    Also the losses (n,) float64 of its windows of a whole block, in order of the text or of the draws, and the number
-    of its targets. Each rank reads its share of the batches.
+    Also the number of its targets; and to `of_windows` the losses of its windows of a whole block are added, in order
+    of the text or of the draws. Each rank reads its share of the batches.
     """
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]]
     if settings.eval_iters is None:
@@ -530,16 +536,17 @@ def loss_on(
         batches = (get_batch(tokens, size, settings.batch_size, draw, ranks.device) for draw in draws)
         total, num_windows = settings.eval_iters, settings.eval_iters * settings.batch_size
     share = islice(counted(batches, total, "Evaluating"), ranks.rank, None, ranks.world_size)
-    of_rows: list[torch.Tensor] = []
+    of_rows: list[torch.Tensor] | None = None if of_windows is None else []
     with autocast(ranks.device, dtype):
         loss, count = ranks.sum(*ranks.everywhere(lambda: loss_sums(model, share, of_rows)))
-    of_windows = torch.zeros(num_windows, dtype=torch.float64)
-    for number, losses in enumerate(of_rows):
-        first = (ranks.rank + number * ranks.world_size) * settings.batch_size
-        if first < num_windows:  # else of the shorter last window
-            of_windows[first : first + len(losses)] = losses
-    of_windows = torch.tensor(ranks.sum(*of_windows.tolist()), dtype=torch.float64)
-    return loss / count if count else math.inf, of_windows, int(count)
+    if of_windows is not None and of_rows is not None:
+        own = [0.0] * num_windows
+        for number, losses in enumerate(of_rows):
+            first = (ranks.rank + number * ranks.world_size) * settings.batch_size
+            if first < num_windows:  # else of the shorter last window
+                own[first : first + len(losses)] = losses.tolist()
+        of_windows += ranks.sum(*own)
+    return loss / count if count else math.inf, int(count)
 
 
 def tracker_of(settings: TrainSettings) -> Tracker | None:

@@ -28,7 +28,7 @@ import rollouts
 import train_grpo
 from generation import Completer, Sampling
 from model import GPT, GPTConfig
-from optimization import clip_gradients, make_optimizers
+from optimization import make_optimizers, take_step
 from policy_eval import draw_prompts
 from reward_model import LastRewardModel, LikelihoodRewardModel, RewardModel, RewardScorer
 from runtime.cli import parse_settings
@@ -85,9 +85,7 @@ class Loop:
         clock.append(time.perf_counter())
         train_grpo.accumulate_gradients(self.forward, batch, settings, ranks)
         clock.append(time.perf_counter())
-        clip_gradients(self.policy.named_parameters(), settings.grad_clip)
-        self.optimizers.step()
-        self.optimizers.zero_grad()
+        take_step(self.policy, self.optimizers, settings.grad_clip, train_grpo.UNSCALED)
         clock.append(time.perf_counter())
         names = ("generation", "scoring, with the reference", "log-probabilities and gradients", "update")
         return dict(zip(names, np.diff(clock).tolist(), strict=True))

@@ -211,6 +211,9 @@ class Run(Generic[AnySettings]):
             for path in (self.log_path, self.path):  # the state last: until then it is still one set aside
                 if (aside := path.with_name(path.name + source.suffix)).is_file():
                     os.replace(aside, path)
+        if new := sorted(asdict(self.settings).keys() - state["settings"].keys() - self.settings.changeable):
+            values = ", ".join(f"{name}={asdict(self.settings)[name]!r}" for name in new)
+            say(f"{source} is of an earlier version, which did not have these settings; going on with {values}")
         if (then := state.get("world_size")) != self.ranks.world_size:
             say(f"Resuming on {self.ranks.world_size} ranks (was {then}): with dropout, its masks are others")
         then, now = state["settings"], asdict(self.settings)

@@ -72,7 +72,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(position, parallel, gro
 def test_log_probs_of_all_tokens_need_one_prediction_of_each():
     model, (ids, _) = make_model("rope"), completions()
     shared = SharedPrompts(ids[:, :-1], PROMPT_LENGTHS, G)
-    once = shared.predictions
+    once = shared.predicts
     assert once.sum() == sum(int(k) - 1 + G * (N - int(k)) for k in PROMPT_LENGTHS[::G])
     with torch.no_grad():
         expected = token_log_probs(model.logits(model.trunk(ids[:, :-1])), ids[:, 1:])
