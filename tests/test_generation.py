@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -297,6 +298,20 @@ def test_few_compiled_programs_serve_all_positions(position, monkeypatch):
         again = complete(compiled, natural, prefixes, uniforms, Sampling())
         assert torch.equal(again.ids, plain.ids)
     assert 1 <= len(programs) <= 6  # the prefixes; one position, several; one row, several
+
+
+@pytest.mark.interop
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_inductor_s_programs_draw_the_same_tokens():
+    """Not of the quick tests, as it takes half a minute: rows of a cache grow, and prompts end on both sides of that."""
+    length = generation.GROWTH + 4
+    model = tiny_model(block_size=length, n_layer=1)
+    model.__class__ = GPT  # without RecordingGPT's note of logits
+    natural, prefixes, uniforms = blocks(3, length), torch.tensor([[1, 5, 33, 35]] * 3), draws(3, 4, length)
+    plain = complete(model, natural, prefixes, uniforms, Sampling())
+    again = complete(compile_model(model), natural, prefixes, uniforms, Sampling())
+    assert torch.equal(again.ids, plain.ids)
+    torch.testing.assert_close(again.log_probs, plain.log_probs, rtol=0, atol=1e-5)
 
 
 def test_a_failure_to_compile_is_reported(monkeypatch):
