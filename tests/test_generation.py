@@ -303,7 +303,8 @@ def test_few_compiled_programs_serve_all_positions(position, monkeypatch):
 @pytest.mark.interop
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_inductor_s_programs_draw_the_same_tokens():
-    """Not of the quick tests, as it takes half a minute: rows of a cache grow, and prompts end on both sides of that."""
+    """Rows of a cache grow, and prompts end on both sides of that. It takes half a minute: not of the quick tests."""
+    pytest.importorskip("transformers", reason="runs with requirements-bench.txt")
     length = generation.GROWTH + 4
     model = tiny_model(block_size=length, n_layer=1)
     model.__class__ = GPT  # without RecordingGPT's note of logits
