@@ -32,6 +32,7 @@ from helpers import (
     succeed,
 )
 
+import optimization
 import prepare_reward_data
 import train
 import train_grpo
@@ -628,7 +629,7 @@ def test_a_training_loss_that_is_not_finite_ends_the_run(good, tmp_path, monkeyp
 
 
 def test_float16_gradients_that_overflow_have_no_norm(good, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "clip_gradients", lambda *_, **__: math.inf)
+    monkeypatch.setattr(optimization, "clip_gradients", lambda *_, **__: math.inf)
     succeed("train", **{**good["train"], "dtype": "float16", "log_interval": 1, "max_iters": 2})
     records = strict_json((tmp_path / "out" / "model_checkpoint.jsonl").read_text())
     assert [record["gradient_norm"] for record in records if "train_loss" in record] == [None, None]

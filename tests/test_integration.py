@@ -311,7 +311,7 @@ def test_early_stopping_counts_on_after_a_resume(monkeypatch, tmp_path, corpus):
     """Interrupted with one of two evaluations without improvement behind it: the next one is the last."""
     options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "patience": 2, "min_delta": 50.0}
     with monkeypatch.context() as patch:
-        end_in_call(patch, train, "clip_gradients", 7, press_ctrl_c)
+        end_in_call(patch, train, "take_step", 7, press_ctrl_c)
         assert call("train", **options).status == 130
     assert re.search("step 10 .*patience", succeed("train", **options, init_from="resume"))
 

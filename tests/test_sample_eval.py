@@ -135,13 +135,13 @@ def test_nll_under_a_gpt_by_hand(options, generator, natural_model, calls):
     assert point["forward_nll_gpt"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
-def test_without_samples_the_output_is_that_of_before(options, generator):
+def test_without_samples_there_are_losses_alone(options, generator):
     plain = {name: options[name] for name in ("checkpoints", "dataset", "device", "output_path")}
     out = succeed("evaluate", **plain)
     assert list(read(options)) == [str(generator)]
     assert list(read(options)[str(generator)]) == ["loss", "loss_low", "loss_high", "perplexity", "tokens"]
     assert cycle_stages.checkpoint_figures(read(options), str(generator)) == read(options)[str(generator)]
-    assert len(out.splitlines()) == 3 and not options["output_path"].with_suffix(".png").exists()
+    assert len(out.splitlines()) == 4 and not options["output_path"].with_suffix(".png").exists()
 
 
 def test_held_out_texts_are_used_where_there_are_any(tmp_path, calls):

@@ -341,13 +341,16 @@ def test_the_ranks_windows_together_are_those_of_one(corpus, generator, world_si
     model = build_model(load_checkpoint(generator), "generator", generator)
     tokens = np.fromfile(corpus / "val.bin", np.uint16)[: 52 * 4 + 3]
     settings = train.TrainSettings(block_size=4, batch_size=5, eval_tokens=amount)
-    loss, windows, count = train.loss_on(tokens, model, settings, Ranks(), torch.float32, amount)
-    parts = [
-        train.loss_on(tokens, model, settings, Alone(rank, world_size), torch.float32, amount)
-        for rank in range(world_size)
-    ]
+
+    def read(ranks: Ranks) -> tuple[float, int, torch.Tensor]:
+        windows: list[float] = []
+        loss, count = train.loss_on(tokens, model, settings, ranks, torch.float32, amount, windows)
+        return loss, count, torch.tensor(windows, dtype=torch.float64)
+
+    loss, count, windows = read(Ranks())
+    parts = [read(Alone(rank, world_size)) for rank in range(world_size)]
     assert len(windows) == (52 if amount is None else 13) and windows.min() > 0
-    assert torch.equal(sum(part[1] for part in parts), windows)
-    assert sum(part[2] for part in parts) == count == (4 * 13 if amount else 52 * 4 + 2)
-    assert sum(part[0] * part[2] for part in parts) / count == pytest.approx(loss, abs=1e-9)
+    assert torch.equal(sum(part[2] for part in parts), windows)
+    assert sum(part[1] for part in parts) == count == (4 * 13 if amount else 52 * 4 + 2)
+    assert sum(part[0] * part[1] for part in parts) / count == pytest.approx(loss, abs=1e-9)
     assert loss == pytest.approx(windows.mean().item(), abs=1e-6 if amount else 0.1)
