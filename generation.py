@@ -137,9 +137,8 @@ class KVCache:
             self._grow(end)
         active = self._stored[:, :, :rows]  # (L, 2, A, H, S, D)
         self._new = active[..., position:end, :]  # (L, 2, A, H, T, D)
-        layers = (
-            active.flatten(2, 3) if self._is_single else active[..., :end, :]
-        )  # (L, 2, A H, S, D) or (.., A, H, ..)
+        # (L, 2, A H, S, D) for one query a row on a CPU, else (L, 2, A, H, S, D)
+        layers = active.flatten(2, 3) if self._is_single else active[..., :end, :]
         self._active = [(layers[layer, 0], layers[layer, 1]) for layer in range(len(layers))]
         if self._is_single:
             written = self._all_positions[: self._capacity] < end
