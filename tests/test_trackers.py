@@ -119,7 +119,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once_and_none_of_a_replace
     options = {"dataset": corpus, "out_dir": tmp_path, "tracker": "tensorboard", **EVERY_STEP}
     log, folder = tmp_path / "model_checkpoint.jsonl", tmp_path / "model_checkpoint.tensorboard"
     with monkeypatch.context() as patch:
-        end_in_call(patch, train, "clip_gradients", 9, press_ctrl_c)
+        end_in_call(patch, train, "take_step", 9, press_ctrl_c)
         assert call("train", **options).status == 130
     assert read_records(log)[-1]["step"] == 8  # the state is of step 5: the later records are thrown away
     time.sleep(1)  # TensorBoard reads the files in the order of the seconds in their names
@@ -190,7 +190,7 @@ def test_wandb_stores_every_record(wandb, corpus, tmp_path):
     assert finished.status == 0, finished.err
     ((name, settings, history),) = run_folders(tmp_path)
     records = read_records(tmp_path / "model_checkpoint.jsonl")
-    assert len(records) == 5 and without_own(history) == records
+    assert len(records) == 6 and without_own(history) == records
     assert (name, settings["max_iters"], settings["tracker"]) == ("mini-gpt", 20, "wandb")
 
 
@@ -204,7 +204,8 @@ def test_wandb_stores_a_resumed_run_as_a_further_one_from_the_state_on(wandb, co
     records = read_records(tmp_path / "model_checkpoint.jsonl")
     (name, _, earlier), (other_name, _, later) = run_folders(tmp_path)
     assert name == other_name == "train"
-    assert without_own(earlier) == before and before + without_own(later) == records
+    assert before[-1]["final"] and without_own(earlier) == before
+    assert before[:-1] + without_own(later) == records  # a run that goes on has no end at step 7
     assert later[0]["step"] == 8
 
 
