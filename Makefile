@@ -20,7 +20,7 @@ setup: ## make .venv and install requirements.txt (again only when that file has
 		$(PYTHON) -m pip install --disable-pip-version-check -r requirements.txt; \
 		cp requirements.txt $(STAMP); }
 
-run: setup ## run one cycle on four plays of Shakespeare, with controls (about 8 minutes)
+run: setup ## run one cycle on four plays of Shakespeare, with controls (8 to 9 minutes)
 	$(PYTHON) run_cycles.py --config $(CONFIG) $(ARGS)
 
 test: setup ## run the tests, in as many processes as there are cores
