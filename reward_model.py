@@ -390,6 +390,23 @@ class Scores:
         gathered: dict[str, Any] = {name: None if part is None else ranks.gather(part) for name, part in named.items()}
         return replace(self, **gathered)
 
+    def exchanged(self, sources: Tensor, rows: Tensor, written: Tensor) -> "Scores":
+        """The reward model's scores of other rows, a control in which they have lost their meaning.
+
+        A token gets those of its position in row sources (R, N - 1), a sequence those of row rows (R,). `written`
+        (R, N - 1): the m tokens of which hidden states are kept; q's own stay behind them, for `distributions`.
+        """
+        places = (sources, torch.arange(written.size(1), device=written.device))
+        number = (written.flatten().cumsum(0) - 1).view_as(written)[places][written]  # (m,)
+        natural, evidence, by_token = self.natural, self.evidence, self.by_token
+        return replace(
+            self,
+            natural=None if natural is None else natural[rows],
+            evidence=None if evidence is None else evidence[places],
+            by_token=None if by_token is None else by_token[places],
+            hidden=(*(states[number] for states in self.hidden), *self.hidden[-1:]),
+        )
+
 
 class RewardScorer:
     """A frozen reward model, if there is one, and the policy's start (the reference of the KL), which score together.
@@ -436,7 +453,10 @@ class RewardScorer:
     def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Evidence and the reference's log-probabilities (n, V) of all next tokens, from kept hidden states (n, C)."""
         assert self.reward_model is not None and self.reward_model.is_ratio  # as in `_read`
-        return self.reward_model.distributions(hidden)
+        evidence, reference = self.reward_model.distributions(hidden[:2])
+        if len(hidden) > 2:  # `Scores.exchanged`
+            reference = self.reward_model.written_logits(hidden[2]).float().log_softmax(-1)
+        return evidence, reference
 
     def _read(self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool) -> Scores:
         model, prompt_lengths, tokens = self.reward_model, ids.size(1) - written.sum(1), ids[:, 1:]

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from generation import Completer, Sampling
@@ -71,9 +72,15 @@ class RolloutBatch:
         ranks: Ranks,
         keep_hidden: bool = False,
         function: RewardFunction | None = None,
+        exchange: np.random.Generator | None = None,
     ) -> None:
-        """Score this rank's rows, then gather those of all ranks; `keep_hidden` for `over_vocabulary`."""
+        """Score this rank's rows, then gather those of all ranks; `keep_hidden` for `over_vocabulary`.
+
+        With random numbers `exchange` the reward model's scores are those of other rows of this rank.
+        """
         scores = scorer(self.own_ids, self.own_mask, self.group_size, keep_hidden)
+        if exchange is not None:
+            scores = scores.exchanged(*exchanged_rows(self.own_mask, exchange), self.own_mask)
         if function is not None:
             scores = replace(scores, function=ranks.everywhere(partial(function, self.own_ids, self.own_mask)))
         self.scores = scores.of_all(ranks)
@@ -166,6 +173,19 @@ def natural_rows(
     mine = ranks.share(total)
     mask = written_mask(prefix_lengths, N).to(ranks.device)
     return RolloutBatch(natural[mine].to(ranks.device), mine.start, mask, None, completer.model.rows_at_a_time())
+
+
+def exchanged_rows(mask: Tensor, draw: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """Rows to take scores from: of each place (R, T), and of each sequence (R,), int64.
+
+    At a position the rows whose token is in the mask (R, T) are permuted among each other; the others stay.
+    """
+    R, T = mask.shape
+    sources = np.tile(np.arange(R)[:, None], T)
+    for column, written in enumerate(mask.cpu().numpy().T):
+        rows = written.nonzero()[0]
+        sources[rows, column] = draw.permutation(rows)
+    return torch.from_numpy(sources).to(mask.device), torch.from_numpy(draw.permutation(R)).to(mask.device)
 
 
 def figures_of_rollouts(batch: RolloutBatch, settings: RolloutSettings) -> dict[str, Any]:

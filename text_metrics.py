@@ -43,18 +43,24 @@ class NGramModel:
     """Interpolated n-gram model with Witten-Bell smoothing.
 
     With c(h, w) occurrences of token w after context h, c(h) all of them, t(h) different tokens after h, and h' the
-    context without its first token: P(w | h) = (c(h, w) + t(h) P(w | h')) / (c(h) + t(h)), P(w | h') for a context that
-    did not occur, and 1 / V below the empty context (Witten and Bell 1991; Chen and Goodman 1999, section 2.4). The
-    probabilities of all V tokens sum to 1. `order` is the longest context plus 1.
+    context without its first token: P(w | h) = (c(h, w) + s t(h) P(w | h')) / (c(h) + s t(h)), P(w | h') for a context
+    that did not occur, and 1 / V below the empty context, with s = 1 (Witten and Bell 1991; Chen and Goodman 1999,
+    section 2.4); `smoothing` is s, larger: more weight of shorter contexts. The probabilities of all V tokens sum to 1.
+    `order` is the longest context plus 1.
 
     Contexts have numbers by length, so that no key exceeds n V, whatever V^order is.
     """
 
     def __init__(
-        self, tokens: np.ndarray, order: int, vocab_size: int | None = None, starts: Sequence[int] | np.ndarray = (0,)
+        self,
+        tokens: np.ndarray,
+        order: int,
+        vocab_size: int | None = None,
+        starts: Sequence[int] | np.ndarray = (0,),
+        smoothing: float = 1.0,
     ) -> None:
         """Fit a text (n,), n >= 1; V is `vocab_size`, None: the largest id plus 1."""
-        tokens = np.asarray(tokens, dtype=np.int64)
+        tokens, self.smoothing = np.asarray(tokens, dtype=np.int64), smoothing
         self.vocab_size = int(tokens.max()) + 1 if vocab_size is None else vocab_size
         self.levels: list[_Contexts] = []
         room, numbers = _places(len(tokens), starts), np.zeros(len(tokens), dtype=np.int64)
@@ -84,7 +90,7 @@ class NGramModel:
                 inside, numbers = inside[numbers >= 0], numbers[numbers >= 0]
             pairs = _find(level.pairs, numbers * V + tokens[inside])
             counts = np.where(pairs >= 0, level.counts[pairs], 0)
-            kinds, totals = level.kinds[numbers], level.totals[numbers]
+            kinds, totals = self.smoothing * level.kinds[numbers], level.totals[numbers]
             probabilities[inside] = (counts + kinds * probabilities[inside]) / (totals + kinds)
         return np.log(probabilities)
 

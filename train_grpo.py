@@ -164,6 +164,8 @@ class GRPOSettings(Settings):
     text (off-policy distillation, a control)"""
     discount: float = setting(0.0, minimum=0, maximum=1)
     """with credit for tokens: discount factor of later tokens' rewards; 0: immediate reward only"""
+    exchange_scores: bool = False
+    """a control without information: at each position the reward model's scores are those of another row"""
     kl_in_reward: float | None = setting(None, minimum=0)
     """coefficient of the KL to the start (k1, per token) subtracted from the reward; None: 1 with evidence, else 0"""
     lm_coef: float = setting(0.0, minimum=0)
@@ -293,6 +295,7 @@ class GRPOSettings(Settings):
             (named or weight == 1, f"reward_function_weight={weight:g} needs a reward_function", add),
             (named or self.best_by != "reward", "best_by=reward needs a reward_function", add),
             (is_alone or self.reward != "function", "reward=function is for a reward_function alone", "Leave it out"),
+            (not is_alone or not self.exchange_scores, "exchange_scores needs a reward model", "Leave it out"),
             (not is_alone or weight, "reward_function_weight=0: there is no other reward", "Use another weight"),
             (
                 not named or self.exact is None,
@@ -368,7 +371,8 @@ def main() -> None:
         batch = ranks.everywhere(partial(sample_group, completer, corpus.train, settings, step, ranks))
         batch.micro_rows = micro_rows
         # r_1 .. r_G and log pi_ref; each rank scores its rows, then all know all
-        batch.score(scorer, ranks, keep_hidden=bool(settings.exact), function=function)
+        draw = random_stream(settings.seed, "exchange", step, ranks.rank) if settings.exchange_scores else None
+        batch.score(scorer, ranks, keep_hidden=bool(settings.exact), function=function, exchange=draw)
         run.note(**figures_of_rollouts(batch, settings))
         stops.note(run.record.get("reward", run.record.get("total_reward")))
 
@@ -579,6 +583,8 @@ def describe_run(settings: GRPOSettings, policy: GPT, corpus: Corpus, ranks: Ran
         f"Reward: {settings.reward}{added}, {credit}; KL: {settings.kl_in_reward:g} in the reward, "
         f"{settings.beta:g} in the loss"
     )
+    if settings.exchange_scores:
+        say("A control: at each position the reward model's scores are those of another row")
     detail(
         f"Learning rate: {settings.learning_rate:g}, {settings.lr_schedule}"
         + (f", down to {settings.min_lr:g}" if settings.lr_schedule != "constant" else "")

@@ -24,7 +24,9 @@ from text_metrics import (
 from tokenization_manager import TokenizationManager
 
 
-def slow_probability(documents: list[list[int]], context: tuple[int, ...], token: int, vocab_size: int) -> float:
+def slow_probability(
+    documents: list[list[int]], context: tuple[int, ...], token: int, vocab_size: int, smoothing: float
+) -> float:
     """The Witten-Bell recursion, counted from the start for each context."""
     after = Counter(
         document[i]
@@ -32,8 +34,9 @@ def slow_probability(documents: list[list[int]], context: tuple[int, ...], token
         for i in range(len(context), len(document))
         if tuple(document[i - len(context) : i]) == context
     )
-    below = slow_probability(documents, context[1:], token, vocab_size) if context else 1 / vocab_size
-    return (after[token] + len(after) * below) / (after.total() + len(after)) if after else below
+    below = slow_probability(documents, context[1:], token, vocab_size, smoothing) if context else 1 / vocab_size
+    kinds = smoothing * len(after)
+    return (after[token] + kinds * below) / (after.total() + kinds) if after else below
 
 
 def as_text(documents: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -46,11 +49,11 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_s
 
 
 @settings(max_examples=40, deadline=None)
-@given(DOCUMENTS, DOCUMENTS, st.integers(1, 4))
-def test_ngram_probabilities_are_those_of_the_slow_recursion(fitted, scored, order):
-    model = NGramModel(as_text(fitted)[0], order, 4, as_text(fitted)[1])
+@given(DOCUMENTS, DOCUMENTS, st.integers(1, 4), st.sampled_from((0.5, 1.0, 3.0)))
+def test_ngram_probabilities_are_those_of_the_slow_recursion(fitted, scored, order, smoothing):
+    model = NGramModel(as_text(fitted)[0], order, 4, as_text(fitted)[1], smoothing)
     expected = [
-        slow_probability(fitted, tuple(document[max(0, i - order + 1) : i]), document[i], 4)
+        slow_probability(fitted, tuple(document[max(0, i - order + 1) : i]), document[i], 4, smoothing)
         for document in scored
         for i in range(len(document))
     ]

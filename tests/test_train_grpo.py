@@ -39,8 +39,8 @@ from optimization import Best
 from policy_eval import PolicyCompleter, Stops, selection_value
 from reward_metrics import format_r_squared, measure_skill
 from reward_model import LikelihoodRewardModel, RewardScorer, Scores
-from rollouts import RolloutBatch, natural_rows
-from runtime.device import autocast
+from rollouts import RolloutBatch, exchanged_rows, natural_rows
+from runtime.device import autocast, random_stream
 from runtime.distributed import Ranks, parallel
 from runtime.files import hash_file
 from runtime.process import UserError
@@ -571,6 +571,37 @@ def test_natural_states_are_rows_of_the_corpus_after_a_prompt(models):
     rows = [natural_rows(completer, tokens, settings, 1, ranks) for ranks in shares]
     assert torch.equal(torch.cat([part.own_ids for part in rows]), batch.own_ids)
     assert [part.first_own_row for part in rows] == [0, 12]
+
+
+def test_exchanged_scores_are_those_of_other_rows_at_the_same_position():
+    """Evidence, P(natural) and hidden states move alike; q's own hidden states, and tokens not written, stay."""
+    mask = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1], [0, 1, 1, 1]]).bool()
+    sources, rows = exchanged_rows(mask, random_stream(3, "exchange", 1))
+    assert sources[~mask].tolist() == torch.arange(5)[:, None].expand(5, 4)[~mask].tolist()
+    for column in range(4):
+        written = mask[:, column]
+        assert sorted(sources[written, column].tolist()) == written.nonzero().squeeze(1).tolist()
+    assert (sources != torch.arange(5)[:, None]).any() and sorted(rows.tolist()) == list(range(5))
+    places = torch.arange(20.0).view(5, 4)
+    hidden = tuple(places[mask][:, None] + shift for shift in (0.0, 100.0))
+    scores = Scores(places[:, 0], places, -places, 7 * places, hidden).exchanged(sources, rows, mask)
+    expected = places.gather(0, sources)
+    assert torch.equal(scores.evidence, expected) and torch.equal(scores.by_token, -expected)
+    assert torch.equal(scores.natural, places[rows, 0]) and torch.equal(scores.reference_log_probs, 7 * places)
+    natural, generator, own = (states.squeeze(1) for states in scores.hidden)
+    assert torch.equal(natural, expected[mask]) and torch.equal(generator, natural + 100)
+    assert torch.equal(own, places[mask] + 100)
+
+
+@pytest.mark.parametrize("options", [EXACT, {"credit": "token"}, {"credit": "sequence", "reward": "natural"}], ids=str)
+def test_a_control_without_information(good, options):
+    """Its rewards are other rows', so that its weights are not those of the same run with the rows' own."""
+    options = {**good, **options, "max_steps": 2, "learning_rate": 1e-2, "best_by": "last", "start_kl_cap": 9.0}
+    succeed("train_grpo", **options)
+    own = weights(good["output_path"])
+    out = succeed("train_grpo", **options, exchange_scores=True)
+    assert "scores are those of another row" in out
+    assert any(not torch.equal(own[name], other) for name, other in weights(good["output_path"]).items())
 
 
 @pytest.mark.parametrize("more", [{}, {"updates_per_step": 2, "lm_coef": 0.1}], ids=str)
