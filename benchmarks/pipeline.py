@@ -38,21 +38,28 @@ class Pipeline:
     def make(self, artefact: str, script: str, **options: Any) -> Path:
         """The artefact's path, made by `script` with the options unless it was made with them before.
 
-        Paths among the options are inputs, unless their names begin with `out`. Raises UserError if the script fails,
-        or if the artefact was made from other inputs, or with other options or source files.
+        Paths among the options, and tuples of paths, are inputs, unless their names begin with `out`. Raises UserError
+        if the script fails, or if the artefact was made from other inputs, or with other options or source files.
         """
         path = self.out / artefact
 
         def run_script() -> None:
             say(f"\n##### {artefact}: {script}.py")
-            arguments = [f"--{name}={value}" for name, value in options.items()]
+            arguments: list[str] = []
+            for name, value in options.items():
+                arguments += (
+                    [f"--{name}", *map(str, value)] if isinstance(value, tuple | list) else [f"--{name}={value}"]
+                )
             status = subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *arguments]).wait()
             if status != 0:
                 raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
 
+        several = {name: value for name, value in options.items() if isinstance(value, tuple)}
+        several = {name: value for name, value in several.items() if any(isinstance(each, Path) for each in value)}
         paths = {name: value for name, value in options.items() if isinstance(value, Path)}
         inputs = {name: path for name, path in paths.items() if not name.startswith("out")}
-        settings = {name: value for name, value in options.items() if name not in paths}
+        inputs |= {f"{name} {number}": path for name in several for number, path in enumerate(several[name], 1)}
+        settings = {name: value for name, value in options.items() if name not in {*paths, *several}}
         return self.make_once(artefact, run_script, inputs, settings)
 
     def make_once(

@@ -1,0 +1,138 @@
+"""Figures of what a generator writes, for evidence.py: quality, diversity, and whether a detector tells it from text.
+
+    python -c "import sys; sys.path.insert(0, 'benchmarks'); import evidence_samples; help(evidence_samples.Instrument)"
+
+Every generator continues the same prompts with the same random numbers. Shapes: P prompts with one sample each, N
+positions, the first `prompt_length` of which are natural.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from checkpoint import build_model, load_checkpoint
+from data_loader import WholeSplitBatches
+from generation import Completer, Sampling
+from model import GPT
+from objectives import text_log_probs, token_log_probs
+from reward_model import RewardModel, RewardScorer
+from runtime.device import random_stream
+from runtime.process import UserError
+from runtime.run_log import counted
+from sample_eval import NaturalText
+from text_metrics import NGramModel, detect, separation, written_text
+
+ROWS = 256  # sampled between two steps of a progress bar
+TRAINED, TESTED = 0.8, 0.2  # of the prompts, in order of the text: for the detector's training and its test
+CHOOSES = 0.1  # of the detector's training prompts: for the choice of its epoch
+ORDERS, SMOOTHINGS = (3, 4, 5, 6, 7, 8), (0.25, 0.5, 1.0, 2.0)
+
+
+def open_generator(path: str | Path, device: torch.device) -> GPT:
+    """A checkpoint's generator, evaluating."""
+    return build_model(load_checkpoint(path), "generator", path, device).eval()
+
+
+def windows(text: NaturalText, count: int, length: int) -> Tensor:
+    """Windows (P, N) int64 of a text: evenly spaced, in its order, none across documents.
+
+    Neighbours overlap where the text has fewer than P N tokens. Raises UserError for a document below N tokens.
+    """
+    starts, total = np.array(text.starts), len(text.tokens)
+    stops = np.array([*text.starts[1:], total])
+    if min(stops - starts) < length:
+        raise UserError(f"ERROR: a document of {text.name} has {min(stops - starts)} tokens, windows have {length}")
+    places = np.arange(count) * total // count
+    document = np.searchsorted(starts, places, side="right") - 1
+    places = np.minimum(places, stops[document] - length)
+    return torch.from_numpy(np.stack([text.tokens[place : place + length] for place in places]).astype(np.int64))
+
+
+def natural_loss(model: GPT, text: NaturalText, device: torch.device) -> float:
+    """Mean cross-entropy in nats of the tokens of a text but the first, in windows of the block size."""
+    batches = WholeSplitBatches(text.tokens, model.config.block_size, model.rows_at_a_time(), device)
+    log_probs = text_log_probs(model, counted(batches, len(batches), "Evaluating", passing=True))
+    return -log_probs.double().mean().item()
+
+
+class Instrument:
+    """Prompts from one text, the models that score, and the texts of which the samples' n-gram model is asked."""
+
+    def __init__(
+        self, prompts: NaturalText, evaluator: GPT, vocab_size: int, samples: int, prompt_length: int, seed: int
+    ) -> None:
+        self.length, self.prompt_length = evaluator.config.block_size, prompt_length
+        self.evaluator, self.vocab_size, self.seed = evaluator, vocab_size, seed
+        self.device = next(evaluator.parameters()).device
+        self.natural = windows(prompts, samples, self.length)  # (P, N)
+        self.prefix_lengths = torch.full((samples, 1), prompt_length)
+        self.mask = (torch.arange(self.length) >= prompt_length).expand(samples, -1)  # (P, N)
+
+    def sample(self, model: GPT, temperature: float, attempt: int = 0) -> Tensor:
+        """Samples (P, N) int64, prompts first; other random numbers in another attempt."""
+        draw = random_stream(self.seed, "evidence", attempt)
+        uniforms = torch.from_numpy(draw.random((len(self.natural), 1, self.length), dtype=np.float32))
+        completer, parts = Completer(model, self.length), []
+        rows = torch.arange(len(self.natural)).split(ROWS)
+        for part in counted(rows, len(rows), f"Sampling at temperature {temperature:g}", passing=True):
+            drawn = self.natural[part].to(self.device), self.prefix_lengths[part], uniforms[part]
+            parts.append(completer(*drawn, Sampling(temperature)).ids.squeeze(1).cpu())
+        completer.release()
+        return torch.cat(parts)
+
+    def best_of(self, model: GPT, reward_model: RewardModel, attempts: int) -> Tensor:
+        """Samples (P, N) at temperature 1: of so many attempts at each prompt that of the highest mean evidence."""
+        scorer, kept = RewardScorer(reward_model, model), self.natural.clone()
+        highest = torch.full((len(kept),), -torch.inf)
+        for attempt in range(attempts):
+            ids = self.sample(model, 1.0, attempt)
+            evidence = scorer(ids.to(self.device)).evidence
+            assert evidence is not None  # of a likelihood head
+            mean = evidence.cpu()[:, self.prompt_length - 1 :].mean(1)  # (P,)
+            kept[mean > highest], highest = ids[mean > highest], torch.maximum(mean, highest)
+        return kept
+
+    @torch.no_grad()
+    def forward_nll(self, ids: Tensor) -> float:
+        """Mean NLL in nats of the written tokens of rows (P, N) under the independent generator."""
+        total, first = 0.0, self.prompt_length - 1
+        for rows in ids.to(self.device).split(self.evaluator.rows_at_a_time()):
+            hidden = self.evaluator.trunk(rows[:, :-1])[:, first:]
+            total -= token_log_probs(self.evaluator.logits(hidden), rows[:, first + 1 :]).double().sum().item()
+        return total / (len(ids) * (self.length - self.prompt_length))
+
+    def reverse_nll(self, ids: Tensor, text: NaturalText, order: int, smoothing: float) -> float:
+        """Mean NLL in nats of a natural text's tokens under an n-gram model of the written tokens of rows (P, N)."""
+        tokens, starts = written_text(ids.numpy(), self.prefix_lengths.flatten().numpy())
+        fitted = NGramModel(tokens, order, self.vocab_size, starts, smoothing)
+        return float(-fitted.log_probs(text.tokens, text.starts).mean())
+
+    def point(
+        self, ids: Tensor, temperature: float, texts: Mapping[str, NaturalText], ngram: tuple[int, float]
+    ) -> dict[str, float]:
+        """The record of rows (P, N): temperature, forward NLL, and reverse NLL of each text by the figure's name."""
+        reverse = {name: self.reverse_nll(ids, text, *ngram) for name, text in texts.items()}
+        return {"temperature": temperature, "forward_nll": self.forward_nll(ids), **reverse}
+
+    def auc(self, ids: Tensor) -> float:
+        """Area under the curve of a detector of samples (P, N), against the prompts' own continuations.
+
+        It is trained on the first 0.8 of the prompts (a tenth of these chooses its epoch), and tested on the others.
+        """
+        trained = round(TRAINED * len(ids))
+        chooses = round(CHOOSES * trained)
+        sizes = trained - chooses, chooses, len(ids) - trained
+        both = self.natural.to(self.device), ids.to(self.device), self.mask.float().to(self.device)
+        area, *_ = separation(*detect(*both, sizes, self.vocab_size, self.seed), self.seed)
+        return area
+
+
+def best_ngram(nll: Callable[[int, float], float]) -> tuple[int, float]:
+    """The order and the smoothing of least reverse NLL, which `nll` gives for both."""
+    return min(((order, smoothing) for order in ORDERS for smoothing in SMOOTHINGS), key=lambda pair: nll(*pair))
