@@ -7,7 +7,7 @@ CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-kl bench-training screenshot lint format clean
+.PHONY: help setup run test test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-kl bench-training figures screenshot lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,9 @@ bench-reward-models: setup ## measure every reward model, by itself and against 
 bench-training: setup ## time the three trainers and their start, train.py against nanoGPT's
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/training.py $(ARGS)
+
+figures: setup ## draw the pictures of docs/evidence.md from docs/evidence_records.json
+	$(PYTHON) benchmarks/evidence_tables.py --records docs/evidence_records.json --figures docs $(ARGS)
 
 screenshot: setup ## take README's picture of the report that `make run` has written (needs Chromium)
 	$(PYTHON) tests/screenshot.py out/shakespeare_char_cpu/report.html docs/report.png

@@ -1,4 +1,4 @@
-"""Pictures: curves of training, skill of a reward model, quality against diversity; as PNG files and as inline SVG.
+"""Pictures: curves of training, skill, quality against diversity, paired differences; PNG files and inline SVG.
 
     python -c "import figures as f; f.write_png(f.training_curves([{'step': n, 'val_loss': 9 - n} for n in range(9)],
         'a run'), '/tmp/run.png')"
@@ -428,6 +428,93 @@ def quality_diversity(
         _legend(figure, [(handle, label) for label, handle in handles.items()], COLUMNS, loc="outside lower left")
     description = f"Beside each point its temperature. Natural text, {_qualities(natural)}. {'; '.join(parts)}."
     return _finished(figure, title, description)
+
+
+def difference_picture(
+    contrasts: Mapping[str, Mapping[str, Mapping[str, Any]]], units: Mapping[str, str], title: str, ours: str
+) -> Picture:
+    """Draw paired differences over seeds: a panel for each of `units` (a quantity: its unit, or none).
+
+    `contrasts` has by the name of what is subtracted from `ours`, then by quantity: `differences` of the seeds, and
+    their `mean` with the interval `low` to `high`, each None where undefined.
+    """
+    title, sentences = plain(title), []
+    with _style():
+        figure = _figure(title, 3.9)
+        headings = []
+        for axes, (name, unit) in zip(figure.subplots(1, len(units), squeeze=False)[0], units.items(), strict=True):
+            entries: dict[str, Any] = {}
+            for number, (other, by_quantity) in enumerate(contrasts.items()):
+                found = by_quantity[name]
+                entries |= _draw_differences(axes, number, found)
+                sentences.append(f"{name}, {plain(ours)} minus {plain(other)}: {_differences_in_words(found)}.")
+            axes.axhline(0, color=INK, linewidth=0.9, linestyle=DASHES[0])
+            axes.margins(y=0.12)
+            _ticks(axes)
+            axes.set_xticks(range(len(contrasts)), [f"minus {plain(other)}" for other in contrasts])
+            axes.set(
+                xlim=(-0.5, len(contrasts) - 0.5), ylabel=f"{plain(ours)} minus the other" + f", {unit}" * bool(unit)
+            )
+            headings.append(Heading(axes, name, [(handle, label) for label, handle in entries.items()]))
+        _head([heading for heading in headings if heading.entries])
+    return _finished(figure, title, " ".join(["Lower is better; 0 is no difference.", *sentences]))
+
+
+def _draw_differences(axes: Any, place: int, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Draw the seeds' differences as dots around an x, the mean with its interval beside them; the handles by label."""
+    values = [value for value in found["differences"] if value is not None]
+    if found["mean"] is None:
+        axes.text(place, 0, "undefined", ha="center", va="bottom", fontsize=8)
+    handles = {}
+    if values:
+        spread = place - 0.1 + np.linspace(-0.1, 0.1, len(values)) * (len(values) > 1)
+        style: dict[str, Any] = {"linestyle": "none", "markeredgewidth": 0}
+        (handles["a seed"],) = axes.plot(spread, values, color=SERIES[0], marker=MARKERS[0], **style)
+    if found["low"] is not None:
+        bars = [[found["mean"] - found["low"]], [found["high"] - found["mean"]]]
+        style = {"color": SERIES[1], "marker": MARKERS[1], "linestyle": "none", "capsize": 3}
+        handles["mean, 95% interval"] = axes.errorbar([place + 0.15], [found["mean"]], yerr=bars, **style)
+    return handles
+
+
+def _differences_in_words(found: Mapping[str, Any]) -> str:
+    """The mean with its interval, and the difference of each seed."""
+    number = lambda value: "undefined" if value is None else _number(value)  # noqa: E731
+    mean = number(found["mean"])
+    if found["low"] is not None:
+        mean += f" ({_number(found['low'])} to {_number(found['high'])})"
+    return f"mean {mean}; seeds {', '.join(map(number, found['differences']))}"
+
+
+def matched_curves(
+    curves: Mapping[str, Sequence[Figures]], natural_nll: float, title: str, unit: str = "nats per character"
+) -> Picture:
+    """Draw reverse NLL against forward NLL: a curve over temperatures for each name, natural text's forward NLL a line.
+
+    Points have `temperature`, `forward_nll` and `reverse_nll`, in `unit`.
+    """
+    title, parts, entries = plain(title), [], []
+    with _style():
+        figure = _figure(title, 4.4)
+        axes = figure.subplots()
+        for number, (name, points) in enumerate(curves.items()):
+            ordered = sorted(points, key=lambda point: point["temperature"] or 0)
+            style = {"color": SERIES[number % 5], "marker": MARKERS[(number + number // 5) % 5]}
+            if ordered:
+                entries.append((_draw_points(axes, ordered, "reverse_nll", style), plain(name)))
+            for point in ordered:
+                text, place = f"{point['temperature']:g}", (point["forward_nll"], point["reverse_nll"])
+                axes.annotate(text, place, textcoords="offset points", xytext=(5, 4), fontsize=7.5)
+                parts.append(f"{plain(name)} at temperature {text}, {_qualities(point)}")
+        line = axes.axvline(natural_nll, color=INK, linewidth=0.9, linestyle=DASHES[0])
+        entries.append((line, f"natural text {_number(natural_nll)}"))
+        axes.set(xlabel=f"forward NLL, {unit}", ylabel=f"reverse NLL, {unit}")
+        axes.margins(0.08)
+        _ticks(axes)
+        axes.set_title("numbers: temperatures", loc="left", fontsize=8)
+        _legend(figure, entries, COLUMNS, loc="outside lower left")
+    parts.append(f"natural text's forward NLL {_number(natural_nll)}")
+    return _finished(figure, title, f"Beside each point its temperature. {'; '.join(parts)}.")
 
 
 def _draw_points(axes: Any, points: Sequence[Figures], name: str, style: Mapping[str, Any]) -> Any:
