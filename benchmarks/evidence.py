@@ -95,7 +95,7 @@ class EvidenceSettings(Settings):
     quick: bool = False
     """train every model for a few steps: a look at the tables"""
     records: str | None = setting(None, output="file")
-    """where the records are written (JSON); None: out_dir/PHASE.json"""
+    """where the records are written (JSON); None: out_dir/PHASE.json, with other seeds out_dir/PHASE_seeds_1_3.json"""
     out_dir: str = setting("out/evidence", output="folder")
     """folder for everything that is made; what is there is not made again"""
     device: str = "auto"
@@ -238,10 +238,10 @@ class Seed:
         return self.measure(name, model, {}, work)["loss"]
 
     def seconds(self) -> dict[str, float]:
-        """Seconds that each model of the seed took, and those of the natural models."""
-        notes = [*self.pipeline.out.glob("*.made.json"), *self.regime.pipeline.out.glob("natural_*.made.json")]
-        found = {note.name.removesuffix(".made.json"): read_json(note)["seconds"] for note in sorted(notes)}
-        return {name: value for name, value in found.items() if name.endswith(".pt") or name.endswith("reward_data")}
+        """Seconds that each arm took, and by name those of the reward data, the reward model and all natural models."""
+        found = {arm: self.pipeline.seconds(path.name) for arm, path in self.arms.items()}
+        found |= {name: self.pipeline.seconds(name) for name in ("reward_data", "reward_model.pt")}
+        return found | {"natural models": sum(self.regime.pipeline.seconds(path.name) for path in self.regime.naturals)}
 
 
 def explore(regime: Regime) -> dict[str, Any]:
@@ -335,8 +335,10 @@ def main() -> None:
         regime = Regime(settings.regime, texts, settings)
         contents |= {"regime": regime.name, "natural": {"forward_nll": regime.target}}
         contents |= {name: getattr(settings, name) for name in ("ngram_order", "ngram_smoothing")}
+        contents["divergence_beta"] = read_config(str(regime.config))["train_grpo"]["divergence_beta"]
         contents["seeds"] = [confirm(regime, number) for number in settings.seeds]
-    path = settings.records or Path(settings.out_dir) / f"{settings.phase}.json"
+    some = "" if settings.seeds == EvidenceSettings.seeds else f"_seeds_{'_'.join(map(str, settings.seeds))}"
+    path = settings.records or Path(settings.out_dir) / f"{settings.phase}{some}.json"
     write_json(path, contents)
     say(result_tables(contents))
     say(f"\nRecords: {path}")
