@@ -10,6 +10,7 @@ made again: run the same command to go on. Seeds may run side by side once the e
 share: `--seeds 1 3 5` in one shell and `--seeds 2 4` in another; then the command without --seeds collects them.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,10 +53,19 @@ EXPLORED: dict[str, dict[str, Any]] = {
     "placebo": {"exchange_scores": True},
     "GRPO by sequence, P(natural)": {**SAMPLED, "reward": "natural"},
 }
+PLAIN_RATES = (0.3, 1.0)  # of the generator's own, beside those of section control_plain
 CONFIRMED = {"off-policy": {"states": "natural"}, "on-policy": dict[str, Any]()}
 # Options by which --quick True runs all of it for a few steps.
 QUICK: dict[str, dict[str, Any]] = {
-    "train": {"max_iters": 4, "warmup_iters": 1, "n_layer": 1, "n_head": 1, "n_embd": 16, "eval_tokens": 256},
+    "train": {
+        "max_iters": 4,
+        "warmup_iters": 1,
+        "n_layer": 1,
+        "n_head": 1,
+        "n_embd": 16,
+        "block_size": 48,
+        "eval_tokens": 256,
+    },
     "prepare_reward_data": {"max_blocks": 30, "samples_per_chunk": 2},
     "train_reward_model": {},
     "train_grpo": {
@@ -162,7 +172,7 @@ class Regime:
         options = {**read_config(config).get(section, {}), "device": self.settings.device, **options}
         quick = QUICK[script] if self.settings.quick else {}
         if "init_from" in options:  # the start has the shape
-            quick = {name: value for name, value in quick.items() if not name.startswith("n_")}
+            quick = {name: value for name, value in quick.items() if not name.startswith(("n_", "block_"))}
         return pipeline.make(artefact, script, **{**options, **quick})
 
     def train(self, pipeline: Pipeline, artefact: str, corpus: Path, **options: Any) -> Path:
@@ -196,10 +206,17 @@ class Seed:
         self.arms["base"] = self.regime.train(self.pipeline, "base.pt", self.regime.corpus, seed=self.seed)
         return self.arms["base"]
 
-    def plain(self) -> None:
-        """The control: the base trained further on natural text, for the steps of section control_plain."""
-        further = {"section": "control_plain", "init_from": self.arms["base"], "seed": self.seed}
-        self.arms["plain"] = self.regime.train(self.pipeline, "plain.pt", self.regime.corpus, **further)
+    def plain(self, rate: float | None = None) -> None:
+        """The control: the base trained further on natural text, for the steps of section control_plain.
+
+        With `rate` at that share of the generator's own learning rates.
+        """
+        own = read_config(str(self.regime.config))["train"]
+        names = ("learning_rate", "muon_learning_rate")
+        rates = {} if rate is None else {name: rate * own[name] for name in names}
+        arm = "plain" if rate is None else f"plain, rate x{rate:g}"
+        further = {"section": "control_plain", "init_from": self.arms["base"], "seed": self.seed, **rates}
+        self.arms[arm] = self.regime.train(self.pipeline, file_name(arm), self.regime.corpus, **further)
 
     def reward_model(self, prefix: str = "", config: Path | None = None) -> Path:
         """The reward model of the base, on the regime's natural models if its settings file is the regime's."""
@@ -217,7 +234,7 @@ class Seed:
 
     def policy(self, arm: str, reward_model: Path, **options: Any) -> None:
         """An arm that train_grpo.py trains from the base."""
-        name = arm.replace(",", "").replace("(", " ").replace(")", "").replace(" ", "_") + ".pt"
+        name = file_name(arm)
         paths = {"base_model_path": self.arms["base"], "reward_model_path": reward_model, "dataset": self.regime.corpus}
         out = {"output_path": self.pipeline.out / name}
         self.arms[arm] = self.regime.run(self.pipeline, name, "train_grpo", **paths, **out, seed=self.seed, **options)
@@ -244,6 +261,11 @@ class Seed:
         return found | {"natural models": sum(self.regime.pipeline.seconds(path.name) for path in self.regime.naturals)}
 
 
+def file_name(arm: str) -> str:
+    """Of the arm's checkpoint."""
+    return re.sub(r"[^\w.-]+", "_", arm).strip("_") + ".pt"
+
+
 def explore(regime: Regime) -> dict[str, Any]:
     """The exploratory record of a regime: every arm with seed 0, at temperature 1, on selection text."""
     seed, select = Seed(regime, 0), regime.texts.select
@@ -251,7 +273,8 @@ def explore(regime: Regime) -> dict[str, Any]:
     reward_model = seed.reward_model()
     for arm, options in EXPLORED.items():
         seed.policy(arm, reward_model, **options)
-    seed.plain()
+    for rate in (None, *PLAIN_RATES):
+        seed.plain(rate)
     literal = seed.reward_model("literal_", LITERAL)
     seed.policy("the seeds' loop to the letter", literal, config=LITERAL, allow_blind_reward=True)
     instrument = regime.instrument(select, 0)
@@ -272,7 +295,7 @@ def explore(regime: Regime) -> dict[str, Any]:
             return {"points": [of_samples], "auc": instrument.auc(ids)}
 
         path = seed.arms.get(arm, base)
-        return seed.measure(f"{arm.replace(' ', '_')}_select.json", path, dict(ngram), work)
+        return seed.measure(f"{file_name(arm).removesuffix('.pt')}_select.json", path, dict(ngram), work)
 
     arms: dict[str, dict[str, Any]] = {}
     for arm, path in seed.arms.items():

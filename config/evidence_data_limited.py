@@ -17,7 +17,7 @@ train = dict(
     n_embd=128,
     block_size=128,
     batch_size=16,
-    dropout=0.1,
+    dropout=0.05,
     init="orthogonal",
     short_contexts=(8, 16),
     short_share=0.3,
@@ -27,11 +27,11 @@ train = dict(
     learning_rate=1e-2,
     weight_decay=0.1,
     grad_clip=0.0,
-    max_iters=1200,
+    max_iters=1600,
     warmup_iters=3,
     lr_schedule="cooldown",
     min_lr=0.0,
-    eval_interval=300,
+    eval_interval=400,
 )
 
 natural_model = dict(
@@ -43,7 +43,7 @@ natural_model = dict(
     n_embd=128,
     block_size=128,
     batch_size=16,
-    dropout=0.1,
+    dropout=0.05,
     init="orthogonal",
     short_contexts=(8, 16),
     short_share=0.3,
@@ -53,11 +53,11 @@ natural_model = dict(
     learning_rate=1e-2,
     weight_decay=0.1,
     grad_clip=0.0,
-    max_iters=1200,
+    max_iters=1600,
     warmup_iters=3,
     lr_schedule="cooldown",
     min_lr=0.0,
-    eval_interval=300,
+    eval_interval=400,
 )
 
 # The plain arm. Its steps take the seconds of the on-policy arm (reward data and reward model included) and a fifth of
@@ -72,12 +72,12 @@ control_plain = dict(
     learning_rate=1.2e-3,
     weight_decay=0.1,
     grad_clip=0.0,
-    max_iters=1200,
+    max_iters=2200,
     warmup_iters=3,
     lr_schedule="cooldown",
     cooldown=1.0,
     min_lr=0.0,
-    eval_interval=300,
+    eval_interval=400,
 )
 
 prepare_reward_data = dict(
@@ -93,7 +93,7 @@ train_reward_model = dict(
 train_grpo = dict(
     prompts_per_step=64,
     group_size=1,
-    max_steps=80,
+    max_steps=100,
     learning_rate=1e-3,
     lr_schedule="linear",
     credit="distribution",
