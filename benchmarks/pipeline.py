@@ -19,6 +19,7 @@ from reward_metrics import format_r_squared
 from runtime.artefacts import identity, make_once
 from runtime.files import read_json, write_json
 from runtime.process import UserError
+from runtime.resume import state_to_resume
 from runtime.run_log import say
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,15 +39,18 @@ class Pipeline:
     def make(self, artefact: str, script: str, **options: Any) -> Path:
         """The artefact's path, made by `script` with the options unless it was made with them before.
 
+        A training that was interrupted goes on where it was; `seconds` are then of its last part.
+
         Paths among the options, and tuples of paths, are inputs, unless their names begin with `out`. Raises UserError
         if the script fails, or if the artefact was made from other inputs, or with other options or source files.
         """
         path = self.out / artefact
 
-        def run_script() -> None:
+        def run_script(goes_on: bool) -> None:
             say(f"\n##### {artefact}: {script}.py")
             arguments: list[str] = []
-            for name, value in options.items():
+            resumed = {"init_from": "resume"} if goes_on and state_to_resume(path) else {}
+            for name, value in {**options, **resumed}.items():
                 arguments += (
                     [f"--{name}", *map(str, value)] if isinstance(value, tuple | list) else [f"--{name}={value}"]
                 )
@@ -60,7 +64,7 @@ class Pipeline:
         inputs = {name: path for name, path in paths.items() if not name.startswith("out")}
         inputs |= {f"{name} {number}": path for name in several for number, path in enumerate(several[name], 1)}
         settings = {name: value for name, value in options.items() if name not in {*paths, *several}}
-        return self.make_once(artefact, run_script, inputs, settings)
+        return self._make_once(artefact, run_script, inputs, settings)
 
     def make_once(
         self,
@@ -74,11 +78,21 @@ class Pipeline:
 
         Its source files are all of the project's root, and `makers`. Raises UserError if it was made otherwise.
         """
+        return self._make_once(artefact, lambda _: work(), inputs, settings, *makers)
+
+    def _make_once(
+        self,
+        artefact: str,
+        work: Callable[[bool], None],
+        inputs: dict[str, Path],
+        settings: dict[str, Any],
+        *makers: Path,
+    ) -> Path:
         path, note = self.out / artefact, self.out / f"{artefact}.made.json"
         now = identity(inputs, settings, ROOT, *makers, hash_model=hash_weights)
         then = read_json(note) if note.is_file() else None
         self.out.mkdir(parents=True, exist_ok=True)
-        make_once(path, now, then, lambda _: work(), lambda record: write_json(note, record), strict=True)
+        make_once(path, now, then, work, lambda record: write_json(note, record), strict=True)
         return path
 
     def seconds(self, artefact: str) -> float:

@@ -183,7 +183,6 @@ def test_both_phases(run, tmp_path, capsys):
     explored = run("--phase=exploratory", "--regimes", "data_limited")["regimes"]["data_limited"]
     names = [
         "base",
-        "on-policy, JSD",
         "placebo",
         "plain",
         "plain, rate x1",

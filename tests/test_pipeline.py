@@ -47,6 +47,34 @@ def test_an_artefact_of_other_sources_is_refused(pipeline, tmp_path, changed):
         made.make("model.pt", "train", **options, seed=3)
 
 
+def test_an_interrupted_training_goes_on(pipeline, tmp_path):
+    """With the very options it began with, from its state; without a state it begins anew."""
+    script = """
+import pathlib, sys
+out = pathlib.Path(sys.argv[1].removeprefix("--out_dir="))
+with open(out.with_suffix(".log"), "a") as log:
+    log.write(sys.argv[2] + " ")
+if "resume" not in sys.argv[2] and not out.with_suffix(".done").exists():
+    out.with_suffix(".resume").touch()
+    sys.exit(3)
+out.write_text("made")
+"""
+    (tmp_path / "train.py").write_text(script)
+    made, model = pipeline.Pipeline(tmp_path / "out"), tmp_path / "out" / "model.pt"
+    options = {"out_dir": model, "init_from": "scratch"}
+    with pytest.raises(UserError, match=r"train\.py ended with status 3 while it made .*model\.pt"):
+        made.make("model.pt", "train", **options)
+    made.make("model.pt", "train", **options)
+    assert model.with_suffix(".log").read_text() == "--init_from=scratch --init_from=resume "
+    assert read_json(tmp_path / "out" / "model.pt.made.json")["settings"] == {"init_from": "scratch"}
+    with pytest.raises(UserError, match="status 3"):
+        made.make("other.pt", "train", **options | {"out_dir": model.with_name("other.pt")})
+    model.with_name("other.resume").unlink()
+    model.with_name("other.done").touch()
+    made.make("other.pt", "train", **options | {"out_dir": model.with_name("other.pt")})
+    assert model.with_name("other.log").read_text() == "--init_from=scratch --init_from=scratch "
+
+
 def test_a_benchmark_s_own_artefact_is_of_its_inputs_and_its_own_source_too(pipeline, tmp_path):
     made, maker = pipeline.Pipeline(tmp_path / "out"), tmp_path / "oracle.source"
     maker.write_text("one")
