@@ -5,34 +5,35 @@
 
 The exploratory phase trains every arm in both regimes with seed 0 and measures them on selection text (val.bin). The
 confirmatory phase, by default, repeats the four arms of one regime with further seeds and measures them on test text.
-A regime is a settings file, config/evidence_REGIME.py, and a choice of training documents. What is made already is not
-made again: run the same command to go on. Seeds may run side by side once the exploratory phase has made what they
-share: `--seeds 1 3 5` in one shell and `--seeds 2 4` in another; then the command without --seeds collects them.
+A regime is a settings file, config/evidence_REGIME.py, and a choice of training documents. Nothing is made twice: run
+the same command to go on. Seeds may run side by side once the exploratory phase has made the models that they share:
+`--seeds 1 3 5` in one shell and `--seeds 2 4` in another; then the command without --seeds collects them.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from evidence_samples import Instrument, best_ngram, natural_loss, open_generator
-from evidence_tables import missing_temperature, result_tables
+from evidence_tables import T_QUANTILES, missing_temperature, result_tables
 from pipeline import ROOT, Pipeline
 from torch import Tensor
 
 from checkpoint import build_model, load_checkpoint
 from cycle_stages import CycleSettings
-from data_loader import TokenSplits, write_token_files
+from data_loader import TokenSplits, dataset_folder, write_token_files
 from runtime.cli import parse_settings, read_config
 from runtime.device import select_device
 from runtime.files import read_json, write_json
 from runtime.process import run_main
 from runtime.run_log import say
-from runtime.settings import Settings, setting
+from runtime.settings import Problems, Settings, setting
 from sample_eval import NaturalText
 from tokenization_manager import TokenizationManager, save_meta
 
@@ -43,6 +44,7 @@ REGIMES = ("data_limited", "capacity_limited")
 EVALUATOR = {"config": ROOT / "config/shakespeare_complete_cpu.py", "max_iters": 2000, "short_share": 0.3}
 LITERAL = ROOT / "config/seeds_literal.py"
 ATTEMPTS = 4  # of best-of-n
+MAX_SEEDS = len(T_QUANTILES) + 1
 DIVERGENCES = {"reverse KL": 1.0, "forward KL": 0.0, "JSD": 0.5}  # divergence_beta: KL(pi || m), KL(m || pi), between
 SAMPLED = {"credit": "sequence", "divergence_beta": 1.0, "prompts_per_step": 8, "group_size": 8}
 # The arms of the exploratory phase that train_grpo.py trains: options beyond the regime's settings file.
@@ -53,6 +55,7 @@ EXPLORED: dict[str, dict[str, Any]] = {
     "placebo": {"exchange_scores": True},
     "GRPO by sequence, P(natural)": {**SAMPLED, "reward": "natural"},
 }
+SHARED_BY = 5  # seeds that share the natural models: the share of their seconds in plain's budget
 PLAIN_RATES = (0.3, 1.0)  # of the generator's own, beside those of section control_plain
 CONFIRMED = {"off-policy": {"states": "natural"}, "on-policy": dict[str, Any]()}
 # Options by which --quick True runs all of it for a few steps.
@@ -94,7 +97,7 @@ class EvidenceSettings(Settings):
     """of the confirmatory phase; others are added where natural text's forward NLL does not lie between two points"""
     samples: int = setting(2000, minimum=40)
     """samples of a point"""
-    prompt_length: int = setting(32, minimum=1, unit="characters")
+    prompt_length: int = setting(32, minimum=1, maximum=127, unit="characters")
     """natural characters before each sample"""
     ngram_order: int = setting(5, minimum=1, maximum=12)
     """order of the confirmatory phase's n-gram models; the exploratory phase chooses it on selection text"""
@@ -105,11 +108,26 @@ class EvidenceSettings(Settings):
     quick: bool = False
     """train every model for a few steps: a look at the tables"""
     records: str | None = setting(None, output="file")
-    """where the records are written (JSON); None: out_dir/PHASE.json, with other seeds out_dir/PHASE_seeds_1_3.json"""
+    """where the records are written (JSON); None: out_dir/PHASE.json, of a part
+    also with its seeds or its regime in the name"""
     out_dir: str = setting("out/evidence", output="folder")
     """folder for everything that is made; what is there is not made again"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
+
+    def check_further(self, problems: Problems) -> None:
+        """Note seeds and temperatures that cannot be measured, before hours of training."""
+        seeds, temperatures = self.seeds, self.temperatures
+        problems.require(
+            0 < len(seeds) <= MAX_SEEDS and len(set(seeds)) == len(seeds) and min(seeds) > 0,
+            f"seeds={', '.join(map(str, seeds))}: must be 1 to {MAX_SEEDS} different numbers above 0, the explored one",
+            "Name some as in --seeds 1 2 3",
+        )
+        problems.require(
+            len(temperatures) > 0 and all(0 < each < math.inf for each in temperatures),
+            f"temperatures={', '.join(map(str, temperatures))}: must be finite and above 0",
+            "Name some as in --temperatures 0.9 1.0",
+        )
 
 
 class Texts:
@@ -118,10 +136,9 @@ class Texts:
     def __init__(self, settings: EvidenceSettings) -> None:
         self.pipeline = Pipeline(settings.out_dir)
         options = {"source": "complete", "split": "documents", "out_dir": self.pipeline.out / "texts"}
-        folder = settings.dataset
-        self.folder = (
-            Path(folder) if folder else self.pipeline.make("texts", "data/shakespeare_char/prepare", **options)
-        )
+        self.is_own = settings.dataset is None
+        made = self.pipeline.make("texts", "data/shakespeare_char/prepare", **options) if self.is_own else None
+        self.folder = made or dataset_folder(str(settings.dataset))
         self.tokenizer = TokenizationManager(data_path=self.folder)
         self.vocab_size = self.tokenizer.vocab_size
         self.select, self.test = (NaturalText.read(self.folder, part, self.vocab_size) for part in ("val", "test"))
@@ -130,9 +147,7 @@ class Texts:
         """The folder of a regime's corpus, or of the evaluator's: its train.bin, and val.bin."""
         train, held_out = (NaturalText.read(self.folder, part, self.vocab_size) for part in ("train", "evaluator"))
         documents = read_json(self.folder / "splits.json")["parts"]["train"]["documents"]
-        few = [each for each in documents if each["title"] in FEW] or documents[:1]
-        others = [each for each in documents if each not in few]
-        chosen = {"data_limited": few, "capacity_limited": few + others[::2], "evaluator": others[1::2]}[name]
+        chosen = assigned(documents, self.is_own)[name]
         tokens = [train.tokens[each["start"] : each["stop"]] for each in chosen]
         tokens += [held_out.tokens] if name == "evaluator" else []
 
@@ -142,6 +157,13 @@ class Texts:
 
         folder = f"corpus_{name}"
         return self.pipeline.make_once(folder, write, {"texts": self.folder}, {"documents": chosen})
+
+
+def assigned(documents: list[dict[str, Any]], is_own: bool) -> dict[str, list[dict[str, Any]]]:
+    """The training documents of each corpus; the data-limited one has FEW, or of a user's own texts the first."""
+    few = [each for each in documents if each["title"] in FEW] if is_own else documents[:1]
+    others = [each for each in documents if each not in few]
+    return {"data_limited": few, "capacity_limited": few + others[::2], "evaluator": others[1::2]}
 
 
 class Regime:
@@ -161,7 +183,7 @@ class Regime:
         self.evaluator = self.train(shared, "evaluator.pt", corpus, **EVALUATOR, seed=2000)
 
     def instrument(self, prompts: NaturalText, seed: int) -> Instrument:
-        """What measures samples after prompts from a text."""
+        """The measurement of samples that continue prompts from a text."""
         evaluator, own = open_generator(self.evaluator, self.device), self.settings
         return Instrument(prompts, evaluator, self.texts.vocab_size, own.samples, own.prompt_length, seed)
 
@@ -171,7 +193,7 @@ class Regime:
         config, section = options.pop("config", self.config), options.pop("section", script)
         options = {**read_config(config).get(section, {}), "device": self.settings.device, **options}
         quick = QUICK[script] if self.settings.quick else {}
-        if "init_from" in options:  # the start has the shape
+        if options.get("init_from", "scratch") != "scratch":  # the start has the shape
             quick = {name: value for name, value in quick.items() if not name.startswith(("n_", "block_"))}
         return pipeline.make(artefact, script, **{**options, **quick})
 
@@ -179,6 +201,12 @@ class Regime:
         """A generator as it is after the last step of train.py."""
         options |= {"dataset": corpus, "out_dir": pipeline.out, "checkpoint_name": artefact}
         return self.run(pipeline, artefact, "train", **options, always_save_checkpoint=True, patience=None)
+
+    @property
+    def divergence(self) -> str:
+        """The name of the divergence that the settings file chooses."""
+        beta = read_config(str(self.config))["train_grpo"]["divergence_beta"]
+        return next(name for name, value in DIVERGENCES.items() if value == beta)
 
     @cached_property
     def target(self) -> float:
@@ -239,26 +267,43 @@ class Seed:
         out = {"output_path": self.pipeline.out / name}
         self.arms[arm] = self.regime.run(self.pipeline, name, "train_grpo", **paths, **out, seed=self.seed, **options)
 
-    def measure(self, artefact: str, of: Path, settings: Mapping[str, Any], work: Callable[[], dict[str, Any]]) -> Any:
-        """A record of measurement, kept beside the models."""
+    def measure(
+        self, artefact: str, models: tuple[Path, ...], settings: Mapping[str, Any], work: Callable[[], dict[str, Any]]
+    ) -> Any:
+        """A record of measurement of models, kept beside them; `settings`: all that it depends on besides."""
         path, maker = self.pipeline.out / artefact, Path(__file__).with_name("evidence_samples.py")
-        own = {name: getattr(self.settings, name) for name in ("samples", "prompt_length")} | dict(settings)
-        inputs = {"model": of, "evaluator": self.regime.evaluator, "texts": self.texts.folder}
-        self.pipeline.make_once(artefact, lambda: write_json(path, work()), inputs, own, maker)
+        inputs = {"evaluator": self.regime.evaluator, "texts": self.texts.folder}
+        inputs |= {f"model {number}": model for number, model in enumerate(models, 1)}
+        self.pipeline.make_once(artefact, lambda: write_json(path, work()), inputs, dict(settings), maker)
         return read_json(path)
+
+    def of_samples(self, **further: Any) -> dict[str, Any]:
+        """Settings of a measurement of samples."""
+        return {"samples": self.settings.samples, "prompt_length": self.settings.prompt_length, **further}
 
     def loss(self, arm: str, text: NaturalText) -> float:
         """An arm's loss on a natural text."""
         model, device = self.arms[arm], self.regime.device
-        name = f"{model.stem}_loss_{text.name.removesuffix('.bin')}.json"
-        work = lambda: {"loss": natural_loss(open_generator(model, device), text, device)}  # noqa: E731
-        return self.measure(name, model, {}, work)["loss"]
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds that each arm took, and by name those of the reward data, the reward model and all natural models."""
+        def work() -> dict[str, Any]:
+            return {"loss": natural_loss(open_generator(model, device), text, device)}
+
+        name = f"{model.stem}_loss_{text.name.removesuffix('.bin')}.json"
+        return self.measure(name, (model,), {"text": text.name}, work)["loss"]
+
+    def seconds(self) -> dict[str, float | None]:
+        """Seconds that each arm took, and by name those of the reward data, the reward model and all natural models.
+
+        Also plain's budget: of the on-policy arm, its reward data and reward model, and a fifth of the natural models.
+        None where a training was interrupted.
+        """
         found = {arm: self.pipeline.seconds(path.name) for arm, path in self.arms.items()}
         found |= {name: self.pipeline.seconds(name) for name in ("reward_data", "reward_model.pt")}
-        return found | {"natural models": sum(self.regime.pipeline.seconds(path.name) for path in self.regime.naturals)}
+        found["natural models"] = sum(self.regime.pipeline.seconds(path.name) for path in self.regime.naturals)
+        policy = found.get("on-policy", found.get(f"on-policy, {self.regime.divergence}", math.nan))
+        budget = policy + found["reward_data"] + found["reward_model.pt"] + found["natural models"] / SHARED_BY
+        found["budget of plain"] = round(budget, 1)
+        return {name: None if math.isnan(seconds) else seconds for name, seconds in found.items()}
 
 
 def file_name(arm: str) -> str:
@@ -284,9 +329,9 @@ def explore(regime: Regime) -> dict[str, Any]:
         order, smoothing = best_ngram(lambda *pair: instrument.reverse_nll(ids, select, *pair))
         return {"order": order, "smoothing": smoothing}
 
-    ngram = seed.measure("ngram.json", base, {}, choose)
+    ngram = seed.measure("ngram.json", (base,), seed.of_samples(text=select.name), choose)
 
-    def point(arm: str, sample: Callable[[], Tensor]) -> dict[str, Any]:
+    def point(arm: str, models: tuple[Path, ...], sample: Callable[[], Tensor]) -> dict[str, Any]:
         def work() -> dict[str, Any]:
             ids = sample()
             of_samples = instrument.point(
@@ -294,12 +339,12 @@ def explore(regime: Regime) -> dict[str, Any]:
             )
             return {"points": [of_samples], "auc": instrument.auc(ids)}
 
-        path = seed.arms.get(arm, base)
-        return seed.measure(f"{file_name(arm).removesuffix('.pt')}_select.json", path, dict(ngram), work)
+        name = f"{file_name(arm).removesuffix('.pt')}_select.json"
+        return seed.measure(name, models, seed.of_samples(text=select.name, **ngram), work)
 
     arms: dict[str, dict[str, Any]] = {}
     for arm, path in seed.arms.items():
-        sampled = point(arm, lambda path=path: instrument.sample(open_generator(path, regime.device), 1.0))
+        sampled = point(arm, (path,), lambda path=path: instrument.sample(open_generator(path, regime.device), 1.0))
         arms[arm] = {"loss": seed.loss(arm, select), **sampled}
 
     def best() -> Tensor:
@@ -307,7 +352,7 @@ def explore(regime: Regime) -> dict[str, Any]:
         model = build_model(contents, "reward", reward_model, regime.device)
         return instrument.best_of(open_generator(base, regime.device), model, ATTEMPTS)
 
-    arms[f"base, best of {ATTEMPTS}"] = {"loss": None, **point(f"best of {ATTEMPTS}", best)}
+    arms[f"base, best of {ATTEMPTS}"] = {"loss": None, **point(f"best of {ATTEMPTS}", (base, reward_model), best)}
     return {"natural": {"forward_nll": regime.target}, "ngram": ngram, "arms": arms, "seconds": seed.seconds()}
 
 
@@ -322,18 +367,18 @@ def confirm(regime: Regime, number: int) -> dict[str, Any]:
     instrument, ngram = regime.instrument(texts.test, number), (own.ngram_order, own.ngram_smoothing)
     scored = {"reverse_nll_select": texts.select, "reverse_nll": texts.test}
 
-    def point(path: Path, temperature: float) -> dict[str, Any]:
-        def work() -> dict[str, Any]:
-            ids = instrument.sample(open_generator(path, regime.device), temperature)
-            return instrument.point(ids, temperature, scored, ngram)
+    def sample(path: Path, temperature: float) -> Tensor:
+        return instrument.sample(open_generator(path, regime.device), temperature)
 
-        return seed.measure(f"{path.stem}_T{temperature:g}.json", path, {"ngram": ngram}, work)
+    def point(path: Path, temperature: float) -> dict[str, Any]:
+        settings = seed.of_samples(text=texts.test.name, ngram=ngram)
+        name = f"{path.stem}_T{temperature:g}.json"
+        work = partial(instrument.point, temperature=temperature, texts=scored, ngram=ngram)
+        return seed.measure(name, (path,), settings, lambda: work(sample(path, temperature)))
 
     def area(path: Path, temperature: float) -> dict[str, Any]:
-        def work() -> dict[str, Any]:
-            return {"auc": instrument.auc(instrument.sample(open_generator(path, regime.device), temperature))}
-
-        return seed.measure(f"{path.stem}_auc_T{temperature:g}.json", path, {}, work)
+        settings, name = seed.of_samples(text=texts.test.name), f"{path.stem}_auc_T{temperature:g}.json"
+        return seed.measure(name, (path,), settings, lambda: {"auc": instrument.auc(sample(path, temperature))})
 
     arms = {}
     for arm, path in seed.arms.items():
@@ -352,15 +397,17 @@ def main() -> None:
     texts = Texts(settings)
     contents: dict[str, Any] = {"phase": settings.phase}
     contents |= {name: getattr(settings, name) for name in ("samples", "prompt_length")}
+    some = ""
     if settings.phase == "exploratory":
         contents["regimes"] = {name: explore(Regime(name, texts, settings)) for name in settings.regimes}
+        some = "" if settings.regimes == EvidenceSettings.regimes else f"_{'_'.join(settings.regimes)}"
     else:
         regime = Regime(settings.regime, texts, settings)
         contents |= {"regime": regime.name, "natural": {"forward_nll": regime.target}}
         contents |= {name: getattr(settings, name) for name in ("ngram_order", "ngram_smoothing")}
         contents["divergence_beta"] = read_config(str(regime.config))["train_grpo"]["divergence_beta"]
         contents["seeds"] = [confirm(regime, number) for number in settings.seeds]
-    some = "" if settings.seeds == EvidenceSettings.seeds else f"_seeds_{'_'.join(map(str, settings.seeds))}"
+        some = "" if settings.seeds == EvidenceSettings.seeds else f"_seeds_{'_'.join(map(str, settings.seeds))}"
     path = settings.records or Path(settings.out_dir) / f"{settings.phase}{some}.json"
     write_json(path, contents)
     say(result_tables(contents))

@@ -1,4 +1,4 @@
-"""Figures of what a generator writes, for evidence.py: quality, diversity, and whether a detector tells it from text.
+"""Figures of a generator's samples, for evidence.py: quality, diversity, and how well a detector recognises them.
 
     python -c "import sys; sys.path.insert(0, 'benchmarks'); import evidence_samples; help(evidence_samples.Instrument)"
 
@@ -21,12 +21,13 @@ from data_loader import WholeSplitBatches
 from generation import Completer, Sampling
 from model import GPT
 from objectives import text_log_probs, token_log_probs
+from reward_metrics import area_under_curve
 from reward_model import RewardModel, RewardScorer
 from runtime.device import random_stream
 from runtime.process import UserError
 from runtime.run_log import counted
 from sample_eval import NaturalText
-from text_metrics import NGramModel, detect, separation, written_text
+from text_metrics import NGramModel, detect, written_text
 
 ROWS = 256  # sampled between two steps of a progress bar
 TRAINED, TESTED = 0.8, 0.2  # of the prompts, in order of the text: for the detector's training and its test
@@ -129,7 +130,8 @@ class Instrument:
         chooses = round(CHOOSES * trained)
         sizes = trained - chooses, chooses, len(ids) - trained
         both = self.natural.to(self.device), ids.to(self.device), self.mask.float().to(self.device)
-        area, *_ = separation(*detect(*both, sizes, self.vocab_size, self.seed), self.seed)
+        area = area_under_curve(*detect(*both, sizes, self.vocab_size, self.seed))
+        assert area is not None  # there are rows
         return area
 
 

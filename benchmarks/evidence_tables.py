@@ -112,7 +112,12 @@ def contrasts(records: Mapping[str, Any], one: str, other: str) -> dict[str, dic
 
 
 def verdict(contrasts: Mapping[str, Mapping[str, Any]]) -> str:
-    """yes: all intervals lie wholly below 0; in part: those named; no: none. Failed contrasts count as not below."""
+    """yes: all intervals lie wholly below 0; in part: those named; no: none. Failed contrasts count as not below.
+
+    Undefined for a single seed, which has no interval.
+    """
+    if any(found["mean"] is not None and found["high"] is None for found in contrasts.values()):
+        return "undefined, as one seed has no interval"
     below = [name for name, found in contrasts.items() if found["high"] is not None and found["high"] < 0]
     failed = [name for name, found in contrasts.items() if found["mean"] is None]
     if len(below) == len(contrasts):

@@ -6,6 +6,7 @@ Not run by itself: oracle.py, reward_models.py and credit.py stand on it. The sc
 in processes of their own, one at a time.
 """
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from reward_metrics import format_r_squared
 from runtime.artefacts import identity, make_once
 from runtime.files import read_json, write_json
 from runtime.process import UserError
-from runtime.resume import state_to_resume
+from runtime.resume import SUFFIX, set_aside, state_to_resume
 from runtime.run_log import say
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,24 +40,26 @@ class Pipeline:
     def make(self, artefact: str, script: str, **options: Any) -> Path:
         """The artefact's path, made by `script` with the options unless it was made with them before.
 
-        A training that was interrupted goes on where it was; `seconds` are then of its last part.
-
-        Paths among the options, and tuples of paths, are inputs, unless their names begin with `out`. Raises UserError
-        if the script fails, or if the artefact was made from other inputs, or with other options or source files.
+        A training that was interrupted goes on where it was, and its seconds are not known. Paths among the options,
+        and tuples of paths, are inputs, unless their names begin with `out`. Raises UserError if the script fails, or
+        if the artefact was made from other inputs, or with other options or source files.
         """
         path = self.out / artefact
 
-        def run_script(goes_on: bool) -> None:
+        def run_script(goes_on: bool) -> dict[str, Any]:
             say(f"\n##### {artefact}: {script}.py")
+            state = path.with_suffix(SUFFIX)
+            for other in () if goes_on else (state, *set_aside(state)):  # of what it was before
+                other.unlink(missing_ok=True)
+            resumed = {"init_from": "resume"} if state_to_resume(path) else {}
             arguments: list[str] = []
-            resumed = {"init_from": "resume"} if goes_on and state_to_resume(path) else {}
             for name, value in {**options, **resumed}.items():
-                arguments += (
-                    [f"--{name}", *map(str, value)] if isinstance(value, tuple | list) else [f"--{name}={value}"]
-                )
+                is_list = isinstance(value, tuple | list)
+                arguments += [f"--{name}", *map(str, value)] if is_list else [f"--{name}={value}"]
             status = subprocess.Popen([sys.executable, str(ROOT / f"{script}.py"), *arguments]).wait()
             if status != 0:
                 raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
+            return {"resumed": True} if resumed else {}
 
         several = {name: value for name, value in options.items() if isinstance(value, tuple)}
         several = {name: value for name, value in several.items() if any(isinstance(each, Path) for each in value)}
@@ -78,12 +81,17 @@ class Pipeline:
 
         Its source files are all of the project's root, and `makers`. Raises UserError if it was made otherwise.
         """
-        return self._make_once(artefact, lambda _: work(), inputs, settings, *makers)
+
+        def work_anew(goes_on: bool) -> dict[str, Any]:
+            work()
+            return {}
+
+        return self._make_once(artefact, work_anew, inputs, settings, *makers)
 
     def _make_once(
         self,
         artefact: str,
-        work: Callable[[bool], None],
+        work: Callable[[bool], dict[str, Any]],
         inputs: dict[str, Path],
         settings: dict[str, Any],
         *makers: Path,
@@ -96,8 +104,9 @@ class Pipeline:
         return path
 
     def seconds(self, artefact: str) -> float:
-        """How long the artefact took to make."""
-        return read_json(self.out / f"{artefact}.made.json")["seconds"]
+        """How long the artefact took to make; NaN if that was interrupted."""
+        record = read_json(self.out / f"{artefact}.made.json")
+        return math.nan if record.get("resumed") else record["seconds"]
 
     def generator(self, name: str, corpus: Path, iters: int, **options: Any) -> Path:
         """A generator, trained on a corpus for so many steps and evaluated at the end."""

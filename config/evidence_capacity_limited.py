@@ -1,4 +1,4 @@
-# The capacity-limited regime of docs/evidence.md: 17 plays and poems of Shakespeare to train on, a generator of 0.1M
+# The capacity-limited regime of docs/evidence.md: 18 plays and poems of Shakespeare to train on, a generator of 0.1M
 # parameters whose plain training is exhausted (benchmarks/exhaustion.py), under a natural model of 0.8M.
 #
 #     python benchmarks/evidence.py --phase exploratory --regimes capacity_limited

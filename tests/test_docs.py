@@ -194,6 +194,8 @@ def template(tmp_path_factory) -> Path:
         shutil.copy(path, folder / path.relative_to(ROOT))
     for name in ("benchmarks", "interop", "report_page", "runtime"):
         shutil.copytree(ROOT / name, folder / name)
+    (folder / "docs").mkdir()
+    shutil.copy(ROOT / "docs/evidence_records.json", folder / "docs")
     # The tiny models' reward models do not predict: as the settings files stand, the cycles would end before GRPO. The
     # corpus of both is that of the other documents, which has no plays to choose from.
     for name in ("char", "complete"):
@@ -239,7 +241,8 @@ class Shrunk(InThisProcess):
         return Finished(0, "", "")
 
 
-benchmarks_run: set[str] = set()  # by this process; what they print leads to nothing else
+# By this process; what they print leads to nothing else. Both phases of the evidence run in tests/test_evidence.py.
+benchmarks_run: set[str] = {"benchmarks/evidence.py"}
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -271,7 +274,13 @@ def run_script(script: str, arguments: list[str]) -> None:
         assert end.code in (None, 0), f"{shlex.join(sys.argv)}\nended with {end.code}:\n{err.getvalue()[-2000:]}"
     finally:
         sys.argv, sys.path[:] = argv, path
-        for module in ("pipeline", "reward_models", "grpo"):  # of benchmarks/: they know where their checkout lies
+        for module in (
+            "pipeline",
+            "reward_models",
+            "grpo",
+            "evidence_samples",
+            "evidence_tables",
+        ):  # of benchmarks/: they know where their checkout lies
             sys.modules.pop(module, None)
         signal.signal(signal.SIGTERM, handler)
 

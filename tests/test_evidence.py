@@ -14,7 +14,7 @@ from helpers import InThisProcess, make_text
 
 from checkpoint import load_checkpoint
 from data_loader import TokenSplits, write_token_files
-from document_splits import split_documents
+from document_splits import TOGETHER, split_documents
 from model import GPT, GPTConfig
 from objectives import token_log_probs
 from reward_model import LikelihoodRewardModel
@@ -26,6 +26,20 @@ from sample_eval import NaturalText
 from tokenization_manager import TokenizationManager, save_meta
 
 N, PROMPT, V = 24, 8, 11
+# The training documents of the complete works of Shakespeare, split by documents.
+TRAINING = """
+ALL'S WELL THAT ENDS WELL; ANTONY AND CLEOPATRA; THE COMEDY OF ERRORS; THE TRAGEDY OF CORIOLANUS; CYMBELINE
+HAMLET, PRINCE OF DENMARK; KING HENRY IV, THE FIRST PART; KING HENRY IV, SECOND PART; THE LIFE OF KING HENRY V
+KING HENRY VI, FIRST PART; HISTORY OF KING HENRY THE SIXTH, SECOND PART
+THE HISTORY OF KING HENRY THE SIXTH, THIRD PART; THE LIFE OF HENRY THE EIGHTH; KING JOHN; LOVE'S LABOUR'S LOST
+MACBETH; MEASURE FOR MEASURE; THE MERCHANT OF VENICE; THE MERRY WIVES OF WINDSOR; A MIDSUMMER NIGHT'S DREAM
+OTHELLO, THE MOOR OF VENICE; THE PASSIONATE PILGRIM; PERICLES PRINCE OF TYRE; THE PHOENIX AND THE TURTLE
+THE RAPE OF LUCRECE; THE TRAGEDY OF KING RICHARD THE SECOND; THE LIFE AND DEATH OF KING RICHARD III
+THE SONNETS; THE TEMPEST; THE LIFE OF TIMON OF ATHENS; THE TRAGEDY OF TITUS ANDRONICUS
+THE HISTORY OF TROILUS AND CRESSIDA; THE WINTER'S TALE
+"""
+TITLES = [title.strip() for line in TRAINING.strip().splitlines() for title in line.split(";")]
+SHARED = ("reward_data", "reward_model.pt", "natural models")
 
 
 @pytest.fixture
@@ -172,10 +186,41 @@ def run(evidence, folder, tmp_path, monkeypatch):
         options = ["--quick=True", "--samples=40", f"--dataset={folder}", "--device=cpu", *arguments]
         monkeypatch.setattr(sys, "argv", ["evidence.py", *options])
         evidence.main()
-        name = "exploratory" if "--phase=exploratory" in arguments else "confirmatory_seeds_4"
+        name = "exploratory_data_limited" if "--phase=exploratory" in arguments else "confirmatory_seeds_4"
         return json.loads((tmp_path / "out/evidence" / f"{name}.json").read_text())
 
     return run_evidence
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"seeds": ()}, "seeds="),
+        ({"seeds": (1, 1)}, "seeds=1, 1"),
+        ({"seeds": (0, 1)}, "seeds=0, 1"),
+        ({"seeds": tuple(range(1, 13))}, "1 to 11"),
+        ({"temperatures": ()}, "temperatures="),
+        ({"temperatures": (0.0, 1.0)}, "temperatures=0.0"),
+        ({"temperatures": (float("nan"),)}, "temperatures=nan"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_refused_before_training(evidence, options, named):
+    (error,) = evidence.EvidenceSettings(**options).problems().errors
+    assert named in error
+    assert not evidence.EvidenceSettings().problems().errors
+
+
+def test_works_that_print_the_same_poems_are_in_one_corpus(evidence, tmp_path):
+    """The training documents of the complete works, as they are assigned."""
+    parts = {"train": {"documents": [{"title": title, "start": 0, "stop": 1} for title in TITLES]}}
+    chosen = evidence.assigned(parts["train"]["documents"], is_own=True)
+    titles = {name: [each["title"] for each in documents] for name, documents in chosen.items()}
+    assert titles["data_limited"] == ["THE COMEDY OF ERRORS", "THE MERCHANT OF VENICE"]
+    assert set(titles["capacity_limited"]) | set(titles["evaluator"]) == set(TITLES)
+    assert not set(titles["capacity_limited"]) & set(titles["evaluator"])
+    for together in TOGETHER:
+        assert len({title in titles["evaluator"] for title in together}) == 1
 
 
 def test_both_phases(run, tmp_path, capsys):
@@ -208,13 +253,19 @@ def test_both_phases(run, tmp_path, capsys):
     for arm in first["arms"].values():
         best = min(arm["points"], key=lambda point: point["reverse_nll_select"])
         assert arm["auc_temperature"] == best["temperature"] and best["reverse_nll"] != best["reverse_nll_select"]
-    assert first["seconds"].keys() == {*first["arms"], "reward_data", "reward_model.pt", "natural models"}
+    assert first["seconds"].keys() == {*first["arms"], *SHARED, "budget of plain"}
+    assert first["seconds"]["budget of plain"] < sum(first["seconds"][name] for name in ("on-policy", *SHARED))
     assert confirmed["divergence_beta"] == 0 and confirmed["regime"] == "data_limited"
     out = tmp_path / "out/evidence/data_limited/seed_4"
     settings = {arm: load_checkpoint(out / f"{arm}.pt")["training"]["settings"] for arm in ("on-policy", "off-policy")}
     assert [settings[arm]["states"] for arm in settings] == ["own", "natural"]
     (started,) = {load_checkpoint(out / "reward_model.pt")["training"]["generator_sha256"]}
     assert started and read_records(out / "plain.jsonl")[-1]["step"] == 4
+    losses = {
+        folder: {path.name for path in out.with_name(folder).glob("*_loss_*.json")} for folder in ("seed_0", "seed_4")
+    }
+    texts = {folder: {name.split("_loss_")[1].split(".")[0] for name in names} for folder, names in losses.items()}
+    assert texts == {"seed_0": {"val"}, "seed_4": {"test"}}
     assert read_json(out / "plain.pt.made.json")["inputs"]["init_from"]
 
     number = len(InThisProcess.started)

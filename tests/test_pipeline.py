@@ -3,6 +3,7 @@
 `pytest tests/test_pipeline.py`
 """
 
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -67,12 +68,27 @@ out.write_text("made")
     made.make("model.pt", "train", **options)
     assert model.with_suffix(".log").read_text() == "--init_from=scratch --init_from=resume "
     assert read_json(tmp_path / "out" / "model.pt.made.json")["settings"] == {"init_from": "scratch"}
+    assert math.isnan(made.seconds("model.pt"))
     with pytest.raises(UserError, match="status 3"):
         made.make("other.pt", "train", **options | {"out_dir": model.with_name("other.pt")})
     model.with_name("other.resume").unlink()
     model.with_name("other.done").touch()
     made.make("other.pt", "train", **options | {"out_dir": model.with_name("other.pt")})
     assert model.with_name("other.log").read_text() == "--init_from=scratch --init_from=scratch "
+    assert made.seconds("other.pt") >= 0
+
+
+def test_the_state_of_another_run_is_not_resumed(pipeline, tmp_path):
+    """Not even where that of this one is missing: it was interrupted before it had saved any."""
+    made, model = pipeline.Pipeline(tmp_path / "out"), tmp_path / "out" / "model.pt"
+    model.parent.mkdir()
+    old = [model.with_suffix(end) for end in (".resume", ".resume.old1")]
+    for path in old:
+        path.touch()
+    (tmp_path / "train.py").write_text("import sys; sys.exit(3)")
+    with pytest.raises(UserError, match="status 3"):
+        made.make("model.pt", "train", out_dir=model, init_from="scratch")
+    assert not any(path.exists() for path in old)
 
 
 def test_a_benchmark_s_own_artefact_is_of_its_inputs_and_its_own_source_too(pipeline, tmp_path):

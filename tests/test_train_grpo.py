@@ -581,7 +581,9 @@ def test_exchanged_scores_are_those_of_other_rows_at_the_same_position():
     for column in range(4):
         written = mask[:, column]
         assert sorted(sources[written, column].tolist()) == written.nonzero().squeeze(1).tolist()
-    assert (sources != torch.arange(5)[:, None]).any() and sorted(rows.tolist()) == list(range(5))
+    kept = sources == torch.arange(5)[:, None]
+    assert torch.equal(kept, ~mask | (mask.sum(0) == 1)) and not (rows == torch.arange(5)).any()
+    assert sorted(rows.tolist()) == list(range(5))
     places = torch.arange(20.0).view(5, 4)
     hidden = tuple(places[mask][:, None] + shift for shift in (0.0, 100.0))
     scores = Scores(places[:, 0], places, -places, 7 * places, hidden).exchanged(sources, rows, mask)
@@ -593,8 +595,38 @@ def test_exchanged_scores_are_those_of_other_rows_at_the_same_position():
     assert torch.equal(own, places[mask] + 100)
 
 
+def test_exact_credit_with_exchanged_scores(good, models):
+    """Its target at a place is q there times the ratio of another row's place, of sum 1; in every micro-batch."""
+    settings = exact_settings(credit="distribution", prompts_per_step=8, group_size=1)
+    given = replace(
+        settings, base_model_path=str(good["base_model_path"]), reward_model_path=str(good["reward_model_path"])
+    )
+    base = load_checkpoint(good["base_model_path"])
+    scorer = train_grpo.load_scorer(given, base, train_grpo.hash_model(good["base_model_path"]), torch.device("cpu"))
+    policy = train_grpo.load_policy(given, base, torch.device("cpu"))
+    tokens, completer = np.arange(1000) % V, Completer(policy, policy.config.block_size)
+    batches = [rollouts.sample_group(completer, tokens, given, 1, Ranks()) for _ in range(2)]
+    for batch, draw in zip(batches, (None, random_stream(1, "exchange")), strict=True):
+        batch.micro_rows = 3
+        batch.score(scorer, Ranks(), keep_hidden=True, exchange=draw)
+    own, other = (
+        [
+            torch.cat(part)
+            for part in zip(*(rows.distributions(rows.hidden) for rows in batch.micro_batches()), strict=True)
+        ]
+        for batch in batches
+    )
+    mask = batches[0].mask
+    sources, _ = exchanged_rows(mask, random_stream(1, "exchange"))
+    number = (mask.flatten().cumsum(0) - 1).view_as(mask)[sources, torch.arange(mask.size(1))][mask]  # (m,)
+    assert torch.equal(other[1], own[1]) and (number != torch.arange(len(number))).any()
+    expected = (own[1] + own[0][number]).log_softmax(-1)
+    torch.testing.assert_close(other[1] + other[0], expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(other[0], own[0], atol=1e-4)
+
+
 @pytest.mark.parametrize("options", [EXACT, {"credit": "token"}, {"credit": "sequence", "reward": "natural"}], ids=str)
-def test_a_control_without_information(good, options):
+def test_a_run_with_exchanged_scores(good, options):
     """Its rewards are other rows', so that its weights are not those of the same run with the rows' own."""
     options = {**good, **options, "max_steps": 2, "learning_rate": 1e-2, "best_by": "last", "start_kl_cap": 9.0}
     succeed("train_grpo", **options)
