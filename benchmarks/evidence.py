@@ -56,7 +56,10 @@ EXPLORED: dict[str, dict[str, Any]] = {
     "GRPO by sequence, P(natural)": {**SAMPLED, "reward": "natural"},
 }
 SHARED_BY = 5  # seeds that share the natural models: the share of their seconds in plain's budget
-PLAIN_RATES = (0.3, 1.0)  # of the generator's own, beside those of section control_plain
+PLAIN: dict[str, dict[str, Any]] = {  # beside section control_plain
+    **{"plain": {}, "plain, rate x0.3": {"rate": 0.3}, "plain, rate x1": {"rate": 1.0}},
+    **{"plain, from scratch": {"from_scratch": True}},
+}
 CONFIRMED = {"off-policy": {"states": "natural"}, "on-policy": dict[str, Any]()}
 # Options by which --quick True runs all of it for a few steps.
 QUICK: dict[str, dict[str, Any]] = {
@@ -95,6 +98,8 @@ class EvidenceSettings(Settings):
     """of the confirmatory phase"""
     temperatures: tuple[float, ...] = (0.8, 0.9, 1.0, 1.1)
     """of the confirmatory phase; others are added where natural text's forward NLL does not lie between two points"""
+    plain_from_scratch: bool = False
+    """in the confirmatory phase plain is a new generator, for the steps of base and control; False: the base further"""
     samples: int = setting(2000, minimum=40)
     """samples of a point"""
     prompt_length: int = setting(32, minimum=1, maximum=127, unit="characters")
@@ -234,17 +239,22 @@ class Seed:
         self.arms["base"] = self.regime.train(self.pipeline, "base.pt", self.regime.corpus, seed=self.seed)
         return self.arms["base"]
 
-    def plain(self, rate: float | None = None) -> None:
-        """The control: the base trained further on natural text, for the steps of section control_plain.
+    def plain(self, arm: str = "plain", rate: float | None = None, from_scratch: bool = False) -> None:
+        """The control by natural text: the base trained further, by section control_plain.
 
-        With `rate` at that share of the generator's own learning rates.
+        With `rate` at that share of the generator's own learning rates. `from_scratch`: a new generator by the base's
+        recipe with the control's dropout, for the steps of both.
         """
-        own = read_config(str(self.regime.config))["train"]
+        sections = read_config(str(self.regime.config))
+        own, control = sections["train"], sections["control_plain"]
         names = ("learning_rate", "muon_learning_rate")
         rates = {} if rate is None else {name: rate * own[name] for name in names}
-        arm = "plain" if rate is None else f"plain, rate x{rate:g}"
-        further = {"section": "control_plain", "init_from": self.arms["base"], "seed": self.seed, **rates}
-        self.arms[arm] = self.regime.train(self.pipeline, file_name(arm), self.regime.corpus, **further)
+        options: dict[str, Any] = {"section": "control_plain", "init_from": self.arms["base"], **rates}
+        if from_scratch:
+            steps, dropout = own["max_iters"] + control["max_iters"], control.get("dropout", 0.0)
+            options = {"max_iters": steps, "dropout": dropout}
+        path = self.regime.train(self.pipeline, file_name(arm), self.regime.corpus, seed=self.seed, **options)
+        self.arms[arm] = path
 
     def reward_model(self, prefix: str = "", config: Path | None = None) -> Path:
         """The reward model of the base, on the regime's natural models if its settings file is the regime's."""
@@ -318,8 +328,8 @@ def explore(regime: Regime) -> dict[str, Any]:
     reward_model = seed.reward_model()
     for arm, options in EXPLORED.items():
         seed.policy(arm, reward_model, **options)
-    for rate in (None, *PLAIN_RATES):
-        seed.plain(rate)
+    for arm, ways in PLAIN.items():
+        seed.plain(arm, **ways)
     literal = seed.reward_model("literal_", LITERAL)
     seed.policy("the seeds' loop to the letter", literal, config=LITERAL, allow_blind_reward=True)
     instrument = regime.instrument(select, 0)
@@ -363,7 +373,7 @@ def confirm(regime: Regime, number: int) -> dict[str, Any]:
     reward_model = seed.reward_model()
     for arm, options in CONFIRMED.items():
         seed.policy(arm, reward_model, **options)
-    seed.plain()
+    seed.plain(from_scratch=own.plain_from_scratch)
     instrument, ngram = regime.instrument(texts.test, number), (own.ngram_order, own.ngram_smoothing)
     scored = {"reverse_nll_select": texts.select, "reverse_nll": texts.test}
 

@@ -195,7 +195,8 @@ def template(tmp_path_factory) -> Path:
     for name in ("benchmarks", "interop", "report_page", "runtime"):
         shutil.copytree(ROOT / name, folder / name)
     (folder / "docs").mkdir()
-    shutil.copy(ROOT / "docs/evidence_records.json", folder / "docs")
+    for records in ROOT.glob("docs/evidence_*.json"):
+        shutil.copy(records, folder / "docs")
     # The tiny models' reward models do not predict: as the settings files stand, the cycles would end before GRPO. The
     # corpus of both is that of the other documents, which has no plays to choose from.
     for name in ("char", "complete"):

@@ -178,7 +178,8 @@ def run(evidence, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["pipeline"].subprocess, "Popen", InThisProcess)
     monkeypatch.setattr(InThisProcess, "started", [])
     monkeypatch.setattr(evidence, "EXPLORED", {"placebo": evidence.EXPLORED["placebo"]})
-    monkeypatch.setattr(evidence, "PLAIN_RATES", (1.0,))
+    ways = {name: evidence.PLAIN[name] for name in ("plain", "plain, from scratch")}
+    monkeypatch.setattr(evidence, "PLAIN", ways)
     monkeypatch.setattr(sys.modules["evidence_samples"], "ORDERS", (3,))
     monkeypatch.chdir(tmp_path)
 
@@ -230,7 +231,7 @@ def test_both_phases(run, tmp_path, capsys):
         "base",
         "placebo",
         "plain",
-        "plain, rate x1",
+        "plain, from scratch",
         "the seeds' loop to the letter",
         "base, best of 4",
     ]
