@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from evidence_samples import Instrument, best_ngram, natural_loss, open_generator
+from evidence_samples import Instrument, natural_loss, open_generator
 from evidence_tables import T_QUANTILES, missing_temperature, result_tables
 from pipeline import ROOT, Pipeline
 from torch import Tensor
@@ -336,7 +336,7 @@ def explore(regime: Regime) -> dict[str, Any]:
 
     def choose() -> dict[str, Any]:
         ids = instrument.sample(open_generator(base, regime.device), 1.0)
-        order, smoothing = best_ngram(lambda *pair: instrument.reverse_nll(ids, select, *pair))
+        order, smoothing = instrument.best_ngram(ids, select)
         return {"order": order, "smoothing": smoothing}
 
     ngram = seed.measure("ngram.json", (base,), seed.of_samples(text=select.name), choose)

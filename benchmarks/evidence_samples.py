@@ -7,7 +7,7 @@ positions, the first `prompt_length` of which are natural.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from text_metrics import NGramModel, detect, written_text
 ROWS = 256  # sampled between two steps of a progress bar
 TRAINED, TESTED = 0.8, 0.2  # of the prompts, in order of the text: for the detector's training and its test
 CHOOSES = 0.1  # of the detector's training prompts: for the choice of its epoch
-ORDERS, SMOOTHINGS = (3, 4, 5, 6, 7, 8), (0.25, 0.5, 1.0, 2.0)
+ORDERS, SMOOTHINGS = (3, 4, 5, 6, 7), (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 def open_generator(path: str | Path, device: torch.device) -> GPT:
@@ -60,6 +60,11 @@ def natural_loss(model: GPT, text: NaturalText, device: torch.device) -> float:
     batches = WholeSplitBatches(text.tokens, model.config.block_size, model.rows_at_a_time(), device)
     log_probs = text_log_probs(model, counted(batches, len(batches), "Evaluating", passing=True))
     return -log_probs.double().mean().item()
+
+
+def reverse_nll(ngram: NGramModel, text: NaturalText) -> float:
+    """Mean NLL in nats of a natural text's tokens under an n-gram model of samples."""
+    return float(-ngram.log_probs(text.tokens, text.starts).mean())
 
 
 class Instrument:
@@ -108,17 +113,26 @@ class Instrument:
             total -= token_log_probs(self.evaluator.logits(hidden), rows[:, first + 1 :]).double().sum().item()
         return total / (len(ids) * (self.length - self.prompt_length))
 
-    def reverse_nll(self, ids: Tensor, text: NaturalText, order: int, smoothing: float) -> float:
-        """Mean NLL in nats of a natural text's tokens under an n-gram model of the written tokens of rows (P, N)."""
+    def fit_ngram(self, ids: Tensor, order: int, smoothing: float = 1.0) -> NGramModel:
+        """An n-gram model of the written tokens of rows (P, N)."""
         tokens, starts = written_text(ids.numpy(), self.prefix_lengths.flatten().numpy())
-        fitted = NGramModel(tokens, order, self.vocab_size, starts, smoothing)
-        return float(-fitted.log_probs(text.tokens, text.starts).mean())
+        return NGramModel(tokens, order, self.vocab_size, starts, smoothing)
+
+    def best_ngram(self, ids: Tensor, text: NaturalText) -> tuple[int, float]:
+        """The order and the smoothing with which an n-gram model of rows (P, N) gives a natural text the least NLL."""
+        nll: dict[tuple[int, float], float] = {}
+        for order in counted(ORDERS, len(ORDERS), "Choosing the n-gram model"):
+            fitted = self.fit_ngram(ids, order)
+            for fitted.smoothing in SMOOTHINGS:
+                nll[order, fitted.smoothing] = reverse_nll(fitted, text)
+        return min(nll, key=lambda pair: nll[pair])
 
     def point(
         self, ids: Tensor, temperature: float, texts: Mapping[str, NaturalText], ngram: tuple[int, float]
     ) -> dict[str, float]:
         """The record of rows (P, N): temperature, forward NLL, and reverse NLL of each text by the figure's name."""
-        reverse = {name: self.reverse_nll(ids, text, *ngram) for name, text in texts.items()}
+        fitted = self.fit_ngram(ids, *ngram)
+        reverse = {name: reverse_nll(fitted, text) for name, text in texts.items()}
         return {"temperature": temperature, "forward_nll": self.forward_nll(ids), **reverse}
 
     def auc(self, ids: Tensor) -> float:
@@ -133,8 +147,3 @@ class Instrument:
         area = area_under_curve(*detect(*both, sizes, self.vocab_size, self.seed))
         assert area is not None  # there are rows
         return area
-
-
-def best_ngram(nll: Callable[[int, float], float]) -> tuple[int, float]:
-    """The order and the smoothing of least reverse NLL, which `nll` gives for both."""
-    return min(((order, smoothing) for order in ORDERS for smoothing in SMOOTHINGS), key=lambda pair: nll(*pair))

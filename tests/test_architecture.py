@@ -52,6 +52,7 @@ NAMED_OTHERWISE = {
     "test_docs": (),  # the documents
     "test_dual_mode_gpt": ("model",),
     "test_end_to_end": ("evaluate", "sample", "run_cycles"),
+    "test_evidence": (),
     "test_evidence_tables": (),  # benchmarks/evidence_tables.py
     "test_golden_curves": ("train", "train_reward_model", "train_grpo"),
     "test_grpo_tasks": ("train_grpo", "rollouts"),

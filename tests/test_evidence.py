@@ -122,8 +122,9 @@ def test_only_written_tokens_count(instrument, models, text):
     point = instrument.point(ids, 0.9, {"reverse_nll": text}, (3, 0.5))
     changed = ids.clone()
     changed[:, :PROMPT] = 0
-    assert instrument.reverse_nll(changed, text, 3, 0.5) == point["reverse_nll"]
-    assert point["reverse_nll"] != instrument.reverse_nll(ids, text, 3, 1.0)
+    of_changed = instrument.point(changed, 0.9, {"reverse_nll": text}, (3, 0.5))
+    assert of_changed["reverse_nll"] == point["reverse_nll"]
+    assert instrument.point(ids, 0.9, {"reverse_nll": text}, (3, 1.0))["reverse_nll"] != point["reverse_nll"]
     assert point["temperature"] == 0.9 and point["forward_nll"] == instrument.forward_nll(ids)
 
 
@@ -150,8 +151,15 @@ def test_best_of_n_takes_the_attempt_of_the_highest_evidence(instrument, models)
     assert len(evidence.argmax(0).unique()) > 1
 
 
-def test_the_n_gram_model_is_that_of_least_nll(samples):
-    assert samples.best_ngram(lambda order, smoothing: abs(order - 5) + abs(smoothing - 0.5)) == (5, 0.5)
+def test_the_n_gram_model_is_that_of_least_nll(samples, instrument, models, text):
+    ids = instrument.sample(models[1], 1.0)
+    nll = {
+        (order, smoothing): instrument.point(ids, 1.0, {"reverse_nll": text}, (order, smoothing))["reverse_nll"]
+        for order in samples.ORDERS
+        for smoothing in samples.SMOOTHINGS
+    }
+    assert instrument.best_ngram(ids, text) == min(nll, key=lambda pair: nll[pair])
+    assert len(set(nll.values())) > len(samples.SMOOTHINGS)
 
 
 def test_no_document_is_in_two_corpora(evidence, folder, tmp_path):
