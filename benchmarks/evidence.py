@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 from evidence_samples import Instrument, natural_loss, open_generator
-from evidence_tables import T_QUANTILES, missing_temperature, result_tables
+from evidence_tables import MAX_SEEDS, missing_temperature, result_tables
 from pipeline import ROOT, Pipeline
 from torch import Tensor
 
@@ -44,7 +44,6 @@ REGIMES = ("data_limited", "capacity_limited")
 EVALUATOR = {"config": ROOT / "config/shakespeare_complete_cpu.py", "max_iters": 2000, "short_share": 0.3}
 LITERAL = ROOT / "config/seeds_literal.py"
 ATTEMPTS = 4  # of best-of-n
-MAX_SEEDS = len(T_QUANTILES) + 1
 DIVERGENCES = {"reverse KL": 1.0, "forward KL": 0.0, "JSD": 0.5}  # divergence_beta: KL(pi || m), KL(m || pi), between
 SAMPLED = {"credit": "sequence", "divergence_beta": 1.0, "prompts_per_step": 8, "group_size": 8}
 # The arms of the exploratory phase that train_grpo.py trains: options beyond the regime's settings file.

@@ -35,7 +35,8 @@ KEYS = ("forward_nll", "reverse_nll")  # of a point, on test text
 LOWEST, HIGHEST, STEP = 0.5, 1.5, 0.1  # temperatures to add
 # 0.975 quantiles of Student's t with 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods,
 # 1.3.6.7.2, has three decimals; the further ones are held against the integral of the density in the tests).
-T_QUANTILES = (*(12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139),)
+T_QUANTILES = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139)
+MAX_SEEDS = len(T_QUANTILES) + 1
 
 
 @dataclass
@@ -132,7 +133,7 @@ def mean_points(records: Mapping[str, Any], arm: str) -> list[dict[str, Any]]:
     means = []
     for temperature in sorted({point["temperature"] for point in points}):
         found = [point for point in points if point["temperature"] == temperature]
-        figures = {key: fmean(point[key] for point in found) for key in ("forward_nll", "reverse_nll")}
+        figures = {key: fmean(point[key] for point in found) for key in KEYS}
         means.append({"temperature": temperature, **figures, "seeds": len(found)})
     return means
 
@@ -270,9 +271,8 @@ def check_records(records: Any) -> None:
 
 def check_seeds(seeds: Any) -> None:
     """Raise UserError unless the list holds 1 to 11 different seeds with all that the tables take."""
-    most = len(T_QUANTILES) + 1
-    if not isinstance(seeds, list) or not 1 <= len(seeds) <= most:
-        raise UserError(f"ERROR: seeds of the records: must be a list of 1 to {most}")
+    if not isinstance(seeds, list) or not 1 <= len(seeds) <= MAX_SEEDS:
+        raise UserError(f"ERROR: seeds of the records: must be a list of 1 to {MAX_SEEDS}")
     for position, seed in enumerate(seeds):
         need(seed, f"seeds[{position}]", "seed", "began", "commit", "seconds", "arms")
         need(seed["arms"], f"seed {seed['seed']}, arms", *ARMS)

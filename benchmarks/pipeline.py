@@ -81,17 +81,12 @@ class Pipeline:
 
         Its source files are all of the project's root, and `makers`. Raises UserError if it was made otherwise.
         """
-
-        def work_anew(goes_on: bool) -> dict[str, Any]:
-            work()
-            return {}
-
-        return self._make_once(artefact, work_anew, inputs, settings, *makers)
+        return self._make_once(artefact, lambda _: work(), inputs, settings, *makers)
 
     def _make_once(
         self,
         artefact: str,
-        work: Callable[[bool], dict[str, Any]],
+        work: Callable[[bool], dict[str, Any] | None],
         inputs: dict[str, Path],
         settings: dict[str, Any],
         *makers: Path,

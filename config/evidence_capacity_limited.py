@@ -1,5 +1,5 @@
 # The capacity-limited regime of docs/evidence.md: 18 plays and poems of Shakespeare to train on, a generator of 0.1M
-# parameters whose plain training is exhausted (benchmarks/exhaustion.py), under a natural model of 0.8M.
+# parameters under a natural model of 0.8M. Plain training of this generator is not exhausted yet (docs/LOG.md).
 #
 #     python benchmarks/evidence.py --phase exploratory --regimes capacity_limited
 #
@@ -59,8 +59,8 @@ natural_model = dict(
     eval_interval=300,
 )
 
-# The plain arm. Its steps take the seconds of the on-policy arm (reward data and reward model included) and a fifth of
-# the natural models', as measured with seed 0.
+# The plain arm. Its steps are to take the seconds of the on-policy arm (reward data and reward model included) and a
+# fifth of the natural models'; until the protocol fixes them they are an estimate.
 control_plain = dict(
     dataset="out/evidence/corpus_capacity_limited",
     batch_size=32,

@@ -60,8 +60,8 @@ natural_model = dict(
     eval_interval=400,
 )
 
-# The plain arm. Its steps take the seconds of the on-policy arm (reward data and reward model included) and a fifth of
-# the natural models', as measured with seed 0.
+# The plain arm. Its steps are to take the seconds of the on-policy arm (reward data and reward model included) and a
+# fifth of the natural models'; until the protocol fixes them they are an estimate.
 control_plain = dict(
     dataset="out/evidence/corpus_data_limited",
     batch_size=16,
