@@ -118,6 +118,23 @@ def test_a_signal_while_the_loss_of_a_rank_is_reported_does_not_hide_it(same_han
     assert capsys.readouterr().err == "ERROR: another rank ended, or cannot be reached. Go on.\n"
 
 
+def test_a_rank_that_waits_for_ever_ends_after_sigterm_with_its_line(tmp_path):
+    """gloo does not always notice that a rank is gone; a second lock of a mutex is never interrupted either."""
+    lines = [
+        "import ctypes, os; from runtime import process",
+        "process.SECONDS_TO_END = 0.1; os.environ |= {'WORLD_SIZE': '2', 'RANK': '0'}",
+        "mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock",
+        "def main():\n    lock(mutex)\n    print('waits', flush=True)\n    lock(mutex)",
+        "process.run_main(main, resume_hint='Go on.')",
+    ]
+    (tmp_path / "waiting.py").write_text("\n".join(lines))
+    waiting = start(tmp_path / "waiting.py")
+    assert waiting.stdout.readline() == "waits\n"
+    waiting.send_signal(signal.SIGTERM)
+    _, err = waiting.communicate(timeout=60)
+    assert (waiting.returncode, err) == (143, "Terminated. Go on.\n")
+
+
 def test_run_main_hides_no_bug_and_changes_no_other_status(same_handler_afterwards):
     assert run_main(lambda: None) is None
     with pytest.raises(KeyError):
