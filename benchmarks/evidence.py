@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,13 +99,15 @@ class EvidenceSettings(Settings):
     """of the confirmatory phase; others are added where natural text's forward NLL does not lie between two points"""
     plain_from_scratch: bool = False
     """in the confirmatory phase plain is a new generator, for the steps of base and control; False: the base further"""
+    plain_rate: float = setting(1.0, above=0)
+    """in the confirmatory phase plain's learning rates over those of the generator; with plain_from_scratch: unused"""
     samples: int = setting(2000, minimum=40)
     """samples of a point"""
     prompt_length: int = setting(32, minimum=1, maximum=127, unit="characters")
     """natural characters before each sample"""
-    ngram_order: int = setting(5, minimum=1, maximum=12)
+    ngram_order: int = setting(7, minimum=1, maximum=12)
     """order of the confirmatory phase's n-gram models; the exploratory phase chooses it on selection text"""
-    ngram_smoothing: float = setting(1.0, above=0)
+    ngram_smoothing: float = setting(16.0, above=0)
     """weight of shorter contexts in them, likewise"""
     dataset: str | None = None
     """folder of a corpus that is split by documents; None: the complete works of Shakespeare, made in out_dir"""
@@ -372,10 +374,11 @@ def confirm(regime: Regime, number: int) -> dict[str, Any]:
     reward_model = seed.reward_model()
     for arm, options in CONFIRMED.items():
         seed.policy(arm, reward_model, **options)
-    seed.plain(from_scratch=own.plain_from_scratch)
+    seed.plain(rate=own.plain_rate, from_scratch=own.plain_from_scratch)
     instrument, ngram = regime.instrument(texts.test, number), (own.ngram_order, own.ngram_smoothing)
     scored = {"reverse_nll_select": texts.select, "reverse_nll": texts.test}
 
+    @cache  # a point's samples are the detector's too
     def sample(path: Path, temperature: float) -> Tensor:
         return instrument.sample(open_generator(path, regime.device), temperature)
 

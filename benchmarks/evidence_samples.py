@@ -32,7 +32,7 @@ from text_metrics import NGramModel, detect, written_text
 ROWS = 256  # sampled between two steps of a progress bar
 TRAINED, TESTED = 0.8, 0.2  # of the prompts, in order of the text: for the detector's training and its test
 CHOOSES = 0.1  # of the detector's training prompts: for the choice of its epoch
-ORDERS, SMOOTHINGS = (3, 4, 5, 6, 7), (0.5, 1.0, 2.0, 4.0, 8.0)
+ORDERS, SMOOTHINGS = range(3, 9), (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
 def open_generator(path: str | Path, device: torch.device) -> GPT:
