@@ -391,7 +391,7 @@ class Scores:
         return replace(self, **gathered)
 
     def exchanged(self, sources: Tensor, rows: Tensor, written: Tensor) -> "Scores":
-        """The reward model's scores of other rows: what they say of a token has nothing to do with its prefix.
+        """The reward model's scores of other rows, a control in which they have lost their meaning.
 
         A token gets those of its position in row sources (R, N - 1), a sequence those of row rows (R,). `written`
         (R, N - 1): the m tokens of which hidden states are kept; q's own stay behind them, for `distributions`.
@@ -454,9 +454,8 @@ class RewardScorer:
         """Evidence and the reference's log-probabilities (n, V) of all next tokens, from kept hidden states (n, C)."""
         assert self.reward_model is not None and self.reward_model.is_ratio  # as in `_read`
         evidence, reference = self.reward_model.distributions(hidden[:2])
-        if len(hidden) > 2:  # `Scores.exchanged`: log m is to be one of a distribution all the same
+        if len(hidden) > 2:  # `Scores.exchanged`
             reference = self.reward_model.written_logits(hidden[2]).float().log_softmax(-1)
-            evidence = evidence - (evidence + reference).logsumexp(-1, keepdim=True)
         return evidence, reference
 
     def _read(self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool) -> Scores:

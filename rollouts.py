@@ -178,18 +178,14 @@ def natural_rows(
 def exchanged_rows(mask: Tensor, draw: np.random.Generator) -> tuple[Tensor, Tensor]:
     """Rows to take scores from: of each place (R, T), and of each sequence (R,), int64.
 
-    At a position each row whose token is in the mask (R, T) takes another such row's place, in a random cycle; one that
-    is alone, and all other places, keep their own.
+    At a position the rows whose token is in the mask (R, T) are permuted among each other; the others stay.
     """
     R, T = mask.shape
     sources = np.tile(np.arange(R)[:, None], T)
     for column, written in enumerate(mask.cpu().numpy().T):
-        rows = draw.permutation(written.nonzero()[0])
-        sources[rows, column] = np.roll(rows, 1)
-    rows = draw.permutation(R)
-    of_rows = np.empty(R, dtype=np.int64)
-    of_rows[rows] = np.roll(rows, 1)
-    return torch.from_numpy(sources).to(mask.device), torch.from_numpy(of_rows).to(mask.device)
+        rows = written.nonzero()[0]
+        sources[rows, column] = draw.permutation(rows)
+    return torch.from_numpy(sources).to(mask.device), torch.from_numpy(draw.permutation(R)).to(mask.device)
 
 
 def figures_of_rollouts(batch: RolloutBatch, settings: RolloutSettings) -> dict[str, Any]:

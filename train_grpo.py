@@ -165,7 +165,7 @@ class GRPOSettings(Settings):
     discount: float = setting(0.0, minimum=0, maximum=1)
     """with credit for tokens: discount factor of later tokens' rewards; 0: immediate reward only"""
     exchange_scores: bool = False
-    """a control (placebo): at each position the reward model's scores are another row's, which know other text"""
+    """a control without information: at each position the reward model's scores are those of another row"""
     kl_in_reward: float | None = setting(None, minimum=0)
     """coefficient of the KL to the start (k1, per token) subtracted from the reward; None: 1 with evidence, else 0"""
     lm_coef: float = setting(0.0, minimum=0)

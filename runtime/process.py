@@ -12,7 +12,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ T = TypeVar("T")
 
 EXIT_RANK_LOST = 1
 SECONDS_FOR_RANK_0 = 3.0  # to print what all ranks have found
-SECONDS_TO_END = 10.0  # of a rank, after SIGTERM; torchrun kills it after 30
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -55,8 +53,6 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     signal.signal(signal.SIGTERM, on_sigterm)
     signal.signal(signal.SIGHUP, on_sigterm)
     _resume_hints[:] = [lambda: resume_hint]
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        _end_even_if_waiting()
     try:
         with contextlib.ExitStack() as stack:
             _main_stacks.append(stack)
@@ -165,27 +161,6 @@ def end_with_parent() -> None:
 def has_joined() -> bool:
     """Whether this process has joined others that torchrun started."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _end_even_if_waiting() -> None:
-    """End this rank SECONDS_TO_END after SIGTERM, though it waits for a rank that is gone.
-
-    gloo does not always notice that one is gone, and a handler in Python does not run while a call of C waits. The
-    signal's number is written to a pipe all the same, which a thread reads.
-    """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-
-    def end() -> None:
-        while signal.SIGTERM not in os.read(reading, 64):
-            pass
-        time.sleep(SECONDS_TO_END)
-        if is_main_rank():
-            print(f"Terminated. {_resume_hints[-1]()}", file=sys.stderr, flush=True)
-        os._exit(EXIT_TERMINATED)
-
-    threading.Thread(target=end, daemon=True).start()
 
 
 def is_lost_rank(error: RuntimeError) -> bool:
