@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 EXIT_RANK_LOST = 1
 SECONDS_FOR_RANK_0 = 3.0  # to print what all ranks have found
-SECONDS_TO_END = 10.0  # of a rank, after SIGTERM; torchrun kills it after 30
+SECONDS_TO_END = 25.0  # of a rank, after SIGTERM; torchrun kills it after 30
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -168,7 +168,7 @@ def has_joined() -> bool:
 
 
 def _end_even_if_waiting() -> None:
-    """End this rank SECONDS_TO_END after SIGTERM, though it waits for a rank that is gone.
+    """End this rank SECONDS_TO_END after SIGTERM or SIGHUP, though it waits for a rank that is gone.
 
     gloo does not always notice that one is gone, and a handler in Python does not run while a call of C waits. The
     signal's number is written to a pipe all the same, which a thread reads.
@@ -178,12 +178,14 @@ def _end_even_if_waiting() -> None:
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
 
     def end() -> None:
-        while signal.SIGTERM not in os.read(reading, 64):
+        while not {signal.SIGTERM, signal.SIGHUP} & {*os.read(reading, 64)}:
             pass
         time.sleep(SECONDS_TO_END)
-        if is_main_rank():
-            print(f"Terminated. {_resume_hints[-1]()}", file=sys.stderr, flush=True)
-        os._exit(EXIT_TERMINATED)
+        try:
+            if is_main_rank():
+                print(f"Terminated. {_resume_hints[-1]()}", file=sys.stderr, flush=True)
+        finally:  # whether there is a reader or not
+            os._exit(EXIT_TERMINATED)
 
     threading.Thread(target=end, daemon=True).start()
 
