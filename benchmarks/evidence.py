@@ -31,7 +31,7 @@ from data_loader import TokenSplits, dataset_folder, write_token_files
 from runtime.cli import parse_settings, read_config
 from runtime.device import select_device
 from runtime.files import read_json, write_json
-from runtime.process import run_main
+from runtime.process import UserError, run_main
 from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
 from sample_eval import NaturalText
@@ -95,6 +95,8 @@ class EvidenceSettings(Settings):
     """of the confirmatory phase"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """of the confirmatory phase"""
+    explored_temperatures: tuple[float, ...] = (1.0,)
+    """of the exploratory phase"""
     temperatures: tuple[float, ...] = (0.8, 0.9, 1.0, 1.1)
     """of the confirmatory phase; others are added where natural text's forward NLL does not lie between two points"""
     plain_from_scratch: bool = False
@@ -123,16 +125,22 @@ class EvidenceSettings(Settings):
 
     def check_further(self, problems: Problems) -> None:
         """Note seeds and temperatures that cannot be measured, before hours of training."""
-        seeds, temperatures = self.seeds, self.temperatures
+        seeds, block_size = self.seeds, QUICK["train"]["block_size"]
         problems.require(
             0 < len(seeds) <= MAX_SEEDS and len(set(seeds)) == len(seeds) and min(seeds) > 0,
             f"seeds={', '.join(map(str, seeds))}: must be 1 to {MAX_SEEDS} different numbers above 0, the explored one",
             "Name some as in --seeds 1 2 3",
         )
+        for name in ("temperatures", "explored_temperatures"):
+            values = getattr(self, name)
+            problems.require(
+                len(values) > 0 and all(0 < each < math.inf for each in values),
+                f"{name}={', '.join(map(str, values))}: must be finite and above 0",
+                f"Name some as in --{name} 0.9 1.0",
+            )
         problems.require(
-            len(temperatures) > 0 and all(0 < each < math.inf for each in temperatures),
-            f"temperatures={', '.join(map(str, temperatures))}: must be finite and above 0",
-            "Name some as in --temperatures 0.9 1.0",
+            not self.quick or self.prompt_length < block_size,
+            f"prompt_length={self.prompt_length}: must be below the {block_size} characters of --quick True",
         )
 
 
@@ -146,6 +154,8 @@ class Texts:
         made = self.pipeline.make("texts", "data/shakespeare_char/prepare", **options) if self.is_own else None
         self.folder = made or dataset_folder(str(settings.dataset))
         self.tokenizer = TokenizationManager(data_path=self.folder)
+        if self.tokenizer.chars is None:
+            raise UserError(f"ERROR: {self.folder} is a corpus by {self.tokenizer.method}: take one by characters")
         self.vocab_size = self.tokenizer.vocab_size
         self.select, self.test = (NaturalText.read(self.folder, part, self.vocab_size) for part in ("val", "test"))
 
@@ -159,7 +169,7 @@ class Texts:
 
         def write() -> None:
             write_token_files(self.pipeline.out / folder, TokenSplits(np.concatenate(tokens), self.select.tokens))
-            save_meta(self.pipeline.out / folder / "meta.pkl", self.tokenizer.chars or "")
+            save_meta(self.pipeline.out / folder / "meta.pkl", self.tokenizer.chars)
 
         folder = f"corpus_{name}"
         return self.pipeline.make_once(folder, write, {"texts": self.folder}, {"documents": chosen})
@@ -323,7 +333,7 @@ def file_name(arm: str) -> str:
 
 
 def explore(regime: Regime) -> dict[str, Any]:
-    """The exploratory record of a regime: every arm with seed 0, at temperature 1, on selection text."""
+    """The exploratory record of a regime: every arm with seed 0, on selection text."""
     seed, select = Seed(regime, 0), regime.texts.select
     base = seed.base()
     reward_model = seed.reward_model()
@@ -342,28 +352,34 @@ def explore(regime: Regime) -> dict[str, Any]:
 
     ngram = seed.measure("ngram.json", (base,), seed.of_samples(text=select.name), choose)
 
-    def point(arm: str, models: tuple[Path, ...], sample: Callable[[], Tensor]) -> dict[str, Any]:
-        def work() -> dict[str, Any]:
-            ids = sample()
-            of_samples = instrument.point(
-                ids, 1.0, {"reverse_nll_select": select}, (ngram["order"], ngram["smoothing"])
-            )
-            return {"points": [of_samples], "auc": instrument.auc(ids)}
+    def points(arm: str, models: tuple[Path, ...], sample: Callable[[float], Tensor]) -> list[dict[str, Any]]:
+        def work(temperature: float) -> dict[str, Any]:
+            ids = sample(temperature)
+            scored, fitted = {"reverse_nll_select": select}, (ngram["order"], ngram["smoothing"])
+            return instrument.point(ids, temperature, scored, fitted) | {"auc": instrument.auc(ids)}
 
-        name = f"{file_name(arm).removesuffix('.pt')}_select.json"
-        return seed.measure(name, models, seed.of_samples(text=select.name, **ngram), work)
+        found = []
+        for temperature in regime.settings.explored_temperatures:
+            name = f"{file_name(arm).removesuffix('.pt')}_select_T{temperature:g}.json"
+            settings = seed.of_samples(text=select.name, **ngram)
+            found.append(seed.measure(name, models, settings, partial(work, temperature)))
+        return found
 
     arms: dict[str, dict[str, Any]] = {}
     for arm, path in seed.arms.items():
-        sampled = point(arm, (path,), lambda path=path: instrument.sample(open_generator(path, regime.device), 1.0))
-        arms[arm] = {"loss": seed.loss(arm, select), **sampled}
 
-    def best() -> Tensor:
+        def sample(temperature: float, path: Path = path) -> Tensor:
+            return instrument.sample(open_generator(path, regime.device), temperature)
+
+        arms[arm] = {"loss": seed.loss(arm, select), "points": points(arm, (path,), sample)}
+
+    def best(temperature: float) -> Tensor:
         contents = load_checkpoint(reward_model)
         model = build_model(contents, "reward", reward_model, regime.device)
-        return instrument.best_of(open_generator(base, regime.device), model, ATTEMPTS)
+        return instrument.best_of(open_generator(base, regime.device), model, ATTEMPTS, temperature)
 
-    arms[f"base, best of {ATTEMPTS}"] = {"loss": None, **point(f"best of {ATTEMPTS}", (base, reward_model), best)}
+    best_points = points(f"best of {ATTEMPTS}", (base, reward_model), best)
+    arms[f"base, best of {ATTEMPTS}"] = {"loss": None, "points": best_points}
     return {"natural": {"forward_nll": regime.target}, "ngram": ngram, "arms": arms, "seconds": seed.seconds()}
 
 

@@ -92,12 +92,12 @@ class Instrument:
         completer.release()
         return torch.cat(parts)
 
-    def best_of(self, model: GPT, reward_model: RewardModel, attempts: int) -> Tensor:
-        """Samples (P, N) at temperature 1: of so many attempts at each prompt that of the highest mean evidence."""
+    def best_of(self, model: GPT, reward_model: RewardModel, attempts: int, temperature: float) -> Tensor:
+        """Samples (P, N): of so many attempts at each prompt that of the highest mean evidence."""
         scorer, kept = RewardScorer(reward_model, model), self.natural.clone()
         highest = torch.full((len(kept),), -torch.inf)
         for attempt in range(attempts):
-            ids = self.sample(model, 1.0, attempt)
+            ids = self.sample(model, temperature, attempt)
             evidence = scorer(ids.to(self.device)).evidence
             assert evidence is not None  # of a likelihood head
             mean = evidence.cpu()[:, self.prompt_length - 1 :].mean(1)  # (P,)

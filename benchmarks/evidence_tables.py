@@ -239,7 +239,7 @@ def exploratory_table(regime: Mapping[str, Any]) -> str:
         difference = "" if None in (arm["loss"], base) or name == "base" else f"{arm['loss'] - base:+.4f}"
         for point in arm["points"]:
             figures = [number(point[key]) for key in ("forward_nll", "reverse_nll_select")]
-            cells = [f"{point['temperature']:g}", *figures, number(arm["auc"]), seconds(regime["seconds"].get(name))]
+            cells = [f"{point['temperature']:g}", *figures, number(point["auc"]), seconds(regime["seconds"].get(name))]
             rows.append([name, number(arm["loss"]), difference, *cells])
     header = ["arm", LOSS, "difference to base", "temperature", "forward NLL", "reverse NLL", AUC, "seconds"]
     natural = f"Natural text's forward NLL: {number(regime['natural']['forward_nll'])}"
@@ -260,7 +260,7 @@ def check_records(records: Any) -> None:
             check_number(regime["natural"], f"{name}, natural", "forward_nll")
             need(regime["arms"], f"{name}, arms", "base")
             for arm, contents in items(regime["arms"], f"{name}, arms"):
-                check_arm(contents, f"{name}, {arm}", "forward_nll", "reverse_nll_select")
+                check_arm(contents, f"{name}, {arm}", ("loss",), ("forward_nll", "reverse_nll_select", "auc"))
     elif records["phase"] == "confirmatory":
         need(records, "records", "natural", "seeds")
         check_number(records["natural"], "natural", "forward_nll")
@@ -278,23 +278,21 @@ def check_seeds(seeds: Any) -> None:
         need(seed["arms"], f"seed {seed['seed']}, arms", *ARMS)
         for name in ARMS:
             where = f"seed {seed['seed']}, {name}"
-            check_arm(seed["arms"][name], where, *KEYS)
+            check_arm(seed["arms"][name], where, ("loss", "auc"), KEYS)
             check_number(seed["arms"][name], where, "auc_temperature")
     numbers = [seed["seed"] for seed in seeds]
     if len(set(numbers)) < len(numbers):
         raise UserError(f"ERROR: seeds of the records: {numbers} has a seed twice; differences are of different seeds")
 
 
-def check_arm(arm: Any, where: str, *keys: str) -> None:
-    """Raise UserError unless an arm has its figures, and each point its temperature and the keys."""
-    need(arm, where, "loss", "points", "auc")
+def check_arm(arm: Any, where: str, figures: Sequence[str], keys: Sequence[str]) -> None:
+    """Raise UserError unless an arm has its figures, numbers or None, and each point its temperature and the keys."""
+    need(arm, where, "points", *figures)
     if not isinstance(arm["points"], list):
         raise UserError(f"ERROR: {where}: points must be a list")
     for point in arm["points"]:
         check_number(point, f"{where}, a point", "temperature", *keys)
-    for key in ("loss", "auc"):
-        if arm[key] is not None:
-            check_number(arm, where, key)
+    check_number(arm, where, *(name for name in figures if arm[name] is not None))
 
 
 def check_number(mapping: Any, where: str, *keys: str) -> None:

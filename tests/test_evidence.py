@@ -143,7 +143,7 @@ def test_the_detector_is_tested_on_the_last_fifth_of_the_prompts(instrument, sam
 
 def test_best_of_n_takes_the_attempt_of_the_highest_evidence(instrument, models):
     reward_model = LikelihoodRewardModel(models[2], models[1])
-    kept = instrument.best_of(models[1], reward_model, 3)
+    kept = instrument.best_of(models[1], reward_model, 3, 1.0)
     attempts = torch.stack([instrument.sample(models[1], 1.0, attempt) for attempt in range(3)])
     with torch.no_grad():
         evidence = torch.stack([reward_model.output(ids)[:, PROMPT:].mean(1) for ids in attempts])  # (3, P)
@@ -211,6 +211,8 @@ def run(evidence, folder, tmp_path, monkeypatch):
         ({"temperatures": ()}, "temperatures="),
         ({"temperatures": (0.0, 1.0)}, "temperatures=0.0"),
         ({"temperatures": (float("nan"),)}, "temperatures=nan"),
+        ({"explored_temperatures": (-1.0,)}, "explored_temperatures=-1.0"),
+        ({"quick": True, "prompt_length": 48}, "prompt_length=48: must be below the 48 characters"),
     ],
     ids=str,
 )
@@ -234,7 +236,8 @@ def test_works_that_print_the_same_poems_are_in_one_corpus(evidence, tmp_path):
 
 def test_both_phases(run, tmp_path, capsys):
     """Every arm starts from the same base; nothing is made twice; only the confirmatory phase reads test text."""
-    explored = run("--phase=exploratory", "--regimes", "data_limited")["regimes"]["data_limited"]
+    options = ("--phase=exploratory", "--regimes", "data_limited", "--explored_temperatures", "0.9", "1.0")
+    explored = run(*options)["regimes"]["data_limited"]
     names = [
         "base",
         "placebo",
@@ -245,8 +248,8 @@ def test_both_phases(run, tmp_path, capsys):
     ]
     assert list(explored["arms"]) == names
     for name, arm in explored["arms"].items():
-        (point,) = arm["points"]
-        assert point["temperature"] == 1 and "reverse_nll" not in point and 0 <= arm["auc"] <= 1
+        assert [point["temperature"] for point in arm["points"]] == [0.9, 1.0]
+        assert all("reverse_nll" not in point and 0 <= point["auc"] <= 1 for point in arm["points"])
         assert (arm["loss"] is None) == (name == "base, best of 4")
     made = list(InThisProcess.started)
     assert made.count("train") == 7 and made.count("train_grpo") == 2  # evaluator, 3 natural models, base, two plain
