@@ -5,6 +5,7 @@
 
 import copy
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import figures
-from runtime.files import write_json
+from runtime.files import read_json, write_json
 from runtime.process import UserError
 
 
@@ -58,12 +59,13 @@ def confirmatory() -> dict:
 
 def exploratory() -> dict:
     arms = {
-        "base": {"loss": 1.9, "points": [point(1.0, 1.8)], "auc": 0.83},
-        "placebo": {"loss": 1.8875, "points": [point(1.0, 1.7)], "auc": None},
-        "best of 4": {"loss": None, "points": [point(1.0, 1.65)], "auc": 0.7},
+        "base": {"loss": 1.9, "points": [point(0.9, 1.75) | {"auc": 0.85}, point(1.0, 1.8) | {"auc": 0.83}]},
+        "placebo": {"loss": 1.8875, "points": [point(1.0, 1.7) | {"auc": 0.8}]},
+        "best of 4": {"loss": None, "points": [point(1.0, 1.65) | {"auc": 0.7}]},
     }
     for each in arms.values():
-        del each["points"][0]["reverse_nll"]
+        for measured in each["points"]:
+            del measured["reverse_nll"]
     regime = {"natural": {"forward_nll": 1.62}, "seconds": {"base": 12.4}, "arms": arms}
     return {"phase": "exploratory", "regimes": {"data_limited": regime}}
 
@@ -233,7 +235,8 @@ def test_the_tables_of_the_exploratory_phase(tables):
     text = tables.result_tables(exploratory())
     assert "Regime data_limited\n\nNatural text's forward NLL: 1.6200\n\n| arm | natural loss |" in text
     assert "| base | 1.9000 |  | 1 | 1.8000 | 9.0000 | 0.8300 | 12 |" in text
-    assert "| placebo | 1.8875 | -0.0125 | 1 | 1.7000 | 9.0000 |  |  |" in text
+    assert "| base | 1.9000 |  | 0.9 | 1.7500 | 9.0000 | 0.8500 | 12 |" in text
+    assert "| placebo | 1.8875 | -0.0125 | 1 | 1.7000 | 9.0000 | 0.8000 |  |" in text
     assert "| best of 4 |  |  | 1 | 1.6500 | 9.0000 | 0.7000 |  |" in text
 
 
@@ -285,6 +288,40 @@ def test_the_picture_of_the_curves():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# the records of the project, and what is printed of them
+
+DOCS = Path(__file__).parents[1] / "docs"
+RECORDS = {path.name: read_json(path) for path in sorted(DOCS.glob("evidence_*.json"))}
+
+
+def test_the_protocol_came_first():
+    """Every seed began after the protocol, at its commit."""
+    page, seeds = (DOCS / "evidence.md").read_text(encoding="utf-8"), RECORDS["evidence_records.json"]["seeds"]
+    fixed = re.search(r"protocol was committed at (\S+) as `(\w+)`", page)
+    assert fixed and len(seeds) == 5
+    for seed in seeds:
+        assert seed["commit"].startswith(fixed[2]) and seed["began"] > fixed[1]
+    assert min(seed["began"] for seed in seeds) in page
+
+
+@pytest.mark.parametrize(("name", "page"), [("evidence_records", "evidence"), ("evidence_seed0", "evidence_seed0")])
+def test_the_page_has_the_tables_of_the_records(tables, name, page):
+    page = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    parts = [part for part in tables.result_tables(RECORDS[f"{name}.json"]).split("\n\n") if part.startswith("|")]
+    assert parts and all(part in page for part in parts)
+
+
+def test_the_answers_and_the_readme_are_those_of_the_records(tables):
+    page, readme = ((DOCS.parent / name).read_text(encoding="utf-8") for name in ("docs/evidence.md", "README.md"))
+    records = RECORDS["evidence_records.json"]
+    for answer in tables.verdicts(records):
+        assert answer in page
+    for line in tables.contrast_table(records).splitlines():
+        if line.startswith("| on-policy minus plain |"):
+            assert line.split(" | ")[-1].removesuffix(" |") in readme
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # bad input
 
 
@@ -315,6 +352,10 @@ def without(records: dict, *path: str | int) -> dict:
         (confirmatory() | {"seeds": confirmatory()["seeds"][:1] * 2}, r"\[1, 1\] has a seed twice"),
         (without(exploratory(), "regimes", "data_limited", "arms", "base"), "data_limited, arms: base missing"),
         (without(exploratory(), "regimes", "data_limited", "arms", "placebo", "loss"), "placebo: loss missing"),
+        (
+            without(exploratory(), "regimes", "data_limited", "arms", "placebo", "points", 0, "auc"),
+            "point: auc missing",
+        ),
     ],
 )
 def test_bad_records_end_in_one_line(tables, records, expected):
