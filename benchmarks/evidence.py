@@ -358,20 +358,18 @@ def explore(regime: Regime) -> dict[str, Any]:
             scored, fitted = {"reverse_nll_select": select}, (ngram["order"], ngram["smoothing"])
             return instrument.point(ids, temperature, scored, fitted) | {"auc": instrument.auc(ids)}
 
-        found = []
+        found, settings = [], seed.of_samples(text=select.name, **ngram)
         for temperature in regime.settings.explored_temperatures:
             name = f"{file_name(arm).removesuffix('.pt')}_select_T{temperature:g}.json"
-            settings = seed.of_samples(text=select.name, **ngram)
             found.append(seed.measure(name, models, settings, partial(work, temperature)))
         return found
 
+    def sample(path: Path, temperature: float) -> Tensor:
+        return instrument.sample(open_generator(path, regime.device), temperature)
+
     arms: dict[str, dict[str, Any]] = {}
     for arm, path in seed.arms.items():
-
-        def sample(temperature: float, path: Path = path) -> Tensor:
-            return instrument.sample(open_generator(path, regime.device), temperature)
-
-        arms[arm] = {"loss": seed.loss(arm, select), "points": points(arm, (path,), sample)}
+        arms[arm] = {"loss": seed.loss(arm, select), "points": points(arm, (path,), partial(sample, path))}
 
     def best(temperature: float) -> Tensor:
         contents = load_checkpoint(reward_model)
