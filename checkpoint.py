@@ -80,6 +80,11 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     contents = read_folder(path) if path.is_dir() else load_state(path)
     if "model_args" in contents:
         contents = _from_nanogpt(path, contents)
+    return checked_contents(path, contents)
+
+
+def checked_contents(path: str | Path, contents: dict[str, Any]) -> dict[str, Any]:
+    """The dict of a checkpoint, of the file at `path`, checked: see load_checkpoint."""
     for key in ("model", "config"):
         if key not in contents:
             raise UserError(f"ERROR: {path} has no {key!r}: a checkpoint is a dict with 'model' and 'config'")
@@ -87,7 +92,11 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"ERROR: {path}: 'config' must be a GPTConfig and 'model' a state dict")
     for name, tensor in contents["model"].items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise UserError(f"ERROR: {path}: 'model' must be a state dict, but {name!r} is no tensor with a name")
+            raise UserError(f"ERROR: {path}: 'model' must be a state dict, but {name!r:.60} is no tensor with a name")
+        if tensor.dtype not in WEIGHT_DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+            raise UserError(f"ERROR: {path}: {name} is no plain tensor of floating-point numbers")
+        if tensor.untyped_storage().nbytes() < tensor.nbytes:  # one number can stand for any shape
+            raise UserError(f"ERROR: {path}: {name} has fewer numbers than its shape {tuple(tensor.shape)}")
     version = contents.get("format_version", FORMAT_VERSION)
     if type(version) is not int or version != FORMAT_VERSION:
         raise UserError(
@@ -95,7 +104,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         )
     absent = dict.fromkeys(("tokenization", "data", "training", *LIKELIHOOD_PARTS))
     contents = {**absent, **contents}
-    contents["config"] = _checked_config(path, contents["config"], len(contents["model"]))
+    contents["config"] = _checked_config(path, contents["config"], contents["model"])
     _check_likelihood_parts(path, contents)
     _check_weights(path, contents)
     _check_records(path, contents)
@@ -120,7 +129,7 @@ def _shown(value: Any) -> str:
     return f"{value!r:.60}"
 
 
-def _checked_config(path: str | Path, config: GPTConfig, num_weights: int) -> GPTConfig:
+def _checked_config(path: str | Path, config: GPTConfig, weights: Mapping[str, torch.Tensor]) -> GPTConfig:
     """A new config from the fields of one in a file: onto that anything may have been hung, methods of its own too."""
     known = {field.name: CONFIG_TYPES.get(field.name, (type(field.default),)) for field in fields(GPTConfig)}
     for name, value in vars(config).items():
@@ -133,8 +142,13 @@ def _checked_config(path: str | Path, config: GPTConfig, num_weights: int) -> GP
             raise UserError(f"ERROR: {path}: impossible config: {name}={_shown(value)}: must be <= {MAX_SIZE}")
     config = GPTConfig(**vars(config))
     problem = config.problem()
-    if not problem and config.n_layer > num_weights:
-        problem = f"n_layer={config.n_layer}, but the file has {num_weights} weights"
+    if not problem and config.n_layer > len(weights):
+        problem = f"n_layer={config.n_layer}, but the file has {len(weights)} weights"
+    if not problem and config.vocab_size * config.n_embd > (numbers := sum(each.numel() for each in weights.values())):
+        problem = f"vocab_size={config.vocab_size}, n_embd={config.n_embd}, but the weights have {numbers:,} numbers"
+    if not problem and config.position == "rope" and config.block_size * config.n_embd // config.n_head > MAX_SIZE:
+        # Tables of rotary positions, which no weights show; 131,072 positions of heads of 128 are within the limit.
+        problem = f"block_size={config.block_size}: its rotary positions would fill the memory"
     if problem:
         raise UserError(f"ERROR: {path}: impossible config: {problem}")
     return config
@@ -143,6 +157,9 @@ def _checked_config(path: str | Path, config: GPTConfig, num_weights: int) -> GP
 def _check_records(path: str | Path, contents: Mapping[str, Any]) -> None:
     if not isinstance(contents["training"], dict | None):
         raise UserError(f"ERROR: {path}: 'training' must be a dict, not {_shown(contents['training'])}")
+    writer = (contents["training"] or {}).get("generator_sha256")
+    if not isinstance(writer, str | None):
+        raise UserError(f"ERROR: {path}: 'training' has an impossible generator_sha256: {_shown(writer)}")
     for name, kinds in RECORDS.items():
         record = contents[name]
         if record is None:
@@ -170,7 +187,7 @@ def _check_likelihood_parts(path: str | Path, contents: dict[str, Any]) -> None:
         return
     if not isinstance(generator_config, GPTConfig):
         raise UserError(f"ERROR: {path}: a likelihood reward model needs the 'generator_config' of its generator")
-    contents["generator_config"] = _checked_config(path, generator_config, len(contents["model"]))
+    contents["generator_config"] = _checked_config(path, generator_config, contents["model"])
     if generator_config.mode != "generator":
         raise UserError(f"ERROR: {path}: its generator_config is that of a {generator_config.mode} model")
     _check_further_configs(path, contents)
@@ -188,18 +205,18 @@ def _check_likelihood_parts(path: str | Path, contents: dict[str, Any]) -> None:
 
 def _check_further_configs(path: str | Path, contents: dict[str, Any]) -> None:
     """Check the configs of an ensemble's natural models after the first; None where there is one alone."""
-    further, num_weights = contents["further_configs"], len(contents["model"])
+    further, weights = contents["further_configs"], contents["model"]
     if further is None:
         return
     if not isinstance(further, list) or not further or not all(isinstance(each, GPTConfig) for each in further):
         raise UserError(f"ERROR: {path}: 'further_configs' must be a list of GPTConfigs, not {_shown(further)}")
-    contents["further_configs"] = further = [_checked_config(path, each, num_weights) for each in further]
+    contents["further_configs"] = further = [_checked_config(path, each, weights) for each in further]
     for each in further:
         if each.mode != "generator":
             raise UserError(f"ERROR: {path}: its further_configs have that of a {each.mode} model")
-    if (num_layers := sum(each.n_layer for each in further)) > num_weights:
+    if (num_layers := sum(each.n_layer for each in further)) > len(weights):
         raise UserError(
-            f"ERROR: {path}: its further_configs have {num_layers} layers, but the file has {num_weights} weights"
+            f"ERROR: {path}: its further_configs have {num_layers} layers, but the file has {len(weights)} weights"
         )
 
 
@@ -236,8 +253,6 @@ def _check_weights(path: str | Path, contents: Mapping[str, Any]) -> None:
             raise UserError(
                 f"ERROR: {path}: {name} has shape {tuple(tensor.shape)}, its config wants {tuple(expected[name].shape)}"
             )
-        if tensor.dtype not in WEIGHT_DTYPES or tensor.layout != torch.strided or tensor.is_meta:
-            raise UserError(f"ERROR: {path}: {name} is no plain tensor of floating-point numbers")
         if not torch.isfinite(tensor).all():
             raise UserError(f"ERROR: {path}: {name} holds NaN or infinite values; take an earlier checkpoint")
 

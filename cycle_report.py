@@ -40,9 +40,14 @@ def read_ledger(path: Path) -> dict[str, Any]:
     if not isinstance(ledger, dict) or ledger.get("format_version") != LEDGER_VERSION:
         raise UserError(f"ERROR: {path} has another format than version {LEDGER_VERSION}; use another --out_dir")
     corpus, settings, stages = (ledger.get(name) for name in ("corpus", "settings", "stages"))
-    parts = [corpus, settings, stages, *(stages.values() if isinstance(stages, dict) else ())]
-    if not all(isinstance(part, dict) for part in parts):
+    nested = [each for part in (settings, stages) if isinstance(part, dict) for each in part.values()]
+    if not all(isinstance(part, dict) for part in (corpus, settings, stages, *nested)):
         raise UserError(f"ERROR: {path} is damaged: it lacks the corpus, the settings or the stages of a run")
+    if not all(type(each.get("seconds", 0)) in (int, float) for each in ledger["stages"].values()):
+        raise UserError(f"ERROR: {path} is damaged: the seconds of a stage are no number")
+    run = ledger.get("run", {"settings": {}, "stages": []})
+    if not isinstance(run, dict) or not {"settings", "stages"} <= run.keys():
+        raise UserError(f"ERROR: {path} is damaged: it does not say what was asked for")
     return ledger
 
 

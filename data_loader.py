@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from runtime.files import atomic_path, fsync_directory, fsync_file
+from runtime.files import HASHES_FILE, atomic_path, fsync_directory, fsync_file, hash_lines, wrong_hash
 from runtime.process import UserError
 
 TOKEN_DTYPE = np.dtype("<u2")
@@ -73,14 +73,20 @@ def read_text(data_path: str | Path) -> str:
 def text_pieces(path: str | Path) -> Iterator[str]:
     """The text of a UTF-8 file in pieces of at most READ_BYTES characters, newlines as Python's text mode reads them.
 
-    Raises UserError for an empty file, and for one that is not UTF-8.
+    Raises UserError for an empty file, for one that is not UTF-8, and for NUL, which no text has.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     position = 0
     with open(path, "rb") as file:
         while data := file.read(READ_BYTES):
-            yield newlines.decode(_decode(path, decoder, data, position))
+            text = newlines.decode(_decode(path, decoder, data, position))
+            if "\0" in text:
+                raise UserError(
+                    f"ERROR: {path} is no text: it has the character NUL; if it is text in another encoding, convert "
+                    "it first, for instance by iconv -f UTF-16LE -t UTF-8"
+                )
+            yield text
             position += len(data)
     if not position:
         raise UserError(f"ERROR: {path} is empty: there is no text to learn from")
@@ -166,16 +172,19 @@ def replace_token_files(folder: str | Path, names: Sequence[str], stale: Sequenc
     """Yield for each file name in `folder` a path to write to; no file gets its name before all are complete.
 
     Then the earlier train.bin, val.bin and `stale` files are removed, and the new files get their names in the order
-    given. Held-out parts of an earlier split may hold text that trains now, and a vocabulary gives ids their meaning:
-    an interruption between these steps leaves a file missing, hence an error, never files of two corpora together.
+    given, after them HASHES_FILE with their hashes. Held-out parts of an earlier split may hold text that trains now,
+    and a vocabulary gives ids their meaning: an interruption between these steps leaves a file missing, hence an error,
+    never files of two corpora together.
     """
     folder = Path(folder)
     with ExitStack() as stack:
+        hashes = stack.enter_context(atomic_path(folder / HASHES_FILE))  # the first to be made gets its name last
         paths = {name: stack.enter_context(atomic_path(folder / name)) for name in reversed(names)}
         yield paths
         for path in paths.values():
             fsync_file(path)  # now, because what follows is to be short
-        for name in ("train.bin", "val.bin", *stale):
+        hashes.write_text(hash_lines(paths), encoding="utf-8")
+        for name in (HASHES_FILE, "train.bin", "val.bin", *stale):
             (folder / name).unlink(missing_ok=True)
         fsync_directory(folder)
 
@@ -184,7 +193,8 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
     """A token file, checked and memory-mapped: (num_tokens,) uint16, read-only.
 
     `name` ('train' or 'val') is for messages. Raises BinaryFileError for a file that is missing, empty, of an odd
-    length, shorter than `min_tokens`, or holds a token that is not below `vocab_size`.
+    length, shorter than `min_tokens`, holds a token that is not below `vocab_size`, or has another hash than
+    HASHES_FILE beside it says.
     """
     path = Path(path)
     if not path.is_file():
@@ -200,6 +210,8 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
             f"{path} has {num_tokens:,} tokens, but {min_tokens:,} are needed: use a smaller block_size or more data"
         )
     _check_token_range(path, name, vocab_size)
+    if damage := wrong_hash(path):
+        raise BinaryFileError(f"{damage}, or: {REMEDY}")
     return np.memmap(path, dtype=TOKEN_DTYPE, mode="r")
 
 

@@ -25,6 +25,7 @@ from reward_metrics import bootstrap_blocks, format_difference, format_loss, pai
 from runtime.cli import parse_settings
 from runtime.device import select_device
 from runtime.files import write_json
+from runtime.output_lock import only_writer
 from runtime.process import UserError, run_main
 from runtime.run_log import counted, detail, format_metrics, name_full_pass, say
 from runtime.settings import Problems, Settings, setting
@@ -202,8 +203,9 @@ def report_samples(
     if output_path is not None:
         checkpoints = {path: {**figures, "points": points[path]} for path, figures in results.items()}
         contents = {"about": evaluation.about, "natural_text": natural, "checkpoints": checkpoints}
-        write_json(output_path, contents)
-        write_png(quality_diversity(points, natural), Path(output_path).with_suffix(".png"))
+        with only_writer(output_path):  # figures and picture are of one run
+            write_json(output_path, contents)
+            write_png(quality_diversity(points, natural), Path(output_path).with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from checkpoint import build_model, choose_tokenizer, hash_model, load_checkpoint
 from huggingface import CONFIG_FILE, WEIGHTS_FILE, config_json, form_of, their_weights
 from model import GPTConfig
 from runtime.cli import parse_settings
-from runtime.files import publish_directory, write_json, write_text
+from runtime.files import HASHES_FILE, hash_lines, publish_directory, write_json, write_text
 from runtime.output_lock import hold_output
 from runtime.process import UserError, run_main
 from runtime.run_log import format_size, say
@@ -28,7 +29,8 @@ from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
 from tokenizer_json import END_OF_TEXT, TOKENIZER_FILE, end_of_text
 
-FILES = (CONFIG_FILE, WEIGHTS_FILE, "generation_config.json", TOKENIZER_FILE, "tokenizer_config.json", "README.md")
+CONTENTS = (CONFIG_FILE, WEIGHTS_FILE, "generation_config.json", TOKENIZER_FILE, "tokenizer_config.json", "README.md")
+FILES = (*CONTENTS, HASHES_FILE)
 FORM_TITLES = {"gpt2": "GPT-2", "gpt_neox": "GPT-NeoX"}
 RECORD_LIMIT = 200  # characters of a value that the model card repeats
 
@@ -76,17 +78,24 @@ def main() -> None:
     hold_output(final)
     check_place(final, settings.overwrite)  # another export may have been there first
     staging = final.with_name(f".{final.name}.export.partial")
-    shutil.rmtree(staging, ignore_errors=True)  # of an export that was interrupted
+    shutil.rmtree(staging, ignore_errors=True)  # of an export that was killed
     staging.mkdir(parents=True)
-    save_file(their_weights(config, model.state_dict()), staging / WEIGHTS_FILE, metadata={"format": "pt"})
-    write_json(staging / CONFIG_FILE, config_json(config, end, checkpoint["data"]))
-    ends = {"bos_token_id": end, "eos_token_id": end}
-    # The distribution that the model was trained to have; transformers would else take the 50 likeliest tokens.
-    write_json(staging / "generation_config.json", {"do_sample": True, "temperature": 1.0, "top_k": 0, **ends})
-    write_text(staging / TOKENIZER_FILE, tokenizer_json)
-    write_json(staging / "tokenizer_config.json", tokenizer_config(config, end))
-    write_text(staging / "README.md", model_card(checkpoint, path, tokenizer, model.num_parameters()))
-    publish_directory(staging, final)
+    try:
+        try:
+            save_file(their_weights(config, model.state_dict()), staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        except SafetensorError as error:  # of a write, of which the system's error is a text in it
+            raise UserError(f"ERROR: cannot write {final}: {error}") from None
+        write_json(staging / CONFIG_FILE, config_json(config, end, checkpoint["data"]))
+        ends = {"bos_token_id": end, "eos_token_id": end}
+        # The distribution that the model was trained to have; transformers would else take the 50 likeliest tokens.
+        write_json(staging / "generation_config.json", {"do_sample": True, "temperature": 1.0, "top_k": 0, **ends})
+        write_text(staging / TOKENIZER_FILE, tokenizer_json)
+        write_json(staging / "tokenizer_config.json", tokenizer_config(config, end))
+        write_text(staging / "README.md", model_card(checkpoint, path, tokenizer, model.num_parameters()))
+        write_text(staging / HASHES_FILE, hash_lines({name: staging / name for name in CONTENTS}))
+        publish_directory(staging, final)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     say(f"{path}: {format_size(model.num_parameters())}, {tokenizer.info().describe()}, in {FORM_TITLES[form]}'s form")
     say(f"Saved {', '.join(FILES)} in {final}")
 

@@ -20,8 +20,8 @@ from reward_dataset_loader import RewardDataset
 from reward_model import TrunkRewardModel
 from runtime.device import autocast
 from runtime.distributed import Ranks
-from runtime.files import atomic_path
-from runtime.run_log import progress
+from runtime.files import atomic_path, hash_before
+from runtime.run_log import progress, say
 
 MOST_IN_MEMORY = 2**30  # bytes of a dataset's features
 
@@ -81,15 +81,28 @@ def frozen_features(
         fill(features)
         return features
     path = folder / f"{dataset.split}_{_key(model, dataset, depth, dtype)}_{ranks.rank}.f32"
-    if ranks.sum(path.is_file())[0] < ranks.world_size:
+    size_of_file = 4 * int(np.prod(shape))
+    if ranks.sum(path.is_file() and _has_hash(path, size_of_file))[0] < ranks.world_size:
         with atomic_path(path) as partial:
             with open(partial, "wb") as file:
                 if hasattr(os, "posix_fallocate"):  # through a map, a full disk would end the process
-                    os.posix_fallocate(file.fileno(), 0, 4 * int(np.prod(shape)))
+                    os.posix_fallocate(file.fileno(), 0, size_of_file)
                 else:
-                    file.truncate(4 * int(np.prod(shape)))
+                    file.truncate(size_of_file)
             fill(np.memmap(partial, dtype=np.float32, mode="r+", shape=shape))
+            with open(partial, "ab") as file:
+                file.write(hash_before(partial, size_of_file).encode())
     return np.memmap(path, dtype=np.float32, mode="r", shape=shape)
+
+
+def _has_hash(path: Path, size: int) -> bool:
+    """Whether a file has the hash that follows its first `size` bytes; if not, it is made again, which is said."""
+    with open(path, "rb") as file:
+        file.seek(size)
+        has_hash = file.read() == hash_before(path, size).encode()
+    if not has_hash:
+        say(f"{path} is damaged: it is made again")
+    return has_hash
 
 
 def forget_features(folder: Path) -> None:

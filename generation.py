@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runtime.device import free_memory
-from runtime.process import UserError, warn
+from runtime.process import UserError, lacks_memory, warn
 
 DEFAULT_CPU_ROWS, DEFAULT_CPU_MB = 1024, 1024
 GROWTH = 32  # positions by which the rows of a cache become longer
@@ -381,15 +381,11 @@ class Completer(Generic[AnyModel]):
                 self.release()  # the old one first
                 self._cache, self._cache_rows = KVCache(self.model, rows, self.length), rows
             return complete(self.model, natural, prefix_lengths, uniforms, sampling, self._cache)
-        except (torch.OutOfMemoryError, MemoryError):
-            pass
         except Exception as error:
             if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 reason = " ".join(str(error).split())
                 raise UserError(f"ERROR: torch.compile failed ({reason:.200}); use --compile False") from None
-            if not any(
-                words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory")
-            ):
+            if not lacks_memory(error):
                 raise
         self.release()
         return None

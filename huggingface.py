@@ -24,13 +24,12 @@ from torch.nn import functional as F
 
 from model import GPTConfig
 from runtime.downloads import BPE_FILES
-from runtime.files import GPT2_NAMES, hash_file, is_hub_name
+from runtime.files import GPT2_NAMES, MAX_JSON_BYTES, hash_file, is_hub_name, wrong_hash
 from runtime.process import UserError, warn
 from tokenization_manager import TokenizationManager
 from tokenizer_json import TOKENIZER_FILE, read_file, without_added_beyond
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
-MAX_JSON_BYTES = 1 << 26
 MAX_PADDING = 1024  # ids that a vocabulary is padded with
 HUB_PATTERNS = [CONFIG_FILE, "*.safetensors", INDEX_FILE, TOKENIZER_FILE, "vocab.json", "merges.txt"]
 SUPPORTED = "GPT-2 (gpt2) and GPT-NeoX (gpt_neox, such as Pythia)"
@@ -152,6 +151,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"ERROR: {path} not found: a model's folder in Hugging Face's form needs one")
     if path.stat().st_size > MAX_JSON_BYTES:
         raise UserError(f"ERROR: {path} has {path.stat().st_size:,} bytes: more than any such file needs")
+    if damage := wrong_hash(path):
+        raise UserError(f"ERROR: {damage}")
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -263,6 +264,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             raise UserError(f"ERROR: {folder / INDEX_FILE}: 'weight_map' must name files that lie beside it")
     weights: dict[str, Tensor] = {}
     for name in names:
+        if damage := wrong_hash(folder / name):
+            raise UserError(f"ERROR: {damage}")
         try:
             weights |= load_file(folder / name)
         except MemoryError:

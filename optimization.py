@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.files import checked_values
 from runtime.process import DivergedError, UserError
 
 # Names of the trunk's blocks, bare or behind the prefix of a wrapper (torch.compile, DDP).
@@ -106,6 +107,11 @@ class Optimizers:
         if scaler is not None:
             scaler.update()
 
+    def moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What the optimizers keep of a parameter's gradients, by name."""
+        states = [optimizer.state[parameter] for optimizer in self.optimizers if parameter in optimizer.state]
+        return {name: value for state in states for name, value in state.items() if isinstance(value, Tensor)}
+
     def unscale(self, scaler: torch.amp.GradScaler) -> None:
         """Divide the gradients by the float16 scaler's factor: before they are clipped."""
         for optimizer in self.optimizers:
@@ -120,7 +126,7 @@ class Optimizers:
 
         Raises UserError where the state is that of other optimizers or parameters.
         """
-        states = state["optimizers"]
+        states = checked_values(state, {"optimizers": (list,)})["optimizers"]
         if len(states) != len(self.optimizers):
             raise UserError(
                 f"ERROR: the saved state has {len(states)} optimizer(s), these settings {len(self.optimizers)}"
@@ -133,6 +139,18 @@ class Optimizers:
                 raise UserError(f"ERROR: the saved optimizer state does not fit this model: {error}") from None
             for group, own in zip(optimizer.param_groups, settings, strict=True):
                 group.update(own)
+            learned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for parameter in learned if optimizer.state else ():
+                _check_moments(optimizer.state[parameter], parameter)
+
+
+def _check_moments(moments: Any, parameter: Tensor) -> None:
+    """Raise UserError unless a parameter's state is one of Muon or AdamW, finite, and of the parameter's shape."""
+    names = ("momentum_buffer",) if "momentum_buffer" in moments else ("step", "exp_avg", "exp_avg_sq")
+    for name, value in checked_values(moments, dict.fromkeys(names, (Tensor,))).items():
+        shape = torch.Size([]) if name == "step" else parameter.shape
+        if value.shape != shape or value.layout != torch.strided or value.is_meta or not value.isfinite().all():
+            raise UserError(f"ERROR: {name} of the saved optimizer state does not fit this model")
 
 
 def make_optimizers(
@@ -227,14 +245,37 @@ def take_step(model: nn.Module, optimizers: Optimizers, grad_clip: float, scaler
     """Clip the gradients of a model, move its weights by them, and forget them; returns their norm before clipping.
 
     None, and no step, where gradients overflowed under a float16 scaler, which then scales less. Without one (a scaler
-    that is not enabled) DivergedError for them.
+    that is not enabled) DivergedError for them; and always for what the step has made NaN or infinite.
     """
     optimizers.unscale(scaler)
     strict = not scaler.is_enabled()
     norm = clip_gradients(model.named_parameters(), grad_clip, error_if_nonfinite=strict)
     optimizers.step(scaler)
     optimizers.zero_grad()
+    check_step(model, optimizers)
     return norm if math.isfinite(norm) else None
+
+
+def check_step(model: nn.Module, optimizers: Optimizers) -> None:
+    """Raise DivergedError for a weight of a model that a step has made NaN or infinite, or a moment of an optimizer.
+
+    Without it the next step would find the weight, and an interruption before that save it; a second moment that is
+    infinite, of a gradient whose square overflows, would never be found, and its weight never move again.
+    """
+    named: list[tuple[str, Tensor]] = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
+    named += [
+        (f"the {kind} of {name}", moment)
+        for name, parameter in list(named)
+        for kind, moment in optimizers.moments(parameter).items()
+    ]
+    if math.isfinite(torch.nn.utils.get_total_norm([tensor for _, tensor in named])):
+        return
+    bad = [f"{name} {tuple(tensor.shape)}" for name, tensor in named if not bool(tensor.isfinite().all())]
+    if bad:  # else the squares alone are infinite
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise DivergedError(f"ERROR: {bad[0]}{more} is not finite after the step: lower the learning rate")
 
 
 def gradient_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
@@ -295,7 +336,18 @@ class EarlyStopping:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        self.best, self.num_without_improvement = state["best"], state["num_without_improvement"]
+        vars(self).update(checked_values(state, {"best": (float, type(None)), "num_without_improvement": (int,)}))
+
+
+def load_some(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Set some of a model's weights; UserError for others than its own, of other shapes, or that are not finite."""
+    own = model.state_dict()
+    for name, weight in weights.items():
+        if name not in own or not isinstance(weight, Tensor) or weight.shape != own[name].shape:
+            raise UserError("ERROR: the saved weights do not fit this model")
+        if weight.layout != torch.strided or weight.is_meta or not weight.isfinite().all():
+            raise UserError(f"ERROR: the saved {name} is no plain tensor of finite numbers")
+    model.load_state_dict(weights, strict=False)
 
 
 class Best:
@@ -316,13 +368,14 @@ class Best:
     ) -> None:
         """Keep a copy of the weights `at` a step or epoch if their value is below the least so far, or `any_value`."""
         if value < self.value or any_value:
-            self.value, self.at, self.figures = min(value, self.value), at, figures
+            self.value, self.at, self.figures = float(min(value, self.value)), at, figures
             self.weights = {name: tensor.detach().clone() for name, tensor in weights}
 
     def restore(self, model: nn.Module) -> None:
         """Give the model the kept weights; those that were not offered stay."""
-        assert self.weights is not None
-        model.load_state_dict(self.weights, strict=False)
+        if self.weights is None:
+            raise UserError("ERROR: the saved state has no weights that were kept: start with --init_from scratch")
+        load_some(model, self.weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Value, step or epoch, figures and weights."""
@@ -330,7 +383,10 @@ class Best:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`."""
-        vars(self).update(state)
+        if isinstance(state, dict) and type(state.get("value")) is int:  # of an earlier version
+            state = {**state, "value": float(state["value"])}
+        kinds = {"value": (float,), "at": (int,), "figures": (dict,), "weights": (dict, type(None))}
+        vars(self).update(checked_values(state, kinds))
 
 
 class TrainableWeights:
@@ -346,4 +402,6 @@ class TrainableWeights:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Set the weights; what is frozen stays."""
-        self.model.load_state_dict(state, strict=False)
+        if not isinstance(state, dict) or state.keys() != {name for name, _ in self.named}:
+            raise UserError("ERROR: the saved weights are not those that this run trains")
+        load_some(self.model, state)

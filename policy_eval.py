@@ -34,6 +34,7 @@ from reward_metrics import (
 )
 from reward_model import RewardScorer, Scores
 from runtime.device import autocast, random_stream
+from runtime.files import checked_values
 from runtime.process import UserError, warn
 from runtime.run_log import counted, name_full_pass
 
@@ -365,6 +366,11 @@ class Stops:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`."""
+        checked_values(state, {"start": (dict,), "rewards": (list,), "window": (int,), "plateau": (dict,)})
+        if state["start"] and type(state["start"].get("select_loss")) is not float:
+            raise UserError("ERROR: the figures of the start lack its select_loss")
+        if state["window"] < 1 or not all(type(reward) is float for reward in state["rewards"]):
+            raise UserError("ERROR: the rewards so far are no numbers, or their window is 0")
         self.start, self.rewards, self.window = state["start"], list(state["rewards"]), state["window"]
         self.plateau.load_state_dict(state["plateau"])
 

@@ -21,7 +21,7 @@ from data_loader import TokenSplits, evenly_spaced, load_binary, load_text
 from generation import Completer, Sampling, compile_model, generate
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
-from reward_dataset_loader import FORMAT_VERSION, format_metadata, read_metadata, write_metadata
+from reward_dataset_loader import FORMAT_VERSION, format_metadata, hash_split, read_metadata, write_metadata
 from runtime.cli import parse_settings
 from runtime.device import random_stream, select_device, select_dtype
 from runtime.distributed import Ranks, start_ranks
@@ -138,14 +138,12 @@ def write_split(
     size = blocks_per_task(G)
     num_tasks = -(-num_blocks // size)
     count = num_blocks * G
-    sizes = {f"{split}_x.bin": count * N * 2, f"{split}_y.bin": count * 2 * 4}
+    row_bytes = {f"{split}_x.bin": N * 2, f"{split}_y.bin": 2 * 4}
     if ranks.rank == 0:
-        for name, file_size in sizes.items():
-            staged.reserve(name, file_size, work=split)
-    ranks.wait()
+        for name, size_of_row in row_bytes.items():
+            staged.reserve(name, count * size_of_row, work=split)
     done = np.zeros(num_tasks, dtype=bool)
-    done[staged.finished(split)] = True
-    ranks.wait()  # nobody adds to a journal before all have read them
+    done[ranks.on_main(lambda: staged.finished(split, row_bytes))] = True  # it reads all that is there
     if done.any():
         found = min(int(done.sum()) * size, num_blocks)
         say(f"Going on with work that was interrupted: {found:,} of {num_blocks:,} blocks are there")
@@ -156,7 +154,7 @@ def write_split(
     last_flush = time.monotonic()
     in_share = int(np.minimum((share + 1) * size, num_blocks).sum() - (share * size).sum())  # the last may be smaller
     with (
-        RowWriter(staged, split, sizes, ranks.rank) as writer,
+        RowWriter(staged, split, row_bytes, ranks.rank) as writer,
         progress(in_share, "Processing blocks") as bar,
     ):
         todo = share[~done[share]]
@@ -173,7 +171,7 @@ def write_split(
                 writer.flush()
                 last_flush = time.monotonic()
     ranks.wait()
-    finished = ranks.on_main(lambda: len(staged.finished(split)))
+    finished = ranks.on_main(lambda: len(staged.finished(split, row_bytes)))
     if finished != num_tasks:  # a fault of ours, but never zeros in place of text
         raise UserError(f"ERROR: {finished} of {num_tasks} parts of {split} are written; run the same command again")
     return count
@@ -245,7 +243,7 @@ def main() -> None:
         for split, count in counts.items():
             entries = dataset_entries(count, N, tokenizer.info())
             entries |= {"split": split, **identity, **describe_sources(config)}
-            write_metadata(staged.contents / f"{split}_metadata.txt", entries)
+            write_metadata(staged.contents / f"{split}_metadata.txt", entries | hash_split(staged.contents, split))
         staged.publish()
 
     ranks.on_main(publish)
@@ -425,7 +423,7 @@ def save_reward_dataset(
             array.tofile(partial)
     entries = dataset_entries(len(x), x.shape[1], tokenization_info)
     entries |= {"split": split_name, "format_version": FORMAT_VERSION, "samples_per_chunk": samples_per_chunk}
-    write_metadata(folder / f"{split_name}_metadata.txt", entries)
+    write_metadata(folder / f"{split_name}_metadata.txt", entries | hash_split(folder, split_name))
     say(f"Saved {split_name} data:")
     say(f"  X: {folder / f'{split_name}_x.bin'} {x.shape}")
     say(f"  Y: {folder / f'{split_name}_y.bin'} {y.shape}")

@@ -25,8 +25,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from data_loader import ValidationParts, evenly_spaced
 from generation import Sampling
+from runtime.artefacts import hash_once
 from runtime.cli import parse_settings
-from runtime.files import write_text
+from runtime.downloads import sha256
+from runtime.files import hash_file, write_text
 from runtime.process import UserError, run_main, warn
 from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationInfo
@@ -39,7 +41,9 @@ SPLITS = ("train", "val")
 X_DTYPE: np.dtype = np.dtype("<u2")
 Y_DTYPE: np.dtype = np.dtype("<f4")
 CHUNK_BYTES = 1 << 24
+MAX_METADATA_BYTES = 1 << 20
 LABEL_TOLERANCE = 1e-6  # two float32 labels, each rounded, sum to 1 within 6e-8
+HASH_KEY = "lines_sha256"  # of the first line: the hash of the others
 METADATA_KEYS = (
     "num_samples",
     "block_size",
@@ -118,21 +122,40 @@ def format_metadata(entries: Mapping[str, Any]) -> str:
 
 
 def write_metadata(path: str | Path, entries: Mapping[str, Any]) -> None:
-    """Write what `format_metadata` makes of the entries, whole or not at all."""
-    write_text(path, format_metadata(entries))
+    """Write a hash of the lines that `format_metadata` makes of the entries, and the lines, whole or not at all."""
+    lines = format_metadata(entries)
+    write_text(path, f"{HASH_KEY}: {sha256(lines.encode())}\n{lines}")
+
+
+def hash_split(folder: Path, split: str) -> dict[str, str]:
+    """Metadata entries: sha256 of a split's binary files."""
+    return {f"{part}_sha256": hash_file(folder / f"{split}_{part}.bin") for part in "xy"}
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """The entries of a metadata file. Raises UserError: missing, no `key: value` lines, an unknown format version."""
+    """The entries of a metadata file, without the hash of its lines.
+
+    Raises UserError: missing, no `key: value` lines, lines of another hash, an unknown format version.
+    """
     path = Path(path)
     try:
-        metadata = _parse_metadata(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > MAX_METADATA_BYTES:
+            raise ValueError(f"{path.stat().st_size:,} bytes are more than any metadata need")
+        text = path.read_text(encoding="utf-8")
+        first, _, lines = text.partition("\n")
+        has_hash = first.endswith(f": {sha256(lines.encode())}")  # whatever its key: that may be what is damaged
+        metadata = _parse_metadata(lines if has_hash else text)
     except FileNotFoundError:
         raise UserError(f"ERROR: Dataset file not found: {path}") from None
     except UnicodeDecodeError:
         raise UserError(f"ERROR: {path} is damaged: it is no UTF-8 text") from None
     except ValueError as error:
         raise UserError(f"ERROR: {path} is damaged: {error}") from None
+    if HASH_KEY in metadata:
+        raise UserError(
+            f"ERROR: {path} is damaged: its lines do not have the hash {HASH_KEY} in the first; if you have changed "
+            "them, delete that line"
+        )
     version = metadata.get("format_version", str(FORMAT_VERSION))
     if version != str(FORMAT_VERSION):
         raise UserError(f"ERROR: {path} has format_version {version}; this program reads version {FORMAT_VERSION}")
@@ -510,7 +533,7 @@ def open_checked_splits(data_dir: str | Path) -> tuple[RewardDataset, RewardData
 
 
 def _damaged_files(splits: _Splits) -> Iterator[str]:
-    """Files that are missing, or of another size than the samples need."""
+    """Files that are missing, of another size than the samples need, or of another hash than their metadata say."""
     for files in splits.files.values():
         if not files.data_dir.is_dir():
             yield f"Reward dataset not found: {files.data_dir}"
@@ -522,13 +545,15 @@ def _damaged_files(splits: _Splits) -> Iterator[str]:
             yield " and ".join(f"{path} ({size:,} bytes)" for path, size in files.sizes.items()) + " hold no samples"
             continue
         rows = ((files.block_size, X_DTYPE), (2, Y_DTYPE))
-        for (path, size), (width, dtype) in zip(files.sizes.items(), rows, strict=True):
+        for part, (path, size), (width, dtype) in zip("xy", files.sizes.items(), rows, strict=True):
             needed = files.num_samples * width * dtype.itemsize
             if size != needed:
                 yield (
                     f"{path} has {size:,} bytes, but ({files.num_samples}, {width}) {dtype.name} needs {needed:,} "
                     "bytes: it is cut short or of another dataset"
                 )
+            elif (digest := (files.metadata or {}).get(f"{part}_sha256")) is not None and digest != hash_once(path):
+                yield f"{path} does not have the hash in {files.metadata_path}: it is damaged or of another dataset"
 
 
 def _bad_metadata(splits: _Splits) -> Iterator[str]:

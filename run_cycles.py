@@ -57,7 +57,7 @@ from reward_metrics import better_than_constant, format_r_squared
 from runtime.artefacts import identity, make_once, other_code
 from runtime.cli import all_sections, parse_settings, read_config, split_config
 from runtime.device import select_device
-from runtime.files import atomic_path, write_json
+from runtime.files import atomic_path, write_record
 from runtime.output_lock import hold_output, only_writer
 from runtime.process import ERROR_VARIABLE, PARENT_VARIABLE, STAGE_VARIABLE, UserError, on_interruption, run_main, warn
 from runtime.resume import SUFFIX, load_run_state, of_another_run, set_aside, state_to_resume
@@ -99,6 +99,8 @@ class Ledger:
         }
         if path.is_file():
             self.contents = read_ledger(path)
+            if lacking := sorted(corpus.keys() - self.contents["corpus"].keys()):
+                raise UserError(f"ERROR: {path} is damaged: its corpus has no {lacking[0]}; use another --out_dir")
             then, now = {"corpus": self.contents["corpus"], **self.contents["settings"]}, {"corpus": corpus, **settings}
             changed = [
                 f"{section}.{name} was {value!r}, now {now[section][name]!r}"
@@ -122,7 +124,7 @@ class Ledger:
         if self.contents.get("run") != run:
             self._forget("outcome", "summary")
             self.contents["run"] = run
-            write_json(self.path, self.contents)
+            write_record(self.path, self.contents)
 
     def record(self, name: str, record: dict[str, Any], section: str | None = None) -> None:
         """Write a stage's record and, if it is finished, the settings of its section (None: it used none)."""
@@ -130,14 +132,14 @@ class Ledger:
         self.stages[name] = record
         if section and not record.get("unfinished"):
             self.contents["settings"][section] = self.settings[section]
-        write_json(self.path, self.contents)
+        write_record(self.path, self.contents)
 
     def fail(self, name: str, error: Exception) -> None:
         """Note that a stage ended with an error, until another is recorded."""
         said = error.reason if isinstance(error, StageError) else str(error)
         reason, *_ = said.removeprefix("ERROR: ").splitlines() or [type(error).__name__]
         self.contents["failed"] = {"stage": name, "reason": reason}
-        write_json(self.path, self.contents)
+        write_record(self.path, self.contents)
 
     def _forget(self, *names: str) -> None:
         for name in names:
@@ -145,8 +147,9 @@ class Ledger:
 
     def conclude(self, outcome: str, summary: list[str]) -> None:
         """Note why the run ended, and what came out of it in sentences."""
+        self._forget("failed")  # of the run before, which may have made the last stage and failed to record it
         self.contents |= {"outcome": outcome, "summary": summary}
-        write_json(self.path, self.contents)
+        write_record(self.path, self.contents)
 
 
 class Runner:
@@ -286,12 +289,16 @@ def prepare_corpus(folder: Path, config_path: str | None) -> None:
     """Make train.bin and val.bin where they are missing, by the settings file's section `prepare` if it has one."""
     section = None if config_path is None else read_config(config_path).get("prepare")
     has_section = section is not None
-    if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
+
+    def check_split() -> None:
         if section and section.get("split") == "documents" and not (folder / SPLITS_FILE).is_file():
             raise UserError(
                 f"ERROR: prepare: split=documents: the token files in {folder} are of another split; remove them, or "
                 "name another --dataset"
             )
+
+    if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
+        check_split()
         if has_section:
             say(f"corpus: {folder} has token files, which are used as they are")
         return
@@ -308,6 +315,7 @@ def prepare_corpus(folder: Path, config_path: str | None) -> None:
         )
     say(f"\n##### corpus: {script}")
     run_stage("corpus", [sys.executable, str(script), *options])
+    check_split()  # another run may have made the files meanwhile
 
 
 def find_reward_model(

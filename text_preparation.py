@@ -30,9 +30,9 @@ from data_loader import (
 )
 from document_splits import split_documents
 from runtime.downloads import ensure_corpus, read_documents
-from runtime.files import write_json
+from runtime.files import write_record
 from runtime.output_lock import hold_output
-from runtime.process import UserError, until_main_ends
+from runtime.process import UserError, is_stage, until_main_ends
 from runtime.run_log import progress
 from runtime.settings import Problems, Settings, setting
 from tokenization_manager import TokenizationManager, UnknownCharacterError, detect_method, save_meta
@@ -84,18 +84,13 @@ def _raise(error: OSError) -> None:
 def joined_pieces(texts: Sequence[Path]) -> Iterator[str]:
     """The texts one after another, in pieces; one that does not end with a newline gets one before the next.
 
-    Raises UserError as `text_pieces` does, and for NUL, which no text has.
+    Raises UserError as `text_pieces` does.
     """
     end = "\n"
     for path in texts:
         if end != "\n":
             yield "\n"
         for piece in text_pieces(path):
-            if "\0" in piece:
-                raise UserError(
-                    f"ERROR: {path} is no text: it has the character NUL; if it is text in another encoding, convert "
-                    "it first, for instance by iconv -f UTF-16LE -t UTF-8"
-                )
             yield piece
             end = piece[-1:] or end
 
@@ -338,7 +333,7 @@ def write_parts(
                 raise UserError(f"ERROR: {tokenizer_path} was changed meanwhile: run the same command again")
             shutil.copyfile(tokenizer_path, paths[vocabulary])
     if record is not None:
-        write_json(Path(folder, SPLITS_FILE), record)
+        write_record(Path(folder, SPLITS_FILE), record)
     elif held_out:
         print(f"removed what an earlier split by documents left: {', '.join(held_out)}")
     if others:
@@ -407,6 +402,10 @@ class ShakespeareSettings(Settings):
 def prepare_shakespeare(settings: ShakespeareSettings) -> None:
     """Fetch the text unless it is there, split, encode, write."""
     hold_folder(settings.out_dir)
+    if is_stage() and all(Path(settings.out_dir, name).is_file() for name in ("train.bin", "val.bin")):
+        # run_cycles.py found none: another run made them while this one waited, and perhaps reads them now.
+        print(f"corpus: another run has made the token files in {settings.out_dir} meanwhile")
+        return
     vocabulary, by_document = Vocabulary(settings.TOKENIZATION), settings.split == "documents"
     path = ensure_corpus(settings.out_dir, settings.source, settings.plays, by_document)
     if not by_document:

@@ -22,7 +22,7 @@ import numpy as np
 import tokenizer_json
 from data_loader import MAX_VOCAB_SIZE
 from runtime.downloads import ensure_gpt2_bpe_files
-from runtime.files import atomic_path
+from runtime.files import atomic_path, wrong_hash
 from runtime.process import UserError
 from tokenizer_json import BPE_VOCAB_SIZE, TOKENIZER_FILE
 
@@ -90,6 +90,8 @@ def load_meta(path: str | Path) -> dict[str, Any]:
         raise MetaFileError(f"{path} is damaged or no pickle: {error}") from None
     if problem := _meta_problem(meta):
         raise MetaFileError(f"{path}: {problem}: make it again with data/NAME/prepare.py")
+    if damage := wrong_hash(path):
+        raise MetaFileError(damage)
     return meta
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from data_loader import MAX_VOCAB_SIZE
 from runtime.downloads import BPE_FILES, ensure_gpt2_bpe_files, sha256
+from runtime.files import wrong_hash
 from runtime.process import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -29,7 +30,7 @@ class TokenizerFileError(UserError):
 
 
 def read_file(path: str | Path) -> str:
-    """The text of a tokenizer.json; raises TokenizerFileError where it is missing, too large or no UTF-8 text."""
+    """The text of a tokenizer.json; raises TokenizerFileError where it is missing, damaged or no text."""
     path = Path(path)
     if not path.is_file():
         raise TokenizerFileError(
@@ -40,6 +41,8 @@ def read_file(path: str | Path) -> str:
         raise TokenizerFileError(
             f"{path} is no tokenizer: {path.stat().st_size:,} bytes are more than any vocabulary needs"
         )
+    if damage := wrong_hash(path):
+        raise TokenizerFileError(damage)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -24,6 +24,7 @@ from checkpoint import (
     Corpus,
     build_model,
     check_same_splits,
+    checked_contents,
     data_record,
     hash_weights,
     load_checkpoint,
@@ -187,6 +188,11 @@ class TrainSettings(Settings):
                 f"init_from={self.init_from}: this run would overwrite it",
                 "Choose another --out_dir or --checkpoint_name",
             )
+        problems.require(
+            self.checkpoint_name == Path(self.checkpoint_name).name and self.checkpoint_name not in ("", ".."),
+            f"checkpoint_name={self.checkpoint_name}: must be a plain name, without /",
+            "Name the folder with --out_dir",
+        )
         if self.init_from == "scratch":  # else another block_size may hold: see `shaped`
             self.check_contexts(problems)
         problems.check_tracker(self.tracker_name)
@@ -268,7 +274,8 @@ def main() -> None:
     if start is None or not given.eval_only:
         run.begin(given.init_from == "resume")
     if run.is_resumed:
-        model = GPT(run.saved("facts")["config"]).to(device)
+        saved = {"model": run.saved("model"), "config": run.saved("facts").get("config")}
+        model = build_model(checked_contents(run.path, saved), "generator", run.path, device).train()
         settings = given.shaped(model.config)
     elif model is None:
         model = new_model(settings, corpus.tokenizer).to(device)
@@ -295,7 +302,8 @@ def main() -> None:
         losses = selection_loss(model, corpus, settings, ranks, dtype)
         run.note(**losses)
         stopping.update(run.record["select_loss"])
-        figures = {"step": run.step, **losses, "batches": facts.first_batch + run.step, "settings": asdict(settings)}
+        batches = facts.first_batch + run.step
+        figures = {"step": run.step, **losses, "batches": batches, "settings": run.settings_to_record(settings)}
         keep_best(best, model, run, figures, (corpus.tokenizer.to_record(), data))
 
     compiled = torch.compile(model) if settings.compile else model
@@ -464,7 +472,7 @@ def measure_kept(run: Run[TrainSettings], best: Best, corpus: Corpus, dtype: tor
     kept = build_model(contents, "generator", path, ranks.device)
     settings = replace(run.settings, block_size=kept.config.block_size)
     val_loss, seconds = validation_loss(kept, corpus, settings, ranks, dtype)
-    run.log(run.step, final=True, kept_step=best.figures["step"], val_loss=val_loss, val_seconds=seconds)
+    run.log(run.step, final=True, kept_step=best.at, val_loss=val_loss, val_seconds=seconds)
     if ranks.rank == 0:
         training = {**contents["training"], "val_loss": val_loss}
         save_checkpoint(path, kept, contents["tokenization"], contents["data"], training)

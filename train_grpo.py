@@ -10,7 +10,7 @@ Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -77,7 +77,7 @@ from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
 from runtime.files import write_json
 from runtime.process import UserError, run_main, warn
 from runtime.resume import Run
-from runtime.run_log import detail, format_size, read_records, say
+from runtime.run_log import check_finite, detail, format_size, read_records, say
 from runtime.settings import Problems, Settings, setting
 from shared_prompts import put
 
@@ -352,6 +352,8 @@ def main() -> None:
     # the state's parts, restored here if the run is resumed
     run.track(policy=policy, optimizers=optimizers, scaler=scaler, stops=stops, best=best)
     micro_rows = run.began.setdefault("micro_rows", ranks.on_main(policy.rows_at_a_time))  # on another GPU too
+    if type(micro_rows) is not int or micro_rows < 1 or (best.figures and "select_loss" not in best.figures):
+        raise UserError(f"ERROR: {run.path} is damaged: delete it and start with --init_from scratch")
 
     def evaluate() -> None:
         figures = ranks.on_main(lambda: selection(completer))
@@ -404,6 +406,7 @@ def main() -> None:
     # the kept policy, on the reporting part
     best.restore(policy)
     reported = ranks.on_main(lambda: report_figures(report, policy, scorer.reference, settings.seed))
+    check_finite(reported)  # the start's figures, too, are written
     run.log(run.step, final=True, kept_step=best.at, **reported["kept"])
     print_outcome(training := outcome(run, stops, best, settings) | reported)
     save_outcome(run, policy, checkpoint, training)
@@ -825,7 +828,12 @@ def outcome(run: Run, stops: Stops, best: Best, settings: GRPOSettings) -> dict[
     return {
         **{"steps": run.step, "stop_reason": run.reason, "kept_step": best.at},
         **{"select_loss": best.figures["select_loss"], "start_select_loss": stops.start["select_loss"]},
-        **{"first_reward": first, "last_reward": last, "reward_steps": window, "settings": asdict(settings)},
+        **{
+            "first_reward": first,
+            "last_reward": last,
+            "reward_steps": window,
+            "settings": run.settings_to_record(settings),
+        },
         **({"reward_function_sha256": run.reads["reward function"]} if settings.reward_function else {}),
     }
 

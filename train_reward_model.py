@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -63,7 +63,7 @@ from runtime.distributed import Ranks, parallel, start_ranks
 from runtime.files import hash_file
 from runtime.process import UserError, is_stage, run_main, warn
 from runtime.resume import Run, Values
-from runtime.run_log import counted, detail, format_size, name_full_pass, say
+from runtime.run_log import check_finite, counted, detail, format_size, name_full_pass, not_finite, say
 from runtime.settings import Problems, Settings, setting
 
 # Heads that are trained here: the others' models are train.py's.
@@ -314,7 +314,7 @@ def main() -> None:
     skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
     losses = ranks.on_main(lambda: report_losses(data, inputs, best.figures))
     training = {**best.figures, **losses, "skill": skill}
-    training |= {"settings": asdict(settings), "generator_sha256": generator_sha256}
+    training |= {"settings": run.settings_to_record(settings), "generator_sha256": generator_sha256}
     records = checkpoint["tokenization"], checkpoint["data"]
     if ranks.rank == 0:
         save_checkpoint(output, model, *records, training)
@@ -323,6 +323,7 @@ def main() -> None:
         try:
             learn(Run(None, replace(settings, max_epochs=best.at), ranks), untrained, data, inputs, control=True)
             control = ranks.on_main(lambda: predict_reported(untrained.eval(), data, inputs, settings, ranks.device))
+            check_finite({"P(natural)": control.sum().item()})
         except UserError as error:
             warn(f"the control on shuffled labels failed: {str(error).removeprefix('ERROR: ')}")
             control = None
@@ -527,6 +528,8 @@ def fit_mixture(
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = model.loss(model.calibrated(ratios), targets, run.settings.loss_name)
+        if wrong := not_finite({"val_loss": loss.item(), "the logit of w": model.mixture.item()}):  # LBFGS stumbles
+            raise UserError(f"ERROR: {wrong}: the models are damaged; take earlier checkpoints")
         loss.backward()
         return loss
 
@@ -534,8 +537,6 @@ def fit_mixture(
     with torch.no_grad():
         model.mixture.clamp_(-MAX_MIXTURE, MAX_MIXTURE)
     val_loss, weight = closure().item(), model.mixture.sigmoid().item()
-    if not math.isfinite(val_loss):
-        raise UserError(f"ERROR: val_loss is {val_loss}: the models are damaged; take earlier checkpoints")
     return {"val_loss": val_loss, "mixture": weight}, figures, model.mixture.item()
 
 

@@ -25,6 +25,7 @@ from runtime.process import UserError
 from runtime.run_log import say
 from runtime.staged_folder import differing_settings
 
+MOST_HASHES = 256  # of files that are kept: those of a run and its source files, many times over
 # Of a folder that is read: a corpus, reward data, or a model in Hugging Face's form.
 DATA_FILES = ("*.bin", "meta.pkl", "tokenizer.json", "config.json", "*.safetensors", "vocab.json", "merges.txt")
 
@@ -117,7 +118,7 @@ def hash_input(path: Path, hash_model: Callable[[Path], str] = hash_file) -> str
     """sha256 of a file's content (of a torch file by `hash_model`) or of a folder's DATA_FILES, by name and content."""
     if path.is_dir():
         return _hash_files({file.name: file for pattern in DATA_FILES for file in path.glob(pattern)})
-    return _hash_once(path, hash_model if zipfile.is_zipfile(path) else hash_file)
+    return hash_once(path, hash_model if zipfile.is_zipfile(path) else hash_file)
 
 
 def hash_sources(root: Path, *makers: Path) -> str:
@@ -130,17 +131,17 @@ def hash_sources(root: Path, *makers: Path) -> str:
 
 
 def _hash_files(files: Mapping[str, Path]) -> str:
-    lines = "".join(f"{name} {_hash_once(path, hash_file)}\n" for name, path in sorted(files.items()))
+    lines = "".join(f"{name} {hash_once(path)}\n" for name, path in sorted(files.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _hash_once(path: Path, hash_content: Callable[[Path], str]) -> str:
+def hash_once(path: Path, hash_content: Callable[[Path], str] = hash_file) -> str:
     """A file's hash, computed again only if the file has changed."""
     stat = path.stat()
     return _hash_version(path.resolve(), hash_content, stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MOST_HASHES)
 def _hash_version(path: Path, hash_content: Callable[[Path], str], *version: int) -> str:
     return hash_content(path)
 

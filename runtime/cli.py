@@ -25,6 +25,7 @@ from runtime.process import UserError
 from runtime.settings import AnySettings, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
+MAX_SETTINGS_BYTES = 1 << 20
 # Sections of a settings file that are not named after a script, and the script that reads each.
 FURTHER_SECTIONS = {"natural_model": "train", "control_plain": "train"}
 
@@ -62,6 +63,8 @@ def parse_settings(
         raise UserError(f"ERROR: --section={section}: {script}.py reads only the sections {', '.join(readable)}")
     if config_path is not None:
         argv = _as_arguments(read_config(config_path), settings_class, section or script, config_path) + argv
+    if "--" in argv and not positional:
+        raise UserError("ERROR: --: this script has options alone, so that nothing stands after it: leave it out")
     argv = [_by_own_name(argument, settings_class.ALIASES) for argument in argv]
     removed = []
     for name in settings_class.REMOVED:
@@ -194,7 +197,11 @@ def read_config(path: str) -> dict[str, Any]:
     assigned further up, and + - * / // of numbers. Raises UserError, with the line, for anything else.
     """
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            data = file.read(MAX_SETTINGS_BYTES + 1)
+        if len(data) > MAX_SETTINGS_BYTES:
+            raise ValueError(f"more than {MAX_SETTINGS_BYTES:,} bytes: no settings need so many")
+        source = data.decode("utf-8")
         tree = ast.parse(source)
     except OSError as error:
         raise UserError(f"ERROR: cannot read settings file {path}: {error.strerror}") from None

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runtime.files import atomic_path, hash_file, read_json, write_json, write_text
+from runtime.files import atomic_path, hash_file, read_json, write_record, write_text
 from runtime.process import UserError
 
 CONNECT_TIMEOUT = 5  # seconds without an answer
@@ -98,7 +98,7 @@ def ensure_corpus(
         documents = [Document(title, len(piece)) for (title, _), piece in zip(works, pieces, strict=True)]
         text = "".join(pieces)
         record = {"sha256": sha256(text.encode()), "documents": [asdict(document) for document in documents]}
-        write_json(path.with_name(DOCUMENTS_FILE), record)  # before the text, which lies there once all is done
+        write_record(path.with_name(DOCUMENTS_FILE), record)  # before the text, which lies there once all is done
     write_text(path, text)
     print(f"corpus: {name}, {len(text):,} characters, written to {path}")
     return path

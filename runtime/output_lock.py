@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import platform
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -73,14 +74,11 @@ def _acquire(path: Path, output: str | Path) -> TextIO | None:
     deadline = None
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)  # each time: a holder that failed may have removed it
-        file = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by only_writer)
+        file = open(_open_own(path), "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by only_writer)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, path):
-                file.truncate(0)
-                command = " ".join(" ".join(sys.orig_argv).split())
-                file.write(f"process {os.getpid()} on {platform.node()} ({command})")
-                file.flush()
+                _name_holder(file, path)
                 return file
             file.close()  # its holder has removed it meanwhile
         except BlockingIOError:
@@ -95,11 +93,38 @@ def _acquire(path: Path, output: str | Path) -> TextIO | None:
                 raise UserError(f"ERROR: {output} is being written by {holder}: {way_out}") from None
             time.sleep(0.1)
         except OSError as error:
-            file.close()
+            with contextlib.suppress(OSError):  # it still holds what the disk has no room for
+                file.close()
             if error.errno not in NO_LOCKS:
                 raise
             warn(f"{path.parent} is on a file system without locks: start no second run that writes {output}")
             return None
+
+
+def _name_holder(file: TextIO, path: Path) -> None:
+    """Write this process's name into its lock file at `path`, which does not stay where that fails."""
+    command = " ".join(" ".join(sys.orig_argv).split())
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()} ({command})")
+        file.flush()
+    except OSError:
+        path.unlink()
+        raise
+
+
+def _open_own(path: Path) -> int:
+    """A descriptor of the lock file, made if there is none; UserError for a link or a device, which is another's."""
+    foreign = UserError(f"ERROR: {path} is a link or a device, where a lock is to be: remove it")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise foreign if error.errno == errno.ELOOP else error from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:  # its holder may have removed it
+        os.close(descriptor)
+        raise foreign
+    return descriptor
 
 
 def _is_at(file: TextIO, path: Path) -> bool:

@@ -85,6 +85,9 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     except torch.OutOfMemoryError as error:
         _exit(f"ERROR: out of device memory: {str(error).splitlines()[0]} Use a smaller batch.", EXIT_BAD_INPUT)
     except RuntimeError as error:
+        if "can't allocate memory" in str(error):  # torch on a CPU: it has no class for that
+            reason = str(error).partition("can't allocate memory")[2].strip(": ").partition(". Error")[0]
+            _exit(f"ERROR: out of memory: {reason}. Use a smaller batch or model.", EXIT_BAD_INPUT)
         if not is_lost_rank(error):
             raise
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which may come before the line is printed
@@ -190,6 +193,12 @@ def _end_even_if_waiting() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that there is too little memory, for which torch has a class on CUDA alone."""
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in str(error) for part in words)
+
+
 def is_lost_rank(error: RuntimeError) -> bool:
     """Whether an error of torch.distributed says that another process is gone; it has no class for that."""
     if not has_joined():
@@ -198,8 +207,13 @@ def is_lost_rank(error: RuntimeError) -> bool:
     return isinstance(error, torch.distributed.DistError) or any(word in str(error).lower() for word in words)
 
 
+def printable(message: str) -> str:
+    """A message with its control characters, which a terminal would obey, and halves of characters written out."""
+    return "".join(sign if sign in "\n\t" or sign.isprintable() else ascii(sign)[1:-1] for sign in message)
+
+
 def _exit(message: str, status: int) -> None:
-    if message:
+    if message := printable(message):
         print(message, file=sys.stderr)
         if (path := os.environ.get(ERROR_VARIABLE)) and status == EXIT_BAD_INPUT:
             with contextlib.suppress(OSError):  # run_cycles.py may have been killed
@@ -216,7 +230,7 @@ def _exit(message: str, status: int) -> None:
 def warn(message: str) -> None:
     """One warning line for people, on stderr; from rank 0 alone."""
     if is_main_rank():
-        print(f"WARNING: {message}", file=sys.stderr)
+        print(f"WARNING: {printable(message)}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ A trainer declares what its state consists of (`Run.track`, in the manner of tor
 `Run.steps`, which evaluates, records, saves, stops and answers signals. The state is one file beside the output.
 """
 
+import contextlib
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -14,14 +15,17 @@ from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Generic, Protocol
 
+import torch
+
 from runtime.distributed import Ranks
-from runtime.files import load_state, save_state
+from runtime.files import checked_values, load_state, save_state
 from runtime.output_lock import hold_output
 from runtime.process import (
     DivergedError,
     Terminated,
     UserError,
     flag_signals,
+    lacks_memory,
     print_on_interruption,
     raise_signal,
     until_main_ends,
@@ -47,15 +51,17 @@ class Stateful(Protocol):
 
 
 class Values(SimpleNamespace):
-    """Plain values and tensors, as attributes, that are a part of a run's state."""
+    """Plain values, as attributes, that are a part of a run's state: each keeps its type, None may become a count."""
 
     def state_dict(self) -> dict[str, Any]:
         """The values by name."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the values."""
-        vars(self).update(state)
+        """Set the values; raises UserError for others than these, or of other types."""
+        kinds = {name: (type(now), *((int,) if now is None else ())) for name, now in vars(self).items()}
+        # A value that an earlier version did not have stays as it is.
+        vars(self).update(checked_values({**vars(self), **state} if isinstance(state, dict) else state, kinds))
 
 
 def of_another_run(state: Mapping[str, Any], settings: Settings) -> str:
@@ -88,6 +94,20 @@ def load_run_state(path: str | Path) -> dict[str, Any]:
     ):
         raise UserError(f"ERROR: {path} is not the state of a run; start with --init_from scratch")
     return state
+
+
+@contextlib.contextmanager
+def reading_state(path: Path) -> Iterator[None]:
+    """Within, what a state's contents bring about is an error of its file: they can be anything; too large is none."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+        if lacks_memory(error) or isinstance(error, torch.distributed.DistError):
+            raise
+        reason = str(error).removeprefix("ERROR: ").partition("\n")[0]
+        raise UserError(
+            f"ERROR: {path} is damaged ({reason:.200}): delete it and start with --init_from scratch"
+        ) from None
 
 
 def set_aside(path: Path) -> list[Path]:
@@ -150,6 +170,10 @@ class Run(Generic[AnySettings]):
         """Figures of the last step and of the evaluation after it."""
         return self._own.record
 
+    def settings_to_record(self, settings: Settings) -> dict[str, Any]:
+        """The settings, with `init_from` as the run began, so that one that was interrupted records the same."""
+        return asdict(settings) | {"init_from": self.began["init_from"]}
+
     def _default_tracker(self) -> Tracker | None:
         settings = asdict(self.settings)
         return make_tracker(settings["tracker"], self.log_path, self.log_path.stem, settings)
@@ -179,7 +203,8 @@ class Run(Generic[AnySettings]):
             self.began |= state["began"]
             self.reads = state["reads"] | self.reads
             self._saved = state["parts"]
-            self._own.load_state_dict(self._saved.pop("run"))
+            with reading_state(self.path):
+                self._own.load_state_dict(self._saved.pop("run"))
             self._saved_step = self.step
             say(f"Resuming {self.path} at step {self.step}")
         elif self.ranks.rank == 0 and self.path.is_file():
@@ -200,6 +225,8 @@ class Run(Generic[AnySettings]):
             raise UserError(f"ERROR: nothing to resume: {self.path} not found; start with --init_from scratch")
         state = load_run_state(source)
         way_out = "use its settings, or delete it and start from scratch"
+        if misfit := type(self.settings).misfit(state["settings"]) or type(self.settings).misfit(state["began"]):
+            raise UserError(f"ERROR: {source} is damaged: it has {misfit}; delete it and start from scratch")
         if difference := of_another_run(state, self.settings):
             raise UserError(f"ERROR: {source} is of another run ({difference}); {way_out}")
         if others := [name for name, value in self.reads.items() if state["reads"].get(name) != value]:
@@ -235,7 +262,8 @@ class Run(Generic[AnySettings]):
                     f"ERROR: {self.path} has no {name!r}: finish that run with the program that began it, or start "
                     "with --init_from scratch"
                 )
-            part.load_state_dict(self._saved.pop(name, {}))
+            with reading_state(self.path):
+                part.load_state_dict(self._saved.pop(name, {}))
 
     # -----------------------------------------------------------------------------------------------------------------
     # steps
@@ -263,6 +291,9 @@ class Run(Generic[AnySettings]):
         if self.output is not None:
             self._log = RunLog(self.log_path, own.num_records, unit=self.unit, tracker=self._tracker())
         total = self._total_steps()
+        if self.is_resumed:
+            with reading_state(self.path):
+                self._reason_to_stop(self.step)
         with flag_signals() as signals, progress(total, "Training", "step", initial=self.step) as self.bar:
             self._raise_on_all_ranks(signals)
             while True:

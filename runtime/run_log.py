@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from runtime.files import from_json, to_json, write_text
-from runtime.process import DivergedError, UserError, is_main_rank, is_stage, raise_flagged
+from runtime.files import MAX_JSON_BYTES, from_line, to_json, to_line, write_text
+from runtime.process import DivergedError, UserError, is_main_rank, is_stage, raise_flagged, warn
 
 T = TypeVar("T")
 
@@ -144,8 +144,11 @@ class RunLog:
         self.path, self.num_records = Path(path), kept or 0
         self._file = None
         if is_main_rank():
-            records = [] if kept is None else read_records(self.path)[:kept]
-            write_text(self.path, "".join(to_json(record) + "\n" for record in records))
+            records = [] if kept is None else read_records(self.path, kept)
+            if kept and len(records) < kept:
+                self.num_records = len(records)
+                warn(f"{self.path} was damaged: {len(records)} of {kept} records up to here are left; going on without")
+            write_text(self.path, "".join(map(to_line, records)))
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
             if tracker is not None:
                 tracker.begin(max((record["step"] + 1 for record in records), default=0))
@@ -172,7 +175,7 @@ class RunLog:
         if self._file is None:
             return
         record = {"step": step, "seconds": round(time.monotonic() - self._start, 3), **metrics}
-        self._file.write(to_json(record) + "\n")
+        self._file.write(to_line(record))
         self._file.flush()
         if self._tracker is not None:
             self._tracker.track(record)
@@ -252,23 +255,27 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(part, str) for part in value)
 
 
-def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a log file; none where the file does not exist. A last line cut short is left out.
+def read_records(path: str | Path, most: int | None = None) -> list[dict[str, Any]]:
+    """The records of a log file, the first `most` if that is given; none where the file does not exist.
+
+    A last line cut short is left out.
 
     NaN and infinities, which earlier versions wrote, become None.
     """
     path = Path(path)
     if not path.exists():
         return []
-    records = []
-    lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines):
-        try:
-            record = from_json(line.decode("utf-8"))
-        except ValueError:  # no JSON, or no UTF-8
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        elif number != len(lines) - 1:
-            raise UserError(f"ERROR: {path}, line {number + 1} is no JSON record")
+    records: list[dict[str, Any]] = []
+    with open(path, "rb") as file:
+        for line in iter(partial(file.readline, MAX_JSON_BYTES), b""):
+            if len(records) == most:
+                break
+            try:
+                record = from_line(line.decode("utf-8"))
+            except ValueError:  # no JSON, or no UTF-8, or damaged
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            elif file.read(1):
+                raise UserError(f"ERROR: {path}, line {len(records) + 1} is no JSON record, or damaged")
     return records

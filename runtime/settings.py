@@ -104,6 +104,22 @@ class Declared:
         return self.minimum <= value <= self.maximum and self.above < value < self.below
 
 
+def _has_type(value: Any, annotation: Any) -> bool:
+    """Whether a value is of a field's type: of those that settings have, and a whole number for a float."""
+    form, inner = get_origin(annotation), get_args(annotation)
+    if form is Literal:
+        return type(value) is str and value in inner
+    if form is tuple:
+        return isinstance(value, tuple) and all(_has_type(part, inner[0]) for part in value)
+    if inner:  # a union
+        return any(_has_type(value, kind) for kind in inner)
+    return (
+        value is None
+        if annotation is type(None)
+        else type(value) in ((float, int) if annotation is float else (annotation,))
+    )
+
+
 def setting(default: Any, **declared: Any) -> Any:
     """A field of Settings with its default, and with what Declared names."""
     return field(default=default, metadata={"declared": Declared(**declared)})
@@ -144,6 +160,17 @@ class Settings:
 
     def check_further(self, problems: Problems) -> None:
         """Note what is wrong beyond what the fields declare."""
+
+    @classmethod
+    def misfit(cls, values: Mapping[str, Any]) -> str:
+        """The first of some values, by name, that the setting of that name cannot have; empty if all can be."""
+        for each, declared in cls._declared():
+            if each.name not in values:
+                continue
+            value = values[each.name]
+            if not _has_type(value, each.type) or (isinstance(value, int | float) and not declared.includes(value)):
+                return f"{each.name} of type {type(value).__name__}, or out of range"
+        return ""
 
     @classmethod
     def _declared(cls) -> Iterator[tuple[Field, Declared]]:

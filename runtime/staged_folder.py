@@ -1,23 +1,26 @@
 """A folder that is published whole: built beside its final place, with a journal of finished work.
 
-    python -c "from runtime.staged_folder import StagedFolder as S; print(S('data/reward_dataset').finished('train'))"
+    python -c "from runtime.staged_folder import StagedFolder as S; print(S('data/rewards').finished('train', {}))"
 
 Work is numbered tasks, and files are rows of fixed size. An interrupted run finds its finished tasks again. Several
 processes, also on several machines with a common disk, can work on one folder: each has rows and a journal of its own.
 """
 
+import contextlib
 import os
 import shutil
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime.files import publish_directory, read_json, write_json
+from runtime.files import publish_directory, read_json, write_record
 from runtime.process import UserError
 
-JOURNAL_DTYPE = np.dtype("<i8")
+# A finished task: its number, its rows, and a checksum of these numbers and of the rows in every file.
+JOURNAL_DTYPE = np.dtype([("task", "<i8"), ("first_row", "<i8"), ("num_rows", "<i8"), ("crc32", "<u4")])
 
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -40,6 +43,9 @@ class StagedFolder:
         Raises UserError, with both settings, for work of another identity (`overwrite` drops that), and for a folder
         that is not ours.
         """
+        links = [path for path in (self.folder, *self.folder.rglob("*")) if path.is_symlink()]
+        if links:  # what is written through one would be outside the folder
+            raise UserError(f"ERROR: {links[0]} is a link in the way: remove it, or use another --output_dir")
         identity_path = self.folder / "identity.json"
         if identity_path.is_file():
             differences = differing_settings(read_json(identity_path), identity)
@@ -58,7 +64,7 @@ class StagedFolder:
                 raise UserError(f"ERROR: {self.folder} is in the way (it holds {foreign[0]}); use another --output_dir")
             shutil.rmtree(self.folder)
         self.contents.mkdir(parents=True, exist_ok=True)
-        write_json(identity_path, identity)
+        write_record(identity_path, identity)
 
     def reserve(self, name: str, size: int, work: str) -> None:
         """Make a file of `size` bytes, its space on the disk reserved, unless it is there.
@@ -81,11 +87,28 @@ class StagedFolder:
             path.unlink(missing_ok=True)
             raise
 
-    def finished(self, work: str) -> np.ndarray:
-        """The tasks of `work` that any process has finished, each once, in ascending order."""
-        # A last entry that was cut short is left out.
-        journals = [np.fromfile(journal, JOURNAL_DTYPE) for journal in self._journals(work)]
-        return np.unique(np.concatenate([np.empty(0, JOURNAL_DTYPE), *journals]))
+    def finished(self, work: str, row_bytes: Mapping[str, int]) -> np.ndarray:
+        """The tasks of `work` that any process has finished, (tasks,) int64, each once, in ascending order.
+
+        Of each file, by name, `row_bytes` says how long a row is. A task whose entry or rows are not as they were
+        written is left out, and so is a last entry that was cut short.
+        """
+        tasks = []
+        with contextlib.ExitStack() as stack:
+            journals = [np.fromfile(journal, JOURNAL_DTYPE) for journal in self._journals(work)]
+            files = {
+                name: stack.enter_context(open(self.contents / name, "rb")) for name in sorted(row_bytes) if journals
+            }
+            for entry in np.concatenate([np.empty(0, JOURNAL_DTYPE), *journals]):
+                task, first_row, num_rows, checksum = entry.tolist()
+                rows = []
+                for name, file in files.items():
+                    if 0 <= first_row <= first_row + num_rows <= os.fstat(file.fileno()).st_size // row_bytes[name]:
+                        file.seek(first_row * row_bytes[name])
+                        rows.append(file.read(num_rows * row_bytes[name]))
+                if len(rows) == len(files) and _entry(task, first_row, num_rows, rows)["crc32"] == checksum:
+                    tasks.append(task)
+        return np.unique(np.array(tasks, np.int64))
 
     def _journals(self, work: str) -> list[Path]:
         return sorted(self.folder.glob(f"{work}.*.journal"))
@@ -94,6 +117,16 @@ class StagedFolder:
         """Give the finished contents their final name."""
         publish_directory(self.contents, self.final)
         shutil.rmtree(self.folder)
+
+
+def _entry(task: int, first_row: int, num_rows: int, rows: Iterable[Any]) -> np.ndarray:
+    """A task's entry in a journal; `rows` are the bytes of each file, by name."""
+    entry = np.array((task, first_row, num_rows, 0), JOURNAL_DTYPE)
+    checksum = zlib.crc32(entry.tobytes())
+    for part in rows:
+        checksum = zlib.crc32(part, checksum)
+    entry["crc32"] = checksum
+    return entry
 
 
 class RowWriter:
@@ -105,14 +138,16 @@ class RowWriter:
         # An entry that an interruption cut short would put all later ones out of step.
         size = self._journal.tell()
         self._journal.truncate(size - size % JOURNAL_DTYPE.itemsize)
-        self._fresh: list[int] = []  # tasks that are written but perhaps not yet on the disk
+        self._fresh: list[np.ndarray] = []  # of tasks that are written but perhaps not yet on the disk
 
     def write(self, task: int, first_row: int, rows: Mapping[str, np.ndarray]) -> None:
         """Write the rows of each named file, from number `first_row` on: what a task comes to."""
-        for name, array in rows.items():
+        arrays = {name: np.ascontiguousarray(rows[name]) for name in sorted(rows)}
+        for name, array in arrays.items():
             self._files[name].seek(first_row * array[0].nbytes)
-            self._files[name].write(np.ascontiguousarray(array).data)
-        self._fresh.append(task)
+            self._files[name].write(array.data)
+        num_rows = len(next(iter(arrays.values())))
+        self._fresh.append(_entry(task, first_row, num_rows, (array.data.cast("B") for array in arrays.values())))
 
     def flush(self) -> None:
         """Bring what was written to the disk, then mark its tasks as finished."""
@@ -120,7 +155,7 @@ class RowWriter:
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
-            self._journal.write(np.array(self._fresh, JOURNAL_DTYPE).data)
+            self._journal.write(np.array(self._fresh, JOURNAL_DTYPE).tobytes())
             self._journal.flush()
             os.fsync(self._journal.fileno())
             self._fresh.clear()

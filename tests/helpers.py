@@ -14,6 +14,7 @@ import io
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import signal
 import subprocess
@@ -34,6 +35,7 @@ import torch
 from checkpoint import save_checkpoint
 from data_loader import TokenSplits, split_and_encode, write_token_files
 from model import GPT, GPTConfig
+from runtime.files import HASHES_FILE
 from runtime.process import ERROR_VARIABLE, STAGE_VARIABLE, run_main
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager, save_meta
@@ -349,6 +351,14 @@ def make_tokens(folder: Path, num_train: int, num_val: int, vocab_size: int) -> 
     draw = np.random.default_rng(0)
     sizes = (num_train, num_val)
     write_token_files(folder, TokenSplits(*(draw.integers(vocab_size, size=n).astype(np.uint16) for n in sizes)))
+    return folder
+
+
+def forget_hashes(folder: Path) -> Path:
+    """Remove the records of its files' hashes from a corpus or a dataset, for a test that changes them; the folder."""
+    (folder / HASHES_FILE).unlink(missing_ok=True)
+    for path in folder.glob("*_metadata.txt"):
+        path.write_text(re.sub("(?m)^(lines|x|y)_sha256: .*\n", "", path.read_text()))
     return folder
 
 

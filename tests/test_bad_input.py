@@ -24,6 +24,7 @@ from helpers import (
     call,
     end_in_call,
     folder_bytes,
+    forget_hashes,
     prepare_options,
     press_ctrl_c,
     refuse,
@@ -521,7 +522,7 @@ def test_a_sample_by_another_tokenizer(good, corpus, tmp_path):
 @pytest.mark.parametrize("kind", ["missing folder", "missing file", "truncated", "other block_size"])
 def test_bad_reward_data(kind, good, tmp_path, reward_data):
     bad = tmp_path / "bad"
-    shutil.copytree(reward_data, bad)
+    forget_hashes(shutil.copytree(reward_data, bad))
     if kind == "missing folder":
         shutil.rmtree(bad)
     elif kind == "missing file":
@@ -544,7 +545,7 @@ def test_bad_reward_data(kind, good, tmp_path, reward_data):
 def test_reward_data_is_checked_before_training(good, tmp_path, reward_data):
     """All that is wrong with contents and metadata at once, as the inspection prints it, and no model."""
     bad = tmp_path / "bad"
-    shutil.copytree(reward_data, bad)
+    forget_hashes(shutil.copytree(reward_data, bad))
     x = np.memmap(bad / "train_x.bin", np.uint16, "r+")
     x[16 * 3] = 25
     y = np.memmap(bad / "val_y.bin", np.float32, "r+")
@@ -562,7 +563,7 @@ def test_reward_data_is_checked_before_training(good, tmp_path, reward_data):
 @pytest.mark.parametrize("number", ["0", "many", "-4", "3"])
 def test_an_impossible_samples_per_chunk(number, good, tmp_path, reward_data):
     bad = tmp_path / "bad"
-    shutil.copytree(reward_data, bad)
+    forget_hashes(shutil.copytree(reward_data, bad))
     path = bad / "val_metadata.txt"
     path.write_text(path.read_text().replace("samples_per_chunk: 4", f"samples_per_chunk: {number}"))
     message = refuse("train_reward_model", **{**good["train_reward_model"], "data_dir": bad})

@@ -468,3 +468,36 @@ def test_weights_have_a_hash_of_their_own(tmp_path):
     save_checkpoint(tmp_path / "other", model, None, None, {})
     hashes.append(hash_weights(tmp_path / "other"))
     assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_embd": 2**24}, "the weights have"),
+        ({"vocab_size": 2**24}, "the weights have"),
+        ({"block_size": 2**24}, "rotary positions would fill the memory"),
+    ],
+)
+def test_a_config_that_asks_for_more_memory_than_the_weights_have(tmp_path, generator, changes, said):
+    contents = load_state(generator)
+    vars(contents["config"]).update(changes)
+    save_state(tmp_path / "huge.pt", contents)
+    with pytest.raises(UserError, match=said):
+        load_checkpoint(tmp_path / "huge.pt")
+
+
+def test_a_weight_of_one_number_that_says_it_is_a_matrix(tmp_path, generator):
+    contents = load_state(generator)
+    shape = contents["model"]["lm_head.weight"].shape
+    contents["model"]["lm_head.weight"] = torch.zeros(1).expand(shape)
+    save_state(tmp_path / "thin.pt", contents)
+    with pytest.raises(UserError, match=r"lm_head\.weight has fewer numbers than its shape"):
+        load_checkpoint(tmp_path / "thin.pt")
+
+
+def test_a_hash_of_the_generator_that_is_no_text(tmp_path, generator):
+    contents = load_state(generator)
+    contents["training"]["generator_sha256"] = True
+    save_state(tmp_path / "bad.pt", contents)
+    with pytest.raises(UserError, match="impossible generator_sha256: True"):
+        load_checkpoint(tmp_path / "bad.pt")

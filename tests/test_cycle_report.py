@@ -11,6 +11,7 @@ import pytest
 
 from cycle_report import (
     CELLS,
+    LEDGER_VERSION,
     control_sentences,
     cycle_rows,
     cycle_table,
@@ -19,8 +20,10 @@ from cycle_report import (
     headline,
     plan_of,
     progress_of,
+    read_ledger,
     reward_model_of,
 )
+from runtime.process import UserError
 
 SKILL = {"r2": 0.641, "r2_low": 0.546, "r2_high": 0.713}
 NO_SKILL = {"r2": 0.094, "r2_low": -0.003, "r2_high": 0.123}
@@ -400,3 +403,20 @@ def test_what_this_run_does_not_compare_has_no_sentence():
 def test_another_form_than_grpos_is_named(settings, named):
     sentences = form_sentences({"divergence_beta": 1.0, **settings})
     assert len(sentences) == bool(named) and all(named in sentence for sentence in sentences)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": {"train": 3}},
+        {"stages": {"base_model_v1": {"seconds": "x"}}},
+        {"run": {}},
+        {"run": 3},
+        {"corpus": []},
+    ],
+)
+def test_a_ledger_that_lacks_what_a_run_needs_is_damaged(tmp_path, change):
+    ledger = {**make_ledger(), "format_version": LEDGER_VERSION, "corpus": {}, "settings": {}} | change
+    (tmp_path / "cycles.json").write_text(json.dumps(ledger))
+    with pytest.raises(UserError, match=r"cycles\.json is damaged"):
+        read_ledger(tmp_path / "cycles.json")

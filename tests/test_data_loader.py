@@ -150,7 +150,7 @@ def test_token_files_round_trip(train, val):
 
 
 @settings(deadline=None)
-@given(st.text(alphabet=st.characters(exclude_characters="\r", exclude_categories=["Cs"]), min_size=10))
+@given(st.text(alphabet=st.characters(exclude_characters="\r\0", exclude_categories=["Cs"]), min_size=10))
 def test_both_modes_give_the_same_tokens(text):
     tokenizer = TokenizationManager.from_text(text)
     with tempfile.TemporaryDirectory() as folder:
@@ -346,7 +346,13 @@ def test_prepare_characters_end_to_end_and_the_benchmark_on_it(tmp_path):
     assert tokenizer.chars == "".join(sorted(set(TEXT)))
     binary = load_binary(tmp_path / "train.bin", tmp_path / "val.bin", tokenizer.vocab_size)
     assert splits_equal(binary, load_text(tmp_path, tokenizer))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["input.txt", "meta.pkl", "train.bin", "val.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "input.txt",
+        "meta.pkl",
+        "sha256sums.txt",
+        "train.bin",
+        "val.bin",
+    ]
 
     result = run("benchmarks/loading.py", "--data_dir", tmp_path, "--num_runs", 2)
     assert result.status == 0, result.err
@@ -425,3 +431,19 @@ def test_hash_tokens_of_more_than_one_piece():
     tokens = (np.arange((1 << 22) + 5) % 65536).astype(np.uint16)
     assert hash_tokens(tokens) == hashlib.sha256(tokens.tobytes()).hexdigest()
     assert hash_tokens(tokens[:0]) == hashlib.sha256(b"").hexdigest()
+
+
+def test_a_token_file_of_another_hash_is_refused(tmp_path):
+    write_token_files(tmp_path, TokenSplits(*(np.arange(8, dtype=np.uint16) for _ in range(2))))
+    assert len(open_token_file(tmp_path / "train.bin", "train", 8)) == 8
+    np.arange(8, dtype=np.uint16)[::-1].tofile(tmp_path / "train.bin")
+    with pytest.raises(BinaryFileError, match=r"train\.bin does not have the hash .*, delete .*sha256sums\.txt"):
+        open_token_file(tmp_path / "train.bin", "train", 8)
+    (tmp_path / "sha256sums.txt").unlink()
+    assert open_token_file(tmp_path / "train.bin", "train", 8)[0] == 7
+
+
+def test_a_text_with_a_zero_byte_is_none(tmp_path):
+    (tmp_path / "zeros.txt").write_bytes(b"text\0")
+    with pytest.raises(UserError, match="has the character NUL"):
+        data_loader.read_text(tmp_path / "zeros.txt")

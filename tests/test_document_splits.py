@@ -153,7 +153,9 @@ def corpus(monkeypatch, works, tmp_path) -> Path:
 
 
 def test_prepare_writes_whole_documents_and_a_record_of_them(monkeypatch, works, corpus, capsys):
-    names = {"documents.json", "input.txt", "meta.pkl", "splits.json", *(f"{part}.bin" for part in SHARES)}
+    names = {"documents.json", "input.txt", "meta.pkl", "sha256sums.txt", "splits.json"} | {
+        *(f"{part}.bin" for part in SHARES)
+    }
     assert {path.name for path in corpus.iterdir()} == names
     tokenizer, text = TokenizationManager(data_path=corpus), read_text(corpus)
     assert tokenizer.chars == "".join(sorted(set(text)))
@@ -181,7 +183,9 @@ def test_the_default_split_is_nanogpts_and_removes_held_out_parts(monkeypatch, w
     for folder in (plain, corpus):
         assert prepare(monkeypatch, "--source", "complete", "--out_dir", folder) == 0
     assert folder_bytes(plain) == folder_bytes(corpus)
-    assert set(folder_bytes(plain)) == {"documents.json", "input.txt", "meta.pkl", "train.bin", "val.bin"}
+    assert set(folder_bytes(plain)) == {
+        *("documents.json", "input.txt", "meta.pkl", "sha256sums.txt", "train.bin", "val.bin")
+    }
     assert "splits.json, evaluator.bin, test.bin" in capsys.readouterr().out
     text, numbers = read_text(plain), {char: number for number, char in enumerate(sorted(set(read_text(plain))))}
     tokens = b"".join(numbers[char].to_bytes(2, "little") for char in text)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from helpers import (
     call,
     end_in_call,
     folder_bytes,
+    forget_hashes,
     make_checkpoint,
     make_corpus,
     make_text,
@@ -54,7 +56,7 @@ from reward_dataset_loader import RewardDataset
 from reward_metrics import format_difference, format_loss, measure_skill
 from runtime.artefacts import hash_input
 from runtime.cli import read_config
-from runtime.files import hash_file
+from runtime.files import hash_file, read_json, write_json
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
 
@@ -93,7 +95,13 @@ def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):
 
     out = must("data/shakespeare_char/prepare.py", out_dir=corpus)
     assert f": {len(text):,}\n" in out and f" {int(len(text) * 0.9):,} tokens" in out
-    assert sorted(path.name for path in corpus.iterdir()) == ["input.txt", "meta.pkl", "train.bin", "val.bin"]
+    assert sorted(path.name for path in corpus.iterdir()) == [
+        "input.txt",
+        "meta.pkl",
+        "sha256sums.txt",
+        "train.bin",
+        "val.bin",
+    ]
 
     must("train.py", dataset=corpus, out_dir=tmp_path / "logs", **{**TINY_TRAIN, "learning_rate": 1e-2})
     generator = tmp_path / "logs" / "model_checkpoint.pt"
@@ -276,7 +284,7 @@ def test_the_loop_starts_from_a_model_of_the_users(tmp_path, corpus, generator, 
     )
     succeed("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
     assert_same_weights(weights(out / "base_model_v1.pt"), weights(generator))
-    ledger = json.loads((out / "cycles.json").read_text())
+    ledger = read_json(out / "cycles.json")
     assert ledger["stages"]["base_model_v1"]["inputs"]["init_from"] == hash_input(folder)
     assert "Nothing to do" in succeed("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
     path.write_text(start.replace(str(folder), "resume"))
@@ -292,7 +300,7 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert {"reward_data_v1", "reward_data_v2", "natural_model_v1.pt", "cycles.json"} <= names
     assert not any(name.startswith("natural_model_v2") for name in names)  # one for all cycles
     assert not any("partial" in name for name in names)
-    ledger = json.loads((out / "cycles.json").read_text())
+    ledger = read_json(out / "cycles.json")
     assert list(ledger["stages"])[: len(STAGES)] == STAGES
     assert "2 of 2 cycles" in ledger["outcome"]
     for version in (1, 2, 3):
@@ -337,7 +345,7 @@ def test_each_cycle_starts_from_the_one_before(unbroken):
         assert all(torch.equal(tensor, theirs[f"natural.{name}"]) for name, tensor in ours.items())
     natural = torch.load(out / "natural_model_v1.pt", weights_only=True)["training"]
     assert natural["settings"]["init_from"] == str(out / "base_model_v1.pt")
-    stages = json.loads((out / "cycles.json").read_text())["stages"]
+    stages = read_json(out / "cycles.json")["stages"]
     assert stages["natural_model_v1"]["inputs"]["init_from"] == hash_weights(out / "base_model_v1.pt")
     firsts = [weights(out / f"base_model_v{n}.pt")["lm_head.weight"] for n in (1, 2, 3)]
     assert not torch.equal(firsts[0], firsts[1])
@@ -358,28 +366,28 @@ def test_a_second_run_finds_nothing_to_do(unbroken, corpus, config, in_this_proc
 def test_a_ledger_of_an_earlier_version_is_gone_on_with(tmp_path, unbroken, corpus, config, in_this_process):
     """One without what was asked for, the generator's size and the intervals of losses; finished stages keep theirs."""
     out = shutil.copytree(unbroken[0], tmp_path / "out")
-    ledger = json.loads((out / "cycles.json").read_text())
+    ledger = read_json(out / "cycles.json")
     run = ledger.pop("run")
     del ledger["stages"]["base_model_v1"]["num_parameters"], ledger["stages"]["sample_base_model_v3"]
     for version in (1, 2, 3):
         for name in ("loss_low", "loss_high"):
             del ledger["stages"][f"perplexity_base_model_v{version}"][name]
-    (out / "cycles.json").write_text(json.dumps(ledger))
+    write_json(out / "cycles.json", ledger)
     printed = succeed("run_cycles", str(config), **cycle_options(corpus, out))
     assert in_this_process == ["sample"] and "##### 15 of 15, sample_base_model_v3: sample.py" in printed
-    after = json.loads((out / "cycles.json").read_text())
+    after = read_json(out / "cycles.json")
     assert after["run"] == {**run, "settings": {**run["settings"], "out_dir": str(out)}}
     assert {name: after["stages"][name] for name in ledger["stages"]} == ledger["stages"]
 
 
 def test_another_cycle_goes_on_from_the_last(tmp_path, unbroken, corpus, config, in_this_process):
     shutil.copytree(unbroken[0], tmp_path / "out")
-    ledger = json.loads((tmp_path / "out" / "cycles.json").read_text())
+    ledger = read_json(tmp_path / "out" / "cycles.json")
     succeed("run_cycles", str(config), **cycle_options(corpus, tmp_path / "out", num_cycles=3))
     assert in_this_process == [
         *("prepare_reward_data", "train_reward_model", "train_grpo", "train_grpo", "evaluate", "sample")
     ]
-    after = json.loads((tmp_path / "out" / "cycles.json").read_text())
+    after = read_json(tmp_path / "out" / "cycles.json")
     assert after["stages"]["base_model_v3"] == ledger["stages"]["base_model_v3"]
     assert (tmp_path / "out" / "base_model_v4.pt").is_file()
 
@@ -418,12 +426,12 @@ def test_different_code_gives_one_warning_and_keeps_finished_stages(
     tmp_path, unbroken, corpus, config, in_this_process
 ):
     out = shutil.copytree(unbroken[0], tmp_path / "out")
-    ledger = json.loads((out / "cycles.json").read_text())
+    ledger = read_json(out / "cycles.json")
     now = ledger["stages"]["gate_v1"]["code"]
     for entry in ledger["stages"].values():
         entry |= {"code": "0" * 64, "commit": "a" * 40}
     del ledger["stages"]["sample_base_model_v3"]
-    (out / "cycles.json").write_text(json.dumps(ledger))
+    write_json(out / "cycles.json", ledger)
     finished = call("run_cycles", str(config), **cycle_options(corpus, out))
     assert finished.status == 0 and in_this_process == ["sample"]
     warnings = [line for line in finished.err.splitlines() if line.startswith("WARNING")]
@@ -452,7 +460,7 @@ def test_ctrl_c_at_any_moment_of_a_stage(tmp_path, corpus, config, seconds):
     assert "Traceback" not in err
     assert err.count("Interrupted") == 1 and "Finished" not in err  # no stage is finished yet
     assert "Terminated" not in err
-    ledger = json.loads((tmp_path / "out" / "cycles.json").read_text())
+    ledger = read_json(tmp_path / "out" / "cycles.json")
     assert "failed" not in ledger and ledger["stages"]["base_model_v1"]["unfinished"]
 
 
@@ -470,7 +478,7 @@ def test_the_loop_ends_when_perplexity_no_longer_falls(monkeypatch, tmp_path, co
     printed = succeed("run_cycles", str(config), **options)
     assert (tmp_path / "out" / "base_model_v4.pt").is_file()
     assert not (tmp_path / "out" / "base_model_v5.pt").exists()
-    outcome = json.loads((tmp_path / "out" / "cycles.json").read_text())["outcome"]
+    outcome = read_json(tmp_path / "out" / "cycles.json")["outcome"]
     assert "after cycle 3" in outcome and f"; {outcome}." in printed
     assert "then for 3 of 5 cycles" in printed
 
@@ -493,7 +501,7 @@ def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_p
     printed = succeed("run_cycles", str(path), **options)
     assert f"Resuming {out / 'control_distil_v2.resume'}" in printed
 
-    stages, summary = stages_of(out), json.loads((out / "cycles.json").read_text())["summary"]
+    stages, summary = stages_of(out), read_json(out / "cycles.json")["summary"]
     for version in (2, 3):
         assert_same_weights(
             weights(out / f"base_model_v{version}.pt"), weights(unbroken[0] / f"base_model_v{version}.pt")
@@ -529,7 +537,7 @@ def test_controls_of_each_cycle(monkeypatch, tmp_path, corpus, config, in_this_p
     assert in_this_process == []
     # What is not compared in this run is not in its summary.
     printed = succeed("run_cycles", str(path), **cycle_options(corpus, out))
-    assert in_this_process == [] and json.loads((out / "cycles.json").read_text())["summary"] == []
+    assert in_this_process == [] and read_json(out / "cycles.json")["summary"] == []
     assert "control_plain_v2 " not in printed
 
 
@@ -580,7 +588,7 @@ def test_after_failed_attempts_the_model_is_carried_on(
         "sample",
     ]
 
-    ledger = json.loads((out / "cycles.json").read_text())
+    ledger = read_json(out / "cycles.json")
     for attempt in range(1, attempts + 1):
         suffix = "" if attempt == 1 else f"_try{attempt}"
         training = torch.load(out / f"reward_model_v1{suffix}.pt", weights_only=True)["training"]
@@ -633,7 +641,7 @@ def test_a_second_attempt_that_predicts_is_used(tmp_path, corpus, strict, in_thi
     assert not policy["settings"]["allow_blind_reward"]
     contents = [(out / f"base_model_v{version}.pt").read_bytes() for version in (1, 2, 3)]
     assert contents[0] != contents[1] == contents[2]
-    ledger = json.loads((out / "cycles.json").read_text())
+    ledger = read_json(out / "cycles.json")
     assert "carried_on" not in ledger["stages"]["base_model_v2"] and "carried_on" in ledger["stages"]["base_model_v3"]
     assert "cycle 2 without GRPO" in ledger["outcome"]
     assert f"{ledger['stages']['base_model_v2']['first_reward']:.3f} -> " in printed
@@ -652,7 +660,7 @@ def test_a_closed_gate_is_asked_again_with_more_text(tmp_path, corpus, strict, i
     strict.write_text(strict.read_text().replace("train_grpo = dict(", "train_grpo = dict(gate_blocks=50, "))
     succeed("run_cycles", str(strict), **options)
     assert in_this_process == ["train_grpo", "train_grpo", "evaluate", "sample"]  # the gate, and the policy
-    assert "carried_on" not in json.loads((out / "cycles.json").read_text())["stages"]["base_model_v2"]
+    assert "carried_on" not in read_json(out / "cycles.json")["stages"]["base_model_v2"]
 
 
 def test_a_carried_model_that_is_gone_is_copied_again(tmp_path, corpus, strict, in_this_process, gate_accepts):
@@ -697,7 +705,7 @@ def test_an_interrupted_attempt_is_taken_up_again(monkeypatch, tmp_path, corpus,
     in_this_process.clear()
     succeed("run_cycles", str(strict), **options)
     assert in_this_process == ["evaluate", "sample", "sample"]
-    assert "carried_on" in json.loads((out / "cycles.json").read_text())["stages"]["base_model_v2"]
+    assert "carried_on" in read_json(out / "cycles.json")["stages"]["base_model_v2"]
 
 
 @pytest.mark.parametrize(
@@ -725,7 +733,7 @@ def test_a_stage_that_is_stopped_goes_on_where_it_was(
 
 
 def stages_of(out: Path) -> dict:
-    return json.loads((out / "cycles.json").read_text())["stages"]
+    return read_json(out / "cycles.json")["stages"]
 
 
 def test_a_natural_model_for_each_cycle(tmp_path, corpus, config, in_this_process):
@@ -792,7 +800,7 @@ def test_an_ensemble_whose_members_are_all_trained_further(tmp_path, corpus, str
         assert sum(entry["weights"]) == pytest.approx(1)
         assert entry["report_member_losses"] == reward["training"]["report_member_losses"]
         starts = {member: f"natural_model_v1{member}" for member in starts}
-    assert "seed" in json.loads((out / "cycles.json").read_text())["settings"]["natural_model"]
+    assert "seed" in read_json(out / "cycles.json")["settings"]["natural_model"]
     seconds = sum(entry["seconds"] for name, entry in stages.items() if re.search("natural|reward|gate", name))
     row = next(line for line in printed.splitlines() if line.startswith("    1  base_model_v2"))
     assert row.endswith(f"  {seconds + stages['base_model_v2']['seconds']:7.0f}")
@@ -840,7 +848,7 @@ def test_the_literal_loop_ends_at_its_gate_and_goes_on_with_permission(tmp_path,
     stages = stages_of(out)
     assert stages["gate_v1"]["r2_low"] <= 0 and "carried_on" in stages["base_model_v2"]
     assert "gate_v1_try2" not in stages and "natural_model_v1" not in stages
-    assert "does not predict" in json.loads((out / "cycles.json").read_text())["outcome"]
+    assert "does not predict" in read_json(out / "cycles.json")["outcome"]
     assert "in cycle 1 GRPO did not start and the generator is unchanged" in printed
     assert_same_weights(weights(out / "base_model_v1.pt"), weights(out / "base_model_v2.pt"))
 
@@ -934,10 +942,10 @@ def test_a_sample_that_cannot_start_is_reported_before_the_first_stage(tmp_path,
 def test_settings_may_change_until_their_stage_is_finished(tmp_path, unbroken, corpus, in_this_process):
     """After a GRPO that failed: its section may be mended, those of finished stages may not."""
     out = shutil.copytree(unbroken[0], tmp_path / "out")
-    ledger = json.loads((out / "cycles.json").read_text())
+    ledger = read_json(out / "cycles.json")
     ledger["stages"] = {name: ledger["stages"][name] for name in STAGES[:5]}
     del ledger["settings"]["train_grpo"], ledger["settings"]["sample"]
-    (out / "cycles.json").write_text(json.dumps(ledger))
+    write_json(out / "cycles.json", ledger)
     changes = {"train_grpo": "beta=0.1", "natural_model": "weight_decay=0.5", "train": "seed=3"}
     path = write_config(tmp_path / "changed.py", **changes)
     line = refuse_in_one_line("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
@@ -946,7 +954,7 @@ def test_settings_may_change_until_their_stage_is_finished(tmp_path, unbroken, c
     path = write_config(tmp_path / "changed.py", train_grpo="beta=0.1")
     succeed("run_cycles", str(path), **cycle_options(corpus, out, num_cycles=1))
     assert in_this_process == ["train_grpo", "train_grpo", "evaluate", "sample", "sample"]  # gate and GRPO
-    assert json.loads((out / "cycles.json").read_text())["settings"]["train_grpo"]["beta"] == 0.1
+    assert read_json(out / "cycles.json")["settings"]["train_grpo"]["beta"] == 0.1
 
 
 def test_a_run_of_other_settings_is_refused(tmp_path, unbroken, corpus, config, in_this_process):
@@ -966,7 +974,7 @@ def finished_stages(out: Path) -> list[str]:
 
 def test_a_stage_that_fails_is_named_and_taken_up_again(tmp_path, corpus, config, in_this_process):
     broken = tmp_path / "broken_char"
-    shutil.copytree(corpus, broken)
+    forget_hashes(shutil.copytree(corpus, broken))
     (broken / "val.bin").write_bytes(b"\1\0" * 3)  # enough to train with, too little for a block
     options = cycle_options(broken, tmp_path / "out", num_cycles=1)
     finished = call("run_cycles", str(config), **options)
@@ -974,15 +982,28 @@ def test_a_stage_that_fails_is_named_and_taken_up_again(tmp_path, corpus, config
     assert re.search(r"ERROR: reward_data_v1 .*\b2\b", finished.err)
     assert finished_stages(tmp_path / "out") == STAGES[:3]
     assert not (tmp_path / "out" / "reward_data_v1").exists()
-    ledger = json.loads((tmp_path / "out" / "cycles.json").read_text())
+    ledger = read_json(tmp_path / "out" / "cycles.json")
     assert ledger["failed"]["stage"] == "reward_data_v1" and "val.bin has 3 tokens" in ledger["failed"]["reason"]
     assert f"stage reward_data_v1 failed: {broken / 'val.bin'} has 3 tokens" in headline(ledger)
     shutil.copy(corpus / "val.bin", broken)
     whole = open_corpus(str(broken), 2, None)
     ledger["corpus"] = data_record(whole.train, whole.val)
-    (tmp_path / "out" / "cycles.json").write_text(json.dumps(ledger))
+    write_json(tmp_path / "out" / "cycles.json", ledger)
     succeed("run_cycles", str(config), **options)
-    assert "failed" not in json.loads((tmp_path / "out" / "cycles.json").read_text())
+    assert "failed" not in read_json(tmp_path / "out" / "cycles.json")
+
+
+def test_a_last_stage_that_was_made_but_not_recorded_does_not_stay_a_failed_one(tmp_path, monkeypatch):
+    """A disk that is full for one write, of the last record: the next run finds nothing to do but to conclude."""
+    path = tmp_path / "cycles.json"
+    ledger = run_cycles.Ledger(path, {}, {})
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr(run_cycles, "write_record", Mock(side_effect=OSError("full")))
+        ledger.record("sample", {"seconds": 1.0})
+    ledger.fail("sample", OSError("full"))
+    assert json.loads(path.read_text())["stages"]["sample"]
+    ledger.conclude("1 of 1 cycle done", [])
+    assert "failed" not in json.loads(path.read_text())
 
 
 def test_killed_in_the_middle_and_continued(monkeypatch, tmp_path, corpus, config, unbroken):

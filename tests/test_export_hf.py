@@ -1,6 +1,9 @@
 """export_hf.py: what it writes, what it refuses; transformers loads it, and nothing is lost on the way back."""
 
+import errno
 import json
+import os
+import resource
 
 import pytest
 import torch
@@ -66,6 +69,24 @@ def test_places_that_are_not_the_exports_are_refused(tmp_path, generator):
     (folder / "notes.txt").write_text("mine")
     assert "holds other files (notes.txt)" in refuse_in_one_line("export_hf", **options, overwrite=True)
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("largest", [100, 4000])  # bytes of a file: of none, or of all but the weights
+def test_a_full_disk_leaves_nothing_and_the_earlier_export(tmp_path, generator, monkeypatch, largest):
+    options = {"checkpoint_path": generator, "output_dir": tmp_path / "hf"}
+    succeed("export_hf", **options)
+    before, limits = folder_bytes(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+    try:
+        error = refuse_in_one_line("export_hf", **options, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.strerror(errno.EFBIG) in error
+    with monkeypatch.context() as patch:  # the weights are there, what follows fails
+        patch.setattr(export_hf, "write_text", lambda *_: os.stat(tmp_path / "absent"))
+        refuse_in_one_line("export_hf", **options, overwrite=True)
+    assert folder_bytes(tmp_path) == before
+    succeed("export_hf", **options, overwrite=True)
 
 
 def test_folders_of_others_links_and_dots(tmp_path, generator, monkeypatch):

@@ -67,6 +67,12 @@ def test_a_file_is_made_once_for_each_model_and_data(monkeypatch, tmp_path, rewa
     again = [features(model, dataset) for dataset in datasets]
     assert [new for _, new in first] == [True, True] and [new for _, new in again] == [False, False]
     assert all(np.array_equal(one, other) for (one, _), (other, _) in zip(first, again, strict=True))
+    path = next(tmp_path.glob("train_*.f32"))
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    remade, new = features(model, datasets[0])
+    assert new and np.array_equal(remade, first[0][0])
     with torch.no_grad():
         model.transformer.ln_f.weight.add_(1e-3)
     assert features(model, datasets[0])[1]

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optimization import (
+    Best,
     EarlyStopping,
     Muon,
     Optimizers,
+    TrainableWeights,
     clip_gradients,
     cooldown_factor,
     gradient_scaler,
@@ -357,3 +359,72 @@ def test_a_step_whose_gradients_overflow(dtype):
     assert all(parameter.grad is None for parameter in model.parameters())
     scaler.scale(3 * model.bias.sum()).backward()
     assert take_step(model, optimizers, 1.0, scaler) == pytest.approx(3.0)  # unscaled
+
+
+@pytest.mark.parametrize(
+    ("moment", "value", "found"),
+    [("exp_avg", math.nan, "lm_head.weight"), ("exp_avg_sq", math.inf, "the exp_avg_sq of lm_head.weight")],
+)
+def test_a_step_that_makes_something_infinite_is_reported_by_that_step(moment, value, found):
+    # An infinite second moment leaves its weight where it is for ever, and never shows in a loss or a gradient.
+    model = nn.ModuleDict({"lm_head": nn.Linear(4, 5, bias=False)})
+    optimizers = make_optimizers(model)
+    scaler = gradient_scaler(torch.device("cpu"), torch.float32)
+    weight = model["lm_head"].weight
+    weight.grad = torch.ones_like(weight)
+    take_step(model, optimizers, 1.0, scaler)
+    weight.grad = torch.ones_like(weight)
+    optimizers.optimizers[0].state[weight][moment][0, 0] = value
+    with pytest.raises(DivergedError, match=rf"^ERROR: {found} \(5, 4\).* is not finite after the step"):
+        take_step(model, optimizers, 1.0, scaler)
+
+
+def test_a_step_to_large_numbers_is_none_to_infinite_ones():
+    model = nn.ModuleDict({"lm_head": nn.Linear(4, 5, bias=False)})
+    optimizers = make_optimizers(model)
+    weight = model["lm_head"].weight
+    weight.data.fill_(1e30)  # whose square is infinite
+    weight.grad = torch.ones_like(weight)
+    take_step(model, optimizers, 1.0, gradient_scaler(torch.device("cpu"), torch.float32))
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("bad", ["shape", "nan", "missing", "name", "none", "list"])
+def test_moments_that_do_not_fit_are_refused(optimizer, bad):
+    model = Tiny()
+    optimizers = make_optimizers(model, optimizer)
+    train(model, optimizers, range(2))
+    state = copy.deepcopy(optimizers.state_dict())
+    moments = state["optimizers"][0]["state"][0]
+    name = "momentum_buffer" if optimizer == "muon" else "exp_avg"
+    if bad == "shape":
+        moments[name] = moments[name][:1]
+    elif bad == "nan":
+        moments[name].fill_(math.nan)
+    elif bad == "missing":
+        del state["optimizers"][0]["state"][0]
+    elif bad == "name":
+        moments["x"] = moments.pop(name)
+    elif bad == "none":
+        moments[name] = None
+    else:
+        state["optimizers"] = None
+    with pytest.raises(UserError):
+        make_optimizers(Tiny(), optimizer).load_state_dict(state)
+
+
+def test_what_is_kept_of_a_run_is_restored_only_as_it_was_saved():
+    model = Tiny()
+    best, stopping = Best(), EarlyStopping(3)
+    best.offer(1.0, 2, model.state_dict().items(), {"step": 2})
+    for part, bad in ((best, {"at": "2"}), (best, {"offer": 1}), (stopping, {"best": "low"})):
+        with pytest.raises(UserError):
+            part.load_state_dict({**part.state_dict(), **bad})
+    for weights in ({"x": torch.zeros(1)}, {"lm_head.weight": torch.zeros(1)}, None):
+        best.weights = weights
+        with pytest.raises(UserError, match="saved"):
+            best.restore(model)
+    learned = TrainableWeights(model)
+    with pytest.raises(UserError, match="not those that this run trains"):
+        learned.load_state_dict({})

@@ -11,8 +11,18 @@ from data_loader import WholeSplitBatches
 from generation import Completer
 from model import GPT
 from objectives import language_model_loss, token_log_probs
-from policy_eval import CopyFinder, PolicyEvaluation, distinct_n, draw_prompts, masked_mean, repetition, written_mask
+from policy_eval import (
+    CopyFinder,
+    PolicyEvaluation,
+    Stops,
+    distinct_n,
+    draw_prompts,
+    masked_mean,
+    repetition,
+    written_mask,
+)
 from reward_model import RewardScorer, Scores
+from runtime.process import UserError
 from train_grpo import GRPOSettings
 
 pytest_plugins = ["tiny_run"]
@@ -130,3 +140,12 @@ def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(co
     some = losses("select", eval_tokens=3 * 16 + 5)
     assert torch.allclose(some.view(3, 16), whole.view(6, 16)[[0, 2, 4]], atol=1e-6)
     assert torch.equal(losses("report", eval_tokens=16), losses("report", eval_tokens=None))
+
+
+@pytest.mark.parametrize(
+    "change", [{"window": 0}, {"rewards": ["x"]}, {"start": {"x": 1.0}}, {"plateau": {}}, {"x": 1}, {"start": None}]
+)
+def test_the_stops_of_a_state_that_cannot_be(change):
+    stops = Stops(GRPOSettings())
+    with pytest.raises(UserError):
+        stops.load_state_dict({**stops.state_dict(), **change})

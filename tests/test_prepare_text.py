@@ -5,6 +5,7 @@
 Tests marked `interop` need requirements-bench.txt (the package tokenizers), and are skipped without it.
 """
 
+import hashlib
 import os
 import pickle
 import shutil
@@ -35,6 +36,7 @@ import data_loader
 import text_preparation
 from checkpoint import load_checkpoint
 from data_loader import load_binary, load_text, split_and_encode
+from runtime.process import STAGE_VARIABLE
 from text_preparation import encode_splits, find_texts, joined_pieces
 from tokenization_manager import TokenizationManager, detect_method
 from tokenizer_json import characters_as_json
@@ -52,13 +54,15 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def nanogpt_char(text: str) -> dict[str, bytes]:
-    """The files of nanoGPT's data/shakespeare_char/prepare.py, by its own few lines."""
+    """The files of nanoGPT's data/shakespeare_char/prepare.py, by its own few lines, and their hashes."""
     chars = sorted(set(text))
     stoi, itos = {ch: i for i, ch in enumerate(chars)}, dict(enumerate(chars))
     n = len(text)
     parts = {"train.bin": text[: int(n * 0.9)], "val.bin": text[int(n * 0.9) :]}
     files = {name: np.array([stoi[c] for c in part], dtype=np.uint16).tobytes() for name, part in parts.items()}
-    return files | {"meta.pkl": pickle.dumps({"vocab_size": len(chars), "itos": itos, "stoi": stoi})}
+    files["meta.pkl"] = pickle.dumps({"vocab_size": len(chars), "itos": itos, "stoi": stoi})
+    lines = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items())]
+    return files | {"sha256sums.txt": "".join(lines).encode()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,9 +85,8 @@ def test_characters_are_nanogpts_bytes(monkeypatch, read_bytes):
 def test_bpe_is_nanogpts_tokens(bpe):
     succeed("prepare_text", "novel.txt", name="novel", tokenization="bpe", block_size=16)
     boundary = int(len(TEXT) * 0.9)
-    assert {
-        name: np.frombuffer(data, np.uint16).tolist() for name, data in folder_bytes(Path("data/novel")).items()
-    } == {
+    assert sorted(folder_bytes(Path("data/novel"))) == ["sha256sums.txt", "train.bin", "val.bin"]
+    assert {name: np.fromfile(f"data/novel/{name}", np.uint16).tolist() for name in ("train.bin", "val.bin")} == {
         "train.bin": bpe.encode(TEXT[:boundary]).tolist(),
         "val.bin": bpe.encode(TEXT[boundary:]).tolist(),
     }
@@ -106,6 +109,22 @@ def test_the_shakespeare_scripts_write_the_same(monkeypatch, folder):
     del sys.modules["prepare"]
     succeed("prepare_text", "one_char/input.txt", out_dir="two", tokenization="char")
     assert folder_bytes(folder / "one_char") == folder_bytes(folder / "two") | {"input.txt": TEXT.encode()}
+
+
+def test_a_corpus_that_another_loop_has_made_meanwhile_stays(monkeypatch, tmp_path):
+    """Two loops find no token files at once, and start the corpus's script; the later one's waits for the other's."""
+    monkeypatch.syspath_prepend(str(Path(data_loader.__file__).parent / "data/shakespeare_char"))
+    monkeypatch.delitem(sys.modules, "prepare", raising=False)
+    (tmp_path / "input.txt").write_text("some words " * 20)
+    succeed("prepare", out_dir=tmp_path)
+    before = {path: path.stat().st_ino for path in tmp_path.iterdir()}
+    monkeypatch.setenv(STAGE_VARIABLE, "corpus")
+    assert "another run has made the token files" in succeed("prepare", out_dir=tmp_path)
+    assert {path: path.stat().st_ino for path in tmp_path.iterdir()} == before
+    (tmp_path / "val.bin").unlink()
+    assert "meanwhile" not in succeed("prepare", out_dir=tmp_path)
+    assert (tmp_path / "val.bin").is_file()
+    del sys.modules["prepare"]
 
 
 def test_paths_may_stand_anywhere_and_folders_mean_their_texts(folder):
@@ -280,7 +299,12 @@ def test_no_interruption_leaves_a_mixture_of_two_corpora(bpe, monkeypatch, chang
         call("prepare_text", "novel.txt", name="novel", **(PLAIN | {"tokenization": change[1]}))
         after = {name: data for name, data in folder_bytes(Path("data/novel")).items() if name[0] != "."}
         is_whole = {"train.bin", "val.bin"} <= set(after)
-        states.append("new" if after == wanted else "old" if after == folder_bytes(Path("before")) else "missing")
+        before = folder_bytes(Path("before"))
+        if "sha256sums.txt" not in after:  # the first to be removed, the last to be written
+            wanted_now, before = ({k: v for k, v in each.items() if k != "sha256sums.txt"} for each in (wanted, before))
+        else:
+            wanted_now = wanted
+        states.append("new" if after == wanted_now else "old" if after == before else "missing")
         assert states[-1] != "missing" or not is_whole, (calls, sorted(after))
     assert set(states) == {"old", "missing", "new"} and states[-1] == "new"
 
@@ -575,14 +599,14 @@ def test_a_tokenizer_is_copied_and_a_stale_one_removed(folder, bpe):
     prepare("char", "tok")
     for path in (made, made / "tokenizer.json", "data/tok"):  # the last is its own copy
         succeed("prepare_text", "novel.txt", name="tok", tokenizer=path, block_size=16)
-        assert sorted(os.listdir("data/tok")) == ["tokenizer.json", "train.bin", "val.bin"]
+        assert sorted(os.listdir("data/tok")) == ["sha256sums.txt", "tokenizer.json", "train.bin", "val.bin"]
         assert Path("data/tok/tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
     tokenizer = TokenizationManager(data_path="data/tok")
     assert tokenizer.method == "tokenizer"
     files = load_binary("data/tok/train.bin", "data/tok/val.bin", tokenizer.vocab_size)
     assert tokenizer.decode(files.train) + tokenizer.decode(files.val) == TEXT
     prepare("bpe", "tok")
-    assert sorted(os.listdir("data/tok")) == ["train.bin", "val.bin"]
+    assert sorted(os.listdir("data/tok")) == ["sha256sums.txt", "train.bin", "val.bin"]
 
 
 @pytest.mark.interop

@@ -1,5 +1,6 @@
 """Reward datasets: reading back what was written, reporting damage, and the documented reports."""
 
+import hashlib
 import pickle
 import sys
 import tracemalloc
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import prepare_options, run, succeed
+from helpers import forget_hashes, prepare_options, run, succeed
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -17,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 import reward_dataset_loader as loader
 from data_loader import ValidationParts
 from generation import Sampling
+from prepare_reward_data import save_reward_dataset
 from reward_dataset_loader import (
     RewardDataset,
     check_model_compatibility,
@@ -121,7 +123,9 @@ def test_metadata_lines_have_the_documented_form_and_order(tmp_path):
         "absent": None,
     }
     write_metadata(tmp_path / "m.txt", entries)
-    assert (tmp_path / "m.txt").read_text() == (
+    first, lines = (tmp_path / "m.txt").read_text().split("\n", 1)
+    assert first == f"lines_sha256: {hashlib.sha256(lines.encode()).hexdigest()}"
+    assert lines == (
         "num_samples: 17560\nblock_size: 1024\nx_shape: (17560, 1024)\ny_shape: (17560, 2)\nx_dtype: uint16\n"
         "y_dtype: float32\ntokenization_method: char\nvocab_size: 65\nmeta_path: data/shakespeare_char/meta.pkl\n"
         "note: any: text\n"
@@ -555,7 +559,7 @@ def test_sizes_are_held_against_what_the_metadata_say(folder, capsys, changes, s
 
 
 def test_a_split_in_the_place_of_the_other(folder):
-    with open(folder / "val_metadata.txt", "a") as metadata:
+    with open(forget_hashes(folder) / "val_metadata.txt", "a") as metadata:
         metadata.write("split: train\n")
     with pytest.raises(UserError, match=r"val_metadata\.txt .*split=train"):
         loader.open_checked_splits(folder)
@@ -626,3 +630,34 @@ def test_sampling_in_metadata():
         with pytest.raises(UserError, match="metadata") as caught:
             sampling_of(wrong)
         assert all(f"{name}={value}" in str(caught.value) for name, value in wrong.items())
+
+
+@pytest.mark.parametrize("part", ["x", "y"])
+def test_files_of_another_hash_than_their_metadata_say_are_refused(tmp_path, part):
+    for split in loader.SPLITS:
+        x, y = make_arrays(8, 8)
+        save_reward_dataset(list(x), list(y), str(tmp_path), split, TokenizationInfo("char", 65, "meta.pkl"))
+    create_reward_dataloaders(tmp_path)
+    path = tmp_path / f"val_{part}.bin"
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"ERROR: {path} does not have the hash in .*val_metadata\.txt"):
+        create_reward_dataloaders(tmp_path)
+
+
+def test_a_changed_line_of_metadata_is_refused_until_the_hash_is_deleted(tmp_path):
+    path = tmp_path / "m.txt"
+    write_metadata(path, {"num_samples": 12, "seed": 42})
+    path.write_text(path.read_text().replace("12", "13"))
+    with pytest.raises(UserError, match=f"{path} is damaged: .* lines_sha256 .* delete that line"):
+        read_metadata(path)
+    path.write_text(path.read_text().split("\n", 1)[1])
+    assert read_metadata(path) == {"num_samples": "13", "seed": "42"}
+
+
+def test_metadata_of_gigabytes_are_not_read(tmp_path):
+    with open(tmp_path / "train_metadata.txt", "wb") as file:
+        file.truncate(1 << 32)
+    with pytest.raises(UserError, match="4,294,967,296 bytes are more than any metadata need"):
+        loader.read_metadata(tmp_path / "train_metadata.txt")

@@ -139,3 +139,11 @@ def test_the_commit_is_that_of_the_project_s_own_repository(project, monkeypatch
     assert read_commit(project / "runtime") is None  # a folder in another's repository
     monkeypatch.setenv("PATH", str(project))
     assert read_commit(project, "where there is no git") is None
+
+
+def test_hashes_of_so_many_files_are_kept(tmp_path):
+    for number in range(artefacts.MOST_HASHES + 10):
+        path = tmp_path / f"{number}"
+        path.write_text(f"{number}")
+        assert artefacts.hash_once(path) == artefacts.hash_once(path) == hash_file(path)
+    assert artefacts._hash_version.cache_info().currsize == artefacts.MOST_HASHES

@@ -404,3 +404,13 @@ def test_every_script_can_have_a_section_and_nothing_else_can():
     expected = {"train", "prepare_reward_data", "train_reward_model", "train_grpo", "run_cycles", "evaluate", "sample"}
     assert set(all_sections()) >= expected | {"reward_dataset_loader", "prepare", "natural_model"}
     assert not {"model", "checkpoint", "cli", "process"} & set(all_sections())
+
+
+def test_two_dashes_alone_are_refused_where_there_are_options_alone():
+    with pytest.raises(UserError, match="--: this script has options alone"):
+        parse_settings(Walk, "walk", ["--", "--steps", "3"])
+
+
+def test_a_settings_file_without_end_is_not_read_whole():
+    with pytest.raises(UserError, match="more than 1,048,576 bytes"):
+        read_config("/dev/zero")

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -84,6 +85,18 @@ def test_the_lock_lies_beside_the_output_and_is_removed(tmp_path, monkeypatch):
             assert len(os.listdir(tmp_path / "new")) == 2
         assert os.listdir(tmp_path / "new") == [".data.lock"]
     assert os.listdir(tmp_path / "new") == []
+
+
+def test_a_disk_without_room_for_the_name_of_the_holder(tmp_path):
+    """No file may have a byte: a full disk gives the same error."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)), only_writer(tmp_path / "model.pt"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == []
 
 
 def test_another_process_waits_and_then_names_the_holder(tmp_path, holder, monkeypatch, capsys):
@@ -251,3 +264,21 @@ def test_a_holder_that_fails_may_remove_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(output_lock.fcntl, "flock", flock)
     with only_writer(output):
         assert lock_path(output).is_file()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe"])
+def test_a_lock_that_is_a_link_is_neither_followed_nor_emptied(tmp_path, kind):
+    mine, lock = tmp_path / "mine", lock_path(tmp_path / "model.resume")
+    mine.write_text("mine")
+    if kind == "hard link":
+        os.link(mine, lock)
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.symlink_to("mine" if kind == "link" else "new")
+    with (
+        pytest.raises(UserError, match=r"\.model\.resume\.lock is a link or a device"),
+        only_writer(tmp_path / "model.resume"),
+    ):
+        pass
+    assert mine.read_text() == "mine" and not (tmp_path / "new").exists()

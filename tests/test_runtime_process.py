@@ -196,3 +196,20 @@ def test_other_systems_are_refused_in_one_line_by_every_script():
     assert done.stdout.splitlines() == [f"{script} 2" for script in scripts], done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == len(scripts) and all(line.startswith("ERROR: ") and "'win32'" in line for line in lines)
+
+
+def test_control_characters_of_a_message_are_written_out(capsys):
+    def main():
+        process.warn("a\x9b2J")
+        raise process.UserError("ERROR: \x1b]0;x\x07 \u202e\udcff\n\té")
+
+    with pytest.raises(SystemExit):
+        run_main(main)
+    assert capsys.readouterr().err == "WARNING: a\\x9b2J\nERROR: \\x1b]0;x\\x07 \\u202e\\udcff\n\té\n"
+
+
+def test_a_tensor_for_which_there_is_no_memory_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: torch.empty(2**58))
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("ERROR: out of memory: you tried to allocate 1152921504606846976 bytes")

@@ -3,6 +3,7 @@
 `pytest tests/test_runtime_resume.py`
 """
 
+import contextlib
 import math
 import os
 import re
@@ -30,8 +31,9 @@ from helpers import (
 import train
 import train_grpo
 import train_reward_model
+from runtime import resume
 from runtime.distributed import Ranks
-from runtime.files import load_state
+from runtime.files import load_state, save_state
 from runtime.process import Terminated, UserError
 from runtime.resume import Run, Values, of_another_run
 from runtime.run_log import check_finite, counted, read_records
@@ -546,3 +548,83 @@ def test_a_finished_run_leaves_nothing_set_aside(monkeypatch, tmp_path, trainers
     out = succeed("train_reward_model", **files, **where, trunk=knowing, control=False)
     assert f" {tmp_path / 'model.resume'}.old1" in out
     assert not list(tmp_path.glob("*.old*"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["parts"]["run"].update(step="3"),
+        lambda state: state["parts"]["run"].update(step=-1),
+        lambda state: state["parts"]["run"].update(steps=None),
+        lambda state: state["parts"].update(counts=None),
+        lambda state: state["parts"]["counts"].update(made=3),
+        lambda state: state["settings"].update(device=3),
+        lambda state: state["began"].update(max_steps="many"),
+    ],
+)
+def test_a_state_with_impossible_contents_is_damaged(tmp_path, change):
+    path = tmp_path / "model.pt"
+    make_steps(*begun(path))
+    state = load_state(path.with_suffix(".resume"))
+    change(state)
+    save_state(path.with_suffix(".resume"), state)
+    with pytest.raises(UserError, match=r"model\.resume is damaged"):
+        begun(path, resume=True)
+
+
+def test_a_record_in_a_state_that_no_rule_can_read_is_damaged(tmp_path):
+    path = tmp_path / "model.pt"
+    make_steps(*begun(path))
+    run, counts = begun(path, resume=True)
+    with pytest.raises(UserError, match=r"model\.resume is damaged \('reward'\)"):
+        make_steps(run, counts, until=lambda record: {}["reward"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: parts.update(model=None),
+        lambda parts: parts["model"].popitem(),
+        lambda parts: parts["facts"].update(config=None),
+        lambda parts: vars(parts["facts"]["config"]).update(n_layer=10**9),
+        lambda parts: parts["optimizers"].update(optimizers={}),
+        lambda parts: parts["optimizers"]["optimizers"][0]["state"][0].update(exp_avg=torch.zeros(1)),
+        lambda parts: parts["stopping"].update(best="low"),
+        lambda parts: parts["best"].update(at=None),
+    ],
+)
+def test_a_state_of_train_with_impossible_parts_is_refused(tmp_path, corpus, change):
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path / "out", "max_iters": 2, "eval_interval": 1}
+    succeed("train", **options)
+    path = tmp_path / "out/model_checkpoint.resume"
+    state = load_state(path)
+    change(state["parts"])
+    save_state(path, state)
+    assert str(path) in refuse_in_one_line("train", **{**options, "init_from": "resume", "max_iters": 3})
+
+
+def test_too_little_memory_for_a_state_is_no_damage(tmp_path):
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ):
+        with pytest.raises(type(error)), resume.reading_state(tmp_path / "x.resume"):
+            raise error
+    with pytest.raises(UserError, match="is damaged"), resume.reading_state(tmp_path / "x.resume"):
+        raise RuntimeError("shapes do not fit")
+
+
+def test_the_checkpoint_of_an_interrupted_run_records_the_same(tmp_path, corpus):
+    """Above all its settings: of `init_from` the value with which it began."""
+    options = {**TINY_TRAIN, "max_iters": 10, "dataset": corpus}
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    with contextlib.chdir(tmp_path / "whole"):
+        succeed("train", **options, out_dir="out")
+    with contextlib.chdir(tmp_path / "parts"), pytest.MonkeyPatch.context() as patch:
+        with patch.context() as stop:
+            end_in_call(stop, train, "take_step", 8, terminate)
+            assert call("train", **options, out_dir="out").status == 143
+        succeed("train", **options, out_dir="out", init_from="resume")
+    one, other = (load_state(tmp_path / name / "out/model_checkpoint.pt") for name in ("whole", "parts"))
+    assert one["training"] == other["training"] and one["training"]["settings"]["init_from"] == "scratch"

@@ -94,7 +94,7 @@ def test_a_resumed_run_keeps_the_records_of_what_it_has_done(tmp_path, kept, ste
     with RunLog(path, kept=kept) as log:
         assert steps_of(path) == steps
         log.log(100, quiet=True)
-        assert log.num_records == kept + 1
+        assert log.num_records == len(steps) + 1
     assert steps_of(path) == [*steps, 100]
 
 
@@ -145,7 +145,9 @@ def test_records_of_earlier_versions_are_read_and_rewritten_as_strict_json(tmp_p
     assert read_records(path) == [{"step": 1, "loss": None}, {"step": 2, "loss": None, "norm": [None, 1.5]}]
     with RunLog(path, kept=2):
         pass
-    assert path.read_text() == '{"step": 1, "loss": null}\n{"step": 2, "loss": null, "norm": [null, 1.5]}\n'
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.pop("crc32") for line in lines] == ["a5c8a13a", "de2f0188"]
+    assert lines == [{"step": 1, "loss": None}, {"step": 2, "loss": None, "norm": [None, 1.5]}]
 
 
 def test_progress_counts_from_where_a_run_goes_on(capsys):
@@ -238,3 +240,29 @@ def test_a_tracker_without_its_package_is_refused_and_no_other_rank_needs_it(mon
     with RunLog(tmp_path / "model.jsonl") as log:
         log.log(1)
     assert log.num_records == 1 and not (tmp_path / "model.jsonl").exists()
+
+
+def test_damaged_records_are_refused_or_left_out_with_a_warning(tmp_path, capsys):
+    path = tmp_path / "log.jsonl"
+    with RunLog(path) as log:
+        for step in range(3):
+            log.log(step, loss=float(step))
+    whole = path.read_text()
+    path.write_text(whole.replace('"loss": 1.0', '"loss": 7.0'))
+    with pytest.raises(UserError, match=f"{path}, line 2 is no JSON record, or damaged"):
+        read_records(path)
+    path.write_text(whole.replace('"loss": 2.0', '"loss": 7.0'))  # the last may be one that was cut short
+    with RunLog(path, kept=3) as log:
+        assert log.num_records == 2
+    assert f"{path} was damaged: 2 of 3 records" in capsys.readouterr().err
+
+
+def test_a_log_that_is_nested_too_deep_or_one_line_of_gigabytes(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 0}\n' + "[" * 200_000 + '\n{"step": 1}\n')
+    with pytest.raises(UserError, match="line 2 is no JSON record"):
+        read_records(path)
+    with open(path, "wb") as file:
+        file.truncate(1 << 32)
+    with pytest.raises(UserError, match="line 1 is no JSON record"):
+        read_records(path)

@@ -108,3 +108,11 @@ def test_require_returns_what_holds_and_notes_a_suggestion_once():
     assert problems.require(True, "no") is True
     assert problems.require(False, "first", "mend") is False and problems.require(False, "second", "mend") is False
     assert (problems.errors, problems.suggestions) == (["first", "second"], ["mend"])
+
+
+def test_values_that_a_setting_cannot_have_are_named():
+    good = {"model": None, "guide": "x", "gears": 3, "speed": 2, "rests": None, "inns": ("Bell",), "unknown": object()}
+    assert Walk.misfit(good) == ""
+    bad = {"model": 3, "gears": True, "speed": math.nan, "rests": 9, "inns": "Bell", "travel_mode": "rail"}
+    for name, value in bad.items():
+        assert Walk.misfit({**good, name: value}).startswith(f"{name} of type")

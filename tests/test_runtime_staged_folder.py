@@ -7,6 +7,8 @@ from runtime.files import write_json
 from runtime.process import UserError
 from runtime.staged_folder import RowWriter, StagedFolder
 
+ROW = {"rows.bin": 6}  # bytes
+
 
 @pytest.fixture
 def staged(tmp_path):
@@ -23,11 +25,11 @@ def rows(*first: int) -> dict[str, np.ndarray]:
 def test_tasks_count_as_finished_once_they_are_on_the_disk(staged):
     with RowWriter(staged, "rows", ["rows.bin"]) as writer:
         writer.write(1, 2, rows(30, 40))
-        assert set(staged.finished("rows")) == set()
+        assert set(staged.finished("rows", ROW)) == set()
         writer.flush()
-        assert set(staged.finished("rows")) == {1}
+        assert set(staged.finished("rows", ROW)) == {1}
         writer.write(0, 0, rows(10, 20))
-    assert set(staged.finished("rows")) == {0, 1}
+    assert set(staged.finished("rows", ROW)) == {0, 1}
     staged.publish()
     assert not staged.folder.exists()
     written = np.fromfile(staged.final / "rows.bin", np.uint16).reshape(4, 3)
@@ -43,7 +45,7 @@ def test_several_processes_write_side_by_side(staged):
         other.write(3, 3, rows(40))
         other.flush()
         one.write(1, 1, rows(20))
-    assert set(staged.finished("rows")) == {0, 1, 3}
+    assert set(staged.finished("rows", ROW)) == {0, 1, 3}
     assert np.fromfile(staged.contents / "rows.bin", np.uint16).reshape(4, 3)[:, 0].tolist() == [10, 20, 0, 40]
 
 
@@ -52,32 +54,32 @@ def test_an_entry_cut_short_is_not_believed_and_not_in_the_way(staged):
         writer.write(2, 2, rows(30))
     (journal,) = staged.folder.glob("*.journal")
     journal.write_bytes(journal.read_bytes() + b"\x01\x00\x00")
-    assert set(staged.finished("rows")) == {2}
+    assert set(staged.finished("rows", ROW)) == {2}
     with RowWriter(staged, "rows", ["rows.bin"]) as writer:
         writer.write(0, 0, rows(10))
-    assert set(staged.finished("rows")) == {0, 2}
+    assert set(staged.finished("rows", ROW)) == {0, 2}
 
 
 def test_marks_do_not_outlive_their_data(staged):
     with RowWriter(staged, "rows", ["rows.bin"]) as writer:
         writer.write(0, 0, rows(10))
     staged.reserve("rows.bin", 24, work="rows")
-    assert set(staged.finished("rows")) == {0}
+    assert set(staged.finished("rows", ROW)) == {0}
     (staged.contents / "rows.bin").unlink()
     staged.reserve("rows.bin", 24, work="rows")
-    assert set(staged.finished("rows")) == set()
+    assert set(staged.finished("rows", ROW)) == set()
 
 
 def test_only_work_of_the_same_identity_is_taken_up(staged):
     with RowWriter(staged, "rows", ["rows.bin"]) as writer:
         writer.write(0, 0, rows(10))
     StagedFolder(staged.final).claim({"seed": 1})
-    assert set(staged.finished("rows")) == {0}
+    assert set(staged.finished("rows", ROW)) == {0}
     with pytest.raises(UserError, match=r"\(seed .*1, .*2\)"):
         StagedFolder(staged.final).claim({"seed": 2})
-    assert set(staged.finished("rows")) == {0}
+    assert set(staged.finished("rows", ROW)) == {0}
     StagedFolder(staged.final).claim({"seed": 2}, overwrite=True)
-    assert set(staged.finished("rows")) == set()
+    assert set(staged.finished("rows", ROW)) == set()
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path):
@@ -85,3 +87,33 @@ def test_a_foreign_folder_is_left_alone(tmp_path):
     with pytest.raises(UserError, match=r"final\.partial .*notes\.json"):
         StagedFolder(tmp_path / "final").claim({"seed": 1}, overwrite=True)
     assert (tmp_path / "final.partial" / "notes.json").is_file()
+
+
+@pytest.mark.parametrize("file", ["contents/rows.bin", "rows.0.journal"])
+def test_rows_that_are_not_as_they_were_written_count_as_unfinished(staged, file):
+    with RowWriter(staged, "rows", ["rows.bin"]) as writer:
+        for task in range(3):
+            writer.write(task, task, rows(10 * task))
+    assert staged.finished("rows", ROW).tolist() == [0, 1, 2]
+    path = staged.folder / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 4 if "rows.bin" in file else len(data) // 2] ^= 4
+    path.write_bytes(data)
+    assert staged.finished("rows", ROW).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("name", ["", "contents", "contents/rows.bin"])
+def test_a_link_in_unfinished_work_is_not_followed(tmp_path, name):
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "contents").mkdir(parents=True)
+    (elsewhere / "contents/rows.bin").write_text("mine")
+    write_json(elsewhere / "identity.json", {"seed": 1})
+    folder = StagedFolder(tmp_path / "final")
+    if name:
+        folder.claim({"seed": 1})
+        if name == "contents":
+            folder.contents.rmdir()
+    (folder.folder / name).symlink_to(elsewhere / name)
+    with pytest.raises(UserError, match="is a link in the way"):
+        StagedFolder(tmp_path / "final").claim({"seed": 1}, overwrite=True)
+    assert (elsewhere / "contents/rows.bin").read_text() == "mine"

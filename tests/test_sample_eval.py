@@ -10,11 +10,13 @@ import torch
 from helpers import TINY_MODEL, call, make_checkpoint, make_tokens, refuse, refuse_in_one_line, succeed
 
 import cycle_stages
+import evaluate
 from checkpoint import build_model, data_record, load_checkpoint, save_checkpoint
 from data_loader import TokenSplits, write_token_files
 from generation import Completer
 from model import GPT, GPTConfig
 from runtime.files import write_json
+from runtime.output_lock import lock_path
 from sample_eval import NaturalText
 
 pytest_plugins = ["tiny_run"]
@@ -79,6 +81,18 @@ def test_figures_and_files_of_points(options, generator, knowing, natural_model)
     cold, warm = found["checkpoints"][str(knowing)]["points"]
     assert cold["forward_nll"] < warm["forward_nll"] and cold["distinct_3"] < warm["distinct_3"]
     assert options["output_path"].with_suffix(".png").read_bytes()[1:4] == b"PNG"
+
+
+def test_figures_and_picture_are_written_under_one_lock(options, monkeypatch):
+    lock, write = lock_path(options["output_path"]), evaluate.write_png
+
+    def write_held(*arguments):
+        assert lock.exists()
+        write(*arguments)
+
+    monkeypatch.setattr(evaluate, "write_png", write_held)
+    succeed("evaluate", **options)
+    assert options["output_path"].with_suffix(".png").exists() and not lock.exists()
 
 
 def test_points_share_prompts_and_random_numbers(options, generator, knowing, calls):

@@ -12,6 +12,7 @@ from helpers import (
     assert_same_weights,
     call,
     end_in_call,
+    forget_hashes,
     make_corpus,
     make_text,
     press_ctrl_c,
@@ -185,7 +186,7 @@ def test_a_start_that_is_a_reward_model_is_refused(options, reward_model):
 def test_a_start_of_another_tokenization_or_split_is_refused(options, tmp_path, corpus):
     other = make_corpus(tmp_path / "other_char", make_text(1000) + "&%$")
     assert "vocab" in refuse_in_one_line("train", **{**options, "dataset": other}).lower()
-    swapped = shutil.copytree(corpus, tmp_path / "swapped_char")
+    swapped = forget_hashes(shutil.copytree(corpus, tmp_path / "swapped_char"))
     np.fromfile(swapped / "val.bin", np.uint16)[::-1].tofile(swapped / "val.bin")
     line = refuse_in_one_line("train", **{**options, "dataset": swapped})
     assert re.search(r"\(val [\d,]+ tokens ", line) and "--allow_split_mismatch" not in line
@@ -354,3 +355,8 @@ def test_the_ranks_windows_together_are_those_of_one(corpus, generator, world_si
     assert sum(part[1] for part in parts) == count == (4 * 13 if amount else 52 * 4 + 2)
     assert sum(part[0] * part[1] for part in parts) / count == pytest.approx(loss, abs=1e-9)
     assert loss == pytest.approx(windows.mean().item(), abs=1e-6 if amount else 0.1)
+
+
+@pytest.mark.parametrize("name", ["../x.pt", "a/x.pt", "..", "", "/tmp/x.pt"])
+def test_a_checkpoint_name_is_plain(name):
+    assert any("checkpoint_name" in error for error in train.TrainSettings(checkpoint_name=name).problems().errors)

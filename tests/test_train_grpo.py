@@ -5,6 +5,7 @@ pytest tests/test_train_grpo.py
 
 import itertools
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -20,6 +21,7 @@ from helpers import (
     call,
     end_in_call,
     folder_bytes,
+    forget_hashes,
     make_checkpoint,
     refuse,
     refuse_in_one_line,
@@ -110,7 +112,7 @@ def test_too_few_blocks_show_nothing(good, tmp_path, corpus):
     """Even of a good reward model: of 22 validation blocks the gate has 10, of 21 nine."""
     assert "gate_blocks=9" in refuse("train_grpo", **good, gate_blocks=9)
     short = tmp_path / "short_char"
-    shutil.copytree(corpus, short)
+    forget_hashes(shutil.copytree(corpus, short))
     tokens = np.fromfile(corpus / "val.bin", np.uint16)
     tokens[: 21 * 16].tofile(short / "val.bin")
     line = refuse_in_one_line("train_grpo", **{**good, "dataset": short})
@@ -194,7 +196,7 @@ def recovered_crossovers(measured: dict, count: int) -> np.ndarray:
 
 def test_a_validation_split_of_three_blocks_is_too_short(good, tmp_path, corpus):
     short = tmp_path / "short_char"
-    shutil.copytree(corpus, short)
+    forget_hashes(shutil.copytree(corpus, short))
     tokens = np.fromfile(short / "val.bin", np.uint16)
     tokens[:63].tofile(short / "val.bin")
     line = refuse_in_one_line("train_grpo", **{**good, "dataset": short})
@@ -907,3 +909,11 @@ def test_compiled_training_is_plain_training(good, tmp_path, monkeypatch):
     assert 1 <= sum(programs) <= 4 and 2 <= len(programs) <= 12  # with gradients: of all numbers of tokens
     succeed("train_grpo", **{**other, "max_steps": 2}, init_from="resume")
     assert_weights_near(weights(plain["output_path"]), weights(other["output_path"]))
+
+
+def test_a_report_of_the_start_not_finite_is_not_written(monkeypatch, tmp_path, corpus, generator, reward_model):
+    monkeypatch.setattr(train_grpo, "report_figures", lambda *_: {"kept": {}, "start": {"report_loss": math.nan}})
+    options = {"base_model_path": generator, "reward_model_path": reward_model, "dataset": corpus, **TINY_GRPO}
+    options |= {"output_path": tmp_path / "policy.pt", "max_steps": 1}
+    assert "start.report_loss is nan" in refuse("train_grpo", **options)
+    assert not (tmp_path / "policy.pt").exists()

@@ -17,6 +17,7 @@ from helpers import (
     assert_same_weights,
     call,
     folder_bytes,
+    forget_hashes,
     make_text,
     prepare_options,
     refuse,
@@ -267,10 +268,25 @@ def test_a_control_that_fails_costs_nothing(monkeypatch, good, knowing):
     assert trained(good)[0]["training"]["skill"]["control_r2"] is None
 
 
+def test_a_control_of_predictions_that_are_not_finite_has_failed(monkeypatch, good, knowing):
+    predict = train_reward_model.predict_reported
+    made = []
+
+    def broken(*arguments):
+        made.append(predict(*arguments))
+        return made[-1] * (math.nan if len(made) == 2 else 1)  # after the model's own
+
+    monkeypatch.setattr(train_reward_model, "predict_reported", broken)
+    finished = call("train_reward_model", **{**good, "control": True}, trunk=knowing)
+    assert finished.status == 0 and len(made) == 2
+    assert re.search(r"WARNING: the control .*: P\(natural\) is nan", finished.err)
+    assert trained(good)[0]["training"]["skill"]["control_r2"] is None
+
+
 def test_a_trunk_of_another_split_is_refused(good, tmp_path, corpus, generator):
     """It may have learned the validation text."""
     other = tmp_path / "swapped_char"
-    shutil.copytree(corpus, other)
+    forget_hashes(shutil.copytree(corpus, other))
     tokens = np.fromfile(other / "val.bin", np.uint16)
     tokens[::-1].tofile(other / "val.bin")
     succeed("train", dataset=other, out_dir=tmp_path / "other", **{**TINY_TRAIN, "max_iters": 1})
@@ -642,3 +658,33 @@ def test_float16_scales_losses(good, knowing):
     mixed = trained(good)[0]["training"]["val_loss"]
     succeed("train_reward_model", **good, **POSITION, trunk=knowing, unfreeze_layers=1)
     assert mixed == pytest.approx(trained(good)[0]["training"]["val_loss"], rel=0.05)
+
+
+def test_a_fit_whose_loss_is_not_finite_is_reported(monkeypatch, tmp_path, generator, natural_model, reward_data):
+    # Torch's LBFGS ends such a search in an error of its own, of a value that cannot be converted.
+    loss, calls = LikelihoodRewardModel.loss, []
+
+    def broken(*arguments):
+        calls.append(1)
+        return loss(*arguments) * (math.nan if len(calls) == 1 else 1.0)
+
+    monkeypatch.setattr(LikelihoodRewardModel, "loss", broken)
+    options = {"base_model_path": generator, "data_dir": reward_data, "trunk": natural_model}
+    options |= {"output_path": tmp_path / "reward_model.pt", "device": "cpu"}
+    assert "epoch 1: val_loss is nan" in refuse("train_reward_model", **options)
+    assert not (tmp_path / "reward_model.pt").exists()
+
+
+def test_a_fit_whose_weight_is_infinite_is_reported(monkeypatch, tmp_path, generator, natural_model, reward_data):
+    # Its loss is finite: that of w = 0, from which no gradient leads away.
+    init = LikelihoodRewardModel.__init__
+
+    def broken(model, *arguments):
+        init(model, *arguments)
+        model.mixture.data.fill_(-math.inf)
+
+    monkeypatch.setattr(LikelihoodRewardModel, "__init__", broken)
+    options = {"base_model_path": generator, "data_dir": reward_data, "trunk": natural_model}
+    options |= {"output_path": tmp_path / "reward_model.pt", "device": "cpu"}
+    assert "the logit of w is -inf" in refuse("train_reward_model", **options)
+    assert not (tmp_path / "reward_model.pt").exists()
