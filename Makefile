@@ -5,9 +5,10 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/requirements.installed
 CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
+SCALE := 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-kl bench-training figures screenshot lint format clean
+.PHONY: help setup run test campaign-short campaign test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-kl bench-training figures screenshot lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,6 +26,12 @@ run: setup ## run one cycle on four plays of Shakespeare, with controls (8 to 9 
 
 test: setup ## run the tests, in as many processes as there are cores
 	$(PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
+
+campaign-short: setup ## try for 10 minutes to break what docs/reliability.md promises
+	$(PYTHON) tests/campaign/run.py $(ARGS)
+
+campaign: setup ## the same SCALE times over (SCALE=30: hours), with figures in campaign.json
+	$(PYTHON) tests/campaign/run.py --scale $(SCALE) --records campaign.json $(ARGS)
 
 test-kernels: setup ## run the tests with other processors' kernels, with two threads and in random order
 	$(PYTHON) tests/kernels.py $(ARGS)
