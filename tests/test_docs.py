@@ -302,6 +302,9 @@ def run_command(words: list[str]) -> None:
             if name == "ARGS" and benchmark is not None:
                 run_script(f"benchmarks/{benchmark}.py", shlex.split(value))
                 continue
+            if (name, targets) == ("SCALE", ["campaign"]):
+                assert float(value) > 0
+                continue
             assert (name, targets) == ("ARGS", ["run"]), f"{words}: teach this test to check it"
             config = re.search(r"^CONFIG := (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
             cli.parse_settings(CycleSettings, "run_cycles", ["--config", config[1], *shlex.split(value)])
@@ -415,6 +418,7 @@ KINDS = {
     "val.bin",
     "prepare.py",
     "tokenizer.json",
+    "sha256sums.txt",
 }
 KINDS |= {"evaluator.bin", "test.bin", "splits.json", "documents.json"}  # of a split by documents
 
