@@ -5,6 +5,8 @@
 An attempt damages one kind of artefact EXAMPLES times and reads it back in its process, as the scripts do.
 """
 
+import contextlib
+import io
 import random
 import shutil
 import warnings
@@ -18,15 +20,21 @@ import numpy as np
 from part import difference, expect
 from world import World
 
-from checkpoint import load_checkpoint
-from data_loader import load_binary
-from reward_dataset_loader import open_checked_splits
-from runtime.files import read_json, write_record
+from checkpoint import build_model, load_checkpoint
+from data_loader import SPLITS_FILE, load_binary
+from feature_cache import frozen_depth, frozen_features
+from reward_dataset_loader import RewardDataset, open_checked_splits
+from reward_model import HeadRewardModel
+from runtime.distributed import Ranks
+from runtime.downloads import DOCUMENTS_FILE, read_documents
+from runtime.files import HASHES_FILE, hash_file, read_json, write_record
 from runtime.process import UserError
 from runtime.resume import load_run_state
 from runtime.run_log import read_records
 from runtime.staged_folder import RowWriter, StagedFolder
+from sample_eval import NaturalText
 from tokenization_manager import TokenizationManager
+from train_reward_model import freeze_trunk
 
 EXAMPLES = 200
 MOST_LINES = 8
@@ -64,6 +72,8 @@ def make_staged(world: World, folder: Path) -> None:
     with RowWriter(staged, "rows", ["rows.bin"]) as writer:
         for task in range(5):
             writer.write(task, 2 * task, {"rows.bin": _rows(task)})
+    tasks = staged.finished("rows", {"rows.bin": 4}).tolist()
+    expect(tasks == [*range(5)], "finished without damage:", tasks)
 
 
 def _rows(task: int) -> np.ndarray:
@@ -82,15 +92,57 @@ def read_staged(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def make_documents(world: World, folder: Path) -> None:
+    """Write a text and the record of its documents, as a download leaves them."""
+    shutil.copyfile(world.corpus / "input.txt", folder / "input.txt")
+    length = len((folder / "input.txt").read_text())
+    documents = [{"title": "one", "characters": 100}, {"title": "other", "characters": length - 100}]
+    write_record(folder / DOCUMENTS_FILE, {"sha256": hash_file(folder / "input.txt"), "documents": documents})
+
+
+def make_splits(world: World, folder: Path) -> None:
+    """Write held-out tokens and the record of a split by documents."""
+    shutil.copyfile(world.corpus / "val.bin", folder / "test.bin")
+    tokens = (folder / "test.bin").stat().st_size // 2
+    part = {"tokens": tokens, "documents": [{"title": "one", "start": 0}, {"title": "other", "start": tokens // 2}]}
+    write_record(folder / SPLITS_FILE, {"parts": {"test": part}})
+
+
+def read_splits(folder: Path) -> Any:
+    """Where the documents of the held-out part begin."""
+    return NaturalText.read(folder.parent, "test", 2**16).starts
+
+
+def make_features(world: World, folder: Path) -> None:
+    """Compute the features of a reward dataset; that and the model lie beside the folder, undamaged."""
+    shutil.copytree(world.reward_data, folder.parent / "dataset")
+    shutil.copyfile(world.reward_model("last"), folder.parent / "reward_model.pt")
+    read_features(folder / "features")
+
+
+def read_features(path: Path) -> bytes:
+    """The features, which are made again where they are damaged."""
+    beside = path.parents[1]
+    model = build_model(load_checkpoint(beside / "reward_model.pt"), "reward", beside / "reward_model.pt")
+    assert isinstance(model, HeadRewardModel)
+    freeze_trunk(model, 0)
+    depth, dataset = frozen_depth(model), RewardDataset(beside / "dataset", "val")
+    assert depth is not None
+    with contextlib.redirect_stdout(io.StringIO()):
+        return np.asarray(frozen_features(model, dataset, depth, path.parent, Ranks(), 0)).tobytes()
+
+
 Read = Callable[[Path], Any]
 Make = Callable[[World, Path], object]
 
 
-def _copy(name: Callable[[World], Path]) -> Make:
+def _copy(name: Callable[[World], Path], *only: str) -> Make:
     def copy(world: World, folder: Path) -> None:
         source = name(world)
         if source.is_dir():
-            shutil.copytree(source, folder, dirs_exist_ok=True)
+            for path in source.iterdir():
+                if not only or path.name in only:
+                    shutil.copyfile(path, folder / path.name)
         else:
             shutil.copyfile(source, folder / source.name)
 
@@ -100,6 +152,11 @@ def _copy(name: Callable[[World], Path]) -> Make:
 def make_ledger(world: World, folder: Path) -> None:
     """Write figures as run_cycles.py writes its ledger."""
     write_record(folder / "cycles.json", read_json(world.folder / "evaluate/evaluate.json"))
+
+
+def export(world: World) -> Path:
+    """A folder in Hugging Face's form."""
+    return world.folder / "export_hf/hf"
 
 
 # For each kind: what makes it in a folder, and what reads it, from the folder or (a suffix) its one file.
@@ -112,12 +169,18 @@ KINDS: dict[str, tuple[Make, Read]] = {
     "reward datasets": (_copy(lambda world: world.reward_data), read_dataset),
     "unfinished reward datasets": (make_staged, read_staged),
     "corpora": (_copy(lambda world: world.corpus), read_corpus),
-    "tokenizer.json": (_copy(lambda world: world.folder / "export_hf/hf"), read_tokenizer),
-    "Hugging Face folders": (_copy(lambda world: world.folder / "export_hf/hf"), read_model),
+    "tokenizer.json": (
+        _copy(lambda world: world.folder / "export_hf/hf", "tokenizer.json", HASHES_FILE),
+        read_tokenizer,
+    ),
+    "Hugging Face folders": (_copy(export), read_model),
+    "records of documents": (make_documents, lambda path: read_documents(path.with_name("input.txt"))),
+    "records of splits": (make_splits, read_splits),
+    "features": (make_features, read_features),
     "ledgers": (make_ledger, read_json),
     "records": (_copy(lambda world: world.policy.with_suffix(".jsonl")), read_records),
 }
-NOT_READ = ("input.txt", "README.md", "generation_config.json", "tokenizer_config.json")
+NOT_READ = ("input.txt", "test.bin", "README.md", "generation_config.json", "tokenizer_config.json")
 # A log that was cut is one of an interrupted run.
 MAY_BE_SHORTER = ("records",)
 ATTEMPTS = len(KINDS)
