@@ -101,7 +101,7 @@ def _has_hash(path: Path, size: int) -> bool:
         file.seek(size)
         has_hash = file.read() == hash_before(path, size).encode()
     if not has_hash:
-        say(f"{path} is damaged: it is made again")
+        say(f"{path} does not end with its hash, being damaged or of an earlier version: it is made again")
     return has_hash
 
 

@@ -142,8 +142,15 @@ def write_split(
     if ranks.rank == 0:
         for name, size_of_row in row_bytes.items():
             staged.reserve(name, count * size_of_row, work=split)
+
+    def take_up() -> np.ndarray:
+        tasks = staged.finished(split, row_bytes)
+        if lost := staged.lost(split, tasks):
+            say(f"{staged.folder}: damaged or of an earlier version, and made again: {lost} finished tasks of {split}")
+        return tasks
+
     done = np.zeros(num_tasks, dtype=bool)
-    done[ranks.on_main(lambda: staged.finished(split, row_bytes))] = True  # it reads all that is there
+    done[ranks.on_main(take_up)] = True  # it reads all that is there
     if done.any():
         found = min(int(done.sum()) * size, num_blocks)
         say(f"Going on with work that was interrupted: {found:,} of {num_blocks:,} blocks are there")

@@ -55,12 +55,24 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
 
 def _beside(path: Path, kind: str) -> Path:
     """A hidden name beside `path` for this process alone."""
-    return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{kind}")
+    return path.with_name(f"{_prefix(path)}{os.getpid()}.{kind}")
+
+
+def _prefix(path: Path) -> str:
+    """What hidden names beside `path` begin with, before a process's number, of all whose numbers are known here.
+
+    That is of this machine and, of containers with one name, of this container.
+    """
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # not on Linux
+        namespace = 0
+    return f".{path.name}.{platform.node()}-{namespace}."
 
 
 def _remove_left(path: Path, kind: str) -> None:
-    """Remove what processes of this machine that have ended left beside `path`."""
-    prefix = f".{path.name}.{platform.node()}."
+    """Remove what processes that have ended left beside `path`, of those whose numbers are known here."""
+    prefix = _prefix(path)
     for left in path.parent.glob(f"{glob.escape(prefix)}*.{kind}"):
         number = left.name.removeprefix(prefix).removesuffix(f".{kind}")
         if not number.isdecimal() or _runs(int(number)):
@@ -72,7 +84,7 @@ def _remove_left(path: Path, kind: str) -> None:
 
 
 def _runs(number: int) -> bool:
-    """Whether there is a process of this number on this machine."""
+    """Whether there is a process of this number."""
     try:
         os.kill(number, 0)
     except (ProcessLookupError, OverflowError):

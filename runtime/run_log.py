@@ -277,5 +277,8 @@ def read_records(path: str | Path, most: int | None = None) -> list[dict[str, An
             if isinstance(record, dict):
                 records.append(record)
             elif file.read(1):
-                raise UserError(f"ERROR: {path}, line {len(records) + 1} is no JSON record, or damaged")
+                raise UserError(
+                    f"ERROR: {path}, line {len(records) + 1} is no JSON record, or damaged: its run cannot go on with "
+                    "these records; restore the file, or start the run anew"
+                )
     return records

@@ -95,11 +95,13 @@ class StagedFolder:
         """
         tasks = []
         with contextlib.ExitStack() as stack:
-            journals = [np.fromfile(journal, JOURNAL_DTYPE) for journal in self._journals(work)]
+            entries = self._entries(work)
             files = {
-                name: stack.enter_context(open(self.contents / name, "rb")) for name in sorted(row_bytes) if journals
+                name: stack.enter_context(open(self.contents / name, "rb"))
+                for name in sorted(row_bytes)
+                if len(entries)
             }
-            for entry in np.concatenate([np.empty(0, JOURNAL_DTYPE), *journals]):
+            for entry in entries:
                 task, first_row, num_rows, checksum = entry.tolist()
                 rows = []
                 for name, file in files.items():
@@ -109,6 +111,14 @@ class StagedFolder:
                 if len(rows) == len(files) and _entry(task, first_row, num_rows, rows)["crc32"] == checksum:
                     tasks.append(task)
         return np.unique(np.array(tasks, np.int64))
+
+    def lost(self, work: str, finished: np.ndarray) -> int:
+        """How many tasks were marked as finished that are not among those found `finished`."""
+        return len(np.setdiff1d(self._entries(work)["task"], finished))
+
+    def _entries(self, work: str) -> np.ndarray:
+        journals = [np.fromfile(journal, JOURNAL_DTYPE) for journal in self._journals(work)]
+        return np.concatenate([np.empty(0, JOURNAL_DTYPE), *journals])
 
     def _journals(self, work: str) -> list[Path]:
         return sorted(self.folder.glob(f"{work}.*.journal"))

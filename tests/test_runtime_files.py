@@ -137,9 +137,14 @@ def ended_process() -> int:
     return process.pid
 
 
+MACHINE = f"{platform.node()}-{os.stat('/proc/self/ns/pid').st_ino if sys.platform == 'linux' else 0}"
+
+
 def test_what_killed_processes_left_of_a_file_is_removed_at_its_next_write(tmp_path, ended_process):
-    names = [f".x.json.{platform.node()}.{number}.partial" for number in (ended_process, os.getppid())]
-    names += [f".x.json.elsewhere.{ended_process}.partial", f".y.json.{platform.node()}.{ended_process}.partial"]
+    """Not what another's left, on another machine or in another container with this one's name."""
+    names = [f".x.json.{MACHINE}.{number}.partial" for number in (ended_process, os.getppid())]
+    names += [f".x.json.{machine}.{ended_process}.partial" for machine in ("elsewhere", platform.node(), f"{MACHINE}1")]
+    names += [f".y.json.{MACHINE}.{ended_process}.partial"]
     for name in names:
         (tmp_path / name).write_text("half")
     write_text(tmp_path / "x.json", "whole")
@@ -147,7 +152,7 @@ def test_what_killed_processes_left_of_a_file_is_removed_at_its_next_write(tmp_p
 
 
 def test_what_a_killed_process_left_of_a_folder_is_removed_at_its_next_publication(tmp_path, ended_process):
-    old, staging = tmp_path / f".data.{platform.node()}.{ended_process}.old", tmp_path / "data.partial"
+    old, staging = tmp_path / f".data.{MACHINE}.{ended_process}.old", tmp_path / "data.partial"
     for folder in (old, staging):
         folder.mkdir()
         (folder / "file").write_text(folder.name)
@@ -313,7 +318,7 @@ def test_hashes_that_are_no_file_or_nested_too_deep_are_refused(tmp_path):
 
 
 def test_what_a_killed_publication_set_aside_stays_until_the_next(tmp_path, ended_process, monkeypatch):
-    old = tmp_path / f".data.{platform.node()}.{ended_process}.old"
+    old = tmp_path / f".data.{MACHINE}.{ended_process}.old"
     old.mkdir()
     (tmp_path / "staging").mkdir()
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
