@@ -167,7 +167,8 @@ def attempt(world: World, seed: int, folder: Path) -> dict[str, int]:
     for _ in range(draw.randint(1, MOST_KILLS["loop" if is_loop else "ranks"])):
         run.start()
         if clock:
-            tried["clock jumps"] += clock.jump()
+            clock.jump()
+            tried["clock jumps" if clock.library else "clock jumps left out: no libfaketime here"] += 1
         moment = wait_for_moment(run, draw, out)
         if run.ended():
             break
@@ -208,10 +209,9 @@ class Clock:
             self.environment = {}
         self.jump()
 
-    def jump(self) -> int:
-        """Set it to another time; 0 where there is no such library here."""
+    def jump(self) -> None:
+        """Set it to another time, for processes that are started from now on."""
         self.file.write_text(f"{self.draw.choice('+-')}{self.draw.randint(1, 31_536_000)}\n")
-        return int(self.library is not None)
 
 
 def expect_no_orphan(folder: Path) -> None:
