@@ -123,9 +123,9 @@ class InThisProcess:
         script = Path(command[1]).stem
         self.started.append(script)
         with pytest.MonkeyPatch.context() as patch:
-            if env is not None:  # a stage of run_cycles.py
-                for name in (STAGE_VARIABLE, ERROR_VARIABLE):
-                    patch.setenv(name, env[name])
+            if env is not None:  # a stage of run_cycles.py; C's setenv never frees a value, which is another each time
+                own = {name: env[name] for name in (STAGE_VARIABLE, ERROR_VARIABLE)}
+                patch.setattr(os, "environ", {**os.environ, **own})
             self.finished = self.run(script, *command[2:])
         sys.stdout.write(self.finished.out)
         sys.stderr.write(self.finished.err)
