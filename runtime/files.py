@@ -37,6 +37,17 @@ MAX_JSON_BYTES = 1 << 26
 
 
 @contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Within, an error of the system that names no file, as that of a full disk, is given this one's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a path beside `path` to write to; on success fsync it and rename it to `path`, else remove it."""
     path = Path(path)
@@ -45,10 +56,11 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     partial = _beside(path, "partial")
     partial.unlink(missing_ok=True)  # another's: a link would lead elsewhere
     try:
-        yield partial
-        fsync_file(partial)
-        os.replace(partial, path)
-        fsync_directory(path.parent)
+        with naming(path):
+            yield partial
+            fsync_file(partial)
+            os.replace(partial, path)
+            fsync_directory(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -190,6 +202,11 @@ def _finite(text: str) -> float | None:
 def publish_directory(staging: str | os.PathLike, final: str | os.PathLike) -> None:
     """Give a finished staging folder its final name; what stood there before is removed only after that."""
     staging, final = Path(staging), Path(final)
+    with naming(final):
+        _publish_directory(staging, final)
+
+
+def _publish_directory(staging: Path, final: Path) -> None:
     for file in staging.iterdir():
         fsync_file(file)
     fsync_directory(staging)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
+from runtime.files import naming
 from runtime.process import UserError, until_main_ends, warn
 from runtime.run_log import say
 
@@ -105,9 +106,10 @@ def _name_holder(file: TextIO, path: Path) -> None:
     """Write this process's name into its lock file at `path`, which does not stay where that fails."""
     command = " ".join(" ".join(sys.orig_argv).split())
     try:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()} ({command})")
-        file.flush()
+        with naming(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()} ({command})")
+            file.flush()
     except OSError:
         path.unlink()
         raise

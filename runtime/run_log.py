@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from runtime.files import MAX_JSON_BYTES, from_line, to_json, to_line, write_text
+from runtime.files import MAX_JSON_BYTES, from_line, naming, to_json, to_line, write_text
 from runtime.process import DivergedError, UserError, is_main_rank, is_stage, raise_flagged, warn
 
 T = TypeVar("T")
@@ -160,7 +160,8 @@ class RunLog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
-            self._file.close()
+            with naming(self.path):
+                self._file.close()
         if self._tracker is not None:
             self._tracker.close()
 
@@ -175,8 +176,9 @@ class RunLog:
         if self._file is None:
             return
         record = {"step": step, "seconds": round(time.monotonic() - self._start, 3), **metrics}
-        self._file.write(to_line(record))
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(to_line(record))
+            self._file.flush()
         if self._tracker is not None:
             self._tracker.track(record)
         if not quiet:

@@ -12,11 +12,11 @@ import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from runtime.files import publish_directory, read_json, write_record
+from runtime.files import naming, publish_directory, read_json, write_record
 from runtime.process import UserError
 
 # A finished task: its number, its rows, and a checksum of these numbers and of the rows in every file.
@@ -78,7 +78,7 @@ class StagedFolder:
         for journal in self._journals(work):
             journal.unlink()
         try:
-            with open(path, "wb") as file:
+            with naming(path), open(path, "wb") as file:
                 if hasattr(os, "posix_fallocate"):  # a full disk is reported now, not after hours of work
                     os.posix_fallocate(file.fileno(), 0, size)
                 else:
@@ -139,23 +139,31 @@ def _entry(task: int, first_row: int, num_rows: int, rows: Iterable[Any]) -> np.
     return entry
 
 
+def _bring_to_disk(file: IO[bytes]) -> None:
+    with naming(file.name):
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class RowWriter:
     """Writes tasks' rows into reserved files, and into this process's journal once they are on the disk."""
 
     def __init__(self, staged: StagedFolder, work: str, names: Iterable[str], rank: int = 0) -> None:
-        self._files = {name: open(staged.contents / name, "r+b") for name in names}  # noqa: SIM115 (closed by __exit__)
-        self._journal = open(staged.folder / f"{work}.{rank}.journal", "ab")  # noqa: SIM115
+        self._files: dict[str, IO[bytes]] = {name: open(staged.contents / name, "r+b") for name in names}  # noqa: SIM115
+        self._journal: IO[bytes] = open(staged.folder / f"{work}.{rank}.journal", "ab")  # noqa: SIM115
         # An entry that an interruption cut short would put all later ones out of step.
         size = self._journal.tell()
-        self._journal.truncate(size - size % JOURNAL_DTYPE.itemsize)
+        with naming(self._journal.name):
+            self._journal.truncate(size - size % JOURNAL_DTYPE.itemsize)
         self._fresh: list[np.ndarray] = []  # of tasks that are written but perhaps not yet on the disk
 
     def write(self, task: int, first_row: int, rows: Mapping[str, np.ndarray]) -> None:
         """Write the rows of each named file, from number `first_row` on: what a task comes to."""
         arrays = {name: np.ascontiguousarray(rows[name]) for name in sorted(rows)}
         for name, array in arrays.items():
-            self._files[name].seek(first_row * array[0].nbytes)
-            self._files[name].write(array.data)
+            with naming(self._files[name].name):
+                self._files[name].seek(first_row * array[0].nbytes)
+                self._files[name].write(array.data)
         num_rows = len(next(iter(arrays.values())))
         self._fresh.append(_entry(task, first_row, num_rows, (array.data.cast("B") for array in arrays.values())))
 
@@ -163,11 +171,9 @@ class RowWriter:
         """Bring what was written to the disk, then mark its tasks as finished."""
         if self._fresh:
             for file in self._files.values():
-                file.flush()
-                os.fsync(file.fileno())
+                _bring_to_disk(file)
             self._journal.write(np.array(self._fresh, JOURNAL_DTYPE).tobytes())
-            self._journal.flush()
-            os.fsync(self._journal.fileno())
+            _bring_to_disk(self._journal)
             self._fresh.clear()
 
     def __enter__(self) -> "RowWriter":
@@ -178,4 +184,5 @@ class RowWriter:
             self.flush()
         finally:
             for file in (*self._files.values(), self._journal):
-                file.close()
+                with naming(file.name):
+                    file.close()

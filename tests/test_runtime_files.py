@@ -52,6 +52,13 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, error, old):
     assert os.listdir(tmp_path) == (["file.txt"] if old else [])
 
 
+def test_an_error_of_the_system_that_names_no_file_is_given_its_name(tmp_path):
+    for path, (name, expected) in {"x": (None, str(tmp_path / "x")), "y": ("z", "z")}.items():
+        with pytest.raises(OSError) as raised, atomic_path(tmp_path / path):
+            raise OSError(28, "No space left on device", name)
+        assert raised.value.filename == expected
+
+
 def test_a_write_replaces_the_whole_file_and_makes_folders(tmp_path):
     path = tmp_path / "a" / "b" / "file.txt"
     write_text(path, "a long first text")

@@ -16,6 +16,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -251,6 +252,7 @@ def fail(bench: Bench, draw: random.Random, folder: Path, seed: int) -> dict[str
     with of_what(what):
         if not (ended.status == 0 and is_tolerated(case, faults, kind, path)):
             expect_refusal(ended, what, most_lines=2 if case.name == LOOP else 1)
+            expect(re.search(r"^ERROR: .*\bout\b", ended.err, re.MULTILINE), "no file is named:", ended.err[-500:])
         go_on(bench, case, out, earlier, draw)
     return {f"{kind} failed, {'with all later ones' if faults.lasting else 'alone'}": 1, case.title: 1}
 
