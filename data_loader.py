@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from runtime.files import HASHES_FILE, atomic_path, fsync_directory, fsync_file, hash_lines, wrong_hash
+from runtime.files import HASHES_FILE, atomic_path, fsync_directory, fsync_file, hash_lines, naming, wrong_hash
 from runtime.process import UserError
 
 TOKEN_DTYPE = np.dtype("<u2")
@@ -78,7 +78,7 @@ def text_pieces(path: str | Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     position = 0
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         while data := file.read(READ_BYTES):
             text = newlines.decode(_decode(path, decoder, data, position))
             if "\0" in text:
@@ -180,9 +180,10 @@ def replace_token_files(folder: str | Path, names: Sequence[str], stale: Sequenc
     with ExitStack() as stack:
         hashes = stack.enter_context(atomic_path(folder / HASHES_FILE))  # the first to be made gets its name last
         paths = {name: stack.enter_context(atomic_path(folder / name)) for name in reversed(names)}
-        yield paths
-        for path in paths.values():
-            fsync_file(path)  # now, because what follows is to be short
+        with naming(folder):  # in place of the last one's name, which is that of atomic_path's error
+            yield paths
+            for path in paths.values():
+                fsync_file(path)  # now, because what follows is to be short
         hashes.write_text(hash_lines(paths), encoding="utf-8")
         for name in (HASHES_FILE, "train.bin", "val.bin", *stale):
             (folder / name).unlink(missing_ok=True)

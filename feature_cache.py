@@ -20,7 +20,7 @@ from reward_dataset_loader import RewardDataset
 from reward_model import TrunkRewardModel
 from runtime.device import autocast
 from runtime.distributed import Ranks
-from runtime.files import atomic_path, hash_before
+from runtime.files import atomic_path, hash_file
 from runtime.run_log import progress, say
 
 MOST_IN_MEMORY = 2**30  # bytes of a dataset's features
@@ -91,7 +91,7 @@ def frozen_features(
                     file.truncate(size_of_file)
             fill(np.memmap(partial, dtype=np.float32, mode="r+", shape=shape))
             with open(partial, "ab") as file:
-                file.write(hash_before(partial, size_of_file).encode())
+                file.write(hash_file(partial, size_of_file).encode())
     return np.memmap(path, dtype=np.float32, mode="r", shape=shape)
 
 
@@ -99,7 +99,7 @@ def _has_hash(path: Path, size: int) -> bool:
     """Whether a file has the hash that follows its first `size` bytes; if not, it is made again, which is said."""
     with open(path, "rb") as file:
         file.seek(size)
-        has_hash = file.read() == hash_before(path, size).encode()
+        has_hash = file.read() == hash_file(path, size).encode()
     if not has_hash:
         say(f"{path} does not end with its hash, being damaged or of an earlier version: it is made again")
     return has_hash

@@ -144,9 +144,9 @@ def write_split(
             staged.reserve(name, count * size_of_row, work=split)
 
     def take_up() -> np.ndarray:
-        tasks = staged.finished(split, row_bytes)
-        if lost := staged.lost(split, tasks):
-            say(f"{staged.folder}: damaged or of an earlier version, and made again: {lost} finished tasks of {split}")
+        tasks, has_lost = staged.finished(split, num_tasks, row_bytes)
+        if has_lost:
+            say(f"{staged.folder}: some finished work of {split} is damaged or of an earlier version: it is made again")
         return tasks
 
     done = np.zeros(num_tasks, dtype=bool)
@@ -178,7 +178,7 @@ def write_split(
                 writer.flush()
                 last_flush = time.monotonic()
     ranks.wait()
-    finished = ranks.on_main(lambda: len(staged.finished(split, row_bytes)))
+    finished = ranks.on_main(lambda: len(staged.finished(split, num_tasks, row_bytes)[0]))
     if finished != num_tasks:  # a fault of ours, but never zeros in place of text
         raise UserError(f"ERROR: {finished} of {num_tasks} parts of {split} are written; run the same command again")
     return count

@@ -27,8 +27,7 @@ from data_loader import ValidationParts, evenly_spaced
 from generation import Sampling
 from runtime.artefacts import hash_once
 from runtime.cli import parse_settings
-from runtime.downloads import sha256
-from runtime.files import hash_file, write_text
+from runtime.files import hash_bytes, hash_file, write_text
 from runtime.process import UserError, run_main, warn
 from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationInfo
@@ -124,7 +123,7 @@ def format_metadata(entries: Mapping[str, Any]) -> str:
 def write_metadata(path: str | Path, entries: Mapping[str, Any]) -> None:
     """Write a hash of the lines that `format_metadata` makes of the entries, and the lines, whole or not at all."""
     lines = format_metadata(entries)
-    write_text(path, f"{HASH_KEY}: {sha256(lines.encode())}\n{lines}")
+    write_text(path, f"{HASH_KEY}: {hash_bytes(lines.encode())}\n{lines}")
 
 
 def hash_split(folder: Path, split: str) -> dict[str, str]:
@@ -143,7 +142,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
             raise ValueError(f"{path.stat().st_size:,} bytes are more than any metadata need")
         text = path.read_text(encoding="utf-8")
         first, _, lines = text.partition("\n")
-        has_hash = first.endswith(f": {sha256(lines.encode())}")  # whatever its key: that may be what is damaged
+        has_hash = first.endswith(f": {hash_bytes(lines.encode())}")  # whatever its key: that may be what is damaged
         metadata = _parse_metadata(lines if has_hash else text)
     except FileNotFoundError:
         raise UserError(f"ERROR: Dataset file not found: {path}") from None

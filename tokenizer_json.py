@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from data_loader import MAX_VOCAB_SIZE
-from runtime.downloads import BPE_FILES, ensure_gpt2_bpe_files, sha256
-from runtime.files import wrong_hash
+from runtime.downloads import BPE_FILES, ensure_gpt2_bpe_files
+from runtime.files import hash_bytes, wrong_hash
 from runtime.process import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -147,7 +147,7 @@ def gpt2_bpe_hashes(merges: Sequence[str], vocabulary: Mapping[str, int]) -> dic
     """sha256 of the files that merges and ids would be in GPT-2's form."""
     ordered = dict(sorted(vocabulary.items(), key=lambda item: item[1]))
     files = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]), "encoder.json": json.dumps(ordered)}
-    return {name: sha256(text.encode(errors="surrogatepass")) for name, text in files.items()}
+    return {name: hash_bytes(text.encode(errors="surrogatepass")) for name, text in files.items()}
 
 
 def characters_of(contents: Mapping[str, Any]) -> str | None:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runtime.files import atomic_path, hash_file, read_json, write_record, write_text
+from runtime.files import atomic_path, hash_bytes, hash_file, read_json, write_record, write_text
 from runtime.process import UserError
 
 CONNECT_TIMEOUT = 5  # seconds without an answer
@@ -97,7 +97,7 @@ def ensure_corpus(
         pieces = [text + "\n" for _, text in works[:-1]] + [works[-1][1]]
         documents = [Document(title, len(piece)) for (title, _), piece in zip(works, pieces, strict=True)]
         text = "".join(pieces)
-        record = {"sha256": sha256(text.encode()), "documents": [asdict(document) for document in documents]}
+        record = {"sha256": hash_bytes(text.encode()), "documents": [asdict(document) for document in documents]}
         write_record(path.with_name(DOCUMENTS_FILE), record)  # before the text, which lies there once all is done
     write_text(path, text)
     print(f"corpus: {name}, {len(text):,} characters, written to {path}")
@@ -192,7 +192,7 @@ def ensure_gpt2_bpe_files() -> dict[str, Path]:
         folder = os.path.join(user_cache, "crossover", "tiktoken")
     os.environ["TIKTOKEN_CACHE_DIR"] = folder
     paths = {name: Path(folder, hashlib.sha1((BPE_URL + name).encode()).hexdigest()) for name in BPE_FILES}
-    if all(paths[name].is_file() and sha256(paths[name].read_bytes()) == BPE_FILES[name] for name in BPE_FILES):
+    if all(paths[name].is_file() and hash_bytes(paths[name].read_bytes()) == BPE_FILES[name] for name in BPE_FILES):
         return paths
     try:
         contents = {name: fetch_url(BPE_URL + name, digest) for name, digest in BPE_FILES.items()}
@@ -215,14 +215,9 @@ def ensure_gpt2_bpe_files() -> dict[str, Path]:
 # fetching
 
 
-def sha256(data: bytes | bytearray) -> str:
-    """The hash of `data` in hexadecimal."""
-    return hashlib.sha256(data).hexdigest()
-
-
 def check_sha256(data: bytes | bytearray, expected: str, name: str) -> None:
     """Raise UserError unless `data` has the hash `expected`."""
-    if (found := sha256(data)) != expected:
+    if (found := hash_bytes(data)) != expected:
         raise UserError(f"ERROR: {name} is not what was expected: sha256 {found}, not {expected}; nothing was written")
 
 

@@ -150,7 +150,7 @@ def from_line(line: str) -> Any:
 
 
 def _sha256(entries: Mapping[str, Any]) -> str:
-    return hashlib.sha256(to_json(dict(entries)).encode()).hexdigest()
+    return hash_bytes(to_json(dict(entries)).encode())
 
 
 def _crc32(entries: Mapping[str, Any]) -> str:
@@ -211,19 +211,26 @@ def _publish_directory(staging: Path, final: Path) -> None:
         fsync_file(file)
     fsync_directory(staging)
     old = _beside(final, "old")
-    if final.exists():
-        os.replace(final, old)
     try:
+        if final.exists():
+            os.replace(final, old)
         os.replace(staging, final)
-    except OSError:
-        if old.exists():
-            os.replace(old, final)
-        raise
-    try:
         fsync_directory(final.parent)
     finally:
-        shutil.rmtree(old, ignore_errors=True)
-        _remove_left(final, "old")  # only now: one may be all that there is of what stood there
+        if not final.exists() and old.exists():  # a signal, too, can come between the two
+            _put_back(old, final)
+        if final.exists():  # else one may be all that there is of what stood there
+            shutil.rmtree(old, ignore_errors=True)
+            _remove_left(final, "old")
+
+
+def _put_back(old: Path, final: Path) -> None:
+    try:
+        os.replace(old, final)
+    except OSError as error:
+        raise UserError(
+            f"ERROR: cannot write {final}: {error.strerror}; what was there is now {old}: give it its name back"
+        ) from None
 
 
 def fsync_file(path: Path) -> None:
@@ -281,10 +288,20 @@ def is_hub_name(name: str) -> bool:
     return name in GPT2_NAMES or (bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(owner).exists())
 
 
-def hash_file(path: str | os.PathLike) -> str:
-    """sha256 of a file's bytes, in hexadecimal."""
+def hash_bytes(data: bytes | bytearray) -> str:
+    """sha256 of bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_file(path: str | os.PathLike, end: int | None = None) -> str:
+    """sha256 of a file's bytes, of those before the `end`-th if that is given, in hexadecimal."""
+    digest = hashlib.sha256()
+    left = os.stat(path).st_size if end is None else end
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while left > 0 and (piece := file.read(min(left, 1 << 20))):
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()
 
 
 def hash_lines(files: Mapping[str, str | os.PathLike]) -> str:
@@ -312,10 +329,6 @@ def wrong_hash(path: str | os.PathLike) -> str:
 # tensors and plain values
 
 
-class WriteError(UserError):
-    """A state or checkpoint for which there is no room."""
-
-
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
     """torch.save to `path`, whole or not at all; raises UserError where it cannot be written (a full disk).
 
@@ -324,11 +337,13 @@ def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
     with atomic_path(path) as partial, open(partial, "wb") as file:
         try:
             torch.save(_with_single_texts(contents), file)
+        except RecursionError:  # what was read can be
+            raise UserError(f"ERROR: cannot write {path}: it is nested too deep: go on from another state") from None
         except RuntimeError as error:
             # torch's writer raises its own error for a failed write, while it handles the system's.
             if not isinstance(error.__context__, OSError):
                 raise
-            raise WriteError(f"ERROR: cannot write {path}: {error.__context__.strerror}") from None
+            raise UserError(f"ERROR: cannot write {path}: {error.__context__.strerror}") from None
         file.close()
         _append_hash(partial)
 
@@ -357,7 +372,7 @@ def _append_hash(path: Path) -> None:
     """
     with open(path, "rb+") as file:
         file.seek(-2, os.SEEK_END)
-        comment = HASH_PREFIX + hash_before(path, file.tell()).encode()
+        comment = HASH_PREFIX + hash_file(path, file.tell()).encode()
         file.write(struct.pack("<H", len(comment)) + comment)
 
 
@@ -368,18 +383,8 @@ def _check_appended_hash(path: Path) -> None:
         file.seek(start)
         comments = file.read()
     at = comments.find(HASH_PREFIX)  # later than the first byte where the file was cut
-    if at >= 0 and comments[at + len(HASH_PREFIX) :].decode(errors="replace") != hash_before(path, start + at - 2):
+    if at >= 0 and comments[at + len(HASH_PREFIX) :].decode(errors="replace") != hash_file(path, start + at - 2):
         raise UserError(f"ERROR: {path} is damaged: its bytes do not have the hash at its end")
-
-
-def hash_before(path: Path, end: int) -> str:
-    """sha256 of a file's bytes before the `end`-th, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while end > 0 and (piece := file.read(min(end, 1 << 20))):
-            digest.update(piece)
-            end -= len(piece)
-    return digest.hexdigest()
 
 
 def checked_values(values: Any, kinds: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:

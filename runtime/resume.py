@@ -90,7 +90,7 @@ def load_run_state(path: str | Path) -> dict[str, Any]:
     if (
         not is_state
         or not all(isinstance(state.get(name), dict) for name in ("began", "parts"))
-        or (not isinstance(state["parts"].get("run"), dict))
+        or not all(isinstance(part, dict) for part in (state["parts"].get("run"), *state["parts"].values()))
     ):
         raise UserError(f"ERROR: {path} is not the state of a run; start with --init_from scratch")
     return state
@@ -172,7 +172,7 @@ class Run(Generic[AnySettings]):
 
     def settings_to_record(self, settings: Settings) -> dict[str, Any]:
         """The settings, with `init_from` as the run began, so that one that was interrupted records the same."""
-        return asdict(settings) | {"init_from": self.began["init_from"]}
+        return asdict(settings) | {name: self.began[name] for name in self.began.keys() & {"init_from"}}
 
     def _default_tracker(self) -> Tracker | None:
         settings = asdict(self.settings)
@@ -379,7 +379,8 @@ class Run(Generic[AnySettings]):
         self._saved_step = self.step
         if self.ranks.rank == 0:
             parts = {name: dict(part.state_dict()) for name, part in {"run": self._own, **self._parts}.items()}
-            state = {"format_version": FORMAT_VERSION, "settings": asdict(self.settings), "began": self.began}
+            state = {"format_version": FORMAT_VERSION, "began": self.began}
+            state["settings"] = self.settings_to_record(self.settings)
             save_state(self.path, state | {"reads": self.reads, "world_size": self.ranks.world_size, "parts": parts})
 
     def resume_hint(self) -> str:

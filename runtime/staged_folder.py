@@ -1,6 +1,6 @@
 """A folder that is published whole: built beside its final place, with a journal of finished work.
 
-    python -c "from runtime.staged_folder import StagedFolder as S; print(S('data/rewards').finished('train', {}))"
+    python -c "from runtime.staged_folder import StagedFolder as S; print(S('data/rewards').finished('train', 1, {}))"
 
 Work is numbered tasks, and files are rows of fixed size. An interrupted run finds its finished tasks again. Several
 processes, also on several machines with a common disk, can work on one folder: each has rows and a journal of its own.
@@ -48,7 +48,10 @@ class StagedFolder:
             raise UserError(f"ERROR: {links[0]} is a link in the way: remove it, or use another --output_dir")
         identity_path = self.folder / "identity.json"
         if identity_path.is_file():
-            differences = differing_settings(read_json(identity_path), identity)
+            then = read_json(identity_path)
+            if not isinstance(then, dict):
+                raise UserError(f"ERROR: {identity_path} is damaged: remove {self.folder}")
+            differences = differing_settings(then, identity)
             if differences and not overwrite:
                 raise UserError(
                     f"ERROR: {self.folder} holds unfinished work of other settings ({differences}); "
@@ -87,19 +90,20 @@ class StagedFolder:
             path.unlink(missing_ok=True)
             raise
 
-    def finished(self, work: str, row_bytes: Mapping[str, int]) -> np.ndarray:
+    def finished(self, work: str, num_tasks: int, row_bytes: Mapping[str, int]) -> tuple[np.ndarray, bool]:
         """The tasks of `work` that any process has finished, (tasks,) int64, each once, in ascending order.
 
         Of each file, by name, `row_bytes` says how long a row is. A task whose entry or rows are not as they were
-        written is left out, and so is a last entry that was cut short.
+        written is left out, and so is a last entry that was cut short: then the second value is True.
         """
         tasks = []
         with contextlib.ExitStack() as stack:
-            entries = self._entries(work)
+            journals = self._journals(work)
+            entries = np.concatenate(
+                [np.empty(0, JOURNAL_DTYPE), *(np.fromfile(each, JOURNAL_DTYPE) for each in journals)]
+            )
             files = {
-                name: stack.enter_context(open(self.contents / name, "rb"))
-                for name in sorted(row_bytes)
-                if len(entries)
+                name: stack.enter_context(open(self.contents / name, "rb")) for name in sorted(row_bytes) if journals
             }
             for entry in entries:
                 task, first_row, num_rows, checksum = entry.tolist()
@@ -108,25 +112,22 @@ class StagedFolder:
                     if 0 <= first_row <= first_row + num_rows <= os.fstat(file.fileno()).st_size // row_bytes[name]:
                         file.seek(first_row * row_bytes[name])
                         rows.append(file.read(num_rows * row_bytes[name]))
-                if len(rows) == len(files) and _entry(task, first_row, num_rows, rows)["crc32"] == checksum:
+                is_whole = len(rows) == len(files) and _entry(task, first_row, num_rows, rows)["crc32"] == checksum
+                if is_whole and 0 <= task < num_tasks:
                     tasks.append(task)
-        return np.unique(np.array(tasks, np.int64))
-
-    def lost(self, work: str, finished: np.ndarray) -> int:
-        """How many tasks were marked as finished that are not among those found `finished`."""
-        return len(np.setdiff1d(self._entries(work)["task"], finished))
-
-    def _entries(self, work: str) -> np.ndarray:
-        journals = [np.fromfile(journal, JOURNAL_DTYPE) for journal in self._journals(work)]
-        return np.concatenate([np.empty(0, JOURNAL_DTYPE), *journals])
+        is_cut = any(journal.stat().st_size % JOURNAL_DTYPE.itemsize for journal in journals)
+        return np.unique(np.array(tasks, np.int64)), is_cut or not np.isin(entries["task"], tasks).all()
 
     def _journals(self, work: str) -> list[Path]:
         return sorted(self.folder.glob(f"{work}.*.journal"))
 
     def publish(self) -> None:
         """Give the finished contents their final name."""
-        publish_directory(self.contents, self.final)
-        shutil.rmtree(self.folder)
+        try:
+            publish_directory(self.contents, self.final)
+        finally:
+            if not self.contents.exists():  # it has its name, even where that could not be brought to the disk
+                shutil.rmtree(self.folder)
 
 
 def _entry(task: int, first_row: int, num_rows: int, rows: Iterable[Any]) -> np.ndarray:

@@ -260,8 +260,9 @@ def test_neither_file_appears_where_one_cannot_be_written(tmp_path, monkeypatch)
         return write_bytes(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full_disk)
-    with pytest.raises(OSError, match="Errno 28"):
+    with pytest.raises(OSError, match="Errno 28") as raised:
         write_token_files(tmp_path, TokenSplits(uint16([1]), uint16([2])))
+    assert raised.value.filename == str(tmp_path)  # not one of its other files
     assert list(tmp_path.iterdir()) == []
 
 

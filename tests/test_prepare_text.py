@@ -637,10 +637,11 @@ def gpt2_files() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Ids and merges of GPT-2's BPE, from the files that tiktoken reads."""
     import json
 
-    from runtime.downloads import BPE_FILES, sha256
+    from runtime.downloads import BPE_FILES
+    from runtime.files import hash_bytes
 
     cache = Path(os.environ["TIKTOKEN_CACHE_DIR"])
-    by_hash = {sha256(path.read_bytes()): path for path in cache.iterdir() if path.is_file()}
+    by_hash = {hash_bytes(path.read_bytes()): path for path in cache.iterdir() if path.is_file()}
     merges = by_hash[BPE_FILES["vocab.bpe"]].read_text(encoding="utf-8").split("\n")[1:-1]
     vocabulary = json.loads(by_hash[BPE_FILES["encoder.json"]].read_text(encoding="utf-8"))
     return vocabulary, [tuple(merge.split()) for merge in merges]

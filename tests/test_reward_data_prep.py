@@ -418,13 +418,13 @@ def test_killed_and_resumed_ends_in_the_same_bytes(tmp_path, corpus, generator, 
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed").exists()
     # What lies beyond the marks may be anything after a power cut; of what is marked, one row is damaged.
-    done = StagedFolder(tmp_path / "killed").finished("train", {"train_x.bin": 2 * N, "train_y.bin": 8})
+    done = StagedFolder(tmp_path / "killed").finished("train", 100, {"train_x.bin": 2 * N, "train_y.bin": 8})[0]
     x = np.memmap(tmp_path / "killed.partial" / "contents" / "train_x.bin", np.uint16, "r+").reshape(-1, N)
     x[[row for row in range(len(x)) if row // 16 not in done]] = 65535
     x[16 * done[0] + 3] ^= 4
     del x
     printed = succeed("prepare_reward_data", **options)
-    assert "damaged or of an earlier version, and made again: 1 finished tasks of train" in printed
+    assert "some finished work of train is damaged or of an earlier version: it is made again" in printed
     assert re.search(r"interrupted: \d+ of \d+", printed) or len(done) == 1
     assert folder_bytes(tmp_path / "killed") == folder_bytes(reward_data)
     assert [path.name for path in tmp_path.iterdir()] == ["killed"]

@@ -17,6 +17,7 @@ import pytest
 from helpers import works_archive
 
 from runtime import downloads
+from runtime.files import hash_bytes
 from runtime.process import UserError
 
 
@@ -196,7 +197,7 @@ def bpe_cache(tmp_path, monkeypatch):
     """An empty tiktoken cache, and small files with their hashes in the place of the real ones."""
     files = {"vocab.bpe": b"merges", "encoder.json": b"{}"}
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(downloads, "BPE_FILES", {name: downloads.sha256(data) for name, data in files.items()})
+    monkeypatch.setattr(downloads, "BPE_FILES", {name: hash_bytes(data) for name, data in files.items()})
     monkeypatch.setattr(downloads, "fetch_url", refuse)
     monkeypatch.setattr(downloads, "fetch_package", refuse)
     buffer = io.BytesIO()
@@ -252,4 +253,4 @@ def test_the_package_holds_the_files_that_tiktoken_expects(tmp_path, monkeypatch
     from tiktoken.load import read_file_cached
 
     for name, digest in downloads.BPE_FILES.items():
-        assert downloads.sha256(read_file_cached(downloads.BPE_URL + name, digest)) == digest
+        assert hash_bytes(read_file_cached(downloads.BPE_URL + name, digest)) == digest

@@ -115,6 +115,44 @@ def test_a_folder_published_over_another_that_is_not_brought_to_the_disk(tmp_pat
     assert os.listdir(tmp_path) == ["data"] and (final / "name").read_text() == "data.partial"
 
 
+@pytest.mark.parametrize("ends_after", ["the first rename", "the second"])
+def test_a_publication_ended_by_a_signal_leaves_the_earlier_folder_or_the_new(tmp_path, monkeypatch, ends_after):
+    final, staging = tmp_path / "final", tmp_path / "staging"
+    for folder in (final, staging):
+        folder.mkdir()
+        (folder / "file").write_text(folder.name)
+    replace, calls = os.replace, []
+
+    def ended(*paths: object) -> None:
+        replace(*paths)
+        calls.append(paths)
+        if len(calls) == (1 if ends_after == "the first rename" else 2):
+            raise Terminated
+
+    monkeypatch.setattr(os, "replace", ended)
+    with pytest.raises(Terminated):
+        publish_directory(staging, final)
+    assert (final / "file").read_text() == ("final" if ends_after == "the first rename" else "staging")
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".old")]
+
+
+def test_a_folder_that_cannot_be_put_back_is_named(tmp_path, monkeypatch):
+    final, staging = tmp_path / "final", tmp_path / "staging"
+    final.mkdir()
+    staging.mkdir()
+    replace = os.replace
+
+    def fail_later(*paths: object) -> None:
+        if not final.exists():
+            raise OSError(5, "Input/output error")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", fail_later)
+    with pytest.raises(UserError, match=r"Input/output error; what was there is now \S+\.old: give it its name back"):
+        publish_directory(staging, final)
+    assert [name for name in os.listdir(tmp_path) if name.endswith(".old")]
+
+
 def test_check_writable(tmp_path):
     (tmp_path / "file").write_text("")
     assert check_writable(tmp_path) is None
@@ -212,6 +250,14 @@ def test_equal_states_are_equal_bytes_whatever_of_them_is_one_object(tmp_path):
     assert first.read_bytes() == again.read_bytes() == shared.read_bytes()
 
 
+def test_a_state_that_is_nested_too_deep_is_not_written(tmp_path):
+    cycle: list[object] = []
+    cycle.append(cycle)
+    with pytest.raises(UserError, match="nested too deep"):
+        save_state(tmp_path / "state", {"began": cycle})
+    assert not os.listdir(tmp_path)
+
+
 def test_a_state_without_a_hash_is_read(tmp_path):
     torch.save({"step": 3}, tmp_path / "theirs.pt")
     assert load_state(tmp_path / "theirs.pt") == {"step": 3}
@@ -288,7 +334,7 @@ def test_an_output_that_is_a_loop_a_device_or_no_path(tmp_path):
 
 def test_a_link_in_the_place_of_a_partial_file_is_not_followed(tmp_path):
     (tmp_path / "mine").write_text("mine")
-    (tmp_path / f".file.txt.{os.getpid()}.partial").symlink_to("mine")
+    (tmp_path / f".file.txt.{MACHINE}.{os.getpid()}.partial").symlink_to("mine")
     write_text(tmp_path / "file.txt", "text")
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / "file.txt").read_text() == "text" and not (tmp_path / "file.txt").is_symlink()

@@ -72,7 +72,7 @@ def make_staged(world: World, folder: Path) -> None:
     with RowWriter(staged, "rows", ["rows.bin"]) as writer:
         for task in range(5):
             writer.write(task, 2 * task, {"rows.bin": _rows(task)})
-    tasks = staged.finished("rows", {"rows.bin": 4}).tolist()
+    tasks = staged.finished("rows", 6, {"rows.bin": 4})[0].tolist()
     expect(tasks == [*range(5)], "finished without damage:", tasks)
 
 
@@ -85,7 +85,7 @@ def read_staged(folder: Path) -> dict[str, Any]:
     staged = StagedFolder(folder / "data")
     staged.claim({"seed": 1})
     staged.reserve("rows.bin", 8 * 6, work="rows")
-    tasks = staged.finished("rows", {"rows.bin": 4}).tolist()
+    tasks = staged.finished("rows", 6, {"rows.bin": 4})[0].tolist()
     stored = (staged.contents / "rows.bin").read_bytes()
     for task in tasks:
         expect(stored[8 * task : 8 * task + 8] == _rows(task).tobytes(), "damaged rows count as finished:", task)
@@ -109,8 +109,8 @@ def make_splits(world: World, folder: Path) -> None:
 
 
 def read_splits(folder: Path) -> Any:
-    """Where the documents of the held-out part begin."""
-    return NaturalText.read(folder.parent, "test", 2**16).starts
+    """The record, and where the documents of the held-out part begin."""
+    return [read_json(folder), NaturalText.read(folder.parent, "test", 2**16).starts]
 
 
 def make_features(world: World, folder: Path) -> None:
@@ -181,6 +181,8 @@ KINDS: dict[str, tuple[Make, Read]] = {
     "records": (_copy(lambda world: world.policy.with_suffix(".jsonl")), read_records),
 }
 NOT_READ = ("input.txt", "test.bin", "README.md", "generation_config.json", "tokenizer_config.json")
+# Of which only what is undamaged counts.
+UNDAMAGED = ("unfinished reward datasets",)
 # A log that was cut is one of an interrupted run.
 MAY_BE_SHORTER = ("records",)
 ATTEMPTS = len(KINDS)
@@ -196,6 +198,7 @@ def attempt(world: World, seed: int, folder: Path) -> dict[str, int]:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in NOT_READ)
     place = files[0] if len(files) == 1 else folder
     written = read(place)
+    expect(written or kind in UNDAMAGED, kind, "is read as nothing")
     kept = {path: path.read_bytes() for path in files}
     for _ in range(EXAMPLES):
         path = draw.choice(files)

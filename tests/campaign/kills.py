@@ -185,7 +185,10 @@ def attempt(world: World, seed: int, folder: Path) -> dict[str, int]:
     expect(status == 0, target, "ended with status", status, "after", dict(tried), "and said:", run.said)
     expect_no_orphan(folder)
     expect_no_litter(folder)
-    expect_same(out, results(world.folder / target / OUT))
+    undisturbed = world.folder / target / OUT
+    expect_same(out, results(undisturbed))
+    for path in out.rglob("*.pt"):
+        expect(path.read_bytes() == (undisturbed / path.relative_to(out)).read_bytes(), "other bytes:", path.name)
     return dict(tried)
 
 

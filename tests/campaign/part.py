@@ -36,9 +36,9 @@ from runtime.run_log import read_records
 
 MOST_LINES = 20  # of what bad input is answered with
 MOST_MEGABYTES = 2000.0
-# What another run of the same does not repeat: times and rates, its folder, whether it was resumed.
+# What another run of the same does not repeat: times and rates, its folder.
 CLOCK = ("seconds", "val_seconds", "tokens_per_second", "peak_memory_mb", "entries_sha256", "crc32")
-PLACE = ("out_dir", "output_path", "output_dir", "init_from")
+PLACE = ("out_dir", "output_path", "output_dir")
 IGNORED = (".png", ".html")  # made of what is compared
 LITTER = re.compile(r"\.(partial|old\d*|lock|tmp)(/|$)")
 
