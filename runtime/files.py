@@ -215,7 +215,11 @@ def _publish_directory(staging: Path, final: Path) -> None:
         if final.exists():
             os.replace(final, old)
         os.replace(staging, final)
-        fsync_directory(final.parent)
+        try:
+            fsync_directory(final.parent)
+        except OSError:  # what ends in an error is not published
+            os.replace(final, staging)
+            raise
     finally:
         if not final.exists() and old.exists():  # a signal, too, can come between the two
             _put_back(old, final)

@@ -126,7 +126,7 @@ class StagedFolder:
         try:
             publish_directory(self.contents, self.final)
         finally:
-            if not self.contents.exists():  # it has its name, even where that could not be brought to the disk
+            if not self.contents.exists():  # they have it, also where a signal came just then
                 shutil.rmtree(self.folder)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from runtime import files
 from runtime.files import write_json
-from runtime.process import UserError
+from runtime.process import Terminated, UserError
 from runtime.staged_folder import RowWriter, StagedFolder
 
 ROW = {"rows.bin": 6}  # bytes
@@ -87,13 +87,17 @@ def test_only_work_of_the_same_identity_is_taken_up(staged):
     assert set(finished(staged)) == set()
 
 
-def test_a_publication_that_is_not_brought_to_the_disk_leaves_nothing_unfinished(staged, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), Terminated()])
+def test_a_publication_that_fails_is_made_again_and_one_that_a_signal_ends_is_whole(staged, monkeypatch, error):
     def fail(path):
         if path == staged.final.parent:
-            raise OSError(5, "Input/output error")
+            raise error
 
-    monkeypatch.setattr(files, "fsync_directory", fail)
-    with pytest.raises(OSError, match="Input/output error"):
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(files, "fsync_directory", fail)
+        staged.publish()
+    if isinstance(error, OSError):
+        assert not staged.final.exists()
         staged.publish()
     assert (staged.final / "rows.bin").is_file() and not staged.folder.exists()
 

@@ -122,7 +122,7 @@ def hung_on_config(world: World, place: Path) -> None:
     vars(config).update(
         {"problem": None, "__class__": "x", "__dict__": {}, "mode": "generator", "num_real_tokens": 10**12}
     )
-    save_state(place / "model.pt", contents | {"config": config})
+    torch.save(contents | {"config": config}, place / "model.pt")
 
 
 def zeros_deflated(num_bytes: int) -> tuple[bytes, int]:
