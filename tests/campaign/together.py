@@ -26,6 +26,7 @@ from part import Ended, difference, expect, expect_no_litter, expect_refusal, fo
 from world import Command, World
 
 from runtime import downloads, output_lock
+from runtime.files import hash_bytes
 
 ATTEMPTS = 24
 MOST_SECONDS_APART = 0.5
@@ -202,7 +203,7 @@ def bpe_files(bench: Bench, draw: random.Random, folder: Path) -> list[Process]:
         def ensure() -> None:
             be()
             os.environ["TIKTOKEN_CACHE_DIR"] = str(folder / "out")
-            downloads.BPE_FILES.update({name: downloads.sha256(content) for name, content in files.items()})
+            downloads.BPE_FILES.update({name: hash_bytes(content) for name, content in files.items()})
             downloads.fetch_url = lambda url, _: files[url.rpartition("/")[2]]
             for name, path in downloads.ensure_gpt2_bpe_files().items():
                 expect(path.read_bytes() == files[name], f"{name} is not whole")
