@@ -59,10 +59,11 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     """Log-probabilities (...) float32 of token ids (...) int64 under logits (..., V): x_id - log sum exp x.
 
-    No (..., V) tensor is made beside a float32 copy of logits that are not float32 already.
+    NaN where a logit is +inf, which makes no distribution: all others' probabilities would be 0, unnoticed. No
+    (..., V) tensor is made beside a float32 copy of logits that are not float32 already.
     """
-    chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    return chosen.float() - logits.float().logsumexp(-1)
+    chosen, log_sum = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1), logits.float().logsumexp(-1)
+    return (chosen.float() - log_sum).masked_fill(log_sum == math.inf, math.nan)
 
 
 def entropy(logits: Tensor) -> Tensor:

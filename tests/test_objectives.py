@@ -38,6 +38,12 @@ def test_token_log_probs_by_hand():
     torch.testing.assert_close(objectives.token_log_probs(logits, torch.tensor([[1, 0]])), expected)
 
 
+def test_token_log_probs_of_infinite_logits():
+    logits = torch.tensor([[0.0, 0.0, math.inf], [0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf]])
+    found = objectives.token_log_probs(logits, torch.tensor([0, 0, 2]))
+    torch.testing.assert_close(found, torch.tensor([math.nan, -math.log(2), -math.inf]), equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_token_log_probs_equal_log_softmax_with_gradient(dtype):
     torch.manual_seed(0)
