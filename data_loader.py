@@ -180,10 +180,10 @@ def replace_token_files(folder: str | Path, names: Sequence[str], stale: Sequenc
     with ExitStack() as stack:
         hashes = stack.enter_context(atomic_path(folder / HASHES_FILE))  # the first to be made gets its name last
         paths = {name: stack.enter_context(atomic_path(folder / name)) for name in reversed(names)}
-        with naming(folder):  # in place of the last one's name, which is that of atomic_path's error
-            yield paths
-            for path in paths.values():
-                fsync_file(path)  # now, because what follows is to be short
+        stack.enter_context(naming(folder))  # before the last atomic_path names its own file, whichever failed
+        yield paths
+        for path in paths.values():
+            fsync_file(path)  # now, because what follows is to be short
         hashes.write_text(hash_lines(paths), encoding="utf-8")
         for name in (HASHES_FILE, "train.bin", "val.bin", *stale):
             (folder / name).unlink(missing_ok=True)

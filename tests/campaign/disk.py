@@ -253,7 +253,9 @@ def fail(bench: Bench, draw: random.Random, folder: Path, seed: int) -> dict[str
     with of_what(what):
         if not (ended.status == 0 and is_tolerated(case, faults, number)):
             expect_refusal(ended, what, most_lines=2 if case.name == LOOP else 1)
-            expect(ended.status == 0 or names(ended.err, path), "another file is named, or none:", ended.err[-500:])
+            failed = faults.calls[number - 1 :] if faults.lasting else [(kind, path)]
+            is_named = ended.status == 0 or any(names(ended.err, each) for _, each in failed)
+            expect(is_named, "another file is named, or none:", ended.err[-500:])
         if "give it its name back" in ended.err:  # every rename fails
             (old,) = out.glob(".*.old")
             old.rename(out / old.name.split(".")[1])
@@ -266,7 +268,7 @@ def names(err: str, path: str) -> bool:
 
     Hidden files, in which those of the name are made, count as these.
     """
-    hidden = re.compile(rf"(^|/)\.([^/]+)\.{re.escape(platform.node())}-\d+\.\d+\.(partial|old)\b")
+    hidden = re.compile(rf"(^|/)\.([^/]+)\.({re.escape(platform.node())}-\d+\.\d+|export)\.(partial|old)\b")
     wanted = Path(hidden.sub(r"\1\2", path)).parts
     for line in err.splitlines():
         for word in re.split(r"[\s:;,]+", line) if line.startswith("ERROR") else ():
