@@ -48,7 +48,7 @@ from reward_metrics import bootstrap_mean, format_loss
 from runtime.cli import parse_settings
 from runtime.device import autocast, peak_memory_mb, random_stream, seed_step, select_device, select_dtype
 from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
-from runtime.files import is_hub_name
+from runtime.files import check_appended_hash, is_hub_name
 from runtime.process import UserError, run_main
 from runtime.resume import Run, Values
 from runtime.run_log import Tracker, counted, detail, format_size, make_tracker, name_full_pass, say
@@ -414,14 +414,16 @@ def optimizers_of(model: GPT, settings: TrainSettings) -> Optimizers:
 
 
 def check_resumable(settings: TrainSettings, run: Run, best: Best) -> None:
-    """Raise UserError where the best model so far is gone, where the run began from another checkpoint than the one
-    that is now at its place, or where further steps would have a learning rate of 0.
+    """Raise UserError where the best model so far is gone or damaged, where the run began from another checkpoint than
+    the one that is now at its place, or where further steps would have a learning rate of 0.
     """
-    if best.weights is None and best.figures and not settings.checkpoint_path.is_file():
-        raise UserError(
-            f"ERROR: {settings.checkpoint_path}, the best model so far, is gone; put it back, or delete "
-            f"{run.path} and start from scratch"
-        )
+    if best.weights is None and best.figures:
+        if not settings.checkpoint_path.is_file():
+            raise UserError(
+                f"ERROR: {settings.checkpoint_path}, the best model so far, is gone; put it back, or delete "
+                f"{run.path} and start from scratch"
+            )
+        check_appended_hash(settings.checkpoint_path)
     start = run.began["init_from"]
     if "start" in run.reads and Path(start).exists() and hash_weights(start) != run.reads["start"]:
         raise UserError(

@@ -380,7 +380,7 @@ def _append_hash(path: Path) -> None:
         file.write(struct.pack("<H", len(comment)) + comment)
 
 
-def _check_appended_hash(path: Path) -> None:
+def check_appended_hash(path: Path) -> None:
     """Raise UserError for a file of tensors that is not as `save_state` wrote it; one without a hash passes."""
     with open(path, "rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - len(HASH_PREFIX) - 64)
@@ -388,7 +388,9 @@ def _check_appended_hash(path: Path) -> None:
         comments = file.read()
     at = comments.find(HASH_PREFIX)  # later than the first byte where the file was cut
     if at >= 0 and comments[at + len(HASH_PREFIX) :].decode(errors="replace") != hash_file(path, start + at - 2):
-        raise UserError(f"ERROR: {path} is damaged: its bytes do not have the hash at its end")
+        raise UserError(
+            f"ERROR: {path} is damaged: its bytes do not have the hash at its end; restore a copy, or make it again"
+        )
 
 
 def checked_values(values: Any, kinds: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
@@ -419,7 +421,7 @@ def load_state(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"ERROR: Model file not found: {path}")
-    _check_appended_hash(path)
+    check_appended_hash(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's remarks on foreign files; the error below says it
             _check_archive(path)

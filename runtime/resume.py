@@ -79,7 +79,9 @@ def load_run_state(path: str | Path) -> dict[str, Any]:
     try:
         state = load_state(path)
     except UserError as error:
-        raise UserError(f"{error}; delete it and start from scratch") from None
+        raise UserError(
+            f"{error}; or delete it and start from scratch, which replaces the checkpoint beside it: copy that first"
+        ) from None
     is_state = all(isinstance(state.get(name), dict) for name in ("settings", "reads"))
     version = state.get("format_version", 1)
     if is_state and version != FORMAT_VERSION:

@@ -147,7 +147,10 @@ class RunLog:
             records = [] if kept is None else read_records(self.path, kept)
             if kept and len(records) < kept:
                 self.num_records = len(records)
-                warn(f"{self.path} was damaged: {len(records)} of {kept} records up to here are left; going on without")
+                warn(
+                    f"{self.path} was damaged: {len(records)} of {kept} records up to here are left; going on without "
+                    "them, which changes nothing in the model"
+                )
             write_text(self.path, "".join(map(to_line, records)))
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
             if tracker is not None:
@@ -280,7 +283,7 @@ def read_records(path: str | Path, most: int | None = None) -> list[dict[str, An
                 records.append(record)
             elif file.read(1):
                 raise UserError(
-                    f"ERROR: {path}, line {len(records) + 1} is no JSON record, or damaged: its run cannot go on with "
-                    "these records; restore the file, or start the run anew"
+                    f"ERROR: {path}, line {len(records) + 1} is no JSON record, or damaged: restore a copy, or move "
+                    "the file away: a run goes on without its records, and ends in the same model"
                 )
     return records

@@ -360,3 +360,14 @@ def test_the_ranks_windows_together_are_those_of_one(corpus, generator, world_si
 @pytest.mark.parametrize("name", ["../x.pt", "a/x.pt", "..", "", "/tmp/x.pt"])
 def test_a_checkpoint_name_is_plain(name):
     assert any("checkpoint_name" in error for error in train.TrainSettings(checkpoint_name=name).problems().errors)
+
+
+def test_a_damaged_checkpoint_is_found_when_its_run_is_resumed(options):
+    """Not after the last step, when it is to be written once more."""
+    succeed("train", **options)
+    path = options["out_dir"] / "model_checkpoint.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    printed = call("train", **{**options, "init_from": "resume", "max_iters": options["max_iters"] + 3})
+    assert printed.status == 2 and f"{path} is damaged" in printed.err and "Stopped" not in printed.out
