@@ -36,8 +36,9 @@ BESIDES_LOOP = ("prepare_text", "reward_model_last", "reward_model_position", "g
 # Of Student's t by degrees of freedom, two-sided.
 T_95 = dict(enumerate((12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31), 1))
 # Memory grows if the interval of its slope lies above 0 and its growth over all measured rounds together is more than
-# this: caches of Python and torch fill for tens of rounds. Of all else nothing more may be left.
-LEAST = {"resident_kb": 12_000, "malloc_kb": 600, "python_blocks": 4000}
+# this: caches of Python and torch fill for tens of rounds, and what malloc keeps of freed memory moves by 13 MB between
+# the tenths of an hour in which its allocated memory moves by 1 kB. Of all else nothing more may be left.
+LEAST = {"resident_kb": 40_000, "malloc_kb": 600, "python_blocks": 4000}
 REWARD = "def reward(completions):\n    return [text.count('a') for text in completions]\n"
 
 
