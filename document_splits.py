@@ -7,7 +7,6 @@ training text go on in the validation text. A split by documents has four parts:
 report), and evaluator.bin and test.bin, which evaluate.py alone reads. splits.json records where each document lies.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from data_loader import Tokenizer
 from runtime.downloads import Document
+from runtime.files import hash_bytes
 from runtime.process import UserError
 
 SHARES = {"train": 0.80, "val": 0.05, "evaluator": 0.05, "test": 0.10}  # of the characters
@@ -69,7 +69,7 @@ def assign_documents(documents: Sequence[Document]) -> dict[str, list[int]]:
             f"corpus has {len(units)} without text in common: use more works, or --split nanogpt"
         )
     size = {unit: sum(documents[i].characters for i in indices) for unit, indices in units.items()}
-    order = sorted(units, key=lambda unit: hashlib.sha256(unit.encode()).hexdigest())
+    order = sorted(units, key=lambda unit: hash_bytes(unit.encode()))
 
     def lacks(part_of: Mapping[str, str]) -> dict[str, float]:
         """Characters that each part lacks of its share."""

@@ -7,7 +7,6 @@ in its ledger, the benchmarks each beside its artefact.
 """
 
 import functools
-import hashlib
 import os
 import platform
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.files import from_json, hash_file, to_json
+from runtime.files import from_json, hash_bytes, hash_file, to_json
 from runtime.process import UserError
 from runtime.run_log import say
 from runtime.staged_folder import differing_settings
@@ -132,7 +131,7 @@ def hash_sources(root: Path, *makers: Path) -> str:
 
 def _hash_files(files: Mapping[str, Path]) -> str:
     lines = "".join(f"{name} {hash_once(path)}\n" for name, path in sorted(files.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    return hash_bytes(lines.encode())
 
 
 def hash_once(path: Path, hash_content: Callable[[Path], str] = hash_file) -> str:
