@@ -14,12 +14,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from checkpoint import load_checkpoint
 from evaluate import EvaluateSettings
-from huggingface import model_path
+from interop.huggingface import model_path
 from model import GPT
+from reward.user_function import locate
 from reward_data_config import RewardDataConfig
-from reward_function import locate
 from runtime.cli import all_sections, parse_settings, read_config
 from runtime.files import read_json
 from runtime.process import UserError
@@ -30,6 +29,7 @@ from sample import SampleSettings
 from train import TrainSettings
 from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
+from training.checkpoint import load_checkpoint
 
 SETTINGS: dict[str, type[Settings]] = {  # by section of the settings file
     "train": TrainSettings,

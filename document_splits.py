@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from data_loader import Tokenizer
-from runtime.downloads import Document
 from runtime.files import hash_bytes
 from runtime.process import UserError
+from text.shakespeare import Document
 
 SHARES = {"train": 0.80, "val": 0.05, "evaluator": 0.05, "test": 0.10}  # of the characters
 # Works that print the same poems: in one part.

@@ -16,12 +16,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from checkpoint import build_model, check_same_splits, check_tokenizer, data_record, load_checkpoint, open_corpus
 from data_loader import HELD_OUT, WholeSplitBatches, dataset_folder, open_token_file, validation_part
-from figures import quality_diversity, write_png
+from losses import language_model_loss, perplexity, text_log_probs
 from model import GPT
-from objectives import language_model_loss, perplexity, text_log_probs
-from reward_metrics import bootstrap_blocks, format_difference, format_loss, paired_difference
+from reports.figures import quality_diversity, write_png
+from reward.skill import bootstrap_blocks, format_difference, format_loss, paired_difference
 from runtime.cli import parse_settings
 from runtime.device import select_device
 from runtime.files import write_json
@@ -31,6 +30,14 @@ from runtime.run_log import counted, detail, format_metrics, name_full_pass, say
 from runtime.settings import Problems, Settings, setting
 from sample_eval import SampleEvaluation, sample_tables
 from tokenization_manager import TokenizationManager
+from training.checkpoint import (
+    build_model,
+    check_same_splits,
+    check_tokenizer,
+    data_record,
+    load_checkpoint,
+    open_corpus,
+)
 
 SEED = 42  # of the intervals
 

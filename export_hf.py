@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Literal
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from checkpoint import build_model, choose_tokenizer, hash_model, load_checkpoint
-from huggingface import CONFIG_FILE, WEIGHTS_FILE, config_json, form_of, their_weights
+from interop.huggingface import CONFIG_FILE, WEIGHTS_FILE, config_json, form_of, their_weights
 from model import GPTConfig
 from runtime.cli import parse_settings
 from runtime.files import HASHES_FILE, hash_lines, publish_directory, write_json, write_text
@@ -28,6 +27,7 @@ from runtime.run_log import format_size, say
 from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
 from tokenizer_json import END_OF_TEXT, TOKENIZER_FILE, end_of_text
+from training.checkpoint import build_model, choose_tokenizer, hash_model, load_checkpoint
 
 CONTENTS = (CONFIG_FILE, WEIGHTS_FILE, "generation_config.json", TOKENIZER_FILE, "tokenizer_config.json", "README.md")
 FILES = (*CONTENTS, HASHES_FILE)

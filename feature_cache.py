@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from model import GPT
+from reward.heads import TrunkRewardModel
 from reward_dataset_loader import RewardDataset
-from reward_model import TrunkRewardModel
 from runtime.device import autocast
 from runtime.distributed import Ranks
 from runtime.files import atomic_path, hash_file

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import generation
+from generation.completions import generate
+from generation.kv_cache import KVCache
+from generation.sampling import Sampling
+from generation.shared_prompts import SharedPrompts
 from runtime.device import full_precision, total_memory
 from runtime.process import UserError
-from shared_prompts import SharedPrompts
 
 REWARD_HEADS = ("last", "position", "likelihood")
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # and nn.GELU's name of the approximation
@@ -147,7 +149,7 @@ class CausalSelfAttention(nn.Module):
         self.layer = layer
 
     def forward(
-        self, x: Tensor, rotation: Tensor | None, kv_cache: "generation.KVCache | None", shared: SharedPrompts | None
+        self, x: Tensor, rotation: Tensor | None, kv_cache: KVCache | None, shared: SharedPrompts | None
     ) -> Tensor:
         qkv = self.c_attn(x) if shared is None else shared.to_rows(self.c_attn(x))  # (B, T, 3 C)
         B, T, C = qkv.size(0), qkv.size(1), x.size(-1)
@@ -189,7 +191,7 @@ class Block(nn.Module):
         self.parallel_residual = config.parallel_residual
 
     def forward(
-        self, x: Tensor, rotation: Tensor | None, kv_cache: "generation.KVCache | None", shared: SharedPrompts | None
+        self, x: Tensor, rotation: Tensor | None, kv_cache: KVCache | None, shared: SharedPrompts | None
     ) -> Tensor:
         if self.parallel_residual:
             return x + self.attn(self.ln_1(x), rotation, kv_cache, shared) + self.mlp(self.ln_2(x))
@@ -284,16 +286,14 @@ class GPT(nn.Module):
         """Sequences of full length that one pass takes, with gradients or without: see `rows_that_fit`."""
         return rows_that_fit(self.config, total_memory(self.transformer.wte.weight.device))
 
-    def trunk(self, idx: Tensor | SharedPrompts, kv_cache: "generation.KVCache | None" = None) -> Tensor:
+    def trunk(self, idx: Tensor | SharedPrompts, kv_cache: KVCache | None = None) -> Tensor:
         """Hidden states (B, T, C), after the last normalisation, of token ids (B, T); (n, C) if rows share prompts.
 
         With a `kv_cache`, idx holds the tokens of the rows and positions that were given to its `at`.
         """
         return self.continue_trunk(self.begin_trunk(idx, 0, kv_cache), 0, kv_cache, idx)
 
-    def begin_trunk(
-        self, idx: Tensor | SharedPrompts, num_blocks: int, kv_cache: "generation.KVCache | None" = None
-    ) -> Tensor:
+    def begin_trunk(self, idx: Tensor | SharedPrompts, num_blocks: int, kv_cache: KVCache | None = None) -> Tensor:
         """Hidden states (B, T, C), or (n, C), after the first `num_blocks` blocks, 0 for none, of token ids (B, T)."""
         positions: Tensor | slice
         if isinstance(idx, SharedPrompts):
@@ -314,7 +314,7 @@ class GPT(nn.Module):
         self,
         x: Tensor,
         num_blocks: int,
-        kv_cache: "generation.KVCache | None" = None,
+        kv_cache: KVCache | None = None,
         idx: Tensor | SharedPrompts | None = None,
     ) -> Tensor:
         """The result of `trunk`, from that of `begin_trunk` after so many blocks."""
@@ -322,7 +322,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(self._run_blocks(x, num_blocks, self.config.n_layer, kv_cache, shared))
 
     def _run_blocks(
-        self, x: Tensor, first: int, last: int, kv_cache: "generation.KVCache | None", shared: SharedPrompts | None
+        self, x: Tensor, first: int, last: int, kv_cache: KVCache | None, shared: SharedPrompts | None
     ) -> Tensor:
         rotation = None
         if self.config.position == "rope":
@@ -337,7 +337,7 @@ class GPT(nn.Module):
         """Compile each block in place for passes with gradients: one program for all blocks and numbers of tokens.
 
         Names of weights stay as they are. Passes without gradients are not compiled here; those that sample are as a
-        whole (generation.compile_model).
+        whole (completions.compile_model).
         """
         for block in self.transformer.h:
             block.compile(dynamic=True)
@@ -361,7 +361,7 @@ class GPT(nn.Module):
         return logits
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, kv_cache: "generation.KVCache | None" = None
+        self, idx: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Generator: (logits, loss); reward: (probabilities, loss). The loss is None where there are no targets.
 
@@ -399,10 +399,10 @@ class GPT(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue idx (B, T) by `max_new_tokens` (None: fill the block); see generation.generate."""
+        """Continue idx (B, T) by `max_new_tokens` (None: fill the block); see completions.generate."""
         if self.config.mode != "generator":
             raise UserError("a reward model cannot generate: load the checkpoint of a generator")
-        return generation.generate(self, idx, max_new_tokens, generation.Sampling(temperature, top_k, top_p), generator)
+        return generate(self, idx, max_new_tokens, Sampling(temperature, top_k, top_p), generator)
 
 
 def rows_that_fit(config: GPTConfig, memory: int | None) -> int:

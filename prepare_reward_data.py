@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoint import build_model, check_same_splits, check_tokenizer, data_record, hash_model, load_checkpoint
 from data_loader import TokenSplits, evenly_spaced, load_binary, load_text
-from generation import Completer, Sampling, compile_model, generate
+from generation.completions import Completer, compile_model, generate
+from generation.sampling import Sampling
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import FORMAT_VERSION, format_metadata, hash_split, read_metadata, write_metadata
@@ -31,6 +31,14 @@ from runtime.process import UserError, run_main
 from runtime.run_log import detail, progress, say
 from runtime.staged_folder import RowWriter, StagedFolder, differing_settings
 from tokenization_manager import TokenizationInfo, TokenizationManager
+from training.checkpoint import (
+    build_model,
+    check_same_splits,
+    check_tokenizer,
+    data_record,
+    hash_model,
+    load_checkpoint,
+)
 
 SPLITS = {"train": "Training", "val": "Validation"}
 SAMPLES_PER_TASK = 256  # the same for all ranks, however much memory each has

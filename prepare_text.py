@@ -14,7 +14,7 @@ from data_loader import dataset_folder
 from runtime.cli import parse_settings
 from runtime.process import run_main
 from runtime.settings import Problems, Settings, setting
-from text_preparation import Vocabulary, find_texts, hold_folder, prepare_texts
+from text.encode_texts import Vocabulary, find_texts, hold_folder, prepare_texts
 
 
 @dataclass

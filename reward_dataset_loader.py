@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from data_loader import ValidationParts, evenly_spaced
-from generation import Sampling
+from generation.sampling import Sampling
 from runtime.artefacts import hash_once
 from runtime.cli import parse_settings
 from runtime.files import hash_bytes, hash_file, write_text

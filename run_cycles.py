@@ -20,17 +20,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint import data_record, hash_weights, open_corpus
-from cycle_report import (
-    LEDGER_VERSION,
-    control_sentences,
-    cycle_table,
-    finished,
-    form_sentences,
-    headline,
-    plan_of,
-    read_ledger,
-)
 from cycle_stages import (
     SETTINGS,
     CycleSettings,
@@ -52,8 +41,18 @@ from cycle_stages import (
     train_stage,
 )
 from data_loader import SPLITS_FILE, dataset_folder
-from report import Report
-from reward_metrics import better_than_constant, format_r_squared
+from reports.page import Report
+from reports.summary import (
+    LEDGER_VERSION,
+    control_sentences,
+    cycle_table,
+    finished,
+    form_sentences,
+    headline,
+    plan_of,
+    read_ledger,
+)
+from reward.skill import better_than_constant, format_r_squared
 from runtime.artefacts import identity, make_once, other_code
 from runtime.cli import all_sections, parse_settings, read_config, split_config
 from runtime.device import select_device
@@ -65,6 +64,7 @@ from runtime.run_log import say
 from sample import encode_start
 from stage_times import format_left, seconds_left
 from tokenization_manager import detect_method
+from training.checkpoint import data_record, hash_weights, open_corpus
 
 ROOT = Path(__file__).resolve().parent
 

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
-from checkpoint import build_model, choose_tokenizer, load_checkpoint
 from data_loader import read_text
-from generation import Sampling, compile_model, generate
+from generation.completions import compile_model, generate
+from generation.sampling import Sampling
 from runtime.cli import parse_settings
 from runtime.device import autocast, select_device, select_dtype
 from runtime.files import is_hub_name, write_text
@@ -23,6 +23,7 @@ from runtime.process import UserError, is_stage, run_main
 from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, choose_tokenizer, load_checkpoint
 
 
 @dataclass

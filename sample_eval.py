@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import build_model, check_tokenizer, hash_weights, load_checkpoint
 from data_loader import HELD_OUT, SPLITS_FILE, ValidationParts, open_token_file
-from generation import Completer, Sampling
+from generation.completions import Completer
+from generation.sampling import Sampling
+from grpo.policy_evaluation import CopyFinder, draw_prompts, repeated_shares
+from losses import token_log_probs
 from model import GPT
-from objectives import token_log_probs
-from policy_eval import CopyFinder, draw_prompts, repeated_shares
-from reward_metrics import bootstrap_mean, bootstrap_ratio
+from reward.skill import bootstrap_mean, bootstrap_ratio
 from runtime.files import read_json
 from runtime.process import UserError, warn
 from runtime.run_log import counted, say
-from text_metrics import (
+from text.sample_quality import (
     NGramModel,
     block_mean,
     detect,
@@ -38,6 +38,7 @@ from text_metrics import (
     written_text,
 )
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, check_tokenizer, hash_weights, load_checkpoint
 
 COPIES_SOUGHT = 32  # samples of a point that are searched for in the training text
 SHARES = (0.4, 0.1, 0.5)  # of prompts and of their text: for the detector's training, choice of epoch and test

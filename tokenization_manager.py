@@ -21,9 +21,9 @@ import numpy as np
 
 import tokenizer_json
 from data_loader import MAX_VOCAB_SIZE
-from runtime.downloads import ensure_gpt2_bpe_files
 from runtime.files import atomic_path, wrong_hash
 from runtime.process import UserError
+from text.shakespeare import ensure_gpt2_bpe_files
 from tokenizer_json import BPE_VOCAB_SIZE, TOKENIZER_FILE
 
 MAX_META_BYTES = 1 << 24

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from data_loader import MAX_VOCAB_SIZE
-from runtime.downloads import BPE_FILES, ensure_gpt2_bpe_files
 from runtime.files import hash_bytes, wrong_hash
 from runtime.process import UserError
+from text.shakespeare import BPE_FILES, ensure_gpt2_bpe_files
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 1 << 26

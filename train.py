@@ -20,7 +20,20 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from checkpoint import (
+from data_loader import WholeSplitBatches, get_batch, validation_part
+from losses import loss_sums, next_token_loss, perplexity
+from model import GPT, GPTConfig
+from reward.skill import bootstrap_mean, format_loss
+from runtime.cli import parse_settings
+from runtime.device import autocast, peak_memory_mb, random_stream, seed_step, select_device, select_dtype
+from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
+from runtime.files import check_appended_hash, is_hub_name
+from runtime.process import UserError, run_main
+from runtime.resume import Run, Values
+from runtime.run_log import Tracker, counted, detail, format_size, make_tracker, name_full_pass, say
+from runtime.settings import Problems, Settings, setting
+from tokenization_manager import TokenizationManager
+from training.checkpoint import (
     Corpus,
     build_model,
     check_same_splits,
@@ -31,10 +44,7 @@ from checkpoint import (
     open_corpus,
     save_checkpoint,
 )
-from data_loader import WholeSplitBatches, get_batch, validation_part
-from model import GPT, GPTConfig
-from objectives import loss_sums, next_token_loss, perplexity
-from optimization import (
+from training.optimizers import (
     Best,
     EarlyStopping,
     Optimizers,
@@ -44,16 +54,6 @@ from optimization import (
     make_optimizers,
     take_step,
 )
-from reward_metrics import bootstrap_mean, format_loss
-from runtime.cli import parse_settings
-from runtime.device import autocast, peak_memory_mb, random_stream, seed_step, select_device, select_dtype
-from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
-from runtime.files import check_appended_hash, is_hub_name
-from runtime.process import UserError, run_main
-from runtime.resume import Run, Values
-from runtime.run_log import Tracker, counted, detail, format_size, make_tracker, name_full_pass, say
-from runtime.settings import Problems, Settings, setting
-from tokenization_manager import TokenizationManager
 
 
 @dataclass

@@ -20,42 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from checkpoint import (
-    Corpus,
-    build_model,
-    check_same_splits,
-    check_same_tokens,
-    data_record,
-    hash_model,
-    load_checkpoint,
-    open_corpus,
-    save_checkpoint,
-)
 from data_loader import get_batch
-from figures import grpo_curves, write_png
-from generation import Completer
-from model import GPT, check_same_fields
-from objectives import (
-    average_loss,
-    divergence,
-    expected_reward,
-    group_advantages,
-    kl_estimate,
-    next_token_loss,
-    policy_loss,
-    ratio_metrics,
-    rewards_of_tokens,
-    token_advantages,
-)
-from optimization import (
-    Best,
-    cooldown_factor,
-    gradient_scaler,
-    learning_rate_factor,
-    make_optimizers,
-    take_step,
-)
-from policy_eval import (
+from generation.completions import Completer
+from generation.shared_prompts import put
+from grpo.policy_evaluation import (
     CopyFinder,
     PolicyCompleter,
     PolicyEvaluation,
@@ -67,10 +35,24 @@ from policy_eval import (
     skill_on_policy,
     total_rewards,
 )
-from reward_function import RewardFunction
-from reward_metrics import MIN_BLOCKS, better_than_constant, format_difference, format_r_squared
-from reward_model import RewardScorer
-from rollouts import MicroBatch, RolloutBatch, figures_of_rollouts, sample_group
+from grpo.policy_loss import (
+    average_loss,
+    divergence,
+    expected_reward,
+    group_advantages,
+    kl_estimate,
+    policy_loss,
+    ratio_metrics,
+    rewards_of_tokens,
+    token_advantages,
+)
+from grpo.rollouts import MicroBatch, RolloutBatch, figures_of_rollouts, sample_group
+from losses import next_token_loss
+from model import GPT, check_same_fields
+from reports.figures import grpo_curves, write_png
+from reward.frozen_scorer import RewardScorer
+from reward.skill import MIN_BLOCKS, better_than_constant, format_difference, format_r_squared
+from reward.user_function import RewardFunction
 from runtime.cli import parse_settings
 from runtime.device import autocast, random_stream, select_device, select_dtype
 from runtime.distributed import Ranks, gradients_stay, parallel, start_ranks
@@ -79,7 +61,25 @@ from runtime.process import UserError, run_main, warn
 from runtime.resume import Run
 from runtime.run_log import check_finite, detail, format_size, read_records, say
 from runtime.settings import Problems, Settings, setting
-from shared_prompts import put
+from training.checkpoint import (
+    Corpus,
+    build_model,
+    check_same_splits,
+    check_same_tokens,
+    data_record,
+    hash_model,
+    load_checkpoint,
+    open_corpus,
+    save_checkpoint,
+)
+from training.optimizers import (
+    Best,
+    cooldown_factor,
+    gradient_scaler,
+    learning_rate_factor,
+    make_optimizers,
+    take_step,
+)
 
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
 # Logits of a formula over the vocabulary that are held at a time, with their graph: 64 MiB a copy. (Smaller copies come

@@ -22,21 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import (
-    build_model,
-    check_origin,
-    check_same_tokens,
-    check_unseen,
-    hash_model,
-    load_checkpoint,
-    save_checkpoint,
-)
 from feature_cache import MOST_IN_MEMORY, forget_features, frozen_depth, frozen_features, to_device
-from figures import skill_picture, write_png
-from generation import Sampling
+from generation.sampling import Sampling
 from model import GPT, check_same_fields
-from objectives import log_mixture, mixture_loss, mixture_weights
-from optimization import Best, EarlyStopping, TrainableWeights, gradient_scaler, make_optimizers, take_step
+from reports.figures import skill_picture, write_png
+from reward.heads import REWARD_MODELS, Ensemble, HeadRewardModel, LikelihoodRewardModel, RewardModel
+from reward.posterior import log_mixture, mixture_loss, mixture_weights
+from reward.skill import (
+    MIN_BLOCKS,
+    better_than_constant,
+    bootstrap_r_squared,
+    describe_skill,
+    measure_skill,
+    r_squared,
+    skill_figures,
+)
 from reward_dataset_loader import (
     RewardDataset,
     check_model_compatibility,
@@ -47,16 +47,6 @@ from reward_dataset_loader import (
     samples_per_block,
     sampling_of,
 )
-from reward_metrics import (
-    MIN_BLOCKS,
-    better_than_constant,
-    bootstrap_r_squared,
-    describe_skill,
-    measure_skill,
-    r_squared,
-    skill_figures,
-)
-from reward_model import REWARD_MODELS, Ensemble, HeadRewardModel, LikelihoodRewardModel, RewardModel
 from runtime.cli import parse_settings, split_config
 from runtime.device import autocast, random_stream, seed_step, select_device, select_dtype
 from runtime.distributed import Ranks, parallel, start_ranks
@@ -65,6 +55,16 @@ from runtime.process import UserError, is_stage, run_main, warn
 from runtime.resume import Run, Values
 from runtime.run_log import check_finite, counted, detail, format_size, name_full_pass, not_finite, say
 from runtime.settings import Problems, Settings, setting
+from training.checkpoint import (
+    build_model,
+    check_origin,
+    check_same_tokens,
+    check_unseen,
+    hash_model,
+    load_checkpoint,
+    save_checkpoint,
+)
+from training.optimizers import Best, EarlyStopping, TrainableWeights, gradient_scaler, make_optimizers, take_step
 
 # Heads that are trained here: the others' models are train.py's.
 TRAINED_HEADS = {"head": tuple(name for name, kind in REWARD_MODELS.items() if not kind.is_ratio)}

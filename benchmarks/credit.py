@@ -18,17 +18,18 @@ import torch
 from pipeline import Pipeline, markdown
 from reward_models import STRENGTHS, TableSettings, prepared, words
 
-from checkpoint import build_model, load_checkpoint
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file
-from generation import Completer, Sampling
+from generation.completions import Completer
+from generation.sampling import Sampling
+from grpo.policy_evaluation import distinct_n, draw_prompts
+from losses import language_model_loss
 from model import GPT
-from objectives import language_model_loss
-from policy_eval import distinct_n, draw_prompts
 from runtime.cli import parse_settings
 from runtime.process import run_main
 from runtime.run_log import say
 from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, load_checkpoint
 
 FREE = {
     "start_kl_cap": 100.0,

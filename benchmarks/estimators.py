@@ -16,11 +16,10 @@ import torch
 from pipeline import Pipeline, markdown
 
 import train_grpo
-from checkpoint import build_model, load_checkpoint, open_corpus
 from data_loader import dataset_folder
-from generation import Completer
+from generation.completions import Completer
 from model import GPT
-from reward_model import RewardScorer
+from reward.frozen_scorer import RewardScorer
 from runtime.cli import parse_settings
 from runtime.device import select_device
 from runtime.distributed import Ranks, parallel
@@ -28,6 +27,7 @@ from runtime.files import hash_file
 from runtime.process import run_main
 from runtime.run_log import counted, read_records, say
 from runtime.settings import Problems, Settings, setting
+from training.checkpoint import build_model, load_checkpoint, open_corpus
 
 # One completion of a prompt (`single`) has as many prompts instead as there are rollouts.
 WAYS: dict[str, dict[str, Any]] = {

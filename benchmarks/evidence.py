@@ -25,7 +25,6 @@ from evidence_tables import MAX_SEEDS, missing_temperature, result_tables
 from pipeline import ROOT, Pipeline
 from torch import Tensor
 
-from checkpoint import build_model, load_checkpoint
 from cycle_stages import CycleSettings
 from data_loader import TokenSplits, dataset_folder, write_token_files
 from runtime.cli import parse_settings, read_config
@@ -36,6 +35,7 @@ from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
 from sample_eval import NaturalText
 from tokenization_manager import TokenizationManager, save_meta
+from training.checkpoint import build_model, load_checkpoint
 
 # Training documents of the data-limited regime; of the others every second one is the capacity-limited regime's too,
 # and the rest is the independent evaluator's, with evaluator.bin.

@@ -16,18 +16,20 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint import build_model, load_checkpoint
 from data_loader import WholeSplitBatches
-from generation import Completer, Sampling
+from generation.completions import Completer
+from generation.sampling import Sampling
+from losses import text_log_probs, token_log_probs
 from model import GPT
-from objectives import text_log_probs, token_log_probs
-from reward_metrics import area_under_curve
-from reward_model import RewardModel, RewardScorer
+from reward.frozen_scorer import RewardScorer
+from reward.heads import RewardModel
+from reward.skill import area_under_curve
 from runtime.device import random_stream
 from runtime.process import UserError
 from runtime.run_log import counted
 from sample_eval import NaturalText
-from text_metrics import NGramModel, detect, written_text
+from text.sample_quality import NGramModel, detect, written_text
+from training.checkpoint import build_model, load_checkpoint
 
 ROWS = 256  # sampled between two steps of a progress bar
 TRAINED, TESTED = 0.8, 0.2  # of the prompts, in order of the text: for the detector's training and its test

@@ -15,8 +15,8 @@ from typing import Any
 
 from pipeline import markdown
 
-from figures import difference_picture, matched_curves, write_png
-from reward_metrics import format_difference
+from reports.figures import difference_picture, matched_curves, write_png
+from reward.skill import format_difference
 from runtime.cli import parse_settings
 from runtime.files import read_json
 from runtime.process import UserError, run_main

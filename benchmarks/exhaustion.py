@@ -14,13 +14,13 @@ from typing import Any
 
 from pipeline import Pipeline, markdown
 
-from checkpoint import load_checkpoint
 from data_loader import dataset_folder
 from runtime.cli import parse_settings
 from runtime.process import run_main
 from runtime.run_log import say
 from runtime.settings import Settings, setting
 from train import TrainSettings
+from training.checkpoint import load_checkpoint
 
 # Settings of the recipe that further training keeps.
 KEPT = (

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor, nn
 
-from generation import Completer, Sampling, compile_model
+from generation.completions import Completer, compile_model
+from generation.sampling import Sampling
 from model import GPT, GPTConfig, Linear
 from runtime.cli import parse_settings
 from runtime.device import select_device, select_dtype

@@ -24,18 +24,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-import rollouts
 import train_grpo
-from generation import Completer, Sampling
+from generation.completions import Completer
+from generation.sampling import Sampling
+from grpo import rollouts
+from grpo.policy_evaluation import draw_prompts
 from model import GPT, GPTConfig
-from optimization import make_optimizers, take_step
-from policy_eval import draw_prompts
-from reward_model import LastRewardModel, LikelihoodRewardModel, RewardModel, RewardScorer
+from reward.frozen_scorer import RewardScorer
+from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel
 from runtime.cli import parse_settings
 from runtime.distributed import Ranks, parallel
 from runtime.process import run_main
 from runtime.run_log import say
 from runtime.settings import Settings, setting
+from training.optimizers import make_optimizers, take_step
 
 SHAPE = GPTConfig(block_size=128, vocab_size=67, n_layer=4, n_head=4, n_embd=128, position="learned")
 PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS = 16, 8, 32, 96

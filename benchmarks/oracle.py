@@ -20,20 +20,21 @@ from pipeline import Pipeline, markdown, skill_cells
 from torch import Tensor
 from torch.nn import functional as F
 
-from checkpoint import build_model, load_checkpoint
 from data_loader import TokenSplits, dataset_folder, evenly_spaced, open_token_file, write_token_files
-from figures import Picture, write_png
-from generation import Sampling, sample_tokens
+from generation.sampling import Sampling, sample_tokens
+from losses import token_log_probs
 from model import GPT
-from objectives import natural_share, token_log_probs
+from reports.figures import Picture, write_png
+from reward.posterior import natural_share
+from reward.skill import measure_skill
 from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
-from reward_metrics import measure_skill
 from runtime.cli import parse_settings
 from runtime.device import random_stream
 from runtime.files import atomic_path
 from runtime.process import run_main
 from runtime.run_log import counted, say
 from runtime.settings import Problems, Settings, setting
+from training.checkpoint import build_model, load_checkpoint
 
 OPTIMIZER = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 6e-3}
 TOKENS_A_STEP = 2048

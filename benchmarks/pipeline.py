@@ -15,13 +15,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint import hash_weights, load_checkpoint
-from reward_metrics import format_r_squared
+from reward.skill import format_r_squared
 from runtime.artefacts import identity, make_once
 from runtime.files import read_json, write_json
 from runtime.process import UserError
 from runtime.resume import SUFFIX, set_aside, state_to_resume
 from runtime.run_log import say
+from training.checkpoint import hash_weights, load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 # The section natural_model of config/shakespeare_complete_cpu.py.

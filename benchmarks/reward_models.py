@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from pipeline import Pipeline, markdown, skill_cells, val_loss
 
-from checkpoint import build_model, load_checkpoint
 from data_loader import dataset_folder, open_token_file
 from feature_cache import to_device
+from reward.heads import REWARD_MODELS
+from reward.skill import measure_skill
 from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
-from reward_metrics import measure_skill
-from reward_model import REWARD_MODELS
 from runtime.cli import parse_settings
 from runtime.process import run_main
 from runtime.run_log import say
 from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, load_checkpoint
 
 # The recipe of config/shakespeare_complete_cpu.py.
 RECIPE = {

@@ -22,23 +22,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from grpo import Loop
 from pipeline import ROOT, Pipeline, markdown
 
 import train_grpo
-from checkpoint import Corpus, build_model, load_checkpoint, open_corpus
 from data_loader import dataset_folder
-from generation import Completer
+from generation.completions import Completer
+from grpo import Loop
+from grpo.policy_evaluation import CopyFinder, PolicyEvaluation
 from interop import trl_grpo
 from model import GPT
-from policy_eval import CopyFinder, PolicyEvaluation
-from reward_model import RewardScorer
+from reward.frozen_scorer import RewardScorer
 from runtime.cli import parse_settings
 from runtime.device import select_device
 from runtime.files import hash_file
 from runtime.process import UserError, run_main
 from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
+from training.checkpoint import Corpus, build_model, load_checkpoint, open_corpus
 
 # Options of train_grpo.py, whose defaults hold for the rest.
 WAYS: dict[str, dict[str, Any]] = {

@@ -22,16 +22,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from grpo import Ours
 from pipeline import ROOT, Pipeline, markdown, val_loss
 
-from checkpoint import build_model, load_checkpoint
 from data_loader import TokenSplits, WholeSplitBatches, dataset_folder, open_token_file, write_token_files
 from feature_cache import frozen_depth, to_device
-from generation import Sampling
+from generation.sampling import Sampling
+from grpo import Ours
+from losses import language_model_loss
 from model import GPT, GPTConfig
-from objectives import language_model_loss
-from optimization import clip_gradients, make_optimizers
 from runtime.cli import parse_settings
 from runtime.distributed import Ranks
 from runtime.process import UserError, run_main
@@ -39,6 +37,8 @@ from runtime.resume import Run
 from runtime.run_log import read_records, say
 from runtime.settings import Problems, Settings, setting
 from train_reward_model import Data, RewardModelSettings, head_inputs, learn_head, new_reward_model
+from training.checkpoint import build_model, load_checkpoint
+from training.optimizers import clip_gradients, make_optimizers
 
 NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
 PARTS = ("loss", "nanogpt", "throughput", "reward", "grpo", "start", "memory")

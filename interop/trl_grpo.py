@@ -15,10 +15,9 @@ from typing import Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from checkpoint import Corpus, check_same_tokens, load_checkpoint, open_corpus
+from grpo.policy_evaluation import draw_prompts
 from interop.trl_reward import make_reward, set_special_tokens
 from model import check_same_fields
-from policy_eval import draw_prompts
 from runtime.cli import parse_settings
 from runtime.device import select_device
 from runtime.files import publish_directory
@@ -26,6 +25,7 @@ from runtime.output_lock import hold_output
 from runtime.process import UserError, is_main_rank, run_main
 from runtime.run_log import say
 from runtime.settings import Problems, Settings, setting
+from training.checkpoint import Corpus, check_same_tokens, load_checkpoint, open_corpus
 
 
 @dataclass

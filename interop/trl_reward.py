@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from checkpoint import build_model, load_checkpoint
-from generation import Sampling, check_ids
-from reward_model import RewardModel
+from generation.sampling import Sampling, check_ids
+from reward.heads import RewardModel
 from runtime.device import select_device
 from runtime.process import UserError
 from tokenization_manager import TokenizationManager
 from tokenizer_json import END_OF_TEXT
+from training.checkpoint import build_model, load_checkpoint
 
 RewardFunction = Callable[..., list[float]]
 

@@ -11,8 +11,8 @@ import hypothesis
 import pytest
 from helpers import SEED, shuffled
 
-from runtime.downloads import ensure_gpt2_bpe_files
 from runtime.process import UserError
+from text.shakespeare import ensure_gpt2_bpe_files
 from tokenization_manager import TokenizationManager
 
 hypothesis.settings.register_profile("crossover", deadline=None)  # a busy machine is no failure

@@ -32,13 +32,13 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint import save_checkpoint
 from data_loader import TokenSplits, split_and_encode, write_token_files
 from model import GPT, GPTConfig
 from runtime.files import HASHES_FILE
 from runtime.process import ERROR_VARIABLE, STAGE_VARIABLE, run_main
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager, save_meta
+from training.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINERS = ("train", "prepare_reward_data", "train_reward_model", "train_grpo")

@@ -33,12 +33,12 @@ from helpers import (
     succeed,
 )
 
-import optimization
 import prepare_reward_data
 import train
 import train_grpo
 import train_reward_model
-from checkpoint import load_checkpoint
+from training import optimizers
+from training.checkpoint import load_checkpoint
 
 pytest_plugins = ["tiny_run"]
 
@@ -630,7 +630,7 @@ def test_a_training_loss_that_is_not_finite_ends_the_run(good, tmp_path, monkeyp
 
 
 def test_float16_gradients_that_overflow_have_no_norm(good, tmp_path, monkeypatch):
-    monkeypatch.setattr(optimization, "clip_gradients", lambda *_, **__: math.inf)
+    monkeypatch.setattr(optimizers, "clip_gradients", lambda *_, **__: math.inf)
     succeed("train", **{**good["train"], "dtype": "float16", "log_interval": 1, "max_iters": 2})
     records = strict_json((tmp_path / "out" / "model_checkpoint.jsonl").read_text())
     assert [record["gradient_norm"] for record in records if "train_loss" in record] == [None, None]

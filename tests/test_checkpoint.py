@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from checkpoint import (
+from data_loader import hash_tokens
+from model import GPT, GPTConfig
+from reward.heads import make_reward_model
+from runtime.process import UserError
+from tokenization_manager import TokenizationManager
+from training.checkpoint import (
     FORMAT_VERSION,
     build_model,
     data_record,
@@ -21,11 +26,6 @@ from checkpoint import (
     save_checkpoint,
     save_state,
 )
-from data_loader import hash_tokens
-from model import GPT, GPTConfig
-from reward_model import make_reward_model
-from runtime.process import UserError
-from tokenization_manager import TokenizationManager
 
 pytest_plugins = ["tiny_run"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cycle_report import (
+from reports.summary import (
     CELLS,
     LEDGER_VERSION,
     control_sentences,

@@ -37,9 +37,9 @@ from data_loader import (
     write_token_files,
 )
 from runtime import files
-from runtime.downloads import TINY_SHA256
 from runtime.files import hash_file
 from runtime.process import UserError
+from text.shakespeare import TINY_SHA256
 from tokenization_manager import TokenizationManager
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -30,23 +30,23 @@ import torch
 from helpers import Finished, InThisProcess, make_checkpoint, make_text
 
 import tokenization_manager
-from checkpoint import load_checkpoint
 from cycle_stages import CycleSettings
 from evaluate import EvaluateSettings
 from export_hf import ExportSettings
 from prepare_text import PrepareTextSettings
-from report import ReportSettings
+from reports.page import ReportSettings
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import InspectSettings
 from runtime import cli
-from runtime.downloads import ensure_gpt2_bpe_files
 from runtime.files import read_json
 from runtime.process import UserError
 from runtime.run_log import read_records
 from sample import SampleSettings
+from text.shakespeare import ensure_gpt2_bpe_files
 from train import TrainSettings
 from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
+from training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

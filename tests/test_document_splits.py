@@ -27,14 +27,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import run_cycles
-from checkpoint import data_record, save_checkpoint
 from data_loader import read_text
 from document_splits import SHARES, assign_documents, split_documents
 from model import GPT, GPTConfig
-from runtime import downloads
-from runtime.downloads import Document
 from runtime.process import UserError
+from text import shakespeare as downloads
+from text.shakespeare import Document
 from tokenization_manager import TokenizationManager
+from training.checkpoint import data_record, save_checkpoint
 
 PREPARE = ROOT / "data" / "shakespeare_char" / "prepare.py"
 NUM_WORKS = 20

@@ -45,20 +45,20 @@ from helpers import (
 )
 
 import cycle_stages
-import rollouts
 import run_cycles
 import train
 import train_grpo
 import train_reward_model
-from checkpoint import build_model, data_record, hash_weights, load_checkpoint, open_corpus
-from cycle_report import cycle_table, headline, progress_of
+from grpo import rollouts
+from reports.summary import cycle_table, headline, progress_of
+from reward.skill import format_difference, format_loss, measure_skill
 from reward_dataset_loader import RewardDataset
-from reward_metrics import format_difference, format_loss, measure_skill
 from runtime.artefacts import hash_input
 from runtime.cli import read_config
 from runtime.files import hash_file, read_json, write_json
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, data_record, hash_weights, load_checkpoint, open_corpus
 
 pytest_plugins = ["tiny_run"]
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from helpers import InThisProcess, make_text
 
-from checkpoint import load_checkpoint
 from data_loader import TokenSplits, write_token_files
 from document_splits import TOGETHER, split_documents
+from losses import token_log_probs
 from model import GPT, GPTConfig
-from objectives import token_log_probs
-from reward_model import LikelihoodRewardModel
-from runtime.downloads import Document
+from reward.heads import LikelihoodRewardModel
 from runtime.files import read_json, write_json
 from runtime.process import UserError
 from runtime.run_log import read_records
 from sample_eval import NaturalText
+from text.shakespeare import Document
 from tokenization_manager import TokenizationManager, save_meta
+from training.checkpoint import load_checkpoint
 
 N, PROMPT, V = 24, 8, 11
 # The training documents of the complete works of Shakespeare, split by documents.

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import figures
+from reports import figures
 from runtime.files import read_json, write_json
 from runtime.process import UserError
 

@@ -11,8 +11,8 @@ from helpers import assert_same_weights, call, folder_bytes, make_checkpoint, re
 from test_tokenizer_json import SMALL_BPE
 
 import export_hf
-from checkpoint import build_model, load_checkpoint
 from tokenization_manager import TokenizationManager, save_meta
+from training.checkpoint import build_model, load_checkpoint
 
 pytest_plugins = ["tiny_run"]
 

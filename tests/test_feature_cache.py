@@ -10,8 +10,8 @@ from helpers import assert_same_weights, assert_weights_near, succeed, weights
 import feature_cache
 import train_reward_model
 from model import GPTConfig
+from reward.heads import make_reward_model
 from reward_dataset_loader import RewardDataset
-from reward_model import make_reward_model
 from runtime.distributed import Ranks
 from train_reward_model import freeze_trunk
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-import figures
-from figures import GRPO, REWARD_MODEL, TRAINING, Picture, quality_diversity, skill_picture, to_svg, write_png
-from reward_metrics import measure_skill
+from reports import figures
+from reports.figures import GRPO, REWARD_MODEL, TRAINING, Picture, quality_diversity, skill_picture, to_svg, write_png
+from reward.skill import measure_skill
 
 ROOT = Path(__file__).parent.parent
 

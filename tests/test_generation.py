@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import generation
-from generation import Completer, Completions, KVCache, Sampling, compile_model, complete, generate, sample_tokens
+from generation import completions, kv_cache, sampling
+from generation.completions import Completer, Completions, compile_model, complete, generate
+from generation.kv_cache import KVCache
+from generation.sampling import Sampling, sample_tokens
 from model import GPT, GPTConfig
 from runtime.device import random_stream
 from runtime.process import UserError
@@ -141,11 +143,11 @@ def test_a_sequence_in_pieces_of_several_tokens_gives_the_same_hidden_states(pos
     torch.testing.assert_close(torch.cat(pieces, 1), model.trunk(idx), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("length", [generation.GROWTH, generation.GROWTH + 1, 2 * generation.GROWTH + 6])
+@pytest.mark.parametrize("length", [kv_cache.GROWTH, kv_cache.GROWTH + 1, 2 * kv_cache.GROWTH + 6])
 def test_rows_of_a_cache_that_grow_keep_their_prefixes_and_read_nothing_else(length):
     """Prefixes end before, at and beyond the ends of the room; the memory holds NaN where nothing was written."""
     model, natural = tiny_model(block_size=length), blocks(3, length)
-    ends = [k for end in range(0, length, generation.GROWTH) for k in (end + 1, end + 2, end + 3)]
+    ends = [k for end in range(0, length, kv_cache.GROWTH) for k in (end + 1, end + 2, end + 3)]
     prefixes = torch.tensor([[k for k in (*ends, 20, length) if k <= length]] * 3)
     uniforms = draws(*prefixes.shape, length)
     cache = KVCache(model, prefixes.numel() + 1, length)
@@ -273,7 +275,7 @@ def test_rows_follow_from_the_memory_allowed():
     assert KVCache.bytes_per_row(model, N) == row
     assert KVCache(model, 3, N).memory.nbytes == 3 * row
     assert Completer(model, N, kv_cache_mb=1).rows == 2**20 // row
-    assert Completer(model, N).rows == generation.DEFAULT_CPU_ROWS
+    assert Completer(model, N).rows == completions.DEFAULT_CPU_ROWS
     model.config.n_embd *= 2**20
     with pytest.raises(UserError, match=f"kv_cache_mb=1: .* {row} MiB"):
         Completer(model, N, kv_cache_mb=1)
@@ -305,7 +307,7 @@ def test_few_compiled_programs_serve_all_positions(position, monkeypatch):
 def test_inductor_s_programs_draw_the_same_tokens():
     """Rows of a cache grow, and prompts end on both sides of that. It takes half a minute: not of the quick tests."""
     pytest.importorskip("transformers", reason="runs with requirements-bench.txt")
-    length = generation.GROWTH + 4
+    length = kv_cache.GROWTH + 4
     model = tiny_model(block_size=length, n_layer=1)
     model.__class__ = GPT  # without RecordingGPT's note of logits
     natural, prefixes, uniforms = blocks(3, length), torch.tensor([[1, 5, 33, 35]] * 3), draws(3, 4, length)
@@ -412,7 +414,7 @@ def test_a_sum_that_is_rounded_unevenly_draws_no_impossible_token(monkeypatch):
     cumsum = torch.Tensor.cumsum
     uneven = torch.tensor([0.0, 0.0, -1e-6, 0.0])
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: cumsum(x, dim) + uneven)
-    monkeypatch.setattr(generation, "sums_in_parallel", lambda device: True)
+    monkeypatch.setattr(sampling, "sums_in_parallel", lambda device: True)
     ids, log_probs, _ = sample_tokens(logits, torch.tensor([LARGEST_UNIFORM]), Sampling())
     assert ids.tolist() == [1] and log_probs.isfinite().all()
 

@@ -12,11 +12,11 @@ import torch
 from helpers import assert_same_weights, succeed, weights
 
 import train_grpo
-from checkpoint import build_model
-from objectives import token_log_probs
-from reward_model import Scores
+from losses import token_log_probs
+from reward.frozen_scorer import Scores
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model
 
 pytest_plugins = ["tiny_run"]
 

@@ -13,13 +13,13 @@ import torch
 from helpers import assert_same_weights
 from safetensors.torch import load_file, save_file
 
-import huggingface
-from checkpoint import build_model, hash_model, load_checkpoint
-from huggingface import config_json, model_path, read_folder, their_weights
+from interop import huggingface
+from interop.huggingface import config_json, model_path, read_folder, their_weights
 from model import GPT, GPTConfig
-from reward_model import LikelihoodRewardModel
+from reward.heads import LikelihoodRewardModel
 from runtime.files import is_hub_name
 from runtime.process import UserError
+from training.checkpoint import build_model, hash_model, load_checkpoint
 
 SIZES = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}
 OURS = [
@@ -152,7 +152,7 @@ def test_50304_ids_mean_50257_for_gpt_2_alone(tmp_path, bpe, vocab_size):
     folder = write_folder(tmp_path / "hf", new_model(config))
     assert read_folder(folder)["config"].num_real_tokens == vocab_size
     merges = Path(tmp_path / "hf")
-    from runtime.downloads import ensure_gpt2_bpe_files
+    from text.shakespeare import ensure_gpt2_bpe_files
 
     for name, theirs in (("vocab.bpe", "merges.txt"), ("encoder.json", "vocab.json")):
         shutil.copy(ensure_gpt2_bpe_files()[name], merges / theirs)

@@ -33,18 +33,18 @@ from helpers import (
     weights,
 )
 
-import policy_eval
 import prepare_reward_data
 import train
 import train_grpo
-from checkpoint import build_model, load_checkpoint
 from data_loader import WholeSplitBatches, load_binary, load_text
 from evaluate import calculate_perplexity
+from grpo import policy_evaluation
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
 from runtime.files import load_state
 from runtime.process import UserError
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationInfo, TokenizationManager
+from training.checkpoint import build_model, load_checkpoint
 
 pytest_plugins = ["tiny_run"]
 
@@ -466,7 +466,7 @@ def test_first_and_last_rewards_share_no_step(values, window, expected):
 
 
 def test_grpo_shows_its_evaluations(monkeypatch, tmp_path, grpo):
-    shown = spy_on_bars(monkeypatch, policy_eval)
+    shown = spy_on_bars(monkeypatch, policy_evaluation)
     _, _, out = grpo(tmp_path / "policy.pt", max_steps=1)
     assert [title for _, title in shown] == ["Evaluating"] * 4  # step 0, step 1; at the end start and kept policy
     assert re.search(" 3.5K .*block_size 16", out)

@@ -6,11 +6,11 @@ import sys
 import pytest
 from helpers import call, folder_bytes, make_checkpoint, refuse, refuse_in_one_line, succeed
 
-from checkpoint import load_checkpoint, open_corpus
 from interop import trl_grpo
 from runtime.files import read_json
 from runtime.process import UserError
 from tokenization_manager import TokenizationManager
+from training.checkpoint import load_checkpoint, open_corpus
 
 pytest_plugins = ["tiny_run"]
 SCRIPT = "interop.trl_grpo"

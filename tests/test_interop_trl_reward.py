@@ -4,13 +4,14 @@ import pytest
 import torch
 from helpers import make_checkpoint, succeed
 
-from checkpoint import build_model, load_checkpoint
-from generation import Completer, Sampling
+from generation.completions import Completer
+from generation.sampling import Sampling
+from grpo.policy_evaluation import draw_prompts, written_mask
 from interop.trl_reward import make_reward, score, set_special_tokens
-from policy_eval import draw_prompts, written_mask
-from reward_model import RewardScorer
+from reward.frozen_scorer import RewardScorer
 from runtime.process import UserError
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, load_checkpoint
 
 pytest_plugins = ["tiny_run"]
 

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-import objectives
+import losses
+from grpo import policy_loss as policy_losses
+from grpo.policy_loss import group_advantages, groups_without_spread, kl_estimate, policy_loss
 from model import GPT, GPTConfig
-from objectives import group_advantages, groups_without_spread, kl_estimate, policy_loss
+from reward import posterior as posteriors
 from runtime.process import UserError
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "grpo_losses.json").read_text())
@@ -35,12 +37,12 @@ def reference_tensors(dtype=torch.float32):
 def test_token_log_probs_by_hand():
     logits = torch.tensor([[[0.0, math.log(3.0)], [1.0, 1.0]]])
     expected = torch.tensor([[math.log(0.75), math.log(0.5)]])
-    torch.testing.assert_close(objectives.token_log_probs(logits, torch.tensor([[1, 0]])), expected)
+    torch.testing.assert_close(losses.token_log_probs(logits, torch.tensor([[1, 0]])), expected)
 
 
 def test_token_log_probs_of_infinite_logits():
     logits = torch.tensor([[0.0, 0.0, math.inf], [0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf]])
-    found = objectives.token_log_probs(logits, torch.tensor([0, 0, 2]))
+    found = losses.token_log_probs(logits, torch.tensor([0, 0, 2]))
     torch.testing.assert_close(found, torch.tensor([math.nan, -math.log(2), -math.inf]), equal_nan=True)
 
 
@@ -49,7 +51,7 @@ def test_token_log_probs_equal_log_softmax_with_gradient(dtype):
     torch.manual_seed(0)
     logits, ids = torch.randn(3, 5, 11).mul(4).to(dtype), torch.randint(11, (3, 5))
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    result = objectives.token_log_probs(ours, ids)
+    result = losses.token_log_probs(ours, ids)
     expected = plain.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, expected)
@@ -63,24 +65,24 @@ def test_token_log_probs_equal_log_softmax_with_gradient(dtype):
 def test_entropy_by_hand():
     logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf]]])
     expected = torch.tensor([[math.log(4), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]])
-    torch.testing.assert_close(objectives.entropy(logits), expected)
+    torch.testing.assert_close(losses.entropy(logits), expected)
 
 
 @pytest.mark.parametrize("padding", [-math.inf, torch.finfo(torch.float32).min])
 def test_entropy_ignores_padding_and_has_a_finite_gradient(padding):
     logits = torch.tensor([[[30.0, 29.0, 28.5]]])
     padded = torch.cat([logits, torch.full((1, 1, 2), padding)], -1).requires_grad_()
-    result = objectives.entropy(padded)
-    torch.testing.assert_close(result, objectives.entropy(logits))
+    result = losses.entropy(padded)
+    torch.testing.assert_close(result, losses.entropy(logits))
     (1000 * result.sum()).backward()
     assert padded.grad.isfinite().all()
     assert padded.grad[..., 3:].abs().max() == 0
 
 
 def test_entropy_of_a_far_offset_and_of_certainty():
-    near, far = objectives.entropy(torch.tensor([[[0.0, 1.0]]])), objectives.entropy(torch.tensor([[[4096.0, 4097.0]]]))
+    near, far = losses.entropy(torch.tensor([[[0.0, 1.0]]])), losses.entropy(torch.tensor([[[4096.0, 4097.0]]]))
     torch.testing.assert_close(near, far)
-    assert objectives.entropy(torch.tensor([[[0.0, 1e4]]])).item() == 0
+    assert losses.entropy(torch.tensor([[[0.0, 1e4]]])).item() == 0
 
 
 class Constant(torch.nn.Module):
@@ -94,9 +96,9 @@ class Constant(torch.nn.Module):
 def test_language_model_loss_weighs_every_target_the_same(training):
     model = Constant().train(training)
     batches = [(torch.zeros(2, 3).long(), torch.full((2, 3), 1)), (torch.zeros(1, 2).long(), torch.full((1, 2), 5))]
-    assert objectives.language_model_loss(model, iter(batches)) == pytest.approx((6 * 1 + 2 * 5) / 8)
+    assert losses.language_model_loss(model, iter(batches)) == pytest.approx((6 * 1 + 2 * 5) / 8)
     assert model.training == training
-    assert objectives.language_model_loss(model, []) == math.inf
+    assert losses.language_model_loss(model, []) == math.inf
 
 
 def test_language_model_loss_leaves_ignored_targets_out():
@@ -110,9 +112,9 @@ def test_language_model_loss_leaves_ignored_targets_out():
     counts = [int((y != -1).sum()) for _, y in batches]
     with torch.no_grad():
         expected = sum(float(model(*batches[i])[1]) * counts[i] for i in (0, 2)) / sum(counts)
-    assert objectives.language_model_loss(model, batches) == pytest.approx(expected, rel=1e-5)
-    assert objectives.language_model_loss(model, [(x, ignored)]) == math.inf
-    assert objectives.language_model_loss(WithoutLoss(), [(x, y)]) == math.inf
+    assert losses.language_model_loss(model, batches) == pytest.approx(expected, rel=1e-5)
+    assert losses.language_model_loss(model, [(x, ignored)]) == math.inf
+    assert losses.language_model_loss(WithoutLoss(), [(x, y)]) == math.inf
 
 
 class WithoutLoss(torch.nn.Module):
@@ -128,9 +130,9 @@ class WithoutLoss(torch.nn.Module):
 
 def test_reward_losses_by_hand():
     scores, targets = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.5, 0.5]])  # probabilities 1/4, 3/4
-    assert objectives.reward_loss(scores, targets).item() == pytest.approx(0.0625, rel=1e-5)
+    assert posteriors.reward_loss(scores, targets).item() == pytest.approx(0.0625, rel=1e-5)
     by_hand = -0.5 * (math.log(0.25) + math.log(0.75))
-    assert objectives.reward_loss(scores, targets, "cross_entropy").item() == pytest.approx(by_hand, rel=1e-5)
+    assert posteriors.reward_loss(scores, targets, "cross_entropy").item() == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_reward_losses_take_scores_or_log_probabilities():
@@ -138,11 +140,11 @@ def test_reward_losses_take_scores_or_log_probabilities():
     scores, natural = torch.randn(7, 2), torch.rand(7, 1)
     targets = torch.cat([natural, 1 - natural], 1)
     for loss in ("mse", "cross_entropy"):
-        from_log_probs = objectives.reward_loss(scores.log_softmax(-1), targets, loss)
-        torch.testing.assert_close(objectives.reward_loss(scores, targets, loss), from_log_probs)
-    assert objectives.reward_loss(scores, targets).equal(F.mse_loss(scores.softmax(-1), targets))
+        from_log_probs = posteriors.reward_loss(scores.log_softmax(-1), targets, loss)
+        torch.testing.assert_close(posteriors.reward_loss(scores, targets, loss), from_log_probs)
+    assert posteriors.reward_loss(scores, targets).equal(F.mse_loss(scores.softmax(-1), targets))
     with pytest.raises(UserError, match=r"loss='l1' .* mse, cross_entropy$"):
-        objectives.reward_loss(scores, targets, "l1")
+        posteriors.reward_loss(scores, targets, "l1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,17 +166,17 @@ EVIDENCE = st.lists(st.floats(-5, 5), min_size=1, max_size=9).filter(lambda valu
 def test_posterior_and_shares_by_hand(values):
     evidence, T = torch.tensor([values], dtype=torch.float64), len(values)
     by_hand = posterior_by_hand(values)
-    log_posterior = objectives.crossover_log_posterior(evidence)
+    log_posterior = posteriors.crossover_log_posterior(evidence)
     assert log_posterior.exp()[0].tolist() == pytest.approx(by_hand)
     # P(K > t) of every token; with one token alone there is nothing else than K = 1
     natural = [math.fsum(p for k, p in enumerate(by_hand, 1) if k > t) for t in range(T)]
-    assert objectives.natural_probabilities(evidence)[0].tolist() == pytest.approx(natural)
+    assert posteriors.natural_probabilities(evidence)[0].tolist() == pytest.approx(natural)
     mean = math.fsum(k * p for k, p in enumerate(by_hand, 1))
-    assert objectives.natural_share(evidence).item() == pytest.approx(mean / T)
+    assert posteriors.natural_share(evidence).item() == pytest.approx(mean / T)
 
 
 def test_posterior_of_two_tokens_is_certain():
-    assert objectives.crossover_log_posterior(torch.tensor([[3.0, -7.0]])).tolist() == [[0.0]]
+    assert posteriors.crossover_log_posterior(torch.tensor([[3.0, -7.0]])).tolist() == [[0.0]]
 
 
 @settings(max_examples=50, deadline=None)
@@ -182,10 +184,10 @@ def test_posterior_of_two_tokens_is_certain():
 def test_the_first_and_the_last_token_have_no_evidence(values, first, last):
     """The first is natural and the last is written, whatever they look like."""
     evidence, other = (torch.tensor([ends]) for ends in (values, [first, *values[1:-1], last]))
-    assert objectives.crossover_log_posterior(evidence).equal(objectives.crossover_log_posterior(other))
+    assert posteriors.crossover_log_posterior(evidence).equal(posteriors.crossover_log_posterior(other))
     targets = torch.tensor([[1 / len(values), 1 - 1 / len(values)]])
     for loss in CROSSOVER_LOSSES:
-        assert objectives.crossover_loss(evidence, targets, loss) == objectives.crossover_loss(other, targets, loss)
+        assert posteriors.crossover_loss(evidence, targets, loss) == posteriors.crossover_loss(other, targets, loss)
 
 
 def test_the_posterior_is_that_of_two_markov_chains():
@@ -200,12 +202,12 @@ def test_the_posterior_is_that_of_two_markov_chains():
     joint = joint / V / (T - 1)
     torch.testing.assert_close(joint.sum(), torch.tensor(1.0).double())
     evidence = F.pad(log_p - log_q, (1, 0))
-    posterior = objectives.crossover_log_posterior(evidence).exp()
+    posterior = posteriors.crossover_log_posterior(evidence).exp()
     torch.testing.assert_close(posterior, joint / joint.sum(1, keepdim=True))
     chance = joint.sum(1)
     torch.testing.assert_close(chance @ posterior, torch.full((T - 1,), 1 / (T - 1)).double())
-    torch.testing.assert_close(chance @ objectives.natural_share(evidence), torch.tensor(0.5).double())
-    assert objectives.natural_share(evidence).std() > 0.05  # these chains differ
+    torch.testing.assert_close(chance @ posteriors.natural_share(evidence), torch.tensor(0.5).double())
+    assert posteriors.natural_share(evidence).std() > 0.05  # these chains differ
 
 
 CROSSOVER_LOSSES = ("mse", "cross_entropy", "token", "nll")
@@ -237,7 +239,7 @@ def test_crossover_losses_by_hand(loss, length, seed, data):
     K = data.draw(st.lists(st.integers(0, T), min_size=3, max_size=3))
     targets = torch.tensor([[k / T, (T - k) / T] for k in K])  # float32, as the files have them
     by_hand = [crossover_loss_by_hand(row, k, loss) for row, k in zip(evidence.tolist(), K, strict=True)]
-    ours = objectives.crossover_loss(evidence, targets.double(), loss).item()
+    ours = posteriors.crossover_loss(evidence, targets.double(), loss).item()
     assert ours == pytest.approx(sum(by_hand) / 3, rel=1e-6)
 
 
@@ -249,8 +251,8 @@ def test_every_crossover_is_read_off_its_label(length, dtype):
     K = torch.arange(1, T)
     targets = torch.stack((K / T, (T - K) / T), 1).to(dtype)  # of float32, as the files have them
     evidence = torch.randn(1, T, generator=torch.Generator().manual_seed(0))
-    log_posterior = objectives.crossover_log_posterior(evidence)[0]
-    losses = torch.stack([objectives.crossover_loss(evidence, target[None], "nll") for target in targets])
+    log_posterior = posteriors.crossover_log_posterior(evidence)[0]
+    losses = torch.stack([posteriors.crossover_loss(evidence, target[None], "nll") for target in targets])
     assert torch.equal(losses, -log_posterior)
 
 
@@ -259,8 +261,8 @@ def test_gradients_of_crossover_losses_by_finite_differences(loss):
     torch.manual_seed(0)
     evidence = (2 * torch.randn(3, 7, dtype=torch.float64)).requires_grad_()
     targets = torch.tensor([[k / 7, 1 - k / 7] for k in (1, 3, 6)], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda at: objectives.crossover_loss(at, targets, loss), evidence)
-    objectives.crossover_loss(evidence, targets, loss).backward()
+    assert torch.autograd.gradcheck(lambda at: posteriors.crossover_loss(at, targets, loss), evidence)
+    posteriors.crossover_loss(evidence, targets, loss).backward()
     assert evidence.grad[:, 1:-1].abs().min() > 0
 
 
@@ -270,11 +272,11 @@ def test_crossover_losses_are_least_at_the_truth(loss):
     torch.manual_seed(0)
     T = 6
     truth = torch.randn(1, T, dtype=torch.float64)
-    chances = objectives.crossover_log_posterior(truth).exp()[0]
+    chances = posteriors.crossover_log_posterior(truth).exp()[0]
 
     def expected(evidence):
         every = torch.tensor([[k / T, 1 - k / T] for k in range(1, T)], dtype=torch.float64)
-        losses = [objectives.crossover_loss(evidence, label[None], loss) for label in every]
+        losses = [posteriors.crossover_loss(evidence, label[None], loss) for label in every]
         return (torch.stack(losses) * chances).sum()
 
     at = truth.clone().requires_grad_()
@@ -290,18 +292,18 @@ def test_crossover_losses_are_least_at_the_truth(loss):
 def test_crossover_losses_of_extreme_evidence_stay_finite(loss, size):
     evidence = (size * torch.tensor([[1.0] * 8, [-1.0] * 8, [1.0, -1.0] * 4])).requires_grad_()
     for K in (1, 4, 7):
-        value = objectives.crossover_loss(evidence, torch.tensor([[K / 8, 1 - K / 8]] * 3), loss)
+        value = posteriors.crossover_loss(evidence, torch.tensor([[K / 8, 1 - K / 8]] * 3), loss)
         value.backward()
         assert value.isfinite() and evidence.grad.isfinite().all()
-    shares = objectives.natural_share(evidence)
+    shares = posteriors.natural_share(evidence)
     assert shares[:2].tolist() == pytest.approx([7 / 8, 1 / 8])
 
 
 def test_crossover_losses_refuse_others_and_compute_in_float32():
     evidence, targets = torch.randn(2, 5), torch.tensor([[0.4, 0.6]] * 2)
     with pytest.raises(UserError, match=r"loss='l1' .* mse, cross_entropy, token, nll$"):
-        objectives.crossover_loss(evidence, targets, "l1")
-    assert objectives.crossover_loss(evidence.bfloat16(), targets).dtype == torch.float32
+        posteriors.crossover_loss(evidence, targets, "l1")
+    assert posteriors.crossover_loss(evidence.bfloat16(), targets).dtype == torch.float32
 
 
 @settings(max_examples=60, deadline=None)
@@ -310,8 +312,8 @@ def test_the_mixture_is_the_best_on_a_grid(values):
     """w p + (1 - w) q over q, at most e^10 and at least e^-10 of it."""
     ratios = np.exp(np.clip(values, -10, 10))
     losses = -np.log1p(np.outer(np.linspace(0, 1, 2001), ratios - 1)).mean(1)
-    assert objectives.mixture_loss(torch.tensor(values)) == pytest.approx(losses.min(), abs=1e-3)
-    assert objectives.mixture_loss(torch.tensor(values)) <= losses.min() + 1e-5  # ratios up to e^10 in float32
+    assert posteriors.mixture_loss(torch.tensor(values)) == pytest.approx(losses.min(), abs=1e-3)
+    assert posteriors.mixture_loss(torch.tensor(values)) <= losses.min() + 1e-5  # ratios up to e^10 in float32
 
 
 def simplex(steps: int) -> np.ndarray:
@@ -326,40 +328,40 @@ def test_mixture_weights_are_the_best_of_a_grid(seed):
     draw = torch.Generator().manual_seed(seed)
     log_probs = torch.randn(3, 30, generator=draw) - 2 - (seed % 3) * torch.rand(3, 1, generator=draw)
     losses = -np.log(simplex(60) @ log_probs.double().exp().numpy()).mean(1)
-    weights = objectives.mixture_weights(log_probs)
+    weights = posteriors.mixture_weights(log_probs)
     assert weights.sum() == pytest.approx(1) and (weights >= 0).all()
-    reached = -objectives.log_mixture(log_probs.double(), weights.log()).mean().item()
+    reached = -posteriors.log_mixture(log_probs.double(), weights.log()).mean().item()
     assert losses.min() - 0.01 < reached < losses.min() + 1e-5
     shifted = log_probs - 900 * torch.rand(30, generator=draw)  # a token's own scale changes nothing, nor underflows
-    assert objectives.mixture_weights(shifted).tolist() == pytest.approx(weights.tolist(), abs=0.01)
+    assert posteriors.mixture_weights(shifted).tolist() == pytest.approx(weights.tolist(), abs=0.01)
 
 
 def test_mixture_weights_by_hand():
     ratios = torch.tensor([3.0, 3.0, 1 / 3])  # 4 / (1 + 2u) = 2 / (3 - 2u) at u = 5/6
     log_probs = torch.stack((ratios.log(), torch.zeros(3))) - 1
-    assert objectives.mixture_weights(log_probs, 1e-9).tolist() == pytest.approx([5 / 6, 1 / 6], abs=1e-3)
+    assert posteriors.mixture_weights(log_probs, 1e-9).tolist() == pytest.approx([5 / 6, 1 / 6], abs=1e-3)
     worse = torch.stack((log_probs[0], log_probs[0] - 0.5))
-    assert objectives.mixture_weights(worse).tolist() == pytest.approx([1, 0], abs=1e-4)
-    assert objectives.mixture_weights(log_probs[[0, 0, 0]]).tolist() == pytest.approx([1 / 3] * 3)
-    assert objectives.mixture_weights(log_probs[:1]).tolist() == [1.0]
-    assert objectives.mixture_weights(torch.full((2, 3), math.nan)).shape == (2,)  # it ends
+    assert posteriors.mixture_weights(worse).tolist() == pytest.approx([1, 0], abs=1e-4)
+    assert posteriors.mixture_weights(log_probs[[0, 0, 0]]).tolist() == pytest.approx([1 / 3] * 3)
+    assert posteriors.mixture_weights(log_probs[:1]).tolist() == [1.0]
+    assert posteriors.mixture_weights(torch.full((2, 3), math.nan)).shape == (2,)  # it ends
 
 
 def test_a_mixture_of_probabilities():
     p = torch.tensor([[0.2, 0.5], [0.6, 0.0]])
-    mixed = objectives.log_mixture((row.log() for row in p), torch.tensor([0.25, 0.75]).log())
+    mixed = posteriors.log_mixture((row.log() for row in p), torch.tensor([0.25, 0.75]).log())
     assert mixed.exp().tolist() == pytest.approx([0.5, 0.125])
     alone = torch.randn(50)
-    assert torch.equal(objectives.log_mixture([alone], torch.zeros(1, dtype=torch.float64)), alone)
+    assert torch.equal(posteriors.log_mixture([alone], torch.zeros(1, dtype=torch.float64)), alone)
 
 
 def test_mixtures_by_hand():
-    assert objectives.mixture_loss(torch.tensor([math.log(2.0), math.log(4.0)])) == pytest.approx(-math.log(8) / 2)
-    assert objectives.mixture_loss(torch.tensor([-1.0, -2.0])) == 0  # p knows nothing
+    assert posteriors.mixture_loss(torch.tensor([math.log(2.0), math.log(4.0)])) == pytest.approx(-math.log(8) / 2)
+    assert posteriors.mixture_loss(torch.tensor([-1.0, -2.0])) == 0  # p knows nothing
     # ratios 3 and 1/3: the derivative 2 / (1 + 2w) - (2/3) / (1 - 2w/3) is 0 at w = 1/2
-    assert objectives.mixture_loss(torch.tensor([math.log(3.0), -math.log(3.0)])) == pytest.approx(-math.log(4 / 3) / 2)
-    assert objectives.mixture_loss(torch.tensor([math.inf])) == pytest.approx(-10)
-    assert math.isnan(objectives.mixture_loss(torch.tensor([math.nan, 1.0])))
+    assert posteriors.mixture_loss(torch.tensor([math.log(3.0), -math.log(3.0)])) == pytest.approx(-math.log(4 / 3) / 2)
+    assert posteriors.mixture_loss(torch.tensor([math.inf])) == pytest.approx(-10)
+    assert math.isnan(posteriors.mixture_loss(torch.tensor([math.nan, 1.0])))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -467,25 +469,25 @@ def test_k3_keeps_small_values():
 
 def test_rewards_to_go_by_hand():
     rewards, mask = torch.tensor([[9.0, 1.0, 2.0, 4.0]]), torch.tensor([[False, True, True, True]])
-    assert objectives.rewards_to_go(rewards, mask, 0.0).tolist() == [[0, 1, 2, 4]]
-    assert objectives.rewards_to_go(rewards, mask, 0.5).tolist() == [[0, 3, 4, 4]]
-    assert objectives.rewards_to_go(rewards, mask, 1.0).tolist() == [[0, 7, 6, 4]]
+    assert policy_losses.rewards_to_go(rewards, mask, 0.0).tolist() == [[0, 1, 2, 4]]
+    assert policy_losses.rewards_to_go(rewards, mask, 0.5).tolist() == [[0, 3, 4, 4]]
+    assert policy_losses.rewards_to_go(rewards, mask, 1.0).tolist() == [[0, 7, 6, 4]]
     with pytest.raises(UserError, match="discount=1"):
-        objectives.rewards_to_go(rewards, mask, 1.5)
+        policy_losses.rewards_to_go(rewards, mask, 1.5)
 
 
 def test_token_advantages_by_hand():
     """Against the group's mean at the same token; over the deviation of the group, of the batch, or nothing."""
     rewards = torch.tensor([[9.0, 1.0, 4.0], [7.0, 3.0, 0.0], [5.0, 5.0, 5.0], [5.0, 5.0, 5.0]])
     mask = torch.tensor([[False, True, True]] * 2 + [[True, True, True]] * 2)
-    plain = objectives.token_advantages(rewards, mask, 2, scale="none")
+    plain = policy_losses.token_advantages(rewards, mask, 2, scale="none")
     assert plain.tolist() == [[0, -1, 2], [0, 1, -2], [0, 0, 0], [0, 0, 0]]
-    group = objectives.token_advantages(rewards, mask, 2, scale="group", eps=0.0)
+    group = policy_losses.token_advantages(rewards, mask, 2, scale="group", eps=0.0)
     torch.testing.assert_close(group[:2], plain[:2] / math.sqrt(10 / 3))
-    batch = objectives.token_advantages(rewards, mask, 2, scale="batch", eps=0.0)
+    batch = policy_losses.token_advantages(rewards, mask, 2, scale="batch", eps=0.0)
     torch.testing.assert_close(batch[:2], plain[:2] / math.sqrt(10 / 9))
     assert not group[2:].any() and not batch[2:].any()  # a group without spread gets exactly 0
-    to_go = objectives.token_advantages(rewards, mask, 2, discount=1.0, scale="none")
+    to_go = policy_losses.token_advantages(rewards, mask, 2, discount=1.0, scale="none")
     assert to_go.tolist()[:2] == [[0, 1, 2], [0, -1, -2]]
 
 
@@ -495,26 +497,26 @@ def test_token_advantages_of_one_reward_a_sequence_are_the_groups():
     last = torch.randn(12)
     rewards, mask = torch.zeros(12, 5), torch.ones(12, 5, dtype=torch.bool)
     rewards[:, -1] = last
-    tokens = objectives.token_advantages(rewards, mask, 4, discount=1.0, scale="none")
+    tokens = policy_losses.token_advantages(rewards, mask, 4, discount=1.0, scale="none")
     torch.testing.assert_close(tokens, group_advantages(last, 4, "none")[:, None].expand(12, 5))
 
 
 @pytest.mark.parametrize("rewards", [torch.full((4, 3), math.nan), torch.zeros(5, 3), torch.zeros(4)])
 def test_token_advantages_refuse_bad_input(rewards):
     with pytest.raises(UserError):
-        objectives.token_advantages(rewards, torch.ones_like(rewards), 2)
+        policy_losses.token_advantages(rewards, torch.ones_like(rewards), 2)
 
 
 def test_token_advantages_with_a_baseline_of_their_own():
     """Against the values given, with which one completion is enough; scaled around 0."""
     rewards, values = torch.tensor([[9.0, 1.0, 4.0], [7.0, 3.0, 0.0]]), torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 0.5]])
     mask = torch.tensor([[False, True, True]] * 2)
-    plain = objectives.token_advantages(rewards, mask, 1, scale="none", values=values)
+    plain = policy_losses.token_advantages(rewards, mask, 1, scale="none", values=values)
     assert plain.tolist() == [[0, -1, 3], [0, 3, -0.5]]
-    group = objectives.token_advantages(rewards, mask, 1, scale="group", eps=0.0, values=values)
+    group = policy_losses.token_advantages(rewards, mask, 1, scale="group", eps=0.0, values=values)
     torch.testing.assert_close(group, plain / torch.tensor([[10.0], [9.25]]).sqrt())
     with pytest.raises(UserError, match="group_size=0"):
-        objectives.token_advantages(rewards, mask, 0, values=values)
+        policy_losses.token_advantages(rewards, mask, 0, values=values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -531,13 +533,13 @@ JSD_OF_TRL = {0.0: 0.6462019427889955, 0.1: 0.0580212774521364, 0.5: 0.171125352
 @pytest.mark.parametrize(("beta", "expected"), [(1.0, 0.143841), (0.0, 0.130812), (0.5, 0.033822), (0.25, 0.024870)])
 def test_divergence_by_hand(beta, expected):
     policy, target = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
-    assert objectives.divergence(policy, target, beta).item() == pytest.approx(expected, abs=2e-6)
-    assert objectives.divergence(target, target, beta).item() == pytest.approx(0, abs=1e-7)
+    assert policy_losses.divergence(policy, target, beta).item() == pytest.approx(expected, abs=2e-6)
+    assert policy_losses.divergence(target, target, beta).item() == pytest.approx(0, abs=1e-7)
 
 
 @pytest.mark.parametrize("beta", JSD_OF_TRL)
 def test_divergence_has_trl_s_figures(beta):
-    values = objectives.divergence(STUDENT.log_softmax(-1), TEACHER.log_softmax(-1), beta)
+    values = policy_losses.divergence(STUDENT.log_softmax(-1), TEACHER.log_softmax(-1), beta)
     assert values.shape == (1, 2)
     assert values.mean().item() == pytest.approx(JSD_OF_TRL[beta], rel=1e-12)
 
@@ -547,7 +549,7 @@ def test_divergence_equals_trl_s_with_gradient(beta):
     loss = pytest.importorskip("trl.experimental.gkd").GKDTrainer.generalized_jsd_loss
     ours, theirs = (torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
     target = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(1))
-    value = objectives.divergence(ours.log_softmax(-1), target.log_softmax(-1), beta).mean()
+    value = policy_losses.divergence(ours.log_softmax(-1), target.log_softmax(-1), beta).mean()
     expected = loss(theirs, target, labels=torch.zeros(3, 5), beta=beta)
     torch.testing.assert_close(value, expected)
     value.backward()
@@ -560,11 +562,11 @@ def test_gradients_of_divergences_by_finite_differences(beta):
     """Padding, whose logits are the lowest number, neither counts nor breaks the gradient."""
     target = TEACHER.log_softmax(-1)
     logits = STUDENT.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda at: objectives.divergence(at.log_softmax(-1), target, beta), logits)
+    assert torch.autograd.gradcheck(lambda at: policy_losses.divergence(at.log_softmax(-1), target, beta), logits)
     lowest = torch.full((1, 2, 3), torch.finfo(torch.float32).min)
     padded, padded_target = (torch.cat([part.float(), lowest], -1) for part in (STUDENT, TEACHER))
-    values = objectives.divergence(padded.requires_grad_().log_softmax(-1), padded_target.log_softmax(-1), beta)
-    torch.testing.assert_close(values, objectives.divergence(STUDENT.log_softmax(-1), target, beta).float())
+    values = policy_losses.divergence(padded.requires_grad_().log_softmax(-1), padded_target.log_softmax(-1), beta)
+    torch.testing.assert_close(values, policy_losses.divergence(STUDENT.log_softmax(-1), target, beta).float())
     values.sum().backward()
     assert padded.grad.isfinite().all() and not padded.grad[..., 4:].any()
 
@@ -572,7 +574,7 @@ def test_gradients_of_divergences_by_finite_differences(beta):
 def test_divergence_refuses_another_beta():
     for beta in (-0.1, 1.1, math.nan):
         with pytest.raises(UserError, match=f"beta={beta}"):
-            objectives.divergence(STUDENT, TEACHER, beta)
+            policy_losses.divergence(STUDENT, TEACHER, beta)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3, 1.0, 2.0])
@@ -580,7 +582,7 @@ def test_the_expected_reward_is_the_sum_over_all_tokens_and_its_gradient_the_pol
     """Both against every token by itself: its probability, its reward, and its log-probability's gradient."""
     reference, target = TEACHER.log_softmax(-1).roll(1, -1), TEACHER.log_softmax(-1)
     logits = STUDENT.clone().requires_grad_()
-    value = objectives.expected_reward(logits.log_softmax(-1), target - reference, reference, kl_coef)
+    value = policy_losses.expected_reward(logits.log_softmax(-1), target - reference, reference, kl_coef)
     (gradient,) = torch.autograd.grad(value.sum(), logits)
     log_probs = logits.log_softmax(-1)
     by_token, by_gradient = 0.0, torch.zeros_like(logits)
@@ -594,10 +596,10 @@ def test_the_expected_reward_is_the_sum_over_all_tokens_and_its_gradient_the_pol
     torch.testing.assert_close(value, by_token)
     torch.testing.assert_close(gradient, by_gradient)
     if kl_coef == 1:
-        torch.testing.assert_close(-value, objectives.divergence(log_probs, target))
+        torch.testing.assert_close(-value, policy_losses.divergence(log_probs, target))
     if kl_coef:  # the optimum, q (m/q)^(1/b)
         best = (reference + (target - reference) / kl_coef).log_softmax(-1).requires_grad_()
-        most = objectives.expected_reward(best.log_softmax(-1), target - reference, reference, kl_coef)
+        most = policy_losses.expected_reward(best.log_softmax(-1), target - reference, reference, kl_coef)
         assert (most > value).all()
         assert torch.autograd.grad(most.sum(), best)[0].abs().max() < 1e-12
 
@@ -670,7 +672,7 @@ def plain_loss(log_probs, held, old, ref, mask, advantages, loss_type, low, high
 @pytest.mark.parametrize("per_token_advantages", [False, True])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("loss_type", objectives.LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", policy_losses.LOSS_TYPES)
 def test_policy_loss_and_gradient_by_finite_differences(loss_type, estimator, level, per_token_advantages):
     log_probs, old, ref, mask, advantages = reference_tensors(torch.float64)
     if per_token_advantages:
@@ -730,7 +732,7 @@ def test_a_clipped_sequence_ratio_stops_the_gradient_of_the_tokens_it_would_favo
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", objectives.LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", policy_losses.LOSS_TYPES)
 def test_micro_batches_add_up(loss_type, level):
     log_probs, old, ref, mask, advantages = reference_tensors(torch.float64)
     options = {
@@ -784,7 +786,7 @@ def test_metrics_by_hand():
 
 def test_on_policy_the_gradient_is_the_policy_gradient():
     log_probs, _, _, mask, advantages = reference_tensors()
-    for loss_type in objectives.LOSS_TYPES:
+    for loss_type in policy_losses.LOSS_TYPES:
         leaf = log_probs.clone().requires_grad_()
         loss, metrics = policy_loss(
             leaf, None, advantages, mask, loss_type=loss_type, epsilon_high=5.0, max_completion_length=5
@@ -796,7 +798,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", objectives.LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", policy_losses.LOSS_TYPES)
 def test_what_is_masked_does_not_matter(loss_type, level):
     log_probs, old, ref, mask, advantages = reference_tensors()
     mask[2] = 0  # and a sequence without any token

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, TINY_GRPO, TINY_TRAIN, Finished, call, printed_lines, run
 
-from checkpoint import load_checkpoint
 from reward_dataset_loader import RewardDataset
+from training.checkpoint import load_checkpoint
 
 V1 = ROOT / "tests" / "data" / "v1"
 GENERATOR, DATA = "cycles/base_model_v1.pt", "cycles/reward_data_v1"

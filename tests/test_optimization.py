@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from optimization import (
+from runtime.process import DivergedError, UserError
+from training.optimizers import (
     Best,
     EarlyStopping,
     Muon,
@@ -24,7 +25,6 @@ from optimization import (
     split_parameters,
     take_step,
 )
-from runtime.process import DivergedError, UserError
 
 
 class Tiny(nn.Module):

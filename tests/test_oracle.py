@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers import succeed
 
-from checkpoint import build_model, load_checkpoint
 from data_loader import open_token_file
 from reward_dataset_loader import RewardDataset, rows_by_part
+from training.checkpoint import build_model, load_checkpoint
 
 pytest_plugins = ["tiny_run"]
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint import build_model, load_checkpoint, save_checkpoint
-from objectives import crossover_log_posterior, token_log_probs
-from passages import complete_prompts, draw_rows, pieces, read_passages
+from losses import token_log_probs
+from reports.passages import complete_prompts, draw_rows, pieces, read_passages
+from reward.heads import make_reward_model
+from reward.posterior import crossover_log_posterior
 from reward_dataset_loader import RewardDataset, rows_by_part
-from reward_model import make_reward_model
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 
 pytest_plugins = ["tiny_run"]
 CPU = torch.device("cpu")

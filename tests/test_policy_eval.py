@@ -6,12 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import build_model, load_checkpoint, open_corpus
 from data_loader import WholeSplitBatches
-from generation import Completer
-from model import GPT
-from objectives import language_model_loss, token_log_probs
-from policy_eval import (
+from generation.completions import Completer
+from grpo.policy_evaluation import (
     CopyFinder,
     PolicyEvaluation,
     Stops,
@@ -21,9 +18,12 @@ from policy_eval import (
     repetition,
     written_mask,
 )
-from reward_model import RewardScorer, Scores
+from losses import language_model_loss, token_log_probs
+from model import GPT
+from reward.frozen_scorer import RewardScorer, Scores
 from runtime.process import UserError
 from train_grpo import GRPOSettings
+from training.checkpoint import build_model, load_checkpoint, open_corpus
 
 pytest_plugins = ["tiny_run"]
 

@@ -33,13 +33,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data_loader
-import text_preparation
-from checkpoint import load_checkpoint
 from data_loader import load_binary, load_text, split_and_encode
 from runtime.process import STAGE_VARIABLE
-from text_preparation import encode_splits, find_texts, joined_pieces
+from text import encode_texts
+from text.encode_texts import encode_splits, find_texts, joined_pieces
 from tokenization_manager import TokenizationManager, detect_method
 from tokenizer_json import characters_as_json
+from training.checkpoint import load_checkpoint
 
 TEXT = make_text(400)
 PLAIN = {"tokenization": "char", "block_size": 16}
@@ -178,8 +178,8 @@ def check_pieces(tokenizer: TokenizationManager, least_cuts: int = 5) -> None:
     @given(NASTY, st.integers(1, 40), st.integers(1, 5), st.floats(0.1, 0.9))
     def equal(text, piece, window, share):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(text_preparation, "PIECE_CHARACTERS", piece)
-            patch.setattr(text_preparation, "WINDOW", window if tokenizer.method == "bpe" else 40)
+            patch.setattr(encode_texts, "PIECE_CHARACTERS", piece)
+            patch.setattr(encode_texts, "WINDOW", window if tokenizer.method == "bpe" else 40)
             text = text * (1 if tokenizer.method == "bpe" else 4)
             boundary = max(1, int(len(text) * share))
             pieces = [text[start : start + piece] for start in range(0, len(text), piece)]
@@ -199,7 +199,7 @@ def test_pieces_have_the_tokens_of_the_whole(bpe):
 
 def test_text_mode_gives_the_same_tokens_as_the_files_of_pieces(bpe, monkeypatch):
     monkeypatch.setattr(data_loader, "READ_BYTES", 50)
-    monkeypatch.setattr(text_preparation, "PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(encode_texts, "PIECE_CHARACTERS", 200)
     Path("novel.txt").write_bytes((TEXT + "  ü \r\n\r\n\r").encode() * 2)
     for tokenization in ("bpe", "char"):
         succeed("prepare_text", "novel.txt", name=tokenization[:3], tokenization=tokenization)
@@ -211,8 +211,8 @@ def test_text_mode_gives_the_same_tokens_as_the_files_of_pieces(bpe, monkeypatch
 
 
 def test_a_text_without_a_cut_is_one_piece_and_joined_seldom(bpe, monkeypatch):
-    monkeypatch.setattr(text_preparation, "PIECE_CHARACTERS", 100)
-    encoder, tried = text_preparation.PiecewiseEncoder(bpe), []
+    monkeypatch.setattr(encode_texts, "PIECE_CHARACTERS", 100)
+    encoder, tried = encode_texts.PiecewiseEncoder(bpe), []
     monkeypatch.setattr(encoder, "_find_cut", lambda text: tried.append(len(text)) or 0)
     text = "ab" * 5000
     for start_at in range(0, len(text), 10):
@@ -313,7 +313,7 @@ def test_a_full_disk_leaves_what_was_there(monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    for parts in ((text_preparation, "save_meta"), (text_preparation.np, "ascontiguousarray")):
+    for parts in ((encode_texts, "save_meta"), (encode_texts.np, "ascontiguousarray")):
         with monkeypatch.context() as patch:
             patch.setattr(*parts, full)
             assert "No space left" in refuse_in_one_line("prepare_text", "novel.txt", name="novel", **PLAIN)
@@ -321,7 +321,7 @@ def test_a_full_disk_leaves_what_was_there(monkeypatch):
     prepare("char")
     before = folder_bytes(Path("data/novel"))
     Path("novel.txt").write_text(TEXT * 2)
-    monkeypatch.setattr(text_preparation, "save_meta", full)
+    monkeypatch.setattr(encode_texts, "save_meta", full)
     assert "No space left" in refuse_in_one_line("prepare_text", "novel.txt", name="novel", **PLAIN)
     assert folder_bytes(Path("data/novel")) == before
 
@@ -336,14 +336,14 @@ def test_ctrl_c_while_it_encodes_leaves_nothing(monkeypatch):
 
 @pytest.mark.parametrize("tokenization", ["char", "bpe"])
 def test_a_text_that_changes_between_the_readings_is_refused(bpe, monkeypatch, tokenization):
-    survey = text_preparation.survey
+    survey = encode_texts.survey
 
     def changed(texts):
         found = survey(texts)
         Path("novel.txt").write_text(TEXT + "É")
         return found
 
-    monkeypatch.setattr(text_preparation, "survey", changed)
+    monkeypatch.setattr(encode_texts, "survey", changed)
     line = refuse_in_one_line("prepare_text", "novel.txt", name="novel", **PLAIN | {"tokenization": tokenization})
     assert "changed while it was read" in line
     assert not list(Path("data").iterdir())
@@ -583,7 +583,7 @@ def test_pieces_have_the_tokens_of_the_whole_with_a_tokenizer(folder, change):
 @pytest.mark.interop
 def test_a_tokenizer_that_begins_each_text_otherwise_is_given_the_whole(folder, monkeypatch):
     made = make_tokenizer(folder / "made", prefixing)
-    monkeypatch.setattr(text_preparation, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(encode_texts, "PIECE_CHARACTERS", 50)
     monkeypatch.setattr(data_loader, "READ_BYTES", 40)
     succeed("prepare_text", "novel.txt", name="novel", tokenizer=made, block_size=16)
     tokenizer = TokenizationManager(data_path="data/novel")
@@ -637,8 +637,8 @@ def gpt2_files() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Ids and merges of GPT-2's BPE, from the files that tiktoken reads."""
     import json
 
-    from runtime.downloads import BPE_FILES
     from runtime.files import hash_bytes
+    from text.shakespeare import BPE_FILES
 
     cache = Path(os.environ["TIKTOKEN_CACHE_DIR"])
     by_hash = {hash_bytes(path.read_bytes()): path for path in cache.iterdir() if path.is_file()}
@@ -695,7 +695,7 @@ def test_find_texts_raises_for_a_folder_that_cannot_be_read(monkeypatch):
         onerror(PermissionError(13, "Permission denied", str(path)))
         return []
 
-    monkeypatch.setattr(text_preparation.os, "walk", refused_walk)
+    monkeypatch.setattr(encode_texts.os, "walk", refused_walk)
     with pytest.raises(PermissionError):
         find_texts(["closed"])
 

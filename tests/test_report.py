@@ -20,15 +20,15 @@ import torch
 from helpers import InThisProcess, call, end_in_call, make_corpus, make_text, refuse_in_one_line, succeed, terminate
 from screenshot import FLAGS, find_chromium
 
-import passages
-import report
 import run_cycles
 import train_grpo
-from checkpoint import build_model, load_checkpoint
+from reports import page, passages
+from reports import page as page_module
 from reward_dataset_loader import RewardDataset
 from runtime.files import read_json, write_json
 from runtime.process import UserError
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, load_checkpoint
 
 pytest_plugins = ["tiny_run"]
 
@@ -60,16 +60,16 @@ def loop(tmp_path_factory, hostile):
     """A cycle with controls: the folder, what was printed, and the pages after each stage."""
     folder = tmp_path_factory.mktemp("loop")
     (folder / "tiny.py").write_text(CONFIG)
-    pages, write = list[str](), report.Report.write
+    pages, write = list[str](), page_module.Report.write
 
-    def watched(self: report.Report) -> Path:
+    def watched(self: page_module.Report) -> Path:
         path = write(self)
         pages.append(path.read_text())
         return path
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
-        patch.setattr(report.Report, "write", watched)
+        patch.setattr(page_module.Report, "write", watched)
         printed = succeed("run_cycles", str(folder / "tiny.py"), **options_of(hostile, folder / "run"))
     return folder / "run", printed, pages
 
@@ -107,7 +107,7 @@ def test_the_page_has_every_section_and_loads_nothing(loop):
     assert printed.rstrip().splitlines()[-1] == f"Report: {out / 'report.html'}"
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert {name for name, _ in report.SECTIONS} - {"plane"} <= set(ids)
+    assert {name for name, _ in page_module.SECTIONS} - {"plane"} <= set(ids)
     for tag, attributes in page.elements:
         for name in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
             link = attributes.get(name)
@@ -206,7 +206,7 @@ def test_a_stage_that_has_begun_and_an_interrupted_run_that_goes_on(tmp_path, ho
     page = (out / "report.html").read_text()
     assert "Unfinished: 6 of 10 stages are finished, base_model_v2 has begun" in page
     assert "<summary>base_model_v2</summary>" in page  # its curves so far
-    monkeypatch.setattr(report, "curves_of", lambda name: None)  # which take time
+    monkeypatch.setattr(page_module, "curves_of", lambda name: None)  # which take time
     succeed("run_cycles", str(tmp_path / "tiny.py"), **options)
     page = (out / "report.html").read_text()
     assert "Finished: 1 of 1 cycle done, 10 stages" in page and "Unfinished" not in page
@@ -284,22 +284,22 @@ def test_records_of_earlier_versions_may_lack_their_origin(loop, name):
     ledger = read_json(loop[0] / "cycles.json")
     for record in ledger["stages"].values():
         del record[name]
-    assert len(report.stages_table(ledger).rows) == len(ledger["stages"])
-    assert report.provenance(loop[0], ledger)
+    assert len(page.stages_table(ledger).rows) == len(ledger["stages"])
+    assert page.provenance(loop[0], ledger)
 
 
 def test_a_run_without_an_outcome_is_not_finished(loop):
     ledger = read_json(loop[0] / "cycles.json")
-    assert report.standing(ledger)[0] == "finished"
+    assert page.standing(ledger)[0] == "finished"
     del ledger["outcome"]
-    state, sentence = report.standing(ledger)
+    state, sentence = page.standing(ledger)
     assert state == "unfinished" and re.match(r"Unfinished: (\d+) of \1 stages are finished\. ", sentence)
     del ledger["run"], ledger["stages"]["base_model_v2"]
-    assert report.standing(ledger)[0] == "unfinished"
+    assert page.standing(ledger)[0] == "unfinished"
 
 
 def test_settings_that_differ_are_named_with_their_defaults(loop):
-    rows = report.changed_settings(read_json(loop[0] / "cycles.json"))
+    rows = page.changed_settings(read_json(loop[0] / "cycles.json"))
     assert ("train", "block_size", "32", "256") in rows or ("train", "block_size", "32", "128") in rows
     assert ("train_grpo", "max_steps", "4", str(train_grpo.GRPOSettings.max_steps)) in rows
     assert ("run_cycles", "grpo_step_seconds", "3", "null") in rows or (
@@ -312,7 +312,7 @@ def test_settings_that_differ_are_named_with_their_defaults(loop):
 
 
 def test_an_evaluation_of_samples_adds_its_plane(loop, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "curves_of", lambda name: None)  # which take time
+    monkeypatch.setattr(page_module, "curves_of", lambda name: None)  # which take time
     out = tmp_path / "run"
     shutil.copytree(loop[0], out)
     point = {"temperature": 1.0, "forward_nll": 2.0, "reverse_nll": 2.5, "distinct_3": 0.5}
@@ -329,10 +329,10 @@ def test_an_evaluation_of_samples_adds_its_plane(loop, tmp_path, monkeypatch):
 
 
 def test_control_characters_and_halves_of_pairs_become_visible():
-    assert report.visible("a\x00b\x1fc\n\t") == "a\u2400b\u241fc\n\t"
-    assert report.visible("x\ud83c") == "x\ufffd" and report.visible("\ud83c\udfad") == "🎭"
+    assert page.visible("a\x00b\x1fc\n\t") == "a\u2400b\u241fc\n\t"
+    assert page.visible("x\ud83c") == "x\ufffd" and page.visible("\ud83c\udfad") == "🎭"
     with pytest.raises(UserError):
-        report.Report(Path("no such folder"), CPU).write()
+        page_module.Report(Path("no such folder"), CPU).write()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ def test_the_page_fits_its_window(opened, scheme, width):
     page = opened(viewport={"width": width, "height": 900}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.title() != "executed" and page.title().endswith("- Crossover")
-    for name, _ in report.SECTIONS:
+    for name, _ in page_module.SECTIONS:
         assert page.locator(f"#{name}").is_visible() == (name != "plane"), name
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
     assert dark == (scheme == "dark")

@@ -29,11 +29,11 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import generation
 import prepare_reward_data as prep
-from checkpoint import build_model, load_checkpoint
 from data_loader import load_text, read_text
-from generation import Completer, Sampling
+from generation import completions
+from generation.completions import Completer
+from generation.sampling import Sampling
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
@@ -41,6 +41,7 @@ from runtime import staged_folder
 from runtime.process import UserError
 from runtime.staged_folder import StagedFolder
 from tokenization_manager import TokenizationInfo, TokenizationManager, save_meta
+from training.checkpoint import build_model, load_checkpoint
 
 pytest_plugins = ["tiny_run"]
 
@@ -334,7 +335,7 @@ def test_sampling_options_reach_the_model(tmp_path, corpus, generator):
 
 @pytest.mark.parametrize("limit", [1, 3, 100])
 def test_memory_that_runs_out_halves_the_work(monkeypatch, generator, reward_data, splits, limit):
-    complete, sizes = generation.complete, []
+    complete, sizes = completions.complete, []
 
     def scarce(model, natural, prefix_lengths, *others):
         if prefix_lengths.numel() > limit:
@@ -342,7 +343,7 @@ def test_memory_that_runs_out_halves_the_work(monkeypatch, generator, reward_dat
         sizes.append(prefix_lengths.numel())
         return complete(model, natural, prefix_lengths, *others)
 
-    monkeypatch.setattr(generation, "complete", scarce)
+    monkeypatch.setattr(completions, "complete", scarce)
     model, config = prep.load_base_model(str(generator))
     rows, labels = prep.create_reward_samples(splits.train, model, config, samples_per_chunk=G, max_blocks=9)
     assert sum(sizes) == 9 * G
@@ -359,7 +360,7 @@ def test_memory_that_suffices_for_nothing_is_reported(monkeypatch, tmp_path, cor
     def never(*_):
         raise MemoryError
 
-    monkeypatch.setattr(generation, "complete", never)
+    monkeypatch.setattr(completions, "complete", never)
     line = refuse_in_one_line("prepare_reward_data", **prepare_options(corpus, generator, tmp_path / "out"))
     assert "single sample" in line
     assert not (tmp_path / "out").exists()
@@ -372,7 +373,7 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(monkeypatch, generato
         calls.append(1)
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr(generation, "complete", broken)
+    monkeypatch.setattr(completions, "complete", broken)
     model, config = prep.load_base_model(str(generator))
     with pytest.raises(RuntimeError, match="mat1"):
         prep.create_reward_samples(splits.train, model, config, max_blocks=4)
@@ -386,7 +387,7 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(monkeypatch, generato
 @pytest.fixture
 def small_batches(monkeypatch):
     """Several batches, each known to the disk at once."""
-    monkeypatch.setattr(generation, "DEFAULT_CPU_ROWS", 16)
+    monkeypatch.setattr(completions, "DEFAULT_CPU_ROWS", 16)
     monkeypatch.setattr(prep, "SAMPLES_PER_TASK", 16)
     monkeypatch.setattr(prep, "FLUSH_SECONDS", 0.0)
 
@@ -394,7 +395,7 @@ def small_batches(monkeypatch):
 SLOW = """
 import time, generation, prepare_reward_data as prep
 from runtime.process import run_main
-generation.DEFAULT_CPU_ROWS, prep.SAMPLES_PER_TASK, prep.FLUSH_SECONDS, make = 16, 16, 0.0, prep.make_samples
+completions.DEFAULT_CPU_ROWS, prep.SAMPLES_PER_TASK, prep.FLUSH_SECONDS, make = 16, 16, 0.0, prep.make_samples
 def slow(*arguments):
     time.sleep(0.01)
     return make(*arguments)
@@ -444,7 +445,7 @@ def test_another_amount_of_memory_changes_nothing(monkeypatch, tmp_path, corpus,
             return make(*arguments)
 
         patch.setattr(prep, "make_samples", interrupted)
-        patch.setattr(generation, "DEFAULT_CPU_ROWS", 16)
+        patch.setattr(completions, "DEFAULT_CPU_ROWS", 16)
         assert call("prepare_reward_data", **options).status == 130
     out = succeed("prepare_reward_data", **options, kv_cache_mb=1)
     assert "interrupted: 8 of" in out

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 import reward_dataset_loader as loader
 from data_loader import ValidationParts
-from generation import Sampling
+from generation.sampling import Sampling
 from prepare_reward_data import save_reward_dataset
 from reward_dataset_loader import (
     RewardDataset,

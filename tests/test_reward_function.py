@@ -25,14 +25,14 @@ from helpers import (
 )
 
 import train_grpo
-from checkpoint import load_checkpoint
 from cycle_stages import CycleSettings, controls_of, policy_stage
-from objectives import rewards_of_sequences, rewards_of_tokens, rewards_to_go
-from reward_function import ARGUMENTS, RewardFunction
+from grpo.policy_loss import rewards_of_sequences, rewards_of_tokens, rewards_to_go
+from reward.user_function import ARGUMENTS, RewardFunction
 from runtime.files import hash_file
 from runtime.process import UserError
 from runtime.run_log import read_records
 from train_grpo import GRPOSettings
+from training.checkpoint import load_checkpoint
 
 pytest_plugins = ["tiny_run"]
 

@@ -11,18 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reward_metrics
+from reward import skill as metrics
 from runtime.process import UserError
 
 
 def test_skill_by_hand():
     target = torch.tensor([0.0, 0.5, 1.0])
-    assert reward_metrics.r_squared(target, target) == 1
-    assert reward_metrics.r_squared(torch.full((3,), 0.5), target) == 0
-    assert reward_metrics.r_squared([0.25, 0.5, 1.0], target) == pytest.approx(1 - 0.0625 / 0.5)
-    assert reward_metrics.r_squared(1 - target, target) == pytest.approx(-3)
-    assert math.isnan(reward_metrics.r_squared(target, torch.full((3,), 0.3)))
-    assert reward_metrics.mean_absolute_error([0.25, 0.5, 0.5], target) == pytest.approx(0.25)
+    assert metrics.r_squared(target, target) == 1
+    assert metrics.r_squared(torch.full((3,), 0.5), target) == 0
+    assert metrics.r_squared([0.25, 0.5, 1.0], target) == pytest.approx(1 - 0.0625 / 0.5)
+    assert metrics.r_squared(1 - target, target) == pytest.approx(-3)
+    assert math.isnan(metrics.r_squared(target, torch.full((3,), 0.3)))
+    assert metrics.mean_absolute_error([0.25, 0.5, 0.5], target) == pytest.approx(0.25)
 
 
 def test_bootstrap_interval_holds_the_figure_and_knows_that_blocks_are_not_rows():
@@ -31,20 +31,20 @@ def test_bootstrap_interval_holds_the_figure_and_knows_that_blocks_are_not_rows(
     target = torch.rand(400, generator=generator)
     shift = torch.randn(40, generator=generator).repeat_interleave(10)  # an error that all rows of a block share
     prediction = target + 0.2 * shift
-    low, high = reward_metrics.bootstrap_r_squared(prediction, target, blocks, seed=1)
-    assert low < reward_metrics.r_squared(prediction, target) < high
-    row_low, row_high = reward_metrics.bootstrap_r_squared(prediction, target, torch.arange(400), seed=1)
+    low, high = metrics.bootstrap_r_squared(prediction, target, blocks, seed=1)
+    assert low < metrics.r_squared(prediction, target) < high
+    row_low, row_high = metrics.bootstrap_r_squared(prediction, target, torch.arange(400), seed=1)
     assert high - low > 1.5 * (row_high - row_low)
-    assert reward_metrics.bootstrap_r_squared(prediction, target, blocks, seed=1) == (low, high)
-    assert reward_metrics.bootstrap_r_squared(target, target, blocks, seed=1) == (1.0, 1.0)
+    assert metrics.bootstrap_r_squared(prediction, target, blocks, seed=1) == (low, high)
+    assert metrics.bootstrap_r_squared(target, target, blocks, seed=1) == (1.0, 1.0)
     constant = torch.full_like(target, target.mean().item())
-    low, high = reward_metrics.bootstrap_r_squared(constant, target, blocks, seed=1)
+    low, high = metrics.bootstrap_r_squared(constant, target, blocks, seed=1)
     assert -0.05 < low < high <= 0
 
 
 def test_no_interval_where_the_data_give_none():
     target = torch.rand(400, generator=torch.Generator().manual_seed(0))
-    bootstrap = reward_metrics.bootstrap_r_squared
+    bootstrap = metrics.bootstrap_r_squared
     assert bootstrap(target, target, torch.arange(400) % 9, seed=1) == (None, None)
     assert bootstrap(target, target, torch.arange(400) % 10, seed=1) == (1.0, 1.0)
     alike = torch.full((400,), 0.3)
@@ -54,61 +54,59 @@ def test_no_interval_where_the_data_give_none():
 
 
 def test_only_an_interval_above_0_is_better_than_a_constant():
-    better = [
-        low for low in (None, math.nan, -math.inf, -0.1, 0.0, 1e-9, 0.5) if reward_metrics.better_than_constant(low)
-    ]
+    better = [low for low in (None, math.nan, -math.inf, -0.1, 0.0, 1e-9, 0.5) if metrics.better_than_constant(low)]
     assert better == [1e-9, 0.5]
 
 
 def test_r_squared_for_people():
-    assert reward_metrics.format_r_squared(0.12341, 0.1, 0.15) == "0.1234 (0.1000 to 0.1500)"
-    assert reward_metrics.format_r_squared(0.5, None, None, digits=3) == "0.500 (no interval)"
-    assert reward_metrics.format_r_squared(None, None, None) == "undefined (no interval)"
+    assert metrics.format_r_squared(0.12341, 0.1, 0.15) == "0.1234 (0.1000 to 0.1500)"
+    assert metrics.format_r_squared(0.5, None, None, digits=3) == "0.500 (no interval)"
+    assert metrics.format_r_squared(None, None, None) == "undefined (no interval)"
 
 
 def test_the_interval_of_a_loss_draws_blocks_of_consecutive_tokens():
     """Neighbours are alike: tokens drawn one by one would have an interval that is too narrow."""
     losses = torch.rand(40, generator=torch.Generator().manual_seed(0)).repeat_interleave(8)
-    low, high = reward_metrics.bootstrap_blocks(losses, 8, seed=1)
-    assert low < losses.mean() < high and (low, high) == reward_metrics.bootstrap_mean(losses[::8], seed=1)
-    paired = reward_metrics.paired_difference(losses, torch.zeros_like(losses), 8, seed=1)
+    low, high = metrics.bootstrap_blocks(losses, 8, seed=1)
+    assert low < losses.mean() < high and (low, high) == metrics.bootstrap_mean(losses[::8], seed=1)
+    paired = metrics.paired_difference(losses, torch.zeros_like(losses), 8, seed=1)
     assert (paired["difference_low"], paired["difference_high"]) == (low, high)
-    assert reward_metrics.bootstrap_blocks(losses[:79], 8, seed=1) == (None, None)  # nine whole blocks
+    assert metrics.bootstrap_blocks(losses[:79], 8, seed=1) == (None, None)  # nine whole blocks
 
 
 def test_a_loss_for_people():
-    assert reward_metrics.format_loss({"loss": 2.0, "loss_low": 1.5, "loss_high": 2.25}) == "2.0000 (1.5000 to 2.2500)"
-    assert reward_metrics.format_loss({"loss": 2.0, "loss_low": None, "loss_high": None}) == "2.0000 (no interval)"
-    assert reward_metrics.format_loss({"loss": 2.0}) == "2.0000 (no interval)"
+    assert metrics.format_loss({"loss": 2.0, "loss_low": 1.5, "loss_high": 2.25}) == "2.0000 (1.5000 to 2.2500)"
+    assert metrics.format_loss({"loss": 2.0, "loss_low": None, "loss_high": None}) == "2.0000 (no interval)"
+    assert metrics.format_loss({"loss": 2.0}) == "2.0000 (no interval)"
 
 
 def test_skill_refuses_shapes_that_would_broadcast():
     with pytest.raises(UserError, match=r"shapes \(3,\) and \(3, 1\)"):
-        reward_metrics.r_squared(torch.zeros(3), torch.zeros(3, 1))
+        metrics.r_squared(torch.zeros(3), torch.zeros(3, 1))
     with pytest.raises(UserError, match="n >= 1"):
-        reward_metrics.mean_absolute_error([], [])
+        metrics.mean_absolute_error([], [])
 
 
 def test_calibration_by_hand():
-    table = reward_metrics.calibration([0.1, 0.3, 0.7, 1.0], [0.0, 0.2, 1.0, 0.5], num_bins=2)
+    table = metrics.calibration([0.1, 0.3, 0.7, 1.0], [0.0, 0.2, 1.0, 0.5], num_bins=2)
     first, second = table.bins
     assert (first.lower, first.upper, first.count) == (0, 0.5, 2)
     assert (first.mean_prediction, first.mean_target) == (pytest.approx(0.2), pytest.approx(0.1))
     assert (second.count, second.mean_prediction, second.mean_target) == (2, pytest.approx(0.85), pytest.approx(0.75))
     assert table.expected_error == pytest.approx(0.5 * 0.1 + 0.5 * 0.1)
-    assert len(reward_metrics.calibration([0.05, 0.95], [0.0, 1.0]).bins) == 2  # empty bins are left out
+    assert len(metrics.calibration([0.05, 0.95], [0.0, 1.0]).bins) == 2  # empty bins are left out
     for bad in ([1.5], [math.nan]):
         with pytest.raises(UserError, match=r"in \[0, 1\]"):
-            reward_metrics.calibration(bad, [0.5])
+            metrics.calibration(bad, [0.5])
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30), st.integers(1, 20))
 def test_calibration_counts_everything_and_is_bounded_by_the_mean_absolute_error(pairs, num_bins):
     prediction, target = zip(*pairs, strict=True)
-    table = reward_metrics.calibration(prediction, target, num_bins)
+    table = metrics.calibration(prediction, target, num_bins)
     assert sum(b.count for b in table.bins) == len(pairs)
-    assert table.expected_error <= reward_metrics.mean_absolute_error(prediction, target) + 1e-12
+    assert table.expected_error <= metrics.mean_absolute_error(prediction, target) + 1e-12
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,23 +119,23 @@ FEW_VALUES = st.lists(st.integers(0, 8).map(lambda n: n / 8), min_size=1, max_si
 @given(FEW_VALUES, FEW_VALUES)
 def test_auc_counts_pairs_and_half_of_the_ties(positive, negative):
     wins = sum((p > n) + (p == n) / 2 for p in positive for n in negative)
-    auc = reward_metrics.area_under_curve(torch.tensor(positive), torch.tensor(negative))
+    auc = metrics.area_under_curve(torch.tensor(positive), torch.tensor(negative))
     assert auc == pytest.approx(wins / (len(positive) * len(negative)))
 
 
 def test_auc_by_hand():
     high, low = torch.tensor([0.6, 0.9]), torch.tensor([0.1, 0.5, 0.2])
-    assert reward_metrics.area_under_curve(high, low) == 1
-    assert reward_metrics.area_under_curve(low, high) == 0
-    assert reward_metrics.area_under_curve(high, high) == 0.5
-    assert reward_metrics.area_under_curve(torch.tensor([]), low) is None
-    assert reward_metrics.area_under_curve(high, torch.tensor([])) is None
+    assert metrics.area_under_curve(high, low) == 1
+    assert metrics.area_under_curve(low, high) == 0
+    assert metrics.area_under_curve(high, high) == 0.5
+    assert metrics.area_under_curve(torch.tensor([]), low) is None
+    assert metrics.area_under_curve(high, torch.tensor([])) is None
 
 
 def test_skill_by_crossover_by_hand():
     target = torch.tensor([0.05, 1.0, 0.02, 0.55, 0.95])
     prediction = torch.tensor([0.25, 0.9, 0.02, 0.35, 0.85])
-    rows = reward_metrics.skill_by_crossover(prediction, target, num_tokens=100)
+    rows = metrics.skill_by_crossover(prediction, target, num_tokens=100)
     by_hand = [(0.0, 0.1, 2, 0.135, 10.0), (0.5, 0.6, 1, 0.35, 20.0), (0.9, 1.0, 2, 0.875, 10.0)]  # 1 is in the last
     for row, expected in zip(rows, by_hand, strict=True):
         assert (row.lower, row.upper, row.count, row.mean_prediction, row.mae_tokens) == pytest.approx(expected)
@@ -147,10 +145,10 @@ def test_skill_by_crossover_by_hand():
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30))
 def test_skill_by_crossover_counts_everything_once(pairs):
     prediction, target = zip(*pairs, strict=True)
-    rows = reward_metrics.skill_by_crossover(prediction, target, num_tokens=7)
+    rows = metrics.skill_by_crossover(prediction, target, num_tokens=7)
     assert sum(row.count for row in rows) == len(pairs)
     errors = sum(row.count * row.mae_tokens for row in rows) / len(pairs)
-    assert errors == pytest.approx(7 * reward_metrics.mean_absolute_error(prediction, target), abs=1e-9)
+    assert errors == pytest.approx(7 * metrics.mean_absolute_error(prediction, target), abs=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,15 +161,13 @@ def some_skill(alike: bool = False, num_blocks: int = 20) -> dict:
     target = torch.full((num_blocks * 4,), 0.5) if alike else torch.rand(num_blocks * 4, generator=draw)
     prediction = (target + 0.1 * torch.randn(len(target), generator=draw)).clamp(0, 1)
     blocks = torch.arange(num_blocks).repeat_interleave(4)
-    measured = reward_metrics.measure_skill(prediction, target, blocks, num_tokens=64, seed=3)
-    assert measured["r2"] is None or measured["r2"] == reward_metrics.r_squared(prediction, target)
-    assert (measured["r2_low"], measured["r2_high"]) == reward_metrics.bootstrap_r_squared(
-        prediction, target, blocks, seed=3
-    )
-    assert measured["mae"] == reward_metrics.mean_absolute_error(prediction, target) == measured["mae_tokens"] / 64
-    assert measured["calibration_error"] == reward_metrics.calibration(prediction, target).expected_error
+    measured = metrics.measure_skill(prediction, target, blocks, num_tokens=64, seed=3)
+    assert measured["r2"] is None or measured["r2"] == metrics.r_squared(prediction, target)
+    assert (measured["r2_low"], measured["r2_high"]) == metrics.bootstrap_r_squared(prediction, target, blocks, seed=3)
+    assert measured["mae"] == metrics.mean_absolute_error(prediction, target) == measured["mae_tokens"] / 64
+    assert measured["calibration_error"] == metrics.calibration(prediction, target).expected_error
     ends = prediction[target >= 0.9], prediction[target <= 0.1]
-    assert measured["auc"] == reward_metrics.area_under_curve(*ends)
+    assert measured["auc"] == metrics.area_under_curve(*ends)
     return measured
 
 
@@ -190,8 +186,8 @@ def test_everything_measured_is_plain_json(kind):
 
 def test_skill_for_people():
     measured = some_skill()
-    lines = reward_metrics.describe_skill(measured).splitlines()
-    r2 = reward_metrics.format_r_squared(measured["r2"], measured["r2_low"], measured["r2_high"])
+    lines = metrics.describe_skill(measured).splitlines()
+    r2 = metrics.format_r_squared(measured["r2"], measured["r2_low"], measured["r2_high"])
     assert lines[0].startswith(f"  R2 {r2}, ")
     assert f"MAE {measured['mae_tokens']:.1f} " in lines[1] and f" {measured['mae']:.4f} " in lines[1]
     assert f"AUC {measured['auc']:.3f}: " in lines[2]
@@ -208,16 +204,16 @@ def test_skill_for_people():
 def test_skill_for_people_without_tables():
     """The summary alone, whose lines open those with tables."""
     truth = torch.arange(1, 17).repeat(12) / 16
-    skill = reward_metrics.measure_skill(truth, truth, torch.arange(len(truth)) // 4, 16, seed=0)
-    short = reward_metrics.describe_skill(skill, tables=False)
-    assert len(short.splitlines()) == 4 and reward_metrics.describe_skill(skill).startswith(short + "\n")
+    skill = metrics.measure_skill(truth, truth, torch.arange(len(truth)) // 4, 16, seed=0)
+    short = metrics.describe_skill(skill, tables=False)
+    assert len(short.splitlines()) == 4 and metrics.describe_skill(skill).startswith(short + "\n")
 
 
 def test_skill_for_people_where_some_of_it_is_undefined():
     measured = some_skill(alike=True)
-    assert "R2 undefined (no interval)" in reward_metrics.describe_skill(measured)
-    assert "AUC undefined: " in reward_metrics.describe_skill(measured)
-    assert "Control" not in reward_metrics.describe_skill(measured)
+    assert "R2 undefined (no interval)" in metrics.describe_skill(measured)
+    assert "AUC undefined: " in metrics.describe_skill(measured)
+    assert "Control" not in metrics.describe_skill(measured)
     measured |= {"control_r2": -0.01, "control_r2_low": -0.5, "control_r2_high": 0.25}
     control = "  Control, learned from shuffled labels: R2 -0.0100 (-0.5000 to 0.2500)"
-    assert control in reward_metrics.describe_skill(measured).splitlines()
+    assert control in metrics.describe_skill(measured).splitlines()

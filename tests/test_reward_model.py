@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from checkpoint import build_model, load_checkpoint, save_checkpoint
-from generation import Completer, Sampling, generate
+from generation.completions import Completer, generate
+from generation.sampling import Sampling
+from grpo.policy_loss import MAX_LOG_RATIO
 from model import GPT, REWARD_HEADS, GPTConfig
-from objectives import MAX_LOG_RATIO
-from reward_metrics import calibration, r_squared
-from reward_model import REWARD_MODELS, Ensemble, LikelihoodRewardModel, RewardScorer, make_reward_model, parts_of
+from reward.frozen_scorer import RewardScorer
+from reward.heads import REWARD_MODELS, Ensemble, LikelihoodRewardModel, make_reward_model, parts_of
+from reward.skill import calibration, r_squared
 from runtime.process import UserError
 from train_reward_model import RewardModelSettings
+from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 
 N, V = 12, 5
 CONFIG = GPTConfig(block_size=N, vocab_size=V, n_layer=1, n_head=2, n_embd=16)

@@ -16,9 +16,9 @@ import zipfile
 import pytest
 from helpers import works_archive
 
-from runtime import downloads
 from runtime.files import hash_bytes
 from runtime.process import UserError
+from text import shakespeare as downloads
 
 
 def refuse(*_, **__):

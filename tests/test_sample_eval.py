@@ -11,13 +11,13 @@ from helpers import TINY_MODEL, call, make_checkpoint, make_tokens, refuse, refu
 
 import cycle_stages
 import evaluate
-from checkpoint import build_model, data_record, load_checkpoint, save_checkpoint
 from data_loader import TokenSplits, write_token_files
-from generation import Completer
+from generation.completions import Completer
 from model import GPT, GPTConfig
 from runtime.files import write_json
 from runtime.output_lock import lock_path
 from sample_eval import NaturalText
+from training.checkpoint import build_model, data_record, load_checkpoint, save_checkpoint
 
 pytest_plugins = ["tiny_run"]
 NUM_SAMPLES = 60

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from generation.shared_prompts import SharedPrompts, put, rows_of_whole_groups
+from losses import token_log_probs
 from model import GPT, GPTConfig
-from objectives import token_log_probs
-from shared_prompts import SharedPrompts, put, rows_of_whole_groups
 
 G, N = 3, 12
 PROMPT_LENGTHS = torch.tensor([1, 5, N - 1, N]).repeat_interleave(G)  # nothing is written after the last

@@ -9,9 +9,9 @@ from helpers import make_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy_eval import distinct_n
-from reward_metrics import bootstrap_ratio
-from text_metrics import (
+from grpo.policy_evaluation import distinct_n
+from reward.skill import bootstrap_ratio
+from text.sample_quality import (
     NGramModel,
     block_mean,
     detect,

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tokenizer_json
-from checkpoint import check_same_tokens, check_tokenizer
 from model import GPTConfig
 from runtime.process import UserError
 from tokenization_manager import MetaFileError, TokenizationManager, detect_method
+from training.checkpoint import check_same_tokens, check_tokenizer
 
 CHARACTERS = "\n\r !'.ABCabcÄ\u0301😀"
 # As the package tokenizers writes it.

@@ -25,13 +25,13 @@ from helpers import (
 )
 
 import train
-from checkpoint import build_model, load_checkpoint
 from data_loader import WholeSplitBatches
-from objectives import loss_sums
+from losses import loss_sums
 from runtime.device import random_stream
 from runtime.distributed import Ranks
 from runtime.files import read_json
 from runtime.run_log import read_records
+from training.checkpoint import build_model, load_checkpoint
 
 pytest_plugins = ["tiny_run"]
 

@@ -31,23 +31,25 @@ from helpers import (
 )
 from torch.utils.checkpoint import checkpoint
 
-import rollouts
 import train_grpo
-from checkpoint import build_model, load_checkpoint
-from generation import Completer, Sampling
+from generation.completions import Completer
+from generation.sampling import Sampling
+from grpo import rollouts
+from grpo.policy_evaluation import PolicyCompleter, Stops, selection_value
+from grpo.rollouts import RolloutBatch, exchanged_rows, natural_rows
+from losses import token_log_probs
 from model import GPT, GPTConfig
-from objectives import token_log_probs
-from optimization import Best
-from policy_eval import PolicyCompleter, Stops, selection_value
-from reward_metrics import format_r_squared, measure_skill
-from reward_model import LikelihoodRewardModel, RewardScorer, Scores
-from rollouts import RolloutBatch, exchanged_rows, natural_rows
+from reward.frozen_scorer import RewardScorer, Scores
+from reward.heads import LikelihoodRewardModel
+from reward.skill import format_r_squared, measure_skill
 from runtime.device import autocast, random_stream
 from runtime.distributed import Ranks, parallel
 from runtime.files import hash_file
 from runtime.process import UserError
 from runtime.run_log import read_records
 from train_grpo import GRPOSettings
+from training.checkpoint import build_model, load_checkpoint
+from training.optimizers import Best
 
 pytest_plugins = ["tiny_run"]
 

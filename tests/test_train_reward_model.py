@@ -27,18 +27,18 @@ from helpers import (
 )
 
 import train_reward_model
-from checkpoint import build_model, load_checkpoint, save_checkpoint
-from generation import Sampling
+from generation.sampling import Sampling
 from model import GPT
-from objectives import crossover_loss
 from prepare_reward_data import save_reward_dataset
+from reward.heads import LikelihoodRewardModel, RewardModel
+from reward.posterior import crossover_loss
+from reward.skill import measure_skill
 from reward_dataset_loader import RewardDataset
-from reward_metrics import measure_skill
-from reward_model import LikelihoodRewardModel, RewardModel
 from runtime.files import hash_file
 from runtime.process import UserError
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 
 pytest_plugins = ["tiny_run"]
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from runtime.cli import parse_settings  # noqa: E402
 from runtime.process import run_main  # noqa: E402
-from text_preparation import ShakespeareSettings, prepare_shakespeare  # noqa: E402
+from text.encode_texts import ShakespeareSettings, prepare_shakespeare  # noqa: E402
 
 
 @dataclass

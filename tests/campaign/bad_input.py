@@ -36,14 +36,14 @@ from part import MOST_LINES, BrokenPromiseError, expect, limit_memory
 from world import Command, World
 
 import run_cycles
-from checkpoint import load_checkpoint
 from model import GPT
 from reward_dataset_loader import RewardDataset
-from runtime import downloads
 from runtime.files import load_state
 from runtime.process import UserError
 from runtime.resume import Run
 from runtime.settings import Declared, Settings
+from text import shakespeare as downloads
+from training.checkpoint import load_checkpoint
 
 EXAMPLES = 25
 ATTEMPTS = 72  # 200 examples of each of the nine kinds

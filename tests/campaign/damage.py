@@ -20,21 +20,21 @@ import numpy as np
 from part import difference, expect
 from world import World
 
-from checkpoint import build_model, load_checkpoint
 from data_loader import SPLITS_FILE, load_binary
 from feature_cache import frozen_depth, frozen_features
+from reward.heads import HeadRewardModel
 from reward_dataset_loader import RewardDataset, open_checked_splits
-from reward_model import HeadRewardModel
 from runtime.distributed import Ranks
-from runtime.downloads import DOCUMENTS_FILE, read_documents
 from runtime.files import HASHES_FILE, hash_file, read_json, write_record
 from runtime.process import UserError
 from runtime.resume import load_run_state
 from runtime.run_log import read_records
 from runtime.staged_folder import RowWriter, StagedFolder
 from sample_eval import NaturalText
+from text.shakespeare import DOCUMENTS_FILE, read_documents
 from tokenization_manager import TokenizationManager
 from train_reward_model import freeze_trunk
+from training.checkpoint import build_model, load_checkpoint
 
 EXAMPLES = 200
 MOST_LINES = 8

@@ -46,19 +46,18 @@ from world import Command, World
 
 import evaluate  # noqa: F401  # here, so that no attempt has to import them
 import export_hf  # noqa: F401
-import figures
 import prepare_reward_data  # noqa: F401
 import prepare_text  # noqa: F401
-import report
 import run_cycles
 import sample  # noqa: F401
 import train  # noqa: F401
 import train_grpo  # noqa: F401
 import train_reward_model
 from feature_cache import frozen_features
-from runtime import downloads
+from reports import figures, page
 from runtime.files import atomic_path, load_state
 from runtime.process import run_main
+from text import shakespeare as downloads
 
 ATTEMPTS = 80
 EVERY = 8  # seeds, of which one is of a tmpfs
@@ -219,7 +218,7 @@ def draw_nothing() -> None:
     blank = figures.Picture(figures._figure("", 1), "", "")
     matplotlib.figure.Figure.savefig = save
     figures._curves = lambda *_: blank
-    for module in (figures, report, train_reward_model):
+    for module in (figures, page, train_reward_model):
         module.skill_picture = lambda *_: blank
 
 

@@ -633,7 +633,7 @@ def marked_up(world: World, place: Path) -> int:
     )
     ended = loop.but(f"--config={settings}").run(seconds=300)
     expect_success(ended, "a loop on markup")
-    from report import TEMPLATES
+    from reports.page import TEMPLATES
 
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     expect_inert(out / "report.html", script)

@@ -27,11 +27,12 @@ from world import Command, World
 import train
 import train_grpo
 from model import GPT
-from optimization import Optimizers
-from reward_function import RewardFunction
-from reward_model import REWARD_MODELS, RewardScorer
+from reward.frozen_scorer import RewardScorer
+from reward.heads import REWARD_MODELS
+from reward.user_function import RewardFunction
 from runtime.process import DivergedError
 from runtime.resume import Run
+from training.optimizers import Optimizers
 
 ATTEMPTS = 8
 PLANTS = 4

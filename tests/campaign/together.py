@@ -25,8 +25,9 @@ from helpers import InThisProcess, call
 from part import Ended, difference, expect, expect_no_litter, expect_refusal, fork, results, run
 from world import Command, World
 
-from runtime import downloads, output_lock
+from runtime import output_lock
 from runtime.files import hash_bytes
+from text import shakespeare as downloads
 
 ATTEMPTS = 24
 MOST_SECONDS_APART = 0.5

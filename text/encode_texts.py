@@ -29,12 +29,12 @@ from data_loader import (
     text_pieces,
 )
 from document_splits import split_documents
-from runtime.downloads import ensure_corpus, read_documents
 from runtime.files import write_record
 from runtime.output_lock import hold_output
 from runtime.process import UserError, is_stage, until_main_ends
 from runtime.run_log import progress
 from runtime.settings import Problems, Settings, setting
+from text.shakespeare import ensure_corpus, read_documents
 from tokenization_manager import TokenizationManager, UnknownCharacterError, detect_method, save_meta
 from tokenizer_json import TOKENIZER_FILE, read_file
 

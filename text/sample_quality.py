@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from reward_metrics import area_under_curve, bootstrap_interval, bootstrap_ratio
+from reward.skill import area_under_curve, bootstrap_interval, bootstrap_ratio
 from runtime.run_log import counted
 
 BLOCK_TOKENS = 2000  # of a block of text that is resampled as a whole

@@ -20,11 +20,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from data_loader import dataset_folder, hash_tokens, open_token_file
-from generation import Sampling
-from huggingface import model_path, read_folder
+from generation.sampling import Sampling
+from interop.huggingface import model_path, read_folder
 from model import GPT, GPTConfig
+from reward.heads import REWARD_MODELS, RewardModel, make_reward_model, parts_of
 from reward_dataset_loader import RewardDataset
-from reward_model import REWARD_MODELS, RewardModel, make_reward_model, parts_of
 from runtime.artefacts import hash_input
 from runtime.files import load_state, save_state
 from runtime.process import UserError, warn

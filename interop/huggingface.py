@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model import GPTConfig
-from runtime.downloads import BPE_FILES
 from runtime.files import GPT2_NAMES, MAX_JSON_BYTES, hash_file, is_hub_name, wrong_hash
 from runtime.process import UserError, warn
+from text.shakespeare import BPE_FILES
 from tokenization_manager import TokenizationManager
 from tokenizer_json import TOKENIZER_FILE, read_file, without_added_beyond
 

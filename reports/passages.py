@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import build_model, load_checkpoint
-from generation import Completer, Sampling
-from objectives import crossover_log_posterior, natural_probabilities
+from generation.completions import Completer
+from generation.sampling import Sampling
+from reward.frozen_scorer import RewardScorer
+from reward.heads import RewardModel
+from reward.posterior import crossover_log_posterior, natural_probabilities
 from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
-from reward_model import RewardModel, RewardScorer
 from runtime.device import random_stream
 from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, load_checkpoint
 
 SEED = 42
 SHOWN, PLAYED, PROMPTS = 6, 10, 3  # rows to show, to play with, and to complete

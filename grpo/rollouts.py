@@ -16,14 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from generation import Completer, Sampling
+from generation.completions import Completer
+from generation.sampling import Sampling
+from generation.shared_prompts import SharedPrompts, put, rows_of_whole_groups
+from grpo.policy_evaluation import PolicySettings, draw_prompts, masked_mean, total_rewards, written_mask
+from grpo.policy_loss import kl_estimate, rewards_of_sequences
+from losses import token_log_probs
 from model import GPT
-from objectives import kl_estimate, rewards_of_sequences, token_log_probs
-from policy_eval import PolicySettings, draw_prompts, masked_mean, total_rewards, written_mask
-from reward_function import RewardFunction
-from reward_model import RewardScorer, Scores
+from reward.frozen_scorer import RewardScorer, Scores
+from reward.user_function import RewardFunction
 from runtime.distributed import Ranks
-from shared_prompts import SharedPrompts, put, rows_of_whole_groups
 
 
 class RolloutSettings(PolicySettings, Protocol):

@@ -11,233 +11,19 @@ BNPO here is the token mean over a batch. Normalisers are those of TRL's GRPO tr
 """
 
 import math
-from collections.abc import Iterable
-from functools import reduce
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
+from losses import _at_least_float32, _choose
 from runtime.device import full_precision
 from runtime.process import UserError
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+
+
 # Beyond this many nats a difference of log-probabilities of sampled tokens is a fault, not information: e^20 = 5e8.
 MAX_EXPONENT = 20.0
-# A token is never taken for more than e^10 = 22,026 times likelier under one model than under another: beyond it models
-# err, and where top-k or top-p kept a generator from a token the ratio would be infinite.
-MAX_LOG_RATIO = 10.0
-# A log-probability no token comes near; stands in for -inf, which times a probability of 0 would be NaN.
-LOWEST_LOGIT = -1e9
-
-
-class LanguageModel(Protocol):
-    """The parts of a model that log-probabilities are computed with."""
-
-    training: bool
-
-    def trunk(self, idx: Tensor) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
-    def train(self, mode: bool = True) -> Any: ...
-    def eval(self) -> Any: ...
-
-
-def _choose(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UserError(f"ERROR: {name}={value!r} is not known: use one of {', '.join(known)}")
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what a policy says of tokens
-
-
-def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities (...) float32 of token ids (...) int64 under logits (..., V): x_id - log sum exp x.
-
-    NaN where a logit is +inf, which makes no distribution: all others' probabilities would be 0, unnoticed. No
-    (..., V) tensor is made beside a float32 copy of logits that are not float32 already.
-    """
-    chosen, log_sum = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1), logits.float().logsumexp(-1)
-    return (chosen.float() - log_sum).masked_fill(log_sum == math.inf, math.nan)
-
-
-def entropy(logits: Tensor) -> Tensor:
-    """Entropy (B, T) float32 in nats, -sum p log p, of the distributions with logits (B, T, V).
-
-    Logits of ids that cannot occur may be -inf or the dtype's lowest number; they count nothing.
-    """
-    log_p = logits.float().clamp(min=LOWEST_LOGIT).log_softmax(-1)
-    return -(log_p.exp() * log_p).sum(-1)
-
-
-def next_token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The mean cross-entropy () in nats of targets y after x, (B, T) int64 each, by `model(x, y)`."""
-    return model(x, y)[1]
-
-
-@torch.no_grad()
-def loss_sums(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], of_rows: list[Tensor] | None = None
-) -> tuple[float, int]:
-    """The sum of cross-entropies in nats over all targets of batches (x, y), each (B, T) int64, and their number.
-
-    Targets of -1 are none. `model(x, y)` returns (logits, mean loss over the targets). It is asked without dropout, and
-    left in the mode it came in. To `of_rows` the rows' mean losses are added, (B,) float32 on the CPU of each batch:
-    there no target may be -1, and the logits must be (B, T, V).
-    """
-    was_training = model.training
-    model.eval()
-    total, count = 0.0, 0
-    try:
-        for x, y in batches:
-            targets = int((y != -1).sum())
-            logits, loss = model(x, y) if targets else (None, None)  # a mean over no targets would be NaN
-            if of_rows is not None and logits is not None:
-                of_rows.append(-token_log_probs(logits, y).mean(1).cpu())
-            if loss is not None:
-                total += float(loss) * targets
-                count += targets
-    finally:
-        model.train(was_training)
-    return total, count
-
-
-def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean cross-entropy in nats over all targets of `loss_sums`, each of the same weight; infinity without any."""
-    total, count = loss_sums(model, batches)
-    return total / count if count else math.inf
-
-
-@torch.no_grad()
-def text_log_probs(model: LanguageModel, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Log-probabilities (n,) float32, on the CPU, of all targets of batches (x, y), each (B, T) int64, in their order.
-
-    Without dropout; the model is left in the mode it came in. No target may be -1.
-    """
-    was_training = model.training
-    model.eval()
-    try:
-        parts = [token_log_probs(model.logits(model.trunk(x)), y).flatten().cpu() for x, y in batches]
-    finally:
-        model.train(was_training)
-    return torch.cat(parts)
-
-
-def perplexity(loss: float) -> float:
-    """exp of a mean cross-entropy in nats; infinity where that exceeds what a float holds."""
-    return math.exp(loss) if loss < 709 else math.inf
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# reward model: the posterior over the crossover, and losses
-
-
-def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
-    """Loss () of a reward model from its scores (B, 2) before the softmax and its targets (B, 2), rows [K/N, (N-K)/N].
-
-    'mse': mean squared error of the probabilities softmax(scores). 'cross_entropy': -sum target log softmax(scores),
-    mean over B; least, like the other, where the probabilities are the targets. Log-probabilities serve as scores too
-    (their softmax is the probabilities); probabilities do not.
-    """
-    _choose("loss", loss, ("mse", "cross_entropy"))
-    if loss == "mse":
-        return F.mse_loss(scores.softmax(-1), targets)
-    return F.cross_entropy(scores, targets)
-
-
-def crossover_log_posterior(evidence: Tensor) -> Tensor:
-    """log P(K = k | x), (B, max(T - 1, 1)) for k = 1, 2, ..., from the tokens' evidence (B, T) of being natural.
-
-    Evidence is the log of a likelihood ratio, natural over written, given the tokens before; K is uniform beforehand.
-    Of the product over the tokens t = 0 .. K-1 the first is in every k's, and the last in none: neither counts.
-    """
-    return F.pad(_at_least_float32(evidence)[:, 1:-1].cumsum(1), (1, 0)).log_softmax(1)
-
-
-def natural_probabilities(evidence: Tensor) -> Tensor:
-    """P(token t is natural) = P(K > t | x), (B, T), from the tokens' evidence (B, T); their mean over t is E[K] / T.
-
-    1 at the first token; 0 at the last of several, for K is at most T - 1.
-    """
-    posterior = crossover_log_posterior(evidence).exp()
-    at_least = posterior.flip(1).cumsum(1).flip(1).clamp(max=1.0)  # (B, max(T - 1, 1)): P(K >= k)
-    return F.pad(at_least, (0, evidence.size(1) - at_least.size(1)))
-
-
-def natural_share(evidence: Tensor) -> Tensor:
-    """E[K] / T (B,), the expected share of natural tokens, from evidence (B, T)."""
-    return natural_probabilities(evidence).mean(1)
-
-
-def probability_pair(natural: Tensor) -> Tensor:
-    """[P(natural), P(synthetic)] (B, 2) from P(natural) (B,)."""
-    return torch.stack((natural, 1 - natural), -1)
-
-
-def crossover_loss(evidence: Tensor, targets: Tensor, loss: str = "nll") -> Tensor:
-    """Loss () of a reward model that gives evidence (B, T), from its targets (B, 2), rows [K/T, (T-K)/T].
-
-    'mse' and 'cross_entropy': as `reward_loss`, of [E[K]/T, 1 - E[K]/T]. 'nll': -log P(K | x), mean over B. 'token':
-    T - 2 labels a sequence, -log P(K > t | x) of natural and -log P(K <= t | x) of written tokens t = 1 .. T - 2, mean
-    over all. For the last two a K of T counts as T - 1, and of 0 as 1: the posterior knows no others.
-    """
-    _choose("loss", loss, ("mse", "cross_entropy", "token", "nll"))
-    if loss in ("mse", "cross_entropy"):
-        share = natural_share(evidence)
-        return reward_loss(probability_pair(share).clamp(min=torch.finfo(share.dtype).tiny).log(), targets, loss)
-    T, log_posterior = evidence.size(1), crossover_log_posterior(evidence)
-    crossovers = (targets[:, 0] * T).round().long().clamp(1, max(T - 1, 1))  # (B,)
-    if loss == "nll":
-        return F.nll_loss(log_posterior, crossovers - 1)
-    if T < 3:
-        return evidence.sum() * 0.0  # no inner token
-    log_written = log_posterior[:, :-1].logcumsumexp(1)  # (B, T - 2): log P(K <= t), t = 1 .. T - 2
-    log_natural = log_posterior.flip(1)[:, :-1].logcumsumexp(1).flip(1)  # (B, T - 2): log P(K > t)
-    positions = torch.arange(1, T - 1, device=evidence.device)
-    return -torch.where(positions < crossovers[:, None], log_natural, log_written).mean()
-
-
-def log_mixture(log_probs: Iterable[Tensor], log_weights: Tensor) -> Tensor:
-    """log sum_i u_i p_i (...) from log p_i, M tensors (...) that are taken one at a time, and log u (M,)."""
-    return reduce(torch.logaddexp, (each + weight for each, weight in zip(log_probs, log_weights, strict=True)))
-
-
-def mixture_weights(log_probs: Tensor, tolerance: float = 1e-5) -> Tensor:
-    """Weights u (M,) float64, of sum 1, that maximise the mean of log sum_i u_i p_i, from log p_i (M, n) of n tokens.
-
-    EM: u_i becomes u_i g_i, g_i the mean of p_i / sum_j u_j p_j. The mean is concave in u, no update lowers it, and it
-    lies at most log max_i g_i below its maximum (T. M. Cover, "An algorithm for maximizing expected log investment
-    return", IEEE Transactions on Information Theory 30, 1984): the updates end where that is `tolerance` nats or less.
-    """
-    p = (log_probs - log_probs.amax(0)).double().exp()  # (M, n), each token on a scale of its own: u is the same
-    weights = p.new_full((len(p),), 1 / len(p))
-    while True:
-        gains = p @ (weights @ p).reciprocal() / p.size(1)  # (M,)
-        if not gains.max().log() > tolerance:  # nor where they are NaN
-            return weights
-        weights = weights * gains
-
-
-def mixture_loss(log_ratios: Tensor) -> float:
-    """min over w in [0, 1] of the mean of -log(w p/q + 1 - w) in nats, from log p - log q (n,) of natural tokens.
-
-    How much less the best mixture of p and q loses on natural text than q does, with a minus sign: 0 or below.
-    """
-    excess = log_ratios.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()  # p/q - 1
-    low, high = 0.0, 1.0
-    for _ in range(30):  # the mean is concave in w: its slope changes sign once
-        middle = (low + high) / 2
-        low, high = (middle, high) if (excess / (1 + middle * excess)).mean() > 0 else (low, middle)
-    return -(low * excess).log1p().mean().item()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# advantages
 
 
 def _grouped(rewards: Tensor, group_size: int, smallest: int = 2) -> Tensor:
@@ -354,10 +140,6 @@ def token_advantages(
     return advantages.masked_fill(flat, 0.0).flatten(0, 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# exact expectations over the vocabulary
-
-
 def expected_reward(log_probs: Tensor, evidence: Tensor, reference_log_probs: Tensor, kl_coef: float) -> Tensor:
     """sum over v of pi(v) [e(v) - kl_coef log(pi/q)(v)], (...), from log pi, the evidence e and log q, (..., V) each.
 
@@ -387,10 +169,6 @@ def divergence(log_probs: Tensor, target_log_probs: Tensor, beta: float = 1.0) -
     from_target = (target_log_probs.exp() * (target_log_probs - middle)).sum(-1)
     from_policy = (log_probs.exp() * (log_probs - middle)).sum(-1)
     return beta * from_target + (1 - beta) * from_policy
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# policy losses
 
 
 def average_loss(

@@ -19,18 +19,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from cycle_report import (
-    cycle_rows,
-    cycles_begun,
-    finished,
-    headline,
-    progress_of,
-    read_ledger,
-    reward_model_of,
-    row_sentences,
-)
 from cycle_stages import SETTINGS, CycleSettings
-from figures import (
+from reports.figures import (
     Picture,
     References,
     grpo_curves,
@@ -40,7 +30,17 @@ from figures import (
     to_svg,
     training_curves,
 )
-from passages import PROMPT_SHARE, Passage, complete_prompts, read_passages
+from reports.passages import PROMPT_SHARE, Passage, complete_prompts, read_passages
+from reports.summary import (
+    cycle_rows,
+    cycles_begun,
+    finished,
+    headline,
+    progress_of,
+    read_ledger,
+    reward_model_of,
+    row_sentences,
+)
 from runtime.cli import parse_settings
 from runtime.device import select_device
 from runtime.files import from_json, read_json, to_json, write_text
@@ -51,7 +51,7 @@ from runtime.settings import Settings
 T = TypeVar("T")
 Draw = Callable[[Sequence[Mapping[str, Any]], str, References], Picture | None]
 
-TEMPLATES = Path(__file__).resolve().parent / "report_page"
+TEMPLATES = Path(__file__).resolve().parents[1] / "report_page"
 MAX_TOKENS = 1500  # of the passages that a cycle shows: fewer passages of longer sequences, two at least
 HASH_DIGITS = 12
 GENERATORS = r"(base_model|control_plain|control_distil)_v\d+"

@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from objectives import perplexity
-from reward_metrics import better_than_constant, format_difference, format_loss, format_r_squared
+from losses import perplexity
+from reward.skill import better_than_constant, format_difference, format_loss, format_r_squared
 from runtime.files import read_json
 from runtime.process import UserError
 from runtime.run_log import format_size

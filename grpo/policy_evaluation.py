@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import Corpus
 from data_loader import ValidationParts, WholeSplitBatches, validation_part
-from generation import Completer, Completions, Sampling, compile_model
+from generation.completions import Completer, Completions, compile_model
+from generation.sampling import Sampling
+from grpo.policy_loss import kl_estimate, rewards_of_sequences
+from losses import text_log_probs
 from model import GPT
-from objectives import kl_estimate, rewards_of_sequences, text_log_probs
-from optimization import EarlyStopping
-from reward_function import RewardFunction
-from reward_metrics import (
+from reward.frozen_scorer import RewardScorer, Scores
+from reward.skill import (
     MIN_BLOCKS,
     better_than_constant,
     bootstrap_blocks,
@@ -32,11 +32,13 @@ from reward_metrics import (
     measure_skill,
     paired_difference,
 )
-from reward_model import RewardScorer, Scores
+from reward.user_function import RewardFunction
 from runtime.device import autocast, random_stream
 from runtime.files import checked_values
 from runtime.process import UserError, warn
 from runtime.run_log import counted, name_full_pass
+from training.checkpoint import Corpus
+from training.optimizers import EarlyStopping
 
 EVALUATION_SAMPLES = 2  # completions of each prompt of an evaluation
 COMPLETIONS_SHOWN = 3  # in the records

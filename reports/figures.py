@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from reward_metrics import format_r_squared
+from reward.skill import format_r_squared
 from runtime.files import atomic_path
 
 # The colours of Okabe and Ito, "Color Universal Design" (2008): distinct with deficient colour vision, too.

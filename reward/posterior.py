@@ -1,0 +1,119 @@
+"""Formulas of the three trainings: log-probabilities, the posterior over K, reward losses, advantages, policy losses.
+
+    python -c "import torch, objectives; print(objectives.group_advantages(torch.tensor([0.9, 0.1, 0.3, 0.4]), 2))"
+
+Pure functions of tensors; no I/O, no state. Shapes: B sequences of T tokens over a vocabulary of V; P prompts
+with G completions each, the G of one prompt side by side. Formulas are in float32 or better, whatever dtype comes in.
+
+Papers: GRPO (DeepSeekMath, arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), CISPO (MiniMax-M1, 2506.13585),
+GSPO (2507.18071), PPO (1707.06347), KL estimators (J. Schulman, "Approximating KL Divergence", 2020), GKD (2306.13649).
+BNPO here is the token mean over a batch. Normalisers are those of TRL's GRPO trainer.
+"""
+
+from collections.abc import Iterable
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from losses import MAX_LOG_RATIO, _at_least_float32, _choose
+
+
+def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
+    """Loss () of a reward model from its scores (B, 2) before the softmax and its targets (B, 2), rows [K/N, (N-K)/N].
+
+    'mse': mean squared error of the probabilities softmax(scores). 'cross_entropy': -sum target log softmax(scores),
+    mean over B; least, like the other, where the probabilities are the targets. Log-probabilities serve as scores too
+    (their softmax is the probabilities); probabilities do not.
+    """
+    _choose("loss", loss, ("mse", "cross_entropy"))
+    if loss == "mse":
+        return F.mse_loss(scores.softmax(-1), targets)
+    return F.cross_entropy(scores, targets)
+
+
+def crossover_log_posterior(evidence: Tensor) -> Tensor:
+    """log P(K = k | x), (B, max(T - 1, 1)) for k = 1, 2, ..., from the tokens' evidence (B, T) of being natural.
+
+    Evidence is the log of a likelihood ratio, natural over written, given the tokens before; K is uniform beforehand.
+    Of the product over the tokens t = 0 .. K-1 the first is in every k's, and the last in none: neither counts.
+    """
+    return F.pad(_at_least_float32(evidence)[:, 1:-1].cumsum(1), (1, 0)).log_softmax(1)
+
+
+def natural_probabilities(evidence: Tensor) -> Tensor:
+    """P(token t is natural) = P(K > t | x), (B, T), from the tokens' evidence (B, T); their mean over t is E[K] / T.
+
+    1 at the first token; 0 at the last of several, for K is at most T - 1.
+    """
+    posterior = crossover_log_posterior(evidence).exp()
+    at_least = posterior.flip(1).cumsum(1).flip(1).clamp(max=1.0)  # (B, max(T - 1, 1)): P(K >= k)
+    return F.pad(at_least, (0, evidence.size(1) - at_least.size(1)))
+
+
+def natural_share(evidence: Tensor) -> Tensor:
+    """E[K] / T (B,), the expected share of natural tokens, from evidence (B, T)."""
+    return natural_probabilities(evidence).mean(1)
+
+
+def probability_pair(natural: Tensor) -> Tensor:
+    """[P(natural), P(synthetic)] (B, 2) from P(natural) (B,)."""
+    return torch.stack((natural, 1 - natural), -1)
+
+
+def crossover_loss(evidence: Tensor, targets: Tensor, loss: str = "nll") -> Tensor:
+    """Loss () of a reward model that gives evidence (B, T), from its targets (B, 2), rows [K/T, (T-K)/T].
+
+    'mse' and 'cross_entropy': as `reward_loss`, of [E[K]/T, 1 - E[K]/T]. 'nll': -log P(K | x), mean over B. 'token':
+    T - 2 labels a sequence, -log P(K > t | x) of natural and -log P(K <= t | x) of written tokens t = 1 .. T - 2, mean
+    over all. For the last two a K of T counts as T - 1, and of 0 as 1: the posterior knows no others.
+    """
+    _choose("loss", loss, ("mse", "cross_entropy", "token", "nll"))
+    if loss in ("mse", "cross_entropy"):
+        share = natural_share(evidence)
+        return reward_loss(probability_pair(share).clamp(min=torch.finfo(share.dtype).tiny).log(), targets, loss)
+    T, log_posterior = evidence.size(1), crossover_log_posterior(evidence)
+    crossovers = (targets[:, 0] * T).round().long().clamp(1, max(T - 1, 1))  # (B,)
+    if loss == "nll":
+        return F.nll_loss(log_posterior, crossovers - 1)
+    if T < 3:
+        return evidence.sum() * 0.0  # no inner token
+    log_written = log_posterior[:, :-1].logcumsumexp(1)  # (B, T - 2): log P(K <= t), t = 1 .. T - 2
+    log_natural = log_posterior.flip(1)[:, :-1].logcumsumexp(1).flip(1)  # (B, T - 2): log P(K > t)
+    positions = torch.arange(1, T - 1, device=evidence.device)
+    return -torch.where(positions < crossovers[:, None], log_natural, log_written).mean()
+
+
+def log_mixture(log_probs: Iterable[Tensor], log_weights: Tensor) -> Tensor:
+    """log sum_i u_i p_i (...) from log p_i, M tensors (...) that are taken one at a time, and log u (M,)."""
+    return reduce(torch.logaddexp, (each + weight for each, weight in zip(log_probs, log_weights, strict=True)))
+
+
+def mixture_weights(log_probs: Tensor, tolerance: float = 1e-5) -> Tensor:
+    """Weights u (M,) float64, of sum 1, that maximise the mean of log sum_i u_i p_i, from log p_i (M, n) of n tokens.
+
+    EM: u_i becomes u_i g_i, g_i the mean of p_i / sum_j u_j p_j. The mean is concave in u, no update lowers it, and it
+    lies at most log max_i g_i below its maximum (T. M. Cover, "An algorithm for maximizing expected log investment
+    return", IEEE Transactions on Information Theory 30, 1984): the updates end where that is `tolerance` nats or less.
+    """
+    p = (log_probs - log_probs.amax(0)).double().exp()  # (M, n), each token on a scale of its own: u is the same
+    weights = p.new_full((len(p),), 1 / len(p))
+    while True:
+        gains = p @ (weights @ p).reciprocal() / p.size(1)  # (M,)
+        if not gains.max().log() > tolerance:  # nor where they are NaN
+            return weights
+        weights = weights * gains
+
+
+def mixture_loss(log_ratios: Tensor) -> float:
+    """min over w in [0, 1] of the mean of -log(w p/q + 1 - w) in nats, from log p - log q (n,) of natural tokens.
+
+    How much less the best mixture of p and q loses on natural text than q does, with a minus sign: 0 or below.
+    """
+    excess = log_ratios.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()  # p/q - 1
+    low, high = 0.0, 1.0
+    for _ in range(30):  # the mean is concave in w: its slope changes sign once
+        middle = (low + high) / 2
+        low, high = (middle, high) if (excess / (1 + middle * excess)).mean() > 0 else (low, middle)
+    return -(low * excess).log1p().mean().item()
