@@ -1,0 +1,121 @@
+"""Device, precision, memory and random streams.
+
+    python -c "from common.device import select_device; print(select_device('auto'))"
+
+A random stream depends on a seed and on its purpose, and on nothing else: no random state is kept.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import sys
+
+import numpy as np
+import torch
+
+from common.process import UserError
+
+
+def select_device(name: str) -> torch.device:
+    """'auto' (cuda, else mps, else cpu) or a device name; raises UserError for a device this machine lacks.
+
+    With CUDA, float32 matrix products from then on take TF32: factors of 11 bits, sums in float32.
+    """
+    device = _device_of(name)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    return device
+
+
+def _device_of(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"ERROR: device={name!r} is no device name: use auto, cpu, cuda, cuda:N or mps") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"ERROR: device={name!r}, but this machine has no usable CUDA device: use --device cpu or auto"
+            )
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise UserError(f"ERROR: device={name!r}, but this machine has {torch.cuda.device_count()} CUDA device(s)")
+    elif device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"ERROR: device={name!r}, but this machine has no MPS device: use --device cpu or auto")
+    elif device.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"ERROR: device={name!r} is not supported: use auto, cpu, cuda, cuda:N or mps")
+    return device
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def select_dtype(name: str, device: torch.device) -> torch.dtype:
+    """'auto' (bfloat16 where a CUDA device has it, else float32) or one of DTYPES."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return DTYPES[name]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of memory that a device has left; what it has in all if the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory that a CUDA device has, in use or not; None for others."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """The most memory, in MiB, that this process has had so far: of a CUDA device, else in all, mapped files too."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes there, kilobytes elsewhere
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Mixed precision for a forward pass; does nothing in float32.
+
+    Casts of weights are kept until the outermost context ends: one for each pass with gradients, and another for passes
+    without, whose casts give no gradients; none around an optimizer's step, after which casts are out of date.
+    """
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type=device.type, dtype=dtype)
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
+    """The parts of a forward pass that mixed precision leaves out: operations keep the dtype of their inputs."""
+    return torch.autocast(device_type=device.type, enabled=False)
+
+
+def random_stream(seed: int, *purpose: str | int) -> np.random.Generator:
+    """A NumPy generator that depends on the seed and on what it is for, and on nothing else.
+
+    Streams of different purposes are independent, and the n-th step's stream can be made without the n-1 before it:
+    that is what makes exact resumption and any division of the work possible.
+    """
+    key = np.frombuffer(_digest(seed, purpose)[:16], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+def seed_step(seed: int, *purpose: str | int) -> None:
+    """Seed torch's global generators (weights, dropout) as `random_stream` does its own."""
+    torch.manual_seed(int.from_bytes(_digest(seed, purpose)[:8]) >> 1)
+
+
+def _digest(seed: int, purpose: tuple[str | int, ...]) -> bytes:
+    return hashlib.sha256(json.dumps([seed, *purpose]).encode()).digest()

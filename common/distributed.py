@@ -1,0 +1,134 @@
+"""The processes that torchrun started: shares of the work, sums over all ranks, averaged gradients.
+
+    python -m torch.distributed.run --nproc_per_node=2 train.py --config config/train_shakespeare.py
+
+A process on its own is rank 0 of 1, for which all of this does nothing. Rank 0 evaluates and saves. An error on one
+rank ends all: torchrun stops the others.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.device import autocast
+from common.process import UserError
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+PATIENCE = timedelta(hours=2)  # of the ranks, while rank 0 evaluates for all
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among those that torchrun started; a process on its own is rank 0 of 1."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+
+    @property
+    def where(self) -> str:
+        """Device and number of ranks, for people."""
+        return str(self.device) + (f" on {self.world_size} ranks" if self.world_size > 1 else "")
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done on rank 0 alone and sent to all."""
+        if self.world_size == 1:
+            return work()
+        result: list[Any] = [work() if self.rank == 0 else None]
+        torch.distributed.broadcast_object_list(result, src=0, device=self.device)
+        return result[0]
+
+    def share(self, count: int) -> slice:
+        """This rank's part of `count` rows: contiguous, all parts alike where the number of ranks divides the count."""
+        return slice(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
+
+    def sum(self, *values: float) -> list[float]:
+        """Each of the values, summed over the ranks, in float64."""
+        if self.world_size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, part: Tensor) -> Tensor:
+        """(world_size n, ...) of the ranks' tensors (n, ...), which must be of one shape, in the order of the ranks."""
+        if self.world_size == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.world_size)]
+        torch.distributed.all_gather(parts, part.contiguous())
+        return torch.cat(parts)
+
+    def check_divides(self, **counts: int) -> None:
+        """Raise UserError unless every rank gets an equal part of each count."""
+        for name, count in counts.items():
+            if count % self.world_size:
+                raise UserError(
+                    f"ERROR: {name}={count} cannot be shared out to {self.world_size} ranks: choose a multiple of "
+                    f"{self.world_size}, for instance --{name} {-(-count // self.world_size) * self.world_size}"
+                )
+
+
+def start_ranks(device: torch.device) -> Ranks:
+    """Join the processes that torchrun started (gloo on the CPU, nccl on CUDA): this rank's place, and its device.
+
+    With CUDA every rank of a machine takes the device of its local number. Raises UserError where there are too few.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size == 1:
+        return Ranks(device=device)
+    if device.type == "mps":
+        raise UserError("ERROR: torchrun shares work out on CPUs and CUDA devices: use --device cpu")
+    if on_cuda := device.type == "cuda":
+        here, devices = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if here > devices:
+            raise UserError(
+                f"ERROR: {here} processes here, but {devices} CUDA device(s): use --nproc_per_node {devices}"
+            )
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "nccl" if on_cuda else "gloo"
+    torch.distributed.init_process_group(backend, timeout=PATIENCE, device_id=device if on_cuda else None)
+    return Ranks(torch.distributed.get_rank(), world_size, device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gradients
+
+
+class _Computation(nn.Module):
+    """A computation with a model, as the forward pass of a module, which DDP needs."""
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.device, self.dtype = model, device, dtype
+
+    def forward(self, compute: Callable[..., Any], *inputs: Any) -> Any:
+        with autocast(self.device, self.dtype):
+            return compute(self.model, *inputs)
+
+
+def parallel(model: nn.Module, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
+    """A function of `compute` and inputs, `compute(model, *inputs)`, whose gradients DDP averages over the ranks.
+
+    All ranks begin with rank 0's weights. Each call is in mixed precision of that dtype (`common.device.autocast`).
+    """
+    computation = _Computation(model, ranks.device, dtype)
+    if ranks.world_size == 1:
+        return computation
+    devices = [ranks.device] if ranks.device.type == "cuda" else None
+    return DistributedDataParallel(computation, device_ids=devices, gradient_as_bucket_view=True)
+
+
+def gradients_stay(forward: Callable[..., Any], last: bool) -> contextlib.AbstractContextManager:
+    """Gradients of a `parallel` computation within stay on their rank, unless these are the last to be added up."""
+    if last or not isinstance(forward, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return forward.no_sync()

@@ -1,0 +1,173 @@
+"""Files that are written whole or not at all: text, JSON, tensors; one writer of an output at a time; hashes.
+
+    python -c "from common.files import hash_file; print(hash_file('README.md'))"
+
+A file is written beside its place, brought to the disk, and renamed. Nothing that is read is executed.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+
+from common.process import UserError, until_main_ends
+
+MAX_JSON_BYTES = 1 << 26
+GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".jsonl", ".pkl", ".resume", ".py", ".txt")
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a path beside `path` to write to; on success fsync it and rename it to `path`, else remove it.
+
+    An error of the system that names no file, such as that of a full disk, is given this one's name.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)  # a link would lead elsewhere
+    try:
+        yield partial
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        if error.errno is not None and error.filename in (None, str(partial)):
+            error.filename = str(path)
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write `text` to `path`, whole or not at all."""
+    with atomic_path(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Write `value` as strict JSON to `path`, whole or not at all; ValueError for NaN and infinities."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: str | os.PathLike) -> Any:
+    """The value in a JSON file; raises UserError where it is unreadable, or has NaN or infinities."""
+    try:
+        if os.stat(path).st_size > MAX_JSON_BYTES or not Path(path).is_file():
+            raise ValueError(f"no file of at most {MAX_JSON_BYTES:,} bytes")
+        return from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"ERROR: cannot read {path}: {error}") from None
+
+
+def from_json(text: str) -> Any:
+    """The value in a JSON text; ValueError for another text, NaN and infinities."""
+
+    def finite(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            raise ValueError(f"{number} is no finite number")
+        return value
+
+    try:
+        return json.loads(text, parse_constant=finite, parse_float=finite)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
+    """torch.save to `path`, whole or not at all; raises UserError where it cannot be written (a full disk)."""
+    with atomic_path(path) as partial:
+        try:
+            torch.save(dict(contents), partial)
+        except RuntimeError as error:  # torch's writer raises its own error for a failed write
+            reason = getattr(error.__context__, "strerror", None) or str(error).splitlines()[0]
+            raise UserError(f"ERROR: cannot write {path}: {reason}") from None
+
+
+def load_state(path: str | Path) -> dict[str, Any]:
+    """The dict that `save_state` wrote, on the CPU, read with weights_only=True: nothing in the file is executed.
+
+    Raises UserError for a file that is missing, damaged, or holds anything but a dict of tensors and plain values.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"ERROR: Model file not found: {path}")
+    try:
+        if zipfile.is_zipfile(path):  # else a small file could fill the memory
+            with zipfile.ZipFile(path) as archive:
+                if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+                    raise ValueError("its records are said to be larger than the file")
+        with warnings.catch_warnings(action="ignore"):  # torch's remarks on foreign files
+            contents = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
+        what = "holds something else than tensors and settings; nothing was executed"
+        raise UserError(f"ERROR: {path} {what}. {next(iter(lines), '')}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged bytes can make the reader stumble in any way
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {reason}") from None
+    if not isinstance(contents, dict):
+        raise UserError(f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint")
+    return contents
+
+
+def check_writable(path: str | os.PathLike, is_file: bool = False) -> str | None:
+    """The obstacle to creating or replacing `path`, a folder or a file, as a sentence, or None."""
+    path = Path(path).absolute()
+    try:
+        if is_file and path.exists() and not path.is_file():
+            return f"{path} is no file"
+    except (OSError, ValueError) as error:  # a loop of links, a zero byte
+        return f"{str(path)!r} is no path ({error})"
+    ancestor = path.parent if is_file else path
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if not ancestor.is_dir():
+        return f"{ancestor} is a file, not a folder"
+    return None if os.access(ancestor, os.W_OK) else f"no permission to write to {ancestor}"
+
+
+def hold_output(path: str | Path) -> None:
+    """Lock an output until main() ends; raises UserError where another process writes it."""
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        until_main_ends(filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0))
+    except filelock.Timeout:
+        raise UserError(f"ERROR: {path} is being written by another process: wait for it, or name another") from None
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name that is no path here can be one of a model hub: OWNER/NAME, or one of GPT2_NAMES.
+
+    Not where a folder OWNER lies here, nor with a suffix of files: those are paths with a mistake in them.
+    """
+    if Path(name).exists() or name.endswith(FILE_SUFFIXES):
+        return False
+    is_owned = bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name.partition("/")[0]).exists()
+    return name in GPT2_NAMES or is_owned
+
+
+def hash_bytes(data: bytes | bytearray | memoryview) -> str:
+    """sha256 of bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_file(path: str | os.PathLike) -> str:
+    """sha256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

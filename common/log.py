@@ -1,0 +1,167 @@
+"""A printed line and a JSON record for each step, progress bars, and trackers.
+
+python -c "from common.log import read_records; print(read_records('out/model_checkpoint.jsonl')[-1])"
+"""
+
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from common.files import from_json, write_text
+from common.process import DivergedError, UserError, is_main_rank
+
+T = TypeVar("T")
+
+
+def progress(total: int, description: str, unit: str = "it", initial: int = 0, passing: bool = False) -> tqdm:
+    """A progress bar with rate and time left; on a terminal it moves, in a log file it prints every 30 seconds.
+
+    A `passing` one, for a pause in the work of another, shows only if it lasts that long, and leaves nothing behind.
+    """
+    interval = 0.1 if sys.stderr.isatty() else 30
+    shown = {"mininterval": interval, "delay": interval if passing else 0, "leave": not passing}
+    off = not is_main_rank()
+    return tqdm(total=total, desc=description, unit=unit, initial=initial, dynamic_ncols=True, disable=off, **shown)
+
+
+def counted(batches: Iterable[T], total: int, description: str, passing: bool = True) -> Iterator[T]:
+    """The batches of an evaluation, each of which moves a progress bar when it is done."""
+    with progress(total, description, "batch", passing=passing) as bar:
+        for batch in batches:
+            yield batch
+            bar.update()
+
+
+def say(line: str = "") -> None:
+    """Print a line, from rank 0 alone, without breaking a progress bar that is on the screen."""
+    if is_main_rank():
+        tqdm.write(line)
+
+
+def format_size(num_parameters: int) -> str:
+    """`10.65M parameters`; below a million `803.1K parameters`."""
+    size = f"{num_parameters / 1e6:.2f}M" if num_parameters >= 1e6 else f"{num_parameters / 1e3:.1f}K"
+    return f"{size} parameters"
+
+
+def format_metrics(metrics: Mapping[str, Any]) -> str:
+    """`name value` pairs, floats to four significant digits; texts and tables are for the records."""
+    shown = {name: value for name, value in metrics.items() if not isinstance(value, str | list | dict)}
+    return " | ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
+    )
+
+
+def not_finite(metrics: Mapping[str, Any]) -> str:
+    """The figures, also within dicts and lists, that are NaN or infinite, as `name is value`; empty where none is."""
+    wrong = []
+    for name, value in metrics.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            wrong.append(f"{name} is {value}")
+        elif isinstance(value, dict | list):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            wrong += filter(None, [not_finite({f"{name}.{key}": part for key, part in parts})])
+    return ", ".join(wrong)
+
+
+def check_finite(metrics: Mapping[str, Any]) -> None:
+    """Raise DivergedError for figures that are NaN or infinite."""
+    if wrong := not_finite(metrics):
+        remedy = "lower the learning rate, or take an earlier checkpoint"
+        raise DivergedError(f"ERROR: {wrong}: the model has diverged; {remedy}")
+
+
+class RunLog:
+    """Writes a run's numbers: a printed line and a JSON record a step; from rank 0 alone.
+
+    Records of steps up to `kept` stay, later ones belong to work that an interruption threw away; -1 begins anew.
+    """
+
+    def __init__(self, path: str | Path, kept: int = -1, tracker: "Tracker | None" = None) -> None:
+        self.path, self.tracker, self.start = Path(path), tracker, time.monotonic()
+        if is_main_rank():
+            records = read_records(self.path) if kept >= 0 else []
+            lines = [
+                json.dumps(record) + "\n" for record in records if record["step"] <= kept and not record.get("final")
+            ]
+            write_text(self.path, "".join(lines))
+
+    def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
+        """Append the record of a step and, unless `quiet`, print its line. Values are what JSON has.
+
+        A figure that is undefined is None; raises DivergedError for one that is NaN or infinite.
+        """
+        check_finite(metrics)
+        if not is_main_rank():
+            return
+        record = {"step": step, "seconds": round(time.monotonic() - self.start, 3), **metrics}
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+        if self.tracker is not None:
+            self.tracker.log(record)
+        if not quiet:
+            say(f"step {step} | " + format_metrics(metrics))
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a log file; none where there is no file. A last line cut short is left out."""
+    if not Path(path).is_file():
+        return []
+    lines, records = Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = from_json(line)
+            if type(record["step"]) is not int:
+                raise TypeError
+            records.append(record)
+        except (ValueError, TypeError, KeyError):
+            if number < len(lines):
+                raise UserError(f"ERROR: {path}, line {number} is no record: move the file away and go on") from None
+    return records
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# trackers
+
+TRACKERS = ("none", "wandb", "tensorboard", "trackio")
+
+
+def check_tracker(name: str) -> str:
+    """How a tracker's package is to be installed, as a sentence; empty where it is, or none is asked for."""
+    if name == "none" or importlib.util.find_spec(name) is not None:
+        return ""
+    return f"tracker={name} needs a package that is not installed: pip install {name}, or leave it out"
+
+
+class Tracker:
+    """A further place for records: Weights & Biases, trackio (the same interface), or TensorBoard's files."""
+
+    def __init__(self, name: str, project: str, run_name: str, settings: Mapping[str, Any], folder: Path) -> None:
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer: Any = SummaryWriter(str(folder))
+            return
+        self.writer = None
+        self.module = __import__(name)
+        try:
+            self.module.init(project=project, name=run_name, config=dict(settings))
+        except Exception as error:  # nobody is logged in, or there is no network
+            raise UserError(f"ERROR: --tracker {name}: {error}") from None
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Take the numbers of a record."""
+        numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
+        if self.writer is None:
+            self.module.log(numbers, step=record["step"])
+            return
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, record["step"])
+        self.writer.flush()

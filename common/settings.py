@@ -1,0 +1,300 @@
+"""Settings of a script: one dataclass becomes its command line, its settings file, its help and its checks.
+
+    python train.py --help
+
+A field is `name: type = setting(default, minimum=1)` with its help as the string below it. A settings file has
+nanoGPT's form, plain assignments, and is read as data: nothing in it is executed. A dict named after a script
+(`train = dict(max_iters=300)`) is for that script alone; `--section NAME` reads the section of another name instead.
+"""
+
+import ast
+import contextlib
+import difflib
+import io
+import math
+import operator
+import sys
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import docstring_parser
+import tyro
+
+from common.files import check_writable, is_hub_name
+from common.process import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+SECTIONS = ("prepare", "natural_model", "control_plain")  # of a settings file, besides the names of the scripts
+ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+MAX_SETTINGS_BYTES = 1 << 20
+AnySettings = TypeVar("AnySettings", bound="Settings")
+
+
+class Problems:
+    """Collects everything that is wrong with some settings, so that all of it is reported at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.suggestions: list[str] = []
+
+    def require(self, holds: bool, error: str, suggestion: str = "") -> None:
+        """Note `error`, and what would mend it, unless `holds`."""
+        if not holds:
+            self.errors.append(error)
+            if suggestion and suggestion not in self.suggestions:
+                self.suggestions.append(suggestion)
+
+    def raise_if_any(self) -> None:
+        """Raise one UserError that names every problem, in the form of the reward-data documents."""
+        if self.errors:
+            lines = ["Validation Errors:", *(f"  ERROR: {error}" for error in self.errors)]
+            if self.suggestions:
+                lines += ["", "Suggested fixes:", *(f"  SUGGESTION: {suggestion}" for suggestion in self.suggestions)]
+            raise UserError("\n".join(lines))
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a field declares beside its type, default and help."""
+
+    common: bool = False
+    """shown first in the help: what a first-time user sets"""
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    unit: str = ""
+    """unit of the number, for the error"""
+    model_file: Literal["required", "optional"] | None = None
+    """names a checkpoint or another model, or several, that must exist; optional: or is None"""
+    output: Literal["file", "folder"] | None = None
+    """names a place to write to, or is None"""
+    changeable: bool = False
+    """a resumed run may have another value"""
+    positional: bool = False
+    """given on the command line without its name, all values together; not in a settings file"""
+
+    def range_rule(self) -> str:
+        """The range as text."""
+        bounds = ((">=", self.minimum), ("<=", self.maximum), (">", self.above), ("<", self.below))
+        rules = [f"{sign} {bound:g}" for sign, bound in bounds if math.isfinite(bound)]
+        return (" and ".join(rules) or "finite") + (f" ({self.unit})" if self.unit else "")
+
+    def includes(self, value: float) -> bool:
+        """Whether a number is in the range and finite; NaN is not."""
+        return self.minimum <= value <= self.maximum and self.above < value < self.below
+
+
+def setting(default: Any, **declared: Any) -> Any:
+    """A field of Settings with its default, and with what Declared names."""
+    return field(default=default, metadata={"declared": Declared(**declared)})
+
+
+def declared(each: Field) -> Declared:
+    """What a field declares."""
+    return each.metadata.get("declared", Declared())
+
+
+@dataclass
+class Settings:
+    """The settings of a script."""
+
+    def problems(self) -> Problems:
+        """Everything that is wrong with the settings, as far as it shows without reading the files."""
+        problems = Problems()
+        for each in fields(self):
+            rules, value = declared(each), getattr(self, each.name)
+            if isinstance(value, int | float):
+                error = f"{each.name}={value}: must be {rules.range_rule()}"
+                problems.require(rules.includes(value), error, f"Leave out {each.name} for its default, {each.default}")
+            if rules.model_file == "required" or (rules.model_file and value is not None):
+                check_model_files(problems, each.name, value)
+            if rules.output and value is not None and (obstacle := check_writable(value, rules.output == "file")):
+                place = "place" if rules.output == "file" else "folder"
+                problems.require(False, obstacle, f"Choose a {place} you may write to with --{each.name}")
+        self.check_further(problems)
+        return problems
+
+    def check_further(self, problems: Problems) -> None:
+        """Note what is wrong beyond what the fields declare."""
+
+
+def check_model_files(problems: Problems, name: str, value: str | tuple[str, ...] | None) -> None:
+    """Note a setting that names no model (a path or a hub's name, or a list of them) or one that is not there."""
+    problems.require(bool(value), f"{name} is required", f"Name the checkpoint with --{name}")
+    option = "" if name == "model_path" else f" (--{name})"  # without, as the reward-data documents have it
+    for path in value if isinstance(value, tuple) else [value] if value else []:
+        problems.require(
+            Path(path).exists() or is_hub_name(path),
+            f"Model file not found: {path}{option}",
+            "Check that the model checkpoint file exists and the path is correct",
+        )
+
+
+def changeable(settings_class: type[Settings]) -> set[str]:
+    """Names of the settings that a resumed run may change; with another value of the rest it is another run."""
+    return {each.name for each in fields(settings_class) if declared(each).changeable}
+
+
+def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The differences between settings, as text; empty without any."""
+    names = [name for name in now if str(then.get(name)) != str(now[name])]
+    return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# command line
+
+
+def parse_settings(
+    settings_class: type[AnySettings], script: str, argv: list[str] | None = None, check: bool = True
+) -> AnySettings:
+    """The settings of a script, from its command line and settings file, checked.
+
+    `script` is its name without .py: the name of its section in a settings file, unless `--section` names another. The
+    settings file comes by --config, or first where the script has no positional setting. Raises UserError for a
+    misspelt option, a value of another type and, unless `check` is False, settings out of range.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    names = {each.name: declared(each) for each in fields(settings_class)}
+    positional = any(rules.positional for rules in names.values())
+    config, argv = split_config(argv, file_first=not positional)
+    section, argv = split_option(argv, "section")
+    known = [name for name, rules in names.items() if not rules.positional]
+    if config is not None:
+        argv = _options_of_file(config, section or script, known, script) + argv
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name not in (*known, "help"):
+            raise UserError(f"ERROR: {script}.py has no option --{name}{_nearest(name, known)}")
+    groups = _parse(settings_class, script, argv)
+    settings = settings_class(**{name: value for group in vars(groups).values() for name, value in vars(group).items()})
+    if check:
+        settings.problems().raise_if_any()
+    return settings
+
+
+def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> Any:
+    """What tyro makes of the arguments, in two groups, `common` and `further`; its complaint becomes one line."""
+    texts: dict[str, str | None] = {}
+    for kind in reversed(settings_class.__mro__[:-1]):
+        texts |= {text.arg_name: text.description for text in docstring_parser.parse_from_object(kind).params}
+    groups: dict[str, list[Any]] = {"common": [], "further": []}
+    for each in fields(settings_class):
+        marks = (tyro.conf.Positional,) if declared(each).positional else ()
+        arg = tyro.conf.arg(help=texts.get(each.name), metavar=each.name.upper() if marks else None)
+        default = field(default=each.default)
+        typed: Any = Annotated[(each.type, arg, *marks)]
+        groups["common" if declared(each).common or marks else "further"].append((each.name, typed, default))
+    kinds = {name: make_dataclass(name, members) for name, members in groups.items() if members}
+    described: dict[str, Any] = {name: Annotated[kind, tyro.conf.arg(help="")] for name, kind in kinds.items()}
+    parts = [(name, kind, field(default_factory=kinds[name])) for name, kind in described.items()]
+    text = f"{settings_class.__doc__}\n\nA settings file of plain assignments (nanoGPT's form): --config FILE."
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(
+                make_dataclass(settings_class.__name__, parts),
+                prog=f"{script}.py",
+                args=argv,
+                description=text,
+                config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
+                use_underscores=True,
+            )
+    except SystemExit as exit:
+        if not exit.code:
+            raise  # --help
+        lines = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
+        reason = " ".join(lines[: next((n for n, line in enumerate(lines) if line.startswith("──")), None)])
+        raise UserError(f"ERROR: {reason or printed.getvalue()}: see {script}.py --help") from None
+
+
+def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, list[str]]:
+    """The settings file that a command line names, first or by --config, or None; and the other arguments."""
+    if file_first and argv and not argv[0].startswith("-"):
+        return argv[0], argv[1:]
+    return split_option(argv, "config", "the path of a settings file")
+
+
+def split_option(argv: list[str], name: str, needs: str = "a value") -> tuple[str | None, list[str]]:
+    """The value of an option's first `--name VALUE` or `--name=VALUE`, or None; and the other arguments."""
+    for position, argument in enumerate(argv):
+        option, equals, value = argument.partition("=")
+        if option.replace("-", "_") != f"__{name}":
+            continue
+        if equals:
+            return value, argv[:position] + argv[position + 1 :]
+        if position + 1 == len(argv):
+            raise UserError(f"ERROR: --{name} needs {needs}")
+        return argv[position + 1], argv[:position] + argv[position + 2 :]
+    return None, argv
+
+
+def _options_of_file(path: str, section: str, known: list[str], script: str) -> list[str]:
+    """The settings file's values as options, so that one parser checks the types of both."""
+    config, sections = read_config(path), {*SECTIONS, *(file.stem for file in ROOT.glob("*.py"))}
+    if wrong := [name for name, value in config.items() if isinstance(value, dict) != (name in sections)]:
+        rule = f"sections are dicts, NAME = dict(...), and named {', '.join(sorted(sections))}"
+        raise UserError(f"ERROR: {path}: {wrong[0]} is no section: {rule}")
+    if section not in sections:
+        raise UserError(f"ERROR: --section={section}: {path} has no such section{_nearest(section, list(config))}")
+    values = {name: value for name, value in config.items() if not isinstance(value, dict)} | config.get(section, {})
+    arguments = []
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(f"ERROR: {path}: {script}.py has no setting {name!r}{_nearest(name, known)}")
+        # One word `--name=value`, so that a value may begin with dashes; several values need words of their own.
+        several = isinstance(value, list | tuple)
+        arguments += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
+    return arguments
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else "; --help lists them"
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The assignments of a settings file, read as data.
+
+    Values are literals, dict(NAME=VALUE, ...), and + - * / of numbers. Raises UserError, with the line, for anything
+    else, and for a name that is given twice.
+    """
+    try:
+        data = Path(path).read_bytes()
+        if len(data) > MAX_SETTINGS_BYTES:
+            raise ValueError(f"more than {MAX_SETTINGS_BYTES:,} bytes")
+        tree = ast.parse(data.decode("utf-8"))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "nested too deep"
+        raise UserError(f"ERROR: cannot read settings file {path}: {reason}") from None
+    values: dict[str, Any] = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # a docstring
+        try:
+            if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+                raise ValueError("only plain assignments `name = value` are read, nothing is executed")
+            name, value = statement.targets[0].id, _evaluate(statement.value)
+            if name in values or len(statement.targets) > 1:
+                raise ValueError(f"{name} is given twice: keep one")
+            values[name] = value
+        except (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
+            reason = str(error) if "malformed" not in str(error) else "a value must be a literal; nothing is executed"
+            raise UserError(f"ERROR: settings file {path}, line {statement.lineno}: {reason:.200}") from None
+    return values
+
+
+def _evaluate(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
+        if len(names := [keyword.arg for keyword in node.keywords]) > len({*names} - {None}):
+            raise ValueError("dict(...) needs different names")
+        return {keyword.arg: _evaluate(keyword.value) for keyword in node.keywords}
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if not all(isinstance(each, int | float) and abs(each) < 2**64 for each in (left, right)):
+            raise ValueError("+ - * / are for numbers")
+        return ARITHMETIC[type(node.op)](left, right)
+    return ast.literal_eval(node)

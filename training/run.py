@@ -1,0 +1,174 @@
+"""A training run that can be interrupted: its records, its saved state, its steps.
+
+    python train.py --config config/train_shakespeare.py --init_from resume
+
+The state (`.resume`) and the records (`.jsonl`) lie beside the output. The state is saved at each evaluation and on
+Ctrl-C or SIGTERM after the step; a resumed run of the same settings and inputs ends in the same tensors, since random
+numbers depend on the seed and the step alone (`common.device.random_stream`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from common.distributed import Ranks
+from common.files import hold_output, load_state, save_state
+from common.log import RunLog, Tracker, progress, say
+from common.process import Finished, UserError, flag_signals, on_interruption, raise_signal
+from common.settings import Settings, changeable, differing_settings
+
+
+class Stateful(Protocol):
+    """A part of a run's state."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Tensors and plain values."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
+        """Go on from a `state_dict()`."""
+
+
+class Run:
+    """A training that makes `output`.
+
+    `reads` are hashes, by name, of what the run reads, which must be the same when it is resumed. `facts` are plain
+    values with which the run began and that a resumed one takes over, the length of its schedule among them.
+    """
+
+    def __init__(self, output: str | Path, settings: Settings, ranks: Ranks, reads: Mapping[str, Any]) -> None:
+        self.output, self.settings, self.ranks, self.reads = Path(output), settings, ranks, dict(reads)
+        self.path, self.log_path = self.output.with_suffix(".resume"), self.output.with_suffix(".jsonl")
+        if self.output in (self.path, self.log_path):
+            raise UserError(f"ERROR: {output}: the state (.resume) and records (.jsonl) lie beside it: name it .pt")
+        self.step = 0  # steps made
+        self.facts: dict[str, Any] = {}
+        self.reason = ""  # why the loop ended
+        self.parts: dict[str, Stateful] = {}
+        self._state: dict[str, Any] | None = None  # of a resumed run
+        self._log: RunLog | None = None
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the run goes on from a saved state."""
+        return self._state is not None
+
+    def begin(self, resume: bool, overwrite: bool = False, **facts: Any) -> None:
+        """Lock the output; read the state of a run to resume, or make sure that a new one replaces nothing of value.
+
+        Raises Finished where the same settings and inputs have already made the output, and UserError where there is
+        nothing to resume, where the state is of another run, or where a new one would replace another.
+        """
+        if self.ranks.rank == 0:
+            hold_output(self.output)
+        state = self.ranks.on_main(lambda: load_state(self.path) if self.path.is_file() else None)
+        difference = "" if state is None else self._difference(state)
+        if resume:
+            if state is None:
+                raise UserError(f"ERROR: nothing to resume: {self.path} not found; start with --init_from scratch")
+            if difference:
+                raise UserError(
+                    f"ERROR: {self.path} is of another run ({difference}); use its settings, or another output"
+                )
+            self._state, self.step, self.facts = state, state["step"], state["facts"]
+            say(f"Resuming {self.path} at step {self.step}")
+        elif not overwrite and (state is not None or self.output.exists()):
+            if state is None or difference:
+                what = (
+                    f"is of another run ({difference})"
+                    if difference
+                    else "exists, and no state of its run lies beside it"
+                )
+                raise UserError(f"ERROR: {self.output} {what}: name another output, or --overwrite True replaces it")
+            if not state["finished"]:
+                way = "--init_from resume goes on, --overwrite True begins anew"
+                raise UserError(f"ERROR: {self.output} has a run of these settings that was interrupted: {way}")
+            raise Finished(f"{self.output} was made with these settings already; --overwrite True makes it again.")
+        else:
+            self.facts = facts
+            if self.ranks.rank == 0:
+                self.path.unlink(missing_ok=True)
+        self._log = self._open_log()
+        on_interruption(self._resume_hint)
+
+    def _difference(self, state: Mapping[str, Any]) -> str:
+        """How a state's settings and inputs differ from this run's, as text; raises UserError for a damaged state."""
+        kinds = {"settings": dict, "reads": dict, "facts": dict, "parts": dict, "step": int, "finished": bool}
+        if any(type(state.get(name)) is not kind for name, kind in kinds.items()) or state["step"] < 0:
+            raise UserError(f"ERROR: {self.path} is no state of a run, or damaged: delete it and start from scratch")
+        own = changeable(type(self.settings)) | {"init_from", "overwrite"}
+        now = {name: value for name, value in asdict(self.settings).items() if name not in own}
+        texts = [differing_settings(state["settings"], now), differing_settings(state["reads"], self.reads)]
+        return "; ".join(filter(None, texts))
+
+    def saved(self, part: str) -> Any:
+        """The saved state of a part, for what has to be known of it before it can be made."""
+        return (self._state or {"parts": {}})["parts"].get(part)
+
+    def track(self, **parts: Stateful) -> None:
+        """Make these parts of the state; those of a resumed run are restored. Raises UserError for a damaged state."""
+        self.parts |= parts
+        for name, part in parts.items() if self._state is not None else ():
+            try:
+                part.load_state_dict(self._state["parts"][name])
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                reason = str(error).removeprefix("ERROR: ").partition("\n")[0]
+                raise UserError(
+                    f"ERROR: {self.path} is damaged ({name}: {reason:.200}): delete it and start with --init_from scratch"
+                ) from None
+
+    def steps(self, total: int, stop: Callable[[], str | None] = lambda: None) -> Iterator[int]:
+        """Yield the number, counted from 0, of each step to make; ends with a `reason`, `stop()`'s or the limit.
+
+        Signals wait until the step is whole, its evaluation too; then the state is saved and the signal raised, on
+        every rank if on one.
+        """
+        with flag_signals() as signals, progress(total, "Training", "step", initial=self.step) as self.bar:
+            while True:
+                self.reason = stop() or (f"step limit: {total}" if self.step >= total else "")
+                if self.reason:
+                    return
+                yield self.step
+                self.step += 1
+                self.bar.update()
+                if number := self._agree(signals):
+                    self.save(self.step)
+                    raise_signal(number)
+
+    def log(self, step: int, quiet: bool = False, **figures: Any) -> None:
+        """Append the record of a step, and print its line unless `quiet`."""
+        assert self._log is not None  # begin
+        self._log.log(step, quiet, **figures)
+
+    def save(self, step: int, finished: bool = False) -> None:
+        """Write the state after so many steps, from rank 0 alone; `finished` once the output is written."""
+        if self.ranks.rank == 0:
+            parts = {name: dict(part.state_dict()) for name, part in self.parts.items()}
+            state = {"step": step, "finished": finished, "facts": self.facts, "reads": self.reads, "parts": parts}
+            save_state(self.path, state | {"settings": asdict(self.settings)})
+
+    def _open_log(self) -> RunLog:
+        """The records: those of a resumed run up to its step stay."""
+        names = {"tracker": "none", "wandb_project": "crossover", "wandb_run_name": self.output.stem}
+        name, project, run = (getattr(self.settings, each, default) for each, default in names.items())
+        tracker, folder = None, self.output.with_suffix(".tensorboard")
+        if name != "none" and self.ranks.rank == 0:
+            tracker = Tracker(name, project, run, asdict(self.settings), folder)
+        return RunLog(self.log_path, self.step if self.is_resumed else -1, tracker)
+
+    def _agree(self, signals: list[int]) -> int:
+        """The greatest signal that any rank was sent; 0 where none was."""
+        if self.ranks.world_size == 1:
+            return max(signals, default=0)
+        greatest = torch.tensor(max(signals, default=0), device=self.ranks.device)
+        torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX)
+        return int(greatest)
+
+    def _resume_hint(self) -> str:
+        return (
+            "Go on with --init_from resume."
+            if self.path.is_file()
+            else "Nothing was saved yet: run the same command again."
+        )
