@@ -8,7 +8,7 @@ ARGS :=
 SCALE := 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test campaign-short campaign test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-kl bench-training figures screenshot lint format clean
+.PHONY: help setup run test campaign-short campaign test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-training screenshot lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,7 +30,7 @@ test: setup ## run the tests, in as many processes as there are cores
 campaign-short: setup ## try for 10 minutes to break what docs/reliability.md promises
 	$(PYTHON) tests/campaign/run.py $(ARGS)
 
-campaign: setup ## the same SCALE times over (SCALE=30: hours), with figures in campaign.json
+campaign: setup ## the same SCALE times over (SCALE=30: hours), with in campaign.json
 	$(PYTHON) tests/campaign/run.py --scale $(SCALE) --records campaign.json $(ARGS)
 
 test-kernels: setup ## run the tests with other processors' kernels, with two threads and in random order
@@ -49,11 +49,6 @@ bench-grpo: setup ## time a GRPO step with either reward model against TRL's (in
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/grpo.py $(ARGS)
 
-bench-kl: setup ## time training to a KL(pi || m), ours in three forms and TRL's (installs requirements-bench.txt)
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
-	$(PYTHON) data/shakespeare_char/prepare.py
-	$(PYTHON) benchmarks/time_to_kl.py $(ARGS)
-
 bench-reward-models: setup ## measure every reward model, by itself and against the exact posterior
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/reward_models.py $(ARGS)
@@ -62,9 +57,6 @@ bench-reward-models: setup ## measure every reward model, by itself and against 
 bench-training: setup ## time the three trainers and their start, train.py against nanoGPT's
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/training.py $(ARGS)
-
-figures: setup ## draw the pictures of docs/evidence.md from docs/evidence_records.json
-	$(PYTHON) benchmarks/evidence_tables.py --records docs/evidence_records.json --figures docs $(ARGS)
 
 screenshot: setup ## take README's picture of the report that `make run` has written (needs Chromium)
 	$(PYTHON) tests/screenshot.py out/shakespeare_char_cpu/report.html docs/report.png

@@ -19,7 +19,7 @@ from torch import Tensor
 from data_loader import HELD_OUT, SPLITS_FILE, ValidationParts, open_token_file
 from generation.completions import Completer
 from generation.sampling import Sampling
-from grpo.policy_evaluation import CopyFinder, draw_prompts, repeated_shares
+from grpo.policy_evaluation import draw_prompts
 from losses import token_log_probs
 from model import GPT
 from reward.skill import bootstrap_mean, bootstrap_ratio
@@ -27,10 +27,12 @@ from runtime.files import read_json
 from runtime.process import UserError, warn
 from runtime.run_log import counted, say
 from text.sample_quality import (
+    CopyFinder,
     NGramModel,
     block_mean,
     detect,
     distinct_ngrams,
+    repeated_shares,
     separation,
     text_blocks,
     unknown_words,

@@ -24,7 +24,6 @@ from data_loader import get_batch
 from generation.completions import Completer
 from generation.shared_prompts import put
 from grpo.policy_evaluation import (
-    CopyFinder,
     PolicyCompleter,
     PolicyEvaluation,
     Stops,
@@ -61,6 +60,7 @@ from runtime.process import UserError, run_main, warn
 from runtime.resume import Run
 from runtime.run_log import check_finite, detail, format_size, read_records, say
 from runtime.settings import Problems, Settings, setting
+from text.sample_quality import CopyFinder
 from training.checkpoint import (
     Corpus,
     build_model,

@@ -55,6 +55,8 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
         with contextlib.ExitStack() as stack:
             _stacks[:] = [stack]
             main()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     except Finished as finished:
         print(finished)
     except DivergedError as error:

@@ -8,20 +8,12 @@ from hypothesis import strategies as st
 
 from data_loader import WholeSplitBatches
 from generation.completions import Completer
-from grpo.policy_evaluation import (
-    CopyFinder,
-    PolicyEvaluation,
-    Stops,
-    distinct_n,
-    draw_prompts,
-    masked_mean,
-    repetition,
-    written_mask,
-)
+from grpo.policy_evaluation import PolicyEvaluation, Stops, draw_prompts, masked_mean, written_mask
 from losses import language_model_loss, token_log_probs
 from model import GPT
 from reward.frozen_scorer import RewardScorer, Scores
 from runtime.process import UserError
+from text.sample_quality import CopyFinder, distinct_n, repetition
 from train_grpo import GRPOSettings
 from training.checkpoint import build_model, load_checkpoint, open_corpus
 

@@ -9,12 +9,12 @@ from helpers import make_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo.policy_evaluation import distinct_n
 from reward.skill import bootstrap_ratio
 from text.sample_quality import (
     NGramModel,
     block_mean,
     detect,
+    distinct_n,
     distinct_ngrams,
     separation,
     text_blocks,

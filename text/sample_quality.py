@@ -253,3 +253,46 @@ def separation(natural: Tensor, written: Tensor, seed: int) -> tuple[float, floa
         return area
 
     return auc(torch.arange(len(natural))), *bootstrap_interval(auc, len(natural), seed)
+
+
+def distinct_n(ids: Tensor, n: int) -> float:
+    """Different n-grams over all n-grams of sequences (B, T) (Li et al. 2016, arXiv 1510.03055): 1 is no repetition."""
+    if ids.size(1) < n:
+        return 0.0
+    grams = ids.unfold(1, n, 1).reshape(-1, n)  # (B (T - n + 1), n)
+    return len(grams.unique(dim=0)) / len(grams)
+
+
+def repetition(ids: Tensor, n: int = 4) -> float:
+    """Share of the n-grams of a sequence that stood in it before, mean over sequences (B, T)."""
+    return float(np.mean(repeated_shares(ids, n)))
+
+
+def repeated_shares(ids: Tensor, n: int = 4) -> list[float]:
+    """`repetition` of each sequence (B, T)."""
+    if ids.size(1) < n:
+        return [0.0] * len(ids)
+    grams = ids.unfold(1, n, 1)  # (B, T - n + 1, n)
+    return [1 - len(row.unique(dim=0)) / len(row) for row in grams]
+
+
+class CopyFinder:
+    """Finds the longest piece of a sequence that stands word for word in a corpus, or in its first 2^24 tokens."""
+
+    def __init__(self, corpus: np.ndarray) -> None:
+        self.text = _as_text(corpus[: 1 << 24])
+
+    def longest_copy(self, ids: np.ndarray, at_least: int = 0) -> int:
+        """Tokens of the longest run of `ids` (T,) that the corpus holds; `at_least` where none is longer."""
+        text, best = _as_text(ids), at_least
+        for start in range(len(text)):
+            # Nothing shorter than the best so far is of interest: each start is tried with one token more.
+            while start + best < len(text) and text[start : start + best + 1] in self.text:
+                best += 1
+        return best
+
+
+def _as_text(ids: np.ndarray) -> str:
+    """Token ids as characters, which Python searches fast; those that no text may hold (surrogates) are moved."""
+    numbers = np.asarray(ids, dtype=np.uint32)
+    return (numbers + (numbers >= 0xD800) * 0x800).astype("<u4").tobytes().decode("utf-32-le")

@@ -110,14 +110,13 @@ class Run:
     def track(self, **parts: Stateful) -> None:
         """Make these parts of the state; those of a resumed run are restored. Raises UserError for a damaged state."""
         self.parts |= parts
-        for name, part in parts.items() if self._state is not None else ():
+        saved = self._state["parts"] if self._state is not None else {}
+        for name, part in parts.items() if self.is_resumed else ():
             try:
-                part.load_state_dict(self._state["parts"][name])
+                part.load_state_dict(saved[name])
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                reason = str(error).removeprefix("ERROR: ").partition("\n")[0]
-                raise UserError(
-                    f"ERROR: {self.path} is damaged ({name}: {reason:.200}): delete it and start with --init_from scratch"
-                ) from None
+                reason = f"{name}: {str(error).removeprefix('ERROR: ').partition(chr(10))[0]:.200}"
+                raise UserError(f"ERROR: {self.path} is damaged ({reason}): delete it and start from scratch") from None
 
     def steps(self, total: int, stop: Callable[[], str | None] = lambda: None) -> Iterator[int]:
         """Yield the number, counted from 0, of each step to make; ends with a `reason`, `stop()`'s or the limit.
