@@ -2,9 +2,8 @@
 
     python train_reward_model.py --base_model_path logs/model_checkpoint.pt --natural_model_path logs/natural_model.pt
 
-In: a generator's checkpoint, a reward dataset made with it and, for a likelihood head, one or several models of natural
-text made by train.py. Out: the reward model with the least loss on the validation blocks that select, its R2 on those
-that report (data_loader.ValidationParts), a picture of it (.png), and JSON records (.jsonl).
+In: a generator's checkpoint, its reward dataset and, for a likelihood head, models of natural text made by train.py.
+Out: the reward model, and its skill on validation blocks that selected nothing: a picture (.png), records (.jsonl).
 """
 
 import math

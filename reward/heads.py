@@ -12,7 +12,6 @@ A head is a class here, and a name in REWARD_MODELS. All of them have:
     loss(output, targets, name) -> (); targets (B, 2) [K/T, (T-K)/T]
     share(output)              -> P(natural) (B,)
     evidence(idx), token_probabilities(idx) -> (B, T); UserError where the head does not know tokens
-    contains(reference)        -> whether a pass of the reward model includes one of that generator
 
 With a uniform crossover K, P(K | x) is proportional to the product over the natural tokens t < K of
 p(x_t | x_<t) / q(x_t | x_<t): p natural text, q the generator (the posterior of a change point with known distributions
@@ -168,8 +167,8 @@ class LikelihoodRewardModel(TokenEvidence):
     """Two generators as one reward model: `natural` (p, trained on natural text alone) and `generator` (q, frozen).
 
     p may be an Ensemble. Evidence is log(m / q) with the mixture m = w p + (1 - w) q, w learned: two models of the same
-    text predict it better together than each alone, a token's evidence cannot fall below log(1 - w), and where p adds
-    nothing w is 0. `sampling` is how q's text was sampled. UserError for models that do not read the same tokens.
+    text predict it better together than each alone, and evidence cannot fall below log(1 - w). `sampling` is how q's
+    text was sampled. UserError for models that do not read the same tokens.
     """
 
     head_type = "likelihood"

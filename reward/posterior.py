@@ -38,10 +38,7 @@ def crossover_log_posterior(evidence: Tensor) -> Tensor:
 
 
 def natural_probabilities(evidence: Tensor) -> Tensor:
-    """P(token t is natural) = P(K > t | x), (B, T), from the tokens' evidence (B, T); their mean over t is E[K] / T.
-
-    1 at the first token; 0 at the last of several, for K is at most T - 1.
-    """
+    """P(token t is natural) = P(K > t | x), (B, T), from evidence (B, T): 1 at the first token, 0 at the last of more."""
     posterior = crossover_log_posterior(evidence).exp()
     at_least = posterior.flip(1).cumsum(1).flip(1).clamp(max=1.0)  # (B, max(T - 1, 1)): P(K >= k)
     return F.pad(at_least, (0, evidence.size(1) - at_least.size(1)))

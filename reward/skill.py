@@ -100,10 +100,7 @@ def better_than_constant(r2_low: float | None) -> bool:
 
 
 def r_squared(prediction: Tensor, target: Tensor) -> float:
-    """R^2 of predictions (n,) of targets (n,): 1 - squared error / squared error of the targets' mean.
-
-    1 is perfect, 0 is as good as the best constant, below 0 is worse. NaN (undefined) where all targets are equal.
-    """
+    """R^2 of predictions (n,) of targets (n,): 1 is perfect, 0 as good as the best constant; NaN for equal targets."""
     prediction, target = _pair(prediction, target)
     if target.min() == target.max():
         return math.nan
