@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from losses import MAX_LOG_RATIO, _at_least_float32, _choose
+from losses import _at_least_float32, _choose
 
 
 def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
@@ -38,7 +38,10 @@ def crossover_log_posterior(evidence: Tensor) -> Tensor:
 
 
 def natural_probabilities(evidence: Tensor) -> Tensor:
-    """P(token t is natural) = P(K > t | x), (B, T), from evidence (B, T): 1 at the first token, 0 at the last of more."""
+    """P(token t is natural) = P(K > t | x), (B, T), from evidence (B, T); their mean over t is E[K] / T.
+
+    1 at the first token; 0 at the last of several, for K is at most T - 1.
+    """
     posterior = crossover_log_posterior(evidence).exp()
     at_least = posterior.flip(1).cumsum(1).flip(1).clamp(max=1.0)  # (B, max(T - 1, 1)): P(K >= k)
     return F.pad(at_least, (0, evidence.size(1) - at_least.size(1)))
@@ -92,13 +95,3 @@ def mixture_weights(log_probs: Tensor, tolerance: float = 1e-5) -> Tensor:
         if not gains.max().log() > tolerance:  # nor where they are NaN
             return weights
         weights = weights * gains
-
-
-def mixture_loss(log_ratios: Tensor) -> float:
-    """min over w in [0, 1] of the mean of -log(w p/q + 1 - w) in nats, from log p - log q (n,): 0 or below."""
-    excess = log_ratios.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()  # p/q - 1
-    low, high = 0.0, 1.0
-    for _ in range(30):  # the mean is concave in w: its slope changes sign once
-        middle = (low + high) / 2
-        low, high = (middle, high) if (excess / (1 + middle * excess)).mean() > 0 else (low, middle)
-    return -(low * excess).log1p().mean().item()

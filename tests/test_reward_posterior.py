@@ -59,10 +59,6 @@ def test_posterior_and_shares_by_hand(values):
     assert posteriors.natural_share(evidence).item() == pytest.approx(mean / T)
 
 
-def test_posterior_of_two_tokens_is_certain():
-    assert posteriors.crossover_log_posterior(torch.tensor([[3.0, -7.0]])).tolist() == [[0.0]]
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=3, max_size=9), st.floats(-99, 99), st.floats(-99, 99))
 def test_the_first_and_the_last_token_have_no_evidence(values, first, last):
@@ -190,16 +186,6 @@ def test_crossover_losses_refuse_others_and_compute_in_float32():
     assert posteriors.crossover_loss(evidence.bfloat16(), targets).dtype == torch.float32
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(-12, 12), min_size=1, max_size=20))
-def test_the_mixture_is_the_best_on_a_grid(values):
-    """w p + (1 - w) q over q, at most e^10 and at least e^-10 of it."""
-    ratios = np.exp(np.clip(values, -10, 10))
-    losses = -np.log1p(np.outer(np.linspace(0, 1, 2001), ratios - 1)).mean(1)
-    assert posteriors.mixture_loss(torch.tensor(values)) == pytest.approx(losses.min(), abs=1e-3)
-    assert posteriors.mixture_loss(torch.tensor(values)) <= losses.min() + 1e-5  # ratios up to e^10 in float32
-
-
 def simplex(steps: int) -> np.ndarray:
     """All weights (n, 3) of sum 1 in steps of 1 / steps."""
     counts = [(i, j, steps - i - j) for i in range(steps + 1) for j in range(steps + 1 - i)]
@@ -237,12 +223,3 @@ def test_a_mixture_of_probabilities():
     assert mixed.exp().tolist() == pytest.approx([0.5, 0.125])
     alone = torch.randn(50)
     assert torch.equal(posteriors.log_mixture([alone], torch.zeros(1, dtype=torch.float64)), alone)
-
-
-def test_mixtures_by_hand():
-    assert posteriors.mixture_loss(torch.tensor([math.log(2.0), math.log(4.0)])) == pytest.approx(-math.log(8) / 2)
-    assert posteriors.mixture_loss(torch.tensor([-1.0, -2.0])) == 0  # p knows nothing
-    # ratios 3 and 1/3: the derivative 2 / (1 + 2w) - (2/3) / (1 - 2w/3) is 0 at w = 1/2
-    assert posteriors.mixture_loss(torch.tensor([math.log(3.0), -math.log(3.0)])) == pytest.approx(-math.log(4 / 3) / 2)
-    assert posteriors.mixture_loss(torch.tensor([math.inf])) == pytest.approx(-10)
-    assert math.isnan(posteriors.mixture_loss(torch.tensor([math.nan, 1.0])))

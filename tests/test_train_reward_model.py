@@ -154,19 +154,6 @@ def test_several_natural_models_are_mixed(good, tmp_path, generator, reward_data
     assert training["skill"]["r2_low"] > 0.8
 
 
-def test_equal_members_predict_as_one(good, tmp_path, natural_model):
-    loaded = load_checkpoint(natural_model)
-    same = build_model(loaded, "generator", natural_model)
-    save_checkpoint(tmp_path / "same.pt", same, loaded["tokenization"], loaded["data"], {"another": "file"})
-    several = {**good, "output_path": tmp_path / "several.pt"}
-    succeed("train_reward_model", **several, natural_model_path=[natural_model, tmp_path / "same.pt"])
-    succeed("train_reward_model", **good, natural_model_path=natural_model)
-    two, one = (trained(options)[0]["training"] for options in (several, good))
-    assert two["weights"] == [0.5, 0.5] and one["weights"] == [1.0]
-    assert (two["val_loss"], two["mixture"]) == pytest.approx((one["val_loss"], one["mixture"]), abs=1e-3)
-    assert two["skill"]["r2"] == pytest.approx(one["skill"]["r2"], abs=1e-3)
-
-
 def test_the_sampling_is_that_of_the_reward_data(good, tmp_path, corpus, generator, knowing):
     options = prepare_options(corpus, generator, tmp_path / "data", temperature=0.8, top_k=3, max_blocks=12)
     succeed("prepare_reward_data", **options)
