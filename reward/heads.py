@@ -16,8 +16,7 @@ A head is a class here, and a name in REWARD_MODELS. All of them have:
 With a uniform crossover K, P(K | x) is proportional to the product over the natural tokens t < K of
 p(x_t | x_<t) / q(x_t | x_<t): p natural text, q the generator (the posterior of a change point with known distributions
 on both sides; A. F. M. Smith, "A Bayesian approach to inference about a change-point in a sequence of random
-variables", Biometrika 62, 1975, section 2). q is given; p is learned, and has to predict natural text better than q.
-Shapes: B sequences of T tokens, C = n_embd channels.
+variables", Biometrika 62, 1975, section 2). Shapes: B sequences of T tokens, C = n_embd channels.
 """
 
 from collections.abc import Callable, Iterable, Sequence
