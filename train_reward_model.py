@@ -61,7 +61,7 @@ class RewardModelSettings(Settings):
     unfreeze_layers: int = setting(0, minimum=-1)
     """last, position: train this many of the last transformer blocks too; 0: the head alone, -1: the whole trunk"""
     loss: Literal["mse", "cross_entropy", "token", "nll"] | None = None
-    """loss to minimise; token (a label for every token) and nll (-log P(K)) not for last. None: mse for last, else nll"""
+    """loss to minimise; token (a label for every token), nll (-log P(K)): not for last. None: mse for last, else nll"""
     learning_rate: float = setting(1e-3, above=0)
     """learning rate of AdamW for head and unfrozen blocks, constant"""
     batch_size: int = setting(64, minimum=1)
