@@ -1,6 +1,8 @@
 """A printed line and a JSON record for each step, progress bars, and trackers.
 
-python -c "from common.log import read_records; print(read_records('out/model_checkpoint.jsonl')[-1])"
+    python -c "from common.log import read_records; print(read_records('out/model_checkpoint.jsonl')[-1])"
+
+A record is one line of JSON, a dict with `step`.
 """
 
 import importlib.util
