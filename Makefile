@@ -8,7 +8,7 @@ ARGS :=
 SCALE := 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test campaign-short campaign test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-training screenshot lint format clean
+.PHONY: help setup run test campaign-short campaign test-kernels mutants test-interop bench-generation bench-reward-models bench-grpo bench-training screenshot lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,9 @@ campaign: setup ## the same SCALE times over (SCALE=30: hours), with in campaign
 
 test-kernels: setup ## run the tests with other processors' kernels, with two threads and in random order
 	$(PYTHON) tests/kernels.py $(ARGS)
+
+mutants: setup ## plant each fault of tests/mutants.json, one at a time, and see whether a test fails (hours)
+	$(PYTHON) tests/mutants.py $(ARGS)
 
 test-interop: setup ## run the tests that need requirements-bench.txt (installs it)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
