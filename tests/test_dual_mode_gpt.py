@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import model as model_module
-from model import GPT, GPTConfig, rotary_angles, rotate, rows_that_fit
+from model import GPT, GPTConfig, rotary_angles, rotate
 from reward.heads import PositionRewardModel
-from runtime.process import UserError
+from common.process import UserError
 
 TINY = {"block_size": 12, "vocab_size": 11, "n_layer": 2, "n_head": 2, "n_embd": 8}
 

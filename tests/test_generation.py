@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generation import completions, kv_cache, sampling
-from generation.completions import Completer, Completions, compile_model, complete, generate
+from generation.completions import Completer, Completions, complete, generate
 from generation.kv_cache import KVCache
 from generation.sampling import Sampling, sample_tokens
 from model import GPT, GPTConfig
-from runtime.device import random_stream
-from runtime.process import UserError
+from common.device import random_stream
+from common.process import UserError
 
 N, V = 10, 13
 LARGEST_UNIFORM = 1 - 2**-24  # the largest float32 below 1
