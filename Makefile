@@ -8,7 +8,7 @@ ARGS :=
 SCALE := 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test campaign-short campaign test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-training screenshot lint format clean
+.PHONY: help setup run test campaign-short campaign test-interop bench-generation bench-reward-models bench-grpo bench-training screenshot lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,9 +32,6 @@ campaign-short: setup ## try for 10 minutes to break what docs/reliability.md pr
 
 campaign: setup ## the same SCALE times over (SCALE=30: hours), with in campaign.json
 	$(PYTHON) tests/campaign/run.py --scale $(SCALE) --records campaign.json $(ARGS)
-
-test-kernels: setup ## run the tests with other processors' kernels, with two threads and in random order
-	$(PYTHON) tests/kernels.py $(ARGS)
 
 test-interop: setup ## run the tests that need requirements-bench.txt (installs it)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt

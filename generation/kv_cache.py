@@ -50,7 +50,7 @@ class KVCache:
         self._shared, self._source_rows = shared, source_rows
 
     def at(self, position: int, length: int, rows: int) -> None:
-        """The next pass adds `length` tokens (T), from `position` on, to the first `rows` rows (A)."""
+        """The next pass adds `length` tokens (T), one or from position 0 on, to the first `rows` rows (A)."""
         end = position + length
         self.positions = self._all_positions[position:end]  # (T,)
         self._is_single = length == 1 and self.memory.device.type == "cpu"
@@ -73,9 +73,7 @@ class KVCache:
             scaled = (queries * queries.size(-1) ** -0.5).view(-1, 1, queries.size(-1))  # (A H, 1, D)
             scores = torch.baddbmm(self._mask, scaled, all_keys.transpose(1, 2))  # (A H, 1, S)
             return torch.bmm(scores.softmax(-1), all_values).view(queries.shape)
-        T, S = queries.size(2), all_keys.size(2)
-        mask = self._all_positions[:S] <= self.positions[:, None] if 1 < T < S else None  # (T, S)
-        return F.scaled_dot_product_attention(queries, all_keys, all_values, mask, is_causal=T == S > 1)
+        return F.scaled_dot_product_attention(queries, all_keys, all_values, is_causal=queries.size(2) > 1)
 
     def _grow(self, end: int) -> None:
         """Make room for the positions before `end`, filled from `shared`, or with zeros: 0 times a NaN would be NaN."""

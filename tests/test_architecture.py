@@ -57,7 +57,6 @@ NAMED_OTHERWISE = {
     "test_golden_curves": ("train", "train_reward_model", "train_grpo"),
     "test_grpo_tasks": ("train_grpo", "rollouts"),
     "test_integration": (),  # tokenization, loading and data preparation together
-    "test_kernels": (),  # tests/kernels.py
     "test_old_artefacts": (),  # what checkpoint, runtime/resume and run_cycles wrote before
     "test_oracle": (),  # benchmarks/oracle.py
     "test_pipeline": (),  # benchmarks/pipeline.py
