@@ -27,11 +27,10 @@ MOST_IN_MEMORY = 2**30  # bytes of a dataset's features
 
 
 def frozen_depth(model: GPT) -> int | None:
-    """How many blocks from below are frozen, with the embeddings; None where there are none to speak of."""
-    if any(parameter.requires_grad for parameter in model.transformer.wte.parameters()):
-        return None
-    frozen = [not any(parameter.requires_grad for parameter in block.parameters()) for block in model.transformer.h]
-    return (frozen.index(False) if False in frozen else len(frozen)) or None
+    """How many blocks are frozen, with the embeddings: all of them, or None where something is trained."""
+    return (
+        None if any(parameter.requires_grad for parameter in model.transformer.parameters()) else model.config.n_layer
+    )
 
 
 def to_device(array: np.ndarray | Tensor, rows: np.ndarray, device: torch.device) -> Tensor:

@@ -123,14 +123,12 @@ class TrunkRewardModel(GPT):
         return _same(self.transformer, reference.transformer)
 
     def features(self, idx: Tensor, depth: int) -> Tensor:
-        """Inputs of `output` for token ids (B, T): hidden states (B, T, C) after `depth` blocks; pooled after all."""
-        return self.pool(self.trunk(idx)) if depth == self.config.n_layer else self.begin_trunk(idx, depth)
+        """Inputs of `output` for token ids (B, T): the pooled hidden states after all blocks."""
+        return self.pool(self.trunk(idx))
 
     def output(self, inputs: Tensor, depth: int | None = None) -> Tensor:
-        """The head's output of token ids (B, T), or of their `features` at that depth."""
-        if depth == self.config.n_layer:
-            return self.score(inputs)
-        return self.score(self.pool(self.trunk(inputs) if depth is None else self.continue_trunk(inputs, depth)))
+        """The head's output of token ids (B, T), or of their `features`."""
+        return self.score(inputs if depth is not None else self.pool(self.trunk(inputs)))
 
 
 class LastRewardModel(TrunkRewardModel):

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-import losses
 from grpo import policy_loss as policy_losses
 from grpo.policy_loss import group_advantages, groups_without_spread, kl_estimate, policy_loss
-from model import GPT, GPTConfig
 from reward import posterior as posteriors
 from runtime.process import UserError
 
@@ -28,100 +26,6 @@ def reference_tensors(dtype=torch.float32):
     """logp, old, ref, mask (4, 5) of the reference, and advantages (4,)."""
     tensors = [torch.tensor(INPUTS[name], dtype=dtype) for name in ("logp", "old", "ref", "mask")]
     return *tensors, group_advantages(torch.tensor(INPUTS["rewards"], dtype=dtype), INPUTS["G"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# log-probabilities and entropy
-
-
-def test_token_log_probs_by_hand():
-    logits = torch.tensor([[[0.0, math.log(3.0)], [1.0, 1.0]]])
-    expected = torch.tensor([[math.log(0.75), math.log(0.5)]])
-    torch.testing.assert_close(losses.token_log_probs(logits, torch.tensor([[1, 0]])), expected)
-
-
-def test_token_log_probs_of_infinite_logits():
-    logits = torch.tensor([[0.0, 0.0, math.inf], [0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf]])
-    found = losses.token_log_probs(logits, torch.tensor([0, 0, 2]))
-    torch.testing.assert_close(found, torch.tensor([math.nan, -math.log(2), -math.inf]), equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_log_probs_equal_log_softmax_with_gradient(dtype):
-    torch.manual_seed(0)
-    logits, ids = torch.randn(3, 5, 11).mul(4).to(dtype), torch.randint(11, (3, 5))
-    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    result = losses.token_log_probs(ours, ids)
-    expected = plain.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    assert result.dtype == torch.float32
-    torch.testing.assert_close(result, expected)
-    weights = torch.randn(3, 5)
-    (result * weights).sum().backward()
-    (expected * weights).sum().backward()
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(ours.grad, plain.grad, **tolerance)
-
-
-def test_entropy_by_hand():
-    logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf]]])
-    expected = torch.tensor([[math.log(4), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]])
-    torch.testing.assert_close(losses.entropy(logits), expected)
-
-
-@pytest.mark.parametrize("padding", [-math.inf, torch.finfo(torch.float32).min])
-def test_entropy_ignores_padding_and_has_a_finite_gradient(padding):
-    logits = torch.tensor([[[30.0, 29.0, 28.5]]])
-    padded = torch.cat([logits, torch.full((1, 1, 2), padding)], -1).requires_grad_()
-    result = losses.entropy(padded)
-    torch.testing.assert_close(result, losses.entropy(logits))
-    (1000 * result.sum()).backward()
-    assert padded.grad.isfinite().all()
-    assert padded.grad[..., 3:].abs().max() == 0
-
-
-def test_entropy_of_a_far_offset_and_of_certainty():
-    near, far = losses.entropy(torch.tensor([[[0.0, 1.0]]])), losses.entropy(torch.tensor([[[4096.0, 4097.0]]]))
-    torch.testing.assert_close(near, far)
-    assert losses.entropy(torch.tensor([[[0.0, 1e4]]])).item() == 0
-
-
-class Constant(torch.nn.Module):
-    """Loss: the mean of the targets, plus 100 when training."""
-
-    def forward(self, x, y):
-        return None, y.float().mean() + 100 * self.training
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_language_model_loss_weighs_every_target_the_same(training):
-    model = Constant().train(training)
-    batches = [(torch.zeros(2, 3).long(), torch.full((2, 3), 1)), (torch.zeros(1, 2).long(), torch.full((1, 2), 5))]
-    assert losses.language_model_loss(model, iter(batches)) == pytest.approx((6 * 1 + 2 * 5) / 8)
-    assert model.training == training
-    assert losses.language_model_loss(model, []) == math.inf
-
-
-def test_language_model_loss_leaves_ignored_targets_out():
-    """Targets of -1 weigh nothing, a batch of them alone (whose mean loss is NaN) neither, nor one without a loss."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=4, vocab_size=7, n_layer=1, n_head=1, n_embd=8))
-    x, y = torch.randint(7, (2, 3, 4))
-    ignored = torch.full_like(y, -1)
-    partly = torch.where(torch.rand(y.shape) < 0.5, -1, y)
-    batches = [(x, partly), (x, ignored), (x[:1], y[:1])]
-    counts = [int((y != -1).sum()) for _, y in batches]
-    with torch.no_grad():
-        expected = sum(float(model(*batches[i])[1]) * counts[i] for i in (0, 2)) / sum(counts)
-    assert losses.language_model_loss(model, batches) == pytest.approx(expected, rel=1e-5)
-    assert losses.language_model_loss(model, [(x, ignored)]) == math.inf
-    assert losses.language_model_loss(WithoutLoss(), [(x, y)]) == math.inf
-
-
-class WithoutLoss(torch.nn.Module):
-    """As a model that was given nothing to learn."""
-
-    def forward(self, x, y):
-        return None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
