@@ -246,7 +246,7 @@ def begin_run(settings: TrainSettings, start: dict[str, Any] | None, data: dict[
         reads["start"] = settings.start and ckpt.hash_model(settings.start)
     run = Run(Path(settings.out_dir, settings.checkpoint_name), settings, ranks, reads)
     facts = {"max_iters": settings.max_iters, "patience": settings.patience}
-    run.begin(resume, settings.overwrite, first_batch=learned.get("batches", 0), **facts)
+    run.begin(resume, settings.overwrite, first_batch=learned.get("batches") or 0, **facts)
     return run
 
 
