@@ -58,12 +58,18 @@ class Optimizers:
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
-        self.peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+        self.peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
 
     def set_learning_rate_factor(self, factor: float) -> None:
         """Make every learning rate `factor` times the one it was made with."""
-        for group, peak in self.peaks:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group, peak in zip(groups, self.peaks, strict=True):
             self.learning_rate = group["lr"] = peak * factor
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         return {"moments": [optimizer.state_dict()["state"] for optimizer in self.optimizers]}
@@ -126,7 +132,7 @@ def take_step(model: nn.Module, optimizers: Optimizers, grad_clip: float, scaler
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
     for optimizer in optimizers.optimizers:
         scaler.step(optimizer)
-        optimizer.zero_grad()
+    optimizers.zero_grad()
     scaler.update()
     kept = [(p, *moments.values()) for each in optimizers.optimizers for p, moments in each.state.items()]
     if not torch.nn.utils.get_total_norm([tensor for tensors in kept for tensor in tensors]).isfinite():
@@ -140,27 +146,32 @@ def gradient_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradS
 
 
 class EarlyStopping:
-    """Stop when a value has not improved by at least `min_delta` over the last `patience` evaluations; None: never.
+    """Stop when a value has not fallen by at least `min_delta` over the last `patience` evaluations; None: never.
 
-    Small steps that add up to min_delta within the patience count. `mode` max: larger is better.
+    Small steps that add up to min_delta within the patience count.
     """
 
-    def __init__(self, patience: int | None, min_delta: float = 0.0, mode: str = "min") -> None:
-        self.patience, self.min_delta, self.sign = patience, min_delta, {"min": 1, "max": -1}[mode]
+    def __init__(self, patience: int | None, min_delta: float = 0.0) -> None:
+        self.patience, self.min_delta = patience, min_delta
         self.best, self.num_without_improvement = math.inf, 0
 
     def update(self, value: float) -> None:
         """Note an evaluation."""
         self.num_without_improvement += 1
-        gain = self.best - self.sign * value
+        gain = self.best - value
         if gain > 0 and gain >= self.min_delta * (1 - 1e-9):  # binary makes of 2.0 - 1.999 a hair less than 0.001
-            self.best, self.num_without_improvement = self.sign * value, 0
+            self.best, self.num_without_improvement = value, 0
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the patience has run out."""
+        return self.patience is not None and self.num_without_improvement >= self.patience
 
     @property
     def reason(self) -> str:
         """Why to stop; empty while there is patience."""
-        waits = self.patience is None or self.num_without_improvement < self.patience
-        return "" if waits else f"patience: no improvement of {self.min_delta} in {self.patience} evaluations"
+        what = f"patience: no improvement of {self.min_delta} in {self.patience} evaluations"
+        return what if self.should_stop else ""
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "num_without_improvement": self.num_without_improvement}
