@@ -1,0 +1,225 @@
+"""reward/posterior.py: the posterior and its losses by hand and by finite differences; mixtures against a grid.
+
+pytest tests/test_reward_posterior.py
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from common.process import UserError
+from reward import posterior as posteriors
+
+
+def test_reward_losses_by_hand():
+    scores, targets = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.5, 0.5]])  # probabilities 1/4, 3/4
+    assert posteriors.reward_loss(scores, targets).item() == pytest.approx(0.0625, rel=1e-5)
+    by_hand = -0.5 * (math.log(0.25) + math.log(0.75))
+    assert posteriors.reward_loss(scores, targets, "cross_entropy").item() == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_reward_losses_take_scores_or_log_probabilities():
+    torch.manual_seed(0)
+    scores, natural = torch.randn(7, 2), torch.rand(7, 1)
+    targets = torch.cat([natural, 1 - natural], 1)
+    for loss in ("mse", "cross_entropy"):
+        from_log_probs = posteriors.reward_loss(scores.log_softmax(-1), targets, loss)
+        torch.testing.assert_close(posteriors.reward_loss(scores, targets, loss), from_log_probs)
+    assert posteriors.reward_loss(scores, targets).equal(F.mse_loss(scores.softmax(-1), targets))
+    with pytest.raises(UserError, match=r"loss='l1' .* mse, cross_entropy$"):
+        posteriors.reward_loss(scores, targets, "l1")
+
+
+def posterior_by_hand(evidence: list[float]) -> list[float]:
+    """P(K = k | x) for k = 1, 2, ..., T - 1 (1 alone where T = 1): each k's product of ratios, normalised."""
+    numbers = range(1, max(len(evidence), 2))
+    weights = [math.exp(math.fsum(evidence[:k])) for k in numbers]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+EVIDENCE = st.lists(st.floats(-5, 5), min_size=1, max_size=9).filter(lambda values: len(values) != 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(EVIDENCE)
+def test_posterior_and_shares_by_hand(values):
+    evidence, T = torch.tensor([values], dtype=torch.float64), len(values)
+    by_hand = posterior_by_hand(values)
+    log_posterior = posteriors.crossover_log_posterior(evidence)
+    assert log_posterior.exp()[0].tolist() == pytest.approx(by_hand)
+    # P(K > t) of every token; with one token alone there is nothing else than K = 1
+    natural = [math.fsum(p for k, p in enumerate(by_hand, 1) if k > t) for t in range(T)]
+    assert posteriors.natural_probabilities(evidence)[0].tolist() == pytest.approx(natural)
+    mean = math.fsum(k * p for k, p in enumerate(by_hand, 1))
+    assert posteriors.natural_share(evidence).item() == pytest.approx(mean / T)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-5, 5), min_size=3, max_size=9), st.floats(-99, 99), st.floats(-99, 99))
+def test_the_first_and_the_last_token_have_no_evidence(values, first, last):
+    """The first is natural and the last is written, whatever they look like."""
+    evidence, other = (torch.tensor([ends]) for ends in (values, [first, *values[1:-1], last]))
+    assert posteriors.crossover_log_posterior(evidence).equal(posteriors.crossover_log_posterior(other))
+    targets = torch.tensor([[1 / len(values), 1 - 1 / len(values)]])
+    for loss in CROSSOVER_LOSSES:
+        assert posteriors.crossover_loss(evidence, targets, loss) == posteriors.crossover_loss(other, targets, loss)
+
+
+def test_the_posterior_is_that_of_two_markov_chains():
+    """All 3^4 texts of two known chains: joint probabilities by multiplication, and over all texts the prior again."""
+    torch.manual_seed(0)
+    T, V = 4, 3
+    natural, written = torch.randn(2, V, V, dtype=torch.float64).log_softmax(-1)  # of the next token, given the last
+    texts = torch.cartesian_prod(*[torch.arange(V)] * T)  # (81, 4)
+    log_p, log_q = (chain[texts[:, :-1], texts[:, 1:]] for chain in (natural, written))  # (81, 3)
+    # P(text, K): the first token is uniform; token t is natural where t < K
+    joint = torch.stack([(log_p[:, : K - 1].sum(1) + log_q[:, K - 1 :].sum(1)).exp() for K in range(1, T)], 1)
+    joint = joint / V / (T - 1)
+    torch.testing.assert_close(joint.sum(), torch.tensor(1.0).double())
+    evidence = F.pad(log_p - log_q, (1, 0))
+    posterior = posteriors.crossover_log_posterior(evidence).exp()
+    torch.testing.assert_close(posterior, joint / joint.sum(1, keepdim=True))
+    chance = joint.sum(1)
+    torch.testing.assert_close(chance @ posterior, torch.full((T - 1,), 1 / (T - 1)).double())
+    torch.testing.assert_close(chance @ posteriors.natural_share(evidence), torch.tensor(0.5).double())
+    assert posteriors.natural_share(evidence).std() > 0.05  # these chains differ
+
+
+CROSSOVER_LOSSES = ("mse", "cross_entropy", "token", "nll")
+
+
+def crossover_loss_by_hand(values: list[float], crossover: int, loss: str) -> float:
+    """Of one sequence."""
+    K, T, posterior = crossover, len(values), posterior_by_hand(values)
+    share = math.fsum(k * p for k, p in enumerate(posterior, 1)) / T
+    if loss == "mse":
+        return (share - K / T) ** 2
+    if loss == "cross_entropy":
+        return -K / T * math.log(share) - (1 - K / T) * math.log(1 - share)
+    K = min(max(K, 1), T - 1)
+    if loss == "nll":
+        return -math.log(posterior[K - 1])
+    later = [math.fsum(posterior[t:]) for t in range(1, T - 1)]  # P(K > t)
+    terms = [-math.log(p if t < K else 1 - p) for t, p in enumerate(later, 1)]
+    return math.fsum(terms) / len(terms)
+
+
+@pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
+@settings(max_examples=30, deadline=None)
+@given(st.integers(3, 8), st.integers(0, 2**31), st.data())
+def test_crossover_losses_by_hand(loss, length, seed, data):
+    """K of 0 and T among them: labels of data that were not made here."""
+    T = length
+    evidence = torch.randn(3, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    K = data.draw(st.lists(st.integers(0, T), min_size=3, max_size=3))
+    targets = torch.tensor([[k / T, (T - k) / T] for k in K])  # float32, as the files have them
+    by_hand = [crossover_loss_by_hand(row, k, loss) for row, k in zip(evidence.tolist(), K, strict=True)]
+    ours = posteriors.crossover_loss(evidence, targets.double(), loss).item()
+    assert ours == pytest.approx(sum(by_hand) / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [6, 49, 100, 1024])
+def test_every_crossover_is_read_off_its_label(length, dtype):
+    """K / T is rounded, and a little less than K comes out of it again."""
+    T = length
+    K = torch.arange(1, T)
+    targets = torch.stack((K / T, (T - K) / T), 1).to(dtype)  # of float32, as the files have them
+    evidence = torch.randn(1, T, generator=torch.Generator().manual_seed(0))
+    log_posterior = posteriors.crossover_log_posterior(evidence)[0]
+    losses = torch.stack([posteriors.crossover_loss(evidence, target[None], "nll") for target in targets])
+    assert torch.equal(losses, -log_posterior)
+
+
+@pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
+def test_gradients_of_crossover_losses_by_finite_differences(loss):
+    torch.manual_seed(0)
+    evidence = (2 * torch.randn(3, 7, dtype=torch.float64)).requires_grad_()
+    targets = torch.tensor([[k / 7, 1 - k / 7] for k in (1, 3, 6)], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda at: posteriors.crossover_loss(at, targets, loss), evidence)
+    posteriors.crossover_loss(evidence, targets, loss).backward()
+    assert evidence.grad[:, 1:-1].abs().min() > 0
+
+
+@pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
+def test_crossover_losses_are_least_at_the_truth(loss):
+    """Of labels with the chances that the true evidence gives them: no other evidence loses less."""
+    torch.manual_seed(0)
+    T = 6
+    truth = torch.randn(1, T, dtype=torch.float64)
+    chances = posteriors.crossover_log_posterior(truth).exp()[0]
+
+    def expected(evidence):
+        every = torch.tensor([[k / T, 1 - k / T] for k in range(1, T)], dtype=torch.float64)
+        losses = [posteriors.crossover_loss(evidence, label[None], loss) for label in every]
+        return (torch.stack(losses) * chances).sum()
+
+    at = truth.clone().requires_grad_()
+    least = expected(at)
+    least.backward()
+    assert at.grad.abs().max() < 1e-12
+    for size in (0.01, 1.0):
+        assert all(expected(truth + size * torch.randn_like(truth)) > least for _ in range(20))
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4])
+@pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
+def test_crossover_losses_of_extreme_evidence_stay_finite(loss, size):
+    evidence = (size * torch.tensor([[1.0] * 8, [-1.0] * 8, [1.0, -1.0] * 4])).requires_grad_()
+    for K in (1, 4, 7):
+        value = posteriors.crossover_loss(evidence, torch.tensor([[K / 8, 1 - K / 8]] * 3), loss)
+        value.backward()
+        assert value.isfinite() and evidence.grad.isfinite().all()
+    shares = posteriors.natural_share(evidence)
+    assert shares[:2].tolist() == pytest.approx([7 / 8, 1 / 8])
+
+
+def test_crossover_losses_refuse_others_and_compute_in_float32():
+    evidence, targets = torch.randn(2, 5), torch.tensor([[0.4, 0.6]] * 2)
+    with pytest.raises(UserError, match=r"loss='l1' .* mse, cross_entropy, token, nll$"):
+        posteriors.crossover_loss(evidence, targets, "l1")
+    assert posteriors.crossover_loss(evidence.bfloat16(), targets).dtype == torch.float32
+
+
+def simplex(steps: int) -> np.ndarray:
+    """All weights (n, 3) of sum 1 in steps of 1 / steps."""
+    counts = [(i, j, steps - i - j) for i in range(steps + 1) for j in range(steps + 1 - i)]
+    return np.array(counts) / steps
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mixture_weights_are_the_best_of_a_grid(seed):
+    """Of three models, some so much worse that their weight is 0."""
+    draw = torch.Generator().manual_seed(seed)
+    log_probs = torch.randn(3, 30, generator=draw) - 2 - (seed % 3) * torch.rand(3, 1, generator=draw)
+    losses = -np.log(simplex(60) @ log_probs.double().exp().numpy()).mean(1)
+    weights = posteriors.mixture_weights(log_probs)
+    assert weights.sum() == pytest.approx(1) and (weights >= 0).all()
+    reached = -posteriors.log_mixture(log_probs.double(), weights.log()).mean().item()
+    assert losses.min() - 0.01 < reached < losses.min() + 1e-5
+    shifted = log_probs - 900 * torch.rand(30, generator=draw)  # a token's own scale changes nothing, nor underflows
+    assert posteriors.mixture_weights(shifted).tolist() == pytest.approx(weights.tolist(), abs=0.01)
+
+
+def test_mixture_weights_by_hand():
+    ratios = torch.tensor([3.0, 3.0, 1 / 3])  # 4 / (1 + 2u) = 2 / (3 - 2u) at u = 5/6
+    log_probs = torch.stack((ratios.log(), torch.zeros(3))) - 1
+    assert posteriors.mixture_weights(log_probs, 1e-9).tolist() == pytest.approx([5 / 6, 1 / 6], abs=1e-3)
+    worse = torch.stack((log_probs[0], log_probs[0] - 0.5))
+    assert posteriors.mixture_weights(worse).tolist() == pytest.approx([1, 0], abs=1e-4)
+    assert posteriors.mixture_weights(log_probs[[0, 0, 0]]).tolist() == pytest.approx([1 / 3] * 3)
+    assert posteriors.mixture_weights(log_probs[:1]).tolist() == [1.0]
+    assert posteriors.mixture_weights(torch.full((2, 3), math.nan)).shape == (2,)  # it ends
+
+
+def test_a_mixture_of_probabilities():
+    p = torch.tensor([[0.2, 0.5], [0.6, 0.0]])
+    mixed = posteriors.log_mixture((row.log() for row in p), torch.tensor([0.25, 0.75]).log())
+    assert mixed.exp().tolist() == pytest.approx([0.5, 0.125])
+    alone = torch.randn(50)
+    assert torch.equal(posteriors.log_mixture([alone], torch.zeros(1, dtype=torch.float64)), alone)
