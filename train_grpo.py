@@ -220,8 +220,6 @@ class GRPOSettings(Settings):
     """auto, cpu, cuda, cuda:N or mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of forward and backward pass, of frozen models too; auto: bfloat16 on CUDA, else float32"""
-    compile: bool = setting(False, changeable=True)
-    """compile the policy with torch.compile: its blocks where they learn, and the whole where it samples"""
     seed: int = setting(42, minimum=0)
     """seed of prompts and completions"""
 
@@ -328,7 +326,7 @@ def main() -> None:
     dtype = select_dtype(given.dtype, ranks.device)
     scorer = load_scorer(given, checkpoint, base_sha256, ranks.device, dtype)
     policy = load_policy(given, checkpoint, ranks.device)
-    completer = PolicyCompleter(policy, dtype, given.compile)
+    completer = PolicyCompleter(policy, dtype)
     optimizers = make_optimizers(policy, learning_rate=given.learning_rate, weight_decay=given.weight_decay)
     scaler = gradient_scaler(ranks.device, dtype)
 
@@ -419,10 +417,7 @@ def main() -> None:
 def load_policy(settings: GRPOSettings, base: dict[str, Any], device: torch.device) -> GPT:
     """The base model's checkpoint as a model to train."""
     assert settings.base_model_path is not None  # checked with the settings
-    policy = build_model(base, "generator", settings.base_model_path, device)
-    if settings.compile:
-        policy.compile_blocks()
-    return policy
+    return build_model(base, "generator", settings.base_model_path, device)
 
 
 def load_scorer(

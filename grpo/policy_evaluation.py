@@ -11,14 +11,14 @@ Shapes: P prompts, G completions each, R = P * G rows, N positions.
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data_loader import ValidationParts, WholeSplitBatches, validation_part
-from generation.completions import Completer, Completions, compile_model
+from generation.completions import Completer, Completions
 from generation.sampling import Sampling
 from grpo.policy_loss import kl_estimate, rewards_of_sequences
 from losses import text_log_probs
@@ -91,10 +91,10 @@ def total_rewards(scores: Scores, log_probs: Tensor, mask: Tensor, settings: "Po
 class PolicyCompleter(Completer[GPT]):
     """Completions of full length by a policy, in mixed precision of that dtype (`runtime.device.autocast`)."""
 
-    def __init__(self, policy: GPT, dtype: torch.dtype = torch.float32, compiled: bool = False) -> None:
+    def __init__(self, policy: GPT, dtype: torch.dtype = torch.float32) -> None:
         self.device, self.dtype = policy.transformer.wte.weight.device, dtype
         with autocast(self.device, dtype):
-            super().__init__(cast(GPT, compile_model(policy)) if compiled else policy, policy.config.block_size)
+            super().__init__(policy, policy.config.block_size)
 
     def __call__(self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling) -> Completions:
         """See `generation.complete`."""

@@ -17,7 +17,6 @@ import torch
 from helpers import (
     TINY_GRPO,
     assert_same_weights,
-    assert_weights_near,
     call,
     end_in_call,
     folder_bytes,
@@ -890,27 +889,6 @@ def test_the_division_of_a_step_is_the_one_with_which_the_run_began(good, monkey
     assert older["began"].pop("micro_rows") == 5 and older["parts"].pop("scaler") == {}
     torch.save(older, state)
     assert go_on(6, fitting=7, init_from="resume") == [7, 7]
-
-
-def test_compiled_training_is_plain_training(good, tmp_path, monkeypatch):
-    """As far as the programs compute alike: here they are the very operations. Names and resumption stay."""
-    programs, original = [], torch.compile
-
-    def backend(graph, _inputs):
-        programs.append(torch.is_grad_enabled())
-        return graph
-
-    def compiled(options: dict, **more) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "compile", lambda model, **how: original(model, **{**how, "backend": backend}))
-            succeed("train_grpo", **options, **more, compile=True)
-
-    plain, other = ({**good, "output_path": tmp_path / f"{name}.pt", "best_by": "last"} for name in ("plain", "other"))
-    succeed("train_grpo", **{**plain, "max_steps": 2})
-    compiled(other)
-    assert 1 <= sum(programs) <= 4 and 2 <= len(programs) <= 12  # with gradients: of all numbers of tokens
-    succeed("train_grpo", **{**other, "max_steps": 2}, init_from="resume")
-    assert_weights_near(weights(plain["output_path"]), weights(other["output_path"]))
 
 
 def test_a_report_of_the_start_not_finite_is_not_written(monkeypatch, tmp_path, corpus, generator, reward_model):
