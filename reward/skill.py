@@ -16,9 +16,8 @@ from torch import Tensor
 from common.process import UserError
 
 MIN_BLOCKS = 10  # resampling B blocks underestimates the variance by a share of 1/B: with fewer, too narrow an interval
-NUM_RESAMPLES = 1000
+NUM_RESAMPLES, NUM_BINS = 1000, 10
 TAILS = (0.025, 0.975)  # of a 95% interval
-NUM_BINS = 10
 MOSTLY_NATURAL, MOSTLY_WRITTEN = 0.9, 0.1  # AUC is of sequences with K/N at least this against those with at most this
 
 Interval = tuple[float, float] | tuple[None, None]  # (low, high)
