@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from data_loader import Tokenizer
 from runtime.files import hash_bytes
 from runtime.process import UserError
 from text.shakespeare import Document
+from tokenization_manager import TokenizationManager
 
 SHARES = {"train": 0.80, "val": 0.05, "evaluator": 0.05, "test": 0.10}  # of the characters
 # Works that print the same poems: in one part.
@@ -24,7 +24,7 @@ TOGETHER = (("LOVE'S LABOUR'S LOST", "THE PASSIONATE PILGRIM", "THE SONNETS"),)
 
 
 def split_documents(
-    text: str, documents: Sequence[Document], tokenizer: Tokenizer
+    text: str, documents: Sequence[Document], tokenizer: TokenizationManager
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tokens (num_tokens,) uint16 by part, and the record: by part its characters and its documents' token ranges.
 

@@ -8,6 +8,7 @@ with learned positions has GPT-2's form, one with rotary positions GPT-NeoX's. E
 tokenizer makes, are left out.
 """
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,8 +26,7 @@ from runtime.output_lock import hold_output
 from runtime.process import UserError, run_main
 from runtime.run_log import format_size, say
 from runtime.settings import Settings, setting
-from tokenization_manager import TokenizationManager
-from tokenizer_json import END_OF_TEXT, TOKENIZER_FILE, end_of_text
+from tokenization_manager import END_OF_TEXT, TOKENIZER_FILE, TokenizationManager
 from training.checkpoint import build_model, choose_tokenizer, hash_model, load_checkpoint
 
 CONTENTS = (CONFIG_FILE, WEIGHTS_FILE, "generation_config.json", TOKENIZER_FILE, "tokenizer_config.json", "README.md")
@@ -73,7 +73,8 @@ def main() -> None:
             "tokenizer that it was trained with (--tokenization, --meta_path)"
         )
     tokenizer_json = tokenizer.to_tokenizer_json()
-    end = end_of_text(tokenizer_json)
+    added = json.loads(tokenizer_json)["added_tokens"]
+    end = {token["content"]: token["id"] for token in added}.get(END_OF_TEXT)
 
     hold_output(final)
     check_place(final, settings.overwrite)  # another export may have been there first

@@ -26,8 +26,7 @@ from model import GPTConfig
 from runtime.files import GPT2_NAMES, MAX_JSON_BYTES, hash_file, is_hub_name, wrong_hash
 from runtime.process import UserError, warn
 from text.shakespeare import BPE_FILES
-from tokenization_manager import TokenizationManager
-from tokenizer_json import TOKENIZER_FILE, read_file, without_added_beyond
+from tokenization_manager import TOKENIZER_FILE, TokenizationManager
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_PADDING = 1024  # ids that a vocabulary is padded with
@@ -166,10 +165,7 @@ def _tokenizer_of(folder: Path, num_ids: Any) -> TokenizationManager | None:
     """The tokenizer in a folder, of a model of so many ids; None, with a warning, where none can be read."""
     path = folder / TOKENIZER_FILE
     if path.is_file():
-        source, beyond = without_added_beyond(read_file(path), num_ids if type(num_ids) is int else 0, path)
-        if beyond:
-            warn(f"{path} has tokens for which its model has no embeddings, which are left out: {beyond!r:.200}")
-        return TokenizationManager.from_tokenizer_json(source, str(path))
+        return TokenizationManager("tokenizer", meta_path=path)
     files = {"vocab.bpe": folder / "merges.txt", "encoder.json": folder / "vocab.json"}  # ours and theirs of GPT-2's
     if all(path.is_file() and hash_file(path) == BPE_FILES[name] for name, path in files.items()):
         return TokenizationManager("bpe")

@@ -18,8 +18,7 @@ from generation.sampling import Sampling, check_ids
 from reward.heads import RewardModel
 from runtime.device import select_device
 from runtime.process import UserError
-from tokenization_manager import TokenizationManager
-from tokenizer_json import END_OF_TEXT
+from tokenization_manager import END_OF_TEXT, TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
 RewardFunction = Callable[..., list[float]]

@@ -19,7 +19,6 @@ import numpy as np
 
 from data_loader import (
     HELD_OUT,
-    MAX_VOCAB_SIZE,
     SPLITS_FILE,
     TOKEN_DTYPE,
     held_out_files,
@@ -35,8 +34,14 @@ from runtime.process import UserError, is_stage, until_main_ends
 from runtime.run_log import progress
 from runtime.settings import Problems, Settings, setting
 from text.shakespeare import ensure_corpus, read_documents
-from tokenization_manager import TokenizationManager, UnknownCharacterError, detect_method, save_meta
-from tokenizer_json import TOKENIZER_FILE, read_file
+from tokenization_manager import (
+    MAX_VOCAB_SIZE,
+    TOKENIZER_FILE,
+    TokenizationManager,
+    UnknownCharacterError,
+    detect_method,
+    save_meta,
+)
 
 PIECE_CHARACTERS = 1 << 20  # encoded at a time, at least
 WINDOW = 200  # characters on either side of a cut, whose tokens must not depend on it
@@ -329,7 +334,7 @@ def write_parts(
             save_meta(paths[META_FILE], tokenizer.chars)
         elif vocabulary is not None:
             assert tokenizer_path is not None
-            if read_file(tokenizer_path) != tokenizer.tokenizer_json:
+            if Path(tokenizer_path).read_text(encoding="utf-8") != tokenizer.tokenizer_json:
                 raise UserError(f"ERROR: {tokenizer_path} was changed meanwhile: run the same command again")
             shutil.copyfile(tokenizer_path, paths[vocabulary])
     if record is not None:
