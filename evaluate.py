@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from data_loader import HELD_OUT, WholeSplitBatches, dataset_folder, open_token_file, validation_part
 from losses import language_model_loss, perplexity, text_log_probs
 from model import GPT
-from reports.figures import quality_diversity, write_png
 from reward.skill import bootstrap_blocks, format_difference, format_loss, paired_difference
 from runtime.cli import parse_settings
 from runtime.device import select_device
@@ -212,7 +211,6 @@ def report_samples(
         contents = {"about": evaluation.about, "natural_text": natural, "checkpoints": checkpoints}
         with only_writer(output_path):  # figures and picture are of one run
             write_json(output_path, contents)
-            write_png(quality_diversity(points, natural), Path(output_path).with_suffix(".png"))
 
 
 if __name__ == "__main__":
