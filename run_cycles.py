@@ -164,13 +164,13 @@ class Loop:
 
     def stages(self, ledger: Ledger) -> Iterator[Stage]:
         """Yield every stage; what follows one may depend on its figures. An empty ledger gives the whole plan."""
-        yield self._train("base", 0, "train", self.base(1), self.sections["train"].init_from)
+        yield Stage("base", 0, "train", self.base(1), {**self.data, "init_from": self.sections["train"].init_from})
         yield from self._measured(1, [])
         natural, start = list(self.given), self.config.get("natural_model", {}).get("init_from", self.base(1))
         for number in range(self.cycles.natural_models if self.is_likelihood and not natural else 0):
             natural.append(self.out / f"natural_model_v1{f'_member{number + 1}' if number else ''}.pt")
-            seed = self.sections["natural_model"].seed + number
-            yield self._train("natural_model", 0, "natural_model", natural[-1], start, seed=seed)
+            seed = {"seed": self.sections["natural_model"].seed + number}
+            yield Stage("natural_model", 0, "natural_model", natural[-1], {**self.data, "init_from": start}, seed)
         trunk = {NATURAL_MODEL: tuple(natural) if len(natural) > 1 else natural[0]} if natural else {}
         losses: list[float] = []  # on the selecting part, of version 1, 2, ..., as train_grpo.py measures them
         for cycle in range(1, self.cycles.num_cycles + 1):
@@ -195,20 +195,17 @@ class Loop:
             if len(losses) - 1 - losses.index(min(losses)) >= (self.cycles.perplexity_patience or len(losses)):
                 return
 
-    def _train(self, kind: str, cycle: int, section: str, path: Path, start: str | Path, **options: Any) -> Stage:
-        """A run of train.py, from new weights (`scratch`) or a model."""
-        return Stage(kind, cycle, section, path, {**self.data, "init_from": start}, options)
-
     def _controls(self, policy: Stage, steps: int) -> list[Stage]:
         """What a policy of so many steps is compared with: its start, trained otherwise."""
         stages, cycle, wanted, grpo = [], policy.cycle, self.cycles.controls, self.grpo
         ours, theirs = self.cycles.grpo_step_seconds, self.cycles.plain_step_seconds
         if wanted in ("both", "plain") and "control_plain" in self.config and ours and theirs:
             start = self.out / f"control_plain_v{cycle}.pt" if cycle > 1 else self.base(1)
-            path, iterations = self.out / f"control_plain_v{cycle + 1}.pt", max(1, round(steps * ours / theirs))
-            stages.append(self._train("control_plain", cycle, "control_plain", path, start, max_iters=iterations))
-        other_reward = grpo.reward == "natural" or grpo.credit == "sequence" or grpo.beta or grpo.reward_function
-        if wanted in ("both", "distil") and self.is_likelihood and not other_reward:
+            reads, budget = {**self.data, "init_from": start}, {"max_iters": max(1, round(steps * ours / theirs))}
+            path = self.out / f"control_plain_v{cycle + 1}.pt"
+            stages.append(Stage("control_plain", cycle, "control_plain", path, reads, budget))
+        is_other = grpo.reward == "natural" or grpo.credit == "sequence" or grpo.beta or grpo.reward_function
+        if wanted in ("both", "distil") and self.is_likelihood and not is_other:  # the optimum of that is no mixture
             path, defaults = self.out / f"control_distil_v{cycle + 1}.pt", type(grpo)()
             options = {name: getattr(defaults, name) for name in OF_SAMPLES if getattr(grpo, name, None) is not None}
             options |= {**DISTIL, "max_steps": steps}
@@ -244,9 +241,7 @@ def prepare_corpus(folder: Path, config: list[str], has_section: bool) -> None:
     if has_section and not script.is_file():
         script = ROOT / "data" / ("shakespeare_char" if "char" in folder.name else "shakespeare") / "prepare.py"
     if not script.is_file():
-        raise UserError(
-            f"ERROR: {folder} lacks train.bin or val.bin, and a prepare.py: use another --dataset, or prepare_text.py"
-        )
+        raise UserError(f"ERROR: {folder} has no train.bin and val.bin, nor a prepare.py: name another --dataset")
     run("corpus", [sys.executable, str(script), *([*config, f"--out_dir={folder}"] if has_section else [])])
 
 
@@ -328,7 +323,7 @@ def main() -> None:
     ledger.end(reached)
     say(f"\n{headline(ledger)}\n\n{table_text(ledger)}")
     say("" if made else "\nNothing to do: this run was finished already. Start anew with --out_dir OTHER.")
-    say(f"Ledger: {out / 'cycles.json'}\nReport: {write_page(ledger, device)}")
+    say(f"Ledger: {ledger.path}\nReport: {write_page(ledger, device)}")
 
 
 if __name__ == "__main__":

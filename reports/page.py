@@ -42,18 +42,12 @@ def make_page(ledger: Ledger, device: torch.device) -> str:
 
     parts: dict[str, Any] = {"headline": headline(ledger), "notes": notes(ledger), "name": ledger.out.resolve().name}
     parts |= {"heads": HEADS, "rows": table(ledger), "passages": {}, "pictures": {}, "samples": {}}
-    for record in ledger.records.values():
+    for record in (each for each in ledger.records.values() if "seconds" in each and each["script"]):
         name, kind, stem = record["name"], record["kind"], ledger.out / record["name"]
-        model, text, data = (
-            stem.with_suffix(".pt"),
-            stem.with_suffix(".txt"),
-            ledger.out / f"reward_data_v{record['cycle']}",
-        )
-        if "seconds" not in record or not record["script"]:
-            continue
+        model, text = stem.with_suffix(".pt"), stem.with_suffix(".txt")
         if kind == "sample" and text.is_file():
             parts["samples"][name] = text.read_text(encoding="utf-8")
-        if kind == "reward_model" and model.is_file() and data.is_dir():
+        if kind == "reward_model" and (data := ledger.out / f"reward_data_v{record['cycle']}").is_dir():
             parts["passages"][name] = read_once(data, model, device, model.stat().st_mtime_ns)
         if picture := picture_of(stem, kind):
             parts["pictures"][name] = picture

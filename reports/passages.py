@@ -4,6 +4,7 @@ python -c "import reports.passages; help(reports.passages.read_passages)"
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -50,10 +51,8 @@ def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -
 
 def pieces(tokenizer: TokenizationManager, ids: np.ndarray) -> list[str]:
     """The text of each token, which together are the whole text; of tokens that share a character the last has it."""
-    texts, done = [], 0
+    texts = [""]
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:end])
-        is_cut = text.endswith("\ufffd") and end < len(ids)  # within a character's bytes
-        texts.append("" if is_cut else text[done:])
-        done += len(texts[-1])
-    return texts
+        texts.append(texts[-1] if text.endswith("\ufffd") and end < len(ids) else text)  # within a character's bytes
+    return [text[len(before) :] for before, text in pairwise(texts)]

@@ -15,12 +15,9 @@ from common.settings import differing_settings
 from reward.skill import better_than_constant, format_difference, format_loss, format_r_squared
 
 Record = Mapping[str, Any]
-HEADS = ("cycle", "model", "loss (95% interval)", "perplexity", "difference", "R2 at the gate", "reward", "KL", "kept")
-HEADS += ("seconds",)
-NOTE = (
-    "difference: of a policy its loss - that of base_model_v1, of a control the policy's loss - the control's; "
-    "intervals hold no variation between seeds"
-)
+EXACT = ("exact", "distribution")  # of train_grpo.py's credit
+HEADS = ("cycle", "model", "loss", "perplexity", "difference", "R2 at the gate", "reward", "KL", "kept", "seconds")
+NOTE = "difference: of a policy its loss - base_model_v1's, of a control the policy's loss - its own; 95% intervals"
 
 
 class Ledger:
@@ -43,8 +40,7 @@ class Ledger:
 
     def number(self, name: str) -> str:
         """Which stage of how many planned ones this is."""
-        planned = self.about["planned"]
-        return f"{planned.index(name) + 1} of {len(planned)}"
+        return f"{self.about['planned'].index(name) + 1} of {len(self.about['planned'])}"
 
     def figures(self, name: str) -> dict[str, Any]:
         """What a finished stage found; empty for another."""
@@ -89,7 +85,7 @@ def headline(ledger: Ledger) -> str:
     """One sentence: what was trained, whether the reward model predicts, whether the policy beat its controls."""
     if not ledger.find("base"):
         return "Nothing is trained yet."
-    dataset = Path(ledger.about["settings"]["dataset"]).name
+    dataset, cycles = Path(ledger.about["settings"]["dataset"]).name, ledger.about["settings"]["num_cycles"]
     parts = [f"A generator was trained on {ledger.about['train_tokens']:,} tokens of {dataset}"]
     policies = ledger.find("policy")
     for gate in ledger.find("gate")[-1:]:
@@ -101,12 +97,10 @@ def headline(ledger: Ledger) -> str:
         parts.append("GRPO did not start, and the generator is carried on unchanged")
     elif compared:
         others = compare(ledger, compared[-1])
-        texts = [f"{_relation(each)} {name} ({format_difference(each)})" for name, each in others.items()]
-        plain = "" if any("plain" in name for name in others) else "; there is no control by plain training"
-        cycles = f"{compared[-1]['cycle']} of {ledger.about['settings']['num_cycles']} cycles"
-        parts.append(f"after {cycles} the policy's loss is {', '.join(texts)}, one seed{plain}")
-    state = "" if ledger.outcome == "finished" else f"{ledger.outcome.capitalize()} so far: "
-    return f"{state}{'; '.join(parts)}."
+        texts = [f"{_relation(each)} that of {name}: {format_difference(each)}" for name, each in others.items()]
+        parts.append(f"after {compared[-1]['cycle']} of {cycles} cycles the policy's loss is {'; '.join(texts)}")
+        parts += [] if any("plain" in name for name in others) else ["there is no control by plain training"]
+    return f"{'' if ledger.outcome == 'finished' else f'Run {ledger.outcome}: '}{'; '.join(parts)}."
 
 
 def compare(ledger: Ledger, evaluation: Record) -> dict[str, dict[str, float | None]]:
@@ -125,8 +119,8 @@ def policy_minus(control: Mapping[str, float | None]) -> dict[str, float | None]
 def _relation(figures: Mapping[str, float | None]) -> str:
     low, high = figures["difference_low"], figures["difference_high"]
     if low is None or high is None or low <= 0 <= high:
-        return "not shown to differ from that of"
-    return "lower than that of" if high < 0 else "higher than that of"
+        return "not shown to differ from"
+    return "lower than" if high < 0 else "higher than"
 
 
 def _r_squared(skill: Record) -> str:
@@ -138,11 +132,10 @@ def table(ledger: Ledger) -> list[dict[str, str]]:
     rows = []
     for kind in ("base", "policy", "control_plain", "control_distil"):
         for record in ledger.find(kind):
-            cells: dict[str, str] = {"cycle": str(record["cycle"]), "model": record["name"]}
-            cells |= {"seconds": f"{record['seconds']:.0f}"}
+            cells = {"cycle": str(record["cycle"]), "model": record["name"], "seconds": f"{record['seconds']:.0f}"}
             found, evaluation = record["figures"], ledger.figures(f"evaluation_v{record['cycle'] + 1}")
             if own := evaluation.get(record["name"]):
-                cells |= {"loss (95% interval)": format_loss(own), "perplexity": f"{own['perplexity'] or 0:.4f}"}
+                cells |= {"loss": format_loss(own), "perplexity": f"{own['perplexity'] or 0:.4f}"}
                 against = evaluation["base_model_v1"] if kind == "policy" else own
                 cells |= {} if kind == "base" else {"difference": format_difference(policy_minus(against))}
             if kind == "policy":
@@ -160,9 +153,9 @@ def notes(ledger: Ledger) -> list[str]:
     lines = [NOTE]
     for policy in ledger.find("policy"):
         if policy["script"]:
-            how = "" if policy["settings"].get("credit") not in ("exact", "distribution") else "; "
-            how += "it descends the exact gradient over the vocabulary, not group-relative advantages" if how else ""
-            lines.append(f"Cycle {policy['cycle']}: GRPO stopped by {policy['figures']['stop_reason']}{how}.")
+            how = "exact gradient over the vocabulary, not group-relative advantages"
+            how = f" (credit: {how})" if policy["settings"].get("credit") in EXACT else ""
+            lines.append(f"Cycle {policy['cycle']}: GRPO{how} stopped by {policy['figures']['stop_reason']}.")
     return lines
 
 
