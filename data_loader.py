@@ -6,8 +6,7 @@ A token file is nothing but little-endian uint16 numbers. B, T: sequences of a b
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +20,6 @@ from common.process import UserError
 from tokenization_manager import TokenizationManager
 
 TOKEN_DTYPE = np.dtype("<u2")
-HELD_OUT = ("evaluator", "test")  # parts of a split by documents that evaluate.py alone reads
-SPLITS_FILE = "splits.json"  # the record of a split by documents, beside its token files
 CHUNK = 1 << 20  # of characters or tokens, read at a time
 REMEDY = "make the files again with prepare_text.py, or choose the tokenization they were made with"
 Device = torch.device | str
@@ -83,28 +80,10 @@ def load_text(data_path: str | Path, tokenizer: TokenizationManager, train_split
 
 
 def write_token_files(folder: str | Path, splits: TokenSplits) -> None:
-    """Write train.bin and val.bin to `folder` as `replace_token_files` does."""
-    with replace_token_files(folder, ["train.bin", "val.bin"], held_out_files(folder)) as paths:
-        for name, tokens in (("train.bin", splits.train), ("val.bin", splits.val)):
-            paths[name].write_bytes(np.ascontiguousarray(tokens, dtype=TOKEN_DTYPE).data)
-
-
-def held_out_files(folder: str | Path) -> list[str]:
-    """The names of the files in `folder` that belong to a split by documents alone: its record and held-out parts."""
-    return [name for name in (SPLITS_FILE, *(f"{part}.bin" for part in HELD_OUT)) if Path(folder, name).exists()]
-
-
-@contextmanager
-def replace_token_files(folder: str | Path, names: Sequence[str], stale: Sequence[str]) -> Iterator[dict[str, Path]]:
-    """Yield for each file name in `folder` a path to write to; no file gets its name before all are complete.
-
-    Before, train.bin, val.bin and `stale` files are removed: an interruption never leaves files of two corpora.
-    """
-    with ExitStack() as stack:
-        paths = {name: stack.enter_context(atomic_path(Path(folder, name))) for name in reversed(names)}
-        yield paths
-        for name in ("train.bin", "val.bin", *stale):
-            Path(folder, name).unlink(missing_ok=True)
+    """Write train.bin and val.bin; neither gets its name before both are complete."""
+    with atomic_path(Path(folder, "train.bin")) as train_bin, atomic_path(Path(folder, "val.bin")) as val_bin:
+        for path, tokens in zip((train_bin, val_bin), splits, strict=True):
+            path.write_bytes(np.ascontiguousarray(tokens, dtype=TOKEN_DTYPE).data)
 
 
 def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: int = 1) -> np.memmap:

@@ -27,7 +27,6 @@ MAX_META_BYTES = 1 << 26
 BPE_VOCAB_SIZE = 50257
 BPE_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # of GPT-2's encoder.json
 TOKENIZER_FILE = "tokenizer.json"
-END_OF_TEXT = "<|endoftext|>"  # of GPT-2's encoding, its last id
 # A pickle is a program. These of its instructions build numbers, strings, lists and dicts; none imports or calls.
 PLAIN_OPCODES = (
     "PROTO FRAME MARK STOP PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET NONE NEWTRUE NEWFALSE INT BININT "
@@ -39,10 +38,6 @@ TokenizationMethod = Literal["bpe", "char", "tokenizer"]
 
 class MetaFileError(UserError):
     """A meta.pkl or tokenizer.json that is missing, damaged, inconsistent, or holds anything but plain data."""
-
-
-class UnknownCharacterError(UserError):
-    """A character that the vocabulary does not have."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -167,21 +162,22 @@ class TokenizationManager:
     ) -> None:
         if data_path is not None and not Path(data_path).exists():
             raise UserError(f"ERROR: Data path not found: {data_path}")
-        folder = None if data_path is None else Path(data_path) if Path(data_path).is_dir() else Path(data_path).parent
+        folder = Path(data_path or "") if Path(data_path or "").is_dir() else Path(data_path or "").parent
         if method == "auto" and meta_path:
             method = "tokenizer" if Path(meta_path).suffix == ".json" else "char"
         elif method == "auto":
-            method = "bpe" if folder is None else detect_method(folder)
-        if method not in get_args(TokenizationMethod):
-            raise UserError(f"ERROR: tokenization={method!r}: must be auto, bpe, char or tokenizer")
+            method = "bpe" if data_path is None else detect_method(folder)
         if method == "bpe" and meta_path:
             raise UserError(f"ERROR: meta_path={meta_path} is ignored when tokenization is 'bpe': leave it out")
-        if method != "bpe" and not meta_path and folder is None:
+        if method in ("char", "tokenizer") and not meta_path and data_path is None:
             raise MetaFileError(f"meta_path is required when tokenization is {method!r}")
-        path = str(meta_path or Path(folder or "", "meta.pkl" if method == "char" else TOKENIZER_FILE))
-        chars = load_meta(path) if method == "char" else None
-        source = _read(path).decode("utf-8", "replace") if method == "tokenizer" else None
-        self._set(method, None if method == "bpe" else path, chars, source)
+        path = str(meta_path or folder / ("meta.pkl" if method == "char" else TOKENIZER_FILE))
+        record: dict[str, Any] = {"method": method, "meta_path": None if method == "bpe" else path}
+        if method == "char":
+            record["chars"] = load_meta(path)
+        elif method == "tokenizer":
+            record["tokenizer_json"] = _read(path).decode("utf-8", "replace")
+        self._set(record)
 
     @classmethod
     def from_text(cls, text: str) -> "TokenizationManager":
@@ -189,35 +185,31 @@ class TokenizationManager:
         return cls.from_record({"method": "char", "chars": "".join(sorted(set(text)))})
 
     @classmethod
-    def from_tokenizer_json(cls, source: str, path: str | None) -> "TokenizationManager":
-        """The tokenizer of the text of a tokenizer.json that lay at `path`."""
-        return cls.from_record({"method": "tokenizer", "tokenizer_json": source, "meta_path": path})
-
-    @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "TokenizationManager":
         """The tokenizer that `to_record` described; reads no file. Raises UserError for an impossible record."""
-        method, chars, source = (record.get(name) for name in ("method", "chars", "tokenizer_json"))
         manager = cls.__new__(cls)
-        if not (method == "bpe" or isinstance({"char": chars, "tokenizer": source}.get(str(method)), str)):
-            raise UserError(f"ERROR: tokenizer record: method={method!r:.60} lacks its chars or tokenizer_json")
-        manager._set(str(method), record.get("meta_path"), chars, source)
-        if record.get("vocab_size", manager.vocab_size) != manager.vocab_size:
-            raise UserError(f"ERROR: tokenizer record: vocab_size={record['vocab_size']} is not {manager.vocab_size}")
+        manager._set(record)
         return manager
 
-    def _set(self, method: str, path: str | None, chars: str | None = None, source: str | None = None) -> None:
-        self.method, self.meta_path, self.vocab_size = method, path, BPE_VOCAB_SIZE
-        self.chars, self.tokenizer_json = chars if method == "char" else None, source if method == "tokenizer" else None
-        if self.tokenizer_json is not None:
-            self._set_json(self.tokenizer_json, path)
-        elif self.chars is not None:
+    def _set(self, record: Mapping[str, Any]) -> None:
+        names = ("method", "meta_path", "chars", "tokenizer_json")
+        self.method, self.meta_path, self.chars, self.tokenizer_json = (record.get(name) for name in names)
+        self.vocab_size = BPE_VOCAB_SIZE
+        if self.method == "tokenizer" and isinstance(self.tokenizer_json, str):
+            self._set_json(self.tokenizer_json)
+        elif self.method == "char" and isinstance(self.chars, str):
             _check_chars(self.chars)
             self.vocab_size, self._code_points = len(self.chars), _code_points(self.chars)  # (vocab_size,)
             # Code point to id; the entry past the highest known code point stands for all that lie beyond it.
             self._ids = np.full(int(self._code_points.max()) + 2, -1, dtype=np.int32)
             self._ids[self._code_points] = np.arange(self.vocab_size)
+        elif self.method != "bpe":
+            raise UserError(f"ERROR: tokenization={self.method!r:.60}: must be auto, bpe, char or tokenizer, and whole")
+        if record.get("vocab_size", self.vocab_size) != self.vocab_size:
+            raise UserError(f"ERROR: tokenizer record: vocab_size={record['vocab_size']} is not {self.vocab_size}")
 
-    def _set_json(self, source: str, path: str | None) -> None:
+    def _set_json(self, source: str) -> None:
+        path = self.meta_path
         try:
             contents = json.loads(source)
             kind, vocabulary = contents["model"].get("type"), contents["model"]["vocab"]
@@ -228,10 +220,10 @@ class TokenizationManager:
             raise MetaFileError(f"{path} is no {TOKENIZER_FILE}, or damaged: {error!r:.200}") from None
         in_order = [vocabulary[token] for token in ids] == list(range(len(ids)))
         if plain and kind == "WordLevel" and split.get("type") == "Split" and in_order and {*map(len, ids)} == {1}:
-            return self._set("char", path, "".join(ids))
+            return self._set({"method": "char", "meta_path": path, "chars": "".join(ids)})
         is_gpt2 = split.get("type") == "ByteLevel" and hash_bytes(encoder.encode()) == BPE_SHA256
         if plain and is_gpt2 and not split.get("add_prefix_space"):
-            return self._set("bpe", None)
+            return self._set({"method": "bpe"})
         try:
             self._library = _tokenizers(path).Tokenizer.from_str(source)
             self._library.no_truncation()
@@ -240,7 +232,7 @@ class TokenizationManager:
             raise
         except BaseException as error:  # a panic of the library is no Exception
             raise MetaFileError(f"{path} is no {TOKENIZER_FILE}, or damaged: {error!s:.200}") from None
-        TokenizationInfo(self.method, self.vocab_size)
+        self.info()  # checks its size
 
     def to_tokenizer_json(self) -> str:
         """The text of a tokenizer.json that encodes and decodes alike."""
@@ -252,7 +244,7 @@ class TokenizationManager:
 
             files = ensure_gpt2_bpe_files()
             made = library.ByteLevelBPETokenizer(str(files["encoder.json"]), str(files["vocab.bpe"]))
-            made.add_special_tokens([END_OF_TEXT])
+            made.add_special_tokens(["<|endoftext|>"])
         else:
             vocabulary = {character: token for token, character in enumerate(self.chars)}
             made = library.Tokenizer(library.models.WordLevel(vocabulary, unk_token=""))
@@ -278,8 +270,8 @@ class TokenizationManager:
     def encode(self, text: str, start: int = 0, end: int | None = None) -> np.ndarray:
         """The tokens of text[start:end], (num_tokens,) uint16.
 
-        Raises UnknownCharacterError, with the place counted from the start of `text`; GPT-2's BPE knows every text,
-        its special tokens are text. Those of a tokenizer.json are recognised, and none is added.
+        Raises UserError for an unknown character, with its place in `text`. GPT-2's BPE reads its special tokens as
+        text; those of a tokenizer.json are recognised, and none is added.
         """
         part = text[start:end]
         try:
@@ -293,7 +285,7 @@ class TokenizationManager:
         if len(ids) and ids.min() < 0:
             place = start + int(np.argmin(ids))
             where = f"line {text.count(chr(10), 0, place) + 1}, column {place - text.rfind(chr(10), 0, place)}"
-            raise UnknownCharacterError(
+            raise UserError(
                 f"ERROR: character {text[place]!r} (U+{ord(text[place]):04X}) at {where} is not in "
                 f"{self.meta_path or 'the vocabulary'}: use a meta.pkl made from this text, or --tokenization bpe"
             )

@@ -23,7 +23,6 @@ from model import GPTConfig
 from tokenization_manager import (
     MetaFileError,
     TokenizationManager,
-    UnknownCharacterError,
     detect_method,
     load_meta,
     save_meta,
@@ -83,9 +82,9 @@ def test_empty_text_is_no_tokens():
 def test_an_unknown_character_is_named_with_its_place(foreign):
     tokenizer = TokenizationManager.from_text("ab\nc")
     place = f"U\\+{ord(foreign):04X}.*line 3, column 2 "
-    with pytest.raises(UnknownCharacterError, match=place):
+    with pytest.raises(UserError, match=place):
         tokenizer.encode(f"abc\n\na{foreign}b{foreign}")
-    with pytest.raises(UnknownCharacterError, match=place):  # counted from the text's start, not from the part's
+    with pytest.raises(UserError, match=place):  # counted from the text's start, not from the part's
         tokenizer.encode(f"abc\n\na{foreign}", start=5)
 
 
@@ -369,8 +368,12 @@ SMALL_BPE = {
 needs_tokenizers = "tokenizers is in requirements-bench.txt"
 
 
+def of_source(source: str) -> TokenizationManager:
+    return TokenizationManager.from_record({"method": "tokenizer", "tokenizer_json": source, "meta_path": "x.json"})
+
+
 def from_json(contents: dict, **parts) -> TokenizationManager:
-    return TokenizationManager.from_tokenizer_json(json.dumps(contents | parts), "x.json")
+    return of_source(json.dumps(contents | parts))
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(tmp_path, monkeypatch):
@@ -462,7 +465,7 @@ def test_what_we_write_encodes_alike_and_is_recognised(method, request):
     tokenizers = pytest.importorskip("tokenizers", reason=needs_tokenizers)
     manager = TokenizationManager.from_text(CHARACTERS) if method == "char" else request.getfixturevalue("bpe")
     source = manager.to_tokenizer_json()
-    again = TokenizationManager.from_tokenizer_json(source, None)
+    again = of_source(source)
     assert (again.method, again.chars) == (manager.method, manager.chars)
     theirs = tokenizers.Tokenizer.from_str(source)
     for text in ("ABC a\n\n\nb Ä😀 \r\n!", "  ' '. a ", "", CHARACTERS):
