@@ -134,28 +134,28 @@ def claim(partial: Path, identity: Mapping[str, Any], overwrite: bool) -> None:
 
 
 def write_split(
-    folder: Path, split: str, parts: Iterable[Any], info: TokenizationInfo, entries: Mapping[str, Any]
-) -> tuple[int, int]:
-    """Write x.bin, y.bin and metadata.txt of a split from mappings with "x" and "y"; returns x's shape."""
+    folder: Path, split: str, parts: Iterable[Any], info: TokenizationInfo, shown: str | Path, **entries: Any
+) -> int:
+    """Write x.bin, y.bin and metadata.txt of a split from mappings with "x" and "y"; returns the number of samples.
+
+    What is printed names the folder `shown`.
+    """
     count, paths = 0, [folder / f"{split}_{part}.bin" for part in "xy"]
     with atomic_path(paths[0]) as x_path, atomic_path(paths[1]) as y_path:
         for part in parts:
-            for path, rows in ((x_path, part["x"].astype(np.uint16)), (y_path, part["y"].astype(np.float32))):
+            x, y = part["x"].astype(np.uint16), part["y"].astype(np.float32)
+            for path, rows in ((x_path, x), (y_path, y)):
                 with open(path, "ab") as file:
                     file.write(rows.tobytes())
-            count, N = count + len(part["x"]), part["x"].shape[1]
+            count, N = count + len(x), x.shape[1]
     first = {"num_samples": count, "block_size": N, "x_shape": (count, N), "y_shape": (count, 2)}
     first |= {"x_dtype": "uint16", "y_dtype": "float32", "tokenization_method": info.method}
     first |= {"vocab_size": info.vocab_size, "meta_path": info.meta_path}
     further = {"split": split, "format_version": FORMAT_VERSION}
     write_metadata(folder / f"{split}_metadata.txt", {**first, **entries, **further})
-    return count, N
-
-
-def say_saved(folder: str | Path, split: str, count: int, block_size: int) -> None:
-    """Print where a split lies."""
-    say(f"Saved {split} data:\n  X: {Path(folder, split)}_x.bin ({count}, {block_size})")
-    say(f"  Y: {Path(folder, split)}_y.bin ({count}, 2)")
+    say(f"Saved {split} data:\n  X: {Path(shown, split)}_x.bin ({count}, {N})")
+    say(f"  Y: {Path(shown, split)}_y.bin ({count}, 2)")
+    return count
 
 
 def load_data(config: RewardDataConfig, checkpoint: Mapping[str, Any]) -> tuple[TokenizationManager, TokenSplits]:
@@ -208,16 +208,16 @@ def main() -> None:
     say(f"\n=== Saving to {config.output_dir} ===")
     entries = identity | {name: getattr(config, name) for name in SOURCES}
     entries["train_split"] = config.train_split if config.input_mode == "text" else None
-    for split, paths in shards.items():
-        parts = map(np.load, paths)  # without pickles: nothing in them is executed
-        counts[split], _ = write_split(partial / "dataset", split, parts, tokenizer.info(), entries)
-        say_saved(config.output_dir, split, counts[split], N)
+    made, info = partial / "dataset", tokenizer.info()
+    shutil.rmtree(made, ignore_errors=True)  # of an interrupted run
+    for split, paths in shards.items():  # np.load reads no pickles: nothing in a shard is executed
+        counts[split] = write_split(made, split, map(np.load, paths), info, config.output_dir, **entries)
     shutil.rmtree(output, ignore_errors=True)
-    os.replace(partial / "dataset", output)
+    os.replace(made, output)
     shutil.rmtree(partial)
     say(f"\n=== Dataset Creation Complete ===\nTraining samples: {counts['train']:,}")
     say(f"Validation samples: {counts['val']:,}\nBlock size: {N}\nOutput directory: {config.output_dir}")
-    say(f"Tokenization: {tokenizer.info().describe()}")
+    say(f"Tokenization: {info.describe()}")
 
 
 def load_base_model(model_path: str, device: Device = "cpu") -> tuple[GPT, GPTConfig]:
@@ -290,12 +290,9 @@ def save_reward_dataset(
     if samples_per_chunk is not None and (samples_per_chunk < 1 or len(samples_x) % samples_per_chunk):
         rule = f"must be >= 1 and divide the {len(samples_x)} samples"
         raise UserError(f"ERROR: samples_per_chunk={samples_per_chunk}: {rule}")
-    info, rows = (
-        tokenization_info or TokenizationInfo("bpe", 50257),
-        {"x": np.stack(samples_x), "y": np.stack(samples_y)},
-    )
-    shape = write_split(Path(output_dir), split_name, [rows], info, {"samples_per_chunk": samples_per_chunk})
-    say_saved(output_dir, split_name, *shape)
+    info = tokenization_info or TokenizationInfo("bpe", 50257)
+    rows = {"x": np.stack(samples_x), "y": np.stack(samples_y)}
+    write_split(Path(output_dir), split_name, [rows], info, output_dir, samples_per_chunk=samples_per_chunk)
 
 
 if __name__ == "__main__":

@@ -192,8 +192,8 @@ class TokenizationManager:
         return manager
 
     def _set(self, record: Mapping[str, Any]) -> None:
-        names = ("method", "meta_path", "chars", "tokenizer_json")
-        self.method, self.meta_path, self.chars, self.tokenizer_json = (record.get(name) for name in names)
+        self.method, names = str(record.get("method")), ("meta_path", "chars", "tokenizer_json")
+        self.meta_path, self.chars, self.tokenizer_json = (record.get(name) for name in names)
         self.vocab_size = BPE_VOCAB_SIZE
         if self.method == "tokenizer" and isinstance(self.tokenizer_json, str):
             self._set_json(self.tokenizer_json)

@@ -295,10 +295,6 @@ def test_prepare_characters_end_to_end_and_the_benchmark_on_it(tmp_path):
     assert result.status == 0, result.err
     assert f" char {len(TEXT):>12,}" in result.out
 
-    result = run("data/shakespeare/prepare.py", "--out_dir", tmp_path)  # its meta.pkl says: characters
-    assert result.status == 2
-    assert "meta.pkl" in result.err
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # parts of the validation split

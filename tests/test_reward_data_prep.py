@@ -444,10 +444,12 @@ def test_ctrl_c_and_again(monkeypatch, tmp_path, corpus, generator, reward_data,
 
         patch.setattr(prep, "make_samples", interrupted)
         if moment == "publish":
-            patch.setattr(prep, "say_saved", interrupted_saving)
+            patch.setattr(prep, "write_metadata", interrupted_saving)
         finished = call("prepare_reward_data", **options)
     assert finished.status == 130
     assert not (tmp_path / "out").exists()
+    if moment == "publish":  # what a kill at this moment leaves
+        (tmp_path / "out.partial" / "dataset" / ".train_x.bin.1.partial").write_bytes(b"cut")
     remade = []
     monkeypatch.setattr(prep, "make_samples", lambda *arguments: remade.append(1) or make(*arguments))
     succeed("prepare_reward_data", **options)
