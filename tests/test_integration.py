@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers import (
     TINY_GRPO,
-    TINY_REWARD,
     TINY_TRAIN,
     assert_same_weights,
     call,
@@ -93,23 +92,6 @@ def test_a_mismatch_is_refused_wherever_it_shows(tmp_path, corpus, generator, re
     line = refuse_in_one_line("prepare_reward_data", **prepare_options(other, generator, tmp_path / "data"))
     assert re.search(r"Vocabulary .*\b28 .*\b25\b", line)
     assert not (tmp_path / "out.pt").exists() and not (tmp_path / "data").exists()
-
-
-def test_a_reward_model_takes_the_generators_trunk(generator, reward_model):
-    """The trunk is frozen by default: only the head was trained."""
-    ours, theirs = weights(reward_model), weights(generator)
-    trunk = {name for name in theirs if name.startswith("transformer.")}
-    assert {name for name in ours if not name.startswith("reward_head.")} == trunk
-    assert all(torch.equal(ours[name], theirs[name]) for name in trunk)
-
-
-def test_unfrozen_layers_are_trained(tmp_path, generator, reward_data):
-    options = {"base_model_path": generator, "data_dir": reward_data, **TINY_REWARD, "max_epochs": 1}
-    succeed("train_reward_model", **options, output_path=tmp_path / "all.pt", unfreeze_layers=-1)
-    ours, theirs = weights(tmp_path / "all.pt"), weights(generator)
-    assert not any(torch.equal(ours[name], theirs[name]) for name in theirs if name in ours)
-    line = refuse_in_one_line("train_reward_model", **options, output_path=tmp_path / "x.pt", unfreeze_layers=9)
-    assert "unfreeze_layers=9" in line and not (tmp_path / "x.pt").exists()
 
 
 @pytest.mark.parametrize("batch", [13, 20])

@@ -1,6 +1,5 @@
 """prepare_reward_data.py: what is in a reward dataset, and that it is the same however it came about."""
 
-import dataclasses
 import random
 import re
 import shutil
@@ -298,12 +297,6 @@ def test_binary_mode_gives_the_same_data(tmp_path, corpus, generator, reward_dat
     assert bin_bytes(tmp_path / "binary") == bin_bytes(reward_data)
 
 
-def test_a_folder_as_data_path_gives_the_same_data(tmp_path, corpus, generator, reward_data):
-    options = prepare_options(corpus, generator, tmp_path / "folder", data_path=corpus)
-    succeed("prepare_reward_data", **options, tokenization="char", meta_path=corpus / "meta.pkl")
-    assert bin_bytes(tmp_path / "folder") == bin_bytes(reward_data)
-
-
 def test_create_reward_samples_gives_the_scripts_rows(generator, reward_data, splits):
     model, config = prep.load_base_model(str(generator))
     for split, tokens in (("train", splits.train), ("val", splits.val)):
@@ -535,15 +528,6 @@ def test_the_metadata_hold_how_to_make_the_data_again(corpus, generator, reward_
     assert metadata["samples_per_chunk"] == "4"
     assert metadata["meta_path"] == str(corpus / "meta.pkl")
     assert re.fullmatch("[0-9a-f]{64}", metadata["model_sha256"])
-
-
-def test_the_command_can_be_rebuilt_from_the_metadata(tmp_path, corpus, generator):
-    options = {**prepare_options(corpus, generator, tmp_path / "one"), "temperature": 0.7, "top_k": 5, "max_blocks": 3}
-    succeed("prepare_reward_data", **options)
-    metadata = RewardDataset(tmp_path / "one").metadata
-    names = {field.name for field in dataclasses.fields(RewardDataConfig)} & metadata.keys()
-    succeed("prepare_reward_data", **{name: metadata[name] for name in names}, output_dir=tmp_path / "two")
-    assert folder_bytes(tmp_path / "one") == folder_bytes(tmp_path / "two")
 
 
 def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator):

@@ -22,7 +22,6 @@ from reward_dataset_loader import (
     RewardDataset,
     check_model_compatibility,
     create_reward_dataloaders,
-    print_dataset_info,
     read_metadata,
     rows_by_part,
     sampling_of,
@@ -385,12 +384,6 @@ def test_mismatch_is_shown_in_the_documented_form(folder, monkeypatch, capsys):
         in output
     )
     assert "DataLoader Test" not in output
-
-
-def test_splits_with_different_vocabulary_files(folder, capsys):
-    write_split(folder, "val", *make_arrays(2, 8), meta_path="other/meta.pkl")
-    print_dataset_info(folder)
-    assert "Val: char (vocab_size=65) from other/meta.pkl" in capsys.readouterr().out
 
 
 def test_everything_wrong_with_rows_is_reported_at_once(folder, monkeypatch):
