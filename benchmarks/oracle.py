@@ -24,7 +24,7 @@ from data_loader import TokenSplits, dataset_folder, evenly_spaced, open_token_f
 from generation.sampling import Sampling, sample_tokens
 from losses import token_log_probs
 from model import GPT
-from reports.figures import Picture, write_png
+from reports.figures import write_png
 from reward.posterior import natural_share
 from reward.skill import measure_skill
 from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
@@ -227,7 +227,7 @@ def draw(best: dict[str, Any], skills: dict[str, Any], title: str, path: Path) -
     axes.axvline(0, color="0.5", linewidth=1)
     axes.set(xlabel="R² on unseen text, 95% intervals", title=title)
     axes.legend(loc="center left")
-    write_png(Picture(figure, title, "R² of every head."), path)
+    write_png(figure, path)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ run_cycles = dict(
     dataset="shakespeare_char",
     num_cycles=5,
     perplexity_patience=1,
-    reward_attempts=1,  # a second attempt would unfreeze the trunk
 )
 
 train = dict(

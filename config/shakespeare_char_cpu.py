@@ -7,10 +7,13 @@
 # by GRPO's group-relative advantages. config/shakespeare_complete_cpu.py is the loop in GRPO's form on the complete
 # works. Each script reads the section named after it; train.py --section NAME reads natural_model or control_plain.
 
+# A MIDSUMMER NIGHT'S DREAM is in no part; its characters are in the vocabulary.
 prepare = dict(
     source="complete",
     plays=("COMEDY OF ERRORS", "MIDSUMMER NIGHT", "TEMPEST", "TWELFTH NIGHT"),
-    split="documents",
+    train_documents=("TWELFTH NIGHT",),
+    val_documents=("COMEDY OF ERRORS",),
+    test_documents=("TEMPEST",),
 )
 
 run_cycles = dict(

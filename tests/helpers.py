@@ -35,7 +35,7 @@ import torch
 from data_loader import TokenSplits, split_and_encode, write_token_files
 from model import GPT, GPTConfig
 from runtime.files import HASHES_FILE
-from runtime.process import ERROR_VARIABLE, STAGE_VARIABLE, run_main
+from runtime.process import ERROR_VARIABLE, STAGE_VARIABLE
 from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager, save_meta
 from training.checkpoint import save_checkpoint
@@ -103,7 +103,7 @@ def call(script: str, *arguments: str, **options: Any) -> Finished:
     try:
         sys.argv = [f"{script}.py", *arguments, *as_arguments(options)]
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            run_main(module.main)
+            module.run_main(module.main)
     except SystemExit as end:
         status = end.code or 0
     finally:
