@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,24 +29,25 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def files_of(name: str) -> dict[str, bytes]:
-    """The files of a corpus, locks aside."""
-    return {path.name: path.read_bytes() for path in Path("data", name).glob("[a-z]*")}
+def files_of(name: str) -> dict[str, Any]:
+    """The files of a corpus, locks aside; a meta.pkl's contents."""
+    files = {path.name: path.read_bytes() for path in Path("data", name).glob("*.*") if path.suffix in (".bin", ".pkl")}
+    return {name: pickle.loads(data) if name == "meta.pkl" else data for name, data in files.items()}
 
 
-def nanogpt_char(text: str) -> dict[str, bytes]:
+def nanogpt_char(text: str) -> dict[str, Any]:
     """The files of nanoGPT's data/shakespeare_char/prepare.py, by its own few lines."""
     chars = sorted(set(text))
     stoi, itos = {ch: i for i, ch in enumerate(chars)}, dict(enumerate(chars))
     n = len(text)
     parts = {"train.bin": text[: int(n * 0.9)], "val.bin": text[int(n * 0.9) :]}
     files = {name: np.array([stoi[c] for c in part], dtype=np.uint16).tobytes() for name, part in parts.items()}
-    return files | {"meta.pkl": pickle.dumps({"vocab_size": len(chars), "itos": itos, "stoi": stoi})}
+    return files | {"meta.pkl": {"vocab_size": len(chars), "itos": itos, "stoi": stoi}}
 
 
 @pytest.mark.parametrize("read_bytes", [1 << 20, 7])
 def test_characters_are_nanogpts_bytes(monkeypatch, read_bytes):
-    monkeypatch.setattr(data_loader, "READ_BYTES", read_bytes, raising=False)
+    monkeypatch.setattr(data_loader, "CHUNK", read_bytes, raising=False)
     text = TEXT + "naïve 😀 é\n" * 30
     Path("novel.txt").write_text(text.replace("\n", "\r\n"), encoding="utf-8", newline="")
     out = succeed("prepare_text", "novel.txt", name="novel", tokenization="char")
