@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.files import GPT2_NAMES, is_hub_name, read_json, write_text
+from common.files import GPT2_NAMES, is_hub_name, write_text
 from common.log import say
 from common.process import UserError, run_main, warn
 from common.settings import Settings, parse_settings, setting
@@ -24,9 +24,8 @@ from model import GPTConfig
 from tokenization_manager import TokenizationManager
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM"}  # by model_type
-SIZES = ("block_size", "n_layer", "n_head", "n_embd")
-THEIR_SIZES = ("max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size")
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}  # ours, and theirs
+OURS = ("block_size", "n_layer", "n_head", "n_embd", "tied_embeddings")
+THEIRS = ("max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size", "tie_word_embeddings")
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout")
 # Parts of GPT-NeoX's names of weights, and ours; GPT-2's names are ours.
 RENAMED = {
@@ -48,7 +47,6 @@ def load_transformers() -> Any:
         import transformers  # here, because it is optional
     except ImportError:
         raise UserError("ERROR: Hugging Face's form needs a package: pip install transformers==5.23.0") from None
-    transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
 
@@ -70,22 +68,20 @@ def model_path(name: str | Path) -> Path:
 
 
 def read_folder(folder: str | Path) -> dict[str, Any]:
-    """The `model` (state dict), `config`, `tokenization` and `data` (or None) of a checkpoint, from a folder.
-
-    Nothing in it is executed. Raises UserError for one that is damaged, or that GPTConfig cannot express.
-    """
+    """A checkpoint's dict from a folder, in which nothing is executed; UserError for what GPTConfig cannot express."""
     folder, transformers = Path(folder), load_transformers()
-    contents = read_json(folder / "config.json")
-    form = contents.get("model_type") if isinstance(contents, dict) else None
-    if form not in ("gpt2", "gpt_neox"):
-        raise UserError(f"ERROR: {folder} holds a model of type {form!r:.60}; supported are {', '.join(CLASSES)}")
-    model_class, path = getattr(transformers, CLASSES[form]), folder / "tokenizer.json"
+    path = folder / "tokenizer.json"
     tokenizer = TokenizationManager("tokenizer", meta_path=path) if path.is_file() else None
     if tokenizer is None:
         warn(f"{folder} has no tokenizer.json: nothing is known of the text that its tokens mean")
     try:
-        theirs = model_class.config_class.from_pretrained(folder)
-        data = getattr(theirs, "crossover", {}).get("data")
+        theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if theirs.model_type not in CLASSES:
+            raise UserError(f"a model of type {theirs.model_type!r}; supported are {', '.join(CLASSES)}")
+        model_class, data = (
+            getattr(transformers, CLASSES[theirs.model_type]),
+            getattr(theirs, "crossover", {}).get("data"),
+        )
         config = our_config(theirs, theirs.vocab_size if tokenizer is None else tokenizer.vocab_size)
         num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         if num_bytes < config.n_embd * (config.vocab_size + 12 * config.n_layer * config.n_embd):
@@ -106,17 +102,13 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
 def our_config(theirs: Any, num_tokens: int) -> GPTConfig:
     """Our config of theirs; raises UserError for settings that it cannot express."""
     is_rotary = theirs.model_type == "gpt_neox"
+    values = {name: getattr(theirs, their_name) for name, their_name in zip(OURS, THEIRS, strict=True)}
     activation = theirs.hidden_act if is_rotary else theirs.activation_function
-    config = GPTConfig(
-        **{ours: getattr(theirs, name) for ours, name in zip(SIZES, THEIR_SIZES, strict=True)},
-        vocab_size=theirs.vocab_size,
-        num_tokens=num_tokens,
-        position="rope" if is_rotary else "learned",
-        activation=next((ours for ours, name in ACTIVATIONS.items() if name == activation), activation),
-        rotary_share=theirs.rope_parameters["partial_rotary_factor"] if is_rotary else 1.0,
-        parallel_residual=is_rotary and theirs.use_parallel_residual,
-        tied_embeddings=theirs.tie_word_embeddings,
-    )
+    values |= {"activation": "gelu_tanh" if activation == "gelu_new" else activation, "position": "learned"}
+    if is_rotary:
+        values |= {"position": "rope", "rotary_share": theirs.rope_parameters["partial_rotary_factor"]}
+        values["parallel_residual"] = theirs.use_parallel_residual
+    config = GPTConfig(vocab_size=theirs.vocab_size, num_tokens=num_tokens, **values)
     if problem := config.problem():
         raise UserError(problem)
     for name, value in their_settings(config).items():
@@ -127,16 +119,14 @@ def our_config(theirs: Any, num_tokens: int) -> GPTConfig:
 
 def their_settings(config: GPTConfig) -> dict[str, Any]:
     """The settings of GPT-2, or of GPT-NeoX for rotary positions, that make a model of our config."""
-    settings = {theirs: getattr(config, name) for name, theirs in zip(SIZES, THEIR_SIZES, strict=True)}
-    settings["tie_word_embeddings"] = config.tied_embeddings
+    settings = {their_name: getattr(config, name) for name, their_name in zip(OURS, THEIRS, strict=True)}
+    activation = "gelu_new" if config.activation == "gelu_tanh" else "gelu"
     if config.position == "learned":
-        settings |= {"n_inner": None, "layer_norm_epsilon": 1e-5, "activation_function": ACTIVATIONS[config.activation]}
-        scales = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-        return settings | scales | {"add_cross_attention": False}
+        settings |= {"n_inner": None, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+        return settings | {"layer_norm_epsilon": 1e-5, "activation_function": activation}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": config.rotary_share}
     settings |= {"rope_parameters": rope, "use_parallel_residual": config.parallel_residual, "attention_bias": True}
-    inner = {"intermediate_size": 4 * config.n_embd, "layer_norm_eps": 1e-5}
-    return settings | inner | {"hidden_act": ACTIVATIONS[config.activation]}
+    return settings | {"intermediate_size": 4 * config.n_embd, "layer_norm_eps": 1e-5, "hidden_act": activation}
 
 
 def our_name(name: str) -> str:
@@ -192,14 +182,13 @@ def main() -> None:
         raise UserError(f"ERROR: output_dir={final} is there already: remove it, or name another")
     checkpoint = load_checkpoint(path)
     tokenizer = choose_tokenizer(checkpoint, path, "auto", settings.meta_path)
-    state, ends = build_model(checkpoint, "generator", path).state_dict(), ("bos_token_id", "eos_token_id")
-    partial = final.with_name(f".{final.name}.partial")
+    state, partial = build_model(checkpoint, "generator", path).state_dict(), final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     write_text(partial / "tokenizer.json", tokenizer.to_tokenizer_json())
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(partial / "tokenizer.json"))
     fast.eos_token = "<|endoftext|>" if "<|endoftext|>" in fast.get_vocab() else None
     fast.save_pretrained(partial)
-    further = {"crossover": {"data": checkpoint["data"]}} | dict.fromkeys(ends, fast.eos_token_id)
+    further = {"crossover": {"data": checkpoint["data"]}, "bos_token_id": None, "eos_token_id": fast.eos_token_id}
     model = their_model(checkpoint["config"], state, **further)
     # The distribution that the model was trained to have; transformers would else take the 50 likeliest tokens.
     model.generation_config = transformers.GenerationConfig(do_sample=True, top_k=0, eos_token_id=fast.eos_token_id)

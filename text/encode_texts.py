@@ -73,7 +73,7 @@ class PiecewiseEncoder:
 def encode_segments(
     pieces: Iterator[str], segments: Segments, tokenizer: TokenizationManager
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The part and the next tokens (n,) uint16 of each segment of a text in pieces, each encoded by itself.
+    """The part and the next tokens (n,) uint16 of each segment of a text in pieces (none empty), encoded by itself.
 
     Raises UserError where the text is not as long as its segments.
     """
