@@ -230,8 +230,7 @@ class Loop:
             reads = {name: each if each == "scratch" else there for name, each in stage.inputs.items()}
             given = {name: str(each) if isinstance(each, Path) else each for name, each in stage.given.items()}
             wrong = replace(self.sections[stage.section], **{**given, **reads}).problems().errors
-            problems.errors += [f"{stage.section}: {error}" for error in wrong]
-        problems.errors = list(dict.fromkeys(problems.errors))
+            problems.errors += [name for each in wrong if (name := f"{stage.section}: {each}") not in problems.errors]
         problems.raise_if_any()
 
 
@@ -319,6 +318,7 @@ def main() -> None:
                 write_page(ledger, device)
     except UserError:
         ledger.end(reached, failed=reached[-1])
+        write_page(ledger, device)
         raise
     ledger.end(reached)
     say(f"\n{headline(ledger)}\n\n{table_text(ledger)}")
