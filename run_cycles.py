@@ -296,7 +296,7 @@ def make(stage: Stage, ledger: Ledger, loop: Loop, config: list[str]) -> bool:
 
 
 def main() -> None:
-    settings, (path, _) = parse_settings(CycleSettings, "run_cycles"), split_config(sys.argv[1:])
+    settings, (path, *_) = parse_settings(CycleSettings, "run_cycles"), split_config(sys.argv[1:])
     device, out, config = select_device(settings.device), Path(settings.out_dir), ["--config", path] if path else []
     contents, sections = read_config(path) if path else {}, {}
     for name, (script, kind) in SECTIONS.items():
