@@ -314,7 +314,10 @@ WRONG = [
     (contents(config=config(bias=1)), "impossible config: bias"),
     (contents(config=config(n_head=True)), "impossible config: n_head"),
     (contents(config=config(dropout=torch.zeros(2, 2))), "impossible config: dropout"),
-    (contents(config=config(block_size=HUGE)), "impossible config: block_size is above 16777216"),
+    (
+        contents(config=config(block_size=HUGE)),
+        "impossible config: block_size: must be of type int, and at most 16777216",
+    ),
     (contents(config=config(block_size=1 << 24)), "its positions would fill the memory"),
     (contents(config=config(vocab_size=1 << 24, n_embd=1 << 24)), "fill the memory"),
     (contents(config=config(n_layer=1 << 24)), "n_layer=16777216, but 28 weights"),
