@@ -30,12 +30,10 @@ train = dict(
     batch_size=16,
     optimizer="adamw",
     learning_rate=1e-3,
-    min_lr=1e-4,
     max_iters=600,
     warmup_iters=50,
     eval_interval=100,
     patience=5,
-    min_delta=0.001,
 )
 
 prepare_reward_data = dict(
