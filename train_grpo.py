@@ -23,15 +23,7 @@ from common.process import UserError, run_main, warn
 from common.settings import Problems, Settings, parse_settings, setting
 from generation.completions import Completer, compile_model
 from grpo import policy_evaluation as evaluation
-from grpo.policy_loss import (
-    average_loss,
-    divergence,
-    group_advantages,
-    kl_estimate,
-    policy_loss,
-    ratio_metrics,
-    token_advantages,
-)
+from grpo import policy_loss as formulas
 from grpo.rollouts import Rollouts, figures_of_rollouts, sample
 from model import GPT, check_same_fields
 from reports.figures import grpo_curves, write_png
@@ -46,11 +38,10 @@ from training.run import Run
 GRAD_CLIP = 1.0  # largest gradient norm; there is no weight decay
 BETA = 0.04  # weight of the KL penalty where the reward holds no KL
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)  # losses as they are
-REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
 FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "loss")  # beside the progress bar
 SAMPLED_ONLY = ("epsilon", "epsilon_high", "advantage_scale", "beta", "kl_estimator")  # ignored with credit=exact
-EXACT_ONLY = ("kl", "prefixes")  # ignored with another credit
-MODEL_ONLY = ("gate_path", "reward_threshold", "allow_unpredictive_reward")  # ignored without a reward model
+
+Loss = tuple[Tensor, dict[str, Tensor]]  # a loss () and metrics () without gradient
 
 
 @dataclass
@@ -73,7 +64,6 @@ class GRPOSettings(Settings):
     """go on with a reward model whose R2 on the policy's text has an interval that includes 0"""
     gate_path: str | None = setting(None, output="file", changeable=True)
     """measure that R2, write the figures here (JSON), and exit; None: go on to GRPO"""
-
     prompts_per_step: int = setting(16, common=True, minimum=1)
     """groups in a step"""
     group_size: int = setting(8, common=True, minimum=1)
@@ -86,19 +76,15 @@ class GRPOSettings(Settings):
     """learning rate of AdamW, the first of its schedule"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """course of the learning rate; linear and cosine end at 0 after max_steps"""
-
     reward_function: str | None = None
-    """FILE.py:NAME, a function of your own that rewards completions, alone or added to the reward model's reward: the
-    file is executed, the only one of yours that is; None: no function"""
+    """FILE.py:NAME, a function of your own whose rewards count alone or are added; its file is executed; None: none"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
-    """one advantage for every token or for a sequence, or for each position the exact gradient over the vocabulary
-    (needs a likelihood head); auto: token if the reward is known per token, else sequence"""
+    """an advantage for every token or sequence, or at each token the exact gradient over the vocabulary (needs a
+    likelihood head); auto: token if the reward is known per token, else sequence"""
     kl: Literal["forward", "reverse"] = "reverse"
     """with credit=exact: KL(mixture || policy), or reverse: KL(policy || mixture)"""
     prefixes: Literal["own", "natural"] = "own"
-    """with credit=exact, prefixes at which the gradient is taken: of the policy's completions, or of natural text
-    (off-policy distillation, a control)"""
-
+    """with credit=exact, prefixes of the policy's completions, or of natural text (off-policy distillation)"""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"] = "grpo"
     """how the tokens' losses are averaged and clipped; gspo: as grpo, with one ratio per sequence"""
     epsilon: float = setting(0.2, above=0)
@@ -111,7 +97,6 @@ class GRPOSettings(Settings):
     """weight of the KL penalty to the starting policy in the loss; None: 0 with a likelihood head, else 0.04"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """estimator of that KL; in the loss k2 descends KL(policy || start), k3 KL(start || policy), k1 neither"""
-
     reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
     """stop when the mean P(natural) of a tenth of max_steps, at most 10 steps, reaches this"""
     eval_interval: int = setting(10, minimum=1, unit="steps")
@@ -130,16 +115,14 @@ class GRPOSettings(Settings):
         exact, function, model = self.credit == "exact", self.reward_function, self.reward_model_path
         either = "Name the checkpoint with --reward_model_path, or a function of your own with --reward_function"
         problems.require(bool(function or model), "reward_model_path is required", either)
-        unused = dict.fromkeys(SAMPLED_ONLY if exact else EXACT_ONLY, f"credit={self.credit}")
-        unused |= {} if model else dict.fromkeys(MODEL_ONLY, "a reward_function alone")
+        unused = dict.fromkeys(SAMPLED_ONLY if exact else ("kl", "prefixes"), f"credit={self.credit}")
+        unused |= {} if model else dict.fromkeys(("gate_path", "reward_threshold"), "a reward_function alone")
         for name, other in unused.items():
             is_default = getattr(self, name) == getattr(type(self), name)
             problems.require(is_default, f"{name}={getattr(self, name)} is ignored with {other}", f"Leave out {name}")
         weighs = self.loss_type in ("cispo", "gspo")
         problems.require(not exact or not weighs, f"loss_type={self.loss_type} weighs samples", "Use --loss_type dapo")
-        problems.require(
-            not exact or not function, "credit=exact has no use for a reward_function", "Use --credit token"
-        )
+        problems.require(not exact or not function, "credit=exact takes no reward_function", "Use --credit token")
         needs = self.loss_type == "cispo" and self.epsilon_high is None
         problems.require(not needs, "loss_type=cispo needs epsilon_high, the largest weight", "Add --epsilon_high 5.0")
         way_out = "Use --group_size 2 or more, or --credit exact, which compares nothing"
@@ -179,10 +162,8 @@ def main() -> None:
         skill = ranks.on_main(lambda: evaluation.skill_on_policy(completer, scorer, corpus.val, seed))
         if not evaluation.passes_gate(skill, path, given.allow_unpredictive_reward, given.gate_path):
             return
-    copies = CopyFinder(corpus.train)
-    select, report = (
-        evaluation.PolicyEvaluation(scorer, function, corpus, copies, p, seed) for p in ("select", "report")
-    )
+    of_part = partial(evaluation.PolicyEvaluation, scorer, function, corpus, CopyFinder(corpus.train), seed)
+    select, report = of_part("select"), of_part("report")
 
     # run
     hashes = {"base model": base_sha256, "reward model": path and checkpoints.hash_model(path), **data}
@@ -210,7 +191,7 @@ def train(
     scorer: RewardScorer,
     function: RewardFunction | None,
 ) -> tuple[dict[str, Any], Best]:
-    """The training: its record for the checkpoint, and the best policy that was evaluated."""
+    """Train the policy; returns the record for the checkpoint, and the best policy that was evaluated."""
     ranks, exact, horizon = run.ranks, settings.credit == "exact", run.facts["max_steps"]
     optimizers = make_optimizers(policy, learning_rate=settings.learning_rate, weight_decay=0.0)
     stops, best = evaluation.Stops(max(1, min(10, horizon // 10)), settings.reward_threshold), Best()
@@ -245,7 +226,7 @@ def train(
         optimizers.set_learning_rate_factor(factor_at(step, settings.lr_schedule, horizon))
         for update in range(settings.updates_per_step):
             record |= accumulate_gradients(forward, loss_of, rollouts, policy.rows_at_a_time(), ranks)
-            if update and record["kl_update"] > evaluation.UPDATE_KL_CAP:
+            if update and record.get("kl_update", 0.0) > evaluation.CAPS["kl_step"]:
                 optimizers.zero_grad()
                 break  # the updates so far have moved the policy far enough
             record |= {"gradient_norm": take_step(policy, optimizers, GRAD_CLIP, UNSCALED), "updates": update + 1}
@@ -255,12 +236,15 @@ def train(
         if is_evaluated := made % settings.eval_interval == 0 or made == settings.max_steps or bool(stops.why()):
             if settings.updates_per_step == 1 and rollouts.old_log_probs is not None:
                 record["kl_step"] = kl_of_step(policy, rollouts, scorer.dtype, ranks)
+                stops.note({"kl_step": record["kl_step"]})
             record |= evaluate(made)
         run.log(made, quiet=not is_evaluated, learning_rate=optimizers.learning_rate, **record)
         run.bar.set_postfix({name: f"{record[name]:.3f}" for name in FIGURES_SHOWN if name in record})
         if is_evaluated:
             run.save(made)
-    return outcome(run, stops, best, settings), best
+    training = {"steps": run.step, "stop_reason": run.reason, "kept_step": best.at, "settings": asdict(settings)}
+    training |= {"select_loss": best.figures["select_loss"], "start_select_loss": stops.start["select_loss"]}
+    return training | stops.first_and_last_reward(), best
 
 
 def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, device: torch.device) -> RewardScorer:
@@ -316,10 +300,6 @@ def factor_at(step: int, schedule: str, horizon: int) -> float:
     return learning_rate_factor(step, 0, horizon, 0.0) if schedule == "cosine" else 1.0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# advantages, losses, gradients
-
-
 def advantages_of(rollouts: Rollouts, settings: GRPOSettings, is_ratio: bool, ranks: Ranks) -> tuple[Tensor, float]:
     """Advantages of this rank's sequences (R,) or tokens (R, N - 1), and the share of groups whose are all 0.
 
@@ -327,23 +307,22 @@ def advantages_of(rollouts: Rollouts, settings: GRPOSettings, is_ratio: bool, ra
     """
     function, log_probs, G = rollouts.scores.function, rollouts.old_log_probs, settings.group_size
     assert log_probs is not None  # of completions
-    by_token = settings.credit == "token" or (
-        settings.credit == "auto" and function is not None and function.dim() == 2
-    )
-    rewards = evaluation.rewards_of(rollouts.scores, log_probs, rollouts.mask, is_ratio, by_token)
+    of_function = settings.credit == "auto" and function is not None and function.dim() == 2
+    by_token, mask, scale = settings.credit == "token" or of_function, rollouts.mask, settings.advantage_scale
+    rewards = ranks.gather(evaluation.rewards_of(rollouts.scores, log_probs, mask, is_ratio, by_token))
     if by_token:
-        advantages = token_advantages(ranks.gather(rewards), ranks.gather(rollouts.mask), G, settings.advantage_scale)
+        advantages = formulas.token_advantages(rewards, ranks.gather(mask), G, scale)
     else:
-        advantages = group_advantages(ranks.gather(rewards), G, settings.advantage_scale)
+        advantages = formulas.group_advantages(rewards, G, scale)
     flat = (advantages.view(settings.prompts_per_step, -1) == 0).all(1).float().mean().item()
     return advantages[ranks.share(len(advantages))], flat
 
 
-def sampled_loss(settings: GRPOSettings, policy: GPT, rows: Rollouts) -> tuple[Tensor, dict[str, Tensor]]:
+def sampled_loss(settings: GRPOSettings, policy: GPT, rows: Rollouts) -> Loss:
     """The loss () of some rows of an update, as their part of it, and its metrics."""
     assert settings.beta is not None and rows.advantages is not None  # with_choices_made, advantages_of
     is_gspo = settings.loss_type == "gspo"
-    return policy_loss(
+    return formulas.policy_loss(
         rows.log_probs(policy),
         rows.old_log_probs,
         rows.advantages,
@@ -359,19 +338,17 @@ def sampled_loss(settings: GRPOSettings, policy: GPT, rows: Rollouts) -> tuple[T
     )
 
 
-def exact_loss(
-    settings: GRPOSettings, scorer: RewardScorer, policy: GPT, rows: Rollouts
-) -> tuple[Tensor, dict[str, Tensor]]:
+def exact_loss(settings: GRPOSettings, scorer: RewardScorer, policy: GPT, rows: Rollouts) -> Loss:
     """As `sampled_loss`, with credit=exact: the divergence from the mixture, over the vocabulary at each token."""
     mixture = scorer.reward_model
     assert mixture is not None and mixture.is_ratio  # with_choices_made
-    formula = lambda log_probs, hidden: divergence(log_probs, *mixture.distributions(hidden), settings.kl)  # noqa: E731
+    formula = lambda log_probs, hidden: formulas.divergence(log_probs, *mixture.distributions(hidden), settings.kl)  # noqa: E731
     losses, log_probs = rows.over_vocabulary(policy, formula)
     mask = rows.mask.to(losses.dtype)
-    loss = average_loss(losses, mask, settings.loss_type, **rows.totals)
+    loss = formulas.average_loss(losses, mask, settings.loss_type, **rows.totals)
     if rows.old_log_probs is None:
         return loss, {}
-    return loss, ratio_metrics(log_probs.detach(), rows.old_log_probs.masked_fill(~rows.mask, 0.0), mask)
+    return loss, formulas.ratio_metrics(log_probs.detach(), rows.old_log_probs.masked_fill(~rows.mask, 0.0), mask)
 
 
 def accumulate_gradients(
@@ -384,11 +361,8 @@ def accumulate_gradients(
             loss, metrics = forward(loss_of, rows)
             (loss * ranks.world_size).backward()  # of the losses' sum, where DDP takes their mean
         share = float(rows.mask.sum() / rollouts.totals["num_tokens"])
-        for name, value in {
-            "loss": loss.item(),
-            **{name: each.item() * share for name, each in metrics.items()},
-        }.items():
-            figures[name] = figures.get(name, 0.0) + value
+        figures["loss"] = figures.get("loss", 0.0) + loss.item()
+        figures |= {name: figures.get(name, 0.0) + value.item() * share for name, value in metrics.items()}
     return dict(zip(figures, ranks.sum(*figures.values()), strict=True))
 
 
@@ -400,23 +374,8 @@ def kl_of_step(policy: GPT, rollouts: Rollouts, dtype: torch.dtype, ranks: Ranks
         assert rows.old_log_probs is not None  # of completions
         with autocast(ranks.device, dtype):
             log_probs = rows.log_probs(policy)
-        total += kl_estimate(rows.old_log_probs, log_probs)[rows.mask].sum().item()
+        total += formulas.kl_estimate(rows.old_log_probs, log_probs)[rows.mask].sum().item()
     return ranks.sum(total)[0] / int(rollouts.totals["num_tokens"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# outcome
-
-
-def outcome(run: Run, stops: evaluation.Stops, best: Best, settings: GRPOSettings) -> dict[str, Any]:
-    """The record of a finished run, for the checkpoint."""
-    rewards, size = stops.rewards, max(1, min(REWARD_STEPS, len(stops.rewards) // 2))
-    first, last = (sum(part) / size if rewards else None for part in (rewards[:size], rewards[-size:]))
-    return {
-        **{"steps": run.step, "stop_reason": run.reason, "kept_step": best.at, "settings": asdict(settings)},
-        **{"select_loss": best.figures["select_loss"], "start_select_loss": stops.start["select_loss"]},
-        **{"first_reward": first, "last_reward": last, "reward_steps": size if rewards else 0},
-    }
 
 
 def save_outcome(run: Run, kept: GPT, base: dict[str, Any], training: dict[str, Any]) -> None:

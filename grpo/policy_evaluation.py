@@ -2,9 +2,7 @@
 
     python -c "from grpo.policy_evaluation import PolicyEvaluation; help(PolicyEvaluation)"
 
-Reward alone does not show whether a policy writes well: beside it stand the loss on natural text, variety, repetitions,
-copies of the training text, and the reward of natural text. Shapes: P prompts, G completions each, R = P * G rows, N
-positions.
+Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
 
 from collections.abc import Mapping
@@ -35,10 +33,11 @@ GATE_BLOCKS, GATE_SAMPLES = 100, 4  # natural blocks whose completions test the 
 EVAL_PROMPTS, EVAL_SAMPLES = 64, 2  # prompts of an evaluation, and completions of each
 EVAL_TOKENS = 65_536  # natural tokens of the select part that an evaluation reads; the report part is read whole
 COMPLETIONS_SHOWN, COPIES_SOUGHT = 3, 16  # completions in the records, and those searched for in the training text
+REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
 PLATEAU_WINDOWS, PLATEAU_MIN_DELTA = 5, 0.001  # stop after so many windows without a rise of the mean reward by this
-UPDATE_KL_CAP = 0.05  # KL from the policy that sampled, after a step's updates, in nats a token
-START_KL_CAP = 0.5  # KL from the starting policy, in nats a token
-NATURAL_LOSS_CAP = 0.3  # rise of the loss on natural text, in nats a token
+# Stop above these, in nats a token: KL from the start (a step's completions, an evaluation's), KL from the policy
+# before the update, rise of the loss on natural text.
+CAPS = {"kl_start": 0.5, "kl_now": 0.5, "kl_step": 0.05, "loss_rise": 0.3}
 
 
 def draw_prompts(
@@ -81,7 +80,7 @@ def rewards_of(scores: Scores, log_probs: Tensor, mask: Tensor, is_ratio: bool, 
         parts = [part if part.dim() == 2 else part[:, None] * mask for part in parts]
     else:
         parts = [per_sequence(part, mask) for part in parts]
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return sum(parts[1:], parts[0])
 
 
 def named_rewards(prefix: str, scores: Scores, mask: Tensor) -> dict[str, Tensor]:
@@ -93,17 +92,14 @@ def named_rewards(prefix: str, scores: Scores, mask: Tensor) -> dict[str, Tensor
 
 @dataclass
 class PolicyEvaluation:
-    """Figures of a policy on one part of the validation split: its loss there, and its completions of prompts there.
-
-    Prompts, their lengths and the random numbers are the same each time. `part` is 'select' or 'report'.
-    """
+    """Figures of a policy on a part of the validation split, 'select' or 'report', on the same prompts each time."""
 
     scorer: RewardScorer
     function: RewardFunction | None
     corpus: Corpus
     copies: CopyFinder
-    part: str
     seed: int
+    part: str
 
     def __post_init__(self) -> None:
         self.length, self.device = (
@@ -170,10 +166,6 @@ def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
     return figures | skills.paired_difference(losses["kept"], losses["start"], report.length, report.seed)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# gate, stops, best policy
-
-
 def skill_on_policy(completer: Completer[GPT], scorer: RewardScorer, tokens: np.ndarray, seed: int) -> dict[str, Any]:
     """R2 and more of the reward model on fresh text of the policy, K uniform on 1 to N - 1, after natural text.
 
@@ -198,7 +190,7 @@ def skill_on_policy(completer: Completer[GPT], scorer: RewardScorer, tokens: np.
     return skills.measure_skill(prediction.cpu(), truth, torch.arange(count).repeat_interleave(G), N, seed)
 
 
-def passes_gate(skill: dict[str, Any], path: str | None, allowed: bool, gate_path: str | None) -> bool:
+def passes_gate(skill: dict[str, Any], path: str, allowed: bool, gate_path: str | None) -> bool:
     """Whether to go on after the gate: not where its figures, written to `gate_path`, are all that was asked for.
 
     Raises UserError for a reward model (`path`) whose R2 interval is not above 0, unless that is allowed: then warns.
@@ -210,16 +202,15 @@ def passes_gate(skill: dict[str, Any], path: str | None, allowed: bool, gate_pat
         if is_main_rank():
             write_json(gate_path, skill)
         say(f"The gate is {'open' if is_open else 'closed: the lower end is not above 0'}. Saved {gate_path}")
-        return False
-    finding = f"{path} does not predict where this policy's text begins: R2 {r2}"
-    remedy = "train one that predicts (--head likelihood and a --natural_model_path that learned more natural text)"
-    if skill["num_blocks"] < skills.MIN_BLOCKS:
-        remedy = f"use more text: {skill['num_blocks']} natural blocks are fewer than {skills.MIN_BLOCKS}"
-    if not is_open and not allowed:
-        raise UserError(f"ERROR: {finding}; {remedy}, or optimise noise with --allow_unpredictive_reward True")
-    if not is_open:
+    elif not is_open:
+        finding = f"{path} does not predict where this policy's text begins: R2 {r2}"
+        remedy = "train one that predicts (--head likelihood and a --natural_model_path that learned more natural text)"
+        if skill["num_blocks"] < skills.MIN_BLOCKS:
+            remedy = f"use more text: {skill['num_blocks']} natural blocks are fewer than {skills.MIN_BLOCKS}"
+        if not allowed:
+            raise UserError(f"ERROR: {finding}; {remedy}, or optimise noise with --allow_unpredictive_reward True")
         warn(f"{finding}; going on, as allowed")
-    return True
+    return gate_path is None
 
 
 @dataclass
@@ -245,33 +236,33 @@ class Stops:
         """Take note of figures of a step, or of the evaluation after it; the first are those of the start."""
         self.start = self.start or dict(record)
         self.rewards += [record[name] for name in ("reward", "total_reward") if name in record][:1]
-        rise = record.get("select_loss", 0.0) - self.start["select_loss"]
-        caps = {"kl_start": START_KL_CAP, "kl_now": START_KL_CAP, "kl_step": UPDATE_KL_CAP}
-        for name, value, cap in (
-            ("rise of select_loss", rise, NATURAL_LOSS_CAP),
-            *((n, record.get(n, 0.0), caps[n]) for n in caps),
-        ):
-            if value > cap:
-                self.cap = f"cap: {name} {value:.3f} > {cap} nats a token; lower learning_rate"
+        record = {"loss_rise": record.get("select_loss", 0.0) - self.start["select_loss"], **record}
+        for name, cap in CAPS.items():
+            if record.get(name, 0.0) > cap:
+                self.cap = f"cap: {name} {record[name]:.3f} > {cap} nats a token; lower learning_rate"
 
     def why(self) -> str | None:
         """The reason to stop, or None."""
-        ends = range(self.window, len(self.rewards) + 1, self.window)
-        means = [float(np.mean(self.rewards[end - self.window : end])) for end in ends]
-        last, best, waited = float(np.mean(self.rewards[-self.window :] or 0.0)), -np.inf, 0
-        for mean in means:
+        if self.cap or len(self.rewards) < self.window:
+            return self.cap or None
+        last, best, waited = float(np.mean(self.rewards[-self.window :])), -np.inf, 0
+        if "natural_reward" in self.start and last >= self.reward_threshold:
+            return f"reward threshold: {last:.3f} >= {self.reward_threshold}"
+        for end in range(self.window, len(self.rewards) + 1, self.window):
+            mean = float(np.mean(self.rewards[end - self.window : end]))
             best, waited = (mean, 0) if mean >= best + PLATEAU_MIN_DELTA else (best, waited + 1)
-        if means and "natural_reward" in self.start and last >= self.reward_threshold:
-            return self.cap or f"reward threshold: {last:.3f} >= {self.reward_threshold}"
-        plateau = f"plateau: no rise of {PLATEAU_MIN_DELTA} in {waited} windows" if waited >= PLATEAU_WINDOWS else None
-        return self.cap or plateau
+        return f"plateau: no rise of {PLATEAU_MIN_DELTA} in {waited} windows" if waited >= PLATEAU_WINDOWS else None
+
+    def first_and_last_reward(self) -> dict[str, Any]:
+        """Means of the first and of the last REWARD_STEPS rewards, or of half of them where they are few."""
+        size = max(1, min(REWARD_STEPS, len(self.rewards) // 2))
+        first, last = (sum(part) / size if part else None for part in (self.rewards[:size], self.rewards[-size:]))
+        return {"first_reward": first, "last_reward": last, "reward_steps": size if self.rewards else 0}
 
 
 def selection_value(figures: Mapping[str, Any], kl: str) -> float:
-    """The value, least for the policy to keep, of an evaluation's figures.
-
-    With a reward function the total reward, negated; with a likelihood head the KL to its mixture, or for kl 'forward'
-    the loss on natural text; with another head the distance of its reward from natural text's.
+    """The value, least for the policy to keep: with a reward function minus the total reward; with a likelihood head
+    the KL to its mixture, or for kl 'forward' the loss on natural text; else the distance from natural text's reward.
     """
     if "fresh_total_reward" in figures:
         return -figures["fresh_total_reward"]

@@ -9,6 +9,8 @@ Papers: GRPO (DeepSeekMath, arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503
 GSPO (2507.18071), PPO (1707.06347), KL estimators (J. Schulman, "Approximating KL Divergence", 2020).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,7 @@ from common.process import UserError
 from losses import _at_least_float32, _choose
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
-# Beyond this many nats a difference of log-probabilities of sampled tokens is a fault, not information: e^20 = 5e8.
-MAX_EXPONENT = 20.0
+MAX_EXPONENT = 20.0  # a greater difference of log-probabilities of sampled tokens is a fault: e^20 = 5e8
 EPSILON = 1e-4  # added to standard deviations
 FLAT = 1e-6  # Rewards of a group within this range are equal: dividing their rounding noise would make it a signal.
 
@@ -49,10 +50,9 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
 def token_advantages(rewards: Tensor, mask: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """Advantages (P * G, T) of tokens, from their rewards (P * G, T): reward - the group's mean at the same position.
 
-    mask (P * G, T), the same for all of a group, says which tokens were written; others get 0. scale 'group': divided
-    by the standard deviation of all the group's advantages (around 0) + EPSILON; 'batch': of the whole batch's; 'none':
-    not divided. A group whose advantages are within FLAT gets 0. The mean contains the token's own reward: the expected
-    gradient is (G - 1) / G of the policy gradient.
+    mask (P * G, T), the same for all of a group, says which tokens were written; others get 0. scale: as above, of the
+    standard deviation around 0 of all advantages of the group or batch. A group whose advantages are within FLAT gets
+    0. The mean contains the token's own reward: the expected gradient is (G - 1) / G of the policy gradient.
     """
     groups = _grouped(rewards.masked_fill(~mask.bool(), 0.0), group_size)  # (P, G, T)
     written = mask.bool().view_as(groups)
@@ -71,9 +71,8 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str =
     """KL(policy || reference) per token, in the inputs' shape, from log-probabilities of tokens the policy sampled.
 
     With d = reference_log_prob - log_prob the values are k1 = -d (unbiased, high variance), k2 = d^2 / 2 (biased) and
-    k3 = e^d - 1 - d (unbiased, never negative). As a term of a loss, with the samples held fixed, the expected gradient
-    on-policy is (Tang and Munos, arXiv 2506.09477) of k1: 0, it belongs into the reward; of k2: that of
-    KL(policy || reference); of k3: that of KL(reference || policy). For k3, d is clamped to at most MAX_EXPONENT.
+    k3 = e^d - 1 - d (unbiased, never negative; d at most MAX_EXPONENT). As a term of a loss, the expected gradient is
+    0 of k1, of k2 that of KL(policy || reference), of k3 that of KL(reference || policy) (arXiv 2506.09477).
     """
     _choose("estimator", estimator, ("k1", "k2", "k3"))
     difference = _at_least_float32(reference_log_probs) - _at_least_float32(log_probs)
@@ -146,21 +145,19 @@ def policy_loss(
     reference_log_probs: Tensor | None = None,
     beta: float = 0.0,
     kl_estimator: str = "k3",
-    **totals: int | Tensor | None,
+    **totals: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss () to minimise, and metrics () without gradient.
 
     log_probs, old_log_probs, reference_log_probs (B, T): of the tokens under the policy, under the policy that sampled
     them (None: this very policy), and under the KL reference. advantages (B,) or (B, T). mask (B, T): 1 or True for
     tokens that count; what stands at the others is ignored, NaN and -inf included.
-
     Per token, with ratio r = exp(log_prob - old_log_prob) and advantage A (GRPO, equation 3; PPO, equation 7):
       all but cispo   -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL;  epsilon_high None: as low
       cispo           -stop_gradient(min(r, epsilon_high)) A log_prob + beta KL
     importance_level 'sequence' (GSPO): r has the value s, exp of the sequence's mean of log_prob - old_log_prob
     (equation 7), and a gradient for each token: r = stop_gradient(s) exp(log_prob - stop_gradient(log_prob))
     (GSPO-token, section 4.3). log_prob - old_log_prob is clamped to +-MAX_EXPONENT. `totals` are `average_loss`'s.
-
     Metrics: those of `ratio_metrics`, and clip_share, the share of tokens (of sequences, for level 'sequence') whose
     gradient the clip stopped; for cispo whose weight was capped, A > 0.
     """
@@ -171,7 +168,6 @@ def policy_loss(
     advantages = advantages.view(len(log_probs), -1).expand_as(log_probs).masked_fill(~counts, 0.0)
     mask = counts.to(log_probs.dtype)  # (B, T)
     lengths = mask.sum(1).clamp(min=1)  # (B,)
-
     log_ratio = (log_probs - old_log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT)
     ratio = log_ratio.exp()  # (B, T)
     if importance_level == "sequence":
@@ -184,7 +180,6 @@ def policy_loss(
         clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
         per_token = -torch.min(ratio * advantages, clipped * advantages)
         stopped = clipped * advantages < ratio * advantages
-
     metrics = ratio_metrics(log_probs, old_log_probs, mask)
     if beta:
         assert reference_log_probs is not None

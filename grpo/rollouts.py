@@ -71,7 +71,7 @@ class Rollouts:
     def over_vocabulary(self, policy: GPT, formula: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """A formula's values, and the policy's log-probabilities of the tokens: (R, N - 1) each, 0 outside the mask.
 
-        `formula` makes (m,) of log pi (m, V) and the scores' `hidden` (m, C). A larger vocabulary goes through in pieces
+        `formula` makes (m,) of log pi (m, V) and the scores' `hidden` (m, C). Larger vocabularies go through in pieces
         of at most PIECE_LOGITS logits, whose graphs are not kept but computed again for the gradient.
         """
 

@@ -36,8 +36,8 @@ class Scores:
 class RewardScorer:
     """A frozen reward model, if there is one, and the policy's start (the reference of the KL), which score together.
 
-    Where one is part of the other, one pass serves both: a likelihood model's generator, and the trunk that another
-    head stands on, can be the start itself. `dtype` is that of their passes (`common.device.autocast`).
+    Where one is part of the other (a likelihood model's generator, another head's trunk), one pass serves both. `dtype`
+    is that of their passes (`common.device.autocast`).
     """
 
     def __init__(self, reward_model: RewardModel | None, reference: GPT, dtype: torch.dtype = torch.float32) -> None:
@@ -47,7 +47,7 @@ class RewardScorer:
             return
         reward_model.requires_grad_(False)
         self.is_ratio, self.knows_tokens = reward_model.is_ratio, reward_model.knows_tokens
-        if self.is_ratio:
+        if reward_model.is_ratio:
             reward_model.sampling = Sampling()  # however its data were sampled: a policy's text is sampled plainly
         self.is_shared = reward_model.contains(reference)
 

@@ -1,9 +1,8 @@
-"""Loads and calls a reward function of the user's own, `--reward_function FILE.py:NAME` of train_grpo.py.
+"""Loads and calls a reward function of the user's own: the one place of the project that executes a user's Python.
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_function my_rewards.py:score
 
-The one place of the project that executes a user's Python, and only the file that the command line or the settings file
-of this run names. A function in TRL's form runs as it is. Shapes: R sequences of N tokens, prompt first.
+Shapes: R sequences of N tokens, prompt first.
 """
 
 import inspect
@@ -22,33 +21,32 @@ from common.files import hash_file
 from common.process import Terminated, UserError
 
 LARGEST = 1e12  # of a reward: its square is still a float32
-RULE = f"return one finite number (at most {LARGEST:g} in size) for every sequence, or a list of one for each of its tokens"
+RULE = (
+    f"return a finite number (at most {LARGEST:g} in size) for every sequence, or lists of one for each written token"
+)
 
 
 def locate(named: str) -> tuple[Path, str]:
     """The file and the name in FILE.py:NAME. Raises UserError for another form, or a file that does not exist."""
     file, _, name = named.rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f"ERROR: reward_function={named}: must be FILE.py:NAME, such as my_rewards.py:score")
-    if not Path(file).is_file():
-        raise UserError(f"ERROR: reward_function={named}: file not found: {file}; name an existing file")
+    if not file.endswith(".py") or not name.isidentifier() or not Path(file).is_file():
+        raise UserError(f"ERROR: reward_function={named}: must be FILE.py:NAME, FILE.py an existing file")
     return Path(file), name
 
 
 class RewardFunction:
-    """A user's function of completions: its file is executed once, its calls are checked.
+    """A user's function of completions, in TRL's form: its file is executed once, its calls are checked.
 
-    It is called with those of these keyword arguments that it takes: prompts, completions (R str each), prompt_ids,
+    It is called with those of these arguments that it takes: prompts, completions (R str each), prompt_ids,
     completion_ids (R lists of int each), ids (int64 array (R, N)) and masks (bool array (R, N - 1): which tokens after
-    the first were written). `decode` makes text of ids; `per_token` says which kind of numbers it returns: None until
-    the first call.
+    the first were written). `decode` makes text of ids; `per_token` is the kind of numbers of the first call.
     """
 
-    def __init__(self, named: str, decode: Callable[[list[int]], str] | None = None) -> None:
+    def __init__(self, named: str, decode: Callable[[list[int]], str] = str) -> None:
         self.named, self.decode = named, decode
+        self.per_token: bool | None = None
         self.path, name = locate(named)
         self.sha256 = hash_file(self.path)
-        self.per_token: bool | None = None
         sys.path.append(str(self.path.resolve().parent))  # last: what lies there hides no other module
         self.function = self._guarded(lambda: runpy.run_path(str(self.path))).get(name)
         if not callable(self.function):
@@ -61,36 +59,32 @@ class RewardFunction:
         ids (R, N) int64, mask (R, N - 1) bool. Raises UserError for a function that raises an exception, exits, or
         returns anything but finite numbers of one kind.
         """
-        counts, width = mask.sum(1).tolist(), mask.size(1)
-        rows = self._guarded(lambda: [_plain(row) for row in _plain(self.function(**self._inputs(ids, counts, mask)))])
-        per_token = bool(rows) and isinstance(rows[0], list | tuple)
-        if self.per_token not in (None, per_token):
-            self._fail("returned numbers of tokens and, in another call, of sequences: return one kind")
-        if per_token and all(isinstance(row, list | tuple) and len(row) == width for row in rows):
-            rows = [row[width - count :] for row, count in zip(rows, counts, strict=False)]  # aligned with masks
-        lengths = [len(row) if isinstance(row, list | tuple) else 1 for row in rows]
-        if lengths != (counts if per_token else [1] * len(counts)):
-            self._fail(f"returned {len(rows)} values or lists of other lengths for {len(counts)} sequences; {RULE}")
-        numbers = [_plain(value) for row in rows for value in (row if per_token else [row])]
+        rows, counts = ids.tolist(), mask.sum(1).tolist()
+        given: dict[str, Any] = {"prompt_ids": [row[:-count] for row, count in zip(rows, counts, strict=True)]}
+        given["completion_ids"] = [row[-count:] for row, count in zip(rows, counts, strict=True)]
+        given |= {
+            name: [self.decode(each) for each in given[f"{name[:-1]}_ids"]] for name in ("prompts", "completions")
+        }
+        given |= {"ids": np.array(rows, dtype=np.int64), "masks": np.array(mask.tolist(), dtype=bool)}  # copies
+        taken = inspect.signature(self.function).parameters
+        if all(each.kind != each.VAR_KEYWORD for each in taken.values()):
+            given = {name: value for name, value in given.items() if name in taken}
+        returned = self._guarded(lambda: [_plain(row) for row in _plain(self.function(**given))])
+        per_token = bool(returned) and isinstance(returned[0], list | tuple)
+        lists = [row if isinstance(row, list | tuple) else [row] for row in returned]
+        if per_token and all(len(row) == mask.size(1) for row in lists):  # arrays that are aligned with masks
+            lists = [row[-count:] for row, count in zip(lists, counts, strict=False)]
+        numbers = [_plain(value) for row in lists for value in row]
+        if [len(row) for row in lists] != (counts if per_token else [1] * len(counts)):
+            self._fail(f"returned {len(lists)} values, or lists of other lengths, for R={len(counts)}; {RULE}")
         for value in numbers:
             if not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:  # NaN fails, too
                 self._fail(f"returned {value!r:.40}; {RULE}")
+        if self.per_token not in (None, per_token):
+            self._fail("returned numbers of tokens and, in another call, of sequences: return one kind")
         self.per_token = per_token
         flat = torch.tensor(numbers, dtype=torch.float32, device=ids.device)
         return flat.new_zeros(mask.shape).masked_scatter(mask, flat) if per_token else flat
-
-    def _inputs(self, ids: Tensor, counts: list[int], mask: Tensor) -> dict[str, Any]:
-        """The arguments by name; copies, which the function may change."""
-        assert self.decode is not None  # set before the first call
-        rows = list(zip(ids.tolist(), counts, strict=True))
-        prompts, completions = [row[:-count] for row, count in rows], [row[-count:] for row, count in rows]
-        given: dict[str, Any] = {"prompt_ids": prompts, "completion_ids": completions}
-        given |= {"prompts": list(map(self.decode, prompts)), "completions": list(map(self.decode, completions))}
-        given |= {"ids": np.array(ids.tolist(), dtype=np.int64), "masks": np.array(mask.tolist(), dtype=bool)}
-        parameters = inspect.signature(self.function).parameters
-        if any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
-            return given
-        return {name: value for name, value in given.items() if name in parameters}
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the user's code: whatever that raises becomes a UserError of one line."""
