@@ -5,10 +5,10 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/requirements.installed
 CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
-SCALE := 30
+MINUTES := 120
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test campaign-short campaign test-kernels test-interop bench-generation bench-reward-models bench-grpo bench-training screenshot lint format clean
+.PHONY: help setup run test campaign-short campaign tree mutants test-interop bench-generation bench-reward-models bench-grpo bench-training screenshot lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,14 +27,17 @@ run: setup ## run one cycle on four plays of Shakespeare, with controls (8 to 9 
 test: setup ## run the tests, in as many processes as there are cores
 	$(PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 
-campaign-short: setup ## try for 10 minutes to break what docs/reliability.md promises
-	$(PYTHON) tests/campaign/run.py $(ARGS)
+campaign-short: setup ## try for a minute to break what the project promises, each commit in other ways
+	$(PYTHON) tests/campaign/run.py --minutes 1 $(ARGS)
 
-campaign: setup ## the same SCALE times over (SCALE=30: hours), with in campaign.json
-	$(PYTHON) tests/campaign/run.py --scale $(SCALE) --records campaign.json $(ARGS)
+campaign: setup ## the same for MINUTES
+	$(PYTHON) tests/campaign/run.py --minutes $(MINUTES) $(ARGS)
 
-test-kernels: setup ## run the tests with other processors' kernels, with two threads and in random order
-	$(PYTHON) tests/kernels.py $(ARGS)
+tree: setup ## print lines and options beside their budgets
+	$(PYTHON) tests/test_architecture.py
+
+mutants: setup ## plant each fault of tests/mutants.json, one at a time, and see whether a test fails (hours)
+	$(PYTHON) tests/mutants.py $(ARGS)
 
 test-interop: setup ## run the tests that need requirements-bench.txt (installs it)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt

@@ -48,7 +48,7 @@ ENSEMBLE_FIGURES = (
 )
 # Settings that may change after a stage is finished: its device, how it resumes, its memory, what it logs.
 NO_IDENTITY = (
-    *("device", "init_from", "overwrite", "kv_cache_mb", "log_interval", "cache_features"),
+    *("device", "init_from", "overwrite", "log_interval", "cache_features"),
     *("tracker", "wandb_log", "wandb_project", "wandb_run_name"),
 )
 

@@ -3,27 +3,27 @@
     python -c "from model import GPT, GPTConfig; print(GPT(GPTConfig(n_layer=2)).num_parameters())"
 
 No I/O. Names follow nanoGPT, so that its checkpoints load (position='learned').
-
 Shapes: B batch, T positions, C = n_embd channels, H = n_head, D = C / H, V = vocab_size.
 """
 
-import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.device import full_precision, total_memory
+from common.process import UserError
 from generation.completions import generate
 from generation.kv_cache import KVCache
 from generation.sampling import Sampling
 from generation.shared_prompts import SharedPrompts
-from runtime.device import full_precision, total_memory
-from runtime.process import UserError
 
+POSITIONS = ("rope", "learned")
 REWARD_HEADS = ("last", "position", "likelihood")
-ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # and nn.GELU's name of the approximation
+ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # nn.GELU's names of the approximation
 
 
 @dataclass
@@ -41,8 +41,8 @@ class GPTConfig:
     reward_head_hidden_dim: int = 256
     position: str = "rope"  # 'rope' (inside attention) or 'learned' (transformer.wpe: nanoGPT, GPT-2)
     num_tokens: int | None = None  # ids that the tokenizer uses; the others are padding. None: see num_real_tokens
-    reward_head_type: str = "last"  # 'last', 'position' or 'likelihood': a class of reward_model.py each
-    # Variants of other families: GPT-2's activation, GPT-NeoX's rotary positions, blocks and output layer.
+    reward_head_type: str = "last"  # 'last', 'position' or 'likelihood': see reward/heads.py
+    # Variants that pretrained models need: GPT-2's activation, GPT-NeoX's rotary positions, blocks and output layer.
     activation: str = "gelu"  # 'gelu' (exact) or 'gelu_tanh' (GPT-2's approximation of it)
     rotary_share: float = 1.0  # of each head's dimensions that rotary positions turn: see rotary_angles
     parallel_residual: bool = False  # attention and MLP both read a block's input (True), or one after the other
@@ -51,8 +51,7 @@ class GPTConfig:
     @property
     def num_real_tokens(self) -> int:
         """Ids below this are tokens, the others padding. GPT-2's padded vocabulary is known by its size."""
-        padded = {50304: 50257}
-        return self.num_tokens or padded.get(self.vocab_size, self.vocab_size)
+        return self.num_tokens or (50257 if self.vocab_size == 50304 else self.vocab_size)
 
     @property
     def rotary_size(self) -> int:
@@ -68,26 +67,21 @@ class GPTConfig:
                 return f"{name}={getattr(self, name)!r}: must be a whole number"
             if getattr(self, name) < 1:
                 return f"{name}={getattr(self, name)}: must be >= 1"
-        if self.n_embd % self.n_head:
-            return f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
-        if self.position == "rope" and (self.n_embd // self.n_head) % 2:
-            return f"rotary positions need an even head size, not n_embd / n_head = {self.n_embd // self.n_head}"
-        if not isinstance(self.rotary_share, int | float) or not 0 < self.rotary_share <= 1:
-            return f"rotary_share={self.rotary_share!r}: must be > 0 and <= 1"
-        if self.rotary_share != 1 and self.position != "rope":
-            return f"rotary_share={self.rotary_share}: learned positions turn nothing; leave it at 1"
-        if self.position == "rope" and (self.rotary_size < 2 or self.rotary_size % 2):
-            return f"rotary_share={self.rotary_share}: {self.rotary_size} dimensions of a head: must be even and >= 2"
-        if self.activation not in ACTIVATIONS:
-            return f"activation={self.activation!r}: must be one of {', '.join(ACTIVATIONS)}"
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            return f"dropout={self.dropout!r}: must be >= 0 and < 1"
         if self.mode not in ("generator", "reward"):
             return f"mode={self.mode!r}: mode must be 'generator' or 'reward'"
-        if self.position not in ("rope", "learned"):
-            return f"position={self.position!r}: must be 'rope' or 'learned'"
-        if self.reward_head_type not in REWARD_HEADS:
-            return f"reward_head_type={self.reward_head_type!r}: must be one of {', '.join(REWARD_HEADS)}"
+        choices = {"position": POSITIONS, "reward_head_type": REWARD_HEADS, "activation": tuple(ACTIVATIONS)}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                return f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}"
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            return f"dropout={self.dropout!r}: must be >= 0 and < 1"
+        if not isinstance(self.rotary_share, int | float) or not 0 < self.rotary_share <= 1:
+            return f"rotary_share={self.rotary_share!r}: must be > 0 and <= 1"
+        if self.n_embd % self.n_head:
+            return f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
+        size, turned = self.n_embd // self.n_head, self.rotary_size
+        if self.position == "rope" and (size % 2 or turned % 2 or turned < 2):
+            return f"rotary positions need an even head size, not {turned} of n_embd / n_head = {size} dimensions"
         if self.num_tokens is not None and self.num_tokens > self.vocab_size:
             return f"num_tokens={self.num_tokens}: must be <= vocab_size={self.vocab_size}"
         return None
@@ -98,15 +92,12 @@ def check_same_fields(
 ) -> None:
     """Raise UserError, with both values, for the first of the named fields in which two models differ."""
     for name in names:
-        one, other = getattr(ours, name), getattr(theirs, name)
-        if one != other:
-            raise UserError(
-                f"ERROR: {name} is {one} in {our_name} and {other} in {their_name}: they do not match{way_out}"
-            )
+        if getattr(ours, name) != getattr(theirs, name):
+            values = f"{name} is {getattr(ours, name)} in {our_name} and {getattr(theirs, name)} in {their_name}"
+            raise UserError(f"ERROR: {values}: they do not match{way_out}")
 
 
-# A checkpoint's config can so be read with torch.load's safe default, which executes nothing.
-torch.serialization.add_safe_globals([GPTConfig])
+torch.serialization.add_safe_globals([GPTConfig])  # read by torch.load at its safe default, which executes nothing
 
 
 class Linear(nn.Linear):
@@ -148,21 +139,20 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.layer = layer
 
-    def forward(
-        self, x: Tensor, rotation: Tensor | None, kv_cache: KVCache | None, shared: SharedPrompts | None
-    ) -> Tensor:
-        qkv = self.c_attn(x) if shared is None else shared.to_rows(self.c_attn(x))  # (B, T, 3 C)
+    def forward(self, x: Tensor, rotation: Tensor | None, context: KVCache | SharedPrompts | None) -> Tensor:
+        qkv = self.c_attn(x)  # (B, T, 3 C)
+        if isinstance(context, SharedPrompts):
+            qkv = context.to_rows(qkv)
         B, T, C = qkv.size(0), qkv.size(1), x.size(-1)
         qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
         q, k = qkv[:2] if rotation is None else rotate(qkv[:2], rotation)
-        v = qkv[2]
-        if kv_cache is not None:
-            y = kv_cache.attend(self.layer, q, k, v)
+        if isinstance(context, KVCache):
+            y = context.attend(self.layer, q, k, qkv[2])
         else:
-            dropout = self.dropout if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+            dropout_p = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, qkv[2], dropout_p=dropout_p, is_causal=T > 1)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return self.resid_dropout(self.c_proj(y if shared is None else shared.from_rows(y)))
+        return self.resid_dropout(self.c_proj(context.from_rows(y) if isinstance(context, SharedPrompts) else y))
 
 
 class MLP(nn.Module):
@@ -190,32 +180,16 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.parallel_residual = config.parallel_residual
 
-    def forward(
-        self, x: Tensor, rotation: Tensor | None, kv_cache: KVCache | None, shared: SharedPrompts | None
-    ) -> Tensor:
-        if self.parallel_residual:
-            return x + self.attn(self.ln_1(x), rotation, kv_cache, shared) + self.mlp(self.ln_2(x))
-        x = x + self.attn(self.ln_1(x), rotation, kv_cache, shared)
-        return x + self.mlp(self.ln_2(x))
-
-
-class Transformer(nn.ModuleDict):
-    """Embeddings, blocks and last normalisation, by nanoGPT's names."""
-
-    wte: nn.Embedding
-    wpe: nn.Embedding  # with learned positions alone
-    drop: nn.Dropout
-    h: nn.ModuleList
-    ln_f: nn.LayerNorm
+    def forward(self, x: Tensor, rotation: Tensor | None, context: KVCache | SharedPrompts | None) -> Tensor:
+        y = x + self.attn(self.ln_1(x), rotation, context)
+        return y + self.mlp(self.ln_2(x if self.parallel_residual else y))
 
 
 class GPT(nn.Module):
-    """The dual-mode model: `config.mode` decides which head stands on the trunk.
-
-    In reward mode that is the head of reward_model.LastRewardModel. UserError for the config of another head.
-    """
+    """A generator, or a reward model with a 'last' head: see `forward`. Raises UserError for an impossible config."""
 
     head_type = "last"
+    transformer: Any  # nanoGPT's wte, wpe (with learned positions alone), drop, h and ln_f
     rotation: Tensor  # (2, T, D), with rotary positions alone
 
     def __init__(self, config: GPTConfig) -> None:
@@ -223,10 +197,9 @@ class GPT(nn.Module):
         if problem := config.problem():
             raise UserError(problem)
         if config.mode == "reward" and config.reward_head_type != self.head_type:
-            kind = f"reward_head_type={config.reward_head_type!r}: {type(self).__name__} has a {self.head_type!r} head"
-            raise UserError(f"{kind}; make the model with reward_model.make_reward_model")
+            raise UserError(f"reward_head_type={config.reward_head_type!r}: use reward.heads.make_reward_model")
         self.config = config
-        self.transformer = Transformer(
+        self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
                 "drop": nn.Dropout(config.dropout),
@@ -255,19 +228,13 @@ class GPT(nn.Module):
     def _init_weights(self) -> None:
         """GPT-2's initialisation: normal 0.02, residual projections scaled down by depth; He for the reward head."""
         for name, parameter in self.named_parameters():
-            if name.startswith("reward_head"):
-                continue
-            if parameter.dim() >= 2:
+            if name == "reward_head.0.weight":
+                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+            elif parameter.dim() >= 2:
                 depth = math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 1.0
                 nn.init.normal_(parameter, mean=0.0, std=0.02 / depth)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
-        if self.config.mode == "reward":
-            hidden, scores = (layer for layer in self.reward_head if isinstance(layer, nn.Linear))
-            nn.init.kaiming_normal_(hidden.weight, nonlinearity="relu")
-            nn.init.normal_(scores.weight, std=0.02)  # begin near [0.5, 0.5], where softmax is not saturated
-            nn.init.zeros_(hidden.bias)
-            nn.init.zeros_(scores.bias)
 
     def init_orthogonal(self) -> None:
         """Orthogonal matrices inside the blocks, and zeros where they write to the residual stream: for few steps."""
@@ -278,83 +245,48 @@ class GPT(nn.Module):
                 nn.init.orthogonal_(parameter)
 
     def num_parameters(self) -> int:
-        """Number of parameters; position embeddings are not counted, as in nanoGPT."""
-        total = sum(parameter.numel() for parameter in self.parameters())
-        return total - (self.transformer.wpe.weight.numel() if self.config.position == "learned" else 0)
+        """The number of parameters; position embeddings are not counted, as in nanoGPT."""
+        return sum(p.numel() for name, p in self.named_parameters() if name != "transformer.wpe.weight")
 
     def rows_at_a_time(self) -> int:
-        """Sequences of full length that one pass takes, with gradients or without: see `rows_that_fit`."""
-        return rows_that_fit(self.config, total_memory(self.transformer.wte.weight.device))
+        """Sequences of full length that one pass takes, with gradients or without; at most 1,024 on CUDA, 64 elsewhere.
+
+        Their logits with copies, and 64 bytes a channel, layer and position, take an eighth of CUDA's memory or 1 GiB.
+        """
+        config, memory = self.config, total_memory(self.transformer.wte.weight.device)
+        logits = 5 * 4 * config.block_size * config.vocab_size
+        if memory is None:
+            return max(1, min(64, 2**30 // logits))
+        kept = 64 * config.n_embd * config.n_layer * config.block_size
+        return max(1, min(1024, memory // 8 // (logits + kept)))
 
     def trunk(self, idx: Tensor | SharedPrompts, kv_cache: KVCache | None = None) -> Tensor:
-        """Hidden states (B, T, C), after the last normalisation, of token ids (B, T); (n, C) if rows share prompts.
-
-        With a `kv_cache`, idx holds the tokens of the rows and positions that were given to its `at`.
-        """
-        return self.continue_trunk(self.begin_trunk(idx, 0, kv_cache), 0, kv_cache, idx)
-
-    def begin_trunk(self, idx: Tensor | SharedPrompts, num_blocks: int, kv_cache: KVCache | None = None) -> Tensor:
-        """Hidden states (B, T, C), or (n, C), after the first `num_blocks` blocks, 0 for none, of token ids (B, T)."""
-        positions: Tensor | slice
-        if isinstance(idx, SharedPrompts):
-            ids, length, positions, shared = idx.ids, idx.length, idx.positions, idx
-        else:
-            ids, length, shared = idx, idx.size(1), None
-            positions = slice(length) if kv_cache is None else kv_cache.positions
+        """Hidden states (B, T, C), after the last normalisation, of token ids (B, T); (n, C) if rows share prompts."""
+        context = idx if isinstance(idx, SharedPrompts) else kv_cache
+        ids, length = (idx.ids, idx.length) if isinstance(idx, SharedPrompts) else (idx, idx.size(1))
         if length > self.config.block_size:
             raise UserError(f"a sequence of {length} tokens does not fit block_size {self.config.block_size}")
-        x = self.transformer.wte(ids)  # (B, T, C)
+        x, rotation = self.transformer.wte(ids), None  # (B, T, C)
         if self.config.position == "learned":
-            # A gather by indexing would have a gradient that several threads sum in any order.
-            embedded = self.transformer.wpe(positions) if isinstance(positions, Tensor) else None
-            x = x + (self.transformer.wpe.weight[positions] if embedded is None else embedded)
-        return self._run_blocks(self.transformer.drop(x), 0, num_blocks, kv_cache, shared)
-
-    def continue_trunk(
-        self,
-        x: Tensor,
-        num_blocks: int,
-        kv_cache: KVCache | None = None,
-        idx: Tensor | SharedPrompts | None = None,
-    ) -> Tensor:
-        """The result of `trunk`, from that of `begin_trunk` after so many blocks."""
-        shared = idx if isinstance(idx, SharedPrompts) else None
-        return self.transformer.ln_f(self._run_blocks(x, num_blocks, self.config.n_layer, kv_cache, shared))
-
-    def _run_blocks(
-        self, x: Tensor, first: int, last: int, kv_cache: KVCache | None, shared: SharedPrompts | None
-    ) -> Tensor:
-        rotation = None
-        if self.config.position == "rope":
-            length = x.size(1) if shared is None else shared.length
+            positions = torch.arange(length, device=ids.device) if context is None else context.positions
+            x = x + self.transformer.wpe(positions)
+        else:
             rotation = self.rotation[:, slice(length) if kv_cache is None else kv_cache.positions]
-        for block in itertools.islice(self.transformer.h, first, last):
-            run = block if torch.is_grad_enabled() else block.forward  # see compile_blocks
-            x = run(x, rotation, kv_cache, shared)
-        return x
-
-    def compile_blocks(self) -> None:
-        """Compile each block in place for passes with gradients: one program for all blocks and numbers of tokens.
-
-        Names of weights stay as they are. Passes without gradients are not compiled here; those that sample are as a
-        whole (completions.compile_model).
-        """
+        x = self.transformer.drop(x)
         for block in self.transformer.h:
-            block.compile(dynamic=True)
+            x = block(x, rotation, context)
+        return self.transformer.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits (B, T, V) of hidden states; those of padding ids are the dtype's lowest number.
 
-        In the weights' dtype, float32, under autocast too. There log-probabilities are compared: in GRPO the ratio
-        pi / pi_old is of two ways to read a token, pi's with its whole sequence and pi_old's, which sampled it, after a
-        cache of what it had written. Trunks in bfloat16 round these differently; logits in bfloat16, of 8 bits, would
-        add errors of 1e-2 nats and more (MiniMax-M1, arXiv 2506.13585, computes the head in float32 for this reason).
+        In the weights' dtype under autocast too: bfloat16 would change GRPO's ratios (MiniMax-M1, arXiv 2506.13585).
         """
         with full_precision(hidden.device):
             return self._head(hidden.to(self.lm_head.weight.dtype))
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """As `logits`, in autocast's dtype: for a loss, which averages rounding errors over many tokens."""
+        """As `logits`, in autocast's dtype: for losses, which average rounding errors over many tokens."""
         logits = self.lm_head(hidden)
         if self.config.num_real_tokens < self.config.vocab_size:
             logits[..., self.config.num_real_tokens :] = torch.finfo(logits.dtype).min
@@ -363,11 +295,10 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Generator: (logits, loss); reward: (probabilities, loss). The loss is None where there are no targets.
+        """The output, and the loss if there are targets.
 
-        Generator: targets (B, T) int64, -1 ignored; logits are (B, T, V) with targets and (B, 1, V), those of the last
-        position, without; the loss is the mean cross-entropy in nats. Reward: probabilities (B, 2) are
-        [P(natural), P(synthetic)]; targets (B, 2) float; the loss is their mean squared error.
+        Generator: logits (B, T, V), without targets (B, 1, V) of the last position; targets (B, T) int64, -1 ignored;
+        cross-entropy in nats. Reward model: [P(natural), P(synthetic)] (B, 2); targets (B, 2); mean squared error.
         """
         if self.config.mode == "reward":
             last = self.trunk(idx)[:, -1]  # (B, C)
@@ -405,28 +336,12 @@ class GPT(nn.Module):
         return generate(self, idx, max_new_tokens, Sampling(temperature, top_k, top_p), generator)
 
 
-def rows_that_fit(config: GPTConfig, memory: int | None) -> int:
-    """Sequences of full length in one pass of a model, on a CUDA device with so many bytes in all, or elsewhere (None).
-
-    On CUDA as many, up to 1,024, as an eighth of the memory holds: logits with the copies that formulas make, and what
-    blocks keep for the gradient, 64 bytes a channel, layer and position in float32 (less in bfloat16). All of the
-    memory counts, not what is free: a run divides its batches alike each time. Elsewhere the numbers of the shapes
-    alone decide: logits of 1 GiB with their copies, or 64 sequences, which a small model keeps near the processor.
-    """
-    logits = 5 * 4 * config.block_size * config.vocab_size
-    if memory is None:
-        return max(1, min(64, 2**30 // logits))
-    kept = 64 * config.n_embd * config.n_layer * config.block_size
-    return max(1, min(1024, memory // 8 // (logits + kept)))
-
-
 def rotary_angles(length: int, head_dim: int, rotary_dim: int, base: float = 10000.0) -> Tensor:
     """cos and signed sin (2, T, D) of the rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34).
 
-    Of the pairs d and d + D/2 the first rotary_dim / 2 are turned. (GPT-NeoX turns the first rotary_dim dimensions, in
-    pairs of their own; huggingface.py reorders its queries and keys, which changes no product of the two.)
+    Of the pairs d and d + D/2 the first rotary_dim / 2 are turned; interop/huggingface.py reorders GPT-NeoX's to these.
     """
-    # On the CPU wherever the model is made: operations on the meta device import torch._dynamo, which takes a second.
+    # On the CPU always: operations on the meta device import torch._dynamo, which takes a second.
     frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
     frequencies = F.pad(frequencies, (0, (head_dim - rotary_dim) // 2))  # 0: not turned
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)  # (T, D / 2)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from data_loader import TokenSplits, evenly_spaced, load_binary, load_text
-from generation.completions import Completer, compile_model, generate
+from generation.completions import Completer, generate
 from generation.sampling import Sampling
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
@@ -220,12 +220,10 @@ def main() -> None:
     check_same_splits(checkpoint["data"], data_record(splits.train, splits.val), config.allow_split_mismatch)
 
     settings = RowSettings(config.samples_per_chunk, Sampling(config.temperature, config.top_k), config.seed)
-    compiled = config.compile if config.compile is not None else device.type == "cuda"
     identity = describe_identity(config, model.config, splits, device) | {
         "dtype": str(dtype).removeprefix("torch."),
-        "compiled": compiled,
     }
-    completer = Completer(compile_model(model) if compiled else model, model.config.block_size, config.kv_cache_mb)
+    completer = Completer(model, model.config.block_size)
     # Refuse values that the metadata cannot hold now, not after hours of work.
     format_metadata(dataset_entries(0, model.config.block_size, tokenizer.info()) | identity | describe_sources(config))
     hold_output(config.output_dir, ranks.on_main)
@@ -235,8 +233,6 @@ def main() -> None:
     staged = StagedFolder(config.output_dir)
     ranks.on_main(lambda: staged.claim(identity, config.overwrite))
 
-    if compiled:
-        say("The model is compiled first: a minute or more without progress")
     detail(f"\nGenerating reward dataset with block_size={model.config.block_size}")
     detail(f"Tokenization method: {tokenizer.method}")
     detail(f"Vocab size: {tokenizer.vocab_size}")

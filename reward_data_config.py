@@ -61,10 +61,6 @@ class RewardDataConfig(Settings):
     """auto, cpu, cuda, cuda:N or mps"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """of weights and of the cached keys and values; auto: bfloat16 where a CUDA device has it, else float32"""
-    compile: bool | None = None
-    """compile the model: pays on GPUs (the default there); the first minute goes into it"""
-    kv_cache_mb: int | None = setting(None, minimum=1, unit="MiB")
-    """memory for cached keys and values, MiB a process; None: half of what is free, without CUDA at most 1024"""
     seed: int = setting(42, minimum=0)
     """the same seed on the same machine gives the same bytes"""
     max_blocks: int | None = setting(None, minimum=1)

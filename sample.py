@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from data_loader import read_text
-from generation.completions import compile_model, generate
+from generation.completions import generate
 from generation.sampling import Sampling
 from runtime.cli import parse_settings
 from runtime.device import autocast, select_device, select_dtype
@@ -58,8 +58,6 @@ class SampleSettings(Settings):
     """auto, cpu, cuda, cuda:N or mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """arithmetic of the passes; auto: bfloat16 on CUDA, else float32"""
-    compile: bool = False
-    """compile the model with torch.compile"""
     seed: int = setting(1337, minimum=0, maximum=2**63 - 1)
     """seed of the draws"""
 
@@ -110,9 +108,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(settings.seed)
     idx = prompt[None].repeat(settings.num_samples, 1).to(device)  # (B, T)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
-    forward = compile_model(model) if settings.compile else model
     with autocast(device, dtype):
-        rows = generate(forward, idx, settings.max_new_tokens, sampling, generator)
+        rows = generate(model, idx, settings.max_new_tokens, sampling, generator)
     texts = [tokenizer.decode(row.tolist()) for row in rows]
     if not is_stage():  # of run_cycles.py: the text is in its file
         for text in texts:

@@ -21,7 +21,7 @@ from common.distributed import Ranks, gradients_stay, parallel, start_ranks
 from common.log import check_finite, check_tracker, format_size, read_records, say
 from common.process import UserError, run_main, warn
 from common.settings import Problems, Settings, parse_settings, setting
-from generation.completions import Completer, compile_model
+from generation.completions import Completer
 from grpo import policy_evaluation as evaluation
 from grpo import policy_loss as formulas
 from grpo.rollouts import Rollouts, figures_of_rollouts, sample
@@ -39,7 +39,8 @@ GRAD_CLIP = 1.0  # largest gradient norm; there is no weight decay
 BETA = 0.04  # weight of the KL penalty where the reward holds no KL
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)  # losses as they are
 FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "loss")  # beside the progress bar
-SAMPLED_ONLY = ("epsilon", "epsilon_high", "advantage_scale", "beta", "kl_estimator")  # ignored with credit=exact
+# ignored with credit=exact
+SAMPLED_ONLY = ("importance_level", "epsilon", "epsilon_high", "advantage_scale", "beta", "kl_estimator")
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # a loss () and metrics () without gradient
 
@@ -85,8 +86,10 @@ class GRPOSettings(Settings):
     """with credit=exact: KL(mixture || policy), or reverse: KL(policy || mixture)"""
     prefixes: Literal["own", "natural"] = "own"
     """with credit=exact, prefixes of the policy's completions, or of natural text (off-policy distillation)"""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"] = "grpo"
-    """how the tokens' losses are averaged and clipped; gspo: as grpo, with one ratio per sequence"""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
+    """how the tokens' losses are averaged and clipped"""
+    importance_level: Literal["token", "sequence"] = "token"
+    """ratios per token, or one per sequence (GSPO)"""
     epsilon: float = setting(0.2, above=0)
     """the ratio is clipped below 1 - epsilon"""
     epsilon_high: float | None = setting(None, above=0)
@@ -105,8 +108,6 @@ class GRPOSettings(Settings):
     """also send the records to Weights & Biases, TensorBoard or trackio (needs the package of that name)"""
     device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps; on CUDA in bfloat16, else float32"""
-    compile: bool = setting(False, changeable=True)
-    """compile the policy with torch.compile: its blocks where they learn, and the whole where it samples"""
     seed: int = setting(42, minimum=0)
     """seed of prompts and completions"""
 
@@ -120,8 +121,8 @@ class GRPOSettings(Settings):
         for name, other in unused.items():
             is_default = getattr(self, name) == getattr(type(self), name)
             problems.require(is_default, f"{name}={getattr(self, name)} is ignored with {other}", f"Leave out {name}")
-        weighs = self.loss_type in ("cispo", "gspo")
-        problems.require(not exact or not weighs, f"loss_type={self.loss_type} weighs samples", "Use --loss_type dapo")
+        weighs = self.loss_type == "cispo"
+        problems.require(not exact or not weighs, "loss_type=cispo weighs sampled tokens", "Use --loss_type dapo")
         problems.require(not exact or not function, "credit=exact takes no reward_function", "Use --credit token")
         needs = self.loss_type == "cispo" and self.epsilon_high is None
         problems.require(not needs, "loss_type=cispo needs epsilon_high, the largest weight", "Add --epsilon_high 5.0")
@@ -144,9 +145,7 @@ def main() -> None:
     base, base_sha256 = checkpoints.load_checkpoint(base_path), checkpoints.hash_model(base_path)
     scorer = load_scorer(given, base, base_sha256, ranks.device)
     policy = checkpoints.build_model(base, "generator", base_path, ranks.device)
-    if given.compile:
-        policy.compile_blocks()
-    completer: Completer[Any] = Completer(compile_model(policy) if given.compile else policy, policy.config.block_size)
+    completer = Completer(policy, policy.config.block_size)
     settings = with_choices_made(given, scorer)
     say(f"Policy: {base_path}, {format_size(policy.num_parameters())}, on {ranks.where} ({scorer.dtype})")
     say(f"Reward: {path or 'no model'} and {f'{function.named} (executed)' if function else 'no function'}")
@@ -321,14 +320,13 @@ def advantages_of(rollouts: Rollouts, settings: GRPOSettings, is_ratio: bool, ra
 def sampled_loss(settings: GRPOSettings, policy: GPT, rows: Rollouts) -> Loss:
     """The loss () of some rows of an update, as their part of it, and its metrics."""
     assert settings.beta is not None and rows.advantages is not None  # with_choices_made, advantages_of
-    is_gspo = settings.loss_type == "gspo"
     return formulas.policy_loss(
         rows.log_probs(policy),
         rows.old_log_probs,
         rows.advantages,
         rows.mask,
-        loss_type="grpo" if is_gspo else settings.loss_type,
-        importance_level="sequence" if is_gspo else "token",
+        loss_type=settings.loss_type,
+        importance_level=settings.importance_level,
         epsilon_low=settings.epsilon,
         epsilon_high=settings.epsilon_high,
         reference_log_probs=rows.scores.reference_log_probs,

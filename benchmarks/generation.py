@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor, nn
 
-from generation.completions import Completer, compile_model
+from generation.completions import Completer
 from generation.sampling import Sampling
 from model import GPT, GPTConfig, Linear
 from runtime.cli import parse_settings
@@ -56,8 +56,6 @@ class GenerationSettings(Settings):
     """blocks of the headline job that are really written; 0: leave the job out; 975: all of it"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
-    compile: bool | None = None
-    """compile the model for the engine; None: on CUDA only, as prepare_reward_data.py does"""
     hf_batches: tuple[int, ...] = (64, 128, 256, 512)
     """batches of which the one where Hugging Face is fastest, in one run of each, has a row of its own"""
     num_processes: int | None = setting(None, minimum=1)
@@ -154,11 +152,6 @@ def best_batch(model: GPT, batches: tuple[int, ...]) -> int:
     return max(rates, key=rates.__getitem__, default=batches[0])
 
 
-def compiled_if_asked(model: GPT, asked: bool | None) -> nn.Module:
-    """The model for the engine; None: compiled on CUDA only."""
-    return compile_model(model) if asked or (asked is None and next(model.parameters()).is_cuda) else model
-
-
 def engine_way(
     model: nn.Module, group: int = GROUP, blocks: int | None = None, of_a_token: bool = False
 ) -> Callable[[], int]:
@@ -231,7 +224,7 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
     for module in plain.modules():
         if isinstance(module, Linear):
             module.__class__ = nn.Linear  # what makes bits equal for any number of rows is no part of the others' ways
-    best, own = best_batch(model, settings.hf_batches), compiled_if_asked(model, settings.compile)
+    best, own = best_batch(model, settings.hf_batches), model
     at_best, at_few = f"{hugging_face}, its best batch, {best}", f"{hugging_face}, batch of {FEW_ROWS}"
     engine, few = (
         f"engine, {Completer(model, model.config.block_size).rows:,} rows",
@@ -288,7 +281,7 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
 
 def measure_headline(settings: GenerationSettings, device: torch.device) -> None:
     """The seeds' headline job, or what it would take by the part that was written."""
-    model = compiled_if_asked(make_model(HEADLINE["shape"], device), settings.compile)
+    model = make_model(HEADLINE["shape"], device)
     blocks, group = settings.headline_blocks, HEADLINE["group"]
     engine_way(model, group, 1)()  # the warm-up
     tokens_per_second = rate(engine_way(model, group, blocks))

@@ -11,9 +11,11 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import nn
 
 from common.process import UserError
 
@@ -100,6 +102,18 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
     """The parts of a forward pass that mixed precision leaves out: operations keep the dtype of their inputs."""
     return torch.autocast(device_type=device.type, enabled=False)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and back on afterwards if it was on; no gradients."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 def random_stream(seed: int, *purpose: str | int) -> np.random.Generator:

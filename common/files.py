@@ -129,10 +129,13 @@ def check_writable(path: str | os.PathLike, is_file: bool = False) -> str | None
     """The obstacle to creating or replacing `path`, a folder or a file, as a sentence, or None."""
     path = Path(path).absolute()
     try:
-        if is_file and path.exists() and not path.is_file():
-            return f"{path} is no file"
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     except (OSError, ValueError) as error:  # a loop of links, a zero byte
         return f"{str(path)!r} is no path ({error})"
+    if is_file and path.exists() and not path.is_file():
+        return f"{path} is no file"
     ancestor = path.parent if is_file else path
     while not ancestor.exists():
         ancestor = ancestor.parent

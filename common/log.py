@@ -1,8 +1,11 @@
 """A printed line and a JSON record for each step, progress bars, and trackers.
 
-python -c "from common.log import read_records; print(read_records('out/model_checkpoint.jsonl')[-1])"
+    python -c "from common.log import read_records; print(read_records('out/model_checkpoint.jsonl')[-1])"
+
+A record is one line of JSON, a dict with `step`.
 """
 
+import importlib
 import importlib.util
 import json
 import math
@@ -141,27 +144,30 @@ def check_tracker(name: str) -> str:
 
 
 class Tracker:
-    """A further place for records: Weights & Biases, trackio (the same interface), or TensorBoard's files."""
+    """A further place for records: Weights & Biases, trackio (the same interface), or TensorBoard's files.
 
-    def __init__(self, name: str, project: str, run_name: str, settings: Mapping[str, Any], folder: Path) -> None:
-        if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
+    TensorBoard forgets what an earlier run wrote after the step `kept`.
+    """
 
-            self.writer: Any = SummaryWriter(str(folder))
-            return
-        self.writer = None
-        self.module = __import__(name)
+    def __init__(
+        self, name: str, project: str, run: str, settings: Mapping[str, Any], folder: Path, kept: int = -1
+    ) -> None:
+        module = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
+        self.is_tensorboard = name == "tensorboard"
         try:
-            self.module.init(project=project, name=run_name, config=dict(settings))
+            if self.is_tensorboard:
+                self.run = module.SummaryWriter(str(folder), purge_step=kept + 1)
+            else:
+                self.run = module.init(project=project, name=run, config=dict(settings))
         except Exception as error:  # nobody is logged in, or there is no network
             raise UserError(f"ERROR: --tracker {name}: {error}") from None
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Take the numbers of a record."""
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
-        if self.writer is None:
-            self.module.log(numbers, step=record["step"])
+        if not self.is_tensorboard:
+            self.run.log(numbers, step=record["step"])
             return
         for name, value in numbers.items():
-            self.writer.add_scalar(name, value, record["step"])
-        self.writer.flush()
+            self.run.add_scalar(name, value, record["step"])
+        self.run.flush()

@@ -184,7 +184,8 @@ def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> Any:
     groups: dict[str, list[Any]] = {"common": [], "further": []}
     for each in fields(settings_class):
         marks = (tyro.conf.Positional,) if declared(each).positional else ()
-        arg = tyro.conf.arg(help=texts.get(each.name), metavar=each.name.upper() if marks else None)
+        help_text = " ".join((texts.get(each.name) or "").split())
+        arg = tyro.conf.arg(help=help_text, metavar=each.name.upper() if marks else None)
         default = field(default=each.default)
         typed: Any = Annotated[(each.type, arg, *marks)]
         groups["common" if declared(each).common or marks else "further"].append((each.name, typed, default))
@@ -208,7 +209,7 @@ def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> Any:
             raise  # --help
         lines = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
         reason = " ".join(lines[: next((n for n, line in enumerate(lines) if line.startswith("──")), None)])
-        raise UserError(f"ERROR: {reason or printed.getvalue()}: see {script}.py --help") from None
+        raise UserError(f"ERROR: {reason.rstrip('.')}; see {script}.py --help") from None
 
 
 def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, list[str]]:

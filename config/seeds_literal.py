@@ -9,8 +9,9 @@
 # add allow_unpredictive_reward=True to train_grpo below and repeat the command: the finished stages are kept.
 #
 # Named in those documents: patience and min_delta, 10 samples of a block, temperature 1, hidden width 256, MSE, Adam at
-# 1e-4 without decay, batches of 32, 10 epochs, the threshold of 0.9, 5 cycles, their end when perplexity stops falling.
-# Chosen here: sizes, steps and number of blocks, for the time; 16 prompts of 8 completions; the weight of the KL.
+# 1e-4 (AdamW here, with a decay of 0.01), batches of 32, 10 epochs, the threshold of 0.9, 5 cycles, their end when
+# perplexity stops falling. Chosen here: sizes, steps and number of blocks, for the time; 16 prompts of 8 completions;
+# the weight of the KL.
 
 run_cycles = dict(
     out_dir="out/seeds_literal",
@@ -50,8 +51,6 @@ train_reward_model = dict(
     reward_head_hidden_dim=256,
     loss="mse",
     learning_rate=1e-4,
-    weight_decay=0.0,
-    grad_clip=0.0,
     batch_size=32,
     max_epochs=10,
     patience=5,

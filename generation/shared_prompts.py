@@ -1,10 +1,8 @@
 """Completions that share prompts, as the tokens that differ: each prompt's tokens once.
 
-    python -c "import torch, shared_prompts as s; print(s.SharedPrompts(torch.ones(4, 3), torch.full((4,), 2), 2).ids)"
+    python -c "import torch, generation.shared_prompts as s; print(s.put(torch.ones(2), torch.eye(2).bool()))"
 
-Embeddings, norms and linear layers treat each token by itself: they get tokens (n, C), none of them twice. Attention
-gets rows (R, T, C), in which the prompts are repeated.
-
+Embeddings, norms and linear layers get tokens (n, C), none of them twice; attention gets rows (R, T, C).
 Shapes: R rows of T tokens, of which G side by side have one prompt; n different tokens; C channels.
 """
 
@@ -14,10 +12,7 @@ from torch.nn import functional as F
 
 
 class SharedPrompts:
-    """R rows as n tokens: the first of the G rows of a prompt brings its tokens.
-
-    ids: (R, T) int64; prompt_lengths: (R,), equal in the G rows of a prompt, as are the ids up to there.
-    """
+    """R rows as n tokens. ids: (R, T) int64; prompt_lengths: (R,), equal in the G rows of a prompt."""
 
     def __init__(self, ids: Tensor, prompt_lengths: Tensor, group_size: int) -> None:
         R, T = ids.shape
@@ -30,14 +25,11 @@ class SharedPrompts:
         self.index = torch.where(brings, number, number[self._leaders])  # (R, T): which of the n tokens stands there
         self._places = brings.flatten().nonzero().squeeze(1)  # (n,): where in the rows each token stands first
         self.ids, self.positions, self.length = ids.flatten()[self._places], self._places % T, T  # (n,), (n,)
-        # (R, T) bool: places from which each next token has to be predicted once, see `spread`.
-        self.predicts = leads | (columns >= ends - 1)
+        self.predicts = leads | (columns >= ends - 1)  # (R, T) bool: each next token is predicted once, see `spread`
 
     def to_rows(self, tokens: Tensor) -> Tensor:
-        """(R, T, C) of (n, C)."""
-        if not self._is_shared:
-            return tokens.view(*self.index.shape, -1)
-        return F.embedding(self.index, tokens)  # a gather whose gradient is always summed in the same order
+        """(R, T, C) of (n, C), by a gather whose gradient is always summed in the same order."""
+        return F.embedding(self.index, tokens) if self._is_shared else tokens.view(*self.index.shape, -1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """(n, C) of (R, T, C)."""

@@ -1,13 +1,8 @@
-"""Formulas of the three trainings: log-probabilities, the posterior over K, reward losses, advantages, policy losses.
+"""The posterior over the crossover K, the losses of reward models, and mixtures of language models.
 
-    python -c "import torch, objectives; print(objectives.group_advantages(torch.tensor([0.9, 0.1, 0.3, 0.4]), 2))"
+    python -c "import torch; from reward.posterior import natural_share; print(natural_share(torch.randn(2, 9)))"
 
-Pure functions of tensors; no I/O, no state. Shapes: B sequences of T tokens over a vocabulary of V; P prompts
-with G completions each, the G of one prompt side by side. Formulas are in float32 or better, whatever dtype comes in.
-
-Papers: GRPO (DeepSeekMath, arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), CISPO (MiniMax-M1, 2506.13585),
-GSPO (2507.18071), PPO (1707.06347), KL estimators (J. Schulman, "Approximating KL Divergence", 2020), GKD (2306.13649).
-BNPO here is the token mean over a batch. Normalisers are those of TRL's GRPO trainer.
+Pure functions of tensors. Shapes: B sequences of T tokens. Formulas are in float32 or better, whatever dtype comes in.
 """
 
 from collections.abc import Iterable
@@ -17,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from losses import MAX_LOG_RATIO, _at_least_float32, _choose
+from losses import _at_least_float32, _choose
 
 
 def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
@@ -36,14 +31,14 @@ def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
 def crossover_log_posterior(evidence: Tensor) -> Tensor:
     """log P(K = k | x), (B, max(T - 1, 1)) for k = 1, 2, ..., from the tokens' evidence (B, T) of being natural.
 
-    Evidence is the log of a likelihood ratio, natural over written, given the tokens before; K is uniform beforehand.
-    Of the product over the tokens t = 0 .. K-1 the first is in every k's, and the last in none: neither counts.
+    Evidence is the log of a likelihood ratio, natural over written, given the tokens before; K is uniform a priori.
+    Every k's product over the tokens t = 0 .. k-1 has the first token, and none has the last: neither counts.
     """
     return F.pad(_at_least_float32(evidence)[:, 1:-1].cumsum(1), (1, 0)).log_softmax(1)
 
 
 def natural_probabilities(evidence: Tensor) -> Tensor:
-    """P(token t is natural) = P(K > t | x), (B, T), from the tokens' evidence (B, T); their mean over t is E[K] / T.
+    """P(token t is natural) = P(K > t | x), (B, T), from evidence (B, T); their mean over t is E[K] / T.
 
     1 at the first token; 0 at the last of several, for K is at most T - 1.
     """
@@ -57,11 +52,6 @@ def natural_share(evidence: Tensor) -> Tensor:
     return natural_probabilities(evidence).mean(1)
 
 
-def probability_pair(natural: Tensor) -> Tensor:
-    """[P(natural), P(synthetic)] (B, 2) from P(natural) (B,)."""
-    return torch.stack((natural, 1 - natural), -1)
-
-
 def crossover_loss(evidence: Tensor, targets: Tensor, loss: str = "nll") -> Tensor:
     """Loss () of a reward model that gives evidence (B, T), from its targets (B, 2), rows [K/T, (T-K)/T].
 
@@ -72,7 +62,8 @@ def crossover_loss(evidence: Tensor, targets: Tensor, loss: str = "nll") -> Tens
     _choose("loss", loss, ("mse", "cross_entropy", "token", "nll"))
     if loss in ("mse", "cross_entropy"):
         share = natural_share(evidence)
-        return reward_loss(probability_pair(share).clamp(min=torch.finfo(share.dtype).tiny).log(), targets, loss)
+        probabilities = torch.stack((share, 1 - share), -1)
+        return reward_loss(probabilities.clamp(min=torch.finfo(share.dtype).tiny).log(), targets, loss)
     T, log_posterior = evidence.size(1), crossover_log_posterior(evidence)
     crossovers = (targets[:, 0] * T).round().long().clamp(1, max(T - 1, 1))  # (B,)
     if loss == "nll":
@@ -104,16 +95,3 @@ def mixture_weights(log_probs: Tensor, tolerance: float = 1e-5) -> Tensor:
         if not gains.max().log() > tolerance:  # nor where they are NaN
             return weights
         weights = weights * gains
-
-
-def mixture_loss(log_ratios: Tensor) -> float:
-    """min over w in [0, 1] of the mean of -log(w p/q + 1 - w) in nats, from log p - log q (n,) of natural tokens.
-
-    How much less the best mixture of p and q loses on natural text than q does, with a minus sign: 0 or below.
-    """
-    excess = log_ratios.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()  # p/q - 1
-    low, high = 0.0, 1.0
-    for _ in range(30):  # the mean is concave in w: its slope changes sign once
-        middle = (low + high) / 2
-        low, high = (middle, high) if (excess / (1 + middle * excess)).mean() > 0 else (low, middle)
-    return -(low * excess).log1p().mean().item()

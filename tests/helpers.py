@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAINERS = ("train", "prepare_reward_data", "train_reward_model", "train_grpo")
 TINY_MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
 TINY_TRAIN = {**TINY_MODEL, "batch_size": 8, "max_iters": 20, "eval_interval": 5, "warmup_iters": 2, "device": "cpu"}
-TINY_REWARD = {"head": "last", "max_epochs": 2, "control": False, "device": "cpu"}
+TINY_REWARD = {"head": "last", "max_epochs": 2, "device": "cpu"}
 TINY_GRPO = {
     "prompts_per_step": 4,
     "group_size": 4,

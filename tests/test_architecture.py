@@ -1,76 +1,56 @@
-"""The floors held against the imports, and what every file begins with.  `pytest tests/test_architecture.py`"""
+"""Budgets of lines and options, the floors held against the imports, and what every file begins with.
+
+`pytest tests/test_architecture.py`; `python tests/test_architecture.py` prints the table.
+"""
 
 import ast
 import re
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-FLOORS = [
-    ["runtime.process"],
-    ["runtime.device", "runtime.files"],
-    ["runtime.settings", "runtime.run_log", "runtime.distributed", "runtime.staged_folder", "runtime.downloads"],
-    ["runtime.cli", "runtime.output_lock", "runtime.artefacts"],
-    ["runtime.resume"],
-    ["objectives", "optimization", "generation", "shared_prompts", "data_loader", "reward_metrics"],
-    ["tokenizer_json", "figures"],
-    ["model", "tokenization_manager", "document_splits", "text_metrics"],
-    [
-        "reward_model",
-        "reward_function",
-        "reward_data_config",
-        "reward_dataset_loader",
-        "text_preparation",
-        "huggingface",
-    ],
-    ["checkpoint"],
-    ["feature_cache", "policy_eval", "passages", "interop.trl_reward"],
-    ["sample_eval", "rollouts", "cycle_report", "stage_times"],
-    [
-        "prepare_text",
-        "train",
-        "prepare_reward_data",
-        "train_reward_model",
-        "train_grpo",
-        "evaluate",
-        "sample",
-        "export_hf",
-        "interop.trl_grpo",
-    ],
-    ["cycle_stages"],
-    ["report"],
+ROOT = Path(__file__).resolve().parents[1]
+# Lines, as `wc -l` counts them, of Python and of the page's template.
+LINES = {"root": 3200, "product": 7500, "benchmarks": 1500, "examples": 300, "tests": 15_000}
+MOST_OF_A_FILE, MOST_OF_A_FUNCTION, MOST_ROOT_FILES, MOST_FOLDERS = 420, 80, 14, 8
+OPTIONS = {  # of a script: its settings and how many they may be
+    "train": ("TrainSettings", 32),
+    "train_grpo": ("GRPOSettings", 30),
+    "train_reward_model": ("RewardModelSettings", 16),
+    "prepare_reward_data": ("RewardDataConfig", 18),
+    "run_cycles": ("CycleSettings", 13),
+    "evaluate": ("EvaluateSettings", 9),
+    "sample": ("SampleSettings", 11),
+}
+FLOORS = [  # lowest first; a file imports only from floors below its own
+    ["common.process"],
+    ["common.device", "common.files"],
+    ["common.settings", "common.log", "common.distributed"],
+    ["losses", "generation.sampling", "generation.shared_prompts", "text.sample_quality"],
+    ["generation.kv_cache", "data_loader", "tokenization_manager", "text.shakespeare", "reward.skill"],
+    ["generation.completions", "text.encode_texts", "reward.user_function", "reward.posterior", "grpo.policy_loss"],
+    ["model"],
+    ["reward.heads", "interop.huggingface"],
+    ["reward.frozen_scorer", "reward_data_config", "reward_dataset_loader"],
+    ["training.run", "training.optimizers", "training.checkpoint"],
+    ["grpo.policy_evaluation", "interop.trl_reward"],
+    ["grpo.rollouts"],
+    ["reports.figures", "reports.summary", "reports.passages"],
+    ["reports.page", "interop.trl_grpo"],
+    ["prepare_text", "train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
     ["run_cycles"],
 ]
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
-PREPARE_FLOOR = FLOOR_OF["train"]  # data/*/prepare.py
 
-# Tests that are named after what they show, and the modules whose own tests they are.
-NAMED_OTHERWISE = {
-    "test_architecture": (),  # the floors
-    "test_bad_input": (),  # every script
-    "test_docs": (),  # the documents
-    "test_dual_mode_gpt": ("model",),
-    "test_end_to_end": ("evaluate", "sample", "run_cycles"),
-    "test_evidence": (),
-    "test_evidence_tables": (),  # benchmarks/evidence_tables.py
-    "test_golden_curves": ("train", "train_reward_model", "train_grpo"),
-    "test_grpo_tasks": ("train_grpo", "rollouts"),
-    "test_integration": (),  # tokenization, loading and data preparation together
-    "test_kernels": (),  # tests/kernels.py
-    "test_old_artefacts": (),  # what checkpoint, runtime/resume and run_cycles wrote before
-    "test_oracle": (),  # benchmarks/oracle.py
-    "test_pipeline": (),  # benchmarks/pipeline.py
-    "test_training_benchmark": (),  # benchmarks/training.py
-    "test_prepare_text": ("prepare_text", "text_preparation"),
-    "test_reward_data_prep": ("prepare_reward_data",),
-    "test_trackers": (),  # the trackers of runtime/run_log.py with the real packages
-}
 
-MODULES = [*sorted(ROOT.glob("runtime/[!_]*.py")), *sorted(ROOT.glob("interop/[!_]*.py")), *sorted(ROOT.glob("*.py"))]
-PREPARE_SCRIPTS = sorted(ROOT.glob("data/*/prepare.py"))
-FILES = MODULES + PREPARE_SCRIPTS
-TESTS = sorted((ROOT / "tests").glob("test_*.py"))
+def tracked(*patterns: str) -> list[Path]:
+    """Files of the project, tracked by git or not ignored by it; all that match outside a checkout."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return sorted(ROOT / name for name in listed if (ROOT / name).is_file())
 
 
 def name_of(path: Path) -> str:
@@ -78,129 +58,137 @@ def name_of(path: Path) -> str:
 
 
 def module_of(path: Path) -> str:
-    """The name by which a file is imported: `model`, `runtime.files`."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def floor_of(path: Path) -> int:
-    return PREPARE_FLOOR if path in PREPARE_SCRIPTS else FLOOR_OF[module_of(path)]
+SOURCES = [
+    path for path in tracked("*.py", "*.html") if name_of(path).split("/")[0] not in ("tests", "benchmarks", "examples")
+]
+PRODUCT = [path for path in SOURCES if name_of(path).split("/")[0] != "config"]
+CODE = [path for path in PRODUCT if path.suffix == ".py" and path.name != "__init__.py"]
+
+
+def count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+def lines_of() -> dict[str, int]:
+    """Lines by budget."""
+    parts = {name: sum(map(count_lines, tracked(f"{name}/*.py"))) for name in ("benchmarks", "examples", "tests")}
+    at_root = sum(count_lines(path) for path in PRODUCT if path.parent == ROOT)
+    return {"root": at_root, "product": sum(map(count_lines, PRODUCT)), **parts}
+
+
+def options_of(script: str) -> int:
+    """Options of a script."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        module = __import__(script)
+    finally:
+        sys.path.remove(str(ROOT))
+    return len(fields(getattr(module, OPTIONS[script][0])))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_lines_stay_within_their_budget(name):
+    assert lines_of()[name] <= LINES[name]
+
+
+@pytest.mark.parametrize("script", OPTIONS)
+def test_options_stay_within_their_budget(script):
+    assert options_of(script) <= OPTIONS[script][1]
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name_of)
+def test_no_file_and_no_function_is_too_long(path):
+    assert count_lines(path) <= MOST_OF_A_FILE
+    if path.suffix == ".py":
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < MOST_OF_A_FUNCTION, node.name
+
+
+def test_few_files_and_folders():
+    assert len([path for path in PRODUCT if path.parent == ROOT]) <= MOST_ROOT_FILES
+    folders = {path.relative_to(ROOT).parts[0] for path in PRODUCT if path.parent != ROOT} - {"data"}
+    assert len(folders) <= MOST_FOLDERS
+
+
+def test_a_budget_would_notice_one_line(monkeypatch):
+    found = lines_of()
+    monkeypatch.setitem(LINES, "product", found["product"] - 1)
+    with pytest.raises(AssertionError):
+        test_lines_stay_within_their_budget("product")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# floors
 
 
 def imported_modules(source: str) -> set[str]:
-    """The top-level names of everything that a source imports, wherever in it; of runtime/ and interop/ the file."""
+    """The modules of the project that a source imports, wherever in it."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module in ("runtime", "interop"):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add("." if node.level else node.module)
-    return {name if name in FLOOR_OF or name == "." else name.partition(".")[0] for name in names}
+            module = "." * node.level + (node.module or "")
+            names |= {f"{module}.{alias.name}" for alias in node.names} | {module}
+    known = {*FLOOR_OF, "tests", "benchmarks", "config", "data", "helpers"}
+    return {name for name in names if name in known or name.startswith(".")}
 
 
-def faults(floor: int, imported: set[str]) -> list[str]:
-    """The imports that a module on `floor` may not have."""
-    others = {"tests", "benchmarks", "config", "data", "conftest", "runtime", "interop", "."}
-    return sorted(name for name in imported if name in others or FLOOR_OF.get(name, -1) >= floor)
+def upward(module: str, imported: set[str]) -> list[str]:
+    """The imports that a module may not have."""
+    return sorted(name for name in imported if FLOOR_OF.get(name, 99) >= FLOOR_OF[module])
 
 
 def test_every_file_has_a_floor():
-    assert sorted(map(module_of, MODULES)) == sorted(FLOOR_OF)
-    assert len(FLOOR_OF) == sum(map(len, FLOORS))
-    assert len(PREPARE_SCRIPTS) >= 2
+    modules = {module_of(path) for path in CODE if path.parts[-3] != "data"}
+    assert modules == set(FLOOR_OF)
 
 
-def test_runtime_lies_below_the_root():
-    assert max(map(floor_of, ROOT.glob("runtime/[!_]*.py"))) < min(map(floor_of, ROOT.glob("*.py")))
-    imported = imported_modules((ROOT / "runtime/__init__.py").read_text(encoding="utf-8"))
-    assert imported <= {"sys"}  # it is run before whatever is imported from the folder
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@pytest.mark.parametrize("path", [path for path in CODE if path.parts[-3] != "data"], ids=name_of)
 def test_imports_come_from_floors_below(path):
-    source = path.read_text(encoding="utf-8")
-    assert faults(floor_of(path), imported_modules(source)) == []
-    assert "importlib" not in source and "__import__" not in source  # nothing behind this test's back
+    assert upward(module_of(path), imported_modules(path.read_text(encoding="utf-8"))) == []
 
 
 def test_the_floor_test_would_notice():
     source = (
-        "import os\ndef f():\n    from train import main\n    import model.x as y\nfrom . import z\nimport tests.a\n"
-        "from runtime import files, cat\nimport runtime.cli\nfrom runtime.process import warn\n"
+        "def f():\n    from train import main\nimport reward.heads as h\nfrom common import files\nfrom . import z\n"
     )
-    imported = imported_modules(source)
-    runtime = {"runtime.files", "runtime.cli", "runtime.process", "runtime"}
-    assert imported == {"os", "train", "model", ".", "tests"} | runtime
-    assert faults(FLOOR_OF["checkpoint"], imported) == [".", "runtime", "tests", "train"]
-    assert faults(FLOOR_OF["data_loader"], {"objectives", "runtime.files", "numpy"}) == ["objectives"]
-    assert faults(FLOOR_OF["runtime.files"], {"runtime.process"}) == []
-    assert faults(FLOOR_OF["runtime.process"], {"runtime.files", "model"}) == ["model", "runtime.files"]
+    assert imported_modules(source) == {"train", "reward.heads", "common.files", ".", "..z"}
+    assert upward("model", imported_modules(source)) == [".", "..z", "reward.heads", "train"]
 
 
-def asks_which_head(source: str) -> list[str]:
-    """Comparisons of a head's name, and isinstance of a reward model's class."""
-    questions = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
-            operands = [node.left, *node.comparators]
-            named = re.compile(r"\b(head|reward_head_type|head_type)(['\"]\])?$")
-            questions += [ast.unparse(node)] if any(named.search(ast.unparse(part)) for part in operands) else []
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
-            questions += [ast.unparse(node)] if re.search(r"\w+RewardModel\b", ast.unparse(node.args[1])) else []
-    return questions
-
-
-def test_only_reward_model_py_asks_which_head_it_is():
-    """Elsewhere a reward model is asked what it can do. model.py checks the field of its own config."""
-    asking = {path.name for path in [*FILES, *ROOT.glob("benchmarks/*.py")] if asks_which_head(path.read_text("utf-8"))}
-    assert asking <= {"reward_model.py", "model.py"}
-    source = "a = settings.head == 'last'\nif model['head'] != x: pass\nisinstance(m, GPT | LikelihoodRewardModel)\n"
-    assert len(asks_which_head(source + "isinstance(m, GPT)\nfirst.heads == 3\nbest_by == 'last'\n")) == 3
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_every_file_begins_with_purpose_and_command(path):
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert docstring, "a file has one purpose: its docstring says it"
-    lines = docstring.splitlines()
-    assert lines[0].endswith(".") and lines[1] == ""
-    assert re.search(r"^    (python|pytest) ", docstring, re.MULTILINE), "one runnable command, on a line of its own"
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_importing_a_file_does_no_work(path):
-    """At the top of a file stand definitions; a script's main() stands behind its guard."""
+@pytest.mark.parametrize("path", CODE, ids=name_of)
+def test_every_file_begins_with_purpose_and_command_and_does_no_work(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    guards = [node for node in tree.body if isinstance(node, ast.If)]
-    for node in guards:
-        assert ast.unparse(node.test) == "__name__ == '__main__'"
-        assert len(node.body) == 1 and ast.unparse(node.body[0]).startswith("run_main(main")
-    has_main = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
-    assert len(guards) == has_main
-    assert not any(isinstance(node, ast.For | ast.While | ast.With | ast.Try) for node in tree.body)
+    docstring = ast.get_docstring(tree) or ""
+    assert docstring.splitlines()[0].endswith(".") and docstring.splitlines()[1] == ""
+    assert re.search(r"^    (python|pytest) ", docstring, re.MULTILINE), "one runnable command on a line of its own"
+    for node in tree.body:
+        assert not isinstance(node, ast.For | ast.While | ast.With | ast.Try)
+        assert not isinstance(node, ast.If) or ast.unparse(node.test) == "__name__ == '__main__'"
 
 
-def own_tests(path: Path) -> str:
-    """The name of the tests of a file: of runtime/files.py `test_runtime_files`."""
-    return "test_" + module_of(path).replace(".", "_")
+# ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", TESTS, ids=name_of)
-def test_tests_mirror_the_modules(path):
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert path.stem in NAMED_OTHERWISE or path.stem in map(own_tests, MODULES)
+def table() -> str:
+    """Lines and options beside their budgets."""
+    rows = [f"{'lines of':<26}{'now':>8}{'budget':>8}"]
+    rows += [f"{name:<26}{count:>8,}{LINES[name]:>8,}" for name, count in lines_of().items()]
+    parts: dict[str, int] = {}
+    for path in PRODUCT:
+        folder, *below = path.relative_to(ROOT).parts
+        name = f"{folder}/" if below else folder
+        parts[name] = parts.get(name, 0) + count_lines(path)
+    rows += [f"  {name:<24}{count:>8,}" for name, count in parts.items()]
+    rows += ["", f"{'options of':<26}{'now':>8}{'budget':>8}"]
+    rows += [f"{script:<26}{options_of(script):>8}{most:>8}" for script, (_, most) in OPTIONS.items()]
+    return "\n".join(rows)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_every_module_has_tests(path):
-    """Of its own name, or of another that NAMED_OTHERWISE lists."""
-    others = [test for test, modules in NAMED_OTHERWISE.items() if module_of(path) in modules]
-    assert any((ROOT / "tests" / f"{test}.py").exists() for test in [own_tests(path), *others])
-
-
-@pytest.mark.parametrize("path", PREPARE_SCRIPTS, ids=name_of)
-def test_every_preparing_script_is_run(path):
-    """In a document's block of commands, each of which tests/test_docs.py runs."""
-    documents = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-    assert any(f"\npython {name_of(path)}" in document.read_text(encoding="utf-8") for document in documents)
+if __name__ == "__main__":
+    print(table())

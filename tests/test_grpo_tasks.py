@@ -28,7 +28,7 @@ LOSSES = [
     {"loss_type": "dr_grpo", "advantage_scale": "none"},
     {"loss_type": "dapo", "epsilon_high": 0.28},
     {"loss_type": "cispo", "epsilon_high": 5.0},
-    {"loss_type": "gspo"},
+    {"importance_level": "sequence"},
 ]
 
 

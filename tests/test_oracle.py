@@ -39,7 +39,7 @@ def test_the_exact_posterior_knows_what_p_looked_at(oracle, tmp_path, corpus):
     options = {"train_bin": tmp_path / "text" / "train.bin", "val_bin": tmp_path / "text" / "val.bin"}
     options |= {"model_path": tmp_path / "q.pt", "input_mode": "binary", "allow_split_mismatch": True}
     options |= {"max_blocks": 32, "samples_per_chunk": 2, "output_dir": tmp_path / "data", "device": "cpu"}
-    succeed("prepare_reward_data", **options, compile=False)
+    succeed("prepare_reward_data", **options)
 
     begun_with = np.load(tmp_path / "text" / "before.npy")
     assert begun_with.shape == (2, ORDER)

@@ -447,7 +447,7 @@ def test_another_amount_of_memory_changes_nothing(monkeypatch, tmp_path, corpus,
         patch.setattr(prep, "make_samples", interrupted)
         patch.setattr(completions, "DEFAULT_CPU_ROWS", 16)
         assert call("prepare_reward_data", **options).status == 130
-    out = succeed("prepare_reward_data", **options, kv_cache_mb=1)
+    out = succeed("prepare_reward_data", **options)
     assert "interrupted: 8 of" in out
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
 

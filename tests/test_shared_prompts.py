@@ -1,4 +1,7 @@
-"""Rows that share prompts, against the same rows by themselves: hidden states, log-probabilities, gradients."""
+"""Tests of generation/shared_prompts.py: log-probabilities and gradients beside those of whole rows.
+
+pytest tests/test_shared_prompts.py
+"""
 
 import pytest
 import torch
@@ -79,15 +82,6 @@ def test_log_probs_of_all_tokens_need_one_prediction_of_each():
         logits = model.logits(shared.at(once, model.trunk(shared)))
         found = shared.spread(put(token_log_probs(logits, ids[:, 1:][once]), once))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-def test_values_are_put_in_their_places():
-    places = torch.tensor([[True, False], [False, True]])
-    values = torch.tensor([2.0, 3.0], requires_grad=True)
-    rows = put(values, places)
-    assert rows.tolist() == [[2.0, 0.0], [0.0, 3.0]]
-    rows.sum().backward()
-    assert values.grad.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("most", "expected"), [(64, 64), (23, 16), (8, 8), (7, 4), (3, 2), (1, 1)])

@@ -47,13 +47,9 @@ class Run:
         self.facts: dict[str, Any] = {}
         self.reason = ""  # why the loop ended
         self.parts: dict[str, Stateful] = {}
-        self._state: dict[str, Any] | None = None  # of a resumed run
+        self._saved: dict[str, Any] = {}  # of a resumed run: its parts
+        self.is_resumed = False
         self._log: RunLog | None = None
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether the run goes on from a saved state."""
-        return self._state is not None
 
     def begin(self, resume: bool, overwrite: bool = False, **facts: Any) -> None:
         """Lock the output; read the state of a run to resume, or make sure that a new one replaces nothing of value.
@@ -64,25 +60,23 @@ class Run:
         if self.ranks.rank == 0:
             hold_output(self.output)
         state = self.ranks.on_main(lambda: load_state(self.path) if self.path.is_file() else None)
-        difference = "" if state is None else self._difference(state)
+        difference = "" if state is None else self._difference(state, {} if resume else facts)
         if resume:
             if state is None:
                 raise UserError(f"ERROR: nothing to resume: {self.path} not found; start with --init_from scratch")
             if difference:
-                raise UserError(
-                    f"ERROR: {self.path} is of another run ({difference}); use its settings, or another output"
-                )
-            self._state, self.step, self.facts = state, state["step"], state["facts"]
+                way = "use its settings, or another output"
+                raise UserError(f"ERROR: {self.path} is of another run ({difference}); {way}")
+            self._saved, self.step, self.facts, self.is_resumed = state["parts"], state["step"], state["facts"], True
             say(f"Resuming {self.path} at step {self.step}")
-        elif not overwrite and (state is not None or self.output.exists()):
-            if state is None or difference:
-                what = (
-                    f"is of another run ({difference})"
-                    if difference
-                    else "exists, and no state of its run lies beside it"
-                )
-                raise UserError(f"ERROR: {self.output} {what}: name another output, or --overwrite True replaces it")
-            if not state["finished"]:
+        elif state is None and self.output.exists() and not overwrite:
+            way = "name another output, or --overwrite True replaces it"
+            raise UserError(f"ERROR: {self.output} exists, and no state of its run lies beside it: {way}")
+        elif state is not None and not overwrite:
+            if difference:
+                way = "name another output; --overwrite True replaces it, --init_from resume goes on with its settings"
+                raise UserError(f"ERROR: {self.output} is of another run ({difference}): {way}")
+            if not (state["finished"] and self.output.exists()):
                 way = "--init_from resume goes on, --overwrite True begins anew"
                 raise UserError(f"ERROR: {self.output} has a run of these settings that was interrupted: {way}")
             raise Finished(f"{self.output} was made with these settings already; --overwrite True makes it again.")
@@ -93,27 +87,26 @@ class Run:
         self._log = self._open_log()
         on_interruption(self._resume_hint)
 
-    def _difference(self, state: Mapping[str, Any]) -> str:
-        """How a state's settings and inputs differ from this run's, as text; raises UserError for a damaged state."""
+    def _difference(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+        """How a state's settings, inputs and facts differ from these, as text; UserError for a damaged state."""
         kinds = {"settings": dict, "reads": dict, "facts": dict, "parts": dict, "step": int, "finished": bool}
         if any(type(state.get(name)) is not kind for name, kind in kinds.items()) or state["step"] < 0:
             raise UserError(f"ERROR: {self.path} is no state of a run, or damaged: delete it and start from scratch")
         own = changeable(type(self.settings)) | {"init_from", "overwrite"}
         now = {name: value for name, value in asdict(self.settings).items() if name not in own}
-        texts = [differing_settings(state["settings"], now), differing_settings(state["reads"], self.reads)]
-        return "; ".join(filter(None, texts))
+        pairs = ((state["settings"], now), (state["reads"], self.reads), (state["facts"], facts))
+        return "; ".join(filter(None, (differing_settings(*pair) for pair in pairs)))
 
     def saved(self, part: str) -> Any:
         """The saved state of a part, for what has to be known of it before it can be made."""
-        return (self._state or {"parts": {}})["parts"].get(part)
+        return self._saved.get(part)
 
     def track(self, **parts: Stateful) -> None:
         """Make these parts of the state; those of a resumed run are restored. Raises UserError for a damaged state."""
         self.parts |= parts
-        saved = self._state["parts"] if self._state is not None else {}
         for name, part in parts.items() if self.is_resumed else ():
             try:
-                part.load_state_dict(saved[name])
+                part.load_state_dict(self._saved[name])
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 reason = f"{name}: {str(error).removeprefix('ERROR: ').partition(chr(10))[0]:.200}"
                 raise UserError(f"ERROR: {self.path} is damaged ({reason}): delete it and start from scratch") from None
@@ -152,10 +145,10 @@ class Run:
         """The records: those of a resumed run up to its step stay."""
         names = {"tracker": "none", "wandb_project": "crossover", "wandb_run_name": self.output.stem}
         name, project, run = (getattr(self.settings, each, default) for each, default in names.items())
-        tracker, folder = None, self.output.with_suffix(".tensorboard")
+        tracker, kept = None, self.step if self.is_resumed else -1
         if name != "none" and self.ranks.rank == 0:
-            tracker = Tracker(name, project, run, asdict(self.settings), folder)
-        return RunLog(self.log_path, self.step if self.is_resumed else -1, tracker)
+            tracker = Tracker(name, project, run, asdict(self.settings), self.output.with_suffix(".tensorboard"), kept)
+        return RunLog(self.log_path, kept, tracker)
 
     def _agree(self, signals: list[int]) -> int:
         """The greatest signal that any rank was sent; 0 where none was."""

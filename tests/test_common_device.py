@@ -1,4 +1,4 @@
-"""runtime/device.py: random streams, devices, dtypes.  `pytest tests/test_runtime_device.py`"""
+"""common/device.py: random streams, devices, dtypes.  `pytest tests/test_common_device.py`"""
 
 import json
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.device import (
+from common.device import (
     autocast,
     full_precision,
     random_stream,
@@ -18,7 +18,7 @@ from runtime.device import (
     select_dtype,
     total_memory,
 )
-from runtime.process import UserError
+from common.process import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # random streams

@@ -1,6 +1,6 @@
-"""reward_metrics.py: figures by hand and by brute force, intervals, records.
+"""reward/skill.py: metrics by hand and by brute force, intervals, records.
 
-`pytest tests/test_reward_metrics.py`
+pytest tests/test_reward_skill.py
 """
 
 import json
@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.process import UserError
 from reward import skill as metrics
-from runtime.process import UserError
 
 
 def test_skill_by_hand():
@@ -22,7 +22,7 @@ def test_skill_by_hand():
     assert metrics.r_squared([0.25, 0.5, 1.0], target) == pytest.approx(1 - 0.0625 / 0.5)
     assert metrics.r_squared(1 - target, target) == pytest.approx(-3)
     assert math.isnan(metrics.r_squared(target, torch.full((3,), 0.3)))
-    assert metrics.mean_absolute_error([0.25, 0.5, 0.5], target) == pytest.approx(0.25)
+    assert metrics.skill_figures(torch.tensor([0.25, 0.5, 0.5]), target, 8)["mae_tokens"] == pytest.approx(2)
 
 
 def test_bootstrap_interval_holds_the_figure_and_knows_that_blocks_are_not_rows():
@@ -58,12 +58,6 @@ def test_only_an_interval_above_0_is_better_than_a_constant():
     assert better == [1e-9, 0.5]
 
 
-def test_r_squared_for_people():
-    assert metrics.format_r_squared(0.12341, 0.1, 0.15) == "0.1234 (0.1000 to 0.1500)"
-    assert metrics.format_r_squared(0.5, None, None, digits=3) == "0.500 (no interval)"
-    assert metrics.format_r_squared(None, None, None) == "undefined (no interval)"
-
-
 def test_the_interval_of_a_loss_draws_blocks_of_consecutive_tokens():
     """Neighbours are alike: tokens drawn one by one would have an interval that is too narrow."""
     losses = torch.rand(40, generator=torch.Generator().manual_seed(0)).repeat_interleave(8)
@@ -74,43 +68,23 @@ def test_the_interval_of_a_loss_draws_blocks_of_consecutive_tokens():
     assert metrics.bootstrap_blocks(losses[:79], 8, seed=1) == (None, None)  # nine whole blocks
 
 
-def test_a_loss_for_people():
-    assert metrics.format_loss({"loss": 2.0, "loss_low": 1.5, "loss_high": 2.25}) == "2.0000 (1.5000 to 2.2500)"
-    assert metrics.format_loss({"loss": 2.0, "loss_low": None, "loss_high": None}) == "2.0000 (no interval)"
-    assert metrics.format_loss({"loss": 2.0}) == "2.0000 (no interval)"
-
-
 def test_skill_refuses_shapes_that_would_broadcast():
     with pytest.raises(UserError, match=r"shapes \(3,\) and \(3, 1\)"):
         metrics.r_squared(torch.zeros(3), torch.zeros(3, 1))
     with pytest.raises(UserError, match="n >= 1"):
-        metrics.mean_absolute_error([], [])
+        metrics.r_squared([], [])
 
 
 def test_calibration_by_hand():
-    table = metrics.calibration([0.1, 0.3, 0.7, 1.0], [0.0, 0.2, 1.0, 0.5], num_bins=2)
-    first, second = table.bins
-    assert (first.lower, first.upper, first.count) == (0, 0.5, 2)
-    assert (first.mean_prediction, first.mean_target) == (pytest.approx(0.2), pytest.approx(0.1))
-    assert (second.count, second.mean_prediction, second.mean_target) == (2, pytest.approx(0.85), pytest.approx(0.75))
-    assert table.expected_error == pytest.approx(0.5 * 0.1 + 0.5 * 0.1)
-    assert len(metrics.calibration([0.05, 0.95], [0.0, 1.0]).bins) == 2  # empty bins are left out
+    bins, error = metrics.calibration([0.1, 0.3, 0.7, 1.0], [0.0, 0.2, 1.0, 0.5], num_bins=2)
+    by_hand = [(0, 0.5, 2, 0.2, 0.1), (0.5, 1, 2, 0.85, 0.75)]
+    assert [tuple(row.values()) for row in bins] == [pytest.approx(row) for row in by_hand]
+    assert error == pytest.approx(0.5 * 0.1 + 0.5 * 0.1)
+    assert len(metrics.calibration([0.05, 0.95], [0.0, 1.0])[0]) == 2  # empty bins are left out
     for bad in ([1.5], [math.nan]):
         with pytest.raises(UserError, match=r"in \[0, 1\]"):
             metrics.calibration(bad, [0.5])
 
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30), st.integers(1, 20))
-def test_calibration_counts_everything_and_is_bounded_by_the_mean_absolute_error(pairs, num_bins):
-    prediction, target = zip(*pairs, strict=True)
-    table = metrics.calibration(prediction, target, num_bins)
-    assert sum(b.count for b in table.bins) == len(pairs)
-    assert table.expected_error <= metrics.mean_absolute_error(prediction, target) + 1e-12
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# AUC and skill by crossover
 
 FEW_VALUES = st.lists(st.integers(0, 8).map(lambda n: n / 8), min_size=1, max_size=12)  # ties abound
 
@@ -121,38 +95,15 @@ def test_auc_counts_pairs_and_half_of_the_ties(positive, negative):
     wins = sum((p > n) + (p == n) / 2 for p in positive for n in negative)
     auc = metrics.area_under_curve(torch.tensor(positive), torch.tensor(negative))
     assert auc == pytest.approx(wins / (len(positive) * len(negative)))
-
-
-def test_auc_by_hand():
-    high, low = torch.tensor([0.6, 0.9]), torch.tensor([0.1, 0.5, 0.2])
-    assert metrics.area_under_curve(high, low) == 1
-    assert metrics.area_under_curve(low, high) == 0
-    assert metrics.area_under_curve(high, high) == 0.5
-    assert metrics.area_under_curve(torch.tensor([]), low) is None
-    assert metrics.area_under_curve(high, torch.tensor([])) is None
+    assert metrics.area_under_curve(torch.tensor(positive), torch.tensor([])) is None
 
 
 def test_skill_by_crossover_by_hand():
     target = torch.tensor([0.05, 1.0, 0.02, 0.55, 0.95])
     prediction = torch.tensor([0.25, 0.9, 0.02, 0.35, 0.85])
-    rows = metrics.skill_by_crossover(prediction, target, num_tokens=100)
+    bins = metrics.measure_skill(prediction, target, torch.arange(5), 100, seed=0)["by_crossover"]
     by_hand = [(0.0, 0.1, 2, 0.135, 10.0), (0.5, 0.6, 1, 0.35, 20.0), (0.9, 1.0, 2, 0.875, 10.0)]  # 1 is in the last
-    for row, expected in zip(rows, by_hand, strict=True):
-        assert (row.lower, row.upper, row.count, row.mean_prediction, row.mae_tokens) == pytest.approx(expected)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30))
-def test_skill_by_crossover_counts_everything_once(pairs):
-    prediction, target = zip(*pairs, strict=True)
-    rows = metrics.skill_by_crossover(prediction, target, num_tokens=7)
-    assert sum(row.count for row in rows) == len(pairs)
-    errors = sum(row.count * row.mae_tokens for row in rows) / len(pairs)
-    assert errors == pytest.approx(7 * metrics.mean_absolute_error(prediction, target), abs=1e-9)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# everything there is to say
+    assert [tuple(row.values()) for row in bins] == [pytest.approx(row) for row in by_hand]
 
 
 def some_skill(alike: bool = False, num_blocks: int = 20) -> dict:
@@ -164,8 +115,8 @@ def some_skill(alike: bool = False, num_blocks: int = 20) -> dict:
     measured = metrics.measure_skill(prediction, target, blocks, num_tokens=64, seed=3)
     assert measured["r2"] is None or measured["r2"] == metrics.r_squared(prediction, target)
     assert (measured["r2_low"], measured["r2_high"]) == metrics.bootstrap_r_squared(prediction, target, blocks, seed=3)
-    assert measured["mae"] == metrics.mean_absolute_error(prediction, target) == measured["mae_tokens"] / 64
-    assert measured["calibration_error"] == metrics.calibration(prediction, target).expected_error
+    assert measured["mae"] == pytest.approx((prediction - target).abs().mean().item()) == measured["mae_tokens"] / 64
+    assert measured["calibration_error"] == metrics.calibration(prediction, target)[1]
     ends = prediction[target >= 0.9], prediction[target <= 0.1]
     assert measured["auc"] == metrics.area_under_curve(*ends)
     return measured
@@ -184,36 +135,15 @@ def test_everything_measured_is_plain_json(kind):
         assert sum(row["count"] for row in measured[table]) == num_blocks * 4
 
 
-def test_skill_for_people():
+def test_skill_as_text():
     measured = some_skill()
-    lines = metrics.describe_skill(measured).splitlines()
-    r2 = metrics.format_r_squared(measured["r2"], measured["r2_low"], measured["r2_high"])
-    assert lines[0].startswith(f"  R2 {r2}, ")
-    assert f"MAE {measured['mae_tokens']:.1f} " in lines[1] and f" {measured['mae']:.4f} " in lines[1]
-    assert f"AUC {measured['auc']:.3f}: " in lines[2]
-    assert lines[3] == f"  Calibration error {measured['calibration_error']:.4f}"
-    table = [line.split("|") for line in lines[5:]]
-    assert len(table) == max(len(measured["calibration"]), len(measured["by_crossover"]))
-    for (left, right), row, bins in zip(table, measured["calibration"], measured["by_crossover"], strict=True):
-        numbers = f"{row['mean_prediction']:.3f} {row['mean_target']:.3f} {row['count']}"
-        assert left.split() == numbers.split()
-        numbers = f"{bins['lower']:.1f} to {bins['upper']:.1f} {bins['mean_prediction']:.3f} {bins['mae_tokens']:.1f}"
-        assert right.split() == [*numbers.split(), str(bins["count"])]
-
-
-def test_skill_for_people_without_tables():
-    """The summary alone, whose lines open those with tables."""
-    truth = torch.arange(1, 17).repeat(12) / 16
-    skill = metrics.measure_skill(truth, truth, torch.arange(len(truth)) // 4, 16, seed=0)
-    short = metrics.describe_skill(skill, tables=False)
-    assert len(short.splitlines()) == 4 and metrics.describe_skill(skill).startswith(short + "\n")
-
-
-def test_skill_for_people_where_some_of_it_is_undefined():
-    measured = some_skill(alike=True)
-    assert "R2 undefined (no interval)" in metrics.describe_skill(measured)
-    assert "AUC undefined: " in metrics.describe_skill(measured)
-    assert "Control" not in metrics.describe_skill(measured)
-    measured |= {"control_r2": -0.01, "control_r2_low": -0.5, "control_r2_high": 0.25}
-    control = "  Control, learned from shuffled labels: R2 -0.0100 (-0.5000 to 0.2500)"
-    assert control in metrics.describe_skill(measured).splitlines()
+    text = metrics.describe_skill(measured)
+    for part in ("r2", "r2_low", "r2_high", "mae", "calibration_error"):
+        assert f"{measured[part]:.4f}" in text
+    assert "R2 undefined (no interval)" in metrics.describe_skill(some_skill(alike=True))
+    assert "AUC undefined: " in metrics.describe_skill(some_skill(alike=True))
+    loss = {"loss": 2.0, "loss_low": 1.5, "loss_high": 2.25}
+    assert metrics.format_loss(loss) == "2.0000 (1.5000 to 2.2500)"
+    assert metrics.format_loss({"loss": 2.0}) == "2.0000 (no interval)"
+    difference = {"difference": -0.5, "difference_low": -1.0, "difference_high": 0.25}
+    assert metrics.format_difference(difference) == "-0.5000 (-1.0000 to +0.2500)"

@@ -1,4 +1,7 @@
-"""objectives.py: hand-computed values, TRL's figures (tests/data/grpo_losses.json), finite differences, properties."""
+"""reward/posterior.py: the posterior and its losses by hand and by finite differences; mixtures against a grid.
+
+pytest tests/test_reward_posterior.py
+"""
 
 import math
 
@@ -9,107 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-import losses
-from model import GPT, GPTConfig
+from common.process import UserError
 from reward import posterior as posteriors
-from runtime.process import UserError
-
-# ---------------------------------------------------------------------------------------------------------------------
-# log-probabilities and entropy
-
-
-def test_token_log_probs_by_hand():
-    logits = torch.tensor([[[0.0, math.log(3.0)], [1.0, 1.0]]])
-    expected = torch.tensor([[math.log(0.75), math.log(0.5)]])
-    torch.testing.assert_close(losses.token_log_probs(logits, torch.tensor([[1, 0]])), expected)
-
-
-def test_token_log_probs_of_infinite_logits():
-    logits = torch.tensor([[0.0, 0.0, math.inf], [0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf]])
-    found = losses.token_log_probs(logits, torch.tensor([0, 0, 2]))
-    torch.testing.assert_close(found, torch.tensor([math.nan, -math.log(2), -math.inf]), equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_log_probs_equal_log_softmax_with_gradient(dtype):
-    torch.manual_seed(0)
-    logits, ids = torch.randn(3, 5, 11).mul(4).to(dtype), torch.randint(11, (3, 5))
-    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    result = losses.token_log_probs(ours, ids)
-    expected = plain.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    assert result.dtype == torch.float32
-    torch.testing.assert_close(result, expected)
-    weights = torch.randn(3, 5)
-    (result * weights).sum().backward()
-    (expected * weights).sum().backward()
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(ours.grad, plain.grad, **tolerance)
-
-
-def test_entropy_by_hand():
-    logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf]]])
-    expected = torch.tensor([[math.log(4), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]])
-    torch.testing.assert_close(losses.entropy(logits), expected)
-
-
-@pytest.mark.parametrize("padding", [-math.inf, torch.finfo(torch.float32).min])
-def test_entropy_ignores_padding_and_has_a_finite_gradient(padding):
-    logits = torch.tensor([[[30.0, 29.0, 28.5]]])
-    padded = torch.cat([logits, torch.full((1, 1, 2), padding)], -1).requires_grad_()
-    result = losses.entropy(padded)
-    torch.testing.assert_close(result, losses.entropy(logits))
-    (1000 * result.sum()).backward()
-    assert padded.grad.isfinite().all()
-    assert padded.grad[..., 3:].abs().max() == 0
-
-
-def test_entropy_of_a_far_offset_and_of_certainty():
-    near, far = losses.entropy(torch.tensor([[[0.0, 1.0]]])), losses.entropy(torch.tensor([[[4096.0, 4097.0]]]))
-    torch.testing.assert_close(near, far)
-    assert losses.entropy(torch.tensor([[[0.0, 1e4]]])).item() == 0
-
-
-class Constant(torch.nn.Module):
-    """Loss: the mean of the targets, plus 100 when training."""
-
-    def forward(self, x, y):
-        return None, y.float().mean() + 100 * self.training
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_language_model_loss_weighs_every_target_the_same(training):
-    model = Constant().train(training)
-    batches = [(torch.zeros(2, 3).long(), torch.full((2, 3), 1)), (torch.zeros(1, 2).long(), torch.full((1, 2), 5))]
-    assert losses.language_model_loss(model, iter(batches)) == pytest.approx((6 * 1 + 2 * 5) / 8)
-    assert model.training == training
-    assert losses.language_model_loss(model, []) == math.inf
-
-
-def test_language_model_loss_leaves_ignored_targets_out():
-    """Targets of -1 weigh nothing, a batch of them alone (whose mean loss is NaN) neither, nor one without a loss."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=4, vocab_size=7, n_layer=1, n_head=1, n_embd=8))
-    x, y = torch.randint(7, (2, 3, 4))
-    ignored = torch.full_like(y, -1)
-    partly = torch.where(torch.rand(y.shape) < 0.5, -1, y)
-    batches = [(x, partly), (x, ignored), (x[:1], y[:1])]
-    counts = [int((y != -1).sum()) for _, y in batches]
-    with torch.no_grad():
-        expected = sum(float(model(*batches[i])[1]) * counts[i] for i in (0, 2)) / sum(counts)
-    assert losses.language_model_loss(model, batches) == pytest.approx(expected, rel=1e-5)
-    assert losses.language_model_loss(model, [(x, ignored)]) == math.inf
-    assert losses.language_model_loss(WithoutLoss(), [(x, y)]) == math.inf
-
-
-class WithoutLoss(torch.nn.Module):
-    """As a model that was given nothing to learn."""
-
-    def forward(self, x, y):
-        return None, None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# reward models
 
 
 def test_reward_losses_by_hand():
@@ -129,10 +33,6 @@ def test_reward_losses_take_scores_or_log_probabilities():
     assert posteriors.reward_loss(scores, targets).equal(F.mse_loss(scores.softmax(-1), targets))
     with pytest.raises(UserError, match=r"loss='l1' .* mse, cross_entropy$"):
         posteriors.reward_loss(scores, targets, "l1")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the posterior over the crossover
 
 
 def posterior_by_hand(evidence: list[float]) -> list[float]:
@@ -157,10 +57,6 @@ def test_posterior_and_shares_by_hand(values):
     assert posteriors.natural_probabilities(evidence)[0].tolist() == pytest.approx(natural)
     mean = math.fsum(k * p for k, p in enumerate(by_hand, 1))
     assert posteriors.natural_share(evidence).item() == pytest.approx(mean / T)
-
-
-def test_posterior_of_two_tokens_is_certain():
-    assert posteriors.crossover_log_posterior(torch.tensor([[3.0, -7.0]])).tolist() == [[0.0]]
 
 
 @settings(max_examples=50, deadline=None)
@@ -290,16 +186,6 @@ def test_crossover_losses_refuse_others_and_compute_in_float32():
     assert posteriors.crossover_loss(evidence.bfloat16(), targets).dtype == torch.float32
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.floats(-12, 12), min_size=1, max_size=20))
-def test_the_mixture_is_the_best_on_a_grid(values):
-    """w p + (1 - w) q over q, at most e^10 and at least e^-10 of it."""
-    ratios = np.exp(np.clip(values, -10, 10))
-    losses = -np.log1p(np.outer(np.linspace(0, 1, 2001), ratios - 1)).mean(1)
-    assert posteriors.mixture_loss(torch.tensor(values)) == pytest.approx(losses.min(), abs=1e-3)
-    assert posteriors.mixture_loss(torch.tensor(values)) <= losses.min() + 1e-5  # ratios up to e^10 in float32
-
-
 def simplex(steps: int) -> np.ndarray:
     """All weights (n, 3) of sum 1 in steps of 1 / steps."""
     counts = [(i, j, steps - i - j) for i in range(steps + 1) for j in range(steps + 1 - i)]
@@ -337,12 +223,3 @@ def test_a_mixture_of_probabilities():
     assert mixed.exp().tolist() == pytest.approx([0.5, 0.125])
     alone = torch.randn(50)
     assert torch.equal(posteriors.log_mixture([alone], torch.zeros(1, dtype=torch.float64)), alone)
-
-
-def test_mixtures_by_hand():
-    assert posteriors.mixture_loss(torch.tensor([math.log(2.0), math.log(4.0)])) == pytest.approx(-math.log(8) / 2)
-    assert posteriors.mixture_loss(torch.tensor([-1.0, -2.0])) == 0  # p knows nothing
-    # ratios 3 and 1/3: the derivative 2 / (1 + 2w) - (2/3) / (1 - 2w/3) is 0 at w = 1/2
-    assert posteriors.mixture_loss(torch.tensor([math.log(3.0), -math.log(3.0)])) == pytest.approx(-math.log(4 / 3) / 2)
-    assert posteriors.mixture_loss(torch.tensor([math.inf])) == pytest.approx(-10)
-    assert math.isnan(posteriors.mixture_loss(torch.tensor([math.nan, 1.0])))

@@ -1,0 +1,119 @@
+"""common/distributed.py, and the trainers on two ranks: half of the batch each does what one rank does.
+
+`pytest tests/test_common_distributed.py`
+"""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from helpers import ROOT, TINY_GRPO, TINY_TRAIN, as_arguments, assert_weights_near, run_ranks, start, succeed, weights
+
+from common.distributed import Ranks
+from common.log import read_records
+from common.process import UserError
+
+pytest_plugins = ["tiny_run"]
+
+NEAR = {"abs": 1e-4, "rel": 1e-4}  # ranks add float32 gradients up in another order
+
+
+def test_shares_are_contiguous_and_whole():
+    for world_size in (1, 2, 3, 5):
+        for count in (0, 1, 5, 6, 60):
+            shares = [range(count)[Ranks(rank, world_size).share(count)] for rank in range(world_size)]
+            assert [index for share in shares for index in share] == list(range(count))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_count_that_cannot_be_shared_out_is_refused():
+    with pytest.raises(UserError, match=r"batch_size=7 .*2 ranks: .*--batch_size 8"):
+        Ranks(1, 2).check_divides(batch_size=7)
+    Ranks(1, 2).check_divides(batch_size=8)
+
+
+@pytest.fixture
+def trainers(corpus, generator, reward_data, predictive_reward_model):
+    """Options of each trainer, and what its records must have in common, up to rounding."""
+    data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu", "batch_size": 100}
+    position = {"head": "position", "unfreeze_layers": -1, "max_epochs": 2}
+    grpo = {"base_model_path": generator, "reward_model_path": predictive_reward_model, "dataset": corpus, **TINY_GRPO}
+    step_one = {**grpo, "max_steps": 1, "eval_interval": 1}
+    return {
+        "train": (
+            {**TINY_TRAIN, "dataset": corpus, "log_interval": 1, "gradient_accumulation_steps": 2},
+            ("train_loss", "val_loss", "gradient_norm"),
+        ),
+        "train_reward_model": ({**data, **position}, ("train_loss", "val_loss")),
+        "train_grpo": ({**step_one, "advantage_scale": "batch"}, ("reward", "loss", "gradient_norm")),
+        "train_grpo, exact": ({**step_one, "credit": "exact", "group_size": 1}, ("reward", "loss", "gradient_norm")),
+    }
+
+
+@pytest.mark.parametrize("work", ["train", "train_reward_model", "train_grpo", "train_grpo, exact"])
+def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, trainers, work):
+    options, names = trainers[work]
+    script = work.partition(",")[0]
+    where = [tmp_path / "one" / "model.pt", tmp_path / "two" / "model.pt"]
+    outputs = [{"out_dir": path.parent, "checkpoint_name": path.name} for path in where]
+    if script != "train":
+        outputs = [{"output_path": path} for path in where]
+    succeed(script, **options, **outputs[0])
+    finished = run_ranks(2, f"{script}.py", **options, **outputs[1])
+    assert finished.status == 0, finished.err
+    one, two = (read_records(path.with_suffix(".jsonl")) for path in where)
+    assert [record["step"] for record in one] == [record["step"] for record in two]
+    seen = set()
+    for ours, theirs in zip(one, two, strict=True):
+        for name in names:
+            if name in ours:
+                seen.add(name)
+                assert theirs[name] == pytest.approx(ours[name], **NEAR), (ours["step"], name)
+    assert seen == set(names)
+    assert_weights_near(*(weights(path) for path in where))
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused(tmp_path, corpus):
+    finished = run_ranks(2, "train.py", **{**TINY_TRAIN, "batch_size": 7}, dataset=corpus, out_dir=tmp_path / "out")
+    assert finished.status != 0
+    assert "ERROR: batch_size=7 " in finished.err and "Traceback" not in finished.err
+    assert not (tmp_path / "out").exists()
+
+
+def start_ranks_and_wait(folder, corpus):
+    """Two ranks that train for a long time, once they have saved something, and the processes' numbers."""
+    options = {**TINY_TRAIN, "max_iters": 10**6, "dataset": corpus, "out_dir": folder}
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    process = start(*launch, ROOT / "train.py", *as_arguments(options))
+    deadline = time.monotonic() + 60
+    while not (folder / "model_checkpoint.resume").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:
+        return process, options, [int(number) for number in file.read().split()]
+
+
+def test_when_a_rank_dies_all_end_and_nothing_is_half_written(tmp_path, corpus):
+    process, options, workers = start_ranks_and_wait(tmp_path / "out", corpus)
+    os.kill(workers[1], signal.SIGKILL)
+    process.communicate(timeout=90)
+    assert process.returncode != 0
+    left = [path for path in (tmp_path / "out").iterdir() if path.suffix != ".lock"]
+    assert sorted(path.suffix for path in left) == [".jsonl", ".pt", ".resume"]
+    step = max(record["step"] for record in read_records(tmp_path / "out" / "model_checkpoint.jsonl"))
+    longer = {**options, "max_iters": step + 5, "init_from": "resume"}
+    assert f"Saved {tmp_path / 'out'}" in succeed("train", **longer)
+
+
+def test_sigterm_to_torchrun_saves_on_rank_0(tmp_path, corpus):
+    process, options, _ = start_ranks_and_wait(tmp_path / "out", corpus)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert len(re.findall(r"Terminated\..* --init_from resume", err)) == 1, err
+    records = read_records(tmp_path / "out" / "model_checkpoint.jsonl")
+    options = {**options, "max_iters": records[-1]["step"] + 30}
+    out = succeed("train", **options, init_from="resume")
+    resumed_at = int(re.search(r"Resuming .* step (\d+)", out)[1])
+    assert resumed_at >= max(record["step"] for record in records)

@@ -1,0 +1,173 @@
+"""common/settings.py: command lines, settings files, checks.  `pytest tests/test_common_settings.py`"""
+
+import os
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.process import UserError
+from common.settings import (
+    ROOT,
+    Settings,
+    changeable,
+    differing_settings,
+    parse_settings,
+    read_config,
+    setting,
+    split_config,
+)
+
+
+@dataclass
+class Tiny(Settings):
+    """Train a tiny model."""
+
+    out_dir: str = setting("out", common=True, output="folder", changeable=True)
+    """folder of the results"""
+    batch_size: int = setting(8, minimum=1, unit="sequences")
+    """sequences
+    in a batch"""
+    learning_rate: float = setting(1e-3, above=0)
+    """peak learning rate"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """the optimizer"""
+    compile: bool = False
+    """compile the model"""
+    min_lr: float | None = setting(None, minimum=0)
+    """least learning rate; None: none"""
+    contexts: tuple[int, ...] = ()
+    """context lengths"""
+    model_path: str | None = setting(None, model_file="optional")
+    """a checkpoint"""
+
+    def check_further(self, problems):
+        problems.require(self.batch_size != 13, "batch_size=13: unlucky", "Use 12")
+
+
+def parse(*argv, **keywords):
+    return parse_settings(Tiny, "train", list(argv), **keywords)
+
+
+def refused(*argv) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(*argv)
+    return str(caught.value)
+
+
+def written(tmp_path, text):
+    path = tmp_path / "settings.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_options_in_every_form():
+    settings = parse("--batch_size=4", "--learning-rate", "2e-3", "--compile", "True", "--min_lr", "None")
+    assert settings == Tiny(batch_size=4, learning_rate=2e-3, compile=True)
+    assert parse("--contexts", "8", "16", "--optimizer=muon") == Tiny(contexts=(8, 16), optimizer="muon")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--batchsize", "4"], "has no option --batchsize; did you mean batch_size?"),
+        (["--zzz=1"], "has no option --zzz; --help lists them"),
+        (["--learning_rate", "fast"], "could not convert string to float: 'fast'"),
+        (["--optimizer", "sgd"], "invalid choice 'sgd'"),
+        (["--compile"], "Missing value for argument '--compile'"),
+        (["--compile", "yes"], "invalid choice 'yes'"),
+        (["--contexts", "8", "x"], "['8', 'x']"),
+        (["--config"], "--config needs the path of a settings file"),
+        (["absent.py"], "cannot read settings file absent.py: No such file"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(argv, said):
+    message = refused(*argv)
+    assert message.startswith("ERROR: ") and said in message and "\n" not in message
+
+
+def test_all_faults_are_reported_at_once():
+    message = refused("--batch_size=0", "--learning_rate=nan", "--model_path=absent.pt")
+    assert message.splitlines() == [
+        "Validation Errors:",
+        "  ERROR: batch_size=0: must be >= 1 (sequences)",
+        "  ERROR: learning_rate=nan: must be > 0",
+        "  ERROR: Model file not found: absent.pt",
+        "",
+        "Suggested fixes:",
+        "  SUGGESTION: Leave out batch_size for its default, 8",
+        "  SUGGESTION: Leave out learning_rate for its default, 0.001",
+        "  SUGGESTION: Check that the model checkpoint file exists and the path is correct",
+    ]
+    assert "unlucky" in refused("--batch_size=13") and parse("--batch_size=13", check=False).batch_size == 13
+
+
+def test_the_help_shows_common_options_first(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    text = capsys.readouterr().out
+    assert caught.value.code in (0, None)
+    assert (
+        text.index("common options") < text.index("--out_dir") < text.index("further options") < text.index("--compile")
+    )
+    assert "sequences in a batch (default: 8)" in text
+
+
+def test_a_settings_file_gives_defaults(tmp_path):
+    path = written(tmp_path, "'''doc'''\nlearning_rate = 5 * 1e-4\nmin_lr = None\ntrain = dict(batch_size=2 * 8 + 4)\n")
+    assert parse(path) == parse("--config", path) == parse(f"--config={path}")
+    assert parse(path, "--batch_size", "3") == Tiny(learning_rate=5e-4, batch_size=3)
+    path = written(tmp_path, "train = dict(contexts=(8, 16))\nnatural_model = dict(batch_size=2, contexts=[4])\n")
+    assert parse(path).contexts == (8, 16)
+    assert parse(path, "--section", "natural_model") == Tiny(batch_size=2, contexts=(4,))
+    assert split_config(["x.py", "--a=1"]) == ("x.py", ["--a=1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import os", "only plain assignments"),
+        ("x = open('y')", "nothing is executed"),
+        ("batch_size = __import__('os').getcwd()", "nothing is executed"),
+        ("batch_size = 2 ** 9", "nothing is executed"),
+        ("batch_size = 1 / 0", "division by zero"),
+        ("batch_size = 10**99999 + 1", "nothing is executed"),
+        ("batch_size = 99999999999999999999999 * 9", "for numbers"),
+        ("batch_size = 1\nbatch_size = 2", "given twice"),
+        ("train = dict(batch_size=1, **other)", "different names"),
+        ("a, b = 1, 2", "only plain assignments"),
+        ("batch_size = (", "cannot read settings file"),
+        ("train = 3", "train is no section"),
+        ("trian = dict(batch_size=1)", "trian is no section"),
+        ("batchsize = 3", "has no setting 'batchsize'; did you mean batch_size?"),
+        ("x = " + "(" * 500 + ")" * 500, "settings file"),
+    ],
+)
+def test_a_settings_file_is_data(tmp_path, text, said):
+    message = refused(written(tmp_path, text))
+    assert message.startswith("ERROR: ") and said in message and "\n" not in message
+
+
+@given(st.text(max_size=60))
+def test_no_settings_file_does_more_than_be_refused(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("settings") / "x.py"
+    path.write_text(text, encoding="utf-8", errors="replace")
+    before = dict(os.environ)
+    try:
+        read_config(str(path))
+    except UserError as error:
+        assert str(error).startswith("ERROR: ")
+    assert dict(os.environ) == before
+
+
+def test_every_settings_file_of_the_project_is_read():
+    for path in (ROOT / "config").glob("*.py"):
+        assert isinstance(read_config(str(path)), dict)
+
+
+def test_what_a_resumed_run_may_change():
+    assert changeable(Tiny) == {"out_dir"} <= {each.name for each in fields(Tiny)}
+    assert differing_settings({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == "b was 2, now 3; c was None, now 4"
+    assert differing_settings({"a": 1}, {"a": 1}) == ""

@@ -1,0 +1,100 @@
+"""Tests of losses.py: hand-computed values, gradients, and means over batches.
+
+pytest tests/test_losses.py
+"""
+
+import math
+
+import pytest
+import torch
+
+from losses import entropy, language_model_loss, loss_sums, next_token_loss, perplexity, text_log_probs, token_log_probs
+from model import GPT, GPTConfig
+
+
+def test_token_log_probs_by_hand():
+    logits = torch.tensor([[[0.0, math.log(3.0)], [1.0, 1.0]]])
+    expected = torch.tensor([[math.log(0.75), math.log(0.5)]])
+    torch.testing.assert_close(token_log_probs(logits, torch.tensor([[1, 0]])), expected)
+
+
+def test_token_log_probs_of_infinite_logits():
+    logits = torch.tensor([[0.0, 0.0, math.inf], [0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf]])
+    found = token_log_probs(logits, torch.tensor([0, 0, 2]))
+    torch.testing.assert_close(found, torch.tensor([math.nan, -math.log(2), -math.inf]), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_log_probs_equal_log_softmax_with_gradient(dtype):
+    torch.manual_seed(0)
+    logits, ids = torch.randn(3, 5, 11).mul(4).to(dtype), torch.randint(11, (3, 5))
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    result = token_log_probs(ours, ids)
+    expected = plain.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, expected)
+    weights = torch.randn(3, 5)
+    (result * weights).sum().backward()
+    (expected * weights).sum().backward()
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(ours.grad, plain.grad, **tolerance)
+
+
+def test_entropy_by_hand():
+    logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf]]])
+    expected = torch.tensor([[math.log(4), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]])
+    torch.testing.assert_close(entropy(logits), expected)
+
+
+@pytest.mark.parametrize("padding", [-math.inf, torch.finfo(torch.float32).min])
+def test_entropy_ignores_padding_and_has_a_finite_gradient(padding):
+    logits = torch.tensor([[[30.0, 29.0, 28.5]]])
+    padded = torch.cat([logits, torch.full((1, 1, 2), padding)], -1).requires_grad_()
+    result = entropy(padded)
+    torch.testing.assert_close(result, entropy(logits))
+    (1000 * result.sum()).backward()
+    assert padded.grad.isfinite().all()
+    assert padded.grad[..., 3:].abs().max() == 0
+
+
+class WithoutLoss(torch.nn.Module):
+    """As a model that was given nothing to learn."""
+
+    def forward(self, x, y):
+        return None, None
+
+
+def test_language_model_loss_leaves_ignored_targets_out():
+    """Targets of -1 weigh nothing, a batch of them alone (whose mean loss is NaN) neither, nor one without a loss."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=4, vocab_size=7, n_layer=1, n_head=1, n_embd=8))
+    x, y = torch.randint(7, (2, 3, 4))
+    ignored = torch.full_like(y, -1)
+    partly = torch.where(torch.rand(y.shape) < 0.5, -1, y)
+    batches = [(x, partly), (x, ignored), (x[:1], y[:1])]
+    counts = [int((y != -1).sum()) for _, y in batches]
+    with torch.no_grad():
+        expected = sum(float(model(*batches[i])[1]) * counts[i] for i in (0, 2)) / sum(counts)
+    assert language_model_loss(model, batches) == pytest.approx(expected, rel=1e-5)
+    assert language_model_loss(model, [(x, ignored)]) == math.inf
+    assert language_model_loss(WithoutLoss(), [(x, y)]) == math.inf
+
+
+def test_log_probs_of_a_text_and_the_losses_of_its_rows_agree():
+    """Without dropout, whatever mode the model is in; the mode stays."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=4, vocab_size=7, n_layer=1, n_head=1, n_embd=8, dropout=0.5)).train()
+    x, y = torch.randint(7, (2, 5, 4))
+    batches, of_rows = [(x[:3], y[:3]), (x[3:], y[3:])], []
+    log_probs = text_log_probs(model, batches)
+    total, count = loss_sums(model, batches, of_rows)
+    assert model.training and log_probs.shape == (20,) and count == 20 and not log_probs.requires_grad
+    logits, loss = model.eval()(x, y)
+    torch.testing.assert_close(log_probs, token_log_probs(logits, y).flatten().detach())
+    torch.testing.assert_close(torch.cat(of_rows), -log_probs.view(5, 4).mean(1))
+    assert total / count == pytest.approx(-log_probs.mean().item(), rel=1e-5) == pytest.approx(loss.item(), rel=1e-5)
+    assert next_token_loss(model, x, y).item() == loss.item()
+
+
+def test_perplexity_by_hand():
+    assert perplexity(math.log(5)) == pytest.approx(5) and perplexity(0.0) == 1 and perplexity(1000.0) == math.inf
