@@ -59,13 +59,10 @@ train_grpo = dict(
     group_size=8,
     max_steps=40,
     eval_interval=10,
-    reward="natural",
     credit="sequence",
-    kl_in_reward=0.0,
     beta=0.04,
     kl_estimator="k3",
     loss_type="grpo",
     advantage_scale="group",
     reward_threshold=0.9,
-    best_by="last",
 )

@@ -3,7 +3,7 @@
 #
 #     python run_cycles.py --config config/shakespeare_char_cpu.py
 #
-# The policy is trained by the exact gradient over the vocabulary (credit="distribution") of KL(mixture || policy), not
+# The policy is trained by the exact gradient over the vocabulary (credit="exact") of KL(mixture || policy), not
 # by GRPO's group-relative advantages. config/shakespeare_complete_cpu.py is the loop in GRPO's form on the complete
 # works. Each script reads the section named after it; train.py --section NAME reads natural_model or control_plain.
 
@@ -96,7 +96,7 @@ train_grpo = dict(
     max_steps=40,
     learning_rate=1e-3,
     lr_schedule="linear",
-    credit="distribution",
-    divergence_beta=0.0,
+    credit="exact",
+    kl="forward",
     eval_interval=10,
 )

@@ -83,5 +83,4 @@ train_grpo = dict(
     group_size=8,
     max_steps=40,
     eval_interval=10,
-    natural_threshold=1.0,
 )

@@ -49,7 +49,7 @@ TINY_GRPO = {
     "prompts_per_step": 4,
     "group_size": 4,
     "eval_interval": 2,
-    "allow_blind_reward": True,
+    "allow_unpredictive_reward": True,
     "device": "cpu",
 }
 
@@ -59,7 +59,7 @@ train = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=8, max_it
 natural_model = dict(batch_size=8, max_iters=4, eval_interval=2, warmup_iters=1)
 prepare_reward_data = dict(samples_per_chunk=4, max_blocks=40)
 train_reward_model = dict(head="likelihood")
-train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2, allow_blind_reward=True)
+train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2, allow_unpredictive_reward=True)
 """
 CONTROLS = """
 control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0)

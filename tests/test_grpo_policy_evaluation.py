@@ -1,0 +1,252 @@
+"""grpo/policy_evaluation.py: prompts, masks, rewards, figures of a policy, the gate, and when to stop.
+
+pytest tests/test_grpo_policy_evaluation.py
+"""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from common.device import random_stream
+from common.process import UserError
+from data_loader import WholeSplitBatches
+from generation.completions import Completer
+from grpo import policy_evaluation
+from grpo.policy_evaluation import (
+    PolicyEvaluation,
+    Stops,
+    draw_prompts,
+    passes_gate,
+    rewards_of,
+    selection_value,
+    skill_on_policy,
+    written_mask,
+)
+from losses import text_log_probs, token_log_probs
+from model import GPT
+from reward.frozen_scorer import RewardScorer, Scores
+from reward.skill import measure_skill
+from text.sample_quality import CopyFinder
+from training.checkpoint import build_model, load_checkpoint, open_corpus
+from training.optimizers import Best
+
+pytest_plugins = ["tiny_run"]
+
+
+def test_prompts_are_a_function_of_seed_and_purpose():
+    tokens = np.arange(1000, dtype=np.uint16)
+    first, again = (draw_prompts(tokens, 16, 5, 3, 7, "rollout", 2) for _ in range(2))
+    other = draw_prompts(tokens, 16, 5, 3, 7, "rollout", 3)
+    for ours, theirs, others in zip(first, again, other, strict=True):
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, others)
+    natural, lengths, uniforms = first
+    assert natural.shape == (5, 16) and uniforms.shape == (5, 3, 16)
+    assert torch.equal(natural, natural[:, :1] + torch.arange(16))  # consecutive text
+    assert lengths.min() >= 1 and lengths.max() <= 8
+    assert torch.equal(lengths, lengths[:, :1].expand(5, 3))  # a group shares its length
+
+
+def test_the_mask_is_of_predicted_tokens():
+    assert written_mask(torch.tensor([[1, 3]]), 4).tolist() == [[True, True, True], [False, False, True]]
+
+
+def test_rewards_by_hand():
+    """Of two rows of three tokens: evidence less KL, P(natural), and a function's numbers of either kind."""
+    mask = torch.tensor([[False, True, True], [True, True, True]])
+    evidence, log_probs, start = torch.tensor(
+        [[[9.0, 1, 2], [0, 3, 0]], [[0, -1, -2], [-1, -1, -1]], [[0, -2, -2], [-3, -1, -1]]]
+    )
+    natural, by_token, each = torch.tensor([0.2, 0.7]), torch.full((2, 3), 0.5), torch.tensor([[0.0, 4, 6], [3, 3, 3]])
+    scores = Scores(natural, evidence, by_token, start)
+    tokens = evidence - (log_probs - start)
+    assert torch.equal(rewards_of(scores, log_probs, mask, is_ratio=True, by_token=True), tokens)
+    assert rewards_of(scores, log_probs, mask, is_ratio=True).tolist() == pytest.approx([1.0, 1 / 3])
+    assert torch.equal(rewards_of(scores, log_probs, mask, is_ratio=False), natural)
+    assert torch.equal(rewards_of(scores, log_probs, mask, is_ratio=False, by_token=True), by_token)
+    both = Scores(natural, evidence, by_token, start, function=each)
+    assert rewards_of(both, log_probs, mask, is_ratio=False).tolist() == pytest.approx([5.2, 3.7])
+    alone = Scores(None, None, None, start, function=torch.tensor([2.0, -1.0]))
+    assert rewards_of(alone, log_probs, mask, is_ratio=False).tolist() == [2, -1]
+    assert rewards_of(alone, log_probs, mask, is_ratio=False, by_token=True).tolist() == [[0, 2, 2], [-1, -1, -1]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the evaluation of a policy
+
+
+class Mixture:
+    """A reward model with a likelihood head whose mixture m is `best` exactly: evidence log m - log q."""
+
+    is_ratio = knows_tokens = True
+    dtype = torch.float32
+
+    def __init__(self, best: GPT, reference: GPT) -> None:
+        self.best, self.reference = best, reference
+
+    @torch.no_grad()
+    def __call__(self, ids: torch.Tensor, *_, **__) -> Scores:
+        m, q = (
+            token_log_probs(model.logits(model.trunk(ids[:, :-1])), ids[:, 1:]) for model in (self.best, self.reference)
+        )
+        return Scores((m - q).mean(1).sigmoid(), m - q, m - q, q)
+
+
+@pytest.fixture
+def evaluated(corpus, generator, knowing):
+    """Figures of a policy under a mixture that is the model `knowing`, on a part of the validation split."""
+    best, reference = (build_model(load_checkpoint(path), "generator", path) for path in (knowing, generator))
+    opened = open_corpus(str(corpus), 17, None)
+    asked = PolicyEvaluation(Mixture(best, reference), None, opened, CopyFinder(opened.train), 7, "report")
+    return {name: asked(Completer(model, 16)) for name, model in (("best", best), ("reference", reference))}, asked
+
+
+def test_a_policy_that_is_the_mixture_has_a_kl_of_0_to_it(evaluated):
+    """The optimum is the mixture, whatever reward natural text gets: none is flagged for exceeding that."""
+    figures, _ = evaluated
+    assert figures["best"]["kl_mixture"] == pytest.approx(0, abs=1e-5)
+    assert figures["reference"]["kl_mixture_low"] > 0.1
+    for name in ("kl_mixture", "fresh_reward", "natural_reward"):
+        for found in figures.values():
+            assert found[f"{name}_low"] <= found[name] <= found[f"{name}_high"]
+
+
+def test_figures_of_a_part_are_of_its_text_alone(evaluated, corpus):
+    figures, asked = evaluated
+    val = np.fromfile(corpus / "val.bin", np.uint16)
+    text = val[16 * 16 :]  # of 32 blocks the last 16 report
+    windows = {tuple(text[start : start + 16].tolist()) for start in range(len(text) - 15)}
+    assert all(tuple(row.tolist()) in windows for row in asked.drawn[0])
+    batches = WholeSplitBatches(text, 16, 64)
+    loss = -text_log_probs(asked.scorer.reference, batches).mean().item()
+    assert figures["reference"]["report_loss"] == pytest.approx(loss, abs=1e-6)
+    for found in figures.values():
+        assert found["report_loss_low"] < found["report_loss"] < found["report_loss_high"]
+
+
+def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(corpus, generator, monkeypatch):
+    """A part within EVAL_TOKENS is read as one without a bound, to the bit."""
+    model, opened = build_model(load_checkpoint(generator), "generator", generator), open_corpus(str(corpus), 17, None)
+    scorer = RewardScorer(None, build_model(load_checkpoint(generator), "generator", generator))
+
+    def losses(part: str, amount: int) -> torch.Tensor:
+        monkeypatch.setattr(policy_evaluation, "EVAL_TOKENS", amount)
+        return PolicyEvaluation(scorer, None, opened, CopyFinder(opened.train), 7, part).losses(model)
+
+    whole = losses("select", 10**6)
+    assert torch.equal(losses("select", len(whole)), whole)
+    some = losses("select", 3 * 16 + 5)
+    assert torch.allclose(some.view(3, 16), whole.view(6, 16)[[0, 2, 4]], atol=1e-6)
+    assert torch.equal(losses("report", 16), losses("report", 10**6))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the gate
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "gate_blocks", "first", "count"),
+    [(40, 100, 10, 10), (22, 100, 1, 10), (200, 100, 80, 20), (200, 7, 80, 7)],
+)
+def test_the_gate_s_texts(generator, monkeypatch, num_blocks, gate_blocks, first, count):
+    """Natural text, evenly spaced in the gate's part of the split, up to a uniform K; then the policy's."""
+    policy = build_model(load_checkpoint(generator), "generator", generator)
+    tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
+    seen = []
+
+    def predictions(ids):
+        seen.append(ids)
+        return Scores(torch.linspace(0, 1, len(ids)), None, None, torch.zeros(len(ids), 15))
+
+    monkeypatch.setattr(policy_evaluation, "GATE_BLOCKS", gate_blocks)
+    predictions.dtype = torch.float32
+    measured = skill_on_policy(Completer(policy, 16), predictions, tokens, 42)
+    (ids,) = seen
+    assert ids.shape == (count * 4, 16)
+    blocks = tokens[: num_blocks * 16].reshape(-1, 16).astype(np.int64)
+    kept = []
+    for row, text in enumerate(ids.numpy()):
+        same = text == blocks[first + row // 4 * (num_blocks // 2 - first) // count]
+        kept.append(16 if same.all() else int(np.argmin(same)))
+        assert kept[-1] >= 1
+    kept = np.array(kept)  # K, or more where the policy by chance went on with the natural text
+    truth = random_stream(42, "gate").integers(1, 16, size=(count, 4)).flatten()  # the very draws that the gate makes
+    assert (kept >= truth).all() and (kept == truth).mean() > 0.8
+    assert truth.min() == 1 and truth.max() == 15
+    assert abs(truth.mean() - 8) < 4 * 4.3 / len(truth) ** 0.5
+    prediction, share = torch.linspace(0, 1, len(truth)), torch.tensor(truth) / 16
+    assert measured == measure_skill(prediction, share, np.arange(count).repeat(4), 16, 42)
+
+
+@pytest.mark.parametrize("low", [0.0, -0.1, None])
+def test_the_gate_by_hand(capsys, tmp_path, low):
+    skill = {"r2": 0.1, "r2_low": low, "r2_high": 0.2, "num_blocks": 50, "num_sequences": 200}
+    assert passes_gate({**skill, "r2_low": 1e-6}, "reward_model.pt", False, None)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match=r"reward_model\.pt .*R2 0\.1.*; .*--allow_unpredictive_reward True"):
+        passes_gate(skill, "reward_model.pt", False, None)
+    assert passes_gate(skill, "reward_model.pt", True, None)
+    assert "WARNING: reward_model.pt " in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"\b9 natural blocks are fewer than 10\b"):
+        passes_gate({**skill, "num_blocks": 9}, "reward_model.pt", False, None)
+    assert not passes_gate(skill, "reward_model.pt", False, str(tmp_path / "gate.json"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stops, and the policy that is kept
+
+START = {"natural_reward": 0.6, "select_loss": 2.0, "kl_now": 0.0}
+
+
+def stops_after(rewards: list[float], threshold: float = 0.9, **record: float) -> Stops:
+    """The stops, with windows of four steps, after so many steps, the last of which has this record too."""
+    stops = Stops(4, threshold)
+    stops.note(START)
+    for reward in rewards:
+        stops.note({"reward": reward, "kl_start": 0.0})
+    stops.note(record)
+    return stops
+
+
+def test_a_plateau_ends_the_run_after_five_windows_without_a_rise():
+    ends = [step for step in range(1, 41) if stops_after([0.5] * step).why()]
+    assert ends[0] == 24 and "plateau" in stops_after([0.5] * 24).why()
+    assert stops_after([0.5 + 0.001 * (step // 4) for step in range(40)]).why() is None
+    assert stops_after([0.5] * 20 + [0.6] * 4 + [0.5] * 16).why() is None
+
+
+def test_a_threshold_is_for_a_window_and_needs_a_reward_model():
+    assert stops_after([0.95] * 3).why() is None
+    assert re.match(r"reward threshold: 0\.950 >= 0\.9", stops_after([0.1, *[0.95] * 4]).why())
+    assert stops_after([0.95] * 4, threshold=0.96).why() is None
+    alone = Stops(1, 0.9)
+    alone.note({"select_loss": 2.0})
+    alone.note({"total_reward": 5.0})
+    assert alone.rewards == [5.0] and alone.why() is None
+
+
+@pytest.mark.parametrize(("name", "cap"), [("kl_start", 0.5), ("kl_now", 0.5), ("kl_step", 0.05), ("select_loss", 2.3)])
+def test_each_cap(name, cap):
+    assert stops_after([0.5], **{name: cap - 0.01}).why() is None
+    assert "cap: " in stops_after([0.5], **{name: cap + 0.01}).why()
+
+
+def test_stops_go_on_from_a_state():
+    stops, again = stops_after([0.5] * 7, kl_step=0.06), Stops(4, 0.9)
+    again.load_state_dict(stops.state_dict())
+    assert again == stops and again.first_and_last_reward()["reward_steps"] == 3
+
+
+@pytest.mark.parametrize(("kl", "kept"), [("reverse", 20), ("forward", 10), (None, 30), ("function", 0)])
+def test_the_best_policy_by_what_the_reward_asks_for(kl, kept):
+    """The start is a candidate, and of equals the first is kept."""
+    looks = [(0, 0.09, 0.3, 2.0), (10, 0.05, 0.4, 1.9), (20, 0.04, 0.5, 1.9), (30, 0.04, 0.58, 2.1)]
+    best = Best()
+    for step, mixture, fresh, loss in looks:
+        figures = {"fresh_reward": fresh, "natural_reward": 0.6, "select_loss": loss}
+        figures |= {} if kl is None else {"kl_mixture": mixture}
+        figures |= {"fresh_total_reward": -fresh} if kl == "function" else {}
+        best.offer(selection_value(figures, str(kl)), step, [("w", torch.tensor(step))], figures)
+    assert (best.at, best.weights["w"].item(), best.figures["select_loss"]) == (kept, kept, looks[kept // 10][3])
