@@ -1,4 +1,4 @@
-"""How fast the trainers are: time to nanoGPT's loss, nanoGPT's own train.py beside ours, the parts of a GRPO step.
+"""How fast the trainers are: time to nanoGPT's loss, nanoGPT's own train.py beside ours.
 
     python benchmarks/training.py --seeds 1337 1
 
@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from benchmarks.grpo import Ours
 from benchmarks.reward_models import ROOT, Pipeline, markdown, val_loss
 from common.log import read_records, say
 from common.process import UserError, run_main
@@ -55,8 +54,8 @@ class TrainingBenchSettings(Settings):
 
     quick: bool = False
     """few steps and samples: a look at the tables"""
-    parts: tuple[Literal["loss", "nanogpt", "throughput", "grpo", "start", "memory"], ...] = (
-        *("loss", "nanogpt", "throughput", "grpo", "start", "memory"),
+    parts: tuple[Literal["loss", "nanogpt", "throughput", "start", "memory"], ...] = (
+        *("loss", "nanogpt", "throughput", "start", "memory"),
     )
     """what to measure"""
     dataset: str = "shakespeare_char"
@@ -88,7 +87,6 @@ def main() -> None:
         "loss": time_to_loss,
         "nanogpt": beside_nanogpt,
         "throughput": throughput,
-        "grpo": grpo_parts,
         "start": start_up,
         "memory": memory,
     }
@@ -295,31 +293,6 @@ def start_up(settings: TrainingBenchSettings) -> None:
         more = statistics.median(one - other for one, other in zip(own, seconds[bare], strict=True))
         rows.append([name, f"{statistics.median(own):.2f}", f"{more:.2f}"])
     say("\n" + markdown(["start", "s", "beyond the import, s"], rows))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# train_grpo.py
-
-
-def grpo_parts(settings: TrainingBenchSettings) -> None:
-    """A step on the shapes of benchmarks/grpo.py with either reward model, by part, as a table."""
-    ways = {"last head": Ours(), "likelihood head": Ours(default=True)}
-    parts: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
-    for ours in ways.values():
-        ours.steps(1)
-    for _ in range(1 if settings.quick else settings.num_runs):
-        for name, ours in ways.items():
-            for part, seconds in ours.parts().items():
-                parts[name].setdefault(part, []).append(seconds)
-    rows, header = [], ["part of a GRPO step"]
-    medians = {name: [statistics.median(seconds) for seconds in own.values()] for name, own in parts.items()}
-    for number, part in enumerate([*parts["last head"], "all"]):
-        rows.append([part])
-        for own in medians.values():
-            seconds, total = (own[number] if part != "all" else sum(own)), sum(own)
-            rows[-1] += [f"{seconds:.3f}", f"{seconds / total:.0%}"]
-    header += [cell for name in ways for cell in (f"{name}, s", "share")]
-    say("\n" + markdown(header, rows))
 
 
 if __name__ == "__main__":
