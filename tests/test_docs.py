@@ -52,11 +52,9 @@ SHRINK = {
     "interop/trl_grpo": "--max_steps 1 --prompts_per_step 2 --group_size 2",
     "benchmarks/loading": "--num_runs 1",
 }
-# Options of launchers, and those that every script has.
-KNOWN_OPTIONS = set(
-    ["config", "section", "help", "standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port"]
-)
-KNOWN_OPTIONS |= set(["num_processes", "cov", "parts", "minutes", "kills", "seed", "learning_rate"])
+# Options of launchers, of the campaign, and those that every script has.
+KNOWN_OPTIONS = {"config", "section", "help", "standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"}
+KNOWN_OPTIONS |= {"master_port", "num_processes", "parts", "minutes", "kills"}
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -185,9 +183,8 @@ def make_folder(folder: Path) -> Path:
     for path in ("data/shakespeare/input.txt", "data/shakespeare_char/input.txt", "my_novel.txt"):
         (folder / path).write_text(text, encoding="utf-8")
     (folder / "my_rewards.py").write_text("def score(completions, **_):\n    return [-len(c) for c in completions]\n")
-    contents = torch.load(
-        make_checkpoint(folder / "ckpt.pt", len(CHARACTERS), n_layer=2, position="learned"), weights_only=True
-    )
+    made = make_checkpoint(folder / "ckpt.pt", len(CHARACTERS), n_layer=2, position="learned")
+    contents = torch.load(made, weights_only=True)
     names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     nanogpt = {"model": contents["model"], "model_args": {name: getattr(contents["config"], name) for name in names}}
     (folder / "out-shakespeare-char").mkdir()
