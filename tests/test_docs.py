@@ -44,8 +44,7 @@ SHRINK = {
     "--warmup_iters 2 --device cpu",
     "prepare_reward_data": "--samples_per_chunk 2 --max_blocks 6 --device cpu",
     "train_reward_model": "--device cpu",
-    "train_grpo": "--prompts_per_step 2 --group_size 2 --max_steps 3 --eval_interval 2 "
-    "--allow_unpredictive_reward True --device cpu",
+    "train_grpo": "--prompts_per_step 2 --group_size 2 --max_steps 3 --eval_interval 2 --device cpu",
     "evaluate": "--device cpu",
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--sample_tokens 20 --device cpu",
@@ -90,15 +89,11 @@ def read_page(name: str) -> tuple[list[Block], str]:
 
 def settings_of(script: str) -> type[Settings]:
     """The settings of a script, also of one that is no module (a prepare.py)."""
-    if script.startswith("data/"):
-        return importlib.import_module("text.encode_texts").ShakespeareSettings
+    script = "text/encode_texts" if script.startswith("data/") else script
+    script = "reward_data_config" if script == "prepare_reward_data" else script
     module = importlib.import_module(script.replace("/", "."))
-    return next(
-        value
-        for value in vars(module).values()
-        if dataclasses.is_dataclass(value) and issubclass(value, Settings) and value is not Settings
-        if value.__module__ == module.__name__ or value is RewardDataConfig
-    )
+    kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Settings)]
+    return next(kind for kind in kinds if kind.__module__ == module.__name__)
 
 
 def scripts() -> list[str]:
@@ -108,18 +103,22 @@ def scripts() -> list[str]:
     return ["data/shakespeare_char/prepare", *names]
 
 
-def check_command(words: list[str]) -> None:
-    """Assert that a command's script or target exists and takes its options."""
-    if words[0] == "make":
+def check_command(line: str) -> list[str]:
+    """Assert that a command's script or target exists and takes its options; the words, if it is a script's."""
+    words = shlex.split(line.replace("-m interop.", "interop/"), comments=True)
+    if words[:1] == ["make"]:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert {word for word in words[1:] if "=" not in word} <= set(targets), words
     elif words[1:3] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in words[3:] if not word.startswith("-")), words
-    elif words[1].endswith(".py") and not words[1].startswith("tests/") and "--help" not in words:
-        assert (ROOT / words[1]).is_file(), words
+    elif words and not words[1].startswith("tests/") and "--help" not in words:
         name = words[1].removesuffix(".py")
-        script = "prepare" if name.startswith("data/") else Path(name).name
-        parse_settings(settings_of(name), script, words[2:], check=False)
+        assert words[0] == "python" and (ROOT / f"{name}.py").is_file(), words
+        parse_settings(
+            settings_of(name), "prepare" if name.startswith("data/") else Path(name).name, words[2:], check=False
+        )
+        return words
+    return []
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -128,6 +127,9 @@ def run_script(script: str, arguments: list[str]) -> None:
     argv, path, handler = sys.argv, list(sys.path), signal.getsignal(signal.SIGTERM)
     printed = io.StringIO()
     few = ["--samples", "40"] if "--samples" in arguments else []
+    few += (
+        ["--allow_unpredictive_reward", "True"] if any(a.startswith("--reward_model_path") for a in arguments) else []
+    )
     try:
         sys.argv = [script, *arguments, *few, *shlex.split(SHRINK.get(name, ""))]
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -208,10 +210,8 @@ def ran(tmp_path_factory):
                         with contextlib.redirect_stdout(io.StringIO()):
                             exec(compile(block.text, f"{name}, line {block.line}", "exec"), {"__name__": "__main__"})
                     for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
-                        if words := shlex.split(line, comments=True):
-                            check_command(words)
-                            if words[0] == "python" and words[1].endswith(".py"):
-                                run_script(words[1], words[2:])
+                        if words := check_command(line):
+                            run_script(words[1], words[2:])
         return done[name]
 
     return run
@@ -222,7 +222,7 @@ def test_commands_and_code_run(name, ran):
     ran(name)
     for block in read_page(name)[0] if name != LOG else ():
         if block.language == "line":
-            check_command(shlex.split(block.text))
+            check_command(block.text)
 
 
 @pytest.mark.parametrize("name", NAMES)
