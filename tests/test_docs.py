@@ -51,7 +51,7 @@ SHRINK = {
     "interop/trl_grpo": "--max_steps 1 --prompts_per_step 2 --group_size 2",
     "benchmarks/loading": "--num_runs 1",
 }
-# Options of launchers, of the campaign, and those that every script has.
+# Options of launchers and the campaign, and those of every script.
 KNOWN_OPTIONS = {"config", "section", "help", "standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"}
 KNOWN_OPTIONS |= {"master_port", "num_processes", "parts", "minutes", "kills"}
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are printed.
@@ -88,10 +88,9 @@ def read_page(name: str) -> tuple[list[Block], str]:
 
 
 def settings_of(script: str) -> type[Settings]:
-    """The settings of a script, also of one that is no module (a prepare.py)."""
-    script = "text/encode_texts" if script.startswith("data/") else script
-    script = "reward_data_config" if script == "prepare_reward_data" else script
-    module = importlib.import_module(script.replace("/", "."))
+    """The settings of a script, wherever they are defined."""
+    elsewhere = {"data/shakespeare/prepare": "text/encode_texts", "prepare_reward_data": "reward_data_config"}
+    module = importlib.import_module(elsewhere.get(script.replace("_char", ""), script).replace("/", "."))
     kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Settings)]
     return next(kind for kind in kinds if kind.__module__ == module.__name__)
 
@@ -124,8 +123,7 @@ def check_command(line: str) -> list[str]:
 def run_script(script: str, arguments: list[str]) -> None:
     """Run a script in this process as `python script arguments` would, made small."""
     name = script.removeprefix(f"{ROOT}/").removesuffix(".py")
-    argv, path, handler = sys.argv, list(sys.path), signal.getsignal(signal.SIGTERM)
-    printed = io.StringIO()
+    argv, path, handler, printed = sys.argv, list(sys.path), signal.getsignal(signal.SIGTERM), io.StringIO()
     few = ["--samples", "40"] if "--samples" in arguments else []
     has_gate = name == "train_grpo" and any(word.startswith("--reward_model_path") for word in arguments)
     few += ["--allow_unpredictive_reward", "True"] if has_gate else []
