@@ -32,7 +32,6 @@ from interop.huggingface import model_path
 from reports.page import write_page
 from reports.summary import Ledger, headline, predicts, table_text
 from reward_data_config import RewardDataConfig
-from runtime.cli import parse_settings as parse_section
 from sample import SampleSettings
 from train import TrainSettings
 from train_grpo import GRPOSettings
@@ -49,11 +48,11 @@ SECTIONS: dict[str, tuple[str, Any]] = {  # of the settings file: the script tha
     "sample": ("sample", SampleSettings),
 }
 # What the scripts call these options of theirs.
-NATURAL_MODEL, UNPREDICTIVE = "trunk", "allow_blind_reward"
-DISTIL = {"credit": "distribution", "states": "natural"}  # the exact gradient, at prefixes of natural text
-OF_SAMPLES = ("importance_level", "epsilon", "epsilon_high", "advantage_scale", "baseline")  # not with DISTIL
+NATURAL_MODEL, UNPREDICTIVE = "natural_model_path", "allow_unpredictive_reward"
+DISTIL = {"credit": "exact", "prefixes": "natural"}  # the exact gradient, at prefixes of natural text
+OF_SAMPLES = ("importance_level", "epsilon", "epsilon_high", "advantage_scale")  # not with DISTIL
 # Settings that do not make a stage another one.
-NOT_COMPARED = {"device", "overwrite", "log_interval", "kv_cache_mb", "tracker", "wandb_log", "wandb_project"}
+NOT_COMPARED = {"device", "overwrite", "log_interval", "tracker", "wandb_log", "wandb_project"}
 
 
 @dataclass
@@ -300,7 +299,7 @@ def main() -> None:
     device, out, config = select_device(settings.device), Path(settings.out_dir), ["--config", path] if path else []
     contents, sections = read_config(path) if path else {}, {}
     for name, (script, kind) in SECTIONS.items():
-        sections[name] = parse_section(kind, script, [*config, "--section", name], check=False)
+        sections[name] = parse_settings(kind, script, [*config, "--section", name], check=False)
     loop = Loop(settings, sections, contents)
     loop.check()
     if not all(tokens.is_file() for tokens in loop.tokens.values()):
