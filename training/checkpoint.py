@@ -3,8 +3,7 @@
     python -c "from training.checkpoint import load_checkpoint; print(load_checkpoint('logs/model_checkpoint.pt'))"
 
 A dict: `model` (state dict), `config` (GPTConfig), `tokenization`, `data` (hashes of splits), `training` (settings and
-figures); of a likelihood head also `generator_config`, `sampling` and, of an ensemble, `further_configs` of its members
-after the first. It is read with weights_only: nothing in it is executed.
+figures), and LIKELIHOOD_PARTS. It is read with weights_only: nothing in it is executed.
 """
 
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from tokenization_manager import TokenizationManager
 
 MAX_SIZE = 2**24  # of anything that a config counts, and of the table of rotary positions, which no weights show
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LIKELIHOOD_PARTS = ("generator_config", "sampling", "further_configs")
+LIKELIHOOD_PARTS = ("generator_config", "sampling", "further_configs")  # further: of an ensemble
 Record = Mapping[str, Any]
 
 
@@ -156,10 +155,10 @@ def check_same_splits(trained: Record | None, data: Record, allow_mismatch: bool
 def check_same_tokens(ours: Record | None, theirs: Record | None, our_name: str, their_name: str) -> None:
     """Raise UserError where two checkpoints' tokenization records differ; one without a record says nothing."""
     if ours is not None and theirs is not None:
-        first, second = (TokenizationManager.from_record(record) for record in (ours, theirs))
-        kinds = f"{first.info().describe()} in {our_name} and {second.info().describe()} in {their_name}"
+        first, second = (TokenizationManager.from_record(each) for each in (ours, theirs))
+        what, other = f"{first.info().describe()} in {our_name}", f"{second.info().describe()} in {their_name}"
         same = first.info().describe() == second.info().describe() and first.same_vocabulary(theirs)
-        require(same, f"tokenization is {kinds}: they do not match, or their ids have other meanings")
+        require(same, f"tokenization is {what} and {other}: they do not match, or their ids have other meanings")
 
 
 def check_tokenizer(contents: Record, tokenizer: TokenizationManager) -> None:

@@ -144,8 +144,8 @@ class EarlyStopping:
     def update(self, value: float) -> None:
         """Note an evaluation."""
         self.num_without_improvement += 1
-        gain = self.best - value
-        if gain > 0 and gain >= self.min_delta * (1 - 1e-9):  # binary makes of 2.0 - 1.999 a hair less than 0.001
+        # Of 2.0 - 1.999 binary makes a hair less than 0.001.
+        if value < self.best and self.best - value >= self.min_delta * (1 - 1e-9):
             self.best, self.num_without_improvement = value, 0
 
     @property
