@@ -34,7 +34,7 @@ from reports.summary import Ledger, headline, predicts, table_text
 from reward_data_config import RewardDataConfig
 from sample import SampleSettings
 from train import TrainSettings
-from train_grpo import GRPOSettings
+from train_grpo import SAMPLED_ONLY, GRPOSettings
 from train_reward_model import RewardModelSettings
 from training.checkpoint import load_checkpoint
 
@@ -47,10 +47,6 @@ SECTIONS: dict[str, tuple[str, Any]] = {  # of the settings file: the script tha
     "evaluate": ("evaluate", EvaluateSettings),
     "sample": ("sample", SampleSettings),
 }
-# What the scripts call these options of theirs.
-NATURAL_MODEL, UNPREDICTIVE = "natural_model_path", "allow_unpredictive_reward"
-DISTIL = {"credit": "exact", "prefixes": "natural"}  # the exact gradient, at prefixes of natural text
-OF_SAMPLES = ("importance_level", "epsilon", "epsilon_high", "advantage_scale")  # not with DISTIL
 # Settings that do not make a stage another one.
 NOT_COMPARED = {"device", "overwrite", "log_interval", "tracker", "wandb_log", "wandb_project"}
 
@@ -152,10 +148,10 @@ class Loop:
         self.cycles, self.sections, self.config, self.grpo = settings, sections, config, sections["train_grpo"]
         self.out, self.data = Path(settings.out_dir), {"dataset": dataset_folder(settings.dataset)}
         self.tokens = {f"{split}_bin": self.data["dataset"] / f"{split}.bin" for split in ("train", "val")}
-        head, given = sections["train_reward_model"].head, getattr(sections["train_reward_model"], NATURAL_MODEL)
+        head, given = sections["train_reward_model"].head, sections["train_reward_model"].natural_model_path
         self.is_likelihood, self.given = head == "likelihood", (given,) if isinstance(given, str) else given or ()
         if settings.natural_models > 1 and (given or not self.is_likelihood):
-            reason = f"{NATURAL_MODEL} names them" if given else f"a {head} head needs none"
+            reason = "natural_model_path names them" if given else f"a {head} head needs none"
             raise UserError(f"ERROR: natural_models={settings.natural_models}, but {reason}: leave out natural_models")
 
     def base(self, version: int) -> Path:
@@ -170,7 +166,7 @@ class Loop:
             natural.append(self.out / f"natural_model_v1{f'_member{number + 1}' if number else ''}.pt")
             seed = {"seed": self.sections["natural_model"].seed + number}
             yield Stage("natural_model", 0, "natural_model", natural[-1], {**self.data, "init_from": start}, seed)
-        trunk = {NATURAL_MODEL: tuple(natural) if len(natural) > 1 else natural[0]} if natural else {}
+        trunk = {"natural_model_path": tuple(natural) if len(natural) > 1 else natural[0]} if natural else {}
         losses: list[float] = []  # on the selecting part, of version 1, 2, ..., as train_grpo.py measures them
         for cycle in range(1, self.cycles.num_cycles + 1):
             data, gate = self.out / f"reward_data_v{cycle}", self.out / f"gate_v{cycle}.json"
@@ -182,7 +178,7 @@ class Loop:
             reads = {**own, "reward_model_path": path, **self.data}
             yield Stage("gate", cycle, "train_grpo", gate, reads, output="gate_path", compared=compared)
             skill = ledger.figures(gate.stem)
-            if skill and not (predicts(skill) or getattr(self.grpo, UNPREDICTIVE)):
+            if skill and not (predicts(skill) or self.grpo.allow_unpredictive_reward):
                 yield Stage("policy", cycle, "", model, own)  # carried on as it is
                 return
             yield (policy := Stage("policy", cycle, "train_grpo", model, reads))
@@ -203,13 +199,12 @@ class Loop:
             reads, budget = {**self.data, "init_from": start}, {"max_iters": max(1, round(steps * ours / theirs))}
             path = self.out / f"control_plain_v{cycle + 1}.pt"
             stages.append(Stage("control_plain", cycle, "control_plain", path, reads, budget))
-        is_other = grpo.reward == "natural" or grpo.credit == "sequence" or grpo.beta or grpo.reward_function
+        is_other = grpo.credit == "sequence" or grpo.beta or grpo.reward_function
         if wanted in ("both", "distil") and self.is_likelihood and not is_other:  # the optimum of that is no mixture
-            path, defaults = self.out / f"control_distil_v{cycle + 1}.pt", type(grpo)()
-            options = {name: getattr(defaults, name) for name in OF_SAMPLES if getattr(grpo, name, None) is not None}
-            options |= {**DISTIL, "max_steps": steps}
-            if grpo.lr_schedule != "constant":  # the policy's schedule, also where it stopped early
-                options["lr_decay_steps"] = grpo.lr_decay_steps or grpo.max_steps
+            options = {"credit": "exact", "prefixes": "natural", "max_steps": steps}
+            options |= {name: getattr(GRPOSettings, name) for name in SAMPLED_ONLY}
+            options |= {"loss_type": "dapo"} if grpo.loss_type in ("cispo", "gspo") else {}  # averages alike
+            path = self.out / f"control_distil_v{cycle + 1}.pt"
             stages.append(Stage("control_distil", cycle, "train_grpo", path, policy.inputs, options))
         return stages
 

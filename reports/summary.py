@@ -15,7 +15,6 @@ from common.settings import differing_settings
 from reward.skill import better_than_constant, format_difference, format_loss, format_r_squared
 
 Record = Mapping[str, Any]
-EXACT = ("exact", "distribution")  # of train_grpo.py's credit
 HEADS = ("cycle", "model", "loss", "perplexity", "difference", "R2 at the gate", "reward", "KL", "kept", "seconds")
 NOTE = "difference: of a policy its loss - base_model_v1's, of a control the policy's loss - its own; 95% intervals"
 
@@ -154,7 +153,7 @@ def notes(ledger: Ledger) -> list[str]:
     for policy in ledger.find("policy"):
         if policy["script"]:
             how = "exact gradient over the vocabulary, not group-relative advantages"
-            how = f" (credit: {how})" if policy["settings"].get("credit") in EXACT else ""
+            how = f" (credit: {how})" if policy["settings"].get("credit") == "exact" else ""
             lines.append(f"Cycle {policy['cycle']}: GRPO{how} stopped by {policy['figures']['stop_reason']}.")
     return lines
 

@@ -28,7 +28,6 @@ from helpers import (
 
 from common.log import read_records
 from reward.skill import format_loss
-from run_cycles import NATURAL_MODEL
 from tokenization_manager import TokenizationManager
 
 pytest_plugins = ["tiny_run"]
@@ -83,7 +82,8 @@ def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):
     reward_model, natural = tmp_path / "logs" / "reward_model.pt", tmp_path / "logs" / "natural_model.pt"
     options = {"checkpoint_name": natural.name, "learning_rate": 1e-2, "device": "cpu"}
     must("train.py", init_from=generator, dataset=corpus, out_dir=tmp_path / "logs", **options, max_iters=100)
-    options = {"base_model_path": generator, "output_path": reward_model, "device": "cpu", NATURAL_MODEL: natural}
+    options = {"base_model_path": generator, "natural_model_path": natural, "output_path": reward_model}
+    options |= {"device": "cpu"}
     out = must("train_reward_model.py", data_dir=tmp_path / "reward_dataset", **options)
     assert "R2" in out
     assert "MAE" in out

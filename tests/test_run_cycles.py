@@ -34,10 +34,10 @@ from helpers import (
 import run_cycles
 from common.files import read_json
 from common.process import UserError, run_main
-from common.settings import read_config
+from common.settings import parse_settings, read_config
 from reports.summary import Ledger
 from reward_dataset_loader import RewardDataset
-from run_cycles import SECTIONS, UNPREDICTIVE, CycleSettings, Loop, Stage, hash_input, parse_section
+from run_cycles import SECTIONS, CycleSettings, Loop, Stage, hash_input
 
 pytest_plugins = ["tiny_run"]
 
@@ -164,14 +164,14 @@ def test_a_lost_artefact_is_made_again(copy, corpus, unbroken, in_this_process):
 
 def test_a_closed_gate_carries_the_generator_on(copy, corpus, in_this_process):
     config, out = copy
-    config.write_text(config.read_text().replace(f"{UNPREDICTIVE}=True", f"{UNPREDICTIVE}=False"))
+    config.write_text(config.read_text().replace("allow_unpredictive_reward=True", "allow_unpredictive_reward=False"))
     finished = loop(config, corpus, out, num_cycles=3)
     assert finished.status == 0, finished.err
     contents = read_json(out / "cycles.json")
     assert [each["name"] for each in contents["stages"]] == [*NAMES[:7], "base_model_v2"]
     assert (out / "base_model_v2.pt").read_bytes() == (out / "base_model_v1.pt").read_bytes()
     assert "GRPO did not start" in finished.out and "is not shown to predict" in finished.out
-    config.write_text(config.read_text().replace(f"{UNPREDICTIVE}=False", f"{UNPREDICTIVE}=True"))
+    config.write_text(config.read_text().replace("allow_unpredictive_reward=False", "allow_unpredictive_reward=True"))
     assert loop(config, corpus, out).status == 0  # the stages before it are kept
     assert in_this_process[0] == "train_grpo" and "prepare_reward_data" not in in_this_process
     assert read_json(out / "cycles.json")["stages"][7]["script"] == "train_grpo"
@@ -261,7 +261,7 @@ def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, **changes: Any) -> Loop:
     """The loop of a settings file, of which nothing is run."""
     config = str(write_config(tmp_path, text))
     sections = {
-        name: parse_section(kind, script, ["--config", config, "--section", name], check=False)
+        name: parse_settings(kind, script, ["--config", config, "--section", name], check=False)
         for name, (script, kind) in SECTIONS.items()
     }
     own = read_config(config).get("run_cycles", {})
@@ -317,7 +317,7 @@ def test_an_ensemble_has_a_seed_for_each_member(tmp_path):
     assert [stage.artefact.name for stage in members] == names
     first = members[0].options["seed"]
     assert [stage.options["seed"] for stage in members] == [first, first + 1, first + 2]
-    trunks = next(stage for stage in stages if stage.kind == "reward_model").inputs[run_cycles.NATURAL_MODEL]
+    trunks = next(stage for stage in stages if stage.kind == "reward_model").inputs["natural_model_path"]
     assert [path.name for path in trunks] == names
 
 
@@ -341,7 +341,7 @@ def test_patience_ends_the_loop(tmp_path, losses, patience, cycles):
 
 
 def test_a_gate_that_does_not_open_ends_the_loop(tmp_path):
-    text = CONFIG.replace(f"{UNPREDICTIVE}=True", f"{UNPREDICTIVE}=False")
+    text = CONFIG.replace("allow_unpredictive_reward=True", "allow_unpredictive_reward=False")
     stages = list(plan(tmp_path, text).stages(found([2.0, 1.9], r2_low=-0.1)))
     assert kinds(stages)[-2:] == ["gate", "policy"] and stages[-1].script == ""
     assert len(list(plan(tmp_path, text).stages(found([2.0, 1.9, 1.8])))) > len(stages)
