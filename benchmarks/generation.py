@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from generation.completions import Completer
 from generation.sampling import Sampling
-from model import GPT, GPTConfig, Linear
+from model import GPT, GPTConfig
 from runtime.cli import parse_settings
 from runtime.device import select_device, select_dtype
 from runtime.process import run_main
@@ -221,9 +221,6 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
     seeds, hugging_face = "one sequence, whole prefix again (the seeds)", "Hugging Face generate"
     rows = 4 if name == "M" else 64
     plain = make_model(SHAPES[name], device)
-    for module in plain.modules():
-        if isinstance(module, Linear):
-            module.__class__ = nn.Linear  # what makes bits equal for any number of rows is no part of the others' ways
     best, own = best_batch(model, settings.hf_batches), model
     at_best, at_few = f"{hugging_face}, its best batch, {best}", f"{hugging_face}, batch of {FEW_ROWS}"
     engine, few = (
