@@ -99,40 +99,13 @@ def check_same_fields(
 torch.serialization.add_safe_globals([GPTConfig])  # read by torch.load at its safe default, which executes nothing
 
 
-class Linear(nn.Linear):
-    """A linear layer that, on a CPU, uncompiled and without gradients, gives a row the same bits beside whatever rows.
-
-    Measured of float32 products with MKL: with fewer than 16 rows another kernel adds in another order, and sums of
-    1,536 terms and more are divided among threads. So few rows are filled up, and long sums done in parts. Kernels for
-    SSE (a processor without AVX2) add the rows left over from fours in another order too; nothing is done about that.
-    """
-
-    MIN_ROWS, MAX_TERMS = 16, 768
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return super().forward(x)
-        rows = x.reshape(-1, self.in_features)
-        count = rows.size(0)
-        if count >= self.MIN_ROWS and self.in_features <= self.MAX_TERMS:
-            return F.linear(rows, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
-        if count < self.MIN_ROWS:
-            rows = F.pad(rows, (0, 0, 0, self.MIN_ROWS - count))
-        parts = zip(rows.split(self.MAX_TERMS, 1), self.weight.split(self.MAX_TERMS, 1), strict=True)
-        first, *others = parts
-        y = F.linear(*first, self.bias)
-        for part, weight in others:
-            y = torch.addmm(y, part, weight.t())
-        return y[:count].view(*x.shape[:-1], self.out_features)
-
-
 class CausalSelfAttention(nn.Module):
     """Multi-head attention to the past and the present."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.dropout = config.dropout
         self.n_head = config.n_head
@@ -158,9 +131,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.gelu = nn.GELU(ACTIVATIONS[config.activation])
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -211,7 +184,7 @@ class GPT(nn.Module):
             angles = rotary_angles(config.block_size, config.n_embd // config.n_head, config.rotary_size)
             self.register_buffer("rotation", angles, persistent=False)
         if config.mode == "generator":
-            self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
             if config.tied_embeddings:
                 self.transformer.wte.weight = self.lm_head.weight
         else:

@@ -211,33 +211,6 @@ def test_same_ids_however_many_rows_fit(rows):
         completer(blocks(2).flip(1), lengths(2, 3), draws(2, 3, N, purpose="others"), Sampling())
 
 
-@pytest.mark.parametrize("n_embd", [128, 384])
-def test_same_bits_however_many_rows_and_threads(n_embd):
-    """Matrix products of these widths do round otherwise for other numbers of rows and threads: see model.Linear.
-
-    With kernels for SSE the project promises no bits: there the same ids, and figures that are near.
-    """
-    rounding = 1e-5 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 0.0
-    length, threads = 24, torch.get_num_threads()
-    model = tiny_model(block_size=length, n_embd=n_embd, n_head=4, scale=0.1)
-    natural, prefixes = blocks(5, length), lengths(5, 8)
-    results = []
-    try:
-        for rows, num_threads, prompts in ((40, 1, 5), (17, 2, 5), (3, 1, 2), (1, 2, 1)):  # few rows: many passes
-            torch.set_num_threads(num_threads)
-            completer = Completer(model, length)
-            completer.rows = rows
-            uniforms = draws(5, 8, length)[:prompts]
-            results.append(completer(natural[:prompts], prefixes[:prompts], uniforms, Sampling()))
-    finally:
-        torch.set_num_threads(threads)
-    for result in results[1:]:
-        prompts = len(result.ids)
-        assert torch.equal(result.ids, results[0].ids[:prompts])
-        expected = results[0].model_log_probs[:prompts]
-        torch.testing.assert_close(result.model_log_probs, expected, rtol=0, atol=rounding)
-
-
 def test_rows_follow_from_the_free_memory(monkeypatch):
     model = tiny_model()
     row = 2 * model.config.n_layer * model.config.n_embd * N * 4
