@@ -62,8 +62,7 @@ class GPTConfig:
         """The reason why this configuration is impossible, as one sentence, or None."""
         counts = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "reward_head_hidden_dim")
         for name in (*counts, *(["num_tokens"] if self.num_tokens is not None else [])):
-            # A checkpoint may come from anywhere: its config can hold any type.
-            if type(getattr(self, name)) is not int:
+            if type(getattr(self, name)) is not int:  # a checkpoint's config can hold any type
                 return f"{name}={getattr(self, name)!r}: must be a whole number"
             if getattr(self, name) < 1:
                 return f"{name}={getattr(self, name)}: must be >= 1"
@@ -149,8 +148,7 @@ class CausalSelfAttention(nn.Module):
         if isinstance(context, KVCache):
             y = context.attend(self.layer, q, k, qkv[2])
         else:
-            dropout_p = self.dropout if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, qkv[2], dropout_p=dropout_p, is_causal=T > 1)
+            y = F.scaled_dot_product_attention(q, k, qkv[2], dropout_p=self.dropout * self.training, is_causal=T > 1)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(context.from_rows(y) if isinstance(context, SharedPrompts) else y))
 
@@ -345,8 +343,7 @@ def rotary_angles(length: int, head_dim: int, rotary_dim: int, base: float = 100
     frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
     frequencies = F.pad(frequencies, (0, (head_dim - rotary_dim) // 2))  # 0: not turned
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)  # (T, D / 2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).float()
+    return torch.stack((angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1))).float()
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Makes a corpus of texts of your own: token files, and the vocabulary, for every other script's --dataset.
+"""Make a corpus of texts of your own: token files, and the vocabulary, for every other script's --dataset.
 
     python prepare_text.py my_novel.txt --name novel --tokenization char
 
@@ -8,83 +8,67 @@ characters, meta.pkl (nanoGPT's form) or, with --tokenizer, a copy of its tokeni
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from data_loader import dataset_folder
-from runtime.cli import parse_settings
-from runtime.process import run_main
-from runtime.settings import Problems, Settings, setting
-from text.encode_texts import Vocabulary, find_texts, hold_folder, prepare_texts
+from common.process import UserError, run_main
+from common.settings import Problems, Settings, parse_settings, setting
+from text.encode_texts import prepare_texts
+from tokenization_manager import TokenizationManager
 
 
 @dataclass
 class PrepareTextSettings(Settings):
     """Make a corpus of texts of your own: train.bin, val.bin and the vocabulary."""
 
-    GROUPS: ClassVar[dict[str, str]] = {"texts": "paths", "corpus": "name"}
-
     paths: tuple[str, ...] = setting((), positional=True)
     """UTF-8 text files, or folders: all *.txt below them, sorted by name"""
-    name: str | None = None
+    name: str | None = setting(None, common=True)
     """name of the corpus, for --dataset of the other scripts: it is made in data/NAME"""
     out_dir: str | None = setting(None, output="folder")
     """folder of the corpus, in place of a name"""
-    tokenization: Literal["char", "bpe"] | None = None
+    tokenization: Literal["char", "bpe"] | None = setting(None, common=True)
     """char: one token a character; bpe: GPT-2's byte-pair encoding; None: that of --tokenizer"""
-    tokenizer: str | None = None
+    tokenizer: str | None = setting(None, common=True)
     """tokenizer.json of another encoding, or the folder that holds it (Hugging Face's form)"""
     train_split: float = setting(0.9, above=0, below=1)
-    """the part of the characters that is for training"""
+    """the share of the characters that is for training"""
     block_size: int = setting(128, minimum=1, unit="tokens")
     """longest block that both splits must hold: the block_size of train.py"""
 
     def check_further(self, problems: Problems) -> None:
         """Note texts, a folder or a tokenization that are not named, or named twice."""
-        problems.require(
-            bool(self.paths) and all(self.paths),
-            "no text is named",
-            "Name text files, or folders that hold *.txt files: python prepare_text.py my_novel.txt --name novel",
-        )
-        one_folder = problems.require(
-            bool(self.name) != bool(self.out_dir),
-            "name and out_dir are both given" if self.out_dir else "name is required",
-            "Name the corpus with --name, or its folder with --out_dir",
-        )
-        if one_folder and self.name:
-            is_plain = problems.require(
-                self.name == Path(self.name).name and self.name != "..",
-                f"name={self.name}: must be a plain name, without / and other than . and ..",
-                "Name a folder elsewhere with --out_dir",
-            )
-            if is_plain:
-                problems.check_output("name", str(self.folder), "folder")
-        problems.require(
-            (self.tokenization is None) != (self.tokenizer is None),
-            f"tokenizer is ignored when tokenization is {self.tokenization!r}"
-            if self.tokenization
-            else "tokenization is required",
-            "Use --tokenization char, --tokenization bpe, or --tokenizer with a tokenizer.json",
-        )
+        remedy = "Name text files, or folders that hold *.txt files: python prepare_text.py my_novel.txt --name novel"
+        problems.require(bool(self.paths) and all(self.paths), "no text is named", remedy)
+        is_plain = self.name is None or (self.name == Path(self.name).name and self.name != "..")
+        problems.require(is_plain, f"name={self.name}: must be a plain name", "Name a folder with --out_dir")
+        remedy = "Name the corpus with --name, or its folder with --out_dir"
+        problems.require(bool(self.name) != bool(self.out_dir), "one of name and out_dir is required", remedy)
+        remedy = "Use --tokenization char, --tokenization bpe, or --tokenizer with a tokenizer.json"
+        problems.require((self.tokenization is None) != (self.tokenizer is None), "name one tokenization", remedy)
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.out_dir) if self.out_dir else Path("data", str(self.name))
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        if self.tokenizer is not None:
-            return Vocabulary.of_tokenizer(self.tokenizer)
-        assert self.tokenization is not None  # checked
-        return Vocabulary(self.tokenization)
+def find_texts(paths: tuple[str, ...]) -> list[Path]:
+    """The text files that `paths` name, of a folder all *.txt below it, sorted; UserError where there is none."""
+    texts: list[Path] = []
+    for path in map(Path, paths):
+        found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        if not found or not all(each.is_file() for each in found):
+            raise UserError(f"ERROR: {path}: no text file: name text files, or folders that hold *.txt files")
+        texts += found
+    if len({path.resolve() for path in texts}) < len(texts):
+        raise UserError("ERROR: a text is named twice, and could be in both splits: name it once")
+    return texts
 
 
 def main() -> None:
     settings = parse_settings(PrepareTextSettings, "prepare_text")
-    texts = find_texts(settings.paths)
-    hold_folder(settings.folder)
-    prepare_texts(texts, settings.folder, settings.vocabulary, settings.train_split, settings.block_size)
-    name = settings.name if settings.name and dataset_folder(settings.name) == settings.folder else settings.folder
-    print(f"next: python train.py --dataset {name}")
+    tokenizer, file = None if settings.tokenization == "char" else TokenizationManager("bpe"), settings.tokenizer
+    if file is not None:
+        path = Path(file, "tokenizer.json") if Path(file).is_dir() else Path(file)
+        tokenizer = TokenizationManager("tokenizer", meta_path=path)
+    folder, texts = settings.out_dir or str(Path("data", str(settings.name))), find_texts(settings.paths)
+    prepare_texts(texts, folder, tokenizer, None, settings.train_split, settings.block_size)
+    print(f"next: python train.py --dataset {settings.name or folder}")
 
 
 if __name__ == "__main__":

@@ -2,419 +2,323 @@
 
     python run_cycles.py --config config/shakespeare_char_cpu.py
 
-Starts the other scripts one after the other, each in a process of its own. Out, in out_dir:
-base_model_v1.pt and natural_model_v1.pt (more of an ensemble: natural_model_v1_member2.pt, ...), then for every cycle
-n reward_data_vn/, reward_model_vn.pt, gate_vn.json (its R2 on the policy's text), base_model_v(n+1).pt, and two
-controls by plain training and by distillation (control_plain_v(n+1).pt, control_distil_v(n+1).pt); and cycles.json.
-An interrupted run goes on at the stage where it stopped; a finished one says so.
+Starts the other scripts one after the other. Out, in out_dir: base_model_v1.pt, natural_model_v1.pt (of several also
+natural_model_v1_member2.pt, ...); in cycle n reward_data_vn/, reward_model_vn.pt, gate_vn.json (its R2 on the policy's
+text), base_model_v(n+1).pt, control_plain_v(n+1).pt and control_distil_v(n+1).pt; cycles.json and report.html.
+A stage is done if its artefact is there and cycles.json has the same settings and inputs: repeat the command to go on.
 """
 
-import os
+import ctypes
+import functools
+import json
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, replace
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from cycle_stages import (
-    SETTINGS,
-    CycleSettings,
-    NaturalModels,
-    Stage,
-    attempt_suffix,
-    base_model,
-    checked_settings,
-    comparison_stage,
-    controls_of,
-    larger,
-    natural_models,
-    perplexity_stage,
-    planned_stages,
-    policy_stage,
-    reward_model,
-    reward_stages,
-    sample_stage,
-    train_stage,
-)
-from data_loader import SPLITS_FILE, dataset_folder
-from reports.page import Report
-from reports.summary import (
-    LEDGER_VERSION,
-    control_sentences,
-    cycle_table,
-    finished,
-    form_sentences,
-    headline,
-    plan_of,
-    read_ledger,
-)
-from reward.skill import better_than_constant, format_r_squared
-from runtime.artefacts import identity, make_once, other_code
-from runtime.cli import all_sections, parse_settings, read_config, split_config
-from runtime.device import select_device
-from runtime.files import atomic_path, write_record
-from runtime.output_lock import hold_output, only_writer
-from runtime.process import ERROR_VARIABLE, PARENT_VARIABLE, STAGE_VARIABLE, UserError, on_interruption, run_main, warn
-from runtime.resume import SUFFIX, load_run_state, of_another_run, set_aside, state_to_resume
-from runtime.run_log import say
-from sample import encode_start
-from stage_times import format_left, seconds_left
-from tokenization_manager import detect_method
-from training.checkpoint import data_record, hash_weights, open_corpus
+from common.device import select_device
+from common.files import atomic_path, hash_bytes, hash_file, hold_output, read_json
+from common.log import say
+from common.process import UserError, run_main
+from common.settings import Problems, Settings, parse_settings, read_config, setting, split_config
+from data_loader import dataset_folder
+from evaluate import EvaluateSettings
+from interop.huggingface import model_path
+from reports.page import write_page
+from reports.summary import Ledger, headline, predicts, table_text
+from reward_data_config import RewardDataConfig
+from sample import SampleSettings
+from train import TrainSettings
+from train_grpo import SAMPLED_ONLY, GRPOSettings
+from train_reward_model import RewardModelSettings
+from training.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parent
+SECTIONS: dict[str, tuple[str, Any]] = {  # of the settings file: the script that reads it, and its settings
+    **dict.fromkeys(("train", "natural_model", "control_plain"), ("train", TrainSettings)),
+    "prepare_reward_data": ("prepare_reward_data", RewardDataConfig),
+    "train_reward_model": ("train_reward_model", RewardModelSettings),
+    "train_grpo": ("train_grpo", GRPOSettings),
+    "evaluate": ("evaluate", EvaluateSettings),
+    "sample": ("sample", SampleSettings),
+}
+# Settings that do not make a stage another one.
+NOT_COMPARED = {"device", "overwrite", "log_interval", "tracker", "wandb_log", "wandb_project"}
 
 
-def refuse_options_of_stages(words: list[str]) -> None:
-    """Raise UserError, with the way out, for an option that is not ours but a stage's."""
-    ours = {field.name for field in fields(CycleSettings)}
-    for word in words:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        owned = [
-            section for section, settings in SETTINGS.items() if name in {field.name for field in fields(settings)}
-        ]
-        if word.startswith("--") and name not in ours and owned:
-            owners = ", ".join(dict.fromkeys(f"{all_sections()[section]}.py" for section in owned))
-            raise UserError(
-                f"ERROR: --{name} is no option of run_cycles.py but of {owners}: give it to that stage in the settings "
-                f"file, {owned[0]} = dict({name}=VALUE)"
-            )
+@dataclass
+class CycleSettings(Settings):
+    """Run the whole loop. The stages' own settings come from the sections of the settings file, named after scripts."""
+
+    out_dir: str = setting("out/cycles", output="folder", common=True)
+    """folder for everything that is made"""
+    dataset: str = setting("shakespeare_char", common=True)
+    """folder of the corpus: a path, or a name below data/ (made by its prepare.py where it is missing)"""
+    num_cycles: int = setting(2, minimum=1, common=True)
+    """cycles after the first base model"""
+    natural_models: int = setting(1, minimum=1)
+    """natural models of the likelihood head, each with the next seed, whose mixture is p"""
+    perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
+    """end after this many cycles without a lower loss on the selecting part of val.bin; None: do all cycles"""
+    controls: Literal["both", "plain", "distil", "none"] = "both"
+    """what the policy is compared with. plain: the previous control (first: base_model_v1), trained further by plain
+    steps that take GRPO's seconds; distil: the same target, steps and rows as GRPO's, at prefixes of natural text"""
+    grpo_step_seconds: float | None = setting(None, above=0, unit="seconds")
+    """seconds of a step of train_grpo.py, measured beforehand, for the plain control; None: there is no such control"""
+    plain_step_seconds: float | None = setting(None, above=0, unit="seconds")
+    """seconds of a step of train.py by section control_plain; None: there is no such control"""
+    sample_tokens: int = setting(400, minimum=1, unit="tokens")
+    """tokens of the sample text of each base model"""
+    device: str = setting("auto", common=True)
+    """auto, cpu, cuda, cuda:N or mps, for every stage"""
 
 
-class Ledger:
-    """cycles.json: the corpus, the stages' records, and the settings of sections that have finished a stage."""
+@dataclass(frozen=True)
+class Stage:
+    """One run of a script (or without a section a copy) that makes an artefact, which the option `output` names.
 
-    def __init__(self, path: Path, corpus: dict[str, Any], settings: dict[str, dict[str, Any]]) -> None:
-        self.path, self.settings = path, settings
-        self.contents: dict[str, Any] = {
-            "format_version": LEDGER_VERSION,
-            "corpus": corpus,
-            "run": {},  # what was asked for: `begin`
-            "settings": {},  # of sections that have finished a stage; the others' may still change
-            "stages": {},
-        }
-        if path.is_file():
-            self.contents = read_ledger(path)
-            if lacking := sorted(corpus.keys() - self.contents["corpus"].keys()):
-                raise UserError(f"ERROR: {path} is damaged: its corpus has no {lacking[0]}; use another --out_dir")
-            then, now = {"corpus": self.contents["corpus"], **self.contents["settings"]}, {"corpus": corpus, **settings}
-            changed = [
-                f"{section}.{name} was {value!r}, now {now[section][name]!r}"
-                for section, values in then.items()
-                if section in now  # else no stage uses it any more
-                for name, value in values.items()
-                if now[section].get(name, value) != value
-            ]
-            if changed:
-                raise UserError(
-                    f"ERROR: {path.parent} holds a run of other settings ({'; '.join(changed)}); "
-                    "use those settings to go on with it, or another --out_dir to start anew"
-                )
+    `inputs` are options that name what it reads, a path or several; `options` are further ones. `compared` are the
+    settings that make it another stage; empty: all but NOT_COMPARED.
+    """
+
+    kind: str
+    cycle: int
+    section: str
+    artefact: Path
+    inputs: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    output: str = "output_path"
+    compared: tuple[str, ...] = ()
 
     @property
-    def stages(self) -> dict[str, Any]:
-        return self.contents["stages"]
+    def script(self) -> str:
+        return SECTIONS[self.section][0] if self.section else ""
 
-    def begin(self, run: dict[str, Any]) -> None:
-        """Note what is asked for: settings, settings file, and the names of all planned stages."""
-        if self.contents.get("run") != run:
-            self._forget("outcome", "summary")
-            self.contents["run"] = run
-            write_record(self.path, self.contents)
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options of the command line; train.py has its output in two."""
+        parts = {"out_dir": self.artefact.parent, "checkpoint_name": self.artefact.name}
+        return {**self.inputs, **self.options, **(parts if self.script == "train" else {self.output: self.artefact})}
 
-    def record(self, name: str, record: dict[str, Any], section: str | None = None) -> None:
-        """Write a stage's record and, if it is finished, the settings of its section (None: it used none)."""
-        self._forget("failed", "outcome", "summary")  # of the run before
-        self.stages[name] = record
-        if section and not record.get("unfinished"):
-            self.contents["settings"][section] = self.settings[section]
-        write_record(self.path, self.contents)
+    def identity(self, sections: Mapping[str, Any]) -> dict[str, Any]:
+        """What the ledger compares: the script, settings as JSON gives them back, and hashes of what it reads."""
+        values = {**asdict(sections[self.section]), **self.given} if self.section else {}
+        compared = self.compared or values.keys() - self.inputs.keys() - NOT_COMPARED
+        kept = {name: each for name, each in values.items() if name in compared and not isinstance(each, Path)}
+        paths = {name: each if isinstance(each, tuple) else (each,) for name, each in self.inputs.items()}
+        hashes = {name: " ".join(map(hash_input, several)) for name, several in paths.items()}
+        return {"script": self.script, "settings": json.loads(json.dumps(kept)), "inputs": hashes}
 
-    def fail(self, name: str, error: Exception) -> None:
-        """Note that a stage ended with an error, until another is recorded."""
-        said = error.reason if isinstance(error, StageError) else str(error)
-        reason, *_ = said.removeprefix("ERROR: ").splitlines() or [type(error).__name__]
-        self.contents["failed"] = {"stage": name, "reason": reason}
-        write_record(self.path, self.contents)
+    def command(self, config: list[str], further: Mapping[str, Any]) -> list[str]:
+        """The command line of the script."""
+        words = [sys.executable, str(ROOT / f"{self.script}.py"), *config]
+        words += [] if self.section == self.script else ["--section", self.section]
+        for name, value in {**self.given, **further}.items():
+            # One word `--name=value`, so that a value may begin with dashes; several values need words of their own.
+            words += [f"--{name}", *map(str, value)] if isinstance(value, tuple) else [f"--{name}={value}"]
+        return words
 
-    def _forget(self, *names: str) -> None:
-        for name in names:
-            self.contents.pop(name, None)
-
-    def conclude(self, outcome: str, summary: list[str]) -> None:
-        """Note why the run ended, and what came out of it in sentences."""
-        self._forget("failed")  # of the run before, which may have made the last stage and failed to record it
-        self.contents |= {"outcome": outcome, "summary": summary}
-        write_record(self.path, self.contents)
-
-
-class Runner:
-    """Runs a stage unless the ledger has its record and what it made is there."""
-
-    def __init__(self, config_path: str | None, device: str, ledger: Ledger, report: Report | None) -> None:
-        self.config_path, self.device, self.ledger, self.report = config_path, device, ledger, report
-        self.ran: list[str] = []
-        self.warned = False
-
-    def run(self, stage: Stage) -> Mapping[str, Any]:
-        """The ledger's record of a stage, after running its script if need be. Raises UserError where that fails."""
-        own = self.ledger.settings[stage.section]
-        settings = {name: value for name, value in stage.options.items() if not isinstance(value, Path | None)}
-        now = identity(stage.files(own), settings, ROOT, hash_model=hash_weights)
-        is_remade = stage.name in self.ledger.stages
-
-        def work(goes_on: bool) -> dict[str, Any]:
-            with only_writer(stage.held):  # the stage of a run that was killed saves what it has, and ends
-                pass
-            if is_remade and not goes_on and stage.resumes:  # states of what it was before are not resumed
-                state = stage.artefact.with_suffix(SUFFIX)
-                for path in (state, *set_aside(state)):
-                    path.unlink(missing_ok=True)
-            options = stage.options
-            if goes_on and self.is_begun(stage):
-                options = options | {"init_from": "resume"}
-            command = replace(stage, options=options).arguments(self.config_path, self.device)
-            script = ROOT / f"{stage.script}.py"
-            with on_interruption(self.resume_hint):  # from its first printed word on
-                say(f"\n{self.heading(stage)}")
-                run_stage(stage.name, [sys.executable, str(script), *command])
-                self.ran.append(stage.name)
-                return stage.figures()
-
-        return self.make_once(stage.name, stage.artefact, now, work, stage.section if stage.records_settings else None)
-
-    def carry_on(self, cycle: int, reason: str, out: Path) -> None:
-        """Give the base model, unchanged, its next name."""
-        model, next_model = base_model(out, cycle), base_model(out, cycle + 1)
-
-        def copy(goes_on: bool) -> dict[str, Any]:
-            with atomic_path(next_model) as partial:
-                shutil.copyfile(model, partial)
-            return {"carried_on": reason}
-
-        now = identity({"base_model_path": model}, {"carried_on": reason}, ROOT, hash_model=hash_weights)
-        self.make_once(next_model.stem, next_model, now, copy)
-
-    def make_once(
-        self, name: str, artefact: Path, now: dict[str, Any], work: Callable[[bool], Any], section: str | None = None
-    ) -> Mapping[str, Any]:
-        """The record of an artefact, which `work` makes unless it is there. Warns once if others have other sources."""
-        others = next(filter(None, (other_code(entry, now) for entry in self.ledger.stages.values())), "")
-        if others and not self.warned:
-            self.warned = True
-            warn(f"finished stages were made by other code, and are kept ({others})")
-        then = self.ledger.stages.get(name)
-        try:
-            made = make_once(artefact, now, then, work, lambda made: self.ledger.record(name, made, section))
-        except Exception as error:
-            self.ledger.fail(name, error)
-            self.write_report()
-            raise
-        if made is not then:
-            self.write_report()
-        return made
-
-    def write_report(self) -> Path | None:
-        """Write the page; None where none is asked for, or, after a warning, where it fails: the loop goes on."""
-        try:
-            return None if self.report is None else self.report.write()
-        except Exception as error:
-            reason, *_ = str(error).removeprefix("ERROR: ").splitlines() or [""]
-            again = f"`python report.py --out_dir {self.ledger.path.parent}` writes it by hand"
-            warn(f"the report is not written ({type(error).__name__}: {reason}); {again}")
-            return None
-
-    def heading(self, stage: Stage) -> str:
-        """The line that opens a stage: its number of all, its name and script, and the time that is left."""
-        contents = self.ledger.contents
-        planned = plan_of(contents)
-        left = [name for name in planned if not finished(contents, name)]
-        time_left = format_left(seconds_left(left, contents, self.ledger.settings))
-        number = f"{planned.index(stage.name) + 1} of {len(planned)}"
-        return f"##### {number}, {stage.name}: {stage.script}.py{time_left}"
-
-    def is_begun(self, stage: Stage) -> bool:
-        """Whether a stage that was interrupted has a state to resume; if its settings are others now, says so."""
-        state = state_to_resume(stage.artefact)
-        if not stage.resumes or state is None:
-            return False
-        settings = parse_settings(SETTINGS[stage.section], stage.script, stage.arguments(self.config_path, self.device))
-        try:
-            reason = of_another_run(load_run_state(state), settings)
-        except UserError as error:
-            reason = str(error).removeprefix("ERROR: ")
-        if reason:
-            say(f"\n{stage.name} begins anew, not where it was interrupted: {reason}")
-        return not reason
-
-    def resume_hint(self) -> str:
-        """How to go on after an interruption."""
-        is_first = all(record.get("unfinished") for record in self.ledger.stages.values())
-        return ("Run" if is_first else "Finished stages are kept; run") + " the same command again to go on."
+    def figures(self) -> dict[str, Any]:
+        """What it found, from what it made."""
+        if self.artefact.suffix == ".json":
+            contents = read_json(self.artefact)
+            return contents if self.kind == "gate" else {Path(path).stem: each for path, each in contents.items()}
+        found = load_checkpoint(self.artefact)["training"] if self.artefact.suffix == ".pt" and self.section else {}
+        return {name: each for name, each in found.items() if name not in ("settings", "batches")}
 
 
-class StageError(UserError):
-    """A stage that ended with an error; `reason` is the line that it printed, if it printed one."""
-
-    def __init__(self, name: str, status: int, reason: str) -> None:
-        super().__init__(f"ERROR: {name} ended with status {status}; mend the cause and run the same command again")
-        self.reason = reason or f"it ended with status {status}"
-
-
-def run_stage(name: str, command: list[str]) -> None:
-    """Run a command in a process of its own. Raises StageError where it fails."""
-    # A stage inherits the blocked signal and so is deaf to Ctrl-C, which reaches us as well: we end it with SIGTERM.
-    # That ends it without a word while it still loads torch, and later lets it finish what it is writing.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    with tempfile.TemporaryDirectory() as folder:
-        error = Path(folder) / "error"
-        variables = {STAGE_VARIABLE: name, PARENT_VARIABLE: str(os.getpid()), ERROR_VARIABLE: str(error)}
-        process = subprocess.Popen(command, env={**os.environ, **variables})
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-            status = process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        if status != 0:
-            raise StageError(name, status, error.read_text(encoding="utf-8") if error.is_file() else "")
+@functools.cache  # what a stage has read stays as it is
+def hash_input(path: str | Path) -> str:
+    """The first digits of a hash of a file, or of tokens, weights and vocabularies in a folder; `scratch` has none."""
+    path = model_path(path)  # a hub's name: the files behind it
+    suffixes = (".bin", ".safetensors", ".json", ".pkl")
+    files = [path] if path.is_file() else sorted(each for each in path.glob("*") if each.suffix in suffixes)
+    return hash_bytes(" ".join(map(hash_file, files)).encode())[:16]
 
 
-def prepare_corpus(folder: Path, config_path: str | None) -> None:
-    """Make train.bin and val.bin where they are missing, by the settings file's section `prepare` if it has one."""
-    section = None if config_path is None else read_config(config_path).get("prepare")
-    has_section = section is not None
+class Loop:
+    """The stages in order, from the settings of run_cycles.py and of the sections."""
 
-    def check_split() -> None:
-        if section and section.get("split") == "documents" and not (folder / SPLITS_FILE).is_file():
-            raise UserError(
-                f"ERROR: prepare: split=documents: the token files in {folder} are of another split; remove them, or "
-                "name another --dataset"
-            )
+    def __init__(self, settings: CycleSettings, sections: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        self.cycles, self.sections, self.config, self.grpo = settings, sections, config, sections["train_grpo"]
+        self.out, self.data = Path(settings.out_dir), {"dataset": dataset_folder(settings.dataset)}
+        self.tokens = {f"{split}_bin": self.data["dataset"] / f"{split}.bin" for split in ("train", "val")}
+        head, given = sections["train_reward_model"].head, sections["train_reward_model"].natural_model_path
+        self.is_likelihood, self.given = head == "likelihood", (given,) if isinstance(given, str) else given or ()
+        if settings.natural_models > 1 and (given or not self.is_likelihood):
+            reason = "natural_model_path names them" if given else f"a {head} head needs none"
+            raise UserError(f"ERROR: natural_models={settings.natural_models}, but {reason}: leave out natural_models")
 
-    if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
-        check_split()
-        if has_section:
-            say(f"corpus: {folder} has token files, which are used as they are")
-        return
-    script, options = folder / "prepare.py", []
-    if has_section:
-        options = [f"--config={config_path}", f"--out_dir={folder}"]
-        if not script.is_file():
-            name = "shakespeare_char" if detect_method(folder) == "char" else "shakespeare"
-            script = ROOT / "data" / name / "prepare.py"
+    def base(self, version: int) -> Path:
+        return self.out / f"base_model_v{version}.pt"
+
+    def stages(self, ledger: Ledger) -> Iterator[Stage]:
+        """Yield every stage; what follows one may depend on its figures. An empty ledger gives the whole plan."""
+        yield Stage("base", 0, "train", self.base(1), {**self.data, "init_from": self.sections["train"].init_from})
+        yield from self._measured(1, [])
+        natural, start = list(self.given), self.config.get("natural_model", {}).get("init_from", self.base(1))
+        for number in range(self.cycles.natural_models if self.is_likelihood and not natural else 0):
+            natural.append(self.out / f"natural_model_v1{f'_member{number + 1}' if number else ''}.pt")
+            seed = {"seed": self.sections["natural_model"].seed + number}
+            yield Stage("natural_model", 0, "natural_model", natural[-1], {**self.data, "init_from": start}, seed)
+        trunk = {"natural_model_path": tuple(natural) if len(natural) > 1 else natural[0]} if natural else {}
+        losses: list[float] = []  # on the selecting part, of version 1, 2, ..., as train_grpo.py measures them
+        for cycle in range(1, self.cycles.num_cycles + 1):
+            data, gate = self.out / f"reward_data_v{cycle}", self.out / f"gate_v{cycle}.json"
+            base, model, path = self.base(cycle), self.base(cycle + 1), self.out / f"reward_model_v{cycle}.pt"
+            own, binary, compared = {"base_model_path": base}, {"input_mode": "binary"}, ("gate_blocks", "seed")
+            reads = {"model_path": base, **self.tokens}
+            yield Stage("reward_data", cycle, "prepare_reward_data", data, reads, binary, "output_dir")
+            yield Stage("reward_model", cycle, "train_reward_model", path, {**own, "data_dir": data, **trunk})
+            reads = {**own, "reward_model_path": path, **self.data}
+            yield Stage("gate", cycle, "train_grpo", gate, reads, output="gate_path", compared=compared)
+            skill = ledger.figures(gate.stem)
+            if skill and not (predicts(skill) or self.grpo.allow_unpredictive_reward):
+                yield Stage("policy", cycle, "", model, own)  # carried on as it is
+                return
+            yield (policy := Stage("policy", cycle, "train_grpo", model, reads))
+            found = ledger.figures(model.stem)
+            controls = self._controls(policy, found.get("steps", self.grpo.max_steps))
+            yield from controls
+            yield from self._measured(cycle + 1, controls)
+            losses += [*([] if losses else [found.get("start_select_loss", 0.0)]), found.get("select_loss", -cycle)]
+            if len(losses) - 1 - losses.index(min(losses)) >= (self.cycles.perplexity_patience or len(losses)):
+                return
+
+    def _controls(self, policy: Stage, steps: int) -> list[Stage]:
+        """What a policy of so many steps is compared with: its start, trained otherwise."""
+        stages, cycle, wanted, grpo = [], policy.cycle, self.cycles.controls, self.grpo
+        ours, theirs = self.cycles.grpo_step_seconds, self.cycles.plain_step_seconds
+        if wanted in ("both", "plain") and "control_plain" in self.config and ours and theirs:
+            start = self.out / f"control_plain_v{cycle}.pt" if cycle > 1 else self.base(1)
+            reads, budget = {**self.data, "init_from": start}, {"max_iters": max(1, round(steps * ours / theirs))}
+            path = self.out / f"control_plain_v{cycle + 1}.pt"
+            stages.append(Stage("control_plain", cycle, "control_plain", path, reads, budget))
+        is_other = grpo.credit == "sequence" or grpo.beta or grpo.reward_function
+        if wanted in ("both", "distil") and self.is_likelihood and not is_other:  # the optimum of that is no mixture
+            options = {"credit": "exact", "prefixes": "natural", "max_steps": steps}
+            options |= {name: getattr(GRPOSettings, name) for name in SAMPLED_ONLY}
+            options |= {"loss_type": "dapo"} if grpo.loss_type in ("cispo", "gspo") else {}  # averages alike
+            path = self.out / f"control_distil_v{cycle + 1}.pt"
+            stages.append(Stage("control_distil", cycle, "train_grpo", path, policy.inputs, options))
+        return stages
+
+    def _measured(self, version: int, controls: list[Stage]) -> Iterator[Stage]:
+        """Losses, on the reporting part, of the first generator, the policy and its controls; and a sample text."""
+        model, path, text = self.base(version), *(self.out / f"{n}_v{version}" for n in ("evaluation", "sample"))
+        models = (self.base(1), *([model] if version > 1 else []), *(stage.artefact for stage in controls))
+        reads = {**self.data, "checkpoints": models} | ({"baseline": model} if version > 1 else {})
+        yield Stage("evaluation", version - 1, "evaluate", path.with_suffix(".json"), reads, {"part": "report"})
+        options = {"num_samples": 1, "max_new_tokens": self.cycles.sample_tokens}
+        yield Stage("sample", version - 1, "sample", text.with_suffix(".txt"), {"checkpoint_path": model}, options)
+
+    def check(self) -> None:
+        """Raise UserError that names everything wrong with any stage's settings: now, not when it is reached."""
+        problems, there = Problems(), str(ROOT / "run_cycles.py")  # stands in for inputs that are not made yet
+        for stage in self.stages(Ledger()):
+            reads = {name: each if each == "scratch" else there for name, each in stage.inputs.items()}
+            given = {name: str(each) if isinstance(each, Path) else each for name, each in stage.given.items()}
+            wrong = replace(self.sections[stage.section], **{**given, **reads}).problems().errors
+            problems.errors += [name for each in wrong if (name := f"{stage.section}: {each}") not in problems.errors]
+        problems.raise_if_any()
+
+
+def prepare_corpus(folder: Path, config: list[str], has_section: bool) -> None:
+    """Make train.bin and val.bin by a prepare.py, with section `prepare` of the settings file if it has one."""
+    script = folder / "prepare.py"
+    if has_section and not script.is_file():
+        script = ROOT / "data" / ("shakespeare_char" if "char" in folder.name else "shakespeare") / "prepare.py"
     if not script.is_file():
-        raise UserError(
-            f"ERROR: {folder} has no train.bin and val.bin, and no prepare.py that would make them; name the corpus in "
-            "the settings file, prepare = dict(NAME=VALUE)"
-        )
-    say(f"\n##### corpus: {script}")
-    run_stage("corpus", [sys.executable, str(script), *options])
-    check_split()  # another run may have made the files meanwhile
+        raise UserError(f"ERROR: {folder} has no train.bin and val.bin, nor a prepare.py: name another --dataset")
+    run("corpus", [sys.executable, str(script), *([*config, f"--out_dir={folder}"] if has_section else [])])
 
 
-def find_reward_model(
-    runner: Runner, cycle: int, attempts: int, folder: Path, out: Path, natural: NaturalModels
-) -> tuple[Path | None, str]:
-    """A reward model that predicts on the policy's text; or None after so many attempts, and the last one's figures."""
-    own, attempt = runner.ledger.settings, 1
-    asked = {"train_grpo": {name: own["train_grpo"][name] for name in ("gate_blocks", "seed")}}
-    while True:
-        stages = natural.stages(cycle, attempt)
-        stages += reward_stages(cycle, folder, out, natural, attempt, larger(own, 2 ** (attempt - 1)) | asked)
-        *_, gate = [runner.run(stage) for stage in stages]
-        if better_than_constant(gate["r2_low"]) or own["train_grpo"]["allow_blind_reward"]:
-            return reward_model(out, cycle, attempt), ""
-        r2 = format_r_squared(gate["r2"], gate["r2_low"], gate["r2_high"], digits=3)
-        finding = f"the reward model does not predict, R2 {r2} on the policy's text"
-        say(f"\nAttempt {attempt} of {attempts}: {finding}")
-        # When more attempts were asked for.
-        tried = f"gate_v{cycle}{attempt_suffix(attempt + 1)}" in runner.ledger.stages
-        if (attempt >= attempts and not tried) or gate["r2_low"] is None:  # no interval: too little text
-            return None, finding
-        attempt += 1
+def run(name: str, command: list[str]) -> None:
+    """Run a command in a process of its own. Raises UserError where it fails.
+
+    On Ctrl-C or SIGTERM it gets SIGTERM: it finishes its step and saves. If this process is killed, it is too (Linux).
+    """
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to both processes
+        if sys.platform == "linux":
+            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    process = subprocess.Popen(command, preexec_fn=prepare)
+    try:
+        status = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if status != 0:
+        raise UserError(f"ERROR: {name} ended with status {status}; mend the cause and run the same command again")
+
+
+def make(stage: Stage, ledger: Ledger, loop: Loop, config: list[str]) -> bool:
+    """Make a stage and record it, unless that is done; returns whether it was made."""
+    name, now, state = stage.artefact.stem, stage.identity(loop.sections), stage.artefact.with_suffix(".resume")
+    then, difference = ledger.records.get(name, {}), ledger.difference(name, now)
+    if then and not difference and "seconds" in then and stage.artefact.exists():
+        return False
+    say(f"\n##### {ledger.number(name)}, {name}: {stage.script or 'copy'}.py")
+    if difference:
+        say(f"{name} is made again: {difference}")
+        state.unlink(missing_ok=True)
+    further: dict[str, Any] = {"device": loop.cycles.device}
+    overwrite = bool(difference) or then.get("overwrite", False)
+    if then and stage.script in ("train", "train_grpo") and state.is_file():
+        further["init_from"] = "resume"
+    elif overwrite or (then and stage.script == "train_reward_model"):  # which has no state to go on from
+        further |= {"overwrite": True} if hasattr(loop.sections.get(stage.section), "overwrite") else {}
+    record, began = {"name": name, "kind": stage.kind, "cycle": stage.cycle, **now}, time.monotonic()
+    ledger.record({**record, "overwrite": overwrite})
+    if stage.section:
+        run(name, stage.command(config, further))
+    else:
+        with atomic_path(stage.artefact) as partial:
+            shutil.copyfile(stage.inputs["base_model_path"], partial)
+    ledger.record({**record, "seconds": round(time.monotonic() - began, 1), "figures": stage.figures()})
+    say(f"{name}: {time.monotonic() - began:.0f} s")
+    return True
 
 
 def main() -> None:
-    config_path, options = split_config(sys.argv[1:])
-    refuse_options_of_stages(options)
-    settings = parse_settings(CycleSettings, "run_cycles")
-    device = select_device(settings.device)  # one that is not there is refused now, not by a stage
-    out = Path(settings.out_dir)
-    folder = dataset_folder(settings.dataset)
-    natural = natural_models(config_path, folder, settings)
-    controls = controls_of(config_path, folder, settings)
-    first_of_each = [
-        train_stage(folder, out, config_path),
-        *(natural.stages(1, 1) or natural.stages(1, 2))[:1],
-        *reward_stages(1, folder, out, natural),
-        *controls.stages(1, reward_model(out, 1), 1),
-        policy_stage(1, folder, out, reward_model(out, 1)),
-        perplexity_stage(1, folder, out),
-        sample_stage(1, settings, out),
-    ]
-    own_settings = checked_settings(first_of_each, config_path, settings.device)
-    prepare_corpus(folder, config_path)
-    corpus = open_corpus(str(folder), 2, None)
-    encode_start(corpus.tokenizer, settings.sample_start, "sample_start")
+    settings, (path, *_) = parse_settings(CycleSettings, "run_cycles"), split_config(sys.argv[1:])
+    device, out, config = select_device(settings.device), Path(settings.out_dir), ["--config", path] if path else []
+    contents, sections = read_config(path) if path else {}, {}
+    for name, (script, kind) in SECTIONS.items():
+        sections[name] = parse_settings(kind, script, [*config, "--section", name], check=False)
+    loop = Loop(settings, sections, contents)
+    loop.check()
+    if not all(tokens.is_file() for tokens in loop.tokens.values()):
+        prepare_corpus(loop.data["dataset"], config, "prepare" in contents)
     hold_output(out / "cycles.json")
-    ledger = Ledger(out / "cycles.json", data_record(corpus.train, corpus.val), own_settings)
-    out.mkdir(parents=True, exist_ok=True)
-
-    def plan(num_cycles: int) -> list[str]:
-        asked, steps = replace(settings, num_cycles=num_cycles), own_settings["train_grpo"]["max_steps"]
-        return [stage.name for stage in planned_stages(asked, folder, config_path, natural, controls, steps)]
-
-    run = {"settings": asdict(settings), "config": config_path, "stages": plan(settings.num_cycles)}
-    ledger.begin(run)
-    report = Report(out, device) if settings.report else None
-    runner = Runner(config_path, settings.device, ledger, report)
-
-    runner.run(train_stage(folder, out, config_path))
-    runner.run(perplexity_stage(1, folder, out))
-    losses: list[float] = []  # on the selecting part, of version 1, 2, ..., all as train_grpo.py measures them
-    counted = f"{settings.num_cycles} {'cycle' if settings.num_cycles == 1 else 'cycles'}"
-    outcome = f"{settings.num_cycles} of {counted} done"
-    for cycle in range(1, settings.num_cycles + 1):
-        reward_model_path, finding = find_reward_model(runner, cycle, settings.reward_attempts, folder, out, natural)
-        compared: list[Stage] = []
-        if reward_model_path is None:
-            runner.carry_on(cycle, finding, out)
-        else:
-            policy = runner.run(policy_stage(cycle, folder, out, reward_model_path))
-            losses = [*(losses or [policy["start_select_loss"]]), policy["select_loss"]]
-            compared = controls.stages(cycle, reward_model_path, policy["steps"])
-        for stage in compared:
-            runner.run(stage)
-        runner.run(perplexity_stage(cycle + 1, folder, out))
-        if compared:
-            runner.run(comparison_stage(cycle + 1, folder, out, compared))
-        if reward_model_path is None:
-            outcome = f"ended in cycle {cycle} without GRPO: {finding}; base model {cycle} is carried on"
-            break
-        since_best = len(losses) - 1 - losses.index(min(losses))
-        if settings.perplexity_patience is not None and since_best >= settings.perplexity_patience:
-            outcome = f"ended after cycle {cycle}: the selecting loss has not fallen for {since_best} cycle(s)"
-            break
-
-    samples = [sample_stage(version, settings, out) for version in (1, cycle + 1)]
-    last = {stage.name for stage in samples}  # all that is left, also where the loop has ended early
-    ledger.begin(run | {"stages": [name for name in plan(cycle) if name in last or finished(ledger.contents, name)]})
-    for stage in samples:
-        runner.run(stage)
-    notes = [*form_sentences(own_settings["train_grpo"]), *controls.reasons]
-    ledger.conclude(outcome, [*notes, *control_sentences(ledger.contents)])
-    say("\n".join(["", headline(ledger.contents), "", cycle_table(ledger.contents), *notes]))
-    if not runner.ran:
-        say("\nNothing to do: this run was finished already. Start anew with --out_dir OTHER.")
-    page = runner.write_report()
-    say(f"\nLedger: {ledger.path}" if page is None else f"\nReport: {page}")
+    planned = [stage.artefact.stem for stage in loop.stages(Ledger())]
+    tokens = loop.tokens["train_bin"].stat().st_size // 2
+    ledger = Ledger(out, {"settings": asdict(settings), "config": path, "train_tokens": tokens, "planned": planned})
+    made, reached = 0, list[str]()
+    try:
+        for stage in loop.stages(ledger):
+            reached.append(stage.artefact.stem)
+            if make(stage, ledger, loop, config):
+                made += 1
+                write_page(ledger, device)
+    except UserError:
+        ledger.end(reached, failed=reached[-1])
+        write_page(ledger, device)
+        raise
+    ledger.end(reached)
+    say(f"\n{headline(ledger)}\n\n{table_text(ledger)}")
+    say("" if made else "\nNothing to do: this run was finished already. Start anew with --out_dir OTHER.")
+    say(f"Ledger: {ledger.path}\nReport: {write_page(ledger, device)}")
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, "Finished stages are kept; run the same command again to go on.")

@@ -119,15 +119,14 @@ class TrainSettings(Settings):
     def check_further(self, problems: Problems) -> None:
         """Note a start or name that cannot be, contexts or heads that do not fit, a tracker that is not installed."""
         known = self.start is None or Path(self.start).exists() or is_hub_name(self.start)
-        what = f"init_from={self.start}: must be scratch, resume or a model's name or path: no such file"
+        what = f"init_from={self.start}: must be scratch, resume, or a model's path or name"
         problems.require(known, what, "Check the path")
         plain = self.checkpoint_name == Path(self.checkpoint_name).name and self.checkpoint_name not in ("", "..")
         problems.require(plain, f"checkpoint_name={self.checkpoint_name}: must be a plain name", "Change --out_dir")
         for length in self.short_contexts if self.init_from == "scratch" else ():
             what = f"short_contexts: {length} does not divide block_size={self.block_size}"
             problems.require(length > 0 and self.block_size % length == 0, what, "Choose lengths that do")
-        missing = check_tracker(self.tracker)
-        problems.require(not missing, missing)
+        problems.require(not (missing := check_tracker(self.tracker)), missing)
         problem = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position).problem() or ""
         problems.require(not problem or problem in problems.errors, problem, "Change --n_head or --n_embd")
 
@@ -143,7 +142,6 @@ class TrainSettings(Settings):
 
 
 def main() -> None:
-    # settings, data, and the checkpoint to start from or to evaluate, whose shape is the model's
     given = parse_settings(TrainSettings, "train")
     ranks = start_ranks(select_device(given.device))
     device, dtype = ranks.device, select_dtype(given.dtype, ranks.device)
@@ -241,9 +239,8 @@ def begin_run(settings: TrainSettings, start: dict[str, Any] | None, data: dict[
     if start is not None:
         ckpt.check_same_splits(start["data"], data, allow_mismatch=None)
     resume, learned = settings.init_from == "resume", (start or {}).get("training") or {}
-    reads: dict[str, Any] = {"data": data}
-    if not resume:  # else the state has what became of it
-        reads["start"] = settings.start and ckpt.hash_model(settings.start)
+    of_start = {} if resume else {"start": settings.start and ckpt.hash_model(settings.start)}
+    reads: dict[str, Any] = {"data": data, **of_start}  # a state has what became of the start
     run = Run(Path(settings.out_dir, settings.checkpoint_name), settings, ranks, reads)
     facts = {"max_iters": settings.max_iters, "patience": settings.patience}
     run.begin(resume, settings.overwrite, first_batch=learned.get("batches") or 0, **facts)
@@ -263,10 +260,9 @@ def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
 
 def measure(model: GPT, corpus: ckpt.Corpus, settings: TrainSettings, dtype: torch.dtype, name: str) -> dict[str, Any]:
     """val_loss, of the whole validation split, or select_loss, of windows of its select part; with its 95% interval."""
-    tokens, most, of_rows = corpus.val, None, list[torch.Tensor]()
+    tokens, most, of_rows, device = corpus.val, None, list[torch.Tensor](), model.transformer.wte.weight.device
     if name == "select_loss":
         tokens, most = validation_part(tokens, settings.block_size, "select"), EVAL_TOKENS
-    device = model.transformer.wte.weight.device
     batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, device, most)
     with autocast(device, dtype):
         total, count = loss_sums(model, counted(batches, len(batches), "Evaluating"), of_rows)
@@ -286,8 +282,8 @@ def factor_at(step: int, settings: TrainSettings, horizon: int) -> float:
     """The learning rate of a step, as a share of its peak, in a run that was begun with `horizon` steps."""
     if settings.lr_schedule in COOLDOWN:
         return optim.cooldown_factor(step, settings.warmup_iters, horizon, COOLDOWN[settings.lr_schedule], 0.0)
-    floor = 0.1 if settings.lr_schedule == "cosine" else 1.0
-    return optim.learning_rate_factor(step, settings.warmup_iters, horizon, floor)
+    end = 0.1 if settings.lr_schedule == "cosine" else 1.0
+    return optim.learning_rate_factor(step, settings.warmup_iters, horizon, end)
 
 
 if __name__ == "__main__":

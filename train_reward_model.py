@@ -307,7 +307,7 @@ def train_head(
         if val_loss < best_loss:
             best_loss, figures = val_loss, {"epoch": epoch, "val_loss": val_loss}
             best = {name: weight.detach().clone() for name, weight in learned.items()}
-        if stopping.should_stop:
+        if stopping.reason:
             break
     model.load_state_dict(best, strict=False)
     return figures, ranks.on_main(lambda: evaluate(model, report, settings.loss_name)[1])

@@ -16,22 +16,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from common.device import select_device, select_dtype
+from common.log import say
+from common.process import run_main
+from common.settings import Problems, Settings, parse_settings, setting
 from generation.completions import Completer
 from generation.sampling import Sampling
-from model import GPT, GPTConfig, Linear
-from runtime.cli import parse_settings
-from runtime.device import select_device, select_dtype
-from runtime.process import run_main
-from runtime.run_log import say
-from runtime.settings import Problems, Settings, setting
+from model import GPT, GPTConfig
 
-SHAPES = {
+SHAPES: dict[str, dict[str, int]] = {
     "XS": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16},  # for a look at the tables
     "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
     "M": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
@@ -40,7 +40,8 @@ VOCAB_SIZE = 65
 GROUP = 16  # samples a block
 FEW_ROWS = 128  # a step of train_grpo.py, in groups of FEW_GROUP; of data preparation some 1,000
 FEW_GROUP = 8
-HEADLINE = {"shape": {**SHAPES["M"], "block_size": 1024}, "blocks": 878 + 97, "group": 20, "seconds": 150}
+HEADLINE_SHAPE = SHAPES["M"] | {"block_size": 1024}
+HEADLINE_BLOCKS, HEADLINE_GROUP, HEADLINE_SECONDS = 878 + 97, 20, 150
 GOALS = {"S": (80, 5, 30), "M": (130, 4, 45)}  # times the seeds' way, Hugging Face's best; percent of the product rate
 
 
@@ -50,9 +51,9 @@ class GenerationSettings(Settings):
 
     num_runs: int = setting(3, minimum=1)
     """timed runs of each way, in turns, after a warm-up"""
-    shapes: tuple[str, ...] = setting(("S", "M"), known=tuple(SHAPES))
+    shapes: tuple[Literal["XS", "S", "M"], ...] = ("S", "M")
     """of XS (2 layers, 2 heads, 32 wide, block 16), S (4, 4, 128, 64) and M (6, 6, 384, 256)"""
-    headline_blocks: int = setting(2, minimum=0, maximum=HEADLINE["blocks"])
+    headline_blocks: int = setting(2, minimum=0, maximum=HEADLINE_BLOCKS)
     """blocks of the headline job that are really written; 0: leave the job out; 975: all of it"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
@@ -153,7 +154,7 @@ def best_batch(model: GPT, batches: tuple[int, ...]) -> int:
 
 
 def engine_way(
-    model: nn.Module, group: int = GROUP, blocks: int | None = None, of_a_token: bool = False
+    model: GPT, group: int = GROUP, blocks: int | None = None, of_a_token: bool = False
 ) -> Callable[[], int]:
     """The engine, with as many blocks in flight as it takes by default; `of_a_token`: prompts as Hugging Face's."""
     completer = Completer(model, model.config.block_size)
@@ -220,23 +221,19 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
     pool = multiprocessing.get_context("spawn").Pool(processes) if processes > 1 else None
     seeds, hugging_face = "one sequence, whole prefix again (the seeds)", "Hugging Face generate"
     rows = 4 if name == "M" else 64
-    plain = make_model(SHAPES[name], device)
-    for module in plain.modules():
-        if isinstance(module, Linear):
-            module.__class__ = nn.Linear  # what makes bits equal for any number of rows is no part of the others' ways
-    best, own = best_batch(model, settings.hf_batches), model
+    best = best_batch(model, settings.hf_batches)
     at_best, at_few = f"{hugging_face}, its best batch, {best}", f"{hugging_face}, batch of {FEW_ROWS}"
     engine, few = (
         f"engine, {Completer(model, model.config.block_size).rows:,} rows",
         f"engine, {FEW_ROWS} rows, prompts of a token too",
     )
     ways = {
-        seeds: seeds_way(plain, 2 if name == "M" else 8),
-        f"batch of {rows}, whole prefix again (nanoGPT)": batched_way(plain, rows),
+        seeds: seeds_way(model, 2 if name == "M" else 8),
+        f"batch of {rows}, whole prefix again (nanoGPT)": batched_way(model, rows),
         at_few: hugging_face_way(model, FEW_ROWS),
         at_best: hugging_face_way(model, best) if best != FEW_ROWS else None,
-        few: engine_way(own, FEW_GROUP, FEW_ROWS // FEW_GROUP, of_a_token=True),
-        engine: engine_way(own),
+        few: engine_way(model, FEW_GROUP, FEW_ROWS // FEW_GROUP, of_a_token=True),
+        engine: engine_way(model),
     }
     if pool is not None:
         ways[f"engine, {processes} processes of a thread"] = lambda: sum(
@@ -281,15 +278,15 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
 
 def measure_headline(settings: GenerationSettings, device: torch.device) -> None:
     """The seeds' headline job, or what it would take by the part that was written."""
-    model = make_model(HEADLINE["shape"], device)
-    blocks, group = settings.headline_blocks, HEADLINE["group"]
+    model = make_model(HEADLINE_SHAPE, device)
+    blocks, group = settings.headline_blocks, HEADLINE_GROUP
     engine_way(model, group, 1)()  # the warm-up
     tokens_per_second = rate(engine_way(model, group, blocks))
     # By tokens: the few crossovers drawn here may lie early or late. On the average half of a block is written.
-    whole = HEADLINE["blocks"] * group * model.config.block_size / 2 / tokens_per_second
-    part = "all of it" if blocks == HEADLINE["blocks"] else f"{blocks} of its {HEADLINE['blocks']} blocks, extrapolated"
+    whole = HEADLINE_BLOCKS * group * model.config.block_size / 2 / tokens_per_second
+    part = "all of it" if blocks == HEADLINE_BLOCKS else f"{blocks} of its {HEADLINE_BLOCKS} blocks, extrapolated"
     say(f"\nThe headline job ({model.num_parameters() / 1e6:.2f}M parameters, block 1024, 19,500 samples): {part}")
-    say(f"{tokens_per_second:,.0f} tokens/s; the whole takes {whole:,.0f} s (the seeds' GPU: {HEADLINE['seconds']} s)")
+    say(f"{tokens_per_second:,.0f} tokens/s; the whole takes {whole:,.0f} s (the seeds' GPU: {HEADLINE_SECONDS} s)")
 
 
 def main() -> None:

@@ -2,42 +2,34 @@
 
     python benchmarks/grpo.py --num_runs 3
 
-The work: 128 completions of 96 tokens after prompts of 32, groups of 8, GPT-2's shape of 4 layers and 128 channels, 67
-tokens, one optimizer update a step. Ours is timed with two reward models: the seeds' head on the start's trunk, with
-the KL in the loss (beta 0.04) as TRL has it, and the default, a likelihood head on a natural model and the generator,
-with the choices that train_grpo.py makes for it. TRL's reward costs nothing. Models are untrained: speed does not
+The work: 128 completions in groups of 8, GPT-2's shape of 4 layers and 128 channels, block 128, one optimizer update a
+step; TRL's prompts have 32 tokens, ours 1 to 64, so that both write some 96 tokens a completion. Ours is train_grpo.py
+itself, in a process of its own, with two reward models: a last head, with the KL in the loss (beta 0.04) as TRL has it,
+and the default, a likelihood head. TRL's reward costs nothing. Models have learned for a few steps: speed does not
 depend on what they know. Without TRL (requirements-bench.txt) ours is timed alone.
 """
 
 import os
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 
-import train_grpo
-from generation.completions import Completer
-from generation.sampling import Sampling
-from grpo import rollouts
-from grpo.policy_evaluation import draw_prompts
-from model import GPT, GPTConfig
-from reward.frozen_scorer import RewardScorer
-from reward.heads import LastRewardModel, LikelihoodRewardModel, RewardModel
-from runtime.cli import parse_settings
-from runtime.distributed import Ranks, parallel
-from runtime.process import run_main
-from runtime.run_log import say
-from runtime.settings import Settings, setting
-from training.optimizers import make_optimizers, take_step
+from benchmarks.reward_models import ROOT, Pipeline
+from common.log import read_records, say
+from common.process import UserError, run_main
+from common.settings import Settings, parse_settings, setting
+from data_loader import TokenSplits, write_token_files
+from model import GPTConfig
+from tokenization_manager import save_meta
 
 SHAPE = GPTConfig(block_size=128, vocab_size=67, n_layer=4, n_head=4, n_embd=128, position="learned")
 PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS = 16, 8, 32, 96
@@ -59,71 +51,44 @@ class GRPOBenchSettings(Settings):
     """time TRL as well, where it is installed"""
 
 
-class Loop:
-    """Steps of train_grpo.py on models that are given: its functions in the order of its main(), without records."""
-
-    def __init__(
-        self, policy: GPT, scorer: RewardScorer, tokens: np.ndarray, settings: train_grpo.GRPOSettings
-    ) -> None:
-        self.ranks = Ranks(device=next(policy.parameters()).device)
-        self.policy, self.scorer, self.tokens = policy, scorer, tokens
-        self.settings = train_grpo.with_choices_made(settings, scorer)
-        self.optimizers = make_optimizers(
-            policy, learning_rate=settings.learning_rate, weight_decay=settings.weight_decay
-        )
-        self.completer, self.forward = Completer(policy, policy.config.block_size), parallel(policy, self.ranks)
-        self.steps_made = 0
-
-    def step(self) -> dict[str, float]:
-        """Seconds of a step's parts."""
-        clock, settings, ranks = [time.perf_counter()], self.settings, self.ranks
-        self.steps_made += 1
-        batch = train_grpo.sample_group(self.completer, self.tokens, settings, self.steps_made, ranks)
-        clock.append(time.perf_counter())
-        batch.score(self.scorer, ranks, keep_hidden=bool(settings.exact))
-        train_grpo.figures_of_rollouts(batch, settings)
-        batch.advantages = train_grpo.advantages_of(batch, settings, self.policy, ranks)
-        batch.flat_groups(settings.prompts_per_step)
-        clock.append(time.perf_counter())
-        train_grpo.accumulate_gradients(self.forward, batch, settings, ranks)
-        clock.append(time.perf_counter())
-        take_step(self.policy, self.optimizers, settings.grad_clip, train_grpo.UNSCALED)
-        clock.append(time.perf_counter())
-        names = ("generation", "scoring, with the reference", "log-probabilities and gradients", "update")
-        return dict(zip(names, np.diff(clock).tolist(), strict=True))
-
-
 class Ours:
-    """A Loop on untrained models of the benchmark's shapes, with prompts of one length, as TRL's are."""
+    """train_grpo.py on small models made for it, of random text."""
 
-    def __init__(self, prompts: int = PROMPTS, default: bool = False) -> None:
-        torch.manual_seed(0)
-        policy, reference, natural = (GPT(SHAPE).eval() for _ in range(3))
-        reference.load_state_dict(policy.state_dict())
-        head: type[RewardModel] = LikelihoodRewardModel if default else LastRewardModel
-        trunk, width = natural if default else reference, SHAPE.reward_head_hidden_dim
-        reward_model = head.on_trunk(trunk, reference, Sampling(), width).eval()
-        settings = train_grpo.GRPOSettings(
-            reward_model_path="untrained", prompts_per_step=prompts, group_size=GROUP, learning_rate=LEARNING_RATE
-        )
-        tokens = np.random.default_rng(0).integers(SHAPE.vocab_size, size=2**16).astype(np.uint16)
-        self.loop = Loop(policy, RewardScorer(reward_model, reference), tokens, settings)
-        assert default or self.loop.settings.beta == BETA  # as TRL's
+    def __init__(self, folder: Path, prompts: int, head: str) -> None:
+        pipeline, corpus = Pipeline(folder), folder / "corpus"
+        corpus.mkdir(exist_ok=True)
+        draw = np.random.default_rng(0)
+        parts = (draw.integers(SHAPE.vocab_size, size=size).astype(np.uint16) for size in (2**16, 2**14))
+        write_token_files(corpus, TokenSplits(*parts))
+        save_meta(corpus / "meta.pkl", [chr(ord("0") + number) for number in range(SHAPE.vocab_size)])
+        shape = {name: getattr(SHAPE, name) for name in ("n_layer", "n_head", "n_embd", "block_size", "position")}
+        few = {"batch_size": 4, "warmup_iters": 0, "device": "cpu"}
+        generator = pipeline.generator("generator", corpus, 2, **shape, **few)
+        data = pipeline.reward_data("data", generator, corpus, max_blocks=30, samples_per_chunk=2, device="cpu")
+        options = {"head": head, "device": "cpu"}
+        if head == "likelihood":
+            options["natural_model_path"] = pipeline.generator("natural", corpus, 4, **shape, **few, seed=1)
+        else:
+            options["max_epochs"] = 1
+        reads = {"base_model_path": generator, "data_dir": data}
+        path = folder / f"{head}.pt"
+        pipeline.make(path.name, "train_reward_model", **reads, **options, output_path=path)
+        self.output = folder / f"policy_{head}.pt"
+        self.options = {"base_model_path": generator, "reward_model_path": path, "dataset": corpus}
+        self.options |= {"output_path": self.output, "prompts_per_step": prompts, "group_size": GROUP}
+        self.options |= {"learning_rate": LEARNING_RATE, "device": "cpu", "overwrite": True}
+        self.options |= {"allow_unpredictive_reward": True}
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each of so many steps."""
-        return [sum(self.parts().values()) for _ in range(count)]
-
-    def parts(self) -> dict[str, float]:
-        """Seconds of a step's parts."""
-        with mock.patch.object(rollouts, "draw_prompts", prompts_of_one_length):
-            return self.loop.step()
-
-
-def prompts_of_one_length(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `policy_eval.draw_prompts`, with PROMPT_LENGTH for every length."""
-    natural, prefix_lengths, uniforms = draw_prompts(*arguments)
-    return natural, torch.full_like(prefix_lengths, PROMPT_LENGTH), uniforms
+        """Seconds of each of so many steps, the first and the last, which is evaluated, not counted."""
+        options = self.options | {"max_steps": count + 2, "eval_interval": count + 2}
+        words = [f"--{name}={value}" for name, value in options.items()]
+        done = subprocess.run([sys.executable, str(ROOT / "train_grpo.py"), *words], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"ERROR: train_grpo.py ended with status {done.returncode}: {done.stderr[-500:]}")
+        records = read_records(self.output.with_suffix(".jsonl"))
+        clock = {record["step"]: record["seconds"] for record in records if not record.get("final")}
+        return [clock[step + 1] - clock[step] for step in range(1, count + 1)]
 
 
 class TRL:
@@ -211,12 +176,11 @@ class TRL:
 def main() -> None:
     settings = parse_settings(GRPOBenchSettings, "grpo")
     with TemporaryDirectory() as folder:
-        ways: dict[str, Ours | TRL] = {
-            name: Ours(settings.prompts, default=default) for name, default in zip(GOALS, (False, True), strict=True)
-        }
+        heads = zip(GOALS, ("last", "likelihood"), strict=True)
+        ways: dict[str, Ours | TRL] = {name: Ours(Path(folder), settings.prompts, head) for name, head in heads}
         if settings.trl:
             try:
-                ways["TRL"] = TRL(folder, settings.prompts)
+                ways["TRL"] = TRL(f"{folder}/trl", settings.prompts)
             except ImportError as error:
                 say(f"TRL is not timed: {error}; pip install -r requirements-bench.txt")
         for way in ways.values():

@@ -17,10 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
+from common.process import UserError, run_main
+from common.settings import Settings, parse_settings, setting
 from data_loader import TokenSplits, load_binary, load_text
-from runtime.cli import parse_settings
-from runtime.process import UserError, run_main
-from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
 
 

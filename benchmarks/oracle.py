@@ -9,43 +9,44 @@ sequence the posterior knows and a head does not: it is a bound.
 """
 
 import shutil
+import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import torch
-from pipeline import Pipeline, markdown, skill_cells
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.reward_models import Pipeline, check_names, markdown, skill_cells
+from common.device import random_stream
+from common.files import atomic_path
+from common.log import counted, say
+from common.process import run_main
+from common.settings import Problems, Settings, parse_settings, setting
 from data_loader import TokenSplits, dataset_folder, evenly_spaced, open_token_file, write_token_files
 from generation.sampling import Sampling, sample_tokens
 from losses import token_log_probs
 from model import GPT
-from reports.figures import Picture, write_png
+from reports.figures import write_png
 from reward.posterior import natural_share
 from reward.skill import measure_skill
 from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
-from runtime.cli import parse_settings
-from runtime.device import random_stream
-from runtime.files import atomic_path
-from runtime.process import run_main
-from runtime.run_log import counted, say
-from runtime.settings import Problems, Settings, setting
 from training.checkpoint import build_model, load_checkpoint
 
-OPTIMIZER = {"optimizer": "muon", "muon_learning_rate": 0.03, "learning_rate": 6e-3}
+OPTIMIZER = {"optimizer": "muon", "learning_rate": 6e-3}
 TOKENS_A_STEP = 2048
-LARGE = "likelihood, a larger trunk"
+LARGE = "likelihood, a larger natural model"
 HEADS: dict[str, dict[str, Any]] = {
     "last, frozen (the seeds')": {"head": "last"},
     "position, frozen": {"head": "position", "max_epochs": 3},
     "position, all unfrozen": {"head": "position", "unfreeze_layers": -1, "learning_rate": 3e-4, "max_epochs": 2},
     "likelihood (the default)": {"natural_iters": 400},
     "likelihood, 1,600 steps": {"natural_iters": 1600},
-    LARGE: {"trunk": "large.pt"},
+    LARGE: {"natural_model_path": "large.pt"},
 }
 BLOCKS_A_STREAM = 64
 ROWS_AT_A_TIME, WINDOWS_AT_A_TIME = 64, 8192
@@ -72,12 +73,12 @@ class OracleSettings(Settings):
     q_iters: int = setting(200, minimum=1)
     """steps of q, on p's text"""
     large_size: tuple[int, int] = (3, 96)
-    """layers and width of the larger trunk"""
+    """layers and width of the larger natural model"""
     large_iters: int = setting(1500, minimum=1)
-    """steps of the larger trunk, on p's text"""
+    """steps of the larger natural model, on p's text"""
     max_blocks: int = setting(1000, minimum=1)
     """blocks of each split that q completes, 4 times each"""
-    heads: tuple[str, ...] = setting(tuple(HEADS), known=tuple(HEADS))
+    heads: tuple[str, ...] = tuple(HEADS)
     """names of HEADS"""
     out_dir: str = "out/benchmarks/oracle"
     """where everything is made, the picture too (oracle.png)"""
@@ -85,7 +86,8 @@ class OracleSettings(Settings):
     """seed of p's text, the reward data and the reward models"""
 
     def check_further(self, problems: Problems) -> None:
-        """Note a text that is too short, or that p looks back farther than a block."""
+        """Note a text that is too short, that p looks back farther than a block, and names that are none."""
+        check_names(problems, "heads", self.heads, HEADS)
         problems.require(
             self.num_tokens >= 400 * self.block_size,
             f"num_tokens={self.num_tokens}: fewer than 400 blocks of {self.block_size}",
@@ -105,23 +107,22 @@ def main() -> None:
     source = dataset_folder(settings.dataset).resolve()
     p_path = pipeline.generator("p", source, settings.p_iters, **recipe(settings.p_size, settings.p_order))
     p = build_model(load_checkpoint(p_path), "generator", p_path)
-    name = f"corpus_{settings.num_tokens}_{settings.seed}"
-    amount = {"block_size": N, "num_tokens": settings.num_tokens, "seed": settings.seed}
-    text = partial(write_text_of, p, source, pipeline.out / name, settings)
-    corpus = pipeline.make_once(name, text, {"p": p_path, "dataset": source}, amount, Path(__file__))
+    corpus = pipeline.out / f"corpus_{settings.num_tokens}_{N}_{settings.seed}"
+    if not (corpus / "val.bin").is_file():
+        write_text_of(p, source, corpus, settings)
     q_path = pipeline.generator("q", corpus, settings.q_iters, **recipe(settings.q_size, N))
     q = build_model(load_checkpoint(q_path), "generator", q_path)
     if LARGE in settings.heads:
         pipeline.generator("large", corpus, settings.large_iters, **recipe(settings.large_size, N))
-    amount = {"samples_per_chunk": 4, "max_blocks": settings.max_blocks, "seed": settings.seed, "dtype": "float32"}
+    amount = {"samples_per_chunk": 4, "max_blocks": settings.max_blocks, "seed": settings.seed}
     data = pipeline.reward_data("data", q_path, corpus, **amount)
 
     best, divergence = exact_skill(p, q, data, corpus)
     rows, skills = [["the exact posterior", *skill_cells(best), "100%", "0"]], {}
     for name in settings.heads:
-        options = {"control": False, **HEADS[name], "seed": settings.seed}
-        if "trunk" in options:
-            options["trunk"] = pipeline.out / options["trunk"]
+        options = {**HEADS[name], "seed": settings.seed}
+        if "natural_model_path" in options:
+            options["natural_model_path"] = pipeline.out / options["natural_model_path"]
         file_name = "reward_model_" + "_".join(word for word in name.replace(",", "").split() if word.isalnum())
         skill = pipeline.reward_model(file_name, q_path, data, corpus, **options)
         skills[name] = skill
@@ -227,7 +228,7 @@ def draw(best: dict[str, Any], skills: dict[str, Any], title: str, path: Path) -
     axes.axvline(0, color="0.5", linewidth=1)
     axes.set(xlabel="R² on unseen text, 95% intervals", title=title)
     axes.legend(loc="center left")
-    write_png(Picture(figure, title, "R² of every head."), path)
+    write_png(figure, path)
 
 
 if __name__ == "__main__":

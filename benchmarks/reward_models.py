@@ -6,30 +6,33 @@ In: a corpus that data/NAME/prepare.py has made. Everything is made by the proje
 there is not made again. R2 with its 95% interval is of the validation blocks that report.
 """
 
+import math
 import re
-import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import torch
-from pipeline import Pipeline, markdown, skill_cells, val_loss
 
+from common.files import read_json, write_json
+from common.log import say
+from common.process import UserError, run_main
+from common.settings import Problems, Settings, parse_settings, setting
 from data_loader import dataset_folder, open_token_file
-from feature_cache import to_device
 from reward.heads import REWARD_MODELS
-from reward.skill import measure_skill
+from reward.skill import format_r_squared, measure_skill
 from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
-from runtime.cli import parse_settings
-from runtime.process import run_main
-from runtime.run_log import say
-from runtime.settings import Settings, setting
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
+ROOT = Path(__file__).resolve().parents[1]
 # The recipe of config/shakespeare_complete_cpu.py.
 RECIPE = {
     "n_layer": 4,
@@ -37,14 +40,13 @@ RECIPE = {
     "n_embd": 128,
     "batch_size": 16,
     "optimizer": "muon",
-    "muon_learning_rate": 0.03,
     "learning_rate": 6e-3,
     "weight_decay": 0.1,
 }
 # Steps after which the recipe's cosine ends; on tiny Shakespeare at about these validation losses, at block size 128.
 STRENGTHS = {"1.89": 230, "1.67": 700, "1.55": 1300}
 HEADS: dict[str, dict[str, Any]] = {
-    "last, frozen (the seeds')": {"head": "last", "control": False},
+    "last, frozen (the seeds')": {"head": "last"},
     "last, all unfrozen": {"head": "last", "unfreeze_layers": -1, "learning_rate": 3e-4, "max_epochs": 2},
     "position, frozen": {"head": "position", "max_epochs": 3},
     "position, all unfrozen": {"head": "position", "unfreeze_layers": -1, "learning_rate": 3e-4, "max_epochs": 2},
@@ -58,6 +60,14 @@ HEADS: dict[str, dict[str, Any]] = {
     "likelihood": {"head": "likelihood", "natural_iters": 400},
     "likelihood, 1,200 steps": {"head": "likelihood", "natural_iters": 1200},
 }
+# The section natural_model of config/shakespeare_complete_cpu.py.
+FURTHER = {
+    "optimizer": "muon",
+    "learning_rate": 4e-3,
+    "weight_decay": 0.01,
+    "lr_schedule": "linear",
+    "eval_interval": 100,
+}
 QUICK = {"n_layer": 1, "n_head": 2, "n_embd": 16, "batch_size": 4}
 
 
@@ -69,9 +79,9 @@ class TableSettings(Settings):
     """a tiny model and few samples: a look at the table"""
     dataset: str = "shakespeare_char"
     """folder of the corpus: a path, or a name below data/"""
-    strengths: tuple[str, ...] = setting(("1.89", "1.55"), known=tuple(STRENGTHS))
+    strengths: tuple[str, ...] = ("1.89", "1.55")
     """generators: names of STRENGTHS, about their validation losses on tiny Shakespeare"""
-    heads: tuple[str, ...] = setting(tuple(HEADS), known=tuple(HEADS))
+    heads: tuple[str, ...] = tuple(HEADS)
     """names of HEADS"""
     samples: tuple[int, ...] = (12_000,)
     """training samples, 4 a block"""
@@ -82,6 +92,91 @@ class TableSettings(Settings):
     out_dir: str = "out/benchmarks/reward_models"
     """where everything is made"""
 
+    def check_further(self, problems: Problems) -> None:
+        """Note names that are none."""
+        check_names(problems, "strengths", self.strengths, STRENGTHS)
+        check_names(problems, "heads", self.heads, HEADS)
+
+
+def check_names(problems: Problems, option: str, names: tuple[str, ...], known: dict[str, Any]) -> None:
+    """Note names that are not among those known."""
+    for name in names:
+        problems.require(name in known, f"{option}={name}: must be one of {', '.join(known)}", f"Mend --{option}")
+
+
+class Pipeline:
+    """Artefacts in a folder, each made by one script of the project, in a process of its own."""
+
+    def __init__(self, out_dir: str | Path) -> None:
+        self.out = Path(out_dir)
+
+    def make(self, artefact: str, script: str, **options: Any) -> Path:
+        """The artefact's path, made by `script`, which makes it once. Raises UserError where the script fails."""
+        path, notes = self.out / artefact, self.out / "seconds.json"
+        say(f"\n##### {artefact}: {script}.py")
+        is_there, start, arguments = path.exists(), time.perf_counter(), list[str]()
+        for name, value in options.items():
+            several = isinstance(value, tuple | list)
+            arguments += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
+        status = subprocess.run([sys.executable, str(ROOT / f"{script}.py"), *arguments]).returncode
+        if status != 0:
+            raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
+        if not is_there:
+            seconds = read_json(notes) if notes.is_file() else {}
+            write_json(notes, {**seconds, artefact: time.perf_counter() - start})
+        return path
+
+    def seconds(self, artefact: str) -> float:
+        """How long the artefact took to make; NaN where that is not known."""
+        return read_json(self.out / "seconds.json").get(artefact, math.nan)
+
+    def generator(self, name: str, corpus: Path, iters: int, **options: Any) -> Path:
+        """A generator, trained on a corpus for so many steps and evaluated at the end."""
+        checkpoint = f"{name}.pt"
+        options |= {"max_iters": iters, "eval_interval": iters}
+        return self.make(checkpoint, "train", dataset=corpus, out_dir=self.out, checkpoint_name=checkpoint, **options)
+
+    def reward_data(self, name: str, generator: Path, corpus: Path, **options: Any) -> Path:
+        """Reward data of a generator."""
+        data = {"model_path": generator, "dataset": corpus, "output_dir": self.out / name}
+        return self.make(name, "prepare_reward_data", **data, **options)
+
+    def natural_model(self, name: str, generator: Path, corpus: Path, iters: int, seed: int) -> Path:
+        """The generator, trained further for so many steps."""
+        checkpoint, options = f"{name}.pt", {**FURTHER, "max_iters": iters, "warmup_iters": min(20, iters // 10)}
+        where = {"dataset": corpus, "out_dir": self.out, "checkpoint_name": checkpoint, "seed": seed}
+        return self.make(checkpoint, "train", init_from=generator, **where, **options)
+
+    def reward_model(
+        self, name: str, generator: Path, data: Path, corpus: Path, natural_iters: int = 0, **options: Any
+    ) -> dict[str, Any]:
+        """A reward model's skill and `seconds`; with `natural_iters` a natural model is trained for so many steps."""
+        seconds = 0.0
+        if natural_iters:
+            natural = self.natural_model(f"{name}_natural", generator, corpus, natural_iters, options["seed"])
+            options["natural_model_path"], seconds = natural, self.seconds(natural.name)
+        reads = {"base_model_path": generator, "data_dir": data, "output_path": self.out / f"{name}.pt"}
+        path = self.make(f"{name}.pt", "train_reward_model", **reads, **options)
+        return load_checkpoint(path)["training"]["skill"] | {"seconds": seconds + self.seconds(f"{name}.pt")}
+
+
+def val_loss(generator: Path) -> float:
+    """The validation loss that train.py noted in a checkpoint."""
+    return load_checkpoint(generator)["training"]["val_loss"]
+
+
+def skill_cells(skill: dict[str, Any]) -> list[str]:
+    """R2 with its interval, MAE in tokens, AUC and seconds, for a table."""
+    auc = "" if skill["auc"] is None else f"{skill['auc']:.3f}"
+    r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
+    return [r2, f"{skill['mae_tokens']:.1f}", auc, f"{skill['seconds']:.0f}" if "seconds" in skill else ""]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
 
 def main() -> None:
     settings = parse_settings(TableSettings, "reward_models")
@@ -91,7 +186,7 @@ def main() -> None:
             rows.append([*about, "unknown words, linear fit", *skill_cells(unknown_words(data, corpus))])
         rows.append([*about, "frozen trunk, mean pooling, ridge", *skill_cells(mean_pooling(data, generator))])
         for head in settings.heads:
-            options = {"control": False, **HEADS[head], "seed": settings.seed}
+            options = {**HEADS[head], "seed": settings.seed}
             if settings.quick:
                 options |= {"natural_iters": 4} if REWARD_MODELS[options["head"]].is_ratio else {"max_epochs": 1}
             file_name = f"{name}_{re.sub('[^a-z0-9]+', '_', head)}"
@@ -99,9 +194,6 @@ def main() -> None:
             rows.append([*about, head, *skill_cells(skill)])
     header = ["generator's loss", "N", "samples", "reward model", "R² (95%)", "MAE, tokens", "AUC", "seconds"]
     say("\n" + markdown(header, rows))
-    if "likelihood" in settings.heads:
-        reward_model = pipeline.out / f"{name}_likelihood.pt"
-        say(f"\nScoring over the models' plain forward passes, time: {scoring_ratio(reward_model, data):.2f}")
 
 
 def prepared(settings: TableSettings, pipeline: Pipeline) -> Iterator[tuple[Path, Path, Path, str, list[str]]]:
@@ -120,36 +212,6 @@ def prepared(settings: TableSettings, pipeline: Pipeline) -> Iterator[tuple[Path
                 data = pipeline.reward_data(f"data_{name}", generator, corpus, **amount)
                 about = [f"{val_loss(generator):.3f}", str(block_size), f"{len(RewardDataset(data)):,}"]
                 yield generator, data, corpus, name, about
-
-
-@torch.no_grad()
-def scoring_ratio(path: Path, data: Path, num_sequences: int = 1000, num_runs: int = 5) -> float:
-    """Time of a likelihood model's scores of sequences over passes of its two models that end in their logits.
-
-    The median of runs in turns, after a warm-up.
-    """
-    reward_model = build_model(load_checkpoint(path), "reward", path)
-    x = RewardDataset(data, "val").x[:num_sequences].astype(np.int64)
-    batches = torch.from_numpy(x).split(reward_model.rows_at_a_time())
-
-    def score() -> None:
-        for ids in batches:
-            reward_model(ids)
-
-    def forward() -> None:
-        for ids in batches:
-            for model in (reward_model.natural, reward_model.generator):
-                model.logits(model.trunk(ids))
-
-    ratios = []
-    for _ in range(num_runs + 1):
-        seconds = []
-        for work in (score, forward):
-            start = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - start)
-        ratios.append(seconds[0] / seconds[1])
-    return statistics.median(ratios[1:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,7 +263,7 @@ def mean_pooling(data: Path, generator: Path) -> dict[str, Any]:
     for split in ("train", "val"):
         x = RewardDataset(data, split).x
         parts = np.array_split(np.arange(len(x)), -(-len(x) // 64))
-        means = [model.trunk(to_device(x, rows, torch.device("cpu"))).mean(1) for rows in parts]
+        means = [model.trunk(torch.from_numpy(x[rows].astype(np.int64))).mean(1) for rows in parts]
         features[split] = torch.cat(means).double().numpy()
     return fitted_skill(features, data)
 

@@ -1,4 +1,4 @@
-"""How fast the three trainers are: time to nanoGPT's loss, epochs of a reward head, the parts of a GRPO step.
+"""How fast the trainers are: time to nanoGPT's loss, nanoGPT's own train.py beside ours.
 
     python benchmarks/training.py --seeds 1337 1
 
@@ -8,7 +8,6 @@ chosen by validation text. nanoGPT's own train.py (--nanogpt) and ours take turn
 evaluations included. The rest is timed in this process: medians, after a warm-up.
 """
 
-import json
 import os
 import shutil
 import statistics
@@ -19,29 +18,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from pipeline import ROOT, Pipeline, markdown, val_loss
 
+from benchmarks.reward_models import ROOT, Pipeline, markdown, val_loss
+from common.log import read_records, say
+from common.process import UserError, run_main
+from common.settings import Problems, Settings, parse_settings, setting
 from data_loader import TokenSplits, WholeSplitBatches, dataset_folder, open_token_file, write_token_files
-from feature_cache import frozen_depth, to_device
-from generation.sampling import Sampling
-from grpo import Ours
 from losses import language_model_loss
 from model import GPT, GPTConfig
-from runtime.cli import parse_settings
-from runtime.distributed import Ranks
-from runtime.process import UserError, run_main
-from runtime.resume import Run
-from runtime.run_log import read_records, say
-from runtime.settings import Problems, Settings, setting
-from train_reward_model import Data, RewardModelSettings, head_inputs, learn_head, new_reward_model
 from training.checkpoint import build_model, load_checkpoint
-from training.optimizers import clip_gradients, make_optimizers
+from training.optimizers import gradient_scaler, make_optimizers, take_step
 
 NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
-PARTS = ("loss", "nanogpt", "throughput", "reward", "grpo", "start", "memory")
 # Of nanoGPT's checkout, and the options that its README gives for a CPU.
 NANOGPT_FILES = ("train.py", "model.py", "configurator.py", "config/train_shakespeare_char.py")
 NANOGPT_OPTIONS = {
@@ -60,8 +54,10 @@ class TrainingBenchSettings(Settings):
 
     quick: bool = False
     """few steps and samples: a look at the tables"""
-    parts: tuple[str, ...] = setting(PARTS, known=PARTS)
-    """of loss, nanogpt, throughput, reward, grpo, start and memory"""
+    parts: tuple[Literal["loss", "nanogpt", "throughput", "start", "memory"], ...] = (
+        *("loss", "nanogpt", "throughput", "start", "memory"),
+    )
+    """what to measure"""
     dataset: str = "shakespeare_char"
     """folder of the corpus, by characters: a path, or a name below data/"""
     max_iters: int = setting(215, minimum=1)
@@ -79,10 +75,9 @@ class TrainingBenchSettings(Settings):
 
     def check_further(self, problems: Problems) -> None:
         """Note a checkout that lacks a file."""
-        for name in NANOGPT_FILES if self.nanogpt is not None else ():
-            problems.require(
-                Path(self.nanogpt, name).is_file(), f"nanogpt={self.nanogpt}: has no {name}", "Name a whole checkout"
-            )
+        for name in () if self.nanogpt is None else NANOGPT_FILES:
+            is_there = Path(self.nanogpt or "", name).is_file()
+            problems.require(is_there, f"nanogpt={self.nanogpt}: has no {name}", "Name a whole checkout")
 
 
 def main() -> None:
@@ -92,8 +87,6 @@ def main() -> None:
         "loss": time_to_loss,
         "nanogpt": beside_nanogpt,
         "throughput": throughput,
-        "reward": reward_epochs,
-        "grpo": grpo_parts,
         "start": start_up,
         "memory": memory,
     }
@@ -124,10 +117,10 @@ def time_to_loss(settings: TrainingBenchSettings) -> None:
     runs += [("the fast one", "shakespeare_complete_cpu", fast_iters, seed) for seed in settings.seeds]
     rows, reference = [], None
     for title, config, iters, seed in runs:
-        options = {"config": ROOT / "config" / f"{config}.py", "seed": seed, "block_size": 64, "log_interval": 5}
+        options = {"config": ROOT / "config" / f"{config}.py", "seed": seed, "block_size": 64}
         path = pipeline.generator(f"{config}_{iters}_{seed}", corpus, iters, **options)
         records = read_records(path.with_suffix(".jsonl"))
-        tokens = 64 * {"nanogpt_cpu": 12, "shakespeare_complete_cpu": 16}[config] * 5  # between two records
+        tokens = 64 * {"nanogpt_cpu": 12, "shakespeare_complete_cpu": 16}[config]  # of a step
         seconds = sum(tokens / record["tokens_per_second"] for record in records if "tokens_per_second" in record)
         reference = reference or seconds
         reached = "yes" if val_loss(path) <= NANOGPT_LOSS + 0.0005 else "no"
@@ -151,9 +144,7 @@ def throughput(settings: TrainingBenchSettings) -> None:
 
         def step(model: GPT = model, optimizers=optimizers, x=x, y=y) -> None:
             model(x, y)[1].backward()
-            clip_gradients(model.named_parameters(), 1.0)
-            optimizers.step()
-            optimizers.zero_grad()
+            take_step(model, optimizers, 1.0, gradient_scaler(torch.device("cpu"), torch.float32))
 
         seconds = median_seconds(step, settings.num_runs)
         # Of every weight 2 forward and 4 backward for each token, and of attention's products (Chowdhery et al. 2022).
@@ -187,13 +178,8 @@ def beside_nanogpt(settings: TrainingBenchSettings) -> None:
         def ours(iters: int) -> list[str]:
             config = str(ROOT / "config/shakespeare_complete_cpu.py")
             options = {"dataset": corpus, "out_dir": "out", "block_size": 64, "device": "cpu", "max_iters": iters}
-            options |= {"eval_interval": iters, "log_interval": iters}
-            return [
-                str(ROOT / "train.py"),
-                "--config",
-                config,
-                *(f"--{name}={value}" for name, value in options.items()),
-            ]
+            options["eval_interval"] = iters
+            return [str(ROOT / "train.py"), config, *(f"--{name}={value}" for name, value in options.items())]
 
         ways = {"nanoGPT's own": (theirs, 2000, "out-shakespeare-char/ckpt.pt")}
         ways["ours"] = (ours, settings.max_iters, "out/model_checkpoint.pt")
@@ -258,16 +244,12 @@ def memory(settings: TrainingBenchSettings) -> None:
             write_token_files(corpus, TokenSplits(tokens[: num_tokens * 9 // 10], tokens[num_tokens * 9 // 10 :]))
             options = ["--dataset", str(corpus), "--out_dir", str(corpus / "out"), "--device", "cpu"]
             options += [
-                "--max_iters",
-                "3",
-                "--eval_iters",
-                "1",
-                "--batch_size",
-                "2",
-                "--n_layer",
-                "1",
-                "--n_embd",
-                "32",
+                "--max_iters=3",
+                "--eval_interval=3",
+                "--batch_size=2",
+                "--n_layer=1",
+                "--n_head=1",
+                "--n_embd=32",
             ]
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "train.py"), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -293,150 +275,24 @@ def anonymous_kib(pid: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# train_reward_model.py
-
-
-class Samples:
-    """A reward dataset of random tokens: speed does not depend on what they say."""
-
-    def __init__(self, split: str, count: int, block_size: int) -> None:
-        draw = np.random.default_rng(0)
-        self.split, self.block_size = split, block_size
-        self.x = draw.integers(65, size=(count, block_size)).astype(np.uint16)
-        shares = draw.random((count, 1), dtype=np.float32)
-        self.y = np.concatenate([shares, 1 - shares], 1)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-
-def reward_epochs(settings: TrainingBenchSettings) -> None:
-    """Ten epochs of a head on a frozen trunk, plainly and with remembered features, over one pass of the trunk."""
-    count, num_val, epochs = (32, 16, 2) if settings.quick else (4096, 256, 10)
-    torch.manual_seed(0)
-    trunk = GPT(GPTConfig(vocab_size=65, bias=False, dropout=0.0, **SHAPES["S"])).eval()
-    train_set, val_set = Samples("train", count, 64), Samples("val", num_val, 64)
-    data = Data(train_set, val_set, np.arange(num_val), np.arange(num_val))
-    rows = []
-    with TemporaryDirectory() as folder:
-        for head, unfreeze_layers in (("last", 0), ("position", 0), ("last", 1)):
-            seconds = {}
-            for cached, num_epochs in ((True, 1), (True, epochs), (False, epochs)):  # the first warms up
-                own = RewardModelSettings(
-                    head=head,
-                    unfreeze_layers=unfreeze_layers,
-                    cache_features=cached,
-                    max_epochs=num_epochs,
-                    patience=epochs,
-                    output_path=str(Path(folder, "model.pt")),
-                )
-                model = new_reward_model(own, trunk, trunk, Sampling())
-                start = time.perf_counter()
-                inputs = head_inputs(model, data, own, Ranks())
-                with Run(Path(folder, "model.pt"), own, Ranks(), unit="epoch") as run:
-                    learn_head(run, model, data, inputs)
-                seconds[cached] = time.perf_counter() - start
-                assert (inputs.depth is not None) == (cached and frozen_depth(model) is not None)
-
-            def one_pass(model: GPT = model) -> None:
-                with torch.no_grad():
-                    for part in np.array_split(np.arange(count), max(1, count // model.rows_at_a_time())):
-                        model.trunk(to_device(train_set.x, part, torch.device("cpu")))
-
-            single = median_seconds(one_pass, settings.num_runs)
-            figures = [
-                f"{single:.2f}",
-                f"{seconds[False]:.2f}",
-                f"{seconds[True]:.2f}",
-                f"{seconds[True] / single:.2f}",
-            ]
-            rows.append([head, str(unfreeze_layers), *figures])
-    header = ["head", "unfrozen blocks", "one pass of the trunk, s", "plain, s", "remembered, s", "passes (goal 1.5)"]
-    say(f"\n{epochs} epochs of {count:,} samples, evaluations included:\n" + markdown(header, rows))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # all three
 
 
 def start_up(settings: TrainingBenchSettings) -> None:
-    """Seconds of `--help`, and to the end of the first step without evaluations, beyond the imports, as a table.
-
-    A process starts its clock when it is started; of a trainer the first step's end is when the step is, before
-    anything is saved. Models have 0.8M parameters and steps are small, so that it is the start that is timed.
-    """
-    trainers, bare, heavy = steps_to_time(settings), "import torch", "import torch, torch._dynamo"
-    # `--help` and what it is compared with end with their processes; a first step, which prints its clock, before.
-    clock = 'print(json.dumps({"ended": time.time(), "evaluations": 0.0}))'
-    ways = {bare: ["-c", bare], heavy: ["-c", f"{heavy}; import json, time; {clock}"]}
-    ways |= {f"{name} --help": [str(ROOT / name), "--help"] for name in trainers}
-    ways |= {f"{name}, first step": [str(ROOT / "benchmarks/first_step.py"), *trainers[name]] for name in trainers}
+    """Seconds of `--help` of each trainer beyond `import torch`, as a table."""
+    bare, trainers = "import torch", ("train.py", "train_reward_model.py", "train_grpo.py")
+    ways = {bare: ["-c", bare]} | {f"{name} --help": [str(ROOT / name), "--help"] for name in trainers}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range((1 if settings.quick else settings.num_runs) + 1):
         for name, arguments in ways.items():
-            start = time.time()
-            printed = run_quietly([sys.executable, *arguments], str(ROOT))
-            ended, evaluations = time.time(), 0.0
-            if name != bare and not name.endswith("--help"):
-                ended, evaluations = json.loads(printed.splitlines()[-1]).values()
-            seconds[name] += [ended - start - evaluations] if number else []  # the first warms up
+            start = time.perf_counter()
+            run_quietly([sys.executable, *arguments], str(ROOT))
+            seconds[name] += [time.perf_counter() - start] if number else []  # the first warms up
     rows = []
     for name, own in seconds.items():
-        imported = seconds[bare if name.endswith("--help") else heavy]
-        more = statistics.median(one - other for one, other in zip(own, imported, strict=True))
-        goal = "" if name.startswith("import") else "0.5" if name.endswith("--help") else "0.8"
-        rows.append([name, f"{statistics.median(own):.2f}", f"{more:.2f}" if goal else "", goal])
-    say("\n" + markdown(["start", "s", "beyond the import, s", "goal"], rows))
-
-
-def steps_to_time(settings: TrainingBenchSettings) -> dict[str, list[str]]:
-    """The arguments of each trainer's first step, on models made for it."""
-    pipeline, corpus = Pipeline(settings.out_dir), dataset_folder(settings.dataset).resolve()
-    few = {"eval_iters": 1, "device": "cpu"}
-    generator = pipeline.generator("start", corpus, 2, warmup_iters=0, batch_size=2, **few).resolve()
-    natural = pipeline.natural_model("start_natural", generator, corpus, 2, seed=1).resolve()
-    data = pipeline.reward_data("start_data", generator, corpus, max_blocks=20, samples_per_chunk=2, device="cpu")
-    reward = {"base_model_path": generator, "trunk": natural, "data_dir": data.resolve()}
-    path = pipeline.out / "start_reward.pt"
-    pipeline.make(path.name, "train_reward_model", output_path=path, device="cpu", **reward)
-    out = (pipeline.out / "first_step").resolve()
-    grpo = {"base_model_path": generator, "reward_model_path": path.resolve(), "dataset": corpus}
-    grpo |= {"prompts_per_step": 2, "group_size": 2, "eval_prompts": 2, "gate_blocks": 10}
-    grpo |= {"allow_unpredictive_reward": True, "output_path": out / "policy.pt"}
-    options = {
-        "train.py": {"dataset": corpus, "out_dir": out, "batch_size": 2, "eval_iters": 1},
-        "train_reward_model.py": reward | {"output_path": out / "reward.pt"},
-        "train_grpo.py": grpo,
-    }
-    return {
-        name: [name, "--device=cpu", *(f"--{key}={value}" for key, value in own.items())]
-        for name, own in options.items()
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# train_grpo.py
-
-
-def grpo_parts(settings: TrainingBenchSettings) -> None:
-    """A step on the shapes of benchmarks/grpo.py with either reward model, by part, as a table."""
-    ways = {"last head": Ours(), "likelihood head": Ours(default=True)}
-    parts: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
-    for ours in ways.values():
-        ours.steps(1)
-    for _ in range(1 if settings.quick else settings.num_runs):
-        for name, ours in ways.items():
-            for part, seconds in ours.parts().items():
-                parts[name].setdefault(part, []).append(seconds)
-    rows, header = [], ["part of a GRPO step"]
-    medians = {name: [statistics.median(seconds) for seconds in own.values()] for name, own in parts.items()}
-    for number, part in enumerate([*parts["last head"], "all"]):
-        rows.append([part])
-        for own in medians.values():
-            seconds, total = (own[number] if part != "all" else sum(own)), sum(own)
-            rows[-1] += [f"{seconds:.3f}", f"{seconds / total:.0%}"]
-    header += [cell for name in ways for cell in (f"{name}, s", "share")]
-    say("\n" + markdown(header, rows))
+        more = statistics.median(one - other for one, other in zip(own, seconds[bare], strict=True))
+        rows.append([name, f"{statistics.median(own):.2f}", f"{more:.2f}"])
+    say("\n" + markdown(["start", "s", "beyond the import, s"], rows))
 
 
 if __name__ == "__main__":

@@ -109,6 +109,8 @@ def load_state(path: str | Path) -> dict[str, Any]:
             with zipfile.ZipFile(path) as archive:
                 if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
                     raise ValueError("its records are said to be larger than the file")
+                if wrong := archive.testzip():  # torch.load does not compare the CRC-32 of its own format
+                    raise ValueError(f"the CRC-32 of {wrong} differs")
         with warnings.catch_warnings(action="ignore"):  # torch's remarks on foreign files
             contents = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

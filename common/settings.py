@@ -7,6 +7,7 @@ nanoGPT's form, plain assignments, and is read as data: nothing in it is execute
 (`train = dict(max_iters=300)`) is for that script alone; `--section NAME` reads the section of another name instead.
 """
 
+import argparse
 import ast
 import contextlib
 import difflib
@@ -15,9 +16,9 @@ import math
 import operator
 import sys
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import docstring_parser
 import tyro
@@ -55,46 +56,20 @@ class Problems:
             raise UserError("\n".join(lines))
 
 
-@dataclass(frozen=True)
-class Declared:
-    """What a field declares beside its type, default and help."""
-
-    common: bool = False
-    """shown first in the help: what a first-time user sets"""
-    minimum: float = -math.inf
-    maximum: float = math.inf
-    above: float = -math.inf
-    below: float = math.inf
-    unit: str = ""
-    """unit of the number, for the error"""
-    model_file: Literal["required", "optional"] | None = None
-    """names a checkpoint or another model, or several, that must exist; optional: or is None"""
-    output: Literal["file", "folder"] | None = None
-    """names a place to write to, or is None"""
-    changeable: bool = False
-    """a resumed run may have another value"""
-    positional: bool = False
-    """given on the command line without its name, all values together; not in a settings file"""
-
-    def range_rule(self) -> str:
-        """The range as text."""
-        bounds = ((">=", self.minimum), ("<=", self.maximum), (">", self.above), ("<", self.below))
-        rules = [f"{sign} {bound:g}" for sign, bound in bounds if math.isfinite(bound)]
-        return (" and ".join(rules) or "finite") + (f" ({self.unit})" if self.unit else "")
-
-    def includes(self, value: float) -> bool:
-        """Whether a number is in the range and finite; NaN is not."""
-        return self.minimum <= value <= self.maximum and self.above < value < self.below
+BOUNDS = {"minimum": (">=", operator.ge), "maximum": ("<=", operator.le)}
+BOUNDS |= {"above": (">", operator.gt), "below": ("<", operator.lt)}
+RULES = {*BOUNDS, "unit", "common", "model_file", "output", "changeable", "positional"}
 
 
-def setting(default: Any, **declared: Any) -> Any:
-    """A field of Settings with its default, and with what Declared names."""
-    return field(default=default, metadata={"declared": Declared(**declared)})
+def setting(default: Any, **rules: Any) -> Any:
+    """A field of Settings with its default and its rules.
 
-
-def declared(each: Field) -> Declared:
-    """What a field declares."""
-    return each.metadata.get("declared", Declared())
+    minimum, maximum, above, below, unit: the range of a number. common: what a first-time user sets, first in the help.
+    model_file ('required', 'optional'): names a model, or several, that must exist. output ('file', 'folder'): names a
+    place to write to. changeable: a resumed run may have another value. positional: given without its name.
+    """
+    assert rules.keys() <= RULES, rules
+    return field(default=default, metadata=rules)
 
 
 @dataclass
@@ -105,37 +80,36 @@ class Settings:
         """Everything that is wrong with the settings, as far as it shows without reading the files."""
         problems = Problems()
         for each in fields(self):
-            rules, value = declared(each), getattr(self, each.name)
+            rules, name, value = each.metadata, each.name, getattr(self, each.name)
             if isinstance(value, int | float):
-                error = f"{each.name}={value}: must be {rules.range_rule()}"
-                problems.require(rules.includes(value), error, f"Leave out {each.name} for its default, {each.default}")
-            if rules.model_file == "required" or (rules.model_file and value is not None):
-                check_model_files(problems, each.name, value)
-            if rules.output and value is not None and (obstacle := check_writable(value, rules.output == "file")):
-                place = "place" if rules.output == "file" else "folder"
-                problems.require(False, obstacle, f"Choose a {place} you may write to with --{each.name}")
+                bounds = [(*BOUNDS[kind], rules[kind]) for kind in BOUNDS if kind in rules]
+                holds = math.isfinite(value) and all(compare(value, bound) for _, compare, bound in bounds)
+                rule = " and ".join(f"{sign} {bound:g}" for sign, _, bound in bounds) or "finite"
+                unit = f" ({rules['unit']})" if "unit" in rules else ""
+                error = f"{name}={value}: must be {rule}{unit}"
+                problems.require(holds, error, f"Leave out {name} for its default, {each.default}")
+            if rules.get("model_file") == "required":
+                problems.require(bool(value), f"{name} is required", f"Name the checkpoint with --{name}")
+            if rules.get("model_file"):
+                option = "" if name == "model_path" else f" (--{name})"  # without, as the reward-data documents have it
+                for path in value if isinstance(value, tuple) else (value,) if value else ():
+                    error = f"Model file not found: {path}{option}"
+                    remedy = "Check that the model checkpoint file exists and the path is correct"
+                    problems.require(Path(path).exists() or is_hub_name(path), error, remedy)
+            kind = rules.get("output")
+            if kind and value is not None and (obstacle := check_writable(value, kind == "file")):
+                place = "place" if kind == "file" else "folder"
+                problems.require(False, obstacle, f"Choose a {place} you may write to with --{name}")
         self.check_further(problems)
         return problems
 
     def check_further(self, problems: Problems) -> None:
-        """Note what is wrong beyond what the fields declare."""
-
-
-def check_model_files(problems: Problems, name: str, value: str | tuple[str, ...] | None) -> None:
-    """Note a setting that names no model (a path or a hub's name, or a list of them) or one that is not there."""
-    problems.require(bool(value), f"{name} is required", f"Name the checkpoint with --{name}")
-    option = "" if name == "model_path" else f" (--{name})"  # without, as the reward-data documents have it
-    for path in value if isinstance(value, tuple) else [value] if value else []:
-        problems.require(
-            Path(path).exists() or is_hub_name(path),
-            f"Model file not found: {path}{option}",
-            "Check that the model checkpoint file exists and the path is correct",
-        )
+        """Note what is wrong beyond the rules of the fields."""
 
 
 def changeable(settings_class: type[Settings]) -> set[str]:
     """Names of the settings that a resumed run may change; with another value of the rest it is another run."""
-    return {each.name for each in fields(settings_class) if declared(each).changeable}
+    return {each.name for each in fields(settings_class) if each.metadata.get("changeable")}
 
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -158,11 +132,8 @@ def parse_settings(
     misspelt option, a value of another type and, unless `check` is False, settings out of range.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    names = {each.name: declared(each) for each in fields(settings_class)}
-    positional = any(rules.positional for rules in names.values())
-    config, argv = split_config(argv, file_first=not positional)
-    section, argv = split_option(argv, "section")
-    known = [name for name, rules in names.items() if not rules.positional]
+    known = [each.name for each in fields(settings_class) if not each.metadata.get("positional")]
+    config, section, argv = split_config(argv, file_first=len(known) == len(fields(settings_class)))
     if config is not None:
         argv = _options_of_file(config, section or script, known, script) + argv
     for word in argv:
@@ -183,12 +154,12 @@ def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> Any:
         texts |= {text.arg_name: text.description for text in docstring_parser.parse_from_object(kind).params}
     groups: dict[str, list[Any]] = {"common": [], "further": []}
     for each in fields(settings_class):
-        marks = (tyro.conf.Positional,) if declared(each).positional else ()
+        marks = (tyro.conf.Positional,) if each.metadata.get("positional") else ()
         help_text = " ".join((texts.get(each.name) or "").split())
         arg = tyro.conf.arg(help=help_text, metavar=each.name.upper() if marks else None)
         default = field(default=each.default)
         typed: Any = Annotated[(each.type, arg, *marks)]
-        groups["common" if declared(each).common or marks else "further"].append((each.name, typed, default))
+        groups["common" if each.metadata.get("common") or marks else "further"].append((each.name, typed, default))
     kinds = {name: make_dataclass(name, members) for name, members in groups.items() if members}
     described: dict[str, Any] = {name: Annotated[kind, tyro.conf.arg(help="")] for name, kind in kinds.items()}
     parts = [(name, kind, field(default_factory=kinds[name])) for name, kind in described.items()]
@@ -212,25 +183,18 @@ def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> Any:
         raise UserError(f"ERROR: {reason.rstrip('.')}; see {script}.py --help") from None
 
 
-def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, list[str]]:
-    """The settings file that a command line names, first or by --config, or None; and the other arguments."""
+def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, str | None, list[str]]:
+    """The settings file of a command line, first or by --config, or None; the --section, or None; the other words."""
     if file_first and argv and not argv[0].startswith("-"):
-        return argv[0], argv[1:]
-    return split_option(argv, "config", "the path of a settings file")
-
-
-def split_option(argv: list[str], name: str, needs: str = "a value") -> tuple[str | None, list[str]]:
-    """The value of an option's first `--name VALUE` or `--name=VALUE`, or None; and the other arguments."""
-    for position, argument in enumerate(argv):
-        option, equals, value = argument.partition("=")
-        if option.replace("-", "_") != f"__{name}":
-            continue
-        if equals:
-            return value, argv[:position] + argv[position + 1 :]
-        if position + 1 == len(argv):
-            raise UserError(f"ERROR: --{name} needs {needs}")
-        return argv[position + 1], argv[:position] + argv[position + 2 :]
-    return None, argv
+        argv = [f"--config={argv[0]}", *argv[1:]]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    parser.add_argument("--section")
+    try:
+        found, others = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"ERROR: {error}: name a file with --config, a section of it with --section") from None
+    return found.config, found.section, others
 
 
 def _options_of_file(path: str, section: str, known: list[str], script: str) -> list[str]:

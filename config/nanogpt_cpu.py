@@ -15,10 +15,7 @@ train = dict(
     batch_size=12,
     optimizer="adamw",
     learning_rate=1e-3,
-    min_lr=1e-4,
-    beta2=0.99,
     max_iters=2000,
-    lr_decay_iters=2000,
     warmup_iters=100,
     eval_interval=2000,
 )

@@ -18,7 +18,6 @@ run_cycles = dict(
     dataset="shakespeare_char",
     num_cycles=5,
     perplexity_patience=1,
-    reward_attempts=1,  # a second attempt would unfreeze the trunk
 )
 
 train = dict(
@@ -31,12 +30,10 @@ train = dict(
     batch_size=16,
     optimizer="adamw",
     learning_rate=1e-3,
-    min_lr=1e-4,
     max_iters=600,
     warmup_iters=50,
     eval_interval=100,
     patience=5,
-    min_delta=0.001,
 )
 
 prepare_reward_data = dict(

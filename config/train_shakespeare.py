@@ -18,7 +18,5 @@ batch_size = 12
 learning_rate = 1e-3
 max_iters = 2000
 warmup_iters = 100
-beta2 = 0.99
 eval_interval = 100
 patience = 5
-min_delta = 0.001

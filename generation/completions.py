@@ -54,7 +54,6 @@ def complete(
         raise UserError(f"{length} positions asked for, but the model's block_size is {config.block_size}")
     if prefix_lengths.min() < 1 or prefix_lengths.max() > length:
         raise UserError(f"prefix lengths must lie in [1, {length}]")
-
     with evaluating(model):
         order = prefix_lengths.flatten().argsort(stable=True)  # (R,)
         prefixes = prefix_lengths.flatten()[order].tolist()

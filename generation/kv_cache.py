@@ -55,7 +55,7 @@ class KVCache:
         self.positions = self._all_positions[position:end]  # (T,)
         self._is_single = length == 1 and self.memory.device.type == "cpu"
         if end > self._capacity:
-            self._grow(end)
+            self._grow(end, rows)
         active = self._stored[:, :, :rows]  # (L, 2, A, H, S, D)
         self._new = active[..., position:end, :]  # (L, 2, A, H, T, D)
         layers = active.flatten(2, 3) if self._is_single else active[..., :end, :]  # the former (L, 2, A H, S, D)
@@ -75,7 +75,7 @@ class KVCache:
             return torch.bmm(scores.softmax(-1), all_values).view(queries.shape)
         return F.scaled_dot_product_attention(queries, all_keys, all_values, is_causal=queries.size(2) > 1)
 
-    def _grow(self, end: int) -> None:
+    def _grow(self, end: int, rows: int) -> None:
         """Make room for the positions before `end`, filled from `shared`, or with zeros: 0 times a NaN would be NaN."""
         old, first = self._stored, self._capacity
         self._capacity = min(self._length, -(-end // self._step) * self._step)
@@ -84,9 +84,12 @@ class KVCache:
         self._stored = used.view(L, 2, self._rows, H, self._capacity, D)  # keys and values
         for before, after in zip(old, self._stored, strict=True) if first else ():
             after[..., :first, :] = before.clone()  # the two overlap
+        own = rows if first else 0  # rows that write all positions from here on
         for start in range(first, self._capacity, GROWTH):  # in parts: a copy of all prefixes would take much memory
-            room = self._stored[..., start : start + GROWTH, :]
-            room.zero_()
-            if self._shared is not None:
-                copied = self._shared._stored[..., start : start + GROWTH, :][:, :, self._source_rows]
-                room[..., : copied.size(-2), :] = copied
+            room, size = self._stored[..., start : start + GROWTH, :], 0
+            if self._shared is not None and self._source_rows is not None:
+                copied = self._shared._stored[..., start : start + GROWTH, :][:, :, self._source_rows[own:]]
+                size = copied.size(-2)
+                room[:, :, own:, :, :size] = copied
+            room[:, :, :own] = 0
+            room[:, :, own:, :, size:] = 0

@@ -1,8 +1,6 @@
-"""A reward model as a reward function of TRL's GRPOTrainer.
+"""Give TRL's GRPOTrainer a reward model as its reward function: reward_funcs=make_reward("logs/reward_model.pt").
 
     python -c "from interop.trl_reward import make_reward; print(make_reward('logs/reward_model.pt').__name__)"
-
-    GRPOTrainer(model="hf_model", reward_funcs=make_reward("logs/reward_model.pt"), ...)
 
 The figures are those of train_grpo.py for the same sequences. TRL itself is not imported here.
 """
@@ -14,38 +12,30 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from common.device import select_device
+from common.process import UserError
 from generation.sampling import Sampling, check_ids
 from reward.heads import RewardModel
-from runtime.device import select_device
-from runtime.process import UserError
 from tokenization_manager import TokenizationManager
-from tokenizer_json import END_OF_TEXT
 from training.checkpoint import build_model, load_checkpoint
-
-RewardFunction = Callable[..., list[float]]
 
 
 def make_reward(
     reward_model_path: str, reward: Literal["natural", "evidence"] = "natural", device: str = "auto"
-) -> RewardFunction:
+) -> Callable[..., list[float]]:
     """A function of prompts, completions and completion_ids, as TRL calls it, that returns one number a sequence.
 
-    'natural': P(natural) of prompt and completion, from 0 to 1; 'evidence': the mean evidence of the completion's
-    tokens in nats, of a head that knows tokens. Models are trained on whole blocks, of which a completion is best the
-    rest. The ids must be of the reward model's tokenizer. Raises UserError for a checkpoint that is no reward model's,
-    that does not name its tokenizer, or whose head has no evidence; the function raises it for prompts in another form
-    than text and for sequences beyond the block.
+    'natural': P(natural) of prompt and completion, best a whole block; 'evidence': the mean evidence of the
+    completion's tokens in nats, of a head that knows tokens. The ids must be of the reward model's tokenizer. Raises
+    UserError for a checkpoint that gives no such reward; the function for prompts that are no text, or too long.
     """
     contents = load_checkpoint(reward_model_path)
-    if (mode := contents["config"].mode) != "reward":
-        raise UserError(f"ERROR: {reward_model_path} holds a {mode} model, not a reward model")
+    if (mode := contents["config"].mode) != "reward" or contents["tokenization"] is None:
+        reason = f"holds a {mode} model, not a reward model" if mode != "reward" else "does not name its tokenizer"
+        raise UserError(f"ERROR: {reward_model_path} {reason}")
     model = build_model(contents, "reward", reward_model_path, select_device(device)).requires_grad_(False)
-    if contents["tokenization"] is None:
-        raise UserError(f"ERROR: {reward_model_path} does not say how its text is tokenized")
-    if reward not in ("natural", "evidence"):
-        raise UserError(f"ERROR: reward={reward!r}: must be 'natural' or 'evidence'")
-    if reward == "evidence" and not model.knows_tokens:
-        raise UserError(f"ERROR: reward='evidence': {reward_model_path} knows whole sequences alone; use 'natural'")
+    if reward not in ("natural", "evidence")[: 1 + model.knows_tokens]:
+        raise UserError(f"ERROR: reward={reward!r}: must be 'natural', or 'evidence' of a head that knows tokens")
     if model.is_ratio:
         model.sampling = Sampling()  # as in train_grpo.py: a policy's text is sampled plainly
     tokenizer = TokenizationManager.from_record(contents["tokenization"])
@@ -97,13 +87,9 @@ def mean_evidence(evidence: Tensor, prompts: Sequence[list[int]]) -> Tensor:
 
 
 def set_special_tokens(tokenizer: Any) -> Any:
-    """Give a tokenizer of characters the special tokens that TRL demands; returns it.
-
-    The end of text gets an id beyond the model's vocabulary, which is never written: completions have full length.
-    Prompts are padded with the first character, and padding is masked. A tokenizer with an end of text keeps it.
-    """
-    if tokenizer.eos_token is None:
+    """Give a tokenizer without an end of text the special tokens that TRL demands; returns it."""
+    if tokenizer.eos_token is None:  # an id beyond the model's, which is never written; padding is masked
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
-        tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
+        tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     tokenizer.padding_side = "left"
     return tokenizer

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 from helpers import SEED, shuffled
 
-from runtime.process import UserError
+from common.process import UserError
 from text.shakespeare import ensure_gpt2_bpe_files
 from tokenization_manager import TokenizationManager
 

@@ -14,7 +14,6 @@ import io
 import multiprocessing
 import os
 import random
-import re
 import runpy
 import signal
 import subprocess
@@ -32,11 +31,9 @@ import numpy as np
 import pytest
 import torch
 
+from common.log import read_records
 from data_loader import TokenSplits, split_and_encode, write_token_files
 from model import GPT, GPTConfig
-from runtime.files import HASHES_FILE
-from runtime.process import ERROR_VARIABLE, STAGE_VARIABLE, run_main
-from runtime.run_log import read_records
 from tokenization_manager import TokenizationManager, save_meta
 from training.checkpoint import save_checkpoint
 
@@ -103,7 +100,7 @@ def call(script: str, *arguments: str, **options: Any) -> Finished:
     try:
         sys.argv = [f"{script}.py", *arguments, *as_arguments(options)]
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            run_main(module.main)
+            module.run_main(module.main)
     except SystemExit as end:
         status = end.code or 0
     finally:
@@ -122,11 +119,7 @@ class InThisProcess:
         assert command[0] == sys.executable
         script = Path(command[1]).stem
         self.started.append(script)
-        with pytest.MonkeyPatch.context() as patch:
-            if env is not None:  # a stage of run_cycles.py; C's setenv never frees a value, which is another each time
-                own = {name: env[name] for name in (STAGE_VARIABLE, ERROR_VARIABLE)}
-                patch.setattr(os, "environ", {**os.environ, **own})
-            self.finished = self.run(script, *command[2:])
+        self.finished = self.run(script, *command[2:])
         sys.stdout.write(self.finished.out)
         sys.stderr.write(self.finished.err)
 
@@ -206,7 +199,7 @@ def press_ctrl_c() -> None:
 
 def kill_once_saved(script: str, function: str, seconds: float, state: Path, **options: Any) -> None:
     """Run a script, whose `function` takes so much longer, and kill it without warning once `state` is there."""
-    slow = f"import time, {script}; from runtime import process; original = {script}.{function}\n"
+    slow = f"import time, {script}; from common import process; original = {script}.{function}\n"
     slow += f"def slow(*a): time.sleep({seconds}); return original(*a)\n"
     slow += f"{script}.{function} = slow; process.run_main({script}.main)"
     process = start("-c", slow, *as_arguments(options))
@@ -351,14 +344,6 @@ def make_tokens(folder: Path, num_train: int, num_val: int, vocab_size: int) -> 
     draw = np.random.default_rng(0)
     sizes = (num_train, num_val)
     write_token_files(folder, TokenSplits(*(draw.integers(vocab_size, size=n).astype(np.uint16) for n in sizes)))
-    return folder
-
-
-def forget_hashes(folder: Path) -> Path:
-    """Remove the records of its files' hashes from a corpus or a dataset, for a test that changes them; the folder."""
-    (folder / HASHES_FILE).unlink(missing_ok=True)
-    for path in folder.glob("*_metadata.txt"):
-        path.write_text(re.sub("(?m)^(lines|x|y)_sha256: .*\n", "", path.read_text()))
     return folder
 
 

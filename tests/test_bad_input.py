@@ -24,7 +24,6 @@ from helpers import (
     call,
     end_in_call,
     folder_bytes,
-    forget_hashes,
     prepare_options,
     press_ctrl_c,
     refuse,
@@ -425,7 +424,7 @@ def test_a_sample_that_cannot_start(good, tmp_path):
 @pytest.mark.parametrize("kind", ["missing folder", "missing file", "truncated", "other block_size"])
 def test_bad_reward_data(kind, good, tmp_path, reward_data):
     bad = tmp_path / "bad"
-    forget_hashes(shutil.copytree(reward_data, bad))
+    shutil.copytree(reward_data, bad)
     if kind == "missing folder":
         shutil.rmtree(bad)
     elif kind == "missing file":
@@ -448,7 +447,7 @@ def test_bad_reward_data(kind, good, tmp_path, reward_data):
 def test_reward_data_is_checked_before_training(good, tmp_path, reward_data):
     """All that is wrong with contents and metadata at once, as the inspection prints it, and no model."""
     bad = tmp_path / "bad"
-    forget_hashes(shutil.copytree(reward_data, bad))
+    shutil.copytree(reward_data, bad)
     x = np.memmap(bad / "train_x.bin", np.uint16, "r+")
     x[16 * 3] = 25
     y = np.memmap(bad / "val_y.bin", np.float32, "r+")

@@ -79,7 +79,7 @@ def test_options_in_every_form():
         (["--compile"], "Missing value for argument '--compile'"),
         (["--compile", "yes"], "invalid choice 'yes'"),
         (["--contexts", "8", "x"], "['8', 'x']"),
-        (["--config"], "--config needs the path of a settings file"),
+        (["--config"], "argument --config: expected one argument"),
         (["absent.py"], "cannot read settings file absent.py: No such file"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_settings_file_gives_defaults(tmp_path):
     path = written(tmp_path, "train = dict(contexts=(8, 16))\nnatural_model = dict(batch_size=2, contexts=[4])\n")
     assert parse(path).contexts == (8, 16)
     assert parse(path, "--section", "natural_model") == Tiny(batch_size=2, contexts=(4,))
-    assert split_config(["x.py", "--a=1"]) == ("x.py", ["--a=1"])
+    assert split_config(["x.py", "--a=1"]) == ("x.py", None, ["--a=1"])
 
 
 @pytest.mark.parametrize(

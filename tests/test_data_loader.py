@@ -14,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import folder_bytes, run
+from helpers import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import data_loader
+from common.files import hash_file
+from common.process import UserError
 from data_loader import (
-    MIN_GATE_BLOCKS,
     BinaryFileError,
     TokenSplits,
     ValidationParts,
@@ -36,9 +37,6 @@ from data_loader import (
     validation_part,
     write_token_files,
 )
-from runtime import files
-from runtime.files import hash_file
-from runtime.process import UserError
 from text.shakespeare import TINY_SHA256
 from tokenization_manager import TokenizationManager
 
@@ -81,7 +79,7 @@ def test_texts_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(UserError, match="is empty"):
         read_text(tmp_path / "empty.txt")
     (tmp_path / "latin1.txt").write_bytes("voilà".encode("latin-1"))
-    with pytest.raises(UserError, match=r"latin1\.txt .*UTF-8 .*byte 4"):
+    with pytest.raises(UserError, match=r"latin1\.txt .*UTF-8 .*iconv"):
         read_text(tmp_path / "latin1.txt")
 
 
@@ -90,7 +88,7 @@ def test_the_split_is_by_characters_and_loses_none(text, train_split):
     tokenizer = TokenizationManager.from_text(text)
     boundary = int(len(text) * train_split)
     if boundary == 0:
-        with pytest.raises(UserError, match=f"{len(text)} .*train_split={train_split}"):
+        with pytest.raises(UserError, match=f"train_split={train_split}: .* {len(text)} "):
             split_and_encode(text, tokenizer, train_split)
         return
     splits = split_and_encode(text, tokenizer, train_split)
@@ -111,14 +109,6 @@ def test_bpe_encodes_each_part_by_itself(bpe):
 def test_splits_out_of_range_are_refused(train_split):
     with pytest.raises(UserError, match=f"^ERROR: train_split={train_split}"):
         split_and_encode(TEXT, TokenizationManager.from_text(TEXT), train_split)
-
-
-def test_vocabularies_beyond_uint16_are_refused():
-    class Large:
-        vocab_size = 65537
-
-    with pytest.raises(UserError, match=r"vocab_size=65,537: .*65,536"):
-        split_and_encode(TEXT, Large())
 
 
 def test_a_character_unknown_in_the_second_part_is_found_at_its_line():
@@ -176,79 +166,27 @@ def test_bad_token_files_are_refused(tmp_path):
     with pytest.raises(BinaryFileError, match=r"^Train binary file not found: "):
         open_token_file(tmp_path, "train", 65)  # a folder
     path.touch()
-    with pytest.raises(BinaryFileError, match="is empty"):
+    with pytest.raises(BinaryFileError, match=" 0 bytes"):
         open_token_file(path, "val", 65)
     path.write_bytes(b"\x01\x00\x02")
     with pytest.raises(BinaryFileError, match=r"val\.bin .* 3 bytes"):
         open_token_file(path, "val", 65)
     uint16(range(10)).tofile(path)
-    with pytest.raises(BinaryFileError, match=r"val\.bin .*10 tokens, .*11 .*block_size"):
+    with pytest.raises(BinaryFileError, match=r"val\.bin .*20 bytes, .*11 .*block_size"):
         open_token_file(path, "val", 65, 11)
     assert len(open_token_file(path, "val", 10, 10)) == 10
 
 
 @pytest.mark.parametrize("position", [0, 3, 4, 9])
-def test_a_token_out_of_range_is_named_with_its_place(tmp_path, monkeypatch, position):
-    monkeypatch.setattr(data_loader, "CHECK_TOKENS", 4)  # so that pieces begin and end within the file
+def test_a_token_out_of_range_is_refused(tmp_path, monkeypatch, position):
+    monkeypatch.setattr(data_loader, "CHUNK", 4)  # so that pieces begin and end within the file
     tokens = np.zeros(10, dtype=np.uint16)
-    tokens[position:] = 65
+    tokens[position] = 65
     tokens.tofile(tmp_path / "train.bin")
-    expected = (
-        rf"^Token range incompatible in train data: token 65 at position {position} of .*vocab_size=65 allows 0 to 64"
-    )
+    expected = r"^Token range incompatible in train data: .* token 65, .*vocab_size=65 allows 0 to 64"
     with pytest.raises(BinaryFileError, match=expected):
         open_token_file(tmp_path / "train.bin", "train", 65)
     assert len(open_token_file(tmp_path / "train.bin", "train", 66)) == 10
-
-
-def test_load_binary_reports_the_faults_of_both_files(tmp_path):
-    uint16([1, 2, 3]).tofile(tmp_path / "train.bin")
-    with pytest.raises(BinaryFileError) as caught:
-        load_binary(tmp_path / "train.bin", tmp_path / "val.bin", vocab_size=65, block_size=4)
-    first, second = str(caught.value).splitlines()
-    assert "train.bin" in first and "3 tokens" in first
-    assert second.startswith("Validation binary file not found")
-
-
-def test_tokens_that_do_not_fit_are_not_written(tmp_path):
-    with pytest.raises(BinaryFileError, match=r"^Token range incompatible in val data"):
-        write_token_files(tmp_path, TokenSplits(np.array([1]), np.array([65536])))
-    with pytest.raises(BinaryFileError, match=r"^Token range incompatible in train data"):
-        write_token_files(tmp_path, TokenSplits(np.array([-1]), np.array([1])))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["train", "val", "evaluator", "test"])
-def test_no_held_out_part_lies_beside_another_split(tmp_path, monkeypatch, name):
-    """Where a new split cannot be completed, whichever file fails as it gets its name."""
-    held_out = {"evaluator": uint16([3]), "test": uint16([4])}
-    write_token_files(tmp_path, TokenSplits(uint16([1]), uint16([2])), held_out)
-    before, fsync = folder_bytes(tmp_path), files.fsync_file
-
-    def failing(path):
-        if name in path.name:
-            raise OSError(5, "Input/output error")
-        fsync(path)
-
-    monkeypatch.setattr(files, "fsync_file", failing)
-    new = {"evaluator": uint16([1]), "test": uint16([2])}
-    with pytest.raises(OSError, match="Errno 5"):
-        write_token_files(tmp_path, TokenSplits(uint16([3]), uint16([4])), new)
-    after = folder_bytes(tmp_path)
-    changed = {file for file in after if after[file] != before.get(file)}
-    assert not changed & {"evaluator.bin", "test.bin"} or {"train.bin", "val.bin"} <= changed
-    assert set(after) <= set(before)
-    # on a disk that is full before that, nothing of the earlier split is lost
-    monkeypatch.undo()
-    write_token_files(tmp_path, TokenSplits(uint16([1]), uint16([2])), held_out)
-
-    def full_disk(path, data):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full_disk)
-    with pytest.raises(OSError, match="Errno 28"):
-        write_token_files(tmp_path, TokenSplits(uint16([3]), uint16([4])), new)
-    assert folder_bytes(tmp_path) == before
 
 
 def test_neither_file_appears_where_one_cannot_be_written(tmp_path, monkeypatch):
@@ -260,9 +198,8 @@ def test_neither_file_appears_where_one_cannot_be_written(tmp_path, monkeypatch)
         return write_bytes(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full_disk)
-    with pytest.raises(OSError, match="Errno 28") as raised:
+    with pytest.raises(OSError, match="Errno 28"):
         write_token_files(tmp_path, TokenSplits(uint16([1]), uint16([2])))
-    assert raised.value.filename == str(tmp_path)  # not one of its other files
     assert list(tmp_path.iterdir()) == []
 
 
@@ -347,10 +284,9 @@ def test_prepare_characters_end_to_end_and_the_benchmark_on_it(tmp_path):
     assert tokenizer.chars == "".join(sorted(set(TEXT)))
     binary = load_binary(tmp_path / "train.bin", tmp_path / "val.bin", tokenizer.vocab_size)
     assert splits_equal(binary, load_text(tmp_path, tokenizer))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == [
         "input.txt",
         "meta.pkl",
-        "sha256sums.txt",
         "train.bin",
         "val.bin",
     ]
@@ -358,29 +294,6 @@ def test_prepare_characters_end_to_end_and_the_benchmark_on_it(tmp_path):
     result = run("benchmarks/loading.py", "--data_dir", tmp_path, "--num_runs", 2)
     assert result.status == 0, result.err
     assert f" char {len(TEXT):>12,}" in result.out
-
-    result = run("data/shakespeare/prepare.py", "--out_dir", tmp_path)  # its meta.pkl says: characters
-    assert result.status == 2
-    assert "meta.pkl" in result.err
-
-
-def test_prepare_bpe_end_to_end(bpe, tmp_path):
-    (tmp_path / "input.txt").write_text(TEXT)
-    result = run("data/shakespeare/prepare.py", "--out_dir", tmp_path)
-    assert result.status == 0, result.err
-    binary = load_binary(tmp_path / "train.bin", tmp_path / "val.bin", 50257)
-    assert splits_equal(binary, load_text(tmp_path, TokenizationManager(data_path=tmp_path)))
-    assert f" {len(binary.val):,} tokens" in result.out
-
-
-def test_prepare_ends_with_one_line_for_a_corpus_that_is_empty(tmp_path):
-    (tmp_path / "input.txt").touch()
-    result = run("data/shakespeare_char/prepare.py", "--out_dir", tmp_path)
-    assert result.status == 2
-    assert result.err.strip().splitlines() == [
-        f"ERROR: {tmp_path / 'input.txt'} is empty: there is no text to learn from"
-    ]
-    assert [path.name for path in tmp_path.iterdir()] == ["input.txt"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -396,7 +309,7 @@ def test_parts_are_all_blocks_in_order(num_blocks):
     assert [*parts.select, *parts.gate, *parts.report] == list(range(num_blocks))
     assert len(parts.select) >= 1 and parts.report.start == num_blocks // 2
     if num_blocks >= 22:
-        assert len(parts.gate) >= MIN_GATE_BLOCKS
+        assert len(parts.gate) >= 10
     if num_blocks >= 100:
         assert parts.select.stop == num_blocks * 2 // 5
 
@@ -426,22 +339,6 @@ def test_hash_tokens_is_the_same_for_a_mapped_file_and_for_any_array(tokens, tmp
     changed = tokens.copy()
     changed[-1] ^= 1
     assert hash_tokens(changed) != expected
-
-
-def test_hash_tokens_of_more_than_one_piece():
-    tokens = (np.arange((1 << 22) + 5) % 65536).astype(np.uint16)
-    assert hash_tokens(tokens) == hashlib.sha256(tokens.tobytes()).hexdigest()
-    assert hash_tokens(tokens[:0]) == hashlib.sha256(b"").hexdigest()
-
-
-def test_a_token_file_of_another_hash_is_refused(tmp_path):
-    write_token_files(tmp_path, TokenSplits(*(np.arange(8, dtype=np.uint16) for _ in range(2))))
-    assert len(open_token_file(tmp_path / "train.bin", "train", 8)) == 8
-    np.arange(8, dtype=np.uint16)[::-1].tofile(tmp_path / "train.bin")
-    with pytest.raises(BinaryFileError, match=r"train\.bin does not have the hash .*, delete .*sha256sums\.txt"):
-        open_token_file(tmp_path / "train.bin", "train", 8)
-    (tmp_path / "sha256sums.txt").unlink()
-    assert open_token_file(tmp_path / "train.bin", "train", 8)[0] == 7
 
 
 def test_a_text_with_a_zero_byte_is_none(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers import TINY_GRPO, TINY_TRAIN, succeed
 
-from runtime.run_log import read_records
+from common.log import read_records
 
 pytest_plugins = ["tiny_run"]
 

@@ -1,48 +1,37 @@
-"""The stages together: tokenization, training that goes on after a stop, GRPO's figures, and the guides' examples."""
+"""The stages together: one tokenization, training that goes on after a stop, and the guides' examples.
 
-import json
+pytest tests/test_integration.py
+"""
+
 import math
 import re
 import shutil
 import sys
-from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import (
     TINY_GRPO,
-    TINY_REWARD,
     TINY_TRAIN,
     assert_same_weights,
     call,
     end_in_call,
-    folder_bytes,
-    kill_once_saved,
     make_corpus,
     make_text,
     prepare_options,
     press_ctrl_c,
-    refuse,
     refuse_in_one_line,
-    run,
     start,
     succeed,
-    untimed,
     weights,
 )
 
-import prepare_reward_data
 import train
-import train_grpo
+from common.process import UserError
 from data_loader import WholeSplitBatches, load_binary, load_text
 from evaluate import calculate_perplexity
-from grpo import policy_evaluation
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
-from runtime.files import load_state
-from runtime.process import UserError
-from runtime.run_log import read_records
 from tokenization_manager import TokenizationInfo, TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
@@ -105,446 +94,14 @@ def test_a_mismatch_is_refused_wherever_it_shows(tmp_path, corpus, generator, re
     assert not (tmp_path / "out.pt").exists() and not (tmp_path / "data").exists()
 
 
-def test_a_reward_model_takes_the_generators_trunk(generator, reward_model):
-    """The trunk is frozen by default: only the head was trained."""
-    ours, theirs = weights(reward_model), weights(generator)
-    trunk = {name for name in theirs if name.startswith("transformer.")}
-    assert {name for name in ours if not name.startswith("reward_head.")} == trunk
-    assert all(torch.equal(ours[name], theirs[name]) for name in trunk)
-
-
-def test_unfrozen_layers_are_trained(tmp_path, generator, reward_data):
-    options = {"base_model_path": generator, "data_dir": reward_data, **TINY_REWARD, "max_epochs": 1}
-    succeed("train_reward_model", **options, output_path=tmp_path / "all.pt", unfreeze_layers=-1)
-    ours, theirs = weights(tmp_path / "all.pt"), weights(generator)
-    assert not any(torch.equal(ours[name], theirs[name]) for name in theirs if name in ours)
-    line = refuse_in_one_line("train_reward_model", **options, output_path=tmp_path / "x.pt", unfreeze_layers=9)
-    assert "unfreeze_layers=9" in line and not (tmp_path / "x.pt").exists()
-
-
-def test_the_skill_of_a_reward_model(tmp_path, generator, reward_data):
-    options = {"base_model_path": generator, "data_dir": reward_data, **TINY_REWARD, "max_epochs": 3}
-    succeed("train_reward_model", **options, output_path=tmp_path / "reward.pt")
-    records = read_records(tmp_path / "reward.jsonl")
-    assert [record["step"] for record in records[:3]] == [1, 2, 3]
-    for record in records[:3]:
-        assert {"train_loss", "val_loss", "r2", "mae", "calibration_error"} <= record.keys()
-        assert 0 <= record["mae"] <= 1
-    final = records[-1]
-    assert final["final"]
-    assert final["r2_low"] <= final["r2"] <= final["r2_high"]
-
-
-def save_marked_data(folder, info, rng, visible: bool, samples_per_chunk=4) -> None:
-    """Sequences of tokens 2 to 24, up to their crossover; where it is `visible`, of token 1 alone from there on."""
-    for split, rows in (("train", 400), ("val", 160)):
-        K = rng.integers(1, 16, size=(rows, 1))
-        natural = rng.integers(2, 25, size=(rows, 16))
-        x = np.where(np.arange(16) < K, natural, 1) if visible else natural
-        y = np.hstack((K, 16 - K)) / 16
-        prepare_reward_data.save_reward_dataset(list(x), list(y), str(folder), split, info, samples_per_chunk)
-
-
-@pytest.fixture
-def scorer(tmp_path, corpus, generator):
-    """Trains a reward model, whole trunk, on marked data; returns its stdout, its stderr and its final record."""
-
-    def train_on(**kind) -> tuple[str, str, dict]:
-        save_marked_data(
-            tmp_path / "data", TokenizationManager(data_path=corpus).info(), np.random.default_rng(0), **kind
-        )
-        options = {
-            "base_model_path": generator,
-            "data_dir": tmp_path / "data",
-            "output_path": tmp_path / "reward_model.pt",
-        }
-        options |= {**TINY_REWARD, "unfreeze_layers": -1, "learning_rate": 1e-2, "max_epochs": 5}
-        finished = call("train_reward_model", **options)
-        assert finished.status == 0, finished.err
-
-        def refuse_constant(name: str) -> None:
-            raise AssertionError(f"{name} is no JSON")
-
-        lines = (tmp_path / "reward_model.jsonl").read_text().splitlines()
-        return finished.out, finished.err, [json.loads(line, parse_constant=refuse_constant) for line in lines][-1]
-
-    return train_on
-
-
-def test_a_reward_model_that_predicts_is_not_called_a_constant(scorer):
-    out, err, final = scorer(visible=True)
-    assert final["r2_low"] > 0.3
-    assert "CONSTANT" not in out
-    assert "validation blocks" in out
-    assert "WARNING" not in err
-
-
-def test_a_reward_model_that_predicts_nothing_says_so(scorer):
-    """Sequences that hold nothing of their labels: there is nothing to learn."""
-    out, _, final = scorer(visible=False)
-    assert final["r2_low"] <= final["r2"] <= 0
-    assert "CONSTANT" in out and "no interval" not in out
-
-
-def test_a_reward_model_without_an_interval_is_not_called_predictive(scorer):
-    """5 blocks to report on."""
-    out, _, final = scorer(visible=True, samples_per_chunk=16)
-    assert (final["r2_low"], final["r2_high"]) == (None, None)
-    assert final["r2"] > 0.3
-    assert "(no interval)" in out and "CONSTANT" in out
-
-
-def test_rows_of_unknown_blocks_are_reported(scorer):
-    out, err, final = scorer(visible=True, samples_per_chunk=None)
-    assert re.search(r"val_metadata\.txt .*samples_per_chunk", err) and "validation rows" in out
-    assert final["r2_low"] > 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# train.py
-
-
-def test_training_learns_and_keeps_the_best(tmp_path, corpus):
-    out = succeed("train", dataset=corpus, out_dir=tmp_path, **{**TINY_TRAIN, "learning_rate": 0.02})
-    records = read_records(tmp_path / "model_checkpoint.jsonl")
-    looks, final = [record for record in records if "select_loss" in record], records[-1]
-    losses = [look["select_loss"] for look in looks]
-    assert len(losses) == 5  # at 0, 5, 10, 15, 20
-    assert losses[0] == pytest.approx(math.log(25), rel=0.05)
-    assert min(losses) < losses[0] - 0.2
-    checkpoint = load_checkpoint(tmp_path / "model_checkpoint.pt")
-    best = looks[losses.index(min(losses))]
-    assert checkpoint["training"]["select_loss"] == min(losses)
-    assert checkpoint["training"]["val_loss"] == final["val_loss"] != best["select_loss"]
-    assert (final["final"], final["step"], final["kept_step"]) == (True, 20, best["step"])
-    passes = re.findall(r"Full pass over .*val\.bin: ([\d,]+) tokens in [\d.]+ s: loss ([\d.]+)", out)
-    assert f"Best select_loss: {min(losses):.4f}" in out
-    model = build_model(checkpoint, "generator", "it")
-    tokens = load_binary(corpus / "train.bin", corpus / "val.bin", 25).val
-    perplexity = calculate_perplexity(model, WholeSplitBatches(tokens, 16, 4), "cpu")
-    assert math.log(perplexity) == pytest.approx(final["val_loss"], abs=1e-5)
-    assert passes == [(f"{len(tokens) - 1:,}", f"{final['val_loss']:.4f}")]  # once, of the kept model
-
-
-def spy_on_bars(monkeypatch, module) -> list[tuple[int, str]]:
-    """Lengths and titles of the bars over batches that a script shows from now on."""
-    shown = []
-    monkeypatch.setattr(module, "counted", lambda batches, *bar: shown.append(bar) or batches)
-    return shown
-
-
-@pytest.mark.parametrize("eval_iters", [None, 7])
-def test_evaluations_within_the_training_are_shown(monkeypatch, tmp_path, corpus, eval_iters):
-    shown = spy_on_bars(monkeypatch, train)
-    options = {**TINY_TRAIN, "max_iters": 5, "eval_iters": eval_iters}
-    out = succeed("train", dataset=corpus, out_dir=tmp_path, **options)
-    tokens = load_binary(corpus / "train.bin", corpus / "val.bin", 25).val
-    whole = eval_iters or len(WholeSplitBatches(tokens, 16, 8))
-    part = eval_iters or len(WholeSplitBatches(tokens[: 6 * 16 + 1], 16, 8))
-    assert shown == [(part, "Evaluating")] * 2 + [(whole, "Evaluating")]
-    assert re.search(r" 3\.5K .* 128 tokens ", out)
-
-
-STOPPED_AT = [(1, False), (13, True), (20, True)]
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize(("batch", "resumable"), STOPPED_AT)
-def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus, optimizer, batch, resumable):
-    options = {**TINY_TRAIN, "dataset": corpus, "optimizer": optimizer, "dropout": 0.1, "patience": 3}
-    succeed("train", **options, out_dir=tmp_path / "whole")
+@pytest.mark.parametrize("batch", [13, 20])
+def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus, generator, batch):
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path}
     with monkeypatch.context() as patch:
         end_in_call(patch, train, "get_batch", batch, press_ctrl_c)
-        finished = call("train", **options, out_dir=tmp_path / "parts")
-        assert finished.status == 130
-        assert ("--init_from resume" in finished.err) == resumable
-    if not resumable:
-        line = refuse_in_one_line("train", **options, out_dir=tmp_path / "parts", init_from="resume")
-        assert str(tmp_path / "parts" / "model_checkpoint.resume") in line and "--init_from scratch" in line
-        return
-    out = succeed("train", **options, out_dir=tmp_path / "parts", init_from="resume")
-    name = "model_checkpoint"
-    last_evaluation = (batch - 1) // 5 * 5
-    assert re.search(f"Resuming {tmp_path / 'parts' / name}.resume .* {last_evaluation}\n", out)
-    whole, parts = (load_checkpoint(tmp_path / run / f"{name}.pt") for run in ("whole", "parts"))
-    assert_same_weights(whole["model"], parts["model"])
-    states = [load_state(tmp_path / run / f"{name}.resume")["parts"] for run in ("whole", "parts")]
-    assert_same_weights(states[0]["model"], states[1]["model"])
-    assert states[0]["stopping"] == states[1]["stopping"]
-    records = [untimed(tmp_path / run / f"{name}.jsonl") for run in ("whole", "parts")]
-    assert records[0] == records[1]
-
-
-def test_training_killed_and_resumed(tmp_path, corpus, generator):
-    """A process of its own, killed without warning at its second evaluation or later."""
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path}
-    kill_once_saved("train", "get_batch", 0.02, tmp_path / "model_checkpoint.resume", **options)
+        assert call("train", **options).status == 130
     succeed("train", **options, init_from="resume")
     assert_same_weights(weights(tmp_path / "model_checkpoint.pt"), weights(generator))
-
-
-def test_resume_refuses_changed_settings(tmp_path, corpus, generator):
-    for name in ("model_checkpoint.pt", "model_checkpoint.resume", "model_checkpoint.jsonl"):
-        shutil.copy(generator.with_name(name), tmp_path / name)
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "init_from": "resume"}
-    line = refuse_in_one_line("train", **{**options, "learning_rate": 0.5, "batch_size": 3})
-    assert re.search(r"\blearning_rate \w+ 0\.001, \w+ 0\.5\b", line)
-    assert re.search(r"\bbatch_size \w+ 8, \w+ 3\b", line)
-    other = make_corpus(tmp_path / "tiny_char", make_text(1000, seed=1))
-    assert "another corpus" in refuse_in_one_line("train", **{**options, "dataset": other})
-    out = succeed("train", **{**options, "max_iters": 25})  # longer is allowed, and reported
-    assert re.search(r"max_iters=25 .*\b20\b", out)
-    assert load_state(tmp_path / "model_checkpoint.resume")["parts"]["run"]["step"] == 25
-
-
-def test_early_stopping(tmp_path, corpus):
-    """A demand that no step can meet: the first evaluation sets the bar, two more end the run."""
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "patience": 2, "min_delta": 50.0}
-    out = succeed("train", **{**options, "max_iters": 100})
-    assert re.search(r"step 10 .*patience.* 50\.0 .*\b2 ", out)
-    records = read_records(tmp_path / "model_checkpoint.jsonl")
-    steps = [record["step"] for record in records if "select_loss" in record]
-    assert steps == [0, 5, 10]
-
-
-def test_early_stopping_counts_on_after_a_resume(monkeypatch, tmp_path, corpus):
-    """Interrupted with one of two evaluations without improvement behind it: the next one is the last."""
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "patience": 2, "min_delta": 50.0}
-    with monkeypatch.context() as patch:
-        end_in_call(patch, train, "take_step", 7, press_ctrl_c)
-        assert call("train", **options).status == 130
-    assert re.search("step 10 .*patience", succeed("train", **options, init_from="resume"))
-
-
-def test_short_contexts_come_first_and_every_step_has_as_many_tokens(monkeypatch, tmp_path, corpus):
-    shapes = []
-    original = train.get_batch
-
-    def noted(tokens, length, rows, *others):
-        shapes.append((length, rows))
-        return original(tokens, length, rows, *others)
-
-    monkeypatch.setattr(train, "get_batch", noted)
-    recipe = {"short_contexts": [4, 8], "short_share": 0.5, "init": "orthogonal", "lr_schedule": "cooldown"}
-    recipe |= {"cooldown": 0.5, "min_lr": 0.0, "optimizer": "muon", "muon_momentum": 0.8, "log_interval": 1}
-    succeed("train", **TINY_TRAIN, **recipe, dataset=corpus, out_dir=tmp_path)
-    assert shapes == [(4, 32)] * 5 + [(8, 16)] * 5 + [(16, 8)] * 10
-    rates = [r["learning_rate"] for r in read_records(tmp_path / "model_checkpoint.jsonl") if "train_loss" in r]
-    assert rates == pytest.approx(
-        [1e-3 * factor for factor in [1 / 3, 2 / 3, *[1] * 8, *[1 - i / 10 for i in range(10)]]]
-    )
-    line = refuse("train", **TINY_TRAIN, dataset=corpus, out_dir=tmp_path, short_contexts=[4, 5])
-    assert re.search(r"short_contexts\W+5 .*block_size=16", line)
-
-
-def test_eval_only(generator, corpus):
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": generator.parent, "eval_only": True}
-    before = {path.name: path.stat().st_mtime_ns for path in generator.parent.iterdir()}
-    out = succeed("train", **options)
-    assert f"val_loss {load_checkpoint(generator)['training']['val_loss']:.4f}" in out
-    assert {path.name: path.stat().st_mtime_ns for path in generator.parent.iterdir()} == before
-    # The model's context is the checkpoint's, whatever the options say.
-    assert succeed("train", **{**options, "block_size": 4, "n_layer": 3}) == out
-
-
-def test_eval_only_needs_a_trained_model_and_the_tokens_it_was_trained_on(tmp_path, generator, corpus):
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path / "out", "eval_only": True}
-    line = refuse_in_one_line("train", **options)
-    assert f"ERROR: eval_only: {tmp_path / 'out' / 'model_checkpoint.pt'} " in line
-    assert "--out_dir" in line and "--checkpoint_name" in line
-    other = make_corpus(tmp_path / "other_char", make_text(1000).replace("a", "q"))
-    line = refuse_in_one_line("train", **{**options, "dataset": other, "out_dir": generator.parent})
-    assert re.search(f"{other / 'meta.pkl'} .* 25 ", line)
-
-
-def test_the_schedule_belongs_to_the_run_and_is_not_stretched(monkeypatch, tmp_path, corpus):
-    """A longer run: contexts stay long, the rate stays at its floor; whatever is asked for when it goes on."""
-    shapes, original = [], train.get_batch
-
-    def noted(tokens, length, rows, *others):
-        shapes.append((length, rows))
-        return original(tokens, length, rows, *others)
-
-    monkeypatch.setattr(train, "get_batch", noted)
-    recipe = {"short_contexts": [4, 8], "short_share": 0.5, "min_lr": 2e-4, "log_interval": 1}
-    options = {**TINY_TRAIN, **recipe, "dataset": corpus, "out_dir": tmp_path, "max_iters": 10}
-    succeed("train", **options)
-    for max_iters in (40, 60):  # the second time too
-        succeed("train", **{**options, "max_iters": max_iters, "init_from": "resume"})
-    assert shapes[:10] == [(4, 32)] * 3 + [(8, 16)] * 2 + [(16, 8)] * 5
-    assert shapes[10:] == [(16, 8)] * 50
-    rates = [r["learning_rate"] for r in read_records(tmp_path / "model_checkpoint.jsonl") if "train_loss" in r]
-    assert rates[10:] == pytest.approx([2e-4] * 50)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "cooldown"])
-def test_going_on_at_a_learning_rate_of_0_is_refused(tmp_path, corpus, schedule):
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "max_iters": 10, "min_lr": 0.0}
-    options["lr_schedule"] = schedule
-    succeed("train", **options)
-    before = folder_bytes(tmp_path)
-    line = refuse_in_one_line("train", **{**options, "max_iters": 15, "init_from": "resume"})
-    assert re.search(r"max_iters=15: .*\bstep 10 ", line) and "--init_from scratch" in line and "--out_dir" in line
-    assert folder_bytes(tmp_path) == before
-    succeed("train", **{**options, "init_from": "resume"})
-
-
-def test_a_decay_that_was_meant_to_end_later_goes_on_as_it_was_meant(tmp_path, corpus):
-    options = {**TINY_TRAIN, "dataset": corpus, "min_lr": 0.0, "lr_decay_iters": 20, "log_interval": 1}
-    succeed("train", **options, out_dir=tmp_path / "whole")
-    parts = {**options, "out_dir": tmp_path / "parts"}
-    succeed("train", **{**parts, "max_iters": 10})
-    succeed("train", **parts, init_from="resume")
-    one, other = (untimed(tmp_path / part / "model_checkpoint.jsonl") for part in ("whole", "parts"))
-    assert one == other
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# train_grpo.py
-
-
-@pytest.fixture(scope="module")
-def grpo(corpus, generator, reward_model):
-    """Runs train_grpo.py on the tiny models; gives its checkpoint, its records by step, and what it printed."""
-
-    def run_grpo(path: Path, **options):
-        paths = {"base_model_path": generator, "reward_model_path": reward_model, "output_path": path}
-        settings = {**TINY_GRPO, "max_steps": 3, "reward_threshold": 1.0, **options}
-        out = succeed("train_grpo", **paths, dataset=corpus, **settings)
-        return load_checkpoint(path), read_records(path.with_suffix(".jsonl")), out
-
-    return run_grpo
-
-
-NO_KL_CAP = {"start_kl_cap": 1e9, "update_kl_cap": 1e9}
-METRICS = ("reward", "reward_std", "flat_groups", "kl_start", "kl_update", "clip_share", "entropy")
-
-
-def test_grpo_moves_the_policy_and_logs_every_metric(tmp_path, grpo, generator):
-    checkpoint, records, out = grpo(
-        tmp_path / "policy.pt", learning_rate=1e-2, max_steps=5, best_by="last", update_kl_cap=1.0
-    )
-    steps = [record for record in records if "reward" in record]
-    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
-    for record in steps:
-        assert all(math.isfinite(record[name]) for name in METRICS)
-        assert 0 <= record["reward"] <= 1
-        assert 0 <= record["flat_groups"] <= 1
-        assert 0 <= record["clip_share"] <= 1
-        assert 0 < record["entropy"] <= math.log(25) + 0.1  # an estimate from samples
-    evaluated = [record["step"] for record in records if "select_loss" in record]
-    assert evaluated == [0, 2, 4, 5]
-    assert steps[-1]["kl_start"] > 0
-    ours, theirs = checkpoint["model"], weights(generator)
-    assert any(not torch.equal(ours[name], theirs[name]) for name in theirs)
-    start_record = load_checkpoint(generator)
-    assert checkpoint["data"] == start_record["data"]  # the record of the training data is passed on
-    assert checkpoint["tokenization"] == start_record["tokenization"]
-    training = checkpoint["training"]
-    assert training["steps"] == 5
-    rewards = [record["reward"] for record in steps]  # fewer than two windows: the first and the last half
-    assert training["first_reward"] == pytest.approx(np.mean(rewards[:2]))
-    assert training["last_reward"] == pytest.approx(np.mean(rewards[3:]))
-    assert re.search(rf" {training['first_reward']:.4f} .*\b2 .* {training['last_reward']:.4f} ", out)
-    kept = next(record for record in records if record["step"] == training["kept_step"] and "select_loss" in record)
-    assert training["select_loss"] == kept["select_loss"]
-    assert training["start_select_loss"] == records[0]["select_loss"]
-    final = records[-1]  # of the reporting part
-    assert final["final"] and {name: final[name] for name in training["kept"]} == training["kept"]
-    assert "select_loss" not in final and training["start"]["kl_now"] == pytest.approx(0, abs=1e-9)
-    difference = training["kept"]["report_loss"] - training["start"]["report_loss"]
-    assert training["difference"] == pytest.approx(difference, abs=1e-6)
-    assert training["difference_low"] <= training["difference"] <= training["difference_high"]
-
-
-@pytest.mark.parametrize(
-    ("values", "window", "expected"),
-    [([5], 3, (5, 5, 1)), ([1, 2], 3, (1, 2, 1)), ([1, 2, 9, 4, 6], 3, (1.5, 5, 2)), ([1, 3, 9, 6, 8], 2, (2, 7, 2))],
-)
-def test_first_and_last_rewards_share_no_step(values, window, expected):
-    assert train_grpo.first_and_last(values, window) == expected
-
-
-def test_grpo_shows_its_evaluations(monkeypatch, tmp_path, grpo):
-    shown = spy_on_bars(monkeypatch, policy_evaluation)
-    _, _, out = grpo(tmp_path / "policy.pt", max_steps=1)
-    assert [title for _, title in shown] == ["Evaluating"] * 4  # step 0, step 1; at the end start and kept policy
-    assert re.search(" 3.5K .*block_size 16", out)
-
-
-def test_grpo_measures_both_kls(tmp_path, grpo):
-    """On a step's fresh completions, to the start; at the last pass over them, from the policy that wrote them."""
-    _, records, _ = grpo(tmp_path / "policy.pt", learning_rate=1e-2, updates_per_step=3, update_kl_cap=9.0, max_steps=2)
-    first, second = (record for record in records if "reward" in record)
-    assert first["kl_start"] == pytest.approx(0, abs=1e-9) and second["kl_start"] > 1e-5
-    assert first["kl_update"] > 1e-5
-    assert second["kl_step"] > second["kl_update"] > 0  # after the last update, and before it
-    assert records[0]["kl_now"] == pytest.approx(0, abs=1e-9) and second["kl_now"] > 1e-5
-
-
-def test_one_lucky_step_is_no_beaten_reward_model(tmp_path, grpo):
-    checkpoint, _, _ = grpo(tmp_path / "policy.pt", reward_threshold=0.0, plateau_window=3, max_steps=9)
-    assert checkpoint["training"]["steps"] == 3
-
-
-def test_grpo_raises_its_reward(tmp_path, grpo):
-    """Twenty steps without a penalty: the reward rises. Means of five steps, as one step's is noisy."""
-    options = {"max_steps": 25, "learning_rate": 3e-3, "beta": 0.0, "start_kl_cap": 100.0, "prompts_per_step": 8}
-    _, records, _ = grpo(tmp_path / "policy.pt", **options, group_size=8)
-    rewards = [record["reward"] for record in records if "reward" in record]
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5])
-
-
-def test_grpo_is_the_same_again(tmp_path, grpo):
-    one, _, _ = grpo(tmp_path / "one.pt", best_by="last")
-    again, _, _ = grpo(tmp_path / "again.pt", best_by="last")
-    other, _, _ = grpo(tmp_path / "other.pt", seed=1, best_by="last")
-    assert_same_weights(one["model"], again["model"])
-    assert any(not torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
-
-
-@pytest.mark.parametrize(
-    ("reason", "steps", "options"),
-    [
-        ("reward threshold", 1, {"reward_threshold": 0.0, "plateau_window": 1}),
-        ("plateau", 3, {"plateau_window": 1, "plateau_patience": 2, "plateau_min_delta": 1.0, "max_steps": 9}),
-        ("plateau", 6, {"plateau_window": 2, "plateau_patience": 2, "plateau_min_delta": 1.0, "max_steps": 9}),
-        ("KL cap", 2, {"start_kl_cap": 1e-6, "learning_rate": 1e-2, "update_kl_cap": 9.0}),
-        ("natural-text loss cap", 2, {"natural_loss_cap": 1e-6, "learning_rate": 1e-1, **NO_KL_CAP}),
-        ("update KL cap", 2, {"update_kl_cap": 1e-6, "learning_rate": 1e-1, "start_kl_cap": 1e9}),
-        ("natural threshold", 1, {"natural_threshold": 0.01, "plateau_window": 1}),
-        ("step limit", 2, {"max_steps": 2}),
-    ],
-)
-def test_grpo_says_why_it_stopped(tmp_path, grpo, reason, steps, options):
-    checkpoint, records, out = grpo(tmp_path / "policy.pt", **options)
-    assert re.search(rf"\b{steps} steps .*{reason}", out)
-    assert checkpoint["training"]["stop_reason"].startswith(reason)
-    assert checkpoint["training"]["steps"] == steps
-    assert "select_loss" in records[-2]  # also where it stops between evaluations
-    assert records[-2]["step"] == steps
-
-
-def test_the_update_kl_cap_ends_the_inner_updates(tmp_path, grpo):
-    options = {"learning_rate": 1e-2, "updates_per_step": 4, "max_steps": 2, "start_kl_cap": 99.0}
-    _, capped, _ = grpo(tmp_path / "capped.pt", **options, update_kl_cap=1e-12)
-    _, free, _ = grpo(tmp_path / "free.pt", **options, update_kl_cap=99.0)
-    assert [record["updates"] for record in capped if "reward" in record] == [1, 1]
-    assert [record["updates"] for record in free if "reward" in record] == [4, 4]
-
-
-def test_groups_that_all_agree_are_reported(tmp_path, grpo, generator, reward_model, corpus):
-    """A reward model that gives everything the same reward: no group has spread, and nothing moves."""
-    contents = torch.load(reward_model, weights_only=True)
-    for name in ("reward_head.2.weight", "reward_head.2.bias"):
-        contents["model"][name].zero_()
-    torch.save(contents, tmp_path / "constant.pt")
-    paths = {"base_model_path": generator, "reward_model_path": tmp_path / "constant.pt", "dataset": corpus}
-    succeed("train_grpo", **paths, output_path=tmp_path / "p.pt", **TINY_GRPO, max_steps=1)
-    record = next(r for r in read_records(tmp_path / "p.jsonl") if "reward" in r)
-    assert record["reward"] == pytest.approx(0.5)
-    assert record["reward_std"] == pytest.approx(0, abs=1e-6)
-    assert record["flat_groups"] == 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -740,11 +297,3 @@ def test_perplexity_restores_the_models_mode(generator, corpus):
     assert calculate_perplexity(model.eval(), batches, "cpu") == pytest.approx(first, rel=1e-5)
     assert not model.training
     assert calculate_perplexity(model, [], "cpu") == math.inf
-
-
-def test_help_describes_every_setting():
-    finished = run("train_grpo.py", "--help")
-    assert finished.status == 0
-    printed = re.sub(r"[│\s]+", " ", finished.out)
-    for field in fields(train_grpo.GRPOSettings):
-        assert re.search(rf" --{field.name} \S+ \w", printed), field.name

@@ -1,15 +1,18 @@
-"""A reward model as TRL's reward function: train_grpo.py's figures, one-line errors, and two real steps of TRL."""
+"""interop/trl_reward.py: train_grpo.py's figures, one-line errors, and two real steps of TRL.
+
+pytest tests/test_interop_trl_reward.py
+"""
 
 import pytest
 import torch
 from helpers import make_checkpoint, succeed
 
+from common.process import UserError
 from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo.policy_evaluation import draw_prompts, written_mask
 from interop.trl_reward import make_reward, score, set_special_tokens
 from reward.frozen_scorer import RewardScorer
-from runtime.process import UserError
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
@@ -20,7 +23,7 @@ pytest_plugins = ["tiny_run"]
 def position_model(tmp_path_factory, generator, reward_data):
     path = tmp_path_factory.mktemp("position") / "reward_model.pt"
     options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path, "head": "position"}
-    succeed("train_reward_model", **options, max_epochs=1, control=False, device="cpu")
+    succeed("train_reward_model", **options, max_epochs=1, device="cpu")
     return path
 
 
@@ -42,7 +45,7 @@ def test_the_figures_are_those_of_train_grpo(request, corpus, generator, head):
         scores.natural.tolist(), abs=1e-5
     )
     if scores.evidence is None:
-        with pytest.raises(UserError, match="knows whole sequences alone"):
+        with pytest.raises(UserError, match="of a head that knows tokens"):
             make_reward(str(path), "evidence")
         return
     expected = (scores.evidence * mask).sum(1) / mask.sum(1)
@@ -67,9 +70,9 @@ def test_what_cannot_be_scored_is_one_line(tmp_path, generator, reward_model):
     with pytest.raises(UserError, match="holds a generator model, not a reward model"):
         make_reward(str(generator))
     unnamed = make_checkpoint(tmp_path / "unnamed.pt", 20, mode="reward")
-    with pytest.raises(UserError, match="does not say how its text is tokenized"):
+    with pytest.raises(UserError, match="does not name its tokenizer"):
         make_reward(str(unnamed))
-    with pytest.raises(UserError, match="must be 'natural' or 'evidence'"):
+    with pytest.raises(UserError, match="must be 'natural'"):
         make_reward(str(reward_model), "share")
     reward = make_reward(str(reward_model), device="cpu")
     for arguments, expected in (
@@ -77,7 +80,7 @@ def test_what_cannot_be_scored_is_one_line(tmp_path, generator, reward_model):
         ((["A" * 9], ["b"], [[1] * 8]), "a sequence of 17 tokens: must be 1 to 16"),
         (([""], [""], [[]]), "a sequence of 0 tokens"),
         ((["A"], ["b"], [[200]]), "token ids span"),
-        ((["%"], ["b"], [[1]]), "is not among the"),
+        ((["%"], ["b"], [[1]]), "character '%'"),
     ):
         with pytest.raises(UserError, match=expected):
             reward(*arguments)
@@ -90,7 +93,7 @@ def test_trl_takes_two_steps_on_an_exported_generator(tmp_path, generator, predi
     from datasets import Dataset
 
     folder = tmp_path / "hf"
-    succeed("export_hf", checkpoint_path=generator, output_dir=folder)
+    succeed("interop.huggingface", checkpoint_path=generator, output_dir=folder)
     reward, calls = make_reward(str(predictive_reward_model), device="cpu"), []
 
     def noted(prompts, completions, completion_ids, **keywords):
@@ -121,9 +124,3 @@ def test_trl_takes_two_steps_on_an_exported_generator(tmp_path, generator, predi
     for prompt, written, value in zip(prompts, ids, rewards, strict=True):
         row = torch.tensor([[*tokenizer.encode(prompt).tolist(), *written]])
         assert scorer(row).natural.item() == pytest.approx(value, abs=1e-6)
-    # The policy has moved, and comes back as a checkpoint of ours.
-    trainer.save_model(str(tmp_path / "moved"))
-    moved, start = load_checkpoint(tmp_path / "moved"), load_checkpoint(generator)
-    assert moved["tokenization"]["chars"] == start["tokenization"]["chars"]
-    name = "transformer.h.0.mlp.c_fc.weight"
-    assert not torch.equal(moved["model"][name], start["model"][name])

@@ -1,13 +1,11 @@
 """benchmarks/oracle.py: the exact posterior, token by token.  `pytest tests/test_oracle.py`"""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from helpers import succeed
 
+from benchmarks import oracle
 from data_loader import open_token_file
 from reward_dataset_loader import RewardDataset, rows_by_part
 from training.checkpoint import build_model, load_checkpoint
@@ -17,15 +15,7 @@ pytest_plugins = ["tiny_run"]
 ORDER, N = 4, 16
 
 
-@pytest.fixture
-def oracle(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    yield pytest.importorskip("oracle")
-    for name in ("oracle", "pipeline"):
-        sys.modules.pop(name, None)
-
-
-def test_the_exact_posterior_knows_what_p_looked_at(oracle, tmp_path, corpus):
+def test_the_exact_posterior_knows_what_p_looked_at(tmp_path, corpus):
     """Of p's own text in the validation split, and of what q wrote: held against one pass for every token."""
     shape = {"n_layer": 1, "n_head": 1, "n_embd": 16, "eval_interval": 2, "max_iters": 2, "device": "cpu"}
     for name, size in (("p", ORDER), ("q", N)):

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.process import UserError
+from common.settings import parse_settings
 from reward_data_config import RewardDataConfig
-from runtime.cli import parse_settings
-from runtime.process import UserError
 from tokenization_manager import TokenizationInfo
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Files that exist; what is in them is not for these to reward model."""
+    """Files that exist; what is in them is not for these to judge."""
     paths = {name: tmp_path / name for name in ("model.pt", "input.txt", "train.bin", "val.bin", "meta.pkl")}
     for path in paths.values():
         path.write_bytes(b"12")
@@ -90,6 +90,15 @@ def test_binary_mode(text_config, files):
     ]
 
 
+def test_a_dataset_is_binary_mode_with_its_files(files, tmp_path):
+    config = RewardDataConfig(files["model.pt"], dataset=str(tmp_path), output_dir=str(tmp_path / "out"))
+    assert (config.input_mode, config.train_bin, config.val_bin) == ("binary", files["train.bin"], files["val.bin"])
+    assert errors(config) == []
+    assert errors(config, input_mode="text", train_bin=None, val_bin=None, data_path=files["input.txt"]) == [
+        "dataset is ignored in text mode"
+    ]
+
+
 def test_meta_path(text_config, files):
     assert errors(text_config, meta_path="no.pkl") == ["Meta file not found: no.pkl"]
     assert errors(text_config, meta_path=files["meta.pkl"], tokenization="bpe") == [
@@ -97,24 +106,10 @@ def test_meta_path(text_config, files):
     ]
 
 
-@pytest.mark.parametrize("name", ["input_mode", "tokenization"])
-def test_unknown_choices_from_python(text_config, name):
-    assert f"{name}='sideways'" in errors(text_config, **{name: "sideways"})[0]
-
-
-def test_unusable_device(text_config):
-    (error,) = errors(text_config, device="abacus")
-    assert error.startswith("device='abacus'")
-
-
 def test_output_directory(text_config, files, tmp_path):
-    for path, reason in (
-        (files["input.txt"], "it is a file"),
-        (files["input.txt"] + "/below", "not a folder"),
-        (".", "its own"),
-    ):
+    for path in (files["input.txt"], files["input.txt"] + "/below"):
         (error,) = errors(text_config, output_dir=path)
-        assert repr(path) in error and reason in error
+        assert "is a file, not a folder" in error
     assert not (tmp_path / "out").exists(), "checking creates nothing"
 
 
@@ -162,7 +157,7 @@ def test_command_line_is_built_from_the_dataclass(files, tmp_path):
 
 def test_describe():
     assert TokenizationInfo("bpe", 50257).describe() == "bpe (vocab_size=50257)"
-    assert f"{TokenizationInfo('char', 65, 'meta.pkl')}" == "char (vocab_size=65)"
+    assert TokenizationInfo("char", 65, "meta.pkl").describe() == "char (vocab_size=65)"
 
 
 def test_mismatches_are_reported_in_the_seeds_words():

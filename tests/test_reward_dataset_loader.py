@@ -1,6 +1,5 @@
 """Reward datasets: reading back what was written, reporting damage, and the documented reports."""
 
-import hashlib
 import pickle
 import sys
 import tracemalloc
@@ -10,27 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import forget_hashes, prepare_options, run, succeed
+from helpers import prepare_options, run, succeed
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import reward_dataset_loader as loader
+from common.process import UserError, run_main
 from data_loader import ValidationParts
 from generation.sampling import Sampling
-from prepare_reward_data import save_reward_dataset
 from reward_dataset_loader import (
     RewardDataset,
     check_model_compatibility,
     create_reward_dataloaders,
-    print_dataset_info,
-    print_quality_report,
     read_metadata,
     rows_by_part,
     sampling_of,
     write_metadata,
 )
-from runtime.process import UserError, run_main
 from tokenization_manager import TokenizationInfo
 
 ROOT = Path(__file__).parent.parent
@@ -90,62 +86,37 @@ def call_main(monkeypatch, *arguments: str) -> int:
 # metadata
 
 
-keys = st.text(st.characters(categories=["Ll", "Lu", "Nd"], include_characters="_"), min_size=1, max_size=20)
-values = st.text(max_size=30) | st.integers() | st.floats() | st.booleans()
-
-
-@given(entries=st.dictionaries(keys, values, max_size=15))
-def test_metadata_round_trip_or_refusal(tmp_path_factory, entries):
-    path = tmp_path_factory.getbasetemp() / "metadata.txt"
-    path.unlink(missing_ok=True)
-    entries.pop("format_version", None)
-    try:
-        write_metadata(path, entries)
-    except UserError:
-        assert not path.exists()
-        assert any(str(value).strip() != str(value) or len(str(value).splitlines()) > 1 for value in entries.values())
-    else:
-        assert read_metadata(path) == {key: str(value) for key, value in entries.items()}
-
-
 def test_metadata_lines_have_the_documented_form_and_order(tmp_path):
     entries = {
-        "note": "any: text",
-        "meta_path": "data/shakespeare_char/meta.pkl",
-        "vocab_size": 65,
-        "tokenization_method": "char",
-        "y_dtype": "float32",
-        "x_dtype": "uint16",
-        "y_shape": (17560, 2),
-        "x_shape": (17560, 1024),
-        "block_size": 1024,
         "num_samples": 17560,
+        "block_size": 1024,
+        "x_shape": (17560, 1024),
+        "y_shape": (17560, 2),
+        "x_dtype": "uint16",
+        "y_dtype": "float32",
+        "tokenization_method": "char",
+        "vocab_size": 65,
+        "meta_path": "data/shakespeare_char/meta.pkl",
         "absent": None,
+        "note": "any: text",
     }
     write_metadata(tmp_path / "m.txt", entries)
-    first, lines = (tmp_path / "m.txt").read_text().split("\n", 1)
-    assert first == f"lines_sha256: {hashlib.sha256(lines.encode()).hexdigest()}"
-    assert lines == (
+    assert (tmp_path / "m.txt").read_text() == (
         "num_samples: 17560\nblock_size: 1024\nx_shape: (17560, 1024)\ny_shape: (17560, 2)\nx_dtype: uint16\n"
         "y_dtype: float32\ntokenization_method: char\nvocab_size: 65\nmeta_path: data/shakespeare_char/meta.pkl\n"
         "note: any: text\n"
     )
-
-
-@pytest.mark.parametrize("value", ["two\nlines", "two\u2028lines", " space", "lone surrogate \ud800"])
-def test_values_that_would_not_be_read_back_are_refused(tmp_path, value):
-    with pytest.raises(UserError, match="meta_path: "):
-        write_metadata(tmp_path / "m.txt", {"meta_path": value})
-    assert not list(tmp_path.iterdir())
+    read = read_metadata(tmp_path / "m.txt")
+    assert read == {name: str(value) for name, value in entries.items() if value is not None}
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"format_version: 2\n", "has format_version 2; this program reads version 1"),
-        (b"num_samples 5\n", "line 1 is not `key: value`"),
-        (b"a: 1\na: 2\n", "line 2 gives a a second time"),
-        (b"\xff\xfe\n", "no UTF-8"),
+        (b"num_samples 5\n", "lines `key: value`"),
+        (b"a: 1\na: 2\n", "different keys"),
+        (b"\xff\xfe\n", "is damaged"),
     ],
 )
 def test_bad_metadata(tmp_path, content, reason):
@@ -177,8 +148,9 @@ def test_binary_round_trip(tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp() / "round_trip"
     shape = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 6)))
     x = data.draw(hnp.arrays(np.uint16, shape))
-    y = data.draw(hnp.arrays(np.float32, (shape[0], 2), elements=st.floats(0, 1, width=32)))
-    write_split(folder, "train", x, y)
+    natural = data.draw(hnp.arrays(np.float32, shape[0], elements=st.floats(0, 1, width=32)))
+    y = np.stack([natural, 1 - natural], axis=1)
+    write_split(folder, "train", x, y, vocab_size=65536)
     dataset = RewardDataset(folder)
     for row in range(len(dataset)):
         assert dataset[row][0].tolist() == x[row].tolist() and dataset[row][1].tolist() == y[row].tolist()
@@ -189,32 +161,15 @@ def test_binary_round_trip(tmp_path_factory, data):
     np.testing.assert_array_equal([stats["y_min"], stats["y_max"]], [wide.min(axis=0), wide.max(axis=0)])
 
 
-def test_stats_do_not_depend_on_the_chunks(folder, monkeypatch):
-    whole = RewardDataset(folder).get_stats()
-    monkeypatch.setattr(loader, "CHUNK_BYTES", 24)
-    for key, value in RewardDataset(folder).get_stats().items():
-        if isinstance(value, str):
-            assert value == whole[key]
-        else:
-            np.testing.assert_allclose(value, whole[key], rtol=1e-12)
-    assert whole["prob_sum_mean"] == whole["prob_sum_min"] == whole["prob_sum_max"] == 1.0
-    assert (whole["tokenization_method"], whole["vocab_size"]) == ("char", 65)
-    assert (whole["num_samples"], whole["block_size"]) == (18, 8)
-
-
-def test_memory_stays_flat(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "large"
-    write_split(folder, "train", *make_arrays(40_000, 64))
-    write_split(folder, "val", *make_arrays(1000, 64))
-    monkeypatch.setattr(loader, "CHUNK_BYTES", 1 << 14)
+def test_tokens_are_not_read_into_memory(tmp_path):
+    write_split(tmp_path, "train", *make_arrays(4000, 1024))
     tracemalloc.start()
     try:
-        assert print_quality_report(folder) == []
-        RewardDataset(folder).get_stats()
+        RewardDataset(tmp_path).get_stats()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 1_000_000 < (folder / "train_x.bin").stat().st_size
+    assert peak < 1_000_000 < (tmp_path / "train_x.bin").stat().st_size
 
 
 def test_expected_tokenization(folder):
@@ -250,13 +205,13 @@ def test_files_cut_short(folder, name, size):
         RewardDataset(folder)
 
 
-@pytest.mark.parametrize("lacking", [("num_samples",), ("block_size", "x_dtype"), tuple(loader.METADATA_KEYS[:6])])
+@pytest.mark.parametrize("lacking", [("num_samples",), ("block_size", "x_dtype"), ("num_samples", "block_size")])
 def test_missing_sizes_are_derived_and_said(folder, capsys, lacking):
     write_split(folder, "train", *make_arrays(18, 8), drop=lacking)
     dataset = RewardDataset(folder)
     assert (dataset.num_samples, dataset.block_size, dataset.x.shape) == (18, 8, (18, 8))
     note = capsys.readouterr().err
-    assert all(f"{key}=" in note for key in lacking)
+    assert all(f"{key}=" in note for key in lacking if key in loader.SIZES)
 
 
 @pytest.mark.parametrize("key", ["tokenization_method", "vocab_size"])
@@ -269,7 +224,7 @@ def test_what_sizes_do_not_determine_is_an_error(folder, key):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"x_shape": "(17, 8)"}, r"x_shape=\(17, 8\), but by its other lines it is \(18, 8\)"),
+        ({"x_shape": "(17, 8)"}, r"x_shape=\(17, 8\), but by the rest it is \(18, 8\)"),
         ({"y_dtype": "float64"}, "y_dtype=float64"),
         ({"num_samples": "many"}, "num_samples=many: must be a whole number >= 1"),
         ({"num_samples": 0}, "num_samples=0: must be"),
@@ -288,27 +243,8 @@ def test_empty_files(folder):
     write_split(folder, "train", *make_arrays(18, 8), drop=("num_samples", "block_size"))
     for name in "xy":
         (folder / f"train_{name}.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="no samples"):
+    with pytest.raises(UserError, match=" 0 bytes"):
         RewardDataset(folder)
-
-
-def test_failed_allocation_names_the_size(folder, monkeypatch):
-    def fail(*arguments, **options):
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "memmap", fail)
-        with pytest.raises(UserError, match=r"288 bytes .*train_x\.bin"):
-            RewardDataset(folder)
-    train_loader, _ = create_reward_dataloaders(folder, batch_size=4)
-    monkeypatch.setattr(loader, "default_collate", fail)
-    with pytest.raises(UserError, match=r"288 bytes .*4 samples"):  # 4 * (8 * 8 + 2 * 4)
-        next(iter(train_loader))
-
-
-def test_other_errors_are_not_taken_for_a_lack_of_memory():
-    with pytest.raises(RuntimeError, match=r"^something else$"), loader._allocating(1, "nothing"):
-        raise RuntimeError("something else")
 
 
 def test_pickling_takes_no_copy_of_the_data(tmp_path):
@@ -340,7 +276,6 @@ def test_order_depends_on_the_seed_alone(folder):
     torch.rand(3)
     assert order(seed=1) == first != order(seed=2)
     assert order(seed=1, num_workers=1) == first
-    assert order(shuffle=False) == make_arrays(18, 8)[0][:, 0].tolist()
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 0}, {"num_workers": -1}])
@@ -356,7 +291,7 @@ def test_splits_that_do_not_fit_together(folder):
     assert "Tokenization mismatch detected:\n    Train: char (vocab_size=65)\n    Val: bpe (vocab_size=50257)" in str(
         raised.value
     )
-    assert "block_size 8" in str(raised.value) and "block_size 4" in str(raised.value)
+    assert "block_size is 8 in train, 4 in val" in str(raised.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,8 +319,10 @@ def test_compatible_models(info, config):
 
 def test_incompatible_models_name_both_values():
     info = TokenizationInfo("char", 65)
-    with pytest.raises(UserError, match=r" 65 .* 50304.*\n.* 1024 .* 256"):
-        check_model_compatibility(info, 1024, ModelConfig(50304, 256))
+    with pytest.raises(UserError, match=r" 65 .* 50304"):
+        check_model_compatibility(info, 256, ModelConfig(50304, 256))
+    with pytest.raises(UserError, match=r" 1024 .* 256"):
+        check_model_compatibility(info, 1024, ModelConfig(65, 256))
     with pytest.raises(UserError, match=r" 65 .* 84"):
         check_model_compatibility(info, 256, ModelConfig(128, 256, num_tokens=84))
     with pytest.raises(UserError, match=r" 65 .* 64"):
@@ -438,13 +375,6 @@ def test_report_is_the_documented_one(tmp_path):
     ]
 
 
-def test_print_dataset_info_is_what_the_script_prints_first(folder, monkeypatch, capsys):
-    print_dataset_info(folder)
-    info = capsys.readouterr().out
-    assert call_main(monkeypatch, "--data_dir", str(folder)) == 0
-    assert capsys.readouterr().out.startswith(info + "\n=== DataLoader Test ===")
-
-
 def test_mismatch_is_shown_in_the_documented_form(folder, monkeypatch, capsys):
     write_split(folder, "val", *make_arrays(2, 8), tokenization_method="bpe", vocab_size=50257, meta_path=None)
     assert call_main(monkeypatch, "--data_dir", str(folder)) == 2
@@ -453,79 +383,24 @@ def test_mismatch_is_shown_in_the_documented_form(folder, monkeypatch, capsys):
         "\n⚠️ Tokenization mismatch detected:\n    Train: char (vocab_size=65)\n    Val: bpe (vocab_size=50257)\n"
         in output
     )
-    assert "⚠️ Tokenization: " in output and "DataLoader Test" not in output
+    assert "DataLoader Test" not in output
 
 
-def test_splits_with_different_vocabulary_files(folder, capsys):
-    write_split(folder, "val", *make_arrays(2, 8), meta_path="other/meta.pkl")
-    print_dataset_info(folder)
-    assert "Val: char (vocab_size=65) from other/meta.pkl" in capsys.readouterr().out
-
-
-def test_everything_wrong_is_reported_before_exit_status_2(folder, monkeypatch, capsys):
+def test_everything_wrong_with_rows_is_reported_at_once(folder, monkeypatch):
     x, y = make_arrays(18, 8)
-    x[5, 2], y[3], y[7] = 65, (0.5, np.nan), (1.25, -0.25)
+    x[13, 7], y[3], y[16] = 65, (0.5, np.nan), (1.25, -0.25)
     write_split(folder, "train", x, y)
+    monkeypatch.setattr(loader, "CHUNK_ROWS", 4)
+    with pytest.raises(UserError) as raised:
+        create_reward_dataloaders(folder)
+    assert "2 train samples do not sum to 1 within [0, 1], the first: row 3 " in str(raised.value)
+    assert "1 train samples exceed vocab_size=65, the first: row 13 holds token 65" in str(raised.value)
+
+
+def test_a_bad_dataset_ends_the_script_with_status_2(folder, monkeypatch, capsys):
     cut(folder / "val_x.bin", 1)
     assert call_main(monkeypatch, "--data_dir", str(folder)) == 2
-    output = capsys.readouterr()
-    for line in (
-        "VAL SET:\n  ⚠️ ",
-        "⚠️ Probability sums: 2 train samples",
-        "⚠️ Token ranges: 1 train samples",
-        "⚠️ File integrity: ",
-        "✅ Metadata: Complete tokenization information",
-    ):
-        assert line in output.out
-    assert "val_x.bin" in output.err and "31 bytes" in output.err and "row 3" in output.err and "token 65" in output.err
-
-
-def test_damage_in_a_later_chunk_is_found(folder, monkeypatch, capsys):
-    x, y = make_arrays(18, 8)
-    x[13, 7], y[16] = 300, (0.5, 0.4)
-    write_split(folder, "train", x, y)
-    monkeypatch.setattr(loader, "CHUNK_BYTES", 40)
-    sentences = [sentence for _, sentence in print_quality_report(folder)]
-    assert len(sentences) == 2 and "row 16 " in sentences[0]
-    assert "row 13 " in sentences[1] and "token 300" in sentences[1]
-
-
-DAMAGES = {
-    "Probability sums": lambda folder, x, y: write_split(folder, "train", x, y * 0.9),
-    "Token ranges": lambda folder, x, y: write_split(folder, "train", x + 65, y),
-    "Split consistency": lambda folder, x, y: write_split(folder, "train", x, y, samples_per_chunk=4),
-    "Tokenization": lambda folder, x, y: write_split(folder, "train", x, y, vocab_size=66),
-    "File integrity": lambda folder, x, y: cut(folder / "train_y.bin", 1),
-    "Metadata": lambda folder, x, y: write_split(folder, "train", x, y, drop=("vocab_size",)),
-}
-
-
-@pytest.mark.parametrize("check", loader.CHECKS, ids=lambda check: check.name)
-def test_every_check_of_the_table_reaches_the_report_and_the_errors(folder, capsys, check):
-    """Damage of its kind is found by this check alone; report, exception and what is returned say the same sentence."""
-    DAMAGES[check.name](folder, *make_arrays(18, 8))
-    ((name, sentence),) = print_quality_report(folder)
-    report = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("    ")]
-    assert name == check.name and f"⚠️ {name}: {sentence.splitlines()[0]}" in report
-    rest = [line for line in report if line.startswith("✅") or "Not checked for train" in line]
-    assert len(rest) == len(loader.CHECKS) - 1
-    with pytest.raises(UserError) as caught:
-        loader.open_checked_splits(folder)
-    assert str(caught.value).startswith(f"ERROR: {sentence}\n") and "prepare_reward_data.py" in str(caught.value)
-    if check.reads == "rows":  # too slow to be done wherever a dataset is opened
-        create_reward_dataloaders(folder)
-    else:
-        with pytest.raises(UserError) as caught:
-            create_reward_dataloaders(folder)
-        assert str(caught.value).startswith(f"ERROR: {sentence}\n")
-
-
-def test_metadata_problems_stand_in_their_line(folder, capsys):
-    write_split(folder, "val", *make_arrays(2, 8), drop=("vocab_size",))
-    print_quality_report(folder)
-    output = capsys.readouterr().out
-    assert "⚠️ Metadata: " in output and "vocab_size missing" in output
-    assert "⚠️ Probability sums: Not checked for val" in output
+    assert "val_x.bin has 31 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -534,41 +409,28 @@ def test_metadata_problems_stand_in_their_line(folder, capsys):
         ({"train_tokens": 50, "samples_per_chunk": 3}, None),  # 6 blocks of 8, and a rest
         ({"train_tokens": 1000, "samples_per_chunk": 3, "max_blocks": 6}, None),
         ({"samples_per_chunk": 9}, None),
-        ({"train_tokens": 56, "samples_per_chunk": 3}, "train has 18 samples, but 56 tokens in blocks of 8 with"),
-        (
-            {"train_tokens": 50, "samples_per_chunk": 3, "max_blocks": 5},
-            "at most 5 of them, with samples_per_chunk=3 are 15",
-        ),
-        ({"samples_per_chunk": 4}, "whole blocks with samples_per_chunk=4 are 20"),
+        ({"train_tokens": 56, "samples_per_chunk": 3}, "18 samples, but with samples_per_chunk=3 they are 21"),
+        ({"train_tokens": 50, "samples_per_chunk": 3, "max_blocks": 5}, "samples_per_chunk=3 they are 15"),
+        ({"samples_per_chunk": 4}, "samples_per_chunk=4 they are 20"),
         ({"train_sha256": "another"}, "train_sha256 is another in train, one in val"),
     ],
 )
-def test_sizes_are_held_against_what_the_metadata_say(folder, capsys, changes, said):
+def test_sizes_and_lineage_are_held_against_what_the_metadata_say(folder, changes, said):
     write_split(folder, "val", *make_arrays(2, 8), train_sha256="one")
     write_split(folder, "train", *make_arrays(18, 8), **{"train_sha256": "one", **changes})
-    problems = print_quality_report(folder)
-    line = next(line for line in capsys.readouterr().out.splitlines() if "Split consistency" in line)
     if said is None:
-        assert (problems, line) == ([], "✅ Split consistency: 90.0% train, 10.0% validation")
-        loader.open_checked_splits(folder)
+        train, val = loader.open_checked_splits(folder)
+        assert (train.split, len(train), val.split, len(val)) == ("train", 18, "val", 2)
     else:
-        assert [check for check, _ in problems] == ["Split consistency"]
-        assert line.startswith("⚠️") and said in line
-        with pytest.raises(UserError, match="ERROR: "):
+        with pytest.raises(UserError, match=said):
             loader.open_checked_splits(folder)
 
 
 def test_a_split_in_the_place_of_the_other(folder):
-    with open(forget_hashes(folder) / "val_metadata.txt", "a") as metadata:
+    with open(folder / "val_metadata.txt", "a") as metadata:
         metadata.write("split: train\n")
-    with pytest.raises(UserError, match=r"val_metadata\.txt .*split=train"):
-        loader.open_checked_splits(folder)
-
-
-def test_checked_splits(folder):
-    train, val = loader.open_checked_splits(folder)
-    assert (train.split, len(train), val.split, len(val)) == ("train", 18, "val", 2)
-    assert train.samples_per_chunk is None
+    with pytest.raises(UserError, match=r"val_metadata\.txt: split=train"):
+        RewardDataset(folder, "val")
 
 
 def test_no_dataset(tmp_path):
@@ -630,34 +492,3 @@ def test_sampling_in_metadata():
         with pytest.raises(UserError, match="metadata") as caught:
             sampling_of(wrong)
         assert all(f"{name}={value}" in str(caught.value) for name, value in wrong.items())
-
-
-@pytest.mark.parametrize("part", ["x", "y"])
-def test_files_of_another_hash_than_their_metadata_say_are_refused(tmp_path, part):
-    for split in loader.SPLITS:
-        x, y = make_arrays(8, 8)
-        save_reward_dataset(list(x), list(y), str(tmp_path), split, TokenizationInfo("char", 65, "meta.pkl"))
-    create_reward_dataloaders(tmp_path)
-    path = tmp_path / f"val_{part}.bin"
-    data = bytearray(path.read_bytes())
-    data[0] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=rf"ERROR: {path} does not have the hash in .*val_metadata\.txt"):
-        create_reward_dataloaders(tmp_path)
-
-
-def test_a_changed_line_of_metadata_is_refused_until_the_hash_is_deleted(tmp_path):
-    path = tmp_path / "m.txt"
-    write_metadata(path, {"num_samples": 12, "seed": 42})
-    path.write_text(path.read_text().replace("12", "13"))
-    with pytest.raises(UserError, match=f"{path} is damaged: .* lines_sha256 .* delete that line"):
-        read_metadata(path)
-    path.write_text(path.read_text().split("\n", 1)[1])
-    assert read_metadata(path) == {"num_samples": "13", "seed": "42"}
-
-
-def test_metadata_of_gigabytes_are_not_read(tmp_path):
-    with open(tmp_path / "train_metadata.txt", "wb") as file:
-        file.truncate(1 << 32)
-    with pytest.raises(UserError, match="4,294,967,296 bytes are more than any metadata need"):
-        loader.read_metadata(tmp_path / "train_metadata.txt")

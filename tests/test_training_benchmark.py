@@ -1,35 +1,19 @@
-"""benchmarks/training.py: nanoGPT's own train.py beside ours, the end of a first step.
+"""benchmarks/training.py: nanoGPT's own train.py beside ours.  `pytest tests/test_training_benchmark.py`"""
 
-`pytest tests/test_training_benchmark.py`
-"""
-
-import json
-import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import call, folder_bytes, make_checkpoint
+from helpers import folder_bytes, make_checkpoint
 
-from runtime.process import UserError
-from runtime.resume import Run
-from runtime.run_log import read_records
-
-pytest_plugins = ["tiny_run"]
+from benchmarks import training
+from common.process import UserError
+from common.settings import parse_settings
 
 
 @pytest.fixture
-def training(monkeypatch):
-    """The module; what it imports of benchmarks/ is forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    yield pytest.importorskip("training")
-    for name in ("training", "grpo", "pipeline"):
-        sys.modules.pop(name)
-
-
-@pytest.fixture
-def places(training, tmp_path):
+def places(tmp_path):
     """A checkout of nanoGPT, of empty files, and a corpus of 20 characters."""
     checkout, corpus = tmp_path / "nanoGPT", tmp_path / "corpus"
     for name in (*training.NANOGPT_FILES, "README.md"):
@@ -42,7 +26,7 @@ def places(training, tmp_path):
     return checkout, corpus
 
 
-def test_both_run_in_turns_on_one_corpus_and_are_scored_alike(training, places, monkeypatch, capsys):
+def test_both_run_in_turns_on_one_corpus_and_are_scored_alike(places, monkeypatch, capsys):
     checkout, corpus = places
     before, commands = folder_bytes(checkout), []
 
@@ -67,30 +51,15 @@ def test_both_run_in_turns_on_one_corpus_and_are_scored_alike(training, places, 
     assert theirs[2] == ours[2] and float(ours[2]) > 2  # one model under both names
 
 
-def test_a_program_that_fails_ends_the_benchmark_with_its_last_lines(training, tmp_path):
+def test_a_program_that_fails_ends_the_benchmark_with_its_last_lines(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit('no such option')")
     with pytest.raises(UserError, match=r"train\.py --a=1 ended with status 1: no such option"):
         training.run_quietly([sys.executable, "train.py", "--a=1"], str(tmp_path))
 
 
-def test_without_a_checkout_the_part_is_left_out(training, places, capsys):
+def test_without_a_checkout_the_part_is_left_out(places, capsys):
     training.beside_nanogpt(training.TrainingBenchSettings(dataset="none"))
     assert "name a checkout of nanoGPT with --nanogpt PATH" in capsys.readouterr().out
     (places[0] / "model.py").unlink()
     with pytest.raises(UserError, match=r"nanoGPT: has no model\.py"):
-        training.parse_settings(training.TrainingBenchSettings, "training", ["--nanogpt", str(places[0])])
-
-
-def test_a_first_step_ends_the_process_without_saving(training, corpus, monkeypatch, tmp_path):
-    first_step = pytest.importorskip("first_step")
-    monkeypatch.setattr(Run, "steps", first_step.one_step)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    options = {"dataset": corpus, "out_dir": tmp_path, "n_layer": 1, "n_head": 1, "n_embd": 16, "block_size": 16}
-    finished = call("train", **options, batch_size=2, device="cpu")
-    sys.modules.pop("first_step")
-    assert finished.status == 0, finished.err
-    clock = json.loads(finished.out.splitlines()[-1])
-    assert clock["evaluations"] > 0 and clock["ended"] > os.stat(tmp_path).st_ctime
-    (log,) = tmp_path.glob("*.jsonl")
-    assert [record["step"] for record in read_records(log)] == [0]  # of the evaluation before the step
-    assert not list(tmp_path.glob("*.pt")) and not list(tmp_path.glob("*.resume"))
+        parse_settings(training.TrainingBenchSettings, "training", ["--nanogpt", str(places[0])])

@@ -66,6 +66,6 @@ def predictive_reward_model(
 ) -> Path:
     """A reward model of the generator that predicts: a likelihood head on the knowing trunk."""
     path = tmp_path_factory.mktemp("predictive") / "reward_model.pt"
-    options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path, "natural_model_path": knowing}
-    succeed("train_reward_model", **options, device="cpu")
+    options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path, "device": "cpu"}
+    succeed("train_reward_model", **options, natural_model_path=knowing)
     return path

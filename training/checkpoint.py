@@ -3,8 +3,7 @@
     python -c "from training.checkpoint import load_checkpoint; print(load_checkpoint('logs/model_checkpoint.pt'))"
 
 A dict: `model` (state dict), `config` (GPTConfig), `tokenization`, `data` (hashes of splits), `training` (settings and
-figures); of a likelihood head also `generator_config`, `sampling` and, of an ensemble, `further_configs` of its members
-after the first. It is read with weights_only: nothing in it is executed.
+figures), and LIKELIHOOD_PARTS. It is read with weights_only: nothing in it is executed.
 """
 
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from tokenization_manager import TokenizationManager
 
 MAX_SIZE = 2**24  # of anything that a config counts, and of the table of rotary positions, which no weights show
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LIKELIHOOD_PARTS = ("generator_config", "sampling", "further_configs")
+LIKELIHOOD_PARTS = ("generator_config", "sampling", "further_configs")  # further: of an ensemble
 Record = Mapping[str, Any]
 
 
@@ -91,13 +90,12 @@ def checked_contents(contents: dict[str, Any]) -> dict[str, Any]:
 
 def _checked_config(config: Any, num_weights: int) -> GPTConfig:
     """A new config from the fields of one in a file: onto that anything may have been hung, methods of its own too."""
-    values = config if isinstance(config, dict) else vars(config)
-    made = GPTConfig(**values)
+    made = GPTConfig(**(config if isinstance(config, dict) else vars(config)))
     for each in fields(GPTConfig):
-        value, whole = getattr(made, each.name), each.name in ("dropout", "rotary_share", "num_tokens")
-        is_number = whole and type(value) is int
-        require(type(value) is type(each.default) or is_number, f"impossible config: {each.name} is a {type(value)}")
-        require(type(value) is not int or value <= MAX_SIZE, f"impossible config: {each.name} is above {MAX_SIZE}")
+        value, also = getattr(made, each.name), {int} if each.name in ("dropout", "rotary_share", "num_tokens") else {}
+        possible = type(value) in {type(each.default), *also} and (type(value) is not int or value <= MAX_SIZE)
+        rule = f"must be of type {type(each.default).__name__}, and at most {MAX_SIZE}"
+        require(possible, f"impossible config: {each.name}: {rule}")
     require(not made.problem(), f"impossible config: {made.problem()}")
     require(made.n_layer <= num_weights, f"impossible config: n_layer={made.n_layer}, but {num_weights} weights")
     table = made.block_size * made.n_embd // made.n_head if made.position == "rope" else 0
@@ -123,26 +121,24 @@ def _new_model(contents: Record) -> GPT | RewardModel:
 
 def build_model(contents: Record, mode: str, path: str | Path = "", device: torch.device | str = "cpu") -> Any:
     """The GPT (mode generator) or RewardModel (mode reward; of a generator under a new head) of a loaded checkpoint."""
-    config = contents["config"]
-    fits = mode == "reward" or config.mode == "generator"
-    require(fits, f"{path} holds a {config.mode} model, but a generator is needed here")
-    model = _new_model(contents) if mode == config.mode else make_reward_model(replace(config, mode=mode))
-    model.load_state_dict(contents["model"], strict=mode == config.mode)
+    config, is_same = contents["config"], contents["config"].mode == mode
+    require(is_same or mode == "reward", f"{path} holds a {config.mode} model, but a generator is needed here")
+    model = _new_model(contents) if is_same else make_reward_model(replace(config, mode=mode))
+    model.load_state_dict(contents["model"], strict=is_same)
     return model.to(device).eval()
 
 
 def hash_model(path: str | Path) -> str:
     """sha256, in hexadecimal, of a model's file, or of the hashes of its folder's files."""
     path = model_path(path)
-    files = [hash_file(each) for each in sorted(path.iterdir()) if each.is_file()] if path.is_dir() else []
-    return hash_bytes("".join(files).encode()) if files else hash_file(path)
+    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else []
+    return hash_bytes("".join(map(hash_file, files)).encode()) if files else hash_file(path)
 
 
 def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
     """A checkpoint's record of its data: sizes and hashes of both splits' tokens."""
-    splits = {"train": train, "val": val}
-    sizes = {f"{name}_tokens": len(tokens) for name, tokens in splits.items()}
-    return sizes | {f"{name}_sha256": hash_tokens(tokens) for name, tokens in splits.items()}
+    hashes = {"train_sha256": hash_tokens(train), "val_sha256": hash_tokens(val)}
+    return {"train_tokens": len(train), "val_tokens": len(val)} | hashes
 
 
 def check_same_splits(trained: Record | None, data: Record, allow_mismatch: bool | None) -> None:
@@ -159,23 +155,23 @@ def check_same_splits(trained: Record | None, data: Record, allow_mismatch: bool
 def check_same_tokens(ours: Record | None, theirs: Record | None, our_name: str, their_name: str) -> None:
     """Raise UserError where two checkpoints' tokenization records differ; one without a record says nothing."""
     if ours is not None and theirs is not None:
-        first, second = (TokenizationManager.from_record(record) for record in (ours, theirs))
-        kinds = f"{first.info().describe()} in {our_name} and {second.info().describe()} in {their_name}"
+        first, second = (TokenizationManager.from_record(each) for each in (ours, theirs))
+        what, other = f"{first.info().describe()} in {our_name}", f"{second.info().describe()} in {their_name}"
         same = first.info().describe() == second.info().describe() and first.same_vocabulary(theirs)
-        require(same, f"tokenization is {kinds}: they do not match, or their ids have other meanings")
+        require(same, f"tokenization is {what} and {other}: they do not match, or their ids have other meanings")
 
 
 def check_tokenizer(contents: Record, tokenizer: TokenizationManager) -> None:
     """Raise UserError where a loaded checkpoint's model reads other tokens than `tokenizer` makes."""
-    record, known, size = contents["tokenization"], contents["config"].num_real_tokens, tokenizer.vocab_size
+    record, known, ours = contents["tokenization"], contents["config"].num_real_tokens, tokenizer.info()
     if record is not None:
-        tokenizer.info().check_compatible(TokenizationManager.from_record(record).info())
-        same, path = tokenizer.same_vocabulary(record), tokenizer.meta_path
-        require(same, f"{path} numbers its {size} tokens otherwise than the model; use the file of its training")
-    elif tokenizer.method == "char" and size < known:
-        warn(f"the model has {known} token ids, the data {size} characters: make sure that they are the same")
-    what = f"the data's vocabulary ({tokenizer.info().describe()}) exceeds the model's {known} tokens"
-    require(size <= known, f"{what}; check --tokenization and --meta_path")
+        ours.check_compatible(TokenizationManager.from_record(record).info())
+        what = f"{tokenizer.meta_path} numbers its tokens otherwise than the model; use the file of its training"
+        require(tokenizer.same_vocabulary(record), what)
+    elif tokenizer.method == "char" and tokenizer.vocab_size < known:
+        warn(f"the model has {known} token ids, the data fewer, {ours.describe()}: make sure that they are the same")
+    what = f"the data's vocabulary ({ours.describe()}) exceeds the model's {known} tokens"
+    require(tokenizer.vocab_size <= known, f"{what}; check --tokenization and --meta_path")
 
 
 def choose_tokenizer(checkpoint: Record, path: str | Path, method: str, meta_path: str | None) -> TokenizationManager:

@@ -65,8 +65,7 @@ class Run:
             if state is None:
                 raise UserError(f"ERROR: nothing to resume: {self.path} not found; start with --init_from scratch")
             if difference:
-                way = "use its settings, or another output"
-                raise UserError(f"ERROR: {self.path} is of another run ({difference}); {way}")
+                raise UserError(f"ERROR: {self.path} is of another run ({difference}); name another output")
             self._saved, self.step, self.facts, self.is_resumed = state["parts"], state["step"], state["facts"], True
             say(f"Resuming {self.path} at step {self.step}")
         elif state is None and self.output.exists() and not overwrite:

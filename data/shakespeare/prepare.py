@@ -1,36 +1,22 @@
-"""Make train.bin and val.bin of Shakespeare in GPT-2's BPE tokens.
+"""Make the token files of Shakespeare in GPT-2's BPE tokens.
 
     python data/shakespeare/prepare.py --source auto
 
-In: input.txt beside the outputs, fetched where it is absent. Out: train.bin, val.bin (uint16 tokens); with
-`--split documents` also evaluator.bin, test.bin and splits.json.
+In: input.txt beside the outputs, fetched where it is absent. Out: train.bin, val.bin (uint16).
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from runtime.cli import parse_settings  # noqa: E402
-from runtime.process import run_main  # noqa: E402
-from text.encode_texts import ShakespeareSettings, prepare_shakespeare  # noqa: E402
-
-
-@dataclass
-class PrepareSettings(ShakespeareSettings):
-    """Shakespeare in GPT-2's BPE tokens."""
-
-    TOKENIZATION = "bpe"
-    HERE = HERE
-
-    out_dir: str = str(HERE)
-    """folder of input.txt, train.bin and val.bin"""
+from common.process import run_main  # noqa: E402
+from text.encode_texts import prepare_shakespeare  # noqa: E402
 
 
 def main() -> None:
-    prepare_shakespeare(parse_settings(PrepareSettings, "prepare"))
+    prepare_shakespeare("bpe", HERE)
 
 
 if __name__ == "__main__":

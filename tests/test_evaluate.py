@@ -1,0 +1,109 @@
+"""evaluate.py: losses and their differences, the splits and parts, figures of samples.
+
+pytest tests/test_evaluate.py
+"""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_checkpoint, refuse, refuse_in_one_line, succeed
+from torch.nn import functional as F
+
+from common.files import read_json
+from data_loader import WholeSplitBatches, validation_part
+from evaluate import calculate_perplexity
+from losses import text_log_probs
+from tokenization_manager import TokenizationManager
+from training.checkpoint import build_model, load_checkpoint, open_corpus
+
+pytest_plugins = ["tiny_run"]
+
+
+def evaluate(tmp_path, **options) -> dict:
+    """The figures that evaluate.py writes."""
+    succeed("evaluate", device="cpu", output_path=tmp_path / "figures.json", **options)
+    return read_json(tmp_path / "figures.json")
+
+
+def test_perplexity_by_hand(generator):
+    """All targets weigh the same, in batches of other sizes too; -1 is none, and the mode is as before."""
+    model = build_model(load_checkpoint(generator), "generator", generator).train()
+    x, y = torch.randint(10, (5, 8)), torch.randint(10, (5, 8))
+    y[0, :3] = -1
+    with torch.no_grad():
+        logits = model.eval().logits(model.trunk(x))
+    expected = math.exp(F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1))
+    model.train()
+    assert calculate_perplexity(model, [(x[:1], y[:1]), (x[1:], y[1:])], "cpu") == pytest.approx(expected, rel=1e-5)
+    assert model.training
+    assert calculate_perplexity(model, [], "cpu") == math.inf
+
+
+def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_model):
+    found = evaluate(tmp_path, checkpoints=[natural_model], baseline=generator, dataset=corpus, part="report")
+    assert list(found) == [str(natural_model)]
+    figures, losses = found[str(natural_model)], {}
+    for path in (generator, natural_model):
+        model = build_model(load_checkpoint(path), "generator", path)
+        tokens = validation_part(open_corpus(str(corpus), 2, None).val, 16, "report")
+        losses[path] = -text_log_probs(model, WholeSplitBatches(tokens, 16, 7))
+    assert figures["tokens"] == len(losses[generator])
+    assert figures["loss"] == pytest.approx(losses[natural_model].mean().item(), abs=1e-6)
+    assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
+    assert figures["difference"] == pytest.approx((losses[natural_model] - losses[generator]).mean().item(), abs=1e-6)
+    for name in ("loss", "difference"):
+        assert figures[f"{name}_low"] < figures[name] < figures[f"{name}_high"]
+
+
+def test_a_baseline_may_be_a_checkpoint_too(tmp_path, corpus, generator, natural_model):
+    found = evaluate(tmp_path, checkpoints=[natural_model, generator], baseline=generator, dataset=corpus)
+    assert found[str(generator)]["difference"] == 0 and found[str(natural_model)]["difference"] != 0
+    whole, train = found[str(generator)], evaluate(tmp_path, checkpoints=[generator], dataset=corpus, split="train")
+    assert whole["tokens"] < train[str(generator)]["tokens"] and "difference" not in train[str(generator)]
+
+
+def test_samples_have_figures_beside_natural_text(tmp_path, corpus, generator, knowing):
+    options = {"checkpoints": [generator, knowing], "dataset": corpus, "samples": 60}
+    found = evaluate(tmp_path, **options)
+    few, more = found[str(generator)], found[str(knowing)]
+    names = ("forward_nll", "reverse_nll", "distinct_1", "distinct_2", "distinct_3", "repetition", "longest_copy")
+    assert set(few) >= {*names, *(f"natural_{name}" for name in names)}
+    assert few["natural_forward_nll"] == more["natural_forward_nll"]  # the same prompts
+    assert more["forward_nll"] < few["forward_nll"]  # it writes words of the corpus
+    assert more["natural_forward_nll"] < few["forward_nll"]
+    assert found == evaluate(tmp_path, **options)
+
+
+def test_the_test_split_is_for_models_of_the_same_split_alone(tmp_path, corpus, generator):
+    folder = tmp_path / "some_char"
+    shutil.copytree(corpus, folder, ignore=shutil.ignore_patterns("sha256sums.txt"))
+    options = {"checkpoints": [generator], "dataset": folder, "split": "test", "device": "cpu"}
+    assert "test.bin" in refuse_in_one_line("evaluate", **options)
+    tokens = np.fromfile(folder / "val.bin", np.uint16)
+    tokens[::-1].tofile(folder / "test.bin")
+    assert succeed("evaluate", **options).startswith(f"{generator}: loss ")
+    tokens[1:].tofile(folder / "val.bin")
+    assert "another train/validation split" in refuse_in_one_line("evaluate", **options)
+
+
+def test_models_that_cannot_be_compared_are_refused(tmp_path, corpus, generator):
+    options = {"dataset": corpus, "device": "cpu"}
+    record = TokenizationManager(data_path=corpus).to_record()
+    other = make_checkpoint(tmp_path / "other.pt", record["vocab_size"], record, block_size=8)
+    assert "block_size is 8" in refuse_in_one_line("evaluate", checkpoints=[other], baseline=generator, **options)
+    record = TokenizationManager.from_text("abc").to_record()
+    strange = make_checkpoint(tmp_path / "strange.pt", 3, record)
+    assert "mismatch" in refuse_in_one_line("evaluate", checkpoints=[strange], **options)
+    shutil.copytree(corpus, tmp_path / "short", ignore=shutil.ignore_patterns("sha256sums.txt"))
+    np.fromfile(corpus / "val.bin", np.uint16)[:30].tofile(tmp_path / "short/val.bin")
+    options = {"checkpoints": [generator], "dataset": tmp_path / "short", "samples": 10, "device": "cpu"}
+    assert "need more text" in refuse_in_one_line("evaluate", **options)
+
+
+def test_settings_that_are_refused(generator):
+    message = refuse("evaluate", split="train", part="gate", samples=1)
+    for said in ("checkpoints is required", "part is ignored when split is 'train'", "samples=1"):
+        assert f"ERROR: {said}" in message

@@ -1,0 +1,267 @@
+"""interop/huggingface.py: parity with transformers both ways, names of the hub, damaged folders, the export.
+
+    pytest tests/test_interop_huggingface.py
+
+Tests marked `interop` need requirements-bench.txt, and are skipped without it.
+"""
+
+import itertools
+import json
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import assert_same_weights, make_checkpoint, refuse_in_one_line, succeed
+
+from common.files import read_json
+from common.process import UserError
+from interop import huggingface
+from interop.huggingface import model_path, read_folder, their_model
+from model import GPT, GPTConfig
+from tokenization_manager import TokenizationManager, save_meta
+from training.checkpoint import build_model, load_checkpoint
+
+pytest_plugins = ["tiny_run"]
+EXPORT = "interop.huggingface"
+SIZES = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}
+OURS = [
+    GPTConfig(**SIZES, bias=bias, position=position, activation=activation, tied_embeddings=tied, **further)
+    for bias, tied in itertools.product((True, False), repeat=2)
+    for position, activation, further in (
+        ("learned", "gelu_tanh", {}),
+        ("learned", "gelu", {}),
+        ("rope", "gelu", {}),
+        ("rope", "gelu_tanh", {"rotary_share": 0.5, "parallel_residual": True}),
+        ("rope", "gelu", {"rotary_share": 0.25, "parallel_residual": True}),
+    )
+]
+
+
+def name_of(config: GPTConfig) -> str:
+    names = ("position", "bias", "activation", "rotary_share", "parallel_residual", "tied_embeddings")
+    return "-".join(str(getattr(config, name)) for name in names)
+
+
+def with_large_weights(model):
+    """A model whose weights are far from those of a new one, biases and norms too."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of(model: GPT, ids: torch.Tensor) -> torch.Tensor:
+    return model.logits(model.trunk(ids))
+
+
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers", reason="pip install -r requirements-bench.txt")
+
+
+@pytest.fixture
+def folder(tmp_path, transformers):
+    """A small model of GPT-NeoX's form."""
+    their_model(OURS[3], with_large_weights(GPT(OURS[3])).state_dict()).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def change(folder, **settings):
+    """Change settings in the config.json of a folder."""
+    contents = read_json(folder / "config.json") | settings
+    (folder / "config.json").write_text(json.dumps(contents))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# models
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("config", OURS, ids=name_of)
+def test_our_models_have_the_same_logits_and_come_back_as_they_were(tmp_path, transformers, config):
+    model, ids = with_large_weights(GPT(config)), torch.randint(61, (3, 32))
+    theirs = their_model(config, model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, logits_of(model, ids), atol=1e-5, rtol=1e-5)
+    theirs.save_pretrained(tmp_path)
+    contents = load_checkpoint(tmp_path)
+    assert replace(contents["config"], num_tokens=None) == config
+    assert_same_weights(contents["model"], model.state_dict())
+    assert contents["tokenization"] is contents["data"] is None
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("GPT2", {"n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}),
+        ("GPTNeoX", {"rotary_pct": 0.25, "use_parallel_residual": True, "tie_word_embeddings": False}),
+        ("GPTNeoX", {"rotary_pct": 1.0, "use_parallel_residual": False, "tie_word_embeddings": True}),
+    ],
+)
+def test_their_models_have_the_same_logits_here(tmp_path, transformers, form, options):
+    if form == "GPTNeoX":
+        options |= {"max_position_embeddings": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        options |= {"hidden_size": 32, "intermediate_size": 128}
+    config = getattr(transformers, f"{form}Config")(vocab_size=61, **options)
+    theirs = with_large_weights(getattr(transformers, CLASSES[form])(config))
+    theirs.save_pretrained(tmp_path)
+    model, ids = build_model(load_checkpoint(tmp_path), "generator", tmp_path), torch.randint(61, (3, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(model, ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+CLASSES = {"GPT2": "GPT2LMHeadModel", "GPTNeoX": "GPTNeoXForCausalLM"}
+
+
+@pytest.mark.interop
+def test_padding_ids_are_left_out(tmp_path, transformers):
+    model = with_large_weights(GPT(GPTConfig(**{**SIZES, "vocab_size": 64}, num_tokens=61)))
+    their_model(model.config, model.state_dict()).save_pretrained(tmp_path)
+    contents, ids = load_checkpoint(tmp_path), torch.randint(61, (2, 32))
+    assert contents["config"].vocab_size == contents["config"].num_real_tokens == 61
+    again = build_model(contents, "generator", tmp_path)
+    torch.testing.assert_close(logits_of(again, ids), logits_of(model, ids)[..., :61], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.interop
+def test_half_precision_is_read_as_float32(folder):
+    whole = load_checkpoint(folder)["model"]
+    model = huggingface.load_transformers().GPTNeoXForCausalLM.from_pretrained(folder, dtype=torch.float16)
+    model.save_pretrained(folder)
+    assert_same_weights(load_checkpoint(folder)["model"], {n: t.half().float() for n, t in whole.items()})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bad input
+
+
+def test_without_transformers_one_line_says_what_to_install(tmp_path, monkeypatch, generator):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "config.json").write_text("{}")
+    for options in ({"checkpoint_path": tmp_path}, {"checkpoint_path": generator, "output_dir": tmp_path / "out"}):
+        assert "pip install transformers==5.23.0" in refuse_in_one_line(EXPORT, **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "llama"},
+        {"layer_norm_eps": 1e-6},
+        {"intermediate_size": 64},
+        {"hidden_act": "relu"},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000, "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500, "partial_rotary_factor": 0.5}},
+        {"attention_bias": False},
+        {"num_attention_heads": 5},
+        {"num_hidden_layers": 3},
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": 10**6, "intermediate_size": 4 * 10**6},
+        {"vocab_size": -1},
+        {"vocab_size": "61"},
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_supported_is_refused(folder, settings):
+    change(folder, **settings)
+    with pytest.raises(UserError) as caught:
+        read_folder(folder)
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"\xff" * 99])
+def test_damaged_files_are_refused(folder, file, damage):
+    (folder / file).write_bytes(damage((folder / file).read_bytes()))
+    with pytest.raises(UserError) as caught:
+        read_folder(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.interop
+def test_weights_as_a_pickle_are_not_read(folder, transformers):
+    """A file that executes something when it is unpickled."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch hostile'\ntR.")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_folder(folder)
+
+
+@pytest.mark.interop
+def test_a_folder_without_a_model_is_refused(tmp_path, transformers):
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_folder(tmp_path)
+
+
+def test_names_of_the_hub_are_fetched_by_its_package(tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append(name)
+        if name == "no/network":
+            raise OSError("offline\nreally")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface, "load_transformers", lambda: None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
+    model_path.cache_clear()
+    assert model_path("gpt2") == model_path("EleutherAI/pythia-14m") == tmp_path
+    assert model_path(tmp_path / "model.pt") == tmp_path / "model.pt"
+    assert asked == ["openai-community/gpt2", "EleutherAI/pythia-14m"]
+    with pytest.raises(UserError, match="not to be had from the hub") as caught:
+        model_path("no/network")
+    assert "\n" not in str(caught.value)
+    model_path.cache_clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the export
+
+
+@pytest.mark.interop
+def test_an_export_read_again_is_the_same_checkpoint(tmp_path, transformers, generator, corpus):
+    out = tmp_path / "hf"
+    assert f"Saved {out}" in succeed(EXPORT, checkpoint_path=generator, output_dir=out)
+    ours, again = load_checkpoint(generator), load_checkpoint(out)
+    assert_same_weights(again["model"], ours["model"])
+    assert again["data"] == ours["data"]
+    assert again["tokenization"]["chars"] == ours["tokenization"]["chars"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    text = "The hail\nmore"
+    ids = TokenizationManager.from_record(ours["tokenization"]).encode(text).tolist()
+    assert tokenizer(text)["input_ids"] == ids and tokenizer.decode(ids) == text
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.eos_token_id is None and model.generation_config.top_k == 0
+    figures = succeed("evaluate", checkpoints=[out, generator], dataset=corpus, device="cpu").splitlines()
+    assert figures[0].partition(": ")[2] == figures[1].partition(": ")[2]
+    assert "is there already" in refuse_in_one_line(EXPORT, checkpoint_path=generator, output_dir=out)
+
+
+@pytest.mark.interop
+def test_gpt2s_tokenizer_comes_back_as_bpe(tmp_path, transformers, bpe):
+    path = make_checkpoint(tmp_path / "model.pt", 50304, bpe.to_record(), n_embd=4, position="learned")
+    succeed(EXPORT, checkpoint_path=path, output_dir=tmp_path / "hf")
+    assert load_checkpoint(tmp_path / "hf")["tokenization"]["method"] == "bpe"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "To be, or not — naïve 😀\n\n  x"
+    assert tokenizer(text)["input_ids"] == bpe.encode(text).tolist()
+    assert tokenizer.eos_token_id == 50256 == read_json(tmp_path / "hf/config.json")["eos_token_id"]
+
+
+@pytest.mark.interop
+def test_models_without_a_tokenizer_and_reward_models(tmp_path, transformers):
+    save_meta(tmp_path / "meta.pkl", "abc")
+    path, out = make_checkpoint(tmp_path / "model.pt", 3), tmp_path / "hf"
+    assert "--meta_path" in refuse_in_one_line(EXPORT, checkpoint_path=path, output_dir=out)
+    record = TokenizationManager.from_text("abc").to_record()
+    reward = make_checkpoint(tmp_path / "reward.pt", 3, record, mode="reward")
+    assert "a generator is needed" in refuse_in_one_line(EXPORT, checkpoint_path=reward, output_dir=out)
+    assert not out.exists()
+    succeed(EXPORT, checkpoint_path=path, meta_path=tmp_path / "meta.pkl", output_dir=out)
+    assert load_checkpoint(out)["tokenization"]["chars"] == "abc"

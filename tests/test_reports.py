@@ -1,0 +1,293 @@
+"""reports/: the ledger's sentence and table, pictures, passages, and the page.
+
+pytest tests/test_reports.py
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.files import write_json
+from common.process import UserError
+from reports.figures import grpo_curves, skill_picture, training_curves, write_png
+from reports.page import make_page, write_page
+from reports.passages import pieces, read_passages
+from reports.summary import Ledger, headline, policy_minus, table, table_text
+from reward.skill import measure_skill
+from reward_dataset_loader import RewardDataset
+
+pytest_plugins = ["tiny_run"]
+CPU = torch.device("cpu")
+HOSTILE = "</div><script>alert(1)</script>&\x00\ud800"
+
+
+def evaluated(loss: float, difference: float, half: float) -> dict:
+    """Figures of evaluate.py: a loss, and its difference from the policy's with an interval of that half width."""
+    figures = {"loss": loss, "loss_low": loss - 0.1, "loss_high": loss + 0.1, "perplexity": float(np.exp(loss))}
+    bounds = {"difference_low": difference - half, "difference_high": difference + half}
+    return {**figures, "difference": difference, **bounds}
+
+
+SKILL = {"r2": 0.5, "r2_low": 0.4, "r2_high": 0.6}
+POLICY = {"steps": 8, "kept_step": 6, "stop_reason": "plateau", "first_reward": 0.25, "last_reward": 0.5}
+POLICY |= {"kept": {"kl_now": 0.125}}
+LOSSES = {
+    "base_model_v1": evaluated(2.03, 0.03, 0.01),
+    "base_model_v2": evaluated(2.0, 0.0, 0.0),
+    "control_plain_v2": evaluated(1.98, -0.02, 0.01),
+    "control_distil_v2": evaluated(2.01, 0.01, 0.02),
+}
+
+
+def make_ledger(out: Path | None = None, **changes) -> Ledger:
+    """A ledger of one cycle; a change is the figures of a stage, or None: it is not finished."""
+    stages = {
+        **{"base_model_v1": ("base", {}), "evaluation_v1": ("evaluation", {"base_model_v1": LOSSES["base_model_v1"]})},
+        **{"reward_model_v1": ("reward_model", {}), "gate_v1": ("gate", SKILL), "base_model_v2": ("policy", POLICY)},
+        **{"control_plain_v2": ("control_plain", {}), "control_distil_v2": ("control_distil", {})},
+        "evaluation_v2": ("evaluation", LOSSES),
+    }
+    settings = {"dataset": "data/plays", "num_cycles": 1}
+    ledger = Ledger(out, {"settings": settings, "train_tokens": 123456, "planned": list(stages)})
+    for name, (kind, figures) in stages.items():
+        cycle = int(name[-1]) - (0 if kind in ("reward_model", "gate") else 1)
+        record = {"name": name, "kind": kind, "cycle": cycle, "script": "train", "settings": {}, "inputs": {}}
+        figures = changes.get(name, figures)
+        ledger.records[name] = record if figures is None else {**record, "seconds": 5.0, "figures": figures}
+    ledger.outcome = "finished"
+    return ledger
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the ledger
+
+
+def test_headline():
+    text = headline(make_ledger())
+    assert "123,456 tokens of plays" in text and "predicts K/N on the policy's text (R2 0.500 (0.400 to 0.600))" in text
+    assert "lower than that of base_model_v1: -0.0300 (-0.0400 to -0.0200)" in text
+    assert "higher than that of control_plain_v2: +0.0200 (+0.0100 to +0.0300)" in text
+    assert "not shown to differ from that of control_distil_v2: -0.0100 (-0.0300 to +0.0100)" in text
+
+
+def test_headline_of_an_unfinished_run():
+    assert headline(Ledger(None, {"settings": {}})) == "Nothing is trained yet."
+    ledger = make_ledger(base_model_v2=None, evaluation_v2=None)
+    ledger.outcome = "failed in base_model_v2"
+    assert headline(ledger).startswith("Run failed in base_model_v2: A generator was trained")
+    assert "the policy's loss" not in headline(ledger)
+
+
+def test_headline_of_a_closed_gate():
+    ledger = make_ledger(gate_v1={**SKILL, "r2_low": -0.1}, evaluation_v2=None, base_model_v2={})
+    ledger.records["base_model_v2"]["script"] = ""
+    text = headline(ledger)
+    assert "is not shown to predict K/N" in text and "GRPO did not start" in text
+
+
+def test_headline_says_that_there_is_no_plain_control():
+    losses = {name: each for name, each in LOSSES.items() if name != "control_plain_v2"}
+    assert "there is no control by plain training" in headline(make_ledger(evaluation_v2=losses))
+    assert "there is no control" not in headline(make_ledger())
+
+
+def test_the_policys_loss_minus_a_controls():
+    figures = {"difference": 0.02, "difference_low": 0.01, "difference_high": 0.05}
+    assert policy_minus(figures) == {"difference": -0.02, "difference_low": -0.05, "difference_high": -0.01}
+    without = {"difference": 0.02, "difference_low": None, "difference_high": None}
+    assert policy_minus(without) == {"difference": -0.02, "difference_low": None, "difference_high": None}
+
+
+def test_table():
+    rows = {row["model"]: row for row in table(make_ledger())}
+    assert list(rows) == ["base_model_v1", "base_model_v2", "control_plain_v2", "control_distil_v2"]
+    policy = rows["base_model_v2"]
+    assert policy["loss"] == "2.0000 (1.9000 to 2.1000)" and policy["perplexity"] == "7.3891"
+    assert policy["difference"] == "-0.0300 (-0.0400 to -0.0200)" and policy["kept"] == "6 of 8"
+    assert policy["R2 at the gate"] == "0.500 (0.400 to 0.600)" and policy["reward"] == "0.250 -> 0.500"
+    assert rows["control_plain_v2"]["difference"] == "+0.0200 (+0.0100 to +0.0300)"
+    assert rows["base_model_v1"]["difference"] == "" and rows["base_model_v1"]["loss"].startswith("2.0300")
+    lines = table_text(make_ledger()).splitlines()
+    assert len(lines) == 7 and lines[0].split()[:3] == ["cycle", "model", "loss"]
+    assert lines[-1] == "Cycle 1: GRPO stopped by plateau."
+
+
+def test_table_of_what_is_not_finished():
+    (row,) = table(make_ledger(**dict.fromkeys(list(LOSSES)[1:]), evaluation_v1=None, evaluation_v2=None))
+    assert row["model"] == "base_model_v1" and row["loss"] == "" and row["seconds"] == "5"
+
+
+def test_a_ledger_is_read_back(tmp_path):
+    ledger = make_ledger(tmp_path)
+    ledger.record({**ledger.records["gate_v1"], "seconds": 6.0})
+    ledger.end(["base_model_v1", "gate_v1"])
+    again = Ledger(tmp_path)
+    assert list(again.records) == ["base_model_v1", "gate_v1"] and again.about == ledger.about
+    assert again.figures("gate_v1") == SKILL and again.figures("base_model_v2") == {}
+    assert again.number("gate_v1") == "4 of 8"
+
+
+def test_differences_of_a_record():
+    ledger = make_ledger()
+    then = ledger.records["base_model_v1"]
+    assert ledger.difference("base_model_v1", then) == "" and ledger.difference("other", then) == ""
+    then["settings"], then["inputs"] = {"max_iters": 5}, {"dataset": "ab"}
+    now = {"script": "train_grpo", "settings": {"max_iters": 6}, "inputs": {"dataset": "ab"}}
+    expected = "script was train, now train_grpo; max_iters was 5, now 6"
+    assert ledger.difference("base_model_v1", now) == expected
+
+
+@pytest.mark.parametrize(
+    "contents", [[], {"about": {}}, {"about": {}, "stages": {"a": {}}}, {"stages": [{"name": "a"}]}]
+)
+def test_a_damaged_ledger_is_refused(tmp_path, contents):
+    write_json(tmp_path / "cycles.json", contents)
+    with pytest.raises(UserError, match=r"cycles.json is no ledger of this version: use another --out_dir"):
+        Ledger(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pictures
+
+
+def training_records() -> list[dict]:
+    records = [{"step": n, "train_loss": 4 - n / 10, "learning_rate": 0.1} for n in range(10)]
+    for record in records[::3]:
+        loss = record["train_loss"] + 0.5
+        record |= {"select_loss": loss, "select_loss_low": loss - 0.1, "select_loss_high": loss + 0.1}
+    return [*records, {"step": 9, "final": True, "val_loss": 3.0, "train_loss": 99.0}]
+
+
+def lines_of(axes) -> dict[str, tuple[list[float], list[float]]]:
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+
+
+def test_training_curves():
+    """A panel for each quantity of two points; the final record, of another part, is no point."""
+    figure = training_curves(training_records(), "a run")
+    loss, rate = (axes for axes in figure.axes if axes.axison)
+    assert (loss.get_ylabel(), rate.get_ylabel()) == ("nats per token", "AdamW's rate")
+    drawn = lines_of(loss)
+    assert drawn["training batches 3.1"] == (list(range(10)), [4 - n / 10 for n in range(10)])
+    assert drawn["select part 3.6"][0] == [0, 3, 6, 9]
+    (band,) = loss.collections
+    assert band.get_paths()[0].get_extents().y1 == pytest.approx(4.6)
+
+
+def test_grpo_curves():
+    records = [{"step": n, "reward": n / 10, "natural_reward": 0.75, "kl_mixture": None} for n in range(3)]
+    figure = grpo_curves(records, "a run")
+    (panel,) = (axes for axes in figure.axes if axes.axison)
+    assert lines_of(panel)["training prompts 0.2"] == ([0, 1, 2], [0.0, 0.1, 0.2])
+    assert lines_of(panel)["natural text 0.75"][1] == [0.75, 0.75]
+
+
+@pytest.mark.parametrize("draw", [training_curves, grpo_curves])
+def test_no_curves_without_two_points(draw):
+    assert draw([], "a run") is None
+    assert draw([{"step": 0, "select_loss": 2.0, "reward": 0.1}], "a run") is None
+
+
+def test_skill_picture():
+    draw = torch.Generator().manual_seed(0)
+    truth = torch.rand(400, generator=draw)
+    prediction = (truth + 0.1 * torch.randn(400, generator=draw)).clamp(0, 1)
+    skill = measure_skill(prediction, truth, torch.arange(400) // 4, 64, 0)
+    calibration, by_crossover, error = skill_picture(skill, HOSTILE).axes
+    places = calibration.collections[0].get_offsets()
+    assert np.allclose(places[:, 0], [row["mean_prediction"] for row in skill["calibration"]])
+    assert lines_of(by_crossover)["predicted"][1] == [row["mean_prediction"] for row in skill["by_crossover"]]
+    assert lines_of(error)["at this K/N"][1] == [row["mae_tokens"] for row in skill["by_crossover"]]
+
+
+def test_png_of_any_title(tmp_path):
+    """Dollars are no formula, and control characters no obstacle; nothing of matplotlib's settings is changed."""
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    write_png(training_curves(training_records(), f"$x^ {HOSTILE}"), tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.png"]
+    assert dict(matplotlib.rcParams) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# passages and page
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids: np.ndarray) -> str:
+        return bytes(ids.tolist()).decode("utf-8", "replace")
+
+
+def test_pieces_of_characters_of_several_tokens():
+    text = "a\u00e9\u20ac b"
+    found = pieces(Bytes(), np.frombuffer(text.encode(), np.uint8))
+    assert found == ["a", "", "\u00e9", "", "", "\u20ac", " ", "b"]
+    assert "".join(pieces(Bytes(), np.array([97, 0xE2]))) == "a\ufffd"
+
+
+def test_passages(reward_data, predictive_reward_model):
+    passages = read_passages(reward_data, predictive_reward_model, CPU)
+    dataset = RewardDataset(reward_data, "val")
+    N = dataset.block_size
+    assert 1 < len(passages) <= 6
+    labels = {round(float(share) * N) for share in dataset.y[:, 0]}
+    for passage in passages:
+        assert len(passage.tokens) == N == len(passage.natural) and passage.crossover in labels
+        assert passage.predicted == pytest.approx(sum(passage.natural), abs=1e-3)
+        assert all(0 <= probability <= 1 for probability in passage.natural)
+    assert passages == read_passages(reward_data, predictive_reward_model, CPU)
+
+
+def test_passages_of_a_head_of_one_share(reward_data, reward_model):
+    passages = read_passages(reward_data, reward_model, CPU)
+    assert all(0 <= passage.predicted <= 16 for passage in passages)
+
+
+@pytest.fixture
+def run_folder(tmp_path, reward_data, predictive_reward_model):
+    """The files of a run and its ledger."""
+    ledger = make_ledger(tmp_path)
+    (tmp_path / "reward_data_v1").symlink_to(reward_data)
+    (tmp_path / "reward_model_v1.pt").symlink_to(predictive_reward_model)
+    lines = ['{"step": 0, "seconds": 0.1, "select_loss": 3.0}', '{"step": 5, "seconds": 0.2, "select_loss": 2.0}']
+    (tmp_path / "base_model_v1.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "sample_v1.txt").write_text("To be & <script>alert(1)</script>")
+    sample = {"name": "sample_v1", "kind": "sample", "cycle": 0, "script": "sample", "seconds": 1.0, "figures": {}}
+    ledger.records["sample_v1"] = {**sample, "settings": {}, "inputs": {}}
+    return ledger
+
+
+def test_page(run_folder):
+    """Every part, every text escaped, nothing loaded, no script."""
+    page = make_page(run_folder, CPU)
+    assert headline(run_folder).replace("'", "&#39;") in page
+    for row in table(run_folder):
+        assert all(f"<td>{cell.replace('>', '&gt;')}</td>" in page for cell in row.values())
+    assert "To be &amp; &lt;script&gt;" in page and "<script" not in page
+    assert page.count('<b class="k">K</b>') > 1
+    assert all(0 <= float(share) <= 1 for share in re.findall(r"--p: ([\d.]+)", page)) and "--p: " in page
+    assert page.count("data:image/png;base64,") == 1 and not re.search(r"(src|href)=\"?http", page)
+    passages = read_passages(run_folder.out / "reward_data_v1", run_folder.out / "reward_model_v1.pt", CPU)
+    assert all(f"K = {passage.crossover};" in page for passage in passages)
+
+
+def test_page_of_what_there_is(tmp_path):
+    """A run that has just begun, and one whose files are gone."""
+    assert "Nothing is trained yet." in make_page(Ledger(None, {"settings": {}}), CPU)
+    ledger = make_ledger(tmp_path)
+    assert write_page(ledger, CPU) == tmp_path / "report.html"
+    assert "base_model_v2" in (tmp_path / "report.html").read_text()
+
+
+def test_a_page_that_cannot_be_made_is_a_warning(tmp_path, capsys):
+    ledger = make_ledger(tmp_path, evaluation_v2={"base_model_v2": {"loss": 2.0}})
+    write_page(ledger, CPU)
+    assert "WARNING: the report is not written (KeyError" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()

