@@ -43,9 +43,9 @@ CAPS = {"kl_start": 0.5, "kl_now": 0.5, "kl_step": 0.05, "loss_rise": 0.3}
 def draw_prompts(
     tokens: np.ndarray, length: int, num_prompts: int, group_size: int, seed: int, *purpose: str | int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Natural text (P, N), prompt lengths (P, G) and uniforms (P, G, N) that are a function of seed and purpose.
+    """Natural text (P, N) at uniform places, prompt lengths (P, G) uniform on [1, N / 2], and uniforms (P, G, N).
 
-    A prompt's place is uniform over the split, its length uniform on [1, N / 2]; a group shares both.
+    They are a function of seed and purpose.
     """
     draw = random_stream(seed, *purpose)
     offsets = draw.integers(0, len(tokens) - length + 1, size=num_prompts)
@@ -68,18 +68,15 @@ def per_sequence(values: Tensor, mask: Tensor) -> Tensor:
 def rewards_of(scores: Scores, log_probs: Tensor, mask: Tensor, is_ratio: bool, by_token: bool = False) -> Tensor:
     """Rewards (R,) of sequences or, `by_token`, (R, N - 1): the reward model's, plus the user's function's.
 
-    A likelihood head's (`is_ratio`) is its evidence log(m/q), less log pi - log q: the log ratio of its mixture to the
-    policy, whose log-probabilities are log_probs (R, N - 1). Another head's is P(natural). A sequence's reward is each
-    written token's; tokens' rewards count in a sequence's by their mean.
+    A likelihood head's (`is_ratio`) is its evidence log(m/q) less log(pi/q), log pi being log_probs (R, N - 1); another
+    head's P(natural). A sequence's reward is each written token's; a sequence has its tokens' mean.
     """
     of_model = scores.by_token if by_token else scores.natural
     if is_ratio and scores.evidence is not None:
         of_model = scores.evidence - kl_estimate(log_probs, scores.reference_log_probs, "k1")
     parts = [part for part in (of_model, scores.function) if part is not None]
-    if by_token:
-        parts = [part if part.dim() == 2 else part[:, None] * mask for part in parts]
-    else:
-        parts = [per_sequence(part, mask) for part in parts]
+    spread = [part if part.dim() == 2 else part[:, None] * mask for part in parts]
+    parts = spread if by_token else [per_sequence(part, mask) for part in parts]
     return sum(parts[1:], parts[0])
 
 
@@ -102,10 +99,8 @@ class PolicyEvaluation:
     part: str
 
     def __post_init__(self) -> None:
-        self.length, self.device = (
-            self.scorer.reference.config.block_size,
-            next(self.scorer.reference.parameters()).device,
-        )
+        reference = self.scorer.reference
+        self.length, self.device = reference.config.block_size, next(reference.parameters()).device
         self.tokens = validation_part(self.corpus.val, self.length, self.part)
         self.drawn = draw_prompts(self.tokens, self.length, EVAL_PROMPTS, EVAL_SAMPLES, self.seed, "eval", self.part)
 
@@ -118,10 +113,7 @@ class PolicyEvaluation:
 
     @torch.no_grad()
     def __call__(self, completer: Completer[GPT], losses: Tensor | None = None) -> dict[str, Any]:
-        """The figures, as docs/metrics.md defines them, and some completions as text.
-
-        `losses` are those of `self.losses(completer.model)`, where they are at hand.
-        """
+        """The figures that docs/metrics.md defines; `losses` are those of `self.losses`, where they are at hand."""
         losses = self.losses(completer.model) if losses is None else losses
         natural, prefix_lengths, uniforms = self.drawn
         natural, mask = natural.to(self.device), written_mask(prefix_lengths, self.length).to(self.device)
@@ -149,13 +141,12 @@ class PolicyEvaluation:
     def _figures_of_text(self, ids: Tensor, prefix_lengths: list[int]) -> dict[str, Any]:
         """Variety, repetition and copies of completions (R, N), and some of them as text."""
         tails = [row[length:] for row, length in zip(ids, prefix_lengths, strict=True)]
-        half, longest = ids[:, -(self.length // 2) :], 0  # all of it written
-        for tail in tails[:COPIES_SOUGHT]:
-            longest = self.copies.longest_copy(tail.numpy(), longest)
+        half = ids[:, -(self.length // 2) :]  # all of it written
+        longest = max(self.copies.longest_copy(tail.numpy()) for tail in tails[:COPIES_SOUGHT])
         shown = tails[:: max(1, len(ids) // COMPLETIONS_SHOWN)][:COMPLETIONS_SHOWN]
-        variety = {f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)}
         texts = [self.corpus.tokenizer.decode(tail.tolist()) for tail in shown]
-        return {**variety, "repetition": repetition(half), "longest_copy": longest, "completions": texts}
+        variety = {f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)} | {"repetition": repetition(half)}
+        return {**variety, "longest_copy": longest, "completions": texts}
 
 
 def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
@@ -167,10 +158,8 @@ def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
 
 
 def skill_on_policy(completer: Completer[GPT], scorer: RewardScorer, tokens: np.ndarray, seed: int) -> dict[str, Any]:
-    """R2 and more of the reward model on fresh text of the policy, K uniform on 1 to N - 1, after natural text.
-
-    The natural blocks are evenly spaced in the gate's part of the validation split, which neither selected the reward
-    model nor reports its figures. See reward.skill.measure_skill.
+    """`measure_skill` of the reward model on fresh text of the policy, K uniform on 1 to N - 1, after evenly spaced
+    natural blocks of the gate's part of the validation split, which neither selected the reward model nor reports.
     """
     N, G, device = completer.length, GATE_SAMPLES, next(completer.model.parameters()).device
     gate = ValidationParts.of(len(tokens) // N).gate
@@ -191,9 +180,8 @@ def skill_on_policy(completer: Completer[GPT], scorer: RewardScorer, tokens: np.
 
 
 def passes_gate(skill: dict[str, Any], path: str, allowed: bool, gate_path: str | None) -> bool:
-    """Whether to go on after the gate: not where its figures, written to `gate_path`, are all that was asked for.
-
-    Raises UserError for a reward model (`path`) whose R2 interval is not above 0, unless that is allowed: then warns.
+    """Whether to go on after the gate, not where its figures were asked for (`gate_path`); UserError for a reward model
+    (`path`) whose R2 interval is not above 0, unless that is allowed.
     """
     is_open = skills.better_than_constant(skill["r2_low"])
     r2 = skills.format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
@@ -203,10 +191,10 @@ def passes_gate(skill: dict[str, Any], path: str, allowed: bool, gate_path: str 
             write_json(gate_path, skill)
         say(f"The gate is {'open' if is_open else 'closed: the lower end is not above 0'}. Saved {gate_path}")
     elif not is_open:
-        finding = f"{path} does not predict where this policy's text begins: R2 {r2}"
-        remedy = "train one that predicts (--head likelihood and a --natural_model_path that learned more natural text)"
+        finding = f"{path} does not predict where this policy's text begins: R2 {r2}, {skill['num_blocks']} blocks"
+        remedy = "train one with a --natural_model_path that learned more natural text"
         if skill["num_blocks"] < skills.MIN_BLOCKS:
-            remedy = f"use more text: {skill['num_blocks']} natural blocks are fewer than {skills.MIN_BLOCKS}"
+            remedy = f"use more text, {skills.MIN_BLOCKS} blocks at least"
         if not allowed:
             raise UserError(f"ERROR: {finding}; {remedy}, or optimise noise with --allow_unpredictive_reward True")
         warn(f"{finding}; going on, as allowed")
@@ -224,13 +212,10 @@ class Stops:
     cap: str = ""  # which cap the last step broke, or the policy evaluated after it
 
     def state_dict(self) -> dict[str, Any]:
-        """The start's figures, the rewards so far, and the cap."""
         return {"start": self.start, "rewards": self.rewards, "cap": self.cap}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`."""
-        self.start, self.cap = dict(state["start"]), str(state["cap"])
-        self.rewards = [float(reward) for reward in state["rewards"]]
+        self.start, self.cap, self.rewards = dict(state["start"]), str(state["cap"]), list(map(float, state["rewards"]))
 
     def note(self, record: Mapping[str, Any]) -> None:
         """Take note of figures of a step, or of the evaluation after it; the first are those of the start."""

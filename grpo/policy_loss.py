@@ -4,7 +4,6 @@
 
 Pure functions, in float32 or better. Shapes: B sequences of T tokens over a vocabulary of V; P prompts with G
 completions each, the G of one prompt side by side. Normalisers are those of TRL's GRPO trainer; BNPO is its token mean.
-
 Papers: GRPO (DeepSeekMath, arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), CISPO (MiniMax-M1, 2506.13585),
 GSPO (2507.18071), PPO (1707.06347), KL estimators (J. Schulman, "Approximating KL Divergence", 2020).
 """
@@ -36,8 +35,8 @@ def _grouped(rewards: Tensor, group_size: int) -> Tensor:
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """Advantages (P * G,) of rewards (P * G,): reward - its group's mean, over a standard deviation + EPSILON.
 
-    scale 'group': of the group (GRPO, section 4.1.2); 'batch': of all rewards; 'none': not divided (Dr. GRPO). Standard
-    deviations have Bessel's correction. Groups whose range is <= FLAT get exactly 0.
+    scale 'group': of the group (GRPO, section 4.1.2); 'batch': of all rewards; 'none': not divided (Dr. GRPO). They
+    have Bessel's correction. Groups whose range is <= FLAT get exactly 0.
     """
     groups = _grouped(rewards, group_size)
     advantages = groups - groups.mean(1, keepdim=True)  # (P, G)
@@ -76,10 +75,8 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str =
     """
     _choose("estimator", estimator, ("k1", "k2", "k3"))
     difference = _at_least_float32(reference_log_probs) - _at_least_float32(log_probs)
-    if estimator == "k1":
-        return -difference
-    if estimator == "k2":
-        return difference.square() / 2
+    if estimator != "k3":
+        return -difference if estimator == "k1" else difference.square() / 2
     difference = difference.clamp(max=MAX_EXPONENT)
     return difference.expm1() - difference  # expm1: e^d - 1 keeps its digits where d is small
 

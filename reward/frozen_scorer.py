@@ -2,10 +2,10 @@
 
     python -c "from reward.frozen_scorer import RewardScorer; help(RewardScorer)"
 
-Shapes: R sequences of N tokens, C channels, V token ids.
+Shapes: R sequences of N tokens, C channels.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ class RewardScorer:
         """Read sequences (R, N), as many at a time as fit.
 
         written: (R, N - 1) bool, which of the tokens after the first were written after a prompt; None: all of them.
-        group_size: how many sequences side by side have one prompt, which is read once. keep_hidden: with the hidden
-        states, of a likelihood model that contains the reference. function: a user's, whose rewards join the scores.
+        group_size: how many sequences side by side have one prompt, read once. keep_hidden: with the hidden states, of
+        a likelihood model. function: a user's, whose rewards join the scores.
         """
         written = torch.ones_like(ids[:, 1:], dtype=torch.bool) if written is None else written
         size = rows_of_whole_groups(self.reference.rows_at_a_time(), group_size)
@@ -74,8 +74,8 @@ class RewardScorer:
         columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Scores)}
         hidden = tuple(torch.cat(states) for states in zip(*columns.pop("hidden"), strict=True))
         joined: dict[str, Any] = {n: None if column[0] is None else torch.cat(column) for n, column in columns.items()}
-        scores = Scores(**joined, hidden=hidden)
-        return scores if function is None else replace(scores, function=function(ids, written))
+        joined["function"] = None if function is None else function(ids, written)
+        return Scores(**joined, hidden=hidden)
 
     def _read(self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool) -> Scores:
         model, prompt_lengths, tokens = self.reward_model, ids.size(1) - written.sum(1), ids[:, 1:]

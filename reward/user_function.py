@@ -1,8 +1,6 @@
 """Loads and calls a reward function of the user's own: the one place of the project that executes a user's Python.
 
-    python train_grpo.py --base_model_path base_model_v1.pt --reward_function my_rewards.py:score
-
-Shapes: R sequences of N tokens, prompt first.
+python train_grpo.py --base_model_path base_model_v1.pt --reward_function my_rewards.py:score
 """
 
 import inspect
@@ -35,16 +33,15 @@ def locate(named: str) -> tuple[Path, str]:
 
 
 class RewardFunction:
-    """A user's function of completions, in TRL's form: its file is executed once, its calls are checked.
+    """A user's function of R sequences of N tokens, in TRL's form: its file is executed once, its calls are checked.
 
     It is called with those of these arguments that it takes: prompts, completions (R str each), prompt_ids,
     completion_ids (R lists of int each), ids (int64 array (R, N)) and masks (bool array (R, N - 1): which tokens after
-    the first were written). `decode` makes text of ids; `per_token` is the kind of numbers of the first call.
+    the first were written). `decode` makes text of ids.
     """
 
     def __init__(self, named: str, decode: Callable[[list[int]], str] = str) -> None:
         self.named, self.decode = named, decode
-        self.per_token: bool | None = None
         self.path, name = locate(named)
         self.sha256 = hash_file(self.path)
         sys.path.append(str(self.path.resolve().parent))  # last: what lies there hides no other module
@@ -54,17 +51,14 @@ class RewardFunction:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards float32 of sequences (R,) or of tokens (R, N - 1), 0 where none was written; on the device of ids.
+        """Rewards float32 of sequences (R,) or tokens (R, N - 1), 0 outside the mask (R, N - 1), of ids (R, N) int64.
 
-        ids (R, N) int64, mask (R, N - 1) bool. Raises UserError for a function that raises an exception, exits, or
-        returns anything but finite numbers of one kind.
+        Raises UserError for a function that raises anything or returns anything but finite numbers of one kind.
         """
         rows, counts = ids.tolist(), mask.sum(1).tolist()
-        given: dict[str, Any] = {"prompt_ids": [row[:-count] for row, count in zip(rows, counts, strict=True)]}
-        given["completion_ids"] = [row[-count:] for row, count in zip(rows, counts, strict=True)]
-        given |= {
-            name: [self.decode(each) for each in given[f"{name[:-1]}_ids"]] for name in ("prompts", "completions")
-        }
+        prompts, completions = zip(*((row[:-n], row[-n:]) for row, n in zip(rows, counts, strict=True)), strict=True)
+        given: dict[str, Any] = {"prompt_ids": list(prompts), "completion_ids": list(completions)}
+        given |= {"prompts": list(map(self.decode, prompts)), "completions": list(map(self.decode, completions))}
         given |= {"ids": np.array(rows, dtype=np.int64), "masks": np.array(mask.tolist(), dtype=bool)}  # copies
         taken = inspect.signature(self.function).parameters
         if all(each.kind != each.VAR_KEYWORD for each in taken.values()):
@@ -80,9 +74,6 @@ class RewardFunction:
         for value in numbers:
             if not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:  # NaN fails, too
                 self._fail(f"returned {value!r:.40}; {RULE}")
-        if self.per_token not in (None, per_token):
-            self._fail("returned numbers of tokens and, in another call, of sequences: return one kind")
-        self.per_token = per_token
         flat = torch.tensor(numbers, dtype=torch.float32, device=ids.device)
         return flat.new_zeros(mask.shape).masked_scatter(mask, flat) if per_token else flat
 

@@ -189,7 +189,7 @@ def test_the_gate_by_hand(capsys, tmp_path, low):
         passes_gate(skill, "reward_model.pt", False, None)
     assert passes_gate(skill, "reward_model.pt", True, None)
     assert "WARNING: reward_model.pt " in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"\b9 natural blocks are fewer than 10\b"):
+    with pytest.raises(UserError, match=r"\b9 blocks; use more text, 10 blocks"):
         passes_gate({**skill, "num_blocks": 9}, "reward_model.pt", False, None)
     assert not passes_gate(skill, "reward_model.pt", False, str(tmp_path / "gate.json"))
 

@@ -60,14 +60,14 @@ def grpo(monkeypatch, tmp_path, corpus, generator):
         monkeypatch.setattr(policy_evaluation, "PLATEAU_WINDOWS", 1000)
         files = {"base_model_path": generator, "reward_model_path": generator, "dataset": corpus}
         files["output_path"] = tmp_path / "policy.pt"
-        common = {
-            "allow_unpredictive_reward": True,
-            "device": "cpu",
+        common = {"allow_unpredictive_reward": True, "overwrite": True, "device": "cpu", "beta": 0.0}
+        common |= {
             "prompts_per_step": 8,
             "group_size": 8,
-            "beta": 0.0,
+            "reward_threshold": 1.0,
+            "learning_rate": 1e-2,
+            "eval_interval": 10,
         }
-        common |= {"reward_threshold": 1.0, "learning_rate": 1e-2, "eval_interval": 10}
         succeed("train_grpo", **{**files, **common, **options})
         records = read_records(tmp_path / "policy.jsonl")
         return [r for r in records if "reward" in r], [r for r in records if "select_loss" in r]
