@@ -8,7 +8,7 @@ ARGS :=
 MINUTES := 120
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test campaign-short campaign tree mutants test-interop bench-generation bench-reward-models bench-grpo bench-training screenshot lint format clean
+.PHONY: help setup run test campaign-short campaign tree mutants test-interop bench-generation bench-reward-models bench-grpo bench-training lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,12 +57,9 @@ bench-reward-models: setup ## measure every reward model, by itself and against 
 	$(PYTHON) benchmarks/reward_models.py $(ARGS)
 	$(PYTHON) benchmarks/oracle.py
 
-bench-training: setup ## time the three trainers and their start, train.py against nanoGPT's
+bench-training: setup ## time train.py beside nanoGPT's, start-up and memory
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/training.py $(ARGS)
-
-screenshot: setup ## take README's picture of the report that `make run` has written (needs Chromium)
-	$(PYTHON) tests/screenshot.py out/shakespeare_char_cpu/report.html docs/report.png
 
 lint: setup ## check style, formatting and types
 	$(PYTHON) -m ruff check .
