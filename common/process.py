@@ -58,7 +58,8 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except Finished as finished:
-        print(finished)
+        if is_main_rank():
+            print(finished)
     except DivergedError as error:
         _exit(f"{error}. The checkpoint of an earlier evaluation, if there was one, is kept.", EXIT_BAD_INPUT)
     except UserError as error:
