@@ -171,7 +171,7 @@ class Loop:
         for cycle in range(1, self.cycles.num_cycles + 1):
             data, gate = self.out / f"reward_data_v{cycle}", self.out / f"gate_v{cycle}.json"
             base, model, path = self.base(cycle), self.base(cycle + 1), self.out / f"reward_model_v{cycle}.pt"
-            own, binary, compared = {"base_model_path": base}, {"input_mode": "binary"}, ("gate_blocks", "seed")
+            own, binary, compared = {"base_model_path": base}, {"input_mode": "binary"}, ("seed",)
             reads = {"model_path": base, **self.tokens}
             yield Stage("reward_data", cycle, "prepare_reward_data", data, reads, binary, "output_dir")
             yield Stage("reward_model", cycle, "train_reward_model", path, {**own, "data_dir": data, **trunk})
