@@ -35,7 +35,7 @@ def harmful_checkpoint(source: Path, target: Path, marker: Path, draw: random.Ra
     if place in ("shape", "nan"):
         name = draw.choice(sorted(contents["model"]))
         weight = contents["model"][name]
-        contents["model"][name] = weight[:-1] if place == "shape" else weight * float("nan")
+        contents["model"][name] = weight.flatten()[:-1] if place == "shape" else weight * float("nan")
     elif place == "huge":
         setattr(contents["config"], draw.choice(["n_layer", "n_embd", "vocab_size", "block_size"]), 2**40)
     else:
