@@ -95,8 +95,8 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
         raise BinaryFileError(f"{'Validation' if name == 'val' else name.title()} binary file not found: {path}")
     num_tokens, odd = divmod(size := Path(path).stat().st_size, TOKEN_DTYPE.itemsize)
     if odd or num_tokens < max(1, min_tokens):
-        need = f"at least {min_tokens:,} tokens of 2 bytes are needed, block_size or more"
-        raise BinaryFileError(f"{path} has {size:,} bytes, but {need}: use more data or a smaller block_size")
+        need = f"whole tokens of 2 bytes are needed, {max(1, min_tokens):,} or more"
+        raise BinaryFileError(f"{path} has {size:,} bytes, but {need}: make it again, or use a smaller block_size")
     tokens = np.memmap(path, dtype=TOKEN_DTYPE, mode="r")
     for start in range(0, num_tokens, CHUNK):
         if (token := tokens[start : start + CHUNK].max()) >= vocab_size:

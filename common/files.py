@@ -88,9 +88,9 @@ def from_json(text: str) -> Any:
 
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
     """torch.save to `path`, whole or not at all; raises UserError where it cannot be written (a full disk)."""
-    with atomic_path(path) as partial:
+    with atomic_path(path) as partial, open(partial, "wb") as file:  # Python's file: torch's own hides the reason
         try:
-            torch.save(dict(contents), partial)
+            torch.save(dict(contents), file)
         except RuntimeError as error:  # torch's writer raises its own error for a failed write
             reason = getattr(error.__context__, "strerror", None) or str(error).splitlines()[0]
             raise UserError(f"ERROR: cannot write {path}: {reason}") from None
@@ -121,9 +121,9 @@ def load_state(path: str | Path) -> dict[str, Any]:
         raise
     except Exception as error:  # damaged bytes can make the reader stumble in any way
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {reason}") from None
+        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {reason}; name another file") from None
     if not isinstance(contents, dict):
-        raise UserError(f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint")
+        raise UserError(f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint; name another")
     return contents
 
 

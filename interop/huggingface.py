@@ -69,8 +69,10 @@ def model_path(name: str | Path) -> Path:
 
 def read_folder(folder: str | Path) -> dict[str, Any]:
     """A checkpoint's dict from a folder, in which nothing is executed; UserError for what GPTConfig cannot express."""
-    folder, transformers = Path(folder), load_transformers()
-    path = folder / "tokenizer.json"
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"ERROR: {folder} is a folder without config.json, no model: name a checkpoint's file (.pt)")
+    transformers, path = load_transformers(), folder / "tokenizer.json"
     tokenizer = TokenizationManager("tokenizer", meta_path=path) if path.is_file() else None
     if tokenizer is None:
         warn(f"{folder} has no tokenizer.json: nothing is known of the text that its tokens mean")

@@ -1,8 +1,6 @@
 """Bad input ends every script in clear words and exit status 2 (Ctrl-C in 130), and leaves nothing half-written."""
 
 import errno
-import json
-import math
 import os
 import pickle
 import re
@@ -26,6 +24,7 @@ from helpers import (
     folder_bytes,
     prepare_options,
     press_ctrl_c,
+    printed_lines,
     refuse,
     refuse_in_one_line,
     start,
@@ -36,6 +35,7 @@ import prepare_reward_data
 import train
 import train_grpo
 import train_reward_model
+from common.files import from_json
 from training.checkpoint import load_checkpoint
 
 pytest_plugins = ["tiny_run"]
@@ -118,7 +118,7 @@ def test_misspelt_and_badly_typed_options(script, good, tmp_path):
         ("prepare_reward_data", {"seed": -1, "train_split": 1.0, "temperature": "nan", "top_k": 0, "max_blocks": 0}),
         ("train_reward_model", {"batch_size": 0, "learning_rate": "nan", "unfreeze_layers": -2, "patience": 0}),
         ("train_grpo", {"group_size": 1, "beta": "nan", "epsilon": 0.0, "reward_threshold": 1.5, "max_steps": 0}),
-        ("evaluate", {"batch_size": 0, "checkpoints": ["nowhere.pt"]}),
+        ("evaluate", {"samples": 1, "checkpoints": ["nowhere.pt"]}),
         ("sample", {"num_samples": 0, "temperature": "inf", "top_k": 0, "top_p": 0.0, "max_new_tokens": -1}),
         ("run_cycles", {"num_cycles": 0, "perplexity_patience": 0, "sample_tokens": 0}),
     ],
@@ -133,18 +133,17 @@ def test_all_problems_are_reported_at_once(script, wrong, good, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("heads", "problem", "width"),
+    ("heads", "problem"),
     [
-        ({"n_embd": 10, "n_head": 3}, "n_embd=10 .* n_head=3", 12),
-        ({"n_embd": 15, "n_head": 3}, ".* n_embd / n_head = 5", 12),
-        ({"n_embd": 3, "n_head": 4, "position": "learned"}, "n_embd=3 .* n_head=4", 8),
+        ({"n_embd": 10, "n_head": 3}, "n_embd=10 .* n_head=3"),
+        ({"n_embd": 15, "n_head": 3}, ".* n_embd / n_head = 5"),
+        ({"n_embd": 3, "n_head": 4, "position": "learned"}, "n_embd=3 .* n_head=4"),
     ],
 )
-def test_an_impossible_model_is_reported_with_the_other_problems(good, heads, problem, width):
+def test_an_impossible_model_is_reported_with_the_other_problems(good, heads, problem):
     message = refuse("train", **{**good["train"], **heads, "batch_size": 0, "n_layer": 0})
     said = [line for line in message.splitlines() if line.startswith("  ERROR: ")]
-    assert len(said) == 3 and any(re.fullmatch(f"  ERROR: {problem}", line) for line in said)
-    assert f" --n_embd {width}\n" in message
+    assert len(said) == 3 and any(re.match(f"  ERROR: {problem}", line) for line in said)
     message = refuse("train", **{**good["train"], "n_head": 0})
     assert message.count("n_head=0") == 1
 
@@ -167,26 +166,6 @@ def test_invalid_configurations_of_the_guide(generator):
     )
     assert "ERROR: data_path is ignored in binary mode" in message
     assert "ERROR: Train binary file not found: nonexistent.bin" in message
-
-
-def test_settings_files(tmp_path, good):
-    def write(text: str) -> str:
-        (tmp_path / "config.py").write_text(text)
-        return str(tmp_path / "config.py")
-
-    line = refuse_in_one_line("train", write("batch_sise = 3\n"), **good["train"])
-    assert "'batch_sise'" in line and "batch_size" in line
-    harm = tmp_path / "harm"
-    line = refuse_in_one_line("train", write(f"x = open({str(harm)!r}, 'w')\n"), **good["train"])
-    assert "line 1" in line
-    assert not harm.exists()
-    assert "line 2" in refuse_in_one_line("train", write("a = 1\nb = = 2\n"), **good["train"])
-    assert "nowhere.py" in refuse_in_one_line("train", "nowhere.py", **good["train"])
-    assert not (tmp_path / "out").exists()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# folders in Hugging Face's form
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,30 +202,27 @@ def damage(path: Path, kind: str, generator: Path, reward_model: Path) -> str:
         contents, said = [1, 2], "list"
     elif kind == "other shape":
         contents["config"].n_embd = 32
-        said = "has shape"
-    elif kind == "impossible":
+        said = "[25, 16]"
+    else:
+        assert kind == "impossible"
         contents["config"].n_head = 3
         said = "n_head=3"
-    else:
-        assert kind == "later format"
-        contents["format_version"] = 2
-        said = "format_version 2"
     torch.save(contents, path)
     return said
 
 
 BAD_CHECKPOINTS = ("missing", "empty", "truncated", "text", "folder", "nan", "no config", "list")
-BAD_CHECKPOINTS += ("other shape", "impossible", "later format", "reward model")
+BAD_CHECKPOINTS += ("other shape", "impossible", "reward model")
 
 
-@pytest.mark.parametrize(
-    ("script", "kind"),
-    [(script, kind) for script in MODEL_OPTION for kind in BAD_CHECKPOINTS],
-)
+@pytest.mark.parametrize("kind", BAD_CHECKPOINTS)
+@pytest.mark.parametrize("script", MODEL_OPTION)
 def test_bad_checkpoints(script, kind, good, tmp_path, generator, reward_model):
     path = tmp_path / "bad.pt"
     said = damage(path, kind, generator, reward_model)
-    assert said in refuse(script, **{**good[script], MODEL_OPTION[script]: path})
+    message = refuse(script, **{**good[script], MODEL_OPTION[script]: path})
+    assert said in message and str(path) in message
+    assert kind == "missing" or len(printed_lines(message)) == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -336,10 +312,10 @@ def test_models_that_do_not_fit_together(good, tmp_path, generator, reward_model
 
 BAD_TOKENS = {
     "missing": "train.bin",
-    "empty": "is empty",
-    "odd": "odd length",
+    "empty": "0 bytes",
+    "odd": "345 bytes",
     "out of range": "Token range incompatible",
-    "short": "1 tokens, but",
+    "short": "2 bytes",
 }
 
 
@@ -387,12 +363,6 @@ def test_a_missing_corpus_is_to_be_made_only_where_that_can_be_done(good, tmp_pa
     assert "own/train.bin" in line and f"`python {tmp_path}/own/prepare.py`" in line and "--dataset" not in line
 
 
-def test_a_block_larger_than_the_data(good, tmp_path, corpus):
-    line = refuse_in_one_line("train", **{**good["train"], "block_size": 100_000})
-    assert str(corpus / "train.bin") in line and "100,001" in line
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("kind", ["empty", "not utf-8", "unknown character"])
 def test_bad_texts(kind, good, tmp_path, corpus):
     bad = tmp_path / "bad_char"
@@ -410,18 +380,7 @@ def test_bad_texts(kind, good, tmp_path, corpus):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_sample_that_cannot_start(good, tmp_path):
-    for begin, said in (("", "empty"), ("FILE:/no/such/file", "/no/such/file")):
-        assert said in refuse_in_one_line("sample", **{**good["sample"], "start": begin})
-    line = refuse_in_one_line("sample", **{**good["sample"], "start": "a§é"})
-    assert "'§é'" in line and r"'\n .A" in line
-    assert line.endswith("--start") and "meta.pkl" not in line
-    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
-    line = refuse_in_one_line("sample", **{**good["sample"], "start": f"FILE:{tmp_path / 'latin1.txt'}"})
-    assert "not UTF-8" in line
-
-
-@pytest.mark.parametrize("kind", ["missing folder", "missing file", "truncated", "other block_size"])
+@pytest.mark.parametrize("kind", ["missing folder", "missing file", "truncated"])
 def test_bad_reward_data(kind, good, tmp_path, reward_data):
     bad = tmp_path / "bad"
     shutil.copytree(reward_data, bad)
@@ -429,67 +388,40 @@ def test_bad_reward_data(kind, good, tmp_path, reward_data):
         shutil.rmtree(bad)
     elif kind == "missing file":
         (bad / "val_y.bin").unlink()
-    elif kind == "truncated":
-        (bad / "train_x.bin").write_bytes((bad / "train_x.bin").read_bytes()[:-6])
     else:
-        for split in ("train", "val"):
-            path = bad / f"{split}_metadata.txt"
-            rows = (bad / f"{split}_y.bin").stat().st_size // 8
-            text = path.read_text().replace("block_size: 16", "block_size: 32").replace(", 16)", ", 32)")
-            path.write_text(re.sub("(?m)^(train|val)_tokens: .*\n", "", text))  # which would reveal it
-            (bad / f"{split}_x.bin").write_bytes(b"\1\0" * 32 * rows)
+        (bad / "train_x.bin").write_bytes((bad / "train_x.bin").read_bytes()[:-6])
     message = refuse("train_reward_model", **{**good["train_reward_model"], "data_dir": bad})
     said = {"missing folder": str(bad), "missing file": "val_y.bin", "truncated": "train_x.bin"}
-    assert said.get(kind, "Block size mismatch: dataset uses 32") in message
+    assert said[kind] in message
     assert not (tmp_path / "out").exists()
 
 
-def test_reward_data_is_checked_before_training(good, tmp_path, reward_data):
-    """All that is wrong with contents and metadata at once, as the inspection prints it, and no model."""
-    bad = tmp_path / "bad"
-    shutil.copytree(reward_data, bad)
-    x = np.memmap(bad / "train_x.bin", np.uint16, "r+")
-    x[16 * 3] = 25
-    y = np.memmap(bad / "val_y.bin", np.float32, "r+")
-    y[2 * 7] = np.nan
-    x.flush(), y.flush()
-    path = bad / "val_metadata.txt"
-    path.write_text(re.sub("model_sha256: .*", "model_sha256: another", path.read_text()))
-    message = refuse("train_reward_model", **{**good["train_reward_model"], "data_dir": bad})
-    for fault in (r"\b1 train .*vocab_size=25\b.* row 3 .*\b25\b", r"\b1 val .* row 7 .*nan", "model_sha256 .*another"):
-        assert re.search(fault, message)
-    assert len(message.splitlines()) == 4  # the last says how to make data
+@pytest.mark.parametrize(
+    ("name", "place", "new", "said"),
+    [
+        ("val_y.bin", 7 * 8, np.float32("nan").tobytes(), r"\b1 val .* row 7 .*nan"),
+        ("train_x.bin", 3 * 32, b"\x19\0", r"\b1 train .*vocab_size=25\b.* row 3 .*\b25\b"),
+    ],
+)
+def test_reward_data_are_checked_before_training(good, tmp_path, reward_data, name, place, new, said):
+    shutil.copytree(reward_data, tmp_path / "bad")
+    with open(tmp_path / "bad" / name, "r+b") as file:
+        file.seek(place)
+        file.write(new)
+    assert re.search(said, refuse("train_reward_model", **{**good["train_reward_model"], "data_dir": tmp_path / "bad"}))
     assert not (tmp_path / "out").exists()
 
 
 def test_learning_that_diverges(good, tmp_path):
-    """A learning rate beyond all reason: one line, and no file that pretends to be a model."""
-    line = refuse_in_one_line("train", **{**good["train"], "learning_rate": 1e30, "grad_clip": 0.0})
-    assert re.match(r"ERROR: step 2: .*gradient of transformer\.", line)
-    wild = {"learning_rate": 1e30, "grad_clip": 0.0}
-    line = refuse_in_one_line("train_grpo", **{**good["train_grpo"], **wild, "max_steps": 4, "start_kl_cap": 1e30})
-    assert re.match("ERROR: step 2: .*logits .*NaN", line)
-    wild["batch_size"] = 10_000  # the one step of an epoch is harmful, and no gradient comes after it
-    line = refuse_in_one_line("train_reward_model", **{**good["train_reward_model"], **wild})
-    assert re.match("ERROR: epoch 1: val_loss .*nan", line)
-    assert left_behind(tmp_path / "out") == ["model_checkpoint.jsonl", "policy.jsonl", "reward.jsonl"]
-
-
-def strict_json(text: str) -> list[dict]:
-    """The values in the lines of a text; NaN and infinities, which JSON does not have, are an error."""
-
-    def refused(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
-
-    return [json.loads(line, parse_constant=refused) for line in text.splitlines()]
-
-
-def test_a_loss_that_is_not_finite_gets_no_record(good, tmp_path):
-    options = {**good["train"], "learning_rate": 1e30, "grad_clip": 0.0, "eval_interval": 1}
-    line = refuse_in_one_line("train", **options)
-    assert re.match("ERROR: step 1: select_loss .*nan", line)
-    records = strict_json((tmp_path / "out" / "model_checkpoint.jsonl").read_text())
-    assert records and all(math.isfinite(record["select_loss"]) for record in records)
+    """A learning rate beyond all reason: one line, and no file that pretends to be a model that learned."""
+    options, out = {script: {**good[script], "learning_rate": 1e30} for script in good}, tmp_path / "out"
+    assert "not finite" in refuse_in_one_line("train", **{**options["train"], "eval_interval": 1})
+    assert "not finite" in refuse_in_one_line("train_grpo", **{**options["train_grpo"], "max_steps": 4})
+    assert "not finite" in refuse_in_one_line("train_reward_model", **options["train_reward_model"])
+    assert not {"policy.pt", "reward.pt"} & set(left_behind(out))
+    assert load_checkpoint(out / "model_checkpoint.pt")["training"]["step"] == 0
+    for path in out.glob("*.jsonl"):
+        assert [from_json(line) for line in path.read_text().splitlines()] or path.stem == "reward"  # NaN is no JSON
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -542,8 +474,8 @@ def test_a_full_disk(script, good, tmp_path):
     [
         ("train", train, "get_batch", 3),
         ("prepare_reward_data", prepare_reward_data, "make_samples", 1),
-        ("train_reward_model", train_reward_model, "weighted_loss", 2),
-        ("train_grpo", train_grpo, "sample_group", 1),
+        ("train_reward_model", train_reward_model, "take_step", 2),
+        ("train_grpo", train_grpo, "sample", 1),
     ],
 )
 def test_ctrl_c(monkeypatch, script, module, name, calls, good, tmp_path):
@@ -553,15 +485,16 @@ def test_ctrl_c(monkeypatch, script, module, name, calls, good, tmp_path):
     assert finished.status == 130
     assert "Interrupted" in finished.err
     assert "Traceback" not in finished.err
-    assert not any(name.endswith(".pt") for name in left_behind(tmp_path))
-    succeed(script, **good[script])
+    for path in tmp_path.rglob("*.pt"):
+        load_checkpoint(path)  # that of an evaluation is whole
+    succeed(script, **good[script], **({"init_from": "resume"} if "--init_from resume" in finished.err else {}))
 
 
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_real_signal(how, status, good, tmp_path):
     process = start(ROOT / "train.py", *as_arguments({**good["train"], "max_iters": 1_000_000}))
     assert "Using device" in process.stdout.readline()
-    while not (tmp_path / "out" / "model_checkpoint.resume").exists():
+    while not (tmp_path / "out" / "model_checkpoint.pt").exists():
         assert process.poll() is None
     process.send_signal(how)
     _, errors = process.communicate(timeout=30)

@@ -43,7 +43,7 @@ def trainers(corpus, generator, reward_data, predictive_reward_model):
     step_one = {**grpo, "max_steps": 1, "eval_interval": 1}
     return {
         "train": (
-            {**TINY_TRAIN, "dataset": corpus, "log_interval": 1, "gradient_accumulation_steps": 2},
+            {**TINY_TRAIN, "dataset": corpus, "gradient_accumulation_steps": 2},
             ("train_loss", "val_loss", "gradient_norm"),
         ),
         "train_reward_model": ({**data, **position}, ("train_loss", "val_loss")),
@@ -83,12 +83,12 @@ def test_a_batch_that_cannot_be_shared_out_is_refused(tmp_path, corpus):
 
 
 def start_ranks_and_wait(folder, corpus):
-    """Two ranks that train for a long time, once they have saved something, and the processes' numbers."""
+    """Two ranks that train for a long time, once they have made a step, and the processes' numbers."""
     options = {**TINY_TRAIN, "max_iters": 10**6, "dataset": corpus, "out_dir": folder}
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process = start(*launch, ROOT / "train.py", *as_arguments(options))
+    process, records = start(*launch, ROOT / "train.py", *as_arguments(options)), folder / "model_checkpoint.jsonl"
     deadline = time.monotonic() + 60
-    while not (folder / "model_checkpoint.resume").exists():
+    while not records.exists() or len(records.read_text().splitlines()) < 2:  # both have made a step
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:

@@ -116,6 +116,24 @@ def test_a_damaged_state_is_one_line(tmp_path):
         load_state(tmp_path / "absent.pt")
 
 
+def test_a_flipped_bit_in_a_tensor_is_refused(tmp_path):
+    path, weights = tmp_path / "x.pt", torch.arange(1000.0)
+    save_state(path, {"w": weights})
+    data = bytearray(path.read_bytes())
+    data[data.index(weights.numpy().tobytes()) + 1234] ^= 4
+    path.write_bytes(data)
+    assert not torch.equal(torch.load(path, weights_only=True)["w"], weights)  # torch itself reads it
+    with pytest.raises(UserError, match=r"x\.pt is damaged .*CRC"):
+        load_state(path)
+
+
+def test_equal_states_are_equal_bytes(tmp_path):
+    """Whatever the path: a model's hash is its lineage."""
+    for name in ("a.pt", "b.pt"):
+        save_state(tmp_path / name, {"w": torch.arange(3.0)})
+    assert hash_file(tmp_path / "a.pt") == hash_file(tmp_path / "b.pt")
+
+
 def test_an_archive_that_would_fill_the_memory_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", b"\0" * 10**7)

@@ -501,7 +501,7 @@ def test_finished_data(monkeypatch, tmp_path, corpus, generator, reward_data):
 def test_another_split_is_refused_unless_allowed(tmp_path, corpus, generator):
     options = prepare_options(corpus, generator, tmp_path / "out", max_blocks=2, train_split=0.8)
     line = refuse_in_one_line("prepare_reward_data", **options)
-    assert re.search(r"train [\d,]+ tokens .*val [\d,]+ tokens .*--allow_split_mismatch", line)
+    assert "train and val differ" in line and "--allow_split_mismatch" in line
     assert not (tmp_path / "out").exists()
     finished = call("prepare_reward_data", **options, allow_split_mismatch=True)
     assert finished.status == 0
@@ -538,7 +538,7 @@ def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator)
     chars = TokenizationManager(data_path=corpus).chars
     save_meta(foreign / "meta.pkl", chars[1] + chars[0] + chars[2:])
     (foreign / "input.txt").write_text(text)
-    assert re.search(f"{foreign / 'meta.pkl'} .* 25 ", refuse_in_one_line("prepare_reward_data", **options))
+    assert str(foreign / "meta.pkl") in refuse_in_one_line("prepare_reward_data", **options)
     assert not (tmp_path / "out").exists()
 
 

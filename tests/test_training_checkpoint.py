@@ -425,7 +425,7 @@ def test_a_model_s_hash_is_that_of_its_file_or_folder(tmp_path):
 
 def test_a_likelihood_head_on_an_ensemble_comes_back(tmp_path):
     path, natural = tmp_path / "reward.pt", Ensemble([tiny_model(1), tiny_model(2, n_layer=1)])
-    model = LikelihoodRewardModel.on_trunk(natural, tiny_model(), Sampling(temperature=0.7), 8)
+    model = LikelihoodRewardModel(natural, tiny_model(), Sampling(temperature=0.7))
     save_checkpoint(path, model, None, None, {})
     loaded = load_checkpoint(path)
     assert loaded["generator_config"] == CONFIG and [each.n_layer for each in loaded["further_configs"]] == [1]

@@ -54,8 +54,9 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         return checked_contents(contents)
     except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:  # anything can be in a file
-        reason = " ".join(str(error).removeprefix("ERROR: ").split())
-        raise UserError(f"ERROR: {path} is no checkpoint of a model, or damaged: {reason:.200}") from None
+        reason = " ".join(str(error).removeprefix("ERROR: ").partition(".\n")[0].split())
+        what = f"is no checkpoint of a model, or damaged: {reason:.200}; take an earlier one, or another"
+        raise UserError(f"ERROR: {path} {what}") from None
 
 
 def checked_contents(contents: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def checked_contents(contents: dict[str, Any]) -> dict[str, Any]:
         is_plain = tensor.dtype in WEIGHT_DTYPES and tensor.layout == torch.strided and not tensor.is_meta
         # One number can stand for any shape.
         require(is_plain and tensor.untyped_storage().nbytes() >= tensor.nbytes, f"{name} is no plain tensor of floats")
-        require(bool(tensor.isfinite().all()), f"{name} holds NaN or infinite values; take an earlier checkpoint")
+        require(bool(tensor.isfinite().all()), f"{name} holds NaN or infinite values")
     if tokenization is not None:
         TokenizationManager.from_record(tokenization)  # raises
     hashes = ((data, "train_sha256", str), (data, "val_sha256", str), (training, "generator_sha256", str | None))
@@ -171,13 +172,13 @@ def check_tokenizer(contents: Record, tokenizer: TokenizationManager) -> None:
     elif tokenizer.method == "char" and tokenizer.vocab_size < known:
         warn(f"the model has {known} token ids, the data fewer, {ours.describe()}: make sure that they are the same")
     what = f"the data's vocabulary ({ours.describe()}) exceeds the model's {known} tokens"
-    require(tokenizer.vocab_size <= known, f"{what}; check --tokenization and --meta_path")
+    require(tokenizer.vocab_size <= known, f"{what}; use the data, or the --meta_path, of its training")
 
 
 def choose_tokenizer(checkpoint: Record, path: str | Path, method: str, meta_path: str | None) -> TokenizationManager:
     """The tokenizer that two settings name, else the checkpoint's; raises UserError for none, or for another's."""
     record, is_named = checkpoint["tokenization"], method != "auto" or meta_path is not None
-    way = "give --tokenization bpe, or --meta_path with its meta.pkl or tokenizer.json"
+    way = "give its meta.pkl or tokenizer.json with --meta_path"
     require(is_named or record is not None, f"{path} does not say how its text is tokenized: {way}")
     tokenizer = (
         TokenizationManager(method, meta_path=meta_path) if is_named else TokenizationManager.from_record(record)
