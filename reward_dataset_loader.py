@@ -7,6 +7,7 @@ tokens; SPLIT_y.bin, float32 (num_samples, 2), the labels [P(natural), P(synthet
 lines. The binary files are memory-mapped. The script exits with status 2 when the dataset is bad.
 """
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,11 +27,10 @@ from generation.sampling import Sampling
 from tokenization_manager import TokenizationInfo
 
 FORMAT_VERSION = "1"
-SIZES = ("num_samples", "block_size", "samples_per_chunk", "max_blocks", "train_tokens", "val_tokens")
+SIZES = ("num_samples", "block_size", "samples_per_chunk", "val_tokens")
 # Which generator, which sampling, which text: both splits of one dataset have it in common.
-LINEAGE = ("block_size", "model_sha256", "temperature", "top_k", "train_sha256", "val_sha256")
+LINEAGE = ("block_size", "meta_path", "model_sha256", "temperature", "top_k", "train_sha256", "val_sha256")
 SPLITS = ("train", "val")
-CHUNK_ROWS = 4096  # of tokens, checked at a time
 LABEL_TOLERANCE = 1e-6  # two float32 labels, each rounded, sum to 1 within 6e-8
 CHECKED = (
     "Probability sums: All samples sum to 1.000000",
@@ -48,9 +48,7 @@ def write_metadata(path: str | Path, entries: Mapping[str, Any]) -> None:
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """The entries of a metadata file; raises UserError: missing, no `key: value` lines, another format version."""
-    if not Path(path).is_file():
-        raise UserError(f"ERROR: Dataset file not found: {path}")
+    """The entries of a metadata file; raises UserError: no `key: value` lines, another format version."""
     lines = [line for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     metadata = {key: value for key, colon, value in (line.partition(": ") for line in lines) if colon}
     if len(metadata) != len(lines):
@@ -73,10 +71,8 @@ def sampling_of(metadata: Mapping[str, str]) -> Sampling:
 class RewardDataset(Dataset):
     """One split of a reward dataset, checked. dataset[i] is x: LongTensor (block_size,), y: FloatTensor (2,).
 
-    `x` and `y` are the memory maps: (num_samples, block_size) uint16 and (num_samples, 2) float32; `metadata` is the
-    metadata file's dict; row r is of the `r // samples_per_chunk`-th natural block (None without that in the metadata).
-    Raises UserError, with everything that is wrong, for a bad dataset, and for one whose tokenization is not
-    `expected_tokenization_info`. Warns of sizes that the metadata lack and the file sizes show.
+    `x` and `y` are memory maps: (num_samples, block_size) uint16 and (num_samples, 2) float32. Row r is of natural
+    block r // samples_per_chunk. Raises UserError for a bad dataset, and for another tokenization than the expected.
     """
 
     def __init__(
@@ -87,29 +83,64 @@ class RewardDataset(Dataset):
         self.data_dir, self.split = Path(data_dir), split
         if not self.data_dir.is_dir():
             raise _error(data_dir, [f"Reward dataset not found: {data_dir}"])
-        paths = [self.data_dir / f"{split}_{name}" for name in ("x.bin", "y.bin", "metadata.txt")]
-        if missing := [f"Dataset file not found: {path}" for path in paths if not path.is_file()]:
+        self.paths = [self.data_dir / f"{split}_{name}" for name in ("x.bin", "y.bin", "metadata.txt")]
+        if missing := [f"Dataset file not found: {path}" for path in self.paths if not path.is_file()]:
             raise _error(data_dir, missing)
-        self.metadata = read_metadata(paths[-1])
-        sizes, problems = check_split(self.data_dir, split, self.metadata)
-        if problems:
+        self.metadata = read_metadata(self.paths[2])
+        if problems := self._problems_of_sizes() or self._problems_of_rows():
             raise _error(data_dir, problems)
-        self.num_samples, self.block_size = sizes["num_samples"], sizes["block_size"]
-        self.samples_per_chunk = sizes.get("samples_per_chunk")
         if expected_tokenization_info is not None:
             self.get_tokenization_info().check_compatible(expected_tokenization_info)
-        self._open()
 
-    def _open(self) -> None:
-        self.x, self.y = _map(self.data_dir, self.split, self.num_samples, self.block_size)
+    def _problems_of_sizes(self) -> list[str]:
+        """Set the sizes, where the metadata lack them by those of the files, and open the files."""
+        metadata, path = self.metadata, self.paths[2]
+        stated = {key: metadata[key] for key in SIZES if key in metadata}
+        wrong = [f"{key}={text}" for key, text in stated.items() if not re.fullmatch("[1-9][0-9]{0,14}", text)]
+        problems = [f"{path}: {each}: must be a whole number >= 1" for each in wrong]
+        try:
+            self.get_tokenization_info()
+        except KeyError as error:
+            problems.append(f"{path}: incomplete tokenization information: {error.args[0]} missing")
+        except ValueError as error:
+            problems.append(f"{path}: {error}")
+        if problems:
+            return problems
+        sizes = {key: int(text) for key, text in stated.items()}
+        x_bytes, y_bytes = (path.stat().st_size for path in self.paths[:2])
+        rows = self.num_samples = sizes.setdefault("num_samples", y_bytes // 8)
+        width = self.block_size = sizes.setdefault("block_size", x_bytes // 2 // max(rows, 1))
+        if lacking := [f"{key}={sizes[key]}" for key in SIZES[:2] if key not in metadata]:
+            warn(f"{path} is incomplete; taken from the file sizes: {', '.join(lacking)}")
+        facts = {"x_shape": (rows, width), "y_shape": (rows, 2), "x_dtype": "uint16", "y_dtype": "float32"}
+        for key, fact in (facts | {"split": self.split}).items():
+            if metadata.get(key, str(fact)) != str(fact):
+                problems.append(f"{path}: {key}={metadata[key]}, but by the rest it is {fact}")
+        for file, size, needed in zip(self.paths, (x_bytes, y_bytes), (rows * width * 2, rows * 8), strict=False):
+            if size != needed or not needed:
+                problems.append(f"{file} has {size:,} bytes, but {rows:,} samples need {needed:,} bytes: make it again")
+        self.samples_per_chunk = sizes.get("samples_per_chunk")
+        if self.samples_per_chunk and rows % self.samples_per_chunk:
+            problems.append(f"{path}: samples_per_chunk={self.samples_per_chunk} does not divide {rows:,} samples")
+        return problems
 
-    # A memory map is pickled as a copy of the whole file: a worker process opens the files itself.
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("x", "y")}
+    def _problems_of_rows(self) -> list[str]:
+        """Open the files; what is wrong with their labels and tokens."""
+        self.x = np.memmap(self.paths[0], dtype="<u2", mode="r", shape=(self.num_samples, self.block_size))
+        self.y = np.memmap(self.paths[1], dtype="<f4", mode="r", shape=(self.num_samples, 2))
+        labels, largest = np.asarray(self.y, dtype=np.float64), self.x.max(axis=1)
+        # Written so that NaN is bad: every comparison with it is false.
+        good = (np.abs(labels.sum(axis=1) - 1) <= LABEL_TOLERANCE) & ((labels >= 0) & (labels <= 1)).all(axis=1)
+        limit, problems = self.get_tokenization_info().vocab_size, []
+        for bad, what in ((~good, "do not sum to 1 within [0, 1]"), (largest >= limit, f"exceed vocab_size={limit}")):
+            if bad.any():
+                row = int(np.argmax(bad))
+                where = f"row {row} with label {labels[row]} and largest token {largest[row]}"
+                problems.append(f"{bad.sum():,} {self.split} samples {what}, the first: {where}")
+        return problems
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RewardDataset, (self.data_dir, self.split)  # a memory map would be pickled as a copy of the whole file
 
     def __len__(self) -> int:
         return self.num_samples
@@ -132,64 +163,6 @@ class RewardDataset(Dataset):
         return stats | {f"prob_sum_{name}": float(getattr(sums, name)()) for name in ("min", "max", "mean")}
 
 
-def _map(folder: Path, split: str, num_samples: int, block_size: int) -> tuple[np.memmap, np.memmap]:
-    x = np.memmap(folder / f"{split}_x.bin", dtype="<u2", mode="r", shape=(num_samples, block_size))
-    return x, np.memmap(folder / f"{split}_y.bin", dtype="<f4", mode="r", shape=(num_samples, 2))
-
-
-def check_split(folder: Path, split: str, metadata: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
-    """The sizes that a split's metadata state, and everything that is wrong with them, its files, labels and tokens.
-
-    num_samples and block_size that the metadata lack are taken from the file sizes, with a warning.
-    """
-    path, x_path, y_path = (folder / f"{split}_{name}" for name in ("metadata.txt", "x.bin", "y.bin"))
-    stated = {key: metadata[key] for key in SIZES if key in metadata}
-    wrong = [f"{key}={text}" for key, text in stated.items() if not text.isdigit() or not 1 <= int(text) < 10**15]
-    problems = [f"{path}: {each}: must be a whole number >= 1" for each in wrong]
-    try:
-        limit = TokenizationInfo(metadata["tokenization_method"], int(metadata["vocab_size"])).vocab_size
-    except KeyError as error:
-        problems.append(f"{path}: incomplete tokenization information: {error.args[0]} missing")
-    except ValueError as error:
-        problems.append(f"{path}: {error}")
-    if problems:
-        return {}, problems
-    sizes = {key: int(text) for key, text in stated.items()}
-    x_bytes, y_bytes = x_path.stat().st_size, y_path.stat().st_size
-    rows = sizes.setdefault("num_samples", y_bytes // 8)
-    width = sizes.setdefault("block_size", x_bytes // 2 // max(rows, 1))
-    if lacking := [f"{key}={sizes[key]}" for key in SIZES[:2] if key not in metadata]:
-        warn(f"{path} is incomplete; taken from the file sizes: {', '.join(lacking)}")
-    facts = {"x_shape": (rows, width), "y_shape": (rows, 2), "x_dtype": "uint16", "y_dtype": "float32", "split": split}
-    for key, fact in facts.items():
-        if metadata.get(key, str(fact)) != str(fact):
-            problems.append(f"{path}: {key}={metadata[key]}, but by the rest it is {fact}")
-    for file, size, needed in ((x_path, x_bytes, rows * width * 2), (y_path, y_bytes, rows * 8)):
-        if size != needed or not needed:
-            problems.append(f"{file} has {size:,} bytes, but {rows:,} samples need {needed:,} bytes: make it again")
-    per_block = sizes.get("samples_per_chunk", 1)
-    tokens = sizes.get(f"{split}_tokens", -(-rows // per_block) * width)
-    needed = min(tokens // max(width, 1), sizes.get("max_blocks", tokens)) * per_block
-    if "samples_per_chunk" in sizes and rows != needed:
-        problems.append(f"{split} has {rows:,} samples, but with samples_per_chunk={per_block} they are {needed:,}")
-    if problems:
-        return sizes, problems
-    x, y = _map(folder, split, rows, width)
-    labels = np.asarray(y, dtype=np.float64)
-    # Written so that NaN is bad: every comparison with it is false.
-    good = (np.abs(labels.sum(axis=1) - 1) <= LABEL_TOLERANCE) & ((labels >= 0) & (labels <= 1)).all(axis=1)
-    if not good.all():
-        first, count = int(np.argmin(good)), int((~good).sum())
-        what = f"do not sum to 1 within [0, 1], the first: row {first} is {labels[first].tolist()}"
-        problems.append(f"{count:,} {split} samples {what}")
-    largest = np.concatenate([x[row : row + CHUNK_ROWS].max(axis=1) for row in range(0, rows, CHUNK_ROWS)])
-    if largest.max() >= limit:
-        first, count = int(np.argmax(largest >= limit)), int((largest >= limit).sum())
-        what = f"exceed vocab_size={limit}, the first: row {first} holds token {largest[first]}"
-        problems.append(f"{count:,} {split} samples {what}")
-    return sizes, problems
-
-
 def _error(data_dir: str | Path, problems: list[str]) -> UserError:
     sentences = "\n".join(f"ERROR: {problem}" for problem in problems)
     command = f"python prepare_reward_data.py --model_path logs/model_checkpoint.pt --output_dir {data_dir}"
@@ -197,12 +170,8 @@ def _error(data_dir: str | Path, problems: list[str]) -> UserError:
 
 
 def _mismatch(train: RewardDataset, val: RewardDataset) -> str:
-    """The difference between the tokenizations of two splits, in words; empty without one."""
-    infos = train.get_tokenization_info(), val.get_tokenization_info()
-    is_file = infos[0].describe() == infos[1].describe()  # that differs
-    shown = [info.describe() + (f" from {info.meta_path}" if is_file else "") for info in infos]
-    differ = f"Tokenization mismatch detected:\n    Train: {shown[0]}\n    Val: {shown[1]}"
-    return "" if infos[0] == infos[1] else differ
+    ours, theirs = (each.get_tokenization_info().describe() for each in (train, val))
+    return "" if ours == theirs else f"Tokenization mismatch detected:\n    Train: {ours}\n    Val: {theirs}"
 
 
 def open_checked_splits(
@@ -212,8 +181,7 @@ def open_checked_splits(
     train, val = (RewardDataset(data_dir, split, expected_tokenization_info) for split in SPLITS)
     problems = [mismatch] if (mismatch := _mismatch(train, val)) else []
     for key in LINEAGE:
-        ours, theirs = (str(dataset.metadata.get(key)) for dataset in (train, val))
-        if ours != theirs:
+        if (ours := train.metadata.get(key)) != (theirs := val.metadata.get(key)):
             problems.append(f"train and val are not of one dataset: {key} is {ours} in train, {theirs} in val")
     if problems:
         raise _error(data_dir, problems)
@@ -227,24 +195,18 @@ def create_reward_dataloaders(
     expected_tokenization_info: TokenizationInfo | None = None,
     seed: int = 42,
 ) -> tuple[DataLoader, DataLoader]:
-    """(train_loader, val_loader) of batches x: LongTensor (B, block_size), y: FloatTensor (B, 2); last ones are kept.
-
-    The training split is shuffled by `seed`. Raises UserError for bad data, and for splits that do not fit together.
-    """
+    """(train_loader, shuffled by `seed`, val_loader); batches x: LongTensor (B, block_size), y: FloatTensor (B, 2)."""
     if batch_size < 1 or num_workers < 0:
         raise UserError(f"ERROR: batch_size={batch_size}, num_workers={num_workers}: must be >= 1 and >= 0")
-    datasets = open_checked_splits(data_dir, expected_tokenization_info)
+    train, val = open_checked_splits(data_dir, expected_tokenization_info)
     options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers}
     options |= {"persistent_workers": num_workers > 0, "pin_memory": torch.cuda.is_available()}
     draw = torch.Generator().manual_seed(seed)
-    return DataLoader(datasets[0], shuffle=True, generator=draw, **options), DataLoader(datasets[1], **options)
+    return DataLoader(train, shuffle=True, generator=draw, **options), DataLoader(val, **options)
 
 
 def check_model_compatibility(dataset_info: TokenizationInfo, block_size: int, model_config: Any) -> None:
-    """Raise UserError unless a model of `model_config` (a GPTConfig) can read blocks of such a dataset.
-
-    Of a model without `num_tokens` a vocab_size rounded up to the next multiple of 128 is accepted (50304 for 50257).
-    """
+    """Raise UserError unless a model of this GPTConfig, whose vocab_size may be padded, reads blocks of the dataset."""
     ours, theirs = dataset_info.vocab_size, model_config.num_tokens or model_config.vocab_size
     is_padded = not model_config.num_tokens and ours <= theirs <= -(-ours // 128) * 128
     if ours != theirs and not is_padded:
@@ -257,26 +219,15 @@ def check_model_compatibility(dataset_info: TokenizationInfo, block_size: int, m
 
 def check_variety(dataset: RewardDataset) -> None:
     """Raise UserError for data in which there is nothing to learn: all labels alike, or all tokens."""
-    first = int(dataset.x[0, 0])
-    chunks = (dataset.x[row : row + CHUNK_ROWS] for row in range(0, len(dataset), CHUNK_ROWS))
-    what = "every token" if all((chunk == first).all() for chunk in chunks) else ""
-    what = "every label" if dataset.y[:, 0].min() == dataset.y[:, 0].max() else what
-    if what:
-        where = f"{dataset.data_dir}, {dataset.split} split"
-        raise UserError(f"ERROR: {where}: {what} is the same: there is nothing to learn; make the data anew")
-
-
-def samples_per_block(dataset: RewardDataset) -> int:
-    """How many rows share a natural block; 1 where the metadata do not say."""
-    return dataset.samples_per_chunk or 1
+    for what, values in (("label", dataset.y[:, 0]), ("token", dataset.x)):
+        if values.min() == values.max():
+            where = f"{dataset.data_dir}, {dataset.split} split"
+            raise UserError(f"ERROR: {where}: every {what} is the same: there is nothing to learn; make the data anew")
 
 
 def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
-    """Rows of a validation dataset whose natural blocks select, rows whose blocks report, and the name of the latter.
-
-    The parts are those of the whole validation split (data_loader.ValidationParts); the gate's rows are in neither.
-    """
-    rows, per_block = np.arange(len(dataset)), samples_per_block(dataset)
+    """Rows whose natural blocks select, rows whose blocks report (ValidationParts), and the name of the latter."""
+    rows, per_block = np.arange(len(dataset)), dataset.samples_per_chunk or 1
     used = len(dataset) // per_block
     if used < 2:
         warn("a single validation block: it both selects the model and reports its skill, which is so too favourable")
@@ -285,9 +236,8 @@ def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
     if dataset.samples_per_chunk is None:
         warn(f"{dataset.data_dir} has no samples_per_chunk: each row is taken for a block of its own")
         name = "validation rows that did not select it (but may share text with some that did)"
-    total = int(dataset.metadata.get("val_tokens", used * dataset.block_size)) // dataset.block_size
-    blocks = evenly_spaced(rows // per_block, max(total, used), used)  # of the split, (num_samples,)
-    parts = ValidationParts.of(max(total, used))
+    total = max(used, int(dataset.metadata.get("val_tokens", 0)) // dataset.block_size)
+    blocks, parts = evenly_spaced(rows // per_block, total, used), ValidationParts.of(total)  # of the whole split
     return rows[blocks < parts.select.stop], rows[blocks >= parts.report.start], name
 
 

@@ -11,21 +11,20 @@ import io
 import json
 import os
 import pickle
-import pickletools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
 from common.files import atomic_path, hash_bytes
 from common.process import UserError
+from text.shakespeare import BPE_FILES, ensure_gpt2_bpe_files
 
 MAX_VOCAB_SIZE = 65536
 MAX_META_BYTES = 1 << 26
 BPE_VOCAB_SIZE = 50257
-BPE_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # of GPT-2's encoder.json
 TOKENIZER_FILE = "tokenizer.json"
 # A pickle is a program. These of its instructions build numbers, strings, lists and dicts; none imports or calls.
 PLAIN_OPCODES = (
@@ -40,11 +39,11 @@ class MetaFileError(UserError):
     """A meta.pkl or tokenizer.json that is missing, damaged, inconsistent, or holds anything but plain data."""
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Builds plain containers, strings and numbers only: no name is ever looked up."""
+class _PlainUnpickler(pickle._Unpickler):
+    """Knows the instructions in PLAIN_OPCODES alone; raises KeyError at any other."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"refers to {module}.{name}")
+    _codes = (getattr(pickle, name)[0] for name in PLAIN_OPCODES.split())
+    dispatch: ClassVar = {code: pickle._Unpickler.dispatch[code] for code in _codes}
 
 
 def _read(path: str | Path) -> bytes:
@@ -57,68 +56,43 @@ def _read(path: str | Path) -> bytes:
 
 
 def load_meta(path: str | Path) -> str:
-    """The characters of a meta.pkl in the order of their ids; nothing in the file is executed.
-
-    Raises MetaFileError for a file that is missing, damaged or inconsistent: `vocab_size`, `stoi` and `itos`.
-    """
+    """The characters of a meta.pkl in the order of their ids; MetaFileError for one that is damaged or inconsistent."""
     data = _read(path)
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            too_many = opcode.name.endswith("PUT") and int(argument or 0) > len(data)  # room is made for so many parts
-            if too_many or opcode.name not in PLAIN_OPCODES.split():
-                raise pickle.UnpicklingError(f"its pickle has the instruction {opcode.name} {argument!r:.60}")
         meta = _PlainUnpickler(io.BytesIO(data)).load()
-        size, chars = meta["vocab_size"], [meta["itos"][token] for token in range(len(meta["itos"]))]
-        if type(size) is not int or size != len(chars) or meta["stoi"] != {c: i for i, c in enumerate(chars)}:
+        chars = [meta["itos"][token] for token in range(len(meta["itos"]))]
+        is_whole = 0 < len({each for each in chars if len(each) == 1}) == len(chars)
+        if not is_whole or type(meta["vocab_size"]) is not int or meta != meta | _meta(chars):
             raise ValueError("its vocab_size, stoi and itos disagree")
-        _check_chars(chars)
-    except pickle.UnpicklingError as error:
-        raise MetaFileError(f"{path} is damaged or no plain data ({error}): nothing was executed") from None
-    except (ValueError, EOFError, LookupError, TypeError, AttributeError, OverflowError, MemoryError) as error:
-        raise MetaFileError(f"{path} is damaged or no meta.pkl ({error!r:.200}): make it again") from None
+    except Exception as error:  # damaged bytes can make the reader stumble in any way
+        raise MetaFileError(f"{path} is damaged, or no plain data ({error!r:.200}): nothing was executed") from None
     return "".join(chars)
+
+
+def _meta(chars: Sequence[str]) -> dict[str, Any]:
+    return {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
 
 
 def save_meta(path: str | Path, chars: Sequence[str]) -> None:
     """Write nanoGPT's meta.pkl for the characters `chars`, in the order of their ids."""
-    _check_chars(chars)
-    meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {c: i for i, c in enumerate(chars)}}
     with atomic_path(path) as partial:
-        partial.write_bytes(pickle.dumps(meta))
-
-
-def _check_chars(chars: Sequence[str]) -> None:
-    if not 1 <= len(chars) <= MAX_VOCAB_SIZE or len(set(chars)) != len(chars) or {len(each) for each in chars} != {1}:
-        raise UserError(f"ERROR: a vocabulary needs 1 to {MAX_VOCAB_SIZE} different characters, not {len(chars)}")
+        partial.write_bytes(pickle.dumps(_meta(chars)))
 
 
 def detect_method(folder: str | Path) -> str:
-    """'char' where the folder holds a meta.pkl, 'tokenizer' where it holds a tokenizer.json.
-
-    Without either, 'char' where the folder has 'char' in its own name (not its parents'), else 'bpe'.
-    """
+    """'char' of a folder that holds a meta.pkl, 'tokenizer' of one with a tokenizer.json, else by its own name."""
     folder = Path(os.path.abspath(folder))
-    if (folder / "meta.pkl").exists():
-        return "char"
-    return "tokenizer" if (folder / TOKENIZER_FILE).exists() else "char" if "char" in folder.name else "bpe"
+    if (folder / TOKENIZER_FILE).exists() and not (folder / "meta.pkl").exists():
+        return "tokenizer"
+    return "char" if (folder / "meta.pkl").exists() or "char" in folder.name else "bpe"
 
 
 @functools.cache
 def _gpt2_encoding() -> Any:
     import tiktoken  # here, so that character work needs neither it nor its files
 
-    from text.shakespeare import ensure_gpt2_bpe_files
-
     ensure_gpt2_bpe_files()
     return tiktoken.get_encoding("gpt2")
-
-
-def _tokenizers(path: str | None) -> Any:
-    try:
-        import tokenizers  # here, because it is optional
-    except ImportError:
-        raise UserError(f"ERROR: {path or TOKENIZER_FILE} needs a package: pip install tokenizers") from None
-    return tokenizers
 
 
 @dataclass
@@ -141,28 +115,24 @@ class TokenizationInfo:
 
     def check_compatible(self, expected: "TokenizationInfo") -> None:
         """Raise UserError unless `self`, a dataset's tokenization, is the expected one; paths are not compared."""
-        for name, ours, theirs in (
-            ("Tokenization method", repr(self.method), repr(expected.method)),
-            ("Vocabulary size", self.vocab_size, expected.vocab_size),
-        ):
-            if ours != theirs:
-                raise UserError(f"{name} mismatch: dataset uses {ours} but expected {theirs}")
+        for name, attribute in (("Tokenization method", "method"), ("Vocabulary size", "vocab_size")):
+            if (ours := getattr(self, attribute)) != (theirs := getattr(expected, attribute)):
+                raise UserError(f"{name} mismatch: dataset uses {ours!r} but expected {theirs!r}")
 
 
 class TokenizationManager:
     """A tokenizer: `encode`, `decode`, `vocab_size`, `method`, and `meta_path`, its meta.pkl or tokenizer.json.
 
-    With 'auto' the method is that of the file at meta_path, which is a tokenizer.json where it ends in .json; without
-    one what `detect_method` finds in the folder of `data_path`. A tokenizer.json of GPT-2's own encoding gives 'bpe',
-    one of characters alone 'char'. Raises MetaFileError where the file of the vocabulary is missing or damaged.
+    With 'auto' the method is that of the file at meta_path, else what `detect_method` finds in the folder of
+    `data_path`. A tokenizer.json of GPT-2's own encoding gives 'bpe', one of characters alone 'char'.
     """
 
     def __init__(
         self, method: str = "auto", data_path: str | Path | None = None, meta_path: str | Path | None = None
     ) -> None:
-        if data_path is not None and not Path(data_path).exists():
+        if not (path := Path(data_path or "")).exists():
             raise UserError(f"ERROR: Data path not found: {data_path}")
-        folder = Path(data_path or "") if Path(data_path or "").is_dir() else Path(data_path or "").parent
+        folder = path if path.is_dir() else path.parent
         if method == "auto" and meta_path:
             method = "tokenizer" if Path(meta_path).suffix == ".json" else "char"
         elif method == "auto":
@@ -171,12 +141,12 @@ class TokenizationManager:
             raise UserError(f"ERROR: meta_path={meta_path} is ignored when tokenization is 'bpe': leave it out")
         if method in ("char", "tokenizer") and not meta_path and data_path is None:
             raise MetaFileError(f"meta_path is required when tokenization is {method!r}")
-        path = str(meta_path or folder / ("meta.pkl" if method == "char" else TOKENIZER_FILE))
-        record: dict[str, Any] = {"method": method, "meta_path": None if method == "bpe" else path}
+        file = str(meta_path or folder / ("meta.pkl" if method == "char" else TOKENIZER_FILE))
+        record: dict[str, Any] = {"method": method}
         if method == "char":
-            record["chars"] = load_meta(path)
+            record |= {"meta_path": file, "chars": load_meta(file)}
         elif method == "tokenizer":
-            record["tokenizer_json"] = _read(path).decode("utf-8", "replace")
+            record |= {"meta_path": file, "tokenizer_json": _read(file).decode("utf-8", "replace")}
         self._set(record)
 
     @classmethod
@@ -192,56 +162,49 @@ class TokenizationManager:
         return manager
 
     def _set(self, record: Mapping[str, Any]) -> None:
-        self.method, names = str(record.get("method")), ("meta_path", "chars", "tokenizer_json")
-        self.meta_path, self.chars, self.tokenizer_json = (record.get(name) for name in names)
+        self.method = str(record.get("method"))
         self.vocab_size = BPE_VOCAB_SIZE
+        self.meta_path, self.chars, self.tokenizer_json = map(record.get, ("meta_path", "chars", "tokenizer_json"))
         if self.method == "tokenizer" and isinstance(self.tokenizer_json, str):
             self._set_json(self.tokenizer_json)
-        elif self.method == "char" and isinstance(self.chars, str):
-            _check_chars(self.chars)
-            self.vocab_size, self._code_points = len(self.chars), _code_points(self.chars)  # (vocab_size,)
+        elif self.method == "char" and isinstance(self.chars, str) and len(self.chars) == len(set(self.chars)) > 0:
+            self.vocab_size = len(self.chars)
+            self._code_points = _code_points(self.chars)  # (vocab_size,)
             # Code point to id; the entry past the highest known code point stands for all that lie beyond it.
             self._ids = np.full(int(self._code_points.max()) + 2, -1, dtype=np.int32)
             self._ids[self._code_points] = np.arange(self.vocab_size)
         elif self.method != "bpe":
             raise UserError(f"ERROR: tokenization={self.method!r:.60}: must be auto, bpe, char or tokenizer, and whole")
-        if record.get("vocab_size", self.vocab_size) != self.vocab_size:
+        if record.get("vocab_size", self.info().vocab_size) != self.vocab_size:
             raise UserError(f"ERROR: tokenizer record: vocab_size={record['vocab_size']} is not {self.vocab_size}")
 
     def _set_json(self, source: str) -> None:
-        path = self.meta_path
         try:
-            contents = json.loads(source)
-            kind, vocabulary = contents["model"].get("type"), contents["model"]["vocab"]
-            split, plain = contents["pre_tokenizer"] or {}, contents["normalizer"] is None
-            ids = sorted(vocabulary, key=vocabulary.__getitem__) if isinstance(vocabulary, dict) else []
-            encoder = json.dumps({token: vocabulary[token] for token in ids})
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise MetaFileError(f"{path} is no {TOKENIZER_FILE}, or damaged: {error!r:.200}") from None
-        in_order = [vocabulary[token] for token in ids] == list(range(len(ids)))
-        if plain and kind == "WordLevel" and split.get("type") == "Split" and in_order and {*map(len, ids)} == {1}:
-            return self._set({"method": "char", "meta_path": path, "chars": "".join(ids)})
-        is_gpt2 = split.get("type") == "ByteLevel" and hash_bytes(encoder.encode()) == BPE_SHA256
-        if plain and is_gpt2 and not split.get("add_prefix_space"):
-            return self._set({"method": "bpe"})
-        try:
-            self._library = _tokenizers(path).Tokenizer.from_str(source)
-            self._library.no_truncation()
-            self.vocab_size = max(self._library.get_vocab().values()) + 1
-        except UserError:
-            raise
+            import tokenizers  # here, because it is optional
+
+            self._library = made = tokenizers.Tokenizer.from_str(source)
+            made.no_truncation()
+            ids = dict(sorted(made.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
+            self.vocab_size = max(made.get_vocab().values()) + 1
+        except ImportError:
+            raise UserError(f"ERROR: {self.meta_path} needs a package: pip install tokenizers") from None
         except BaseException as error:  # a panic of the library is no Exception
-            raise MetaFileError(f"{path} is no {TOKENIZER_FILE}, or damaged: {error!s:.200}") from None
-        self.info()  # checks its size
+            raise MetaFileError(f"{self.meta_path} is no {TOKENIZER_FILE}, or damaged: {error!s:.200}") from None
+        kinds = [type(each).__name__ for each in (made.normalizer, made.pre_tokenizer, made.model)]
+        is_gpt2 = hash_bytes(json.dumps(ids).encode()) == BPE_FILES["encoder.json"]
+        is_char = {*map(len, ids)} == {1} and list(ids.values()) == list(range(len(ids)))
+        if kinds[:2] == ["NoneType", "ByteLevel"] and is_gpt2 and not made.pre_tokenizer.add_prefix_space:
+            self._set({"method": "bpe"})
+        elif kinds == ["NoneType", "Split", "WordLevel"] and is_char:
+            self._set({"method": "char", "meta_path": self.meta_path, "chars": "".join(ids)})
 
     def to_tokenizer_json(self) -> str:
-        """The text of a tokenizer.json that encodes and decodes alike."""
+        """The text of a tokenizer.json that encodes and decodes alike, for transformers."""
         if self.tokenizer_json is not None:
             return self.tokenizer_json
-        library = _tokenizers(None)
-        if self.chars is None:
-            from text.shakespeare import ensure_gpt2_bpe_files
+        import tokenizers as library  # which transformers needs
 
+        if self.chars is None:
             files = ensure_gpt2_bpe_files()
             made = library.ByteLevelBPETokenizer(str(files["encoder.json"]), str(files["vocab.bpe"]))
             made.add_special_tokens(["<|endoftext|>"])
@@ -268,10 +231,9 @@ class TokenizationManager:
         return record if self.tokenizer_json is None else record | {"tokenizer_json": self.tokenizer_json}
 
     def encode(self, text: str, start: int = 0, end: int | None = None) -> np.ndarray:
-        """The tokens of text[start:end], (num_tokens,) uint16.
+        """The tokens of text[start:end], (num_tokens,) uint16; UserError for an unknown character, with its place.
 
-        Raises UserError for an unknown character, with its place in `text`. GPT-2's BPE reads its special tokens as
-        text; those of a tokenizer.json are recognised, and none is added.
+        GPT-2's BPE reads its special tokens as text; those of a tokenizer.json are recognised, and none is added.
         """
         part = text[start:end]
         try:
@@ -285,10 +247,8 @@ class TokenizationManager:
         if len(ids) and ids.min() < 0:
             place = start + int(np.argmin(ids))
             where = f"line {text.count(chr(10), 0, place) + 1}, column {place - text.rfind(chr(10), 0, place)}"
-            raise UserError(
-                f"ERROR: character {text[place]!r} (U+{ord(text[place]):04X}) at {where} is not in "
-                f"{self.meta_path or 'the vocabulary'}: use a meta.pkl made from this text, or --tokenization bpe"
-            )
+            what = f"character {text[place]!r} (U+{ord(text[place]):04X}) at {where} is not in {self.meta_path}"
+            raise UserError(f"ERROR: {what}: use a meta.pkl made from this text, or --tokenization bpe")
         return ids.astype(np.uint16)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -34,7 +34,7 @@ from model import GPT
 from reports.figures import write_png
 from reward.posterior import natural_share
 from reward.skill import measure_skill
-from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
+from reward_dataset_loader import RewardDataset, rows_by_part
 from training.checkpoint import build_model, load_checkpoint
 
 OPTIMIZER = {"optimizer": "muon", "learning_rate": 6e-3}
@@ -176,7 +176,7 @@ def exact_skill(p: GPT, q: GPT, data: Path, corpus: Path) -> tuple[dict[str, Any
     """
     dataset, order = RewardDataset(data, "val"), p.config.block_size
     _, rows, _ = rows_by_part(dataset)
-    per_block, N = samples_per_block(dataset), dataset.block_size
+    per_block, N = dataset.samples_per_chunk or 1, dataset.block_size
     natural = open_token_file(corpus / "val.bin", "val", p.config.num_real_tokens)
     numbers = np.unique(rows // per_block)
     blocks = evenly_spaced(numbers, len(natural) // N, len(dataset) // per_block)

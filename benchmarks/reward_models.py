@@ -28,7 +28,7 @@ from common.settings import Problems, Settings, parse_settings, setting
 from data_loader import dataset_folder, open_token_file
 from reward.heads import REWARD_MODELS
 from reward.skill import format_r_squared, measure_skill
-from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
+from reward_dataset_loader import RewardDataset, rows_by_part
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
@@ -231,7 +231,7 @@ def fitted_skill(features: dict[str, np.ndarray], data: Path) -> dict[str, Any]:
         for strength in np.logspace(-4, 2, 13)
     ]
     best = min(predictions, key=lambda prediction: np.square(prediction - truth)[select].mean())
-    blocks = torch.from_numpy(report // samples_per_block(val))
+    blocks = torch.from_numpy(report // (val.samples_per_chunk or 1))
     best = torch.from_numpy(best[report]).clamp(0, 1)
     return measure_skill(best, torch.from_numpy(truth[report]), blocks, val.block_size, seed=42)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from common.device import random_stream
-from reward_dataset_loader import RewardDataset, rows_by_part, samples_per_block
+from reward_dataset_loader import RewardDataset, rows_by_part
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
@@ -37,7 +37,7 @@ def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -
     tokenizer = TokenizationManager.from_record(contents["tokenization"])
     model = build_model(contents, "reward", reward_model, device)
     drawn = random_stream(SEED, "report", "rows").permutation(rows_by_part(dataset)[1])
-    _, firsts = np.unique(drawn // samples_per_block(dataset), return_index=True)
+    _, firsts = np.unique(drawn // (dataset.samples_per_chunk or 1), return_index=True)
     rows = drawn[np.sort(firsts)][:SHOWN]
     ids = torch.from_numpy(dataset.x[rows].astype(np.int64)).to(device)  # (B, N)
     shares, N = model(ids)[0][:, 0].tolist(), ids.shape[1]
