@@ -55,12 +55,6 @@ def bootstrap_mean(values: Tensor, seed: int) -> Interval:
     return bootstrap_interval(lambda pick: values[pick].mean(), len(values), seed)
 
 
-def bootstrap_ratio(sums: Tensor, counts: Tensor, seed: int) -> Interval:
-    """`bootstrap_interval` of the mean over all tokens, from n independent units' sums and numbers of tokens (n,)."""
-    sums, counts = (values[counts > 0].double() for values in (sums, counts))
-    return bootstrap_interval(lambda pick: sums[pick].sum() / counts[pick].sum(), len(sums), seed)
-
-
 def bootstrap_blocks(values: Tensor, block_size: int, seed: int) -> Interval:
     """Interval of the mean of consecutive tokens' values (n,), by whole blocks: neighbours are correlated."""
     whole = len(values) // block_size * block_size
