@@ -267,10 +267,7 @@ def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, 
                 f"({base_sha256:.12}...); make reward data and a reward model of this one"
             )
         reward_model = checkpoints.build_model(contents, "reward", path, device)
-    scorer = RewardScorer(reward_model, reference, select_dtype("auto", device))
-    if scorer.is_ratio and not scorer.is_shared:
-        raise UserError(f"ERROR: {path} holds another generator than {base_path}: make a reward model of this one")
-    return scorer
+    return RewardScorer(reward_model, reference, select_dtype("auto", device))
 
 
 def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSettings:
