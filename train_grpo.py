@@ -386,7 +386,7 @@ def save_outcome(run: Run, kept: GPT, base: dict[str, Any], training: dict[str, 
         first, last = training["first_reward"], training["last_reward"]
         say(f"Mean reward: {first:.4f} over the first {window} step(s), {last:.4f} over the last {window}")
     before, after = (training[name]["report_loss"] for name in ("start", "kept"))
-    difference = skills.format_difference(training)
+    difference = skills.format_figure(training, "difference", "+.4f")
     say(f"Loss on the reporting part of natural text: {before:.4f} before, {after:.4f} after, difference {difference}")
     say(f"Saved {run.output}")
 

@@ -184,7 +184,7 @@ def passes_gate(skill: dict[str, Any], path: str, allowed: bool, gate_path: str 
     (`path`) whose R2 interval is not above 0, unless that is allowed.
     """
     is_open = skills.better_than_constant(skill["r2_low"])
-    r2 = skills.format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
+    r2 = skills.format_figure(skill, "r2")
     say(f"R2 of the reward model on {skill['num_sequences']} texts of the policy: {r2}")
     if gate_path is not None:
         if is_main_rank():
