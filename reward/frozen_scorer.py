@@ -27,8 +27,8 @@ class Scores:
     """Scores of R sequences of N tokens by a reward model, a user's function, and the policy's start."""
 
     natural: Tensor | None  # (R,) P(natural); None without a reward model
-    evidence: Tensor | None  # (R, N - 1) of all tokens but the first being natural; None where the head knows no tokens
-    by_token: Tensor | None  # (R, N - 1) P(token is natural); None likewise
+    evidence: Tensor | None  # (R, N - 1) log(m / q) of all tokens but the first; None without a likelihood head
+    by_token: Tensor | None  # (R, N - 1) P(token is natural); None where the head knows no tokens
     reference_log_probs: Tensor  # (R, N - 1) under the starting policy, of the written tokens; 0 elsewhere
     hidden: tuple[Tensor, ...] = ()  # if kept: a likelihood model's `hidden_states` (m, C) before m written tokens
     function: Tensor | None = None  # (R,) or (R, N - 1) of a RewardFunction; None without one
@@ -91,17 +91,16 @@ class RewardScorer:
             hidden, once = model.hidden_states(context), context.predicts
             both = model.read_hidden(tuple(context.at(once, states) for states in hidden), tokens[once])
             natural, generator = (context.spread(put(log_probs, once)) for log_probs in both)
-            output, reference = model.calibrated(natural - generator), generator.masked_fill(~written, 0.0)
+            evidence, reference = model.calibrated(natural - generator), generator.masked_fill(~written, 0.0)
             kept = tuple(context.at(written, states) for states in hidden) if keep_hidden else ()
-        else:
-            kept, states = (), (model or self.reference).trunk(context)
-            own = states if self.is_shared else self.reference.trunk(context)
-            log_probs = token_log_probs(self.reference.logits(context.at(written, own)), tokens[written])
-            reference = put(log_probs, written)  # (R, N - 1)
-            if model is None:
-                return Scores(None, None, None, reference)
-            output = model.score(model.pool(context.to_rows(states)))
-        if not model.knows_tokens:
-            return Scores(model.share(output).float(), None, None, reference)
-        by_token = natural_probabilities(output)  # (R, N)
-        return Scores(by_token.mean(1), output[:, 1:], by_token[:, 1:], reference, kept)
+            shares = natural_probabilities(evidence)  # (R, N)
+            return Scores(shares.mean(1), evidence[:, 1:], shares[:, 1:], reference, kept)
+        states = (model or self.reference).trunk(context)
+        own = states if self.is_shared else self.reference.trunk(context)
+        log_probs = token_log_probs(self.reference.logits(context.at(written, own)), tokens[written])
+        reference = put(log_probs, written)  # (R, N - 1)
+        if model is None:
+            return Scores(None, None, None, reference)
+        output = model.score(model.pool(context.to_rows(states)))
+        by_token = natural_probabilities(output)[:, 1:] if model.knows_tokens else None
+        return Scores(model.share(output).float(), None, by_token, reference)

@@ -291,7 +291,7 @@ def gradient(
     policy.zero_grad()
     loss_of = partial(train_grpo.exact_loss, settings, scorer)
     if settings.credit != "exact":
-        batch.advantages, _ = train_grpo.advantages_of(batch, settings, scorer.is_ratio, Ranks())
+        batch.advantages, _ = train_grpo.advantages_of(batch, settings, Ranks())
         loss_of = partial(train_grpo.sampled_loss, settings)
     figures = train_grpo.accumulate_gradients(parallel(policy, Ranks()), loss_of, batch, micro_rows, Ranks())
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), figures["loss"]
