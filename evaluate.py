@@ -26,7 +26,7 @@ from generation.sampling import Sampling
 from grpo.policy_evaluation import draw_prompts
 from losses import loss_sums, perplexity, text_log_probs
 from model import GPT
-from reward.skill import bootstrap_blocks, format_difference, format_loss, paired_difference
+from reward.skill import bootstrap_blocks, format_figure, paired_difference
 from text.sample_quality import SampleQuality
 from training.checkpoint import (
     build_model,
@@ -132,9 +132,9 @@ def main() -> None:
             if baseline[1] != N:
                 raise UserError(f"ERROR: block_size is {N} in {path} and {baseline[1]} in {settings.baseline}")
             figures |= paired_difference(losses, baseline[0], N, SEED)
-        say(f"{path}: loss {format_loss(figures)}, perplexity {figures['perplexity']:.4f}")
+        say(f"{path}: loss {format_figure(figures, 'loss')}, perplexity {figures['perplexity']:.4f}")
         if settings.baseline is not None:
-            say(f"  loss - loss of {settings.baseline}: {format_difference(figures)}")
+            say(f"  loss - loss of {settings.baseline}: {format_figure(figures, 'difference', '+.4f')}")
         if path in settings.checkpoints:
             if quality is not None and settings.samples is not None:
                 found = sample_figures(model, tokens[:half], quality, settings.samples)

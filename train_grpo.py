@@ -214,11 +214,11 @@ def train(
 
         # r_1 .. r_G and log pi_ref
         rollouts.scores = scorer(rollouts.ids, rollouts.mask, rollouts.group_size, exact, function)
-        record = figures_of_rollouts(rollouts, scorer.is_ratio, settings.kl_estimator, ranks)
+        record = figures_of_rollouts(rollouts, settings.kl_estimator, ranks)
 
         # A_i = (r_i - mean(r)) / std(r); the gradient of an expectation over the vocabulary needs none
         if not exact:
-            rollouts.advantages, record["flat_groups"] = advantages_of(rollouts, settings, scorer.is_ratio, ranks)
+            rollouts.advantages, record["flat_groups"] = advantages_of(rollouts, settings, ranks)
 
         # ascend J_GRPO(theta) (arXiv:2402.03300, equation 3), several times on the same completions
         loss_of = partial(exact_loss, settings, scorer) if exact else partial(sampled_loss, settings)
@@ -267,10 +267,7 @@ def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, 
                 f"({base_sha256:.12}...); make reward data and a reward model of this one"
             )
         reward_model = checkpoints.build_model(contents, "reward", path, device)
-    scorer = RewardScorer(reward_model, reference, select_dtype("auto", device))
-    if scorer.is_ratio and not scorer.is_shared:
-        raise UserError(f"ERROR: {path} holds another generator than {base_path}: make a reward model of this one")
-    return scorer
+    return RewardScorer(reward_model, reference, select_dtype("auto", device))
 
 
 def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSettings:
@@ -299,7 +296,7 @@ def factor_at(step: int, schedule: str, horizon: int) -> float:
     return learning_rate_factor(step, 0, horizon, 0.0) if schedule == "cosine" else 1.0
 
 
-def advantages_of(rollouts: Rollouts, settings: GRPOSettings, is_ratio: bool, ranks: Ranks) -> tuple[Tensor, float]:
+def advantages_of(rollouts: Rollouts, settings: GRPOSettings, ranks: Ranks) -> tuple[Tensor, float]:
     """Advantages of this rank's sequences (R,) or tokens (R, N - 1), and the share of groups whose are all 0.
 
     They are relative to the group. `credit=auto` is that of a reward function alone: as it gives its numbers.
@@ -308,7 +305,7 @@ def advantages_of(rollouts: Rollouts, settings: GRPOSettings, is_ratio: bool, ra
     assert log_probs is not None  # of completions
     of_function = settings.credit == "auto" and function is not None and function.dim() == 2
     by_token, mask, scale = settings.credit == "token" or of_function, rollouts.mask, settings.advantage_scale
-    rewards = ranks.gather(evaluation.rewards_of(rollouts.scores, log_probs, mask, is_ratio, by_token))
+    rewards = ranks.gather(evaluation.rewards_of(rollouts.scores, log_probs, mask, by_token))
     if by_token:
         advantages = formulas.token_advantages(rewards, ranks.gather(mask), G, scale)
     else:
@@ -389,7 +386,7 @@ def save_outcome(run: Run, kept: GPT, base: dict[str, Any], training: dict[str, 
         first, last = training["first_reward"], training["last_reward"]
         say(f"Mean reward: {first:.4f} over the first {window} step(s), {last:.4f} over the last {window}")
     before, after = (training[name]["report_loss"] for name in ("start", "kept"))
-    difference = skills.format_difference(training)
+    difference = skills.format_figure(training, "difference", "+.4f")
     say(f"Loss on the reporting part of natural text: {before:.4f} before, {after:.4f} after, difference {difference}")
     say(f"Saved {run.output}")
 

@@ -133,7 +133,8 @@ def main() -> None:
         if difference := differing_settings({**then.get("settings", {}), **then}, {**own, **training}):
             raise UserError(f"ERROR: {output} is of another run ({difference}); --overwrite True replaces it")
         raise Finished(f"{output} was made with these settings already; --overwrite True makes it again.")
-    say(f"{ranks.where}: {settings.head} head, {format_size(model.num_parameters())}; {len(train_set):,} samples")
+    size = sum(weights.numel() for weights in model.parameters())
+    say(f"{ranks.where}: {settings.head} head, {format_size(size)}; {len(train_set):,} samples")
 
     # training, and P(natural) of blocks that selected nothing
     select_rows, report_rows, measured_on = loader.rows_by_part(val_set)
@@ -214,7 +215,8 @@ def fit_mixture(model: LikelihoodRewardModel, select: Split, report: Split, loss
     """Fit p's weights to natural tokens, w to the labels; figures, and P(natural) (n,) of the report rows."""
     members, written, is_natural = log_probs = log_probs_of_split(model, select)
     weights = mixture_weights(torch.stack([member[is_natural] for member in members]))
-    model.set_weights(weights.float())
+    if isinstance(model.natural, Ensemble):
+        model.natural.mixture.data.copy_(weights.float().clamp(min=1e-9).log())
     ratios = batch_of(log_mixture(members, weights.log()) - written, slice(None), model)
     targets = batch_of(select[1], slice(None), model)
     optimizer = torch.optim.LBFGS([model.mixture], max_iter=100, line_search_fn="strong_wolfe")

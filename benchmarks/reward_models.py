@@ -27,7 +27,7 @@ from common.process import UserError, run_main
 from common.settings import Problems, Settings, parse_settings, setting
 from data_loader import dataset_folder, open_token_file
 from reward.heads import REWARD_MODELS
-from reward.skill import format_r_squared, measure_skill
+from reward.skill import format_figure, measure_skill
 from reward_dataset_loader import RewardDataset, rows_by_part
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
@@ -168,7 +168,7 @@ def val_loss(generator: Path) -> float:
 def skill_cells(skill: dict[str, Any]) -> list[str]:
     """R2 with its interval, MAE in tokens, AUC and seconds, for a table."""
     auc = "" if skill["auc"] is None else f"{skill['auc']:.3f}"
-    r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
+    r2 = format_figure(skill, "r2", ".3f")
     return [r2, f"{skill['mae_tokens']:.1f}", auc, f"{skill['seconds']:.0f}" if "seconds" in skill else ""]
 
 

@@ -9,7 +9,7 @@ Shapes: P prompts (natural blocks), G completions of each, R = P * G rows, N pos
 import itertools
 from bisect import bisect_right
 from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from common.process import UserError, lacks_memory, warn
 from generation.kv_cache import KVCache
 from generation.sampling import Sampling, check_drawn, check_ids, sample_tokens
 
-AnyModel = TypeVar("AnyModel", bound=nn.Module)
 DEFAULT_CPU_ROWS, DEFAULT_CPU_MB, PLAIN = 1024, 1024, Sampling()
 
 
@@ -81,14 +80,14 @@ def complete(
         return Completions(*(rows[order.argsort()].view(prompts, group, length) for rows in (ids, *log_probs)))
 
 
-class Completer(Generic[AnyModel]):
+class Completer:
     """`complete` for any number of rows and calls: at most `rows` at a time, in one cache that serves all of them.
 
     Half of the free memory is for keys and values; without CUDA at most DEFAULT_CPU_ROWS rows and DEFAULT_CPU_MB, as
     more gain nothing. If memory runs out, half as many rows from then on. UserError where one row does not fit.
     """
 
-    def __init__(self, model: AnyModel, length: int) -> None:
+    def __init__(self, model: Any, length: int) -> None:
         self.model, self.length = model, length
         self._cache: KVCache | None = None
         device, row = next(model.parameters()).device, KVCache.bytes_per_row(model, length)

@@ -65,14 +65,14 @@ def per_sequence(values: Tensor, mask: Tensor) -> Tensor:
     return values if values.dim() == 1 else (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def rewards_of(scores: Scores, log_probs: Tensor, mask: Tensor, is_ratio: bool, by_token: bool = False) -> Tensor:
+def rewards_of(scores: Scores, log_probs: Tensor, mask: Tensor, by_token: bool = False) -> Tensor:
     """Rewards (R,) of sequences or, `by_token`, (R, N - 1): the reward model's, plus the user's function's.
 
-    A likelihood head's (`is_ratio`) is its evidence log(m/q) less log(pi/q), log pi being log_probs (R, N - 1); another
-    head's P(natural). A sequence's reward is each written token's; a sequence has its tokens' mean.
+    A likelihood head's is its evidence log(m/q) less log(pi/q), log pi being log_probs (R, N - 1); another head's
+    P(natural). A sequence's reward is each written token's; a sequence has its tokens' mean.
     """
     of_model = scores.by_token if by_token else scores.natural
-    if is_ratio and scores.evidence is not None:
+    if scores.evidence is not None:
         of_model = scores.evidence - kl_estimate(log_probs, scores.reference_log_probs, "k1")
     parts = [part for part in (of_model, scores.function) if part is not None]
     spread = [part if part.dim() == 2 else part[:, None] * mask for part in parts]
@@ -80,11 +80,13 @@ def rewards_of(scores: Scores, log_probs: Tensor, mask: Tensor, is_ratio: bool, 
     return sum(parts[1:], parts[0])
 
 
-def named_rewards(prefix: str, scores: Scores, mask: Tensor) -> dict[str, Tensor]:
-    """P(natural) and the function's rewards of sequences (R,), as far as there are any."""
-    function = None if scores.function is None else per_sequence(scores.function, mask)
-    named = {f"{prefix}reward": scores.natural, f"{prefix}function_reward": function}
-    return {name: rows for name, rows in named.items() if rows is not None}
+def named_rewards(prefix: str, scores: Scores, mask: Tensor, log_probs: Tensor | None = None) -> dict[str, Tensor]:
+    """P(natural) and the function's rewards of sequences (R,), and with log_probs of completions their total, if any."""
+    named = {} if scores.natural is None else {f"{prefix}reward": scores.natural}
+    if scores.function is not None:
+        named[f"{prefix}function_reward"] = per_sequence(scores.function, mask)
+        named |= {} if log_probs is None else {f"{prefix}total_reward": rewards_of(scores, log_probs, mask)}
+    return named
 
 
 @dataclass
@@ -112,7 +114,7 @@ class PolicyEvaluation:
             return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
 
     @torch.no_grad()
-    def __call__(self, completer: Completer[GPT], losses: Tensor | None = None) -> dict[str, Any]:
+    def __call__(self, completer: Completer, losses: Tensor | None = None) -> dict[str, Any]:
         """The figures that docs/metrics.md defines; `losses` are those of `self.losses`, where they are at hand."""
         losses = self.losses(completer.model) if losses is None else losses
         natural, prefix_lengths, uniforms = self.drawn
@@ -122,12 +124,10 @@ class PolicyEvaluation:
         completer.release()
         ids, log_probs = completions.ids.flatten(0, 1), completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
         scores, first = self.scorer(ids, mask, EVAL_SAMPLES, function=self.function), mask[::EVAL_SAMPLES]
-        rewards = named_rewards("fresh_", scores, mask)
+        rewards = named_rewards("fresh_", scores, mask, log_probs)
         rewards |= named_rewards("natural_", self.scorer(natural, first, function=self.function), first)
-        if self.function is not None:
-            rewards["fresh_total_reward"] = rewards_of(scores, log_probs, mask, self.scorer.is_ratio)
-        if self.scorer.is_ratio:  # KL(pi || m), from tokens of pi; 0 at the optimum, the head's mixture m
-            rewards["kl_mixture"] = -rewards_of(replace(scores, function=None), log_probs, mask, is_ratio=True)
+        if scores.evidence is not None:  # KL(pi || m), from tokens of pi; 0 at the optimum, the head's mixture m
+            rewards["kl_mixture"] = -rewards_of(replace(scores, function=None), log_probs, mask)
         low, high = skills.bootstrap_blocks(losses, self.length, self.seed)
         figures: dict[str, Any] = {f"{self.part}_loss": losses.double().mean().item()}
         figures |= {f"{self.part}_loss_low": low, f"{self.part}_loss_high": high}
@@ -136,17 +136,12 @@ class PolicyEvaluation:
             low, high = skills.bootstrap_mean(of_prompts, self.seed)
             figures |= {name: of_prompts.mean().item(), f"{name}_low": low, f"{name}_high": high}
         figures["kl_now"] = kl_estimate(log_probs, scores.reference_log_probs)[mask].mean().item()
-        return figures | self._figures_of_text(ids.cpu(), prefix_lengths.flatten().tolist())
-
-    def _figures_of_text(self, ids: Tensor, prefix_lengths: list[int]) -> dict[str, Any]:
-        """Variety, repetition and copies of completions (R, N), and some of them as text."""
-        tails = [row[length:] for row, length in zip(ids, prefix_lengths, strict=True)]
-        half = ids[:, -(self.length // 2) :]  # all of it written
-        longest = max(self.copies.longest_copy(tail.numpy()) for tail in tails[:COPIES_SOUGHT])
-        shown = tails[:: max(1, len(ids) // COMPLETIONS_SHOWN)][:COMPLETIONS_SHOWN]
-        texts = [self.corpus.tokenizer.decode(tail.tolist()) for tail in shown]
-        variety = {f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)} | {"repetition": repetition(half)}
-        return {**variety, "longest_copy": longest, "completions": texts}
+        half = ids[:, -(self.length // 2) :].cpu()  # all of it written
+        figures |= {f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)} | {"repetition": repetition(half)}
+        tails = [row[length:] for row, length in zip(ids.tolist(), prefix_lengths.flatten().tolist(), strict=True)]
+        figures["longest_copy"] = max(self.copies.longest_copy(np.array(tail)) for tail in tails[:COPIES_SOUGHT])
+        shown = tails[:: len(tails) // COMPLETIONS_SHOWN][:COMPLETIONS_SHOWN]
+        return figures | {"completions": [self.corpus.tokenizer.decode(tail) for tail in shown]}
 
 
 def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
@@ -157,7 +152,7 @@ def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
     return figures | skills.paired_difference(losses["kept"], losses["start"], report.length, report.seed)
 
 
-def skill_on_policy(completer: Completer[GPT], scorer: RewardScorer, tokens: np.ndarray, seed: int) -> dict[str, Any]:
+def skill_on_policy(completer: Completer, scorer: RewardScorer, tokens: np.ndarray, seed: int) -> dict[str, Any]:
     """`measure_skill` of the reward model on fresh text of the policy, K uniform on 1 to N - 1, after evenly spaced
     natural blocks of the gate's part of the validation split, which neither selected the reward model nor reports.
     """
@@ -183,8 +178,7 @@ def passes_gate(skill: dict[str, Any], path: str, allowed: bool, gate_path: str 
     """Whether to go on after the gate, not where its figures were asked for (`gate_path`); UserError for a reward model
     (`path`) whose R2 interval is not above 0, unless that is allowed.
     """
-    is_open = skills.better_than_constant(skill["r2_low"])
-    r2 = skills.format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
+    is_open, r2 = skills.better_than_constant(skill["r2_low"]), skills.format_figure(skill, "r2")
     say(f"R2 of the reward model on {skill['num_sequences']} texts of the policy: {r2}")
     if gate_path is not None:
         if is_main_rank():
@@ -192,10 +186,10 @@ def passes_gate(skill: dict[str, Any], path: str, allowed: bool, gate_path: str 
         say(f"The gate is {'open' if is_open else 'closed: the lower end is not above 0'}. Saved {gate_path}")
     elif not is_open:
         finding = f"{path} does not predict where this policy's text begins: R2 {r2}, {skill['num_blocks']} blocks"
-        remedy = "train one with a --natural_model_path that learned more natural text"
-        if skill["num_blocks"] < skills.MIN_BLOCKS:
-            remedy = f"use more text, {skills.MIN_BLOCKS} blocks at least"
         if not allowed:
+            remedy = "train one with a --natural_model_path that learned more natural text"
+            if skill["num_blocks"] < skills.MIN_BLOCKS:
+                remedy = f"use more text, {skills.MIN_BLOCKS} blocks at least"
             raise UserError(f"ERROR: {finding}; {remedy}, or optimise noise with --allow_unpredictive_reward True")
         warn(f"{finding}; going on, as allowed")
     return gate_path is None
@@ -240,9 +234,9 @@ class Stops:
 
     def first_and_last_reward(self) -> dict[str, Any]:
         """Means of the first and of the last REWARD_STEPS rewards, or of half of them where they are few."""
-        size = max(1, min(REWARD_STEPS, len(self.rewards) // 2))
-        first, last = (sum(part) / size if part else None for part in (self.rewards[:size], self.rewards[-size:]))
-        return {"first_reward": first, "last_reward": last, "reward_steps": size if self.rewards else 0}
+        size = min(REWARD_STEPS, max(1, len(self.rewards) // 2), len(self.rewards))
+        first, last = (sum(part) / size if size else None for part in (self.rewards[:size], self.rewards[-size:]))
+        return {"first_reward": first, "last_reward": last, "reward_steps": size}
 
 
 def selection_value(figures: Mapping[str, Any], kl: str) -> float:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.device import full_precision
-from common.process import UserError
 from losses import _at_least_float32, _choose
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
@@ -23,23 +21,14 @@ EPSILON = 1e-4  # added to standard deviations
 FLAT = 1e-6  # Rewards of a group within this range are equal: dividing their rounding noise would make it a signal.
 
 
-def _grouped(rewards: Tensor, group_size: int) -> Tensor:
-    """Rewards (P * G, ...) as float (P, G, ...); raises UserError for sizes that do not fit, NaN and infinity."""
-    if group_size < 2 or len(rewards) == 0 or len(rewards) % group_size:
-        raise UserError(f"ERROR: group_size={group_size}: must be >= 2 and divide {tuple(rewards.shape)} rewards")
-    if not bool(rewards.isfinite().all()):
-        raise UserError(f"ERROR: {int((~rewards.isfinite()).sum())} of {rewards.numel()} rewards are NaN or infinite")
-    return _at_least_float32(rewards).view(-1, group_size, *rewards.shape[1:])
-
-
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """Advantages (P * G,) of rewards (P * G,): reward - its group's mean, over a standard deviation + EPSILON.
 
     scale 'group': of the group (GRPO, section 4.1.2); 'batch': of all rewards; 'none': not divided (Dr. GRPO). They
     have Bessel's correction. Groups whose range is <= FLAT get exactly 0.
     """
-    groups = _grouped(rewards, group_size)
-    advantages = groups - groups.mean(1, keepdim=True)  # (P, G)
+    groups = _at_least_float32(rewards).view(-1, group_size)  # (P, G)
+    advantages = groups - groups.mean(1, keepdim=True)
     if scale != "none":
         advantages = advantages / ((groups.std(1, keepdim=True) if scale == "group" else groups.std()) + EPSILON)
     flat = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True) <= FLAT
@@ -53,8 +42,8 @@ def token_advantages(rewards: Tensor, mask: Tensor, group_size: int, scale: str 
     standard deviation around 0 of all advantages of the group or batch. A group whose advantages are within FLAT gets
     0. The mean contains the token's own reward: the expected gradient is (G - 1) / G of the policy gradient.
     """
-    groups = _grouped(rewards.masked_fill(~mask.bool(), 0.0), group_size)  # (P, G, T)
-    written = mask.bool().view_as(groups)
+    written = mask.bool().unflatten(0, (-1, group_size))  # (P, G, T)
+    groups = _at_least_float32(rewards).view_as(written).masked_fill(~written, 0.0)
     baseline = groups.sum(1, keepdim=True) / written.sum(1, keepdim=True).clamp(min=1)
     advantages = (groups - baseline).masked_fill(~written, 0.0)
     flat = advantages.abs().amax((1, 2), keepdim=True) <= FLAT
@@ -106,7 +95,7 @@ def average_loss(
     grpo: over each sequence's tokens, then over sequences; bnpo: over all tokens of this call; dr_grpo: over
     num_sequences * max_completion_length (Dr. GRPO, section 3.2); dapo, cispo: over num_tokens (DAPO, equation 8).
     With num_sequences and num_tokens of the whole update (default: of this call) the losses of its micro-batches add
-    up to its loss; for bnpo a call weighs B / num_sequences.
+    up to its loss; for bnpo a call weighs B / num_sequences. max_completion_length is T by default.
     """
     _choose("loss_type", loss_type, LOSS_TYPES)
     sums, total = (per_token * mask).sum(1), mask.sum().clamp(min=1)  # (B,), ()
@@ -116,8 +105,7 @@ def average_loss(
     if loss_type == "bnpo":
         return sums.sum() / total * (len(sums) / num_sequences)
     if loss_type == "dr_grpo":
-        assert max_completion_length is not None
-        return sums.sum() / (num_sequences * max_completion_length)
+        return sums.sum() / (num_sequences * (max_completion_length or mask.size(1)))
     return sums.sum() / (total if num_tokens is None else num_tokens)
 
 
@@ -146,10 +134,10 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss () to minimise, and metrics () without gradient.
 
-    log_probs, old_log_probs, reference_log_probs (B, T): of the tokens under the policy, under the policy that sampled
-    them (None: this very policy), and under the KL reference. advantages (B,) or (B, T). mask (B, T): 1 or True for
-    tokens that count; what stands at the others is ignored, NaN and -inf included.
-    Per token, with ratio r = exp(log_prob - old_log_prob) and advantage A (GRPO, equation 3; PPO, equation 7):
+    log_probs, old_log_probs, reference_log_probs (B, T): of the tokens under the policy, under the one that sampled them
+    (None: this one), and under the KL reference. advantages (B,) or (B, T). mask (B, T): tokens that count; what stands
+    at the others is ignored, NaN and -inf included. Per token, with ratio r = exp(log_prob - old_log_prob) and
+    advantage A (GRPO, equation 3; PPO, equation 7):
       all but cispo   -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL;  epsilon_high None: as low
       cispo           -stop_gradient(min(r, epsilon_high)) A log_prob + beta KL
     importance_level 'sequence' (GSPO): r has the value s, exp of the sequence's mean of log_prob - old_log_prob
@@ -183,8 +171,8 @@ def policy_loss(
         reference_log_probs = reference_log_probs.masked_fill(~counts, 0.0)
         per_token = per_token + beta * kl_estimate(log_probs, reference_log_probs, kl_estimator) * mask
     loss = average_loss(per_token, mask, loss_type, **totals)
-    # At level 'token' all tokens weigh the same, at 'sequence' all sequences.
-    weights = mask.sum(1) if importance_level == "token" else counts.any(1).to(mask.dtype)  # (B,)
-    with full_precision(log_probs.device):
-        metrics["clip_share"] = ((stopped * mask).sum(1) / lengths) @ (weights / weights.sum().clamp(min=1))
+    stops = (stopped * mask).sum(1)  # (B,)
+    metrics["clip_share"] = stops.sum() / mask.sum().clamp(min=1)
+    if importance_level == "sequence":
+        metrics["clip_share"] = (stops / lengths).sum() / counts.any(1).sum().clamp(min=1)
     return loss, {name: value.detach() for name, value in metrics.items()}

@@ -20,7 +20,7 @@ from common.distributed import Ranks
 from generation.completions import Completer
 from generation.sampling import Sampling
 from generation.shared_prompts import SharedPrompts, put, rows_of_whole_groups
-from grpo.policy_evaluation import draw_prompts, named_rewards, rewards_of, written_mask
+from grpo.policy_evaluation import draw_prompts, named_rewards, written_mask
 from grpo.policy_loss import kl_estimate
 from losses import token_log_probs
 from model import GPT
@@ -88,44 +88,34 @@ class Rollouts:
 
 
 def sample(
-    completer: Completer[GPT],
-    tokens: np.ndarray,
-    num_prompts: int,
-    group_size: int,
-    seed: int,
-    ranks: Ranks,
-    step: int,
-    natural: bool = False,
+    completer: Completer, tokens: np.ndarray, P: int, G: int, seed: int, ranks: Ranks, step: int, natural: bool = False
 ) -> Rollouts:
-    """Completions of this rank's share of the step's prompts, `group_size` of each; steps count from 1.
+    """Completions of this rank's share of the step's P prompts, G of each; steps count from 1.
 
     Sampling is at temperature 1 over all tokens: the very distribution that the formulas score. `natural`: as many rows
     of natural text instead, each after a prompt of its own.
     """
     if natural:
-        num_prompts, group_size = num_prompts * group_size, 1
-    N, mine = completer.length, ranks.share(num_prompts)
-    text, lengths, uniforms = draw_prompts(tokens, N, num_prompts, group_size, seed, "rollout", step)
+        P, G = P * G, 1
+    N, mine = completer.length, ranks.share(P)
+    text, lengths, uniforms = draw_prompts(tokens, N, P, G, seed, "rollout", step)
     mask, text = written_mask(lengths, N).to(ranks.device), text[mine].to(ranks.device)
-    own = mask[mine.start * group_size : mine.stop * group_size]
+    own = mask[mine.start * G : mine.stop * G]
     totals = {"max_completion_length": N - 1, "num_sequences": len(mask), "num_tokens": mask.sum()}
     if natural:
         return Rollouts(text, own, None, 1, totals)
     completions = completer(text, lengths[mine], uniforms[mine], Sampling())
     completer.release()  # the update needs the memory
     ids, log_probs = completions.ids.flatten(0, 1), completions.model_log_probs.flatten(0, 1)[:, 1:]
-    return Rollouts(ids, own, log_probs, group_size, totals)
+    return Rollouts(ids, own, log_probs, G, totals)
 
 
-def figures_of_rollouts(rollouts: Rollouts, is_ratio: bool, kl_estimator: str, ranks: Ranks) -> dict[str, Any]:
+def figures_of_rollouts(rollouts: Rollouts, kl_estimator: str, ranks: Ranks) -> dict[str, Any]:
     """Rewards and divergence of a step's completions on all ranks; nothing of natural text."""
     scores, mask, log_probs, figures = rollouts.scores, rollouts.mask, rollouts.old_log_probs, dict[str, Any]()
     if log_probs is None:
         return figures
-    rewards = named_rewards("", scores, mask)
-    if scores.function is not None:
-        rewards["total_reward"] = rewards_of(scores, log_probs, mask, is_ratio)
-    for name, values in rewards.items():
+    for name, values in named_rewards("", scores, mask, log_probs).items():
         of_all = ranks.gather(values)  # (R,) of all ranks
         figures |= {name: of_all.mean().item(), f"{name}_std": of_all.std().item() if len(of_all) > 1 else None}
     # The mean of -log p over samples of p estimates its entropy without another pass over the logits.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.files import atomic_path
-from reward.skill import format_r_squared
+from reward.skill import format_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,8 +128,7 @@ def _draw_interval(axes: Any, points: Sequence[Mapping[str, Any]], key: str, col
 def skill_picture(skill: Mapping[str, Any], title: str) -> "Figure":
     """Draw the figures of `reward.skill.measure_skill`: calibration, mean prediction and error by crossover."""
     table, by_crossover = skill["calibration"], skill["by_crossover"]
-    r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
-    figure, (left, middle, right) = _figure(f"{title}: R² {r2}", 1, 3)
+    figure, (left, middle, right) = _figure(f"{title}: R² {format_figure(skill, 'r2', '.3f')}", 1, 3)
     areas = [15 + 250 * row["count"] / skill["num_sequences"] for row in table]
     predicted, true = [row["mean_prediction"] for row in table], [row["mean_target"] for row in table]
     left.scatter(predicted, true, s=areas, color=COLOURS[0], label="a bin; area: its share")

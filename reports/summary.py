@@ -12,7 +12,7 @@ from typing import Any
 from common.files import read_json, write_json
 from common.process import UserError
 from common.settings import differing_settings
-from reward.skill import better_than_constant, format_difference, format_loss, format_r_squared
+from reward.skill import better_than_constant, format_figure
 
 Record = Mapping[str, Any]
 HEADS = ("cycle", "model", "loss", "perplexity", "difference", "R2 at the gate", "reward", "KL", "kept", "seconds")
@@ -96,7 +96,10 @@ def headline(ledger: Ledger) -> str:
         parts.append("GRPO did not start, and the generator is carried on unchanged")
     elif compared:
         others = compare(ledger, compared[-1])
-        texts = [f"{_relation(each)} that of {name}: {format_difference(each)}" for name, each in others.items()]
+        texts = [
+            f"{_relation(each)} that of {name}: {format_figure(each, 'difference', '+.4f')}"
+            for name, each in others.items()
+        ]
         parts.append(f"after {compared[-1]['cycle']} of {cycles} cycles the policy's loss is {'; '.join(texts)}")
         parts += [] if any("plain" in name for name in others) else ["there is no control by plain training"]
     return f"{'' if ledger.outcome == 'finished' else f'Run {ledger.outcome}: '}{'; '.join(parts)}."
@@ -123,7 +126,7 @@ def _relation(figures: Mapping[str, float | None]) -> str:
 
 
 def _r_squared(skill: Record) -> str:
-    return format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"], digits=3)
+    return format_figure(skill, "r2", ".3f")
 
 
 def table(ledger: Ledger) -> list[dict[str, str]]:
@@ -134,9 +137,10 @@ def table(ledger: Ledger) -> list[dict[str, str]]:
             cells = {"cycle": str(record["cycle"]), "model": record["name"], "seconds": f"{record['seconds']:.0f}"}
             found, evaluation = record["figures"], ledger.figures(f"evaluation_v{record['cycle'] + 1}")
             if own := evaluation.get(record["name"]):
-                cells |= {"loss": format_loss(own), "perplexity": f"{own['perplexity'] or 0:.4f}"}
+                cells |= {"loss": format_figure(own, "loss"), "perplexity": f"{own['perplexity'] or 0:.4f}"}
                 against = evaluation["base_model_v1"] if kind == "policy" else own
-                cells |= {} if kind == "base" else {"difference": format_difference(policy_minus(against))}
+                difference = format_figure(policy_minus(against), "difference", "+.4f")
+                cells |= {} if kind == "base" else {"difference": difference}
             if kind == "policy":
                 cells["R2 at the gate"] = _r_squared(ledger.figures(f"gate_v{record['cycle']}"))
             if found.get("first_reward") is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.device import autocast
+from common.process import UserError
 from generation.sampling import Sampling
 from generation.shared_prompts import SharedPrompts, put, rows_of_whole_groups
 from losses import token_log_probs
@@ -26,8 +27,8 @@ class Scores:
     """Scores of R sequences of N tokens by a reward model, a user's function, and the policy's start."""
 
     natural: Tensor | None  # (R,) P(natural); None without a reward model
-    evidence: Tensor | None  # (R, N - 1) of all tokens but the first being natural; None where the head knows no tokens
-    by_token: Tensor | None  # (R, N - 1) P(token is natural); None likewise
+    evidence: Tensor | None  # (R, N - 1) log(m / q) of all tokens but the first; None without a likelihood head
+    by_token: Tensor | None  # (R, N - 1) P(token is natural); None where the head knows no tokens
     reference_log_probs: Tensor  # (R, N - 1) under the starting policy, of the written tokens; 0 elsewhere
     hidden: tuple[Tensor, ...] = ()  # if kept: a likelihood model's `hidden_states` (m, C) before m written tokens
     function: Tensor | None = None  # (R,) or (R, N - 1) of a RewardFunction; None without one
@@ -36,20 +37,25 @@ class Scores:
 class RewardScorer:
     """A frozen reward model, if there is one, and the policy's start (the reference of the KL), which score together.
 
-    Where one is part of the other (a likelihood model's generator, another head's trunk), one pass serves both. `dtype`
-    is that of their passes (`common.device.autocast`).
+    A likelihood model's generator must be the reference, else UserError; where another head's trunk is the reference's,
+    one pass serves both. `dtype` is that of their passes (`common.device.autocast`).
     """
 
     def __init__(self, reward_model: RewardModel | None, reference: GPT, dtype: torch.dtype = torch.float32) -> None:
         self.reward_model, self.reference, self.dtype = reward_model, reference.requires_grad_(False), dtype
-        self.is_ratio = self.knows_tokens = self.is_shared = False
+        self.is_ratio, self.knows_tokens, self.is_shared = False, False, True
         if reward_model is None:
             return
         reward_model.requires_grad_(False)
         self.is_ratio, self.knows_tokens = reward_model.is_ratio, reward_model.knows_tokens
         if reward_model.is_ratio:
             reward_model.sampling = Sampling()  # however its data were sampled: a policy's text is sampled plainly
-        self.is_shared = reward_model.contains(reference)
+            ours, theirs = reward_model.generator.state_dict(), reference.state_dict()
+        else:
+            ours, theirs = reward_model.transformer.state_dict(), reference.transformer.state_dict()
+        self.is_shared = ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        if self.is_ratio and not self.is_shared:
+            raise UserError("ERROR: the reward model holds another generator than the policy's start: make one of this")
 
     @torch.no_grad()
     def __call__(
@@ -78,34 +84,23 @@ class RewardScorer:
         return Scores(**joined, hidden=hidden)
 
     def _read(self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool) -> Scores:
-        model, prompt_lengths, tokens = self.reward_model, ids.size(1) - written.sum(1), ids[:, 1:]
+        model, tokens = self.reward_model, ids[:, 1:]
         is_whole = model is not None and not model.is_ratio  # such a head reads the last token too
-        context = SharedPrompts(ids if is_whole else ids[:, :-1], prompt_lengths, group_size)
-        if model is None:
-            return Scores(None, None, None, self._reference_log_probs(context, None, tokens, written))
-        kept: tuple[Tensor, ...] = ()
-        if model.is_ratio:
+        context = SharedPrompts(ids if is_whole else ids[:, :-1], ids.size(1) - written.sum(1), group_size)
+        if model is not None and model.is_ratio:
             hidden, once = model.hidden_states(context), context.predicts
             both = model.read_hidden(tuple(context.at(once, states) for states in hidden), tokens[once])
             natural, generator = (context.spread(put(log_probs, once)) for log_probs in both)
-            output = model.calibrated(natural - generator)
+            evidence, reference = model.calibrated(natural - generator), generator.masked_fill(~written, 0.0)
             kept = tuple(context.at(written, states) for states in hidden) if keep_hidden else ()
-            if self.is_shared:
-                reference = generator.masked_fill(~written, 0.0)
-            else:
-                reference = self._reference_log_probs(context, None, tokens, written)
-        else:
-            states = model.trunk(context)
-            output = model.score(model.pool(context.to_rows(states)))
-            reference = self._reference_log_probs(context, states if self.is_shared else None, tokens, written)
-        if not self.knows_tokens:
-            return Scores(model.share(output).float(), None, None, reference)
-        by_token = natural_probabilities(output)  # (R, N)
-        return Scores(by_token.mean(1), output[:, 1:], by_token[:, 1:], reference, kept)
-
-    def _reference_log_probs(
-        self, context: SharedPrompts, hidden: Tensor | None, tokens: Tensor, written: Tensor
-    ) -> Tensor:
-        """Log-probabilities (R, N - 1) of the written tokens, from the reference's hidden states if they are known."""
-        states = context.at(written, self.reference.trunk(context) if hidden is None else hidden)
-        return put(token_log_probs(self.reference.logits(states), tokens[written]), written)
+            shares = natural_probabilities(evidence)  # (R, N)
+            return Scores(shares.mean(1), evidence[:, 1:], shares[:, 1:], reference, kept)
+        states = (model or self.reference).trunk(context)
+        own = states if self.is_shared else self.reference.trunk(context)
+        log_probs = token_log_probs(self.reference.logits(context.at(written, own)), tokens[written])
+        reference = put(log_probs, written)  # (R, N - 1)
+        if model is None:
+            return Scores(None, None, None, reference)
+        output = model.score(model.pool(context.to_rows(states)))
+        by_token = natural_probabilities(output)[:, 1:] if model.knows_tokens else None
+        return Scores(model.share(output).float(), None, by_token, reference)

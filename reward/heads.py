@@ -5,13 +5,12 @@
 A head is a class here, and a name in REWARD_MODELS. All of them have:
 
     losses         names of the losses it can be trained with; the first is the default
-    knows_tokens   whether it has evidence of single tokens
+    knows_tokens   whether it has evidence of single tokens, and so `token_probabilities(idx)` (B, T)
     is_ratio       whether evidence is a log-ratio of two models' probabilities, not a score learned from labels
     forward(idx, targets=None) -> probabilities (B, 2) [P(natural), P(synthetic)], mean squared error () or None
     output(idx)                -> input of `loss` and `share`: evidence (B, T), or scores (B, 2) before the softmax
     loss(output, targets, name) -> (); targets (B, 2) [K/T, (T-K)/T]
     share(output)              -> P(natural) (B,)
-    evidence(idx), token_probabilities(idx) -> (B, T); UserError where the head does not know tokens
 
 With a uniform crossover K, P(K | x) is proportional to the product over the natural tokens t < K of
 p(x_t | x_<t) / q(x_t | x_<t): p natural text, q the generator (the posterior of a change point with known distributions
@@ -73,10 +72,6 @@ class TrunkRewardModel(GPT):
     pool: Callable[[Tensor], Tensor]
     score: Callable[[Tensor], Tensor]
 
-    def contains(self, reference: GPT) -> bool:
-        """Whether the trunk's hidden states are those of `reference`."""
-        return _same(self.transformer, reference.transformer)
-
     def output(self, inputs: Tensor) -> Tensor:
         """The head's output of token ids (B, T), or of hidden states that `pool` took."""
         return self.score(inputs if inputs.is_floating_point() else self.pool(self.trunk(inputs)))
@@ -87,6 +82,7 @@ class LastRewardModel(TrunkRewardModel):
 
     losses: ClassVar[tuple[str, ...]] = ("mse", "cross_entropy")
     knows_tokens: ClassVar[bool] = False
+    loss = staticmethod(reward_loss)
 
     def pool(self, hidden: Tensor) -> Tensor:
         """(B, C)."""
@@ -97,19 +93,9 @@ class LastRewardModel(TrunkRewardModel):
         with full_precision(pooled.device):
             return self.reward_head[:-1](pooled.to(self.transformer.wte.weight.dtype))
 
-    def loss(self, scores: Tensor, targets: Tensor, name: str) -> Tensor:
-        """`reward_loss` ()."""
-        return reward_loss(scores, targets, name)
-
     def share(self, scores: Tensor) -> Tensor:
         """P(natural) (B,)."""
         return scores.softmax(-1)[:, 0]
-
-    def evidence(self, idx: Tensor) -> Tensor:
-        """UserError."""
-        raise UserError("a last head has no evidence of single tokens: use a 'position' or a 'likelihood' head")
-
-    token_probabilities = evidence
 
 
 class TokenEvidence(nn.Module):
@@ -118,26 +104,16 @@ class TokenEvidence(nn.Module):
     losses: ClassVar[tuple[str, ...]] = ("nll", "token", "mse", "cross_entropy")
     knows_tokens: ClassVar[bool] = True
     output: Callable[..., Tensor]
-
-    def evidence(self, idx: Tensor) -> Tensor:
-        """Every token's evidence (B, T): see `crossover_log_posterior`."""
-        return self.output(idx)
+    loss = staticmethod(crossover_loss)
+    share = staticmethod(natural_share)
 
     def token_probabilities(self, idx: Tensor) -> Tensor:
         """P(token t is natural) (B, T), given the whole sequence."""
-        return natural_probabilities(self.evidence(idx))
-
-    def loss(self, evidence: Tensor, targets: Tensor, name: str) -> Tensor:
-        """`crossover_loss` ()."""
-        return crossover_loss(evidence, targets, name)
-
-    def share(self, evidence: Tensor) -> Tensor:
-        """P(natural) (B,): E[K] / T."""
-        return natural_share(evidence)
+        return natural_probabilities(self.output(idx))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """(probabilities, loss) as GPT's in reward mode: (B, 2) [P(natural), P(synthetic)], mean squared error."""
-        share = self.share(self.evidence(idx))
+        share = natural_share(self.output(idx))
         probabilities = torch.stack((share, 1 - share), -1)
         return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
 
@@ -186,10 +162,6 @@ class LikelihoodRewardModel(TokenEvidence):
         """That of the (first) model of natural text, in reward mode."""
         return replace(self.natural.config, mode="reward", reward_head_type=self.head_type)
 
-    def num_parameters(self) -> int:
-        """Parameters of all models, and of their mixtures."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def rows_at_a_time(self) -> int:
         """Sequences to score together: see GPT.rows_at_a_time."""
         return self.members[0].rows_at_a_time()
@@ -199,30 +171,20 @@ class LikelihoodRewardModel(TokenEvidence):
         """The models of natural text that p is made of."""
         return self.natural.members if isinstance(self.natural, Ensemble) else [self.natural]
 
-    @torch.no_grad()
-    def set_weights(self, weights: Tensor) -> None:
-        """Give the members weights (M,) of sum 1, at least 1e-9 each; that of a single one is 1."""
-        if isinstance(self.natural, Ensemble):
-            self.natural.mixture.copy_(weights.clamp(min=1e-9).log())
-
     def log_probs_of_each(self, idx: Tensor) -> list[Tensor]:
         """As `log_probs`, of each member, and last of q."""
         context, tokens = idx[:, :-1], idx[:, 1:]
         each = [token_log_probs(member.logits(member.trunk(context)), tokens) for member in self.members]
-        with torch.no_grad():
-            return [*each, token_log_probs(self.written_logits(self.generator.trunk(context)), tokens)]
+        return [*each, token_log_probs(self.written_logits(self.generator.trunk(context)), tokens)]
 
     def hidden_states(self, context: Tensor | SharedPrompts) -> tuple[Tensor, ...]:
         """Hidden states of p and of q, (B, T, C) or (n, C) each with a C of its own: see `trunk`."""
-        natural = self.natural.trunk(context)
-        with torch.no_grad():
-            return natural, self.generator.trunk(context)
+        return self.natural.trunk(context), self.generator.trunk(context)
 
-    @torch.no_grad()
     def written_logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of q as it was sampled, from its hidden states (..., C)."""
         logits = self.generator.logits(hidden)
-        return logits if self.sampling == Sampling() else sampling_distribution(logits.float(), self.sampling)
+        return logits if self.sampling == Sampling() else sampling_distribution(logits, self.sampling)
 
     @torch.no_grad()
     def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -257,10 +219,6 @@ class LikelihoodRewardModel(TokenEvidence):
         natural, written = self.log_probs(idx)
         return self.calibrated(natural - written)
 
-    def contains(self, reference: GPT) -> bool:
-        """Whether the generator is `reference`."""
-        return _same(self.generator, reference)
-
 
 HeadRewardModel = LastRewardModel | PositionRewardModel
 RewardModel = HeadRewardModel | LikelihoodRewardModel
@@ -292,9 +250,3 @@ def parts_of(model: nn.Module) -> dict[str, Any]:
     parts = {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}
     further = [replace(member.config) for member in model.members[1:]]
     return parts | ({"further_configs": further} if further else {})
-
-
-def _same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules have the same weights."""
-    ours, theirs = one.state_dict(), other.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

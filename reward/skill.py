@@ -25,7 +25,7 @@ Interval = tuple[float, float] | tuple[None, None]  # (low, high)
 
 def _pair(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Both as float64 vectors of one length: (n,) against (n, 1) would broadcast."""
-    prediction, target = (torch.as_tensor(x).detach().double() for x in (prediction, target))
+    prediction, target = (torch.as_tensor(x).double() for x in (prediction, target))
     if prediction.shape != target.shape or prediction.dim() != 1 or len(target) == 0:
         shapes = f"{tuple(prediction.shape)} and {tuple(target.shape)}"
         raise UserError(f"ERROR: predictions and targets have shapes {shapes}: both must be (n,) with n >= 1")
@@ -51,14 +51,8 @@ def bootstrap_interval(statistic: Callable[[Tensor], Tensor | float], count: int
 
 def bootstrap_mean(values: Tensor, seed: int) -> Interval:
     """`bootstrap_interval` of the mean of independent values (n,)."""
-    values = torch.as_tensor(values).detach().double()
+    values = values.double()
     return bootstrap_interval(lambda pick: values[pick].mean(), len(values), seed)
-
-
-def bootstrap_ratio(sums: Tensor, counts: Tensor, seed: int) -> Interval:
-    """`bootstrap_interval` of the mean over all tokens, from n independent units' sums and numbers of tokens (n,)."""
-    sums, counts = (values[counts > 0].double() for values in (sums, counts))
-    return bootstrap_interval(lambda pick: sums[pick].sum() / counts[pick].sum(), len(sums), seed)
 
 
 def bootstrap_blocks(values: Tensor, block_size: int, seed: int) -> Interval:
@@ -123,8 +117,6 @@ def calibration(prediction: Tensor, target: Tensor, num_bins: int = NUM_BINS) ->
     al., "On Calibration of Modern Neural Networks", arXiv 1706.04599, equation 3, with means of K/N for accuracies).
     """
     prediction, target = _pair(prediction, target)
-    if not bool(((prediction >= 0) & (prediction <= 1)).all()):
-        raise UserError("ERROR: calibration needs predictions that are probabilities, in [0, 1]")
     bin_of = (prediction * num_bins).long().clamp(max=num_bins - 1)
     bins = _binned(bin_of, num_bins, mean_prediction=prediction, mean_target=target)
     error = sum(row["count"] * abs(row["mean_prediction"] - row["mean_target"]) for row in bins)
@@ -142,13 +134,12 @@ def area_under_curve(positive: Tensor, negative: Tensor) -> float | None:
 
 def skill_figures(prediction: Tensor, target: Tensor, num_tokens: int) -> dict[str, float | None]:
     """Figures of one evaluation: R2 (None where undefined), MAE as a share and in tokens, AUC, calibration error."""
-    r2, (share, truth) = r_squared(prediction, target), _pair(prediction, target)
-    mae, crossovers = float((share - truth).abs().mean()), (truth * num_tokens).round()
+    share, truth = _pair(prediction, target)
+    r2, mae, crossovers = r_squared(share, truth), float((share - truth).abs().mean()), (truth * num_tokens).round()
     natural = share[crossovers >= math.ceil(MOSTLY_NATURAL * num_tokens)]
     written = share[crossovers <= math.floor(MOSTLY_WRITTEN * num_tokens)]
     figures = {"r2": None if math.isnan(r2) else r2, "mae": mae, "mae_tokens": mae * num_tokens}  # NaN is no JSON
-    auc, error = area_under_curve(natural, written), calibration(prediction, target)[1]
-    return {**figures, "auc": auc, "calibration_error": error}
+    return {**figures, "auc": area_under_curve(natural, written), "calibration_error": calibration(share, truth)[1]}
 
 
 def measure_skill(prediction: Tensor, target: Tensor, blocks: Tensor, num_tokens: int, seed: int) -> dict[str, Any]:
@@ -157,43 +148,29 @@ def measure_skill(prediction: Tensor, target: Tensor, blocks: Tensor, num_tokens
     Beside `skill_figures`: `r2_low`, `r2_high` (`bootstrap_r_squared`); `calibration` and `by_crossover`, lists of bins
     of the prediction and of the true K/N; `num_sequences`, `num_blocks`, `num_tokens`.
     """
-    figures = skill_figures(prediction, target, num_tokens)
-    figures["r2_low"], figures["r2_high"] = bootstrap_r_squared(prediction, target, blocks, seed)
-    counts = {"num_sequences": len(prediction), "num_blocks": len(torch.as_tensor(blocks).unique())}
-    bins, (share, truth) = calibration(prediction, target)[0], _pair(prediction, target)
+    share, truth = _pair(prediction, target)
+    figures = skill_figures(share, truth, num_tokens) | {"num_tokens": num_tokens, "num_sequences": len(share)}
+    figures["r2_low"], figures["r2_high"] = bootstrap_r_squared(share, truth, blocks, seed)
+    figures["num_blocks"] = len(torch.as_tensor(blocks).unique())
     bin_of = ((truth * num_tokens).round().long() * NUM_BINS // num_tokens).clamp(max=NUM_BINS - 1)
     errors = (share - truth).abs() * num_tokens
     by_crossover = _binned(bin_of, NUM_BINS, mean_prediction=share, mae_tokens=errors)
-    return {**figures, **counts, "num_tokens": num_tokens, "calibration": bins, "by_crossover": by_crossover}
+    return {**figures, "calibration": calibration(share, truth)[0], "by_crossover": by_crossover}
 
 
-def format_difference(figures: Mapping[str, Any]) -> str:
-    """A `paired_difference` as text: `-0.0123 (-0.0200 to -0.0046)`."""
-    return _with_interval(figures["difference"], figures["difference_low"], figures["difference_high"], "+.4f")
-
-
-def format_loss(figures: Mapping[str, Any]) -> str:
-    """A loss and its interval as text: `2.0414 (2.0290 to 2.0551)`."""
-    return _with_interval(figures["loss"], figures.get("loss_low"), figures.get("loss_high"), ".4f")
-
-
-def format_r_squared(r2: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
-    """R^2 and its interval as text: `0.123 (0.100 to 0.146)`."""
-    return _with_interval(r2, low, high, f".{digits}f")
-
-
-def _with_interval(figure: float | None, low: float | None, high: float | None, form: str) -> str:
+def format_figure(figures: Mapping[str, Any], name: str, form: str = ".4f") -> str:
+    """A figure and its interval as text: `2.0414 (2.0290 to 2.0551)`."""
+    value, low, high = (figures.get(each) for each in (name, f"{name}_low", f"{name}_high"))
     interval = "no interval" if low is None else f"{low:{form}} to {high:{form}}"
-    return f"{'undefined' if figure is None else format(figure, form)} ({interval})"
+    return f"{'undefined' if value is None else format(value, form)} ({interval})"
 
 
 def describe_skill(skill: Mapping[str, Any]) -> str:
     """The figures of `measure_skill` as lines."""
-    r2 = format_r_squared(skill["r2"], skill["r2_low"], skill["r2_high"])
     auc = "undefined" if skill["auc"] is None else f"{skill['auc']:.3f}"
     mae = f"{skill['mae_tokens']:.1f} of {skill['num_tokens']} tokens, {skill['mae']:.4f} of the sequence"
     lines = (
-        f"  R2 {r2}, in brackets the 95% interval; a constant has 0",
+        f"  R2 {format_figure(skill, 'r2')}, in brackets the 95% interval; a constant has 0",
         f"  MAE {mae} (a constant: about 0.25)",
         f"  AUC {auc}: sequences with K >= {MOSTLY_NATURAL:g} N against those with K <= {MOSTLY_WRITTEN:g} N",
         f"  Calibration error {skill['calibration_error']:.4f}",

@@ -19,17 +19,7 @@ from common.files import hash_file
 from common.process import Terminated, UserError
 
 LARGEST = 1e12  # of a reward: its square is still a float32
-RULE = (
-    f"return a finite number (at most {LARGEST:g} in size) for every sequence, or lists of one for each written token"
-)
-
-
-def locate(named: str) -> tuple[Path, str]:
-    """The file and the name in FILE.py:NAME. Raises UserError for another form, or a file that does not exist."""
-    file, _, name = named.rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier() or not Path(file).is_file():
-        raise UserError(f"ERROR: reward_function={named}: must be FILE.py:NAME, FILE.py an existing file")
-    return Path(file), name
+RULE = f"return a finite number, at most {LARGEST:g}, for every sequence, or lists of one for each written token"
 
 
 class RewardFunction:
@@ -41,8 +31,10 @@ class RewardFunction:
     """
 
     def __init__(self, named: str, decode: Callable[[list[int]], str] = str) -> None:
-        self.named, self.decode = named, decode
-        self.path, name = locate(named)
+        file, _, name = named.rpartition(":")
+        self.named, self.decode, self.path = named, decode, Path(file)
+        if not file.endswith(".py") or not self.path.is_file():
+            self._fail("must be FILE.py:NAME, FILE.py an existing file")
         self.sha256 = hash_file(self.path)
         sys.path.append(str(self.path.resolve().parent))  # last: what lies there hides no other module
         self.function = self._guarded(lambda: runpy.run_path(str(self.path))).get(name)

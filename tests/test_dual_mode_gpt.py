@@ -207,7 +207,7 @@ def test_a_position_head_equals_the_forward_pass_by_hand(position):
     inner = (hidden_states_by_hand(model, idx) @ hidden.weight.T + hidden.bias).clamp(min=0)
     evidence = (inner @ score.weight.T + score.bias)[..., 0]  # (3, 9)
     model.float()
-    torch.testing.assert_close(model.evidence(idx).double(), evidence, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.output(idx).double(), evidence, rtol=1e-4, atol=1e-4)
     probabilities, no_loss = model(idx)
     assert no_loss is None
     torch.testing.assert_close(probabilities[:, 0], model.token_probabilities(idx).mean(1))

@@ -27,7 +27,7 @@ from helpers import (
 )
 
 from common.log import read_records
-from reward.skill import format_loss
+from reward.skill import format_figure
 from tokenization_manager import TokenizationManager
 
 pytest_plugins = ["tiny_run"]
@@ -103,7 +103,7 @@ def test_the_guides_path_from_corpus_to_improved_generator(tmp_path):
         assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
         assert result["loss_low"] < result["loss"] < result["loss_high"]
         line = next(line for line in out.splitlines() if line.startswith(path))
-        assert format_loss(result) in line and f"{result['perplexity']:.4f}" in line
+        assert format_figure(result, "loss") in line and f"{result['perplexity']:.4f}" in line
     out = must("sample.py", checkpoint_path=policy, num_samples=1, max_new_tokens=20, start="A", device="cpu")
     assert re.fullmatch(r"A[A-Za-z .\n]{20}\n-+\n", out)
     last = read_records(tmp_path / "logs" / "grpo.jsonl")[-1]

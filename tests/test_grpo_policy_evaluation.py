@@ -62,15 +62,16 @@ def test_rewards_by_hand():
     natural, by_token, each = torch.tensor([0.2, 0.7]), torch.full((2, 3), 0.5), torch.tensor([[0.0, 4, 6], [3, 3, 3]])
     scores = Scores(natural, evidence, by_token, start)
     tokens = evidence - (log_probs - start)
-    assert torch.equal(rewards_of(scores, log_probs, mask, is_ratio=True, by_token=True), tokens)
-    assert rewards_of(scores, log_probs, mask, is_ratio=True).tolist() == pytest.approx([1.0, 1 / 3])
-    assert torch.equal(rewards_of(scores, log_probs, mask, is_ratio=False), natural)
-    assert torch.equal(rewards_of(scores, log_probs, mask, is_ratio=False, by_token=True), by_token)
-    both = Scores(natural, evidence, by_token, start, function=each)
-    assert rewards_of(both, log_probs, mask, is_ratio=False).tolist() == pytest.approx([5.2, 3.7])
+    assert torch.equal(rewards_of(scores, log_probs, mask, by_token=True), tokens)
+    assert rewards_of(scores, log_probs, mask).tolist() == pytest.approx([1.0, 1 / 3])
+    scores = Scores(natural, None, by_token, start)
+    assert torch.equal(rewards_of(scores, log_probs, mask), natural)
+    assert torch.equal(rewards_of(scores, log_probs, mask, by_token=True), by_token)
+    both = Scores(natural, None, by_token, start, function=each)
+    assert rewards_of(both, log_probs, mask).tolist() == pytest.approx([5.2, 3.7])
     alone = Scores(None, None, None, start, function=torch.tensor([2.0, -1.0]))
-    assert rewards_of(alone, log_probs, mask, is_ratio=False).tolist() == [2, -1]
-    assert rewards_of(alone, log_probs, mask, is_ratio=False, by_token=True).tolist() == [[0, 2, 2], [-1, -1, -1]]
+    assert rewards_of(alone, log_probs, mask).tolist() == [2, -1]
+    assert rewards_of(alone, log_probs, mask, by_token=True).tolist() == [[0, 2, 2], [-1, -1, -1]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

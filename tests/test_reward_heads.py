@@ -48,7 +48,7 @@ def ensemble_model(mixture: float = SURE) -> LikelihoodRewardModel:
     """Three members of different sizes, with weights that are not equal."""
     members = tiny_gpt(1), tiny_gpt(3, n_layer=2), tiny_gpt(4, n_embd=24)
     model = LikelihoodRewardModel(Ensemble(members), tiny_gpt(2)).eval()
-    model.set_weights(torch.tensor([0.5, 0.3, 0.2]))
+    model.natural.mixture.data = torch.tensor([0.5, 0.3, 0.2]).log()
     with torch.no_grad():
         model.mixture.fill_(mixture)
     return model
@@ -146,13 +146,13 @@ def test_a_token_that_q_could_not_have_written_is_natural(sampling):
     _, written = model.log_probs(idx)
     impossible = F.pad(written == -math.inf, (1, 0))
     assert 10 < impossible.sum() < impossible.numel() - 60
-    evidence = model.evidence(idx)
+    evidence = model.output(idx)
     assert evidence.isfinite().all()
     assert evidence[impossible].tolist() == pytest.approx([MAX_LOG_RATIO] * int(impossible.sum()), abs=1e-4)
     assert (evidence[~impossible] < MAX_LOG_RATIO - 0.5).all()
     model.mixture.fill_(0.0)  # w = 1/2
     half = math.log(0.5 * math.exp(MAX_LOG_RATIO) + 0.5)
-    assert model.evidence(idx)[impossible].tolist() == pytest.approx([half] * int(impossible.sum()), rel=1e-5)
+    assert model.output(idx)[impossible].tolist() == pytest.approx([half] * int(impossible.sum()), rel=1e-5)
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ def test_evidence_is_that_of_the_mixture():
     p, q = (log_probs_by_hand(part, idx, Sampling()).exp() for part in (model.natural, model.generator))
     w = 1 / (1 + math.exp(0.7))
     by_hand = F.pad(((w * p + (1 - w) * q) / q).log(), (1, 0))
-    torch.testing.assert_close(model.evidence(idx).double(), by_hand, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.output(idx).double(), by_hand, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,7 +182,6 @@ def test_it_is_a_reward_model_like_gpt():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.natural.parameters())
     assert all(p.grad is None and not p.requires_grad for p in model.generator.parameters())
     assert model.config == dataclasses.replace(CONFIG, mode="reward", reward_head_type="likelihood")
-    assert model.num_parameters() == 2 * tiny_gpt(1).num_parameters() + 1
     assert model.rows_at_a_time() == tiny_gpt(1).rows_at_a_time()
 
 
@@ -223,9 +222,9 @@ def test_an_ensemble_is_the_mixture_of_its_members():
     torch.testing.assert_close(torch.stack(model.log_probs_of_each(idx)[:3]).double(), each, rtol=1e-4, atol=1e-5)
     w = 1 / (1 + math.exp(0.7))
     by_hand = F.pad(((w * p + (1 - w) * q.exp()) / q.exp()).log(), (1, 0))
-    torch.testing.assert_close(model.evidence(idx).double(), by_hand, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.output(idx).double(), by_hand, rtol=1e-4, atol=1e-5)
     scores = RewardScorer(model, tiny_gpt(2))(idx)
-    torch.testing.assert_close(scores.evidence, model.evidence(idx)[:, 1:])
+    torch.testing.assert_close(scores.evidence, model.output(idx)[:, 1:])
     torch.testing.assert_close(scores.reference_log_probs, written)
 
 
@@ -277,11 +276,7 @@ def test_every_head_answers_the_same_questions(head):
                 parameter.sub_(1e-3 / norm * parameter.grad)
             assert model.loss(model.output(idx), targets, name) < value
     if model.knows_tokens:
-        assert model.evidence(idx).shape == model.token_probabilities(idx).shape == (6, N)
-    else:
-        for method in (model.evidence, model.token_probabilities):
-            with pytest.raises(UserError, match=r"'position' .*'likelihood'"):
-                method(idx)
+        assert model.output(idx).shape == model.token_probabilities(idx).shape == (6, N)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -81,9 +81,6 @@ def test_calibration_by_hand():
     assert [tuple(row.values()) for row in bins] == [pytest.approx(row) for row in by_hand]
     assert error == pytest.approx(0.5 * 0.1 + 0.5 * 0.1)
     assert len(metrics.calibration([0.05, 0.95], [0.0, 1.0])[0]) == 2  # empty bins are left out
-    for bad in ([1.5], [math.nan]):
-        with pytest.raises(UserError, match=r"in \[0, 1\]"):
-            metrics.calibration(bad, [0.5])
 
 
 FEW_VALUES = st.lists(st.integers(0, 8).map(lambda n: n / 8), min_size=1, max_size=12)  # ties abound
@@ -143,7 +140,7 @@ def test_skill_as_text():
     assert "R2 undefined (no interval)" in metrics.describe_skill(some_skill(alike=True))
     assert "AUC undefined: " in metrics.describe_skill(some_skill(alike=True))
     loss = {"loss": 2.0, "loss_low": 1.5, "loss_high": 2.25}
-    assert metrics.format_loss(loss) == "2.0000 (1.5000 to 2.2500)"
-    assert metrics.format_loss({"loss": 2.0}) == "2.0000 (no interval)"
+    assert metrics.format_figure(loss, "loss") == "2.0000 (1.5000 to 2.2500)"
+    assert metrics.format_figure({"loss": 2.0}, "loss") == "2.0000 (no interval)"
     difference = {"difference": -0.5, "difference_low": -1.0, "difference_high": 0.25}
-    assert metrics.format_difference(difference) == "-0.5000 (-1.0000 to +0.2500)"
+    assert metrics.format_figure(difference, "difference", "+.4f") == "-0.5000 (-1.0000 to +0.2500)"

@@ -180,8 +180,10 @@ def test_k1_in_the_loss_is_refused_with_the_way_out(good, reward_model):
 # scores
 
 
-@pytest.mark.parametrize("of_another", [False, True])
-@pytest.mark.parametrize("scorer", ["predictive_reward_model", "reward_model"])
+@pytest.mark.parametrize(
+    ("scorer", "of_another"),
+    [("predictive_reward_model", False), ("reward_model", False), ("reward_model", True)],
+)
 def test_scores_are_what_the_checkpoints_say(request, corpus, generator, scorer, of_another):
     """One pass for reward model and reference where they share weights, several elsewhere: the same figures."""
     path: Path = request.getfixturevalue(scorer)
@@ -205,7 +207,7 @@ def test_scores_are_what_the_checkpoints_say(request, corpus, generator, scorer,
         assert scores.natural.std() > 1e-4
         assert (scores.evidence is None) == (scorer == "reward_model")
         if scores.evidence is not None:
-            torch.testing.assert_close(scores.evidence, model.evidence(ids)[:, 1:])
+            torch.testing.assert_close(scores.evidence, model.output(ids)[:, 1:])
             torch.testing.assert_close(scores.by_token, model.token_probabilities(ids)[:, 1:])
         if asked.knows_tokens and asked.is_shared:
             kept = asked(ids, keep_hidden=True)
@@ -289,7 +291,7 @@ def gradient(
     policy.zero_grad()
     loss_of = partial(train_grpo.exact_loss, settings, scorer)
     if settings.credit != "exact":
-        batch.advantages, _ = train_grpo.advantages_of(batch, settings, scorer.is_ratio, Ranks())
+        batch.advantages, _ = train_grpo.advantages_of(batch, settings, Ranks())
         loss_of = partial(train_grpo.sampled_loss, settings)
     figures = train_grpo.accumulate_gradients(parallel(policy, Ranks()), loss_of, batch, micro_rows, Ranks())
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), figures["loss"]

@@ -78,7 +78,7 @@ def natural_losses(model: RewardModel, x: torch.Tensor, y: torch.Tensor) -> list
     with torch.no_grad():
         *members, written = model.log_probs_of_each(x)
         natural, _ = model.log_probs(x)
-        mixed = written + model.evidence(x)[:, 1:]
+        mixed = written + model.output(x)[:, 1:]
     lengths = (y[:, 0] * x.size(1)).round().long().tolist()
     every = [*members, natural, written, mixed]
     return [-torch.cat([row[: K - 1] for row, K in zip(one, lengths, strict=True)]).mean().item() for one in every]
@@ -181,7 +181,7 @@ def loss_of(model: GPT, x: torch.Tensor, y: torch.Tensor, loss: str) -> float:
     """Of a position head, or of a last one, by hand."""
     with torch.no_grad():
         if model.config.reward_head_type == "position":
-            return crossover_loss(model.evidence(x), y, loss).item()
+            return crossover_loss(model.output(x), y, loss).item()
         probabilities = model(x)[0]
         by_hand = (probabilities - y).square().mean() if loss == "mse" else -(y * probabilities.log()).sum(1).mean()
         return by_hand.item()
