@@ -1,6 +1,8 @@
 """Optimizers, learning-rate schedules, the step, early stopping, the best weights.
 
-python -c "from training.optimizers import learning_rate_factor; print(learning_rate_factor(50, 100, 2000, 0.1))"
+    python -c "from training.optimizers import learning_rate_factor; print(learning_rate_factor(50, 100, 2000, 0.1))"
+
+Schedules take the number of a step, counted from 0.
 """
 
 import math
