@@ -29,7 +29,7 @@ from reward.skill import bootstrap_mean
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training import optimizers as optim
-from training.run import Run
+from training.run import RESUME_HINT, Run
 
 SHAPE = ("block_size", "n_layer", "n_head", "n_embd", "position")  # what a checkpoint to start from decides
 SHORT_SHARE = 0.6  # of the steps have short contexts, if any
@@ -287,4 +287,4 @@ def factor_at(step: int, settings: TrainSettings, horizon: int) -> float:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, RESUME_HINT)

@@ -33,7 +33,7 @@ from reward.user_function import RewardFunction
 from text.sample_quality import CopyFinder
 from training import checkpoint as checkpoints
 from training.optimizers import Best, cooldown_factor, learning_rate_factor, make_optimizers, take_step
-from training.run import Run
+from training.run import RESUME_HINT, Run
 
 GRAD_CLIP = 1.0  # largest gradient norm; there is no weight decay
 BETA = 0.04  # weight of the KL penalty where the reward holds no KL
@@ -392,4 +392,4 @@ def save_outcome(run: Run, kept: GPT, base: dict[str, Any], training: dict[str, 
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, RESUME_HINT)

@@ -20,7 +20,7 @@ import reward_dataset_loader as loader
 from common.device import autocast, random_stream, seed_step, select_device, select_dtype
 from common.distributed import Ranks, parallel, start_ranks
 from common.files import hash_bytes, hash_file, hold_output
-from common.log import RunLog, counted, format_size, not_finite, say
+from common.log import RunLog, check_finite, counted, format_size, say
 from common.process import Finished, UserError, run_main
 from common.settings import Problems, Settings, changeable, differing_settings, parse_settings, setting
 from model import GPT, check_same_fields
@@ -224,8 +224,7 @@ def fit_mixture(model: LikelihoodRewardModel, select: Split, report: Split, loss
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = model.loss(model.calibrated(ratios), targets, loss_name)
-        if wrong := not_finite({"val_loss": loss.item(), "the logit of w": model.mixture.item()}):
-            raise UserError(f"ERROR: {wrong}: the models are damaged; take earlier checkpoints")
+        check_finite({"val_loss": loss.item(), "the logit of w": model.mixture.item()})
         loss.backward()
         return loss
 

@@ -58,10 +58,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def select_dtype(name: str, device: torch.device) -> torch.dtype:
-    """'auto' (bfloat16 where a CUDA device has it, else float32) or one of DTYPES."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    return DTYPES[name]
+    """'auto' (bfloat16 where a CUDA device has it, not emulated, else float32) or one of DTYPES."""
+    if name != "auto":
+        return DTYPES[name]
+    is_fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def free_memory(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from common.files import from_json, write_text
-from common.process import DivergedError, UserError, is_main_rank
+from common.process import UserError, is_main_rank
 
 T = TypeVar("T")
 
@@ -28,10 +28,9 @@ def progress(total: int, description: str, unit: str = "it", initial: int = 0, p
 
     A `passing` one, for a pause in the work of another, shows only if it lasts that long, and leaves nothing behind.
     """
-    interval = 0.1 if sys.stderr.isatty() else 30
-    shown = {"mininterval": interval, "delay": interval if passing else 0, "leave": not passing}
-    off = not is_main_rank()
-    return tqdm(total=total, desc=description, unit=unit, initial=initial, dynamic_ncols=True, disable=off, **shown)
+    interval, off = 0.1 if sys.stderr.isatty() else 30, not is_main_rank()
+    shown = {"mininterval": interval, "delay": interval if passing else 0, "leave": not passing, "dynamic_ncols": True}
+    return tqdm(total=total, desc=description, unit=unit, initial=initial, disable=off, **shown)
 
 
 def counted(batches: Iterable[T], total: int, description: str, passing: bool = True) -> Iterator[T]:
@@ -58,49 +57,33 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
     """`name value` pairs, floats to four significant digits; texts and tables are for the records."""
     shown = {name: value for name, value in metrics.items() if not isinstance(value, str | list | dict)}
     return " | ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
+        f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in shown.items()
     )
 
 
-def not_finite(metrics: Mapping[str, Any]) -> str:
-    """The figures, also within dicts and lists, that are NaN or infinite, as `name is value`; empty where none is."""
-    wrong = []
+def check_finite(metrics: Mapping[str, Any]) -> None:
+    """Raise UserError for a figure, also one within dicts and lists, that is NaN or infinite."""
     for name, value in metrics.items():
         if isinstance(value, float) and not math.isfinite(value):
-            wrong.append(f"{name} is {value}")
-        elif isinstance(value, dict | list):
+            remedy = "lower the learning rate, or take an earlier checkpoint"
+            raise UserError(f"ERROR: {name} is {value}: the model has diverged; {remedy}")
+        if isinstance(value, dict | list):
             parts = value.items() if isinstance(value, dict) else enumerate(value)
-            wrong += filter(None, [not_finite({f"{name}.{key}": part for key, part in parts})])
-    return ", ".join(wrong)
-
-
-def check_finite(metrics: Mapping[str, Any]) -> None:
-    """Raise DivergedError for figures that are NaN or infinite."""
-    if wrong := not_finite(metrics):
-        remedy = "lower the learning rate, or take an earlier checkpoint"
-        raise DivergedError(f"ERROR: {wrong}: the model has diverged; {remedy}")
+            check_finite({f"{name}.{key}": part for key, part in parts})
 
 
 class RunLog:
-    """Writes a run's numbers: a printed line and a JSON record a step; from rank 0 alone.
-
-    Records of steps up to `kept` stay, later ones belong to work that an interruption threw away; -1 begins anew.
-    """
+    """Writes a run's numbers, from rank 0 alone. Records of steps up to `kept`, which is -1 in a new run, stay."""
 
     def __init__(self, path: str | Path, kept: int = -1, tracker: "Tracker | None" = None) -> None:
         self.path, self.tracker, self.start = Path(path), tracker, time.monotonic()
         if is_main_rank():
-            records = read_records(self.path) if kept >= 0 else []
-            lines = [
-                json.dumps(record) + "\n" for record in records if record["step"] <= kept and not record.get("final")
-            ]
-            write_text(self.path, "".join(lines))
+            read = read_records(self.path) if kept >= 0 else []
+            records = [each for each in read if each["step"] <= kept and not each.get("final")]
+            write_text(self.path, "".join(json.dumps(each) + "\n" for each in records))
 
     def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
-        """Append the record of a step and, unless `quiet`, print its line. Values are what JSON has.
-
-        A figure that is undefined is None; raises DivergedError for one that is NaN or infinite.
-        """
+        """Append the record of a step and, unless `quiet`, print its line; UserError for a value that is not finite."""
         check_finite(metrics)
         if not is_main_rank():
             return
@@ -130,12 +113,6 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# trackers
-
-TRACKERS = ("none", "wandb", "tensorboard", "trackio")
-
-
 def check_tracker(name: str) -> str:
     """How a tracker's package is to be installed, as a sentence; empty where it is, or none is asked for."""
     if name == "none" or importlib.util.find_spec(name) is not None:
@@ -152,8 +129,8 @@ class Tracker:
     def __init__(
         self, name: str, project: str, run: str, settings: Mapping[str, Any], folder: Path, kept: int = -1
     ) -> None:
-        module = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
         self.is_tensorboard = name == "tensorboard"
+        module = importlib.import_module("torch.utils.tensorboard" if self.is_tensorboard else name)
         try:
             if self.is_tensorboard:
                 self.run = module.SummaryWriter(str(folder), purge_step=kept + 1)

@@ -16,15 +16,11 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143
+EXIT_BAD_INPUT = 2
 
 
 class UserError(ValueError):
     """Bad input: the message says what is wrong, with the value, the rule and the way out."""
-
-
-class DivergedError(UserError):
-    """Figures, weights or gradients that are NaN or infinite."""
 
 
 class Terminated(BaseException):
@@ -36,21 +32,20 @@ class Finished(BaseException):
 
 
 _stacks: list[contextlib.ExitStack] = []  # of the main() that runs
-_hints: list[Callable[[], str]] = []
+
+
+def terminate(number: int, frame: Any) -> None:
+    """Raise Terminated: what SIGTERM does; one is enough."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
 
 
 def run_main(main: Callable[[], None], resume_hint: str = "Run the same command again.") -> None:
     """Run a script's main(); turn what a user can cause into one line on stderr and an exit status.
 
-    `resume_hint` is printed on an interruption, unless `on_interruption` gave a nearer one.
+    `resume_hint` is printed on an interruption.
     """
-
-    def terminate(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough
-        raise Terminated
-
     signal.signal(signal.SIGTERM, terminate)
-    _hints[:] = [lambda: resume_hint]
     try:
         with contextlib.ExitStack() as stack:
             _stacks[:] = [stack]
@@ -60,14 +55,12 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     except Finished as finished:
         if is_main_rank():
             print(finished)
-    except DivergedError as error:
-        _exit(f"{error}. The checkpoint of an earlier evaluation, if there was one, is kept.", EXIT_BAD_INPUT)
     except UserError as error:
         _exit(str(error), EXIT_BAD_INPUT)
     except KeyboardInterrupt:
-        _exit(f"Interrupted. {_hints[-1]()}" if is_main_rank() else "", EXIT_INTERRUPTED)
+        _exit(f"Interrupted. {resume_hint}" if is_main_rank() else "", 128 + signal.SIGINT)
     except Terminated:
-        _exit(f"Terminated. {_hints[-1]()}" if is_main_rank() else "", EXIT_TERMINATED)
+        _exit(f"Terminated. {resume_hint}" if is_main_rank() else "", 128 + signal.SIGTERM)
     except BrokenPipeError:  # the reader of our output went away (`... | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_BAD_INPUT)
@@ -77,7 +70,7 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
             _exit(f"ERROR: out of memory: {reason} Use a smaller batch, model or dataset.", EXIT_BAD_INPUT)
         if not torch.distributed.is_initialized():
             raise
-        _exit(f"ERROR: another rank ended ({str(error).splitlines()[0]}). {_hints[-1]()}", 1)
+        _exit(f"ERROR: another rank ended ({str(error).splitlines()[0]}). {resume_hint}", 1)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         _exit(f"ERROR: {error.strerror or error}{where}", EXIT_BAD_INPUT)
@@ -88,11 +81,6 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
 def until_main_ends(context: contextlib.AbstractContextManager[T]) -> T:
     """Enter `context` now; `run_main` leaves it when main() ends. Without a main() the process's end does."""
     return _stacks[-1].enter_context(context) if _stacks else context.__enter__()
-
-
-def on_interruption(resume_hint: Callable[[], str]) -> None:
-    """On an interruption from now on, print `resume_hint()`: what is kept depends on the moment."""
-    _hints.append(resume_hint)
 
 
 def is_main_rank() -> bool:
@@ -126,10 +114,6 @@ def _exit(message: str, status: int) -> None:
     sys.exit(status)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# signals that wait
-
-
 @contextlib.contextmanager
 def flag_signals() -> Iterator[list[int]]:
     """Within, Ctrl-C and SIGTERM are added to the list that this yields; a second Ctrl-C is raised at once."""
@@ -140,20 +124,10 @@ def flag_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         flagged.append(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, flag)
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = [(number, signal.signal(number, flag)) for number in numbers]
     try:
         yield flagged
     finally:
-        for number, handler in before.items():
+        for number, handler in before:
             signal.signal(number, handler)
-
-
-def raise_signal(number: int) -> None:
-    """Raise what a flagged signal stands for: KeyboardInterrupt or Terminated."""
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated

@@ -100,7 +100,7 @@ def call(script: str, *arguments: str, **options: Any) -> Finished:
     try:
         sys.argv = [f"{script}.py", *arguments, *as_arguments(options)]
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            module.run_main(module.main)
+            module.run_main(module.main, getattr(module, "RESUME_HINT", "Run the same command again."))
     except SystemExit as end:
         status = end.code or 0
     finally:

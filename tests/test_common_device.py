@@ -123,7 +123,7 @@ def test_dtypes(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert select_dtype("auto", cpu) == torch.float32
     for bfloat16, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda bfloat16=bfloat16: bfloat16)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, bfloat16=bfloat16: bfloat16)
         assert select_dtype("auto", cuda) == expected
     assert select_dtype("float16", cpu) == torch.float16
     product = torch.ones(2, 2)

@@ -10,7 +10,7 @@ import torch
 from helpers import start
 
 from common import process
-from common.process import DivergedError, Finished, Terminated, UserError, flag_signals, raise_signal, run_main
+from common.process import Finished, Terminated, UserError, flag_signals, run_main
 
 
 def ended_by(main, capsys) -> tuple[int, str, str]:
@@ -38,7 +38,6 @@ def raising(error):
     ("error", "status", "message"),
     [
         (UserError("ERROR: K=0: must be >= 1"), 2, "ERROR: K=0: must be >= 1\n"),
-        (DivergedError("ERROR: loss is nan"), 2, "ERROR: loss is nan"),
         (KeyboardInterrupt(), 130, "Interrupted. Run the same"),
         (Terminated(), 143, "Terminated. Run the same"),
         (MemoryError("Unable to allocate 9 TiB"), 2, "ERROR: out of memory: Unable to allocate 9 TiB "),
@@ -61,16 +60,6 @@ def test_nothing_to_do_is_status_0(capsys):
 def test_a_fault_of_the_program_keeps_its_traceback(capsys):
     with pytest.raises(RuntimeError, match="a bug"):
         ended_by(raising(RuntimeError("a bug")), capsys)
-
-
-def test_an_interruption_prints_what_is_true_at_its_moment(capsys):
-    def main():
-        saved = 0
-        process.on_interruption(lambda: f"{saved} saved.")
-        saved = 2
-        raise KeyboardInterrupt
-
-    assert ended_by(main, capsys)[2] == "Interrupted. 2 saved.\n"
 
 
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
@@ -109,11 +98,6 @@ def test_signals_wait_and_a_second_ctrl_c_does_not():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    with pytest.raises(KeyboardInterrupt):
-        raise_signal(signal.SIGINT)
-    with pytest.raises(Terminated):
-        raise_signal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, handlers[1])
 
 
 def test_only_rank_0_warns(monkeypatch, capsys):

@@ -12,6 +12,7 @@ import torch
 from helpers import TINY_TRAIN, assert_same_weights, call, end_in_call, succeed, terminate, untimed, weights
 
 import train
+from common import process
 from common.distributed import Ranks
 from common.files import load_state, save_state
 from common.log import read_records
@@ -132,6 +133,7 @@ def test_a_reason_to_stop_is_asked_for_before_each_step(tmp_path):
 def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, number, raised):
     path, handler = tmp_path / "model.pt", signal.getsignal(signal.SIGTERM)
     run, counts = begun(path)
+    signal.signal(signal.SIGTERM, process.terminate)
     try:
         with pytest.raises(raised):
             make_steps(run, counts, lambda made: os.kill(os.getpid(), number) if made == 3 else None)

@@ -1,6 +1,8 @@
 """Optimizers, learning-rate schedules, the step, early stopping, the best weights.
 
-python -c "from training.optimizers import learning_rate_factor; print(learning_rate_factor(50, 100, 2000, 0.1))"
+    python -c "from training.optimizers import learning_rate_factor; print(learning_rate_factor(50, 100, 2000, 0.1))"
+
+Schedules take the number of a step, counted from 0.
 """
 
 import math
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from common.process import DivergedError, UserError
+from common.process import UserError
 
 HIDDEN = "transformer.h."  # in the names of a trunk's blocks, wrapped or not
 
@@ -109,8 +111,8 @@ def cooldown_factor(step: int, warmup_steps: int, num_steps: int, cooldown: floa
 def take_step(model: Module, optimizers: Optimizers, grad_clip: float, scaler: torch.amp.GradScaler) -> float | None:
     """Clip the gradients to a joint norm of grad_clip (0: do not), step, forget them; returns their norm before.
 
-    None where gradients overflowed under a float16 scaler. DivergedError for others, and for weights or moments that
-    are not finite after the step: an infinite second moment never shows in a loss.
+    None where gradients overflowed under a float16 scaler. UserError for others, and for weights or moments that are
+    not finite after the step: an infinite second moment never shows in a loss.
     """
     for optimizer in optimizers.optimizers:
         scaler.unscale_(optimizer)
@@ -118,14 +120,14 @@ def take_step(model: Module, optimizers: Optimizers, grad_clip: float, scaler: t
     if norm.isfinite() and grad_clip > 0:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
     elif not norm.isfinite() and not scaler.is_enabled():
-        raise DivergedError("ERROR: the gradient is not finite: lower the learning rate, or use float32 or bfloat16")
+        raise UserError("ERROR: the gradient is not finite: lower the learning rate, or use float32 or bfloat16")
     for optimizer in optimizers.optimizers:
         scaler.step(optimizer)
     scaler.update()
     optimizers.zero_grad()
     kept = [tensor for each in optimizers.optimizers for p, m in each.state.items() for tensor in (p, *m.values())]
     if not torch.nn.utils.get_total_norm(kept).isfinite():
-        raise DivergedError("ERROR: a weight or moment is not finite after the step: lower the learning rate")
+        raise UserError("ERROR: a weight or moment is not finite after the step: lower the learning rate")
     return float(norm) if norm.isfinite() else None
 
 

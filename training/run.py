@@ -7,28 +7,27 @@ Ctrl-C or SIGTERM after the step; a resumed run of the same settings and inputs 
 numbers depend on the seed and the step alone (`common.device.random_stream`).
 """
 
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from common.distributed import Ranks
 from common.files import hold_output, load_state, save_state
 from common.log import RunLog, Tracker, progress, say
-from common.process import Finished, UserError, flag_signals, on_interruption, raise_signal
+from common.process import Finished, UserError, flag_signals
 from common.settings import Settings, changeable, differing_settings
+
+RESUME_HINT = "Go on with --init_from resume. Where nothing was saved yet, run the same command again."
 
 
 class Stateful(Protocol):
-    """A part of a run's state."""
+    """A part of a run's state: tensors and plain values, from which it can go on."""
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Tensors and plain values."""
+    def state_dict(self) -> Mapping[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Go on from a `state_dict()`."""
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
 class Run:
@@ -84,7 +83,6 @@ class Run:
             if self.ranks.rank == 0:
                 self.path.unlink(missing_ok=True)
         self._log = self._open_log()
-        on_interruption(self._resume_hint)
 
     def _difference(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
         """How a state's settings, inputs and facts differ from these, as text; UserError for a damaged state."""
@@ -95,10 +93,6 @@ class Run:
         now = {name: value for name, value in asdict(self.settings).items() if name not in own}
         pairs = ((state["settings"], now), (state["reads"], self.reads), (state["facts"], facts))
         return "; ".join(filter(None, (differing_settings(*pair) for pair in pairs)))
-
-    def saved(self, part: str) -> Any:
-        """The saved state of a part, for what has to be known of it before it can be made."""
-        return self._saved.get(part)
 
     def track(self, **parts: Stateful) -> None:
         """Make these parts of the state; those of a resumed run are restored. Raises UserError for a damaged state."""
@@ -117,16 +111,15 @@ class Run:
         every rank if on one.
         """
         with flag_signals() as signals, progress(total, "Training", "step", initial=self.step) as self.bar:
-            while True:
+            while not any(sent := self.ranks.sum(signal.SIGINT in signals, signal.SIGTERM in signals)):
                 self.reason = stop() or (f"step limit: {total}" if self.step >= total else "")
                 if self.reason:
                     return
                 yield self.step
                 self.step += 1
                 self.bar.update()
-                if number := self._agree(signals):
-                    self.save(self.step)
-                    raise_signal(number)
+            self.save(self.step)
+        signal.raise_signal(signal.SIGTERM if sent[1] else signal.SIGINT)
 
     def log(self, step: int, quiet: bool = False, **figures: Any) -> None:
         """Append the record of a step, and print its line unless `quiet`."""
@@ -148,18 +141,3 @@ class Run:
         if name != "none" and self.ranks.rank == 0:
             tracker = Tracker(name, project, run, asdict(self.settings), self.output.with_suffix(".tensorboard"), kept)
         return RunLog(self.log_path, kept, tracker)
-
-    def _agree(self, signals: list[int]) -> int:
-        """The greatest signal that any rank was sent; 0 where none was."""
-        if self.ranks.world_size == 1:
-            return max(signals, default=0)
-        greatest = torch.tensor(max(signals, default=0), device=self.ranks.device)
-        torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX)
-        return int(greatest)
-
-    def _resume_hint(self) -> str:
-        return (
-            "Go on with --init_from resume."
-            if self.path.is_file()
-            else "Nothing was saved yet: run the same command again."
-        )
