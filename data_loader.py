@@ -15,12 +15,12 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from common.files import atomic_path, hash_bytes
+from common.files import hash_bytes
 from common.process import UserError
 from tokenization_manager import TokenizationManager
 
 TOKEN_DTYPE = np.dtype("<u2")
-CHUNK = 1 << 20  # of characters or tokens, read at a time
+CHUNK = 1 << 20  # of characters, read at a time
 REMEDY = "make the files again with prepare_text.py, or choose the tokenization they were made with"
 Device = torch.device | str
 ALL = slice(None)
@@ -79,18 +79,8 @@ def load_text(data_path: str | Path, tokenizer: TokenizationManager, train_split
     return split_and_encode(read_text(data_path), tokenizer, train_split)
 
 
-def write_token_files(folder: str | Path, splits: TokenSplits) -> None:
-    """Write train.bin and val.bin; neither gets its name before both are complete."""
-    with atomic_path(Path(folder, "train.bin")) as train_bin, atomic_path(Path(folder, "val.bin")) as val_bin:
-        for path, tokens in zip((train_bin, val_bin), splits, strict=True):
-            path.write_bytes(np.ascontiguousarray(tokens, dtype=TOKEN_DTYPE).data)
-
-
 def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: int = 1) -> np.memmap:
-    """A token file, checked and memory-mapped: (num_tokens,) uint16, read-only; `name` is 'train' or 'val'.
-
-    Raises BinaryFileError for one that is missing, of an odd length, shorter than `min_tokens`, or holds other tokens.
-    """
+    """A token file, checked and memory-mapped: (num_tokens,) uint16, read-only; `name` is 'train' or 'val'."""
     if not Path(path).is_file():
         raise BinaryFileError(f"{'Validation' if name == 'val' else name.title()} binary file not found: {path}")
     num_tokens, odd = divmod(size := Path(path).stat().st_size, TOKEN_DTYPE.itemsize)
@@ -98,10 +88,9 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
         need = f"whole tokens of 2 bytes are needed, {max(1, min_tokens):,} or more"
         raise BinaryFileError(f"{path} has {size:,} bytes, but {need}: make it again, or use a smaller block_size")
     tokens = np.memmap(path, dtype=TOKEN_DTYPE, mode="r")
-    for start in range(0, num_tokens, CHUNK):
-        if (token := tokens[start : start + CHUNK].max()) >= vocab_size:
-            rule = f"but vocab_size={vocab_size} allows 0 to {vocab_size - 1}: {REMEDY}"
-            raise BinaryFileError(f"Token range incompatible in {name} data: {path} holds token {token}, {rule}")
+    if (token := tokens.max()) >= vocab_size:
+        rule = f"but vocab_size={vocab_size} allows 0 to {vocab_size - 1}: {REMEDY}"
+        raise BinaryFileError(f"Token range incompatible in {name} data: {path} holds token {token}, {rule}")
     return tokens
 
 
@@ -130,10 +119,7 @@ class ValidationParts(NamedTuple):
 
     @staticmethod
     def of(num_blocks: int) -> "ValidationParts":
-        """The parts of a split of so many blocks: 0 to 40 % select, 40 to 50 % are the gate's, 50 to 100 % report.
-
-        The gate has at least 10 blocks where it can; a split of fewer than two blocks both selects and reports.
-        """
+        """Of a split's blocks 0 to 40 % select, 40 to 50 % (but at least 10) are the gate's, 50 to 100 % report."""
         if num_blocks < 2:
             return ValidationParts(range(num_blocks), range(0), range(num_blocks))
         middle = num_blocks // 2

@@ -46,10 +46,7 @@ Device = torch.device | str
 
 
 def crossovers_and_uniforms(config: RewardDataConfig, split: str, block: int, length: int) -> tuple[np.ndarray, ...]:
-    """All the randomness of one block's samples: K (G,) int64, uniform on [1, N - 1], and the uniforms (G, N) float32.
-
-    These decide every token. Sample g's numbers do not depend on how many samples follow it.
-    """
+    """All randomness of one block's samples: K (G,) int64, uniform on [1, N - 1], and the uniforms (G, N) float32."""
     stream = random_stream(config.seed, "reward_data", split, block)
     uniforms = stream.random((config.samples_per_chunk, length + 1), dtype=np.float32)
     crossovers = 1 + np.floor(uniforms[:, 0].astype(np.float64) * (length - 1)).astype(np.int64)
@@ -59,10 +56,7 @@ def crossovers_and_uniforms(config: RewardDataConfig, split: str, block: int, le
 def make_samples(
     completer: Completer, tokens: np.ndarray, block_indices: np.ndarray, split: str, config: RewardDataConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The samples of some blocks of a split: x (P * G, N) uint16 and y (P * G, 2) float32, in the blocks' order.
-
-    Raises UserError where the model yields NaN or one sample does not fit into memory.
-    """
+    """The samples of some blocks of a split: x (P * G, N) uint16 and y (P * G, 2) float32, in the blocks' order."""
     N = completer.length
     blocks = np.stack([tokens[block * N : (block + 1) * N] for block in block_indices])  # (P, N)
     draws = [crossovers_and_uniforms(config, split, int(block), N) for block in block_indices]
@@ -80,8 +74,8 @@ def blocks_by_shard(tokens: np.ndarray, completer: Completer, config: RewardData
     if (total := len(tokens) // completer.length) == 0:
         what = f"{len(tokens):,} tokens are shorter than one block of {completer.length}"
         raise UserError(f"ERROR: {what}; use a longer corpus")
-    on_cuda = next(completer.model.parameters()).device.type == "cuda"
-    size = max(1, SHARD_TOKENS * (16 if on_cuda else 1) // (completer.length * config.samples_per_chunk))
+    many = SHARD_TOKENS * (16 if next(completer.model.parameters()).is_cuda else 1)
+    size = max(1, many // (completer.length * config.samples_per_chunk))
     count = min(config.max_blocks or total, total)
     return [evenly_spaced(np.arange(i, min(i + size, count)), total, count) for i in range(0, count, size)]
 
@@ -107,52 +101,45 @@ def write_shards(
     return list(shards)
 
 
-def is_complete(output: Path, identity: Mapping[str, Any], overwrite: bool) -> bool:
-    """Whether this dataset lies finished in `output`; raises UserError where something else does."""
+def is_complete(output: Path, partial: Path, identity: Mapping[str, Any], overwrite: bool) -> bool:
+    """Whether this dataset lies finished in `output`, else make `partial`; raises UserError for others in either."""
     names = {f"{split}_{part}" for split in SPLITS for part in ("x.bin", "y.bin", "metadata.txt")}
     found = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if foreign := found - names:
         raise UserError(f"ERROR: {output} holds other files ({min(foreign)}); give the data its own --output_dir")
     difference = f"{min(names - found)} is missing" if found != names else ""
     difference = difference or differing_settings(read_metadata(output / "train_metadata.txt"), identity)
-    if found and difference and not overwrite:
-        remedy = "use --overwrite True to replace it, or another --output_dir"
-        raise UserError(f"ERROR: {output} holds an incomplete dataset or another ({difference}); {remedy}")
-    return not difference
-
-
-def claim(partial: Path, identity: Mapping[str, Any], overwrite: bool) -> None:
-    """Make the folder of the shards, or find that of the same settings; raises UserError for one of others."""
+    if not difference:
+        return True
     record = partial / "settings.json"
-    difference = differing_settings(read_json(record), identity) if record.is_file() else "no settings.json"
-    if partial.exists() and difference and not overwrite:
-        remedy = "use --overwrite True to discard it, or another --output_dir"
-        raise UserError(f"ERROR: {partial} holds unfinished work of other settings ({difference}); {remedy}")
-    if difference:
+    unfinished = differing_settings(read_json(record), identity) if record.is_file() else "no settings.json"
+    for folder, is_there, other in ((output, found, difference), (partial, partial.exists(), unfinished)):
+        if is_there and other and not overwrite:
+            remedy = "use --overwrite True to replace it, or another --output_dir"
+            raise UserError(f"ERROR: {folder} holds an incomplete dataset or another ({other}); {remedy}")
+    if unfinished:
         shutil.rmtree(partial, ignore_errors=True)
         write_json(record, dict(identity))
+    return False
 
 
 def write_split(
     folder: Path, split: str, parts: Iterable[Any], info: TokenizationInfo, shown: str | Path, **entries: Any
 ) -> int:
-    """Write x.bin, y.bin and metadata.txt of a split from mappings with "x" and "y"; returns the number of samples.
-
-    What is printed names the folder `shown`.
-    """
-    count, paths = 0, [folder / f"{split}_{part}.bin" for part in "xy"]
-    with atomic_path(paths[0]) as x_path, atomic_path(paths[1]) as y_path:
+    """Write a split's files from mappings with "x" and "y", print their paths in `shown`; returns how many rows."""
+    count, (x_path, y_path) = 0, (folder / f"{split}_{name}.bin" for name in "xy")
+    with atomic_path(x_path) as x_partial, atomic_path(y_path) as y_partial:
         for part in parts:
-            x, y = part["x"].astype(np.uint16), part["y"].astype(np.float32)
-            for path, rows in ((x_path, x), (y_path, y)):
-                with open(path, "ab") as file:
-                    file.write(rows.tobytes())
+            x = part["x"].astype(np.uint16)
+            with open(x_partial, "ab") as x_file, open(y_partial, "ab") as y_file:
+                x_file.write(x.tobytes())
+                y_file.write(part["y"].astype(np.float32).tobytes())
             count, N = count + len(x), x.shape[1]
-    first = {"num_samples": count, "block_size": N, "x_shape": (count, N), "y_shape": (count, 2)}
-    first |= {"x_dtype": "uint16", "y_dtype": "float32", "tokenization_method": info.method}
-    first |= {"vocab_size": info.vocab_size, "meta_path": info.meta_path}
-    further = {"split": split, "format_version": FORMAT_VERSION}
-    write_metadata(folder / f"{split}_metadata.txt", {**first, **entries, **further})
+    sizes = {"num_samples": count, "block_size": N, "x_shape": (count, N), "y_shape": (count, 2)}
+    types = {"x_dtype": "uint16", "y_dtype": "float32", "tokenization_method": info.method}
+    further = {"vocab_size": info.vocab_size, "meta_path": info.meta_path, **entries, "split": split}
+    metadata = sizes | types | further | {"format_version": FORMAT_VERSION}
+    write_metadata(folder / f"{split}_metadata.txt", metadata)
     say(f"Saved {split} data:\n  X: {Path(shown, split)}_x.bin ({count}, {N})")
     say(f"  Y: {Path(shown, split)}_y.bin ({count}, 2)")
     return count
@@ -178,7 +165,7 @@ def main() -> None:
     config = parse_settings(RewardDataConfig, "prepare_reward_data")
     say("Configuration validation passed")
     ranks = start_ranks(select_device(config.device))
-    model_path, overwrite = str(config.model_path), config.overwrite
+    model_path = str(config.model_path)
     say(f"Using device: {ranks.where}\nLoading base model from {model_path}")
     checkpoint = load_checkpoint(model_path)
     model = build_model(checkpoint, "generator", model_path, ranks.device).to(select_dtype("auto", ranks.device))
@@ -193,9 +180,8 @@ def main() -> None:
     partial = output.with_name(f"{output.name}.partial")
     if ranks.rank == 0:
         hold_output(output)
-    if ranks.on_main(lambda: is_complete(output, identity, overwrite)):
+    if ranks.on_main(lambda: is_complete(output, partial, identity, config.overwrite)):
         raise Finished(f"{config.output_dir} already holds exactly this dataset: nothing to do")
-    ranks.on_main(lambda: claim(partial, identity, overwrite))
     say(f"\nGenerating reward dataset with block_size={N}\nTokenization method: {tokenizer.method}")
     say(f"Vocab size: {tokenizer.vocab_size}\nSamples per chunk: {config.samples_per_chunk}")
     say(f"Temperature: {config.temperature}" + (f"\nTop-k: {config.top_k}" if config.top_k is not None else ""))
@@ -260,10 +246,7 @@ def create_reward_samples(
     split: str = "train",
     max_blocks: int | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Reward samples of every block of `tokens`: a list of x (block_size,) uint16 and a list of y (2,) float32.
-
-    The very samples that the script writes for the same seed and split.
-    """
+    """The samples that the script writes for `tokens`: lists of x (block_size,) uint16 and of y (2,) float32."""
     numbers: dict[str, Any] = {"samples_per_chunk": samples_per_chunk, "temperature": temperature, "top_k": top_k}
     settings = RewardDataConfig(**numbers, seed=seed, max_blocks=max_blocks)
     completer = Completer(model.to(device), config.block_size)
@@ -283,10 +266,7 @@ def save_reward_dataset(
     tokenization_info: TokenizationInfo | None = None,
     samples_per_chunk: int | None = None,
 ) -> None:
-    """Write one split's x.bin, y.bin and metadata.txt into `output_dir`; `tokenization_info` None is GPT-2's BPE.
-
-    `samples_per_chunk` says how many samples in a row are of one natural block; UserError where they do not divide.
-    """
+    """Write one split of a dataset, `samples_per_chunk` rows of each block; `tokenization_info` None is GPT-2's BPE."""
     if samples_per_chunk is not None and (samples_per_chunk < 1 or len(samples_x) % samples_per_chunk):
         rule = f"must be >= 1 and divide the {len(samples_x)} samples"
         raise UserError(f"ERROR: samples_per_chunk={samples_per_chunk}: {rule}")

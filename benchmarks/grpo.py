@@ -27,7 +27,6 @@ from benchmarks.reward_models import ROOT, Pipeline
 from common.log import read_records, say
 from common.process import UserError, run_main
 from common.settings import Settings, parse_settings, setting
-from data_loader import TokenSplits, write_token_files
 from model import GPTConfig
 from tokenization_manager import save_meta
 
@@ -58,8 +57,8 @@ class Ours:
         pipeline, corpus = Pipeline(folder), folder / "corpus"
         corpus.mkdir(exist_ok=True)
         draw = np.random.default_rng(0)
-        parts = (draw.integers(SHAPE.vocab_size, size=size).astype(np.uint16) for size in (2**16, 2**14))
-        write_token_files(corpus, TokenSplits(*parts))
+        for name, size in (("train", 2**16), ("val", 2**14)):
+            draw.integers(SHAPE.vocab_size, size=size).astype(np.uint16).tofile(corpus / f"{name}.bin")
         save_meta(corpus / "meta.pkl", [chr(ord("0") + number) for number in range(SHAPE.vocab_size)])
         shape = {name: getattr(SHAPE, name) for name in ("n_layer", "n_head", "n_embd", "block_size", "position")}
         few = {"batch_size": 4, "warmup_iters": 0, "device": "cpu"}

@@ -27,7 +27,7 @@ from common.files import atomic_path
 from common.log import counted, say
 from common.process import run_main
 from common.settings import Problems, Settings, parse_settings, setting
-from data_loader import TokenSplits, dataset_folder, evenly_spaced, open_token_file, write_token_files
+from data_loader import dataset_folder, evenly_spaced, open_token_file
 from generation.sampling import Sampling, sample_tokens
 from losses import token_log_probs
 from model import GPT
@@ -165,8 +165,9 @@ def write_text_of(p: GPT, source: Path, corpus: Path, settings: OracleSettings) 
     if (source / "meta.pkl").is_file():
         with atomic_path(corpus / "meta.pkl") as partial:
             shutil.copyfile(source / "meta.pkl", partial)
-    parts = (part.flatten().numpy().astype(np.uint16) for part in (text[:boundary], text[boundary:]))
-    write_token_files(corpus, TokenSplits(*parts))
+    for name, part in (("train", text[:boundary]), ("val", text[boundary:])):
+        with atomic_path(corpus / f"{name}.bin") as partial:
+            part.flatten().numpy().astype(np.uint16).tofile(partial)
 
 
 def exact_skill(p: GPT, q: GPT, data: Path, corpus: Path) -> tuple[dict[str, Any], float]:

@@ -29,7 +29,7 @@ from benchmarks.reward_models import ROOT, Pipeline, markdown, val_loss
 from common.log import read_records, say
 from common.process import UserError, run_main
 from common.settings import Problems, Settings, parse_settings, setting
-from data_loader import TokenSplits, WholeSplitBatches, dataset_folder, open_token_file, write_token_files
+from data_loader import WholeSplitBatches, dataset_folder, open_token_file
 from losses import language_model_loss
 from model import GPT, GPTConfig
 from training.checkpoint import build_model, load_checkpoint
@@ -241,7 +241,8 @@ def memory(settings: TrainingBenchSettings) -> None:
             tokens = np.lib.format.open_memmap(corpus / "tokens.npy", "w+", np.uint16, (num_tokens,))
             for first in range(0, num_tokens, 10_000_000):
                 tokens[first : first + 10_000_000] = draw.integers(50257, size=len(tokens[first : first + 10_000_000]))
-            write_token_files(corpus, TokenSplits(tokens[: num_tokens * 9 // 10], tokens[num_tokens * 9 // 10 :]))
+            tokens[: num_tokens * 9 // 10].tofile(corpus / "train.bin")
+            tokens[num_tokens * 9 // 10 :].tofile(corpus / "val.bin")
             options = ["--dataset", str(corpus), "--out_dir", str(corpus / "out"), "--device", "cpu"]
             options += [
                 "--max_iters=3",

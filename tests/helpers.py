@@ -21,7 +21,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -32,7 +32,7 @@ import pytest
 import torch
 
 from common.log import read_records
-from data_loader import TokenSplits, split_and_encode, write_token_files
+from data_loader import split_and_encode
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager, save_meta
 from training.checkpoint import save_checkpoint
@@ -310,6 +310,12 @@ def make_corpus(folder: Path, text: str) -> Path:
     return folder
 
 
+def write_token_files(folder: Path, splits: Sequence[np.ndarray]) -> None:
+    """Write the tokens of both splits to train.bin and val.bin."""
+    for name, tokens in zip(("train", "val"), splits, strict=True):
+        np.asarray(tokens, dtype="<u2").tofile(folder / f"{name}.bin")
+
+
 def write_config(path: Path, **changes: str) -> Path:
     """The settings file of these tests with further settings, written as code, in the sections named."""
     text = CONFIG
@@ -343,7 +349,7 @@ def make_tokens(folder: Path, num_train: int, num_val: int, vocab_size: int) -> 
     """Token files of random tokens; without a meta.pkl."""
     draw = np.random.default_rng(0)
     sizes = (num_train, num_val)
-    write_token_files(folder, TokenSplits(*(draw.integers(vocab_size, size=n).astype(np.uint16) for n in sizes)))
+    write_token_files(folder, [draw.integers(vocab_size, size=n) for n in sizes])
     return folder
 
 

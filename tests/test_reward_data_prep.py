@@ -28,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare_reward_data as prep
+from common.files import write_json
 from common.process import UserError
 from data_loader import load_text, read_text
 from generation import completions
@@ -454,7 +455,7 @@ def test_ctrl_c_and_again(monkeypatch, tmp_path, corpus, generator, reward_data,
 def test_unfinished_work_of_other_settings_is_refused(tmp_path, corpus, generator, reward_data):
     options = prepare_options(corpus, generator, tmp_path / "out")
     partial = tmp_path / "out.partial"
-    prep.claim(partial, {"seed": 7, "temperature": 0.5}, False)
+    write_json(partial / "settings.json", {"seed": 7, "temperature": 0.5})
     (partial / "train_000000.npz").write_bytes(b"of another seed")
     line = refuse_in_one_line("prepare_reward_data", **options)
     assert re.search(r"\bseed was 7, now 42\b", line) and re.search(r"\btemperature was 0\.5, now 1\.0\b", line)
