@@ -168,7 +168,7 @@ def main() -> None:
     hashes = {"base model": base_sha256, "reward model": path and checkpoints.hash_model(path), **data}
     run = Run(given.output_path, given, ranks, hashes | {"reward function": function and function.sha256})
     run.begin(given.init_from == "resume", given.overwrite, max_steps=given.max_steps)
-    draw = partial(sample, completer, corpus.train, given.prompts_per_step, given.group_size, seed, ranks)
+    draw = partial(sample, completer, corpus.train, (given.prompts_per_step, given.group_size), seed, ranks)
     training, best = train(run, settings, policy, draw, partial(select, completer), scorer, function)
 
     # the kept policy, on the reporting part

@@ -81,7 +81,7 @@ def rewards_of(scores: Scores, log_probs: Tensor, mask: Tensor, by_token: bool =
 
 
 def named_rewards(prefix: str, scores: Scores, mask: Tensor, log_probs: Tensor | None = None) -> dict[str, Tensor]:
-    """P(natural) and the function's rewards of sequences (R,), and with log_probs of completions their total, if any."""
+    """P(natural) and the function's rewards of sequences (R,), with log_probs of completions their total, if any."""
     named = {} if scores.natural is None else {f"{prefix}reward": scores.natural}
     if scores.function is not None:
         named[f"{prefix}function_reward"] = per_sequence(scores.function, mask)

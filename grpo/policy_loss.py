@@ -134,7 +134,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss () to minimise, and metrics () without gradient.
 
-    log_probs, old_log_probs, reference_log_probs (B, T): of the tokens under the policy, under the one that sampled them
+    log_probs, old_log_probs, reference_log_probs (B, T): of the tokens under the policy, under that which sampled them
     (None: this one), and under the KL reference. advantages (B,) or (B, T). mask (B, T): tokens that count; what stands
     at the others is ignored, NaN and -inf included. Per token, with ratio r = exp(log_prob - old_log_prob) and
     advantage A (GRPO, equation 3; PPO, equation 7):

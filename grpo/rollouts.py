@@ -88,15 +88,14 @@ class Rollouts:
 
 
 def sample(
-    completer: Completer, tokens: np.ndarray, P: int, G: int, seed: int, ranks: Ranks, step: int, natural: bool = False
+    completer: Completer, tokens: np.ndarray, shape: tuple[int, int], seed: int, ranks: Ranks, step: int, natural: bool
 ) -> Rollouts:
-    """Completions of this rank's share of the step's P prompts, G of each; steps count from 1.
+    """Completions of this rank's share of the step's prompts, `shape` (P, G); steps count from 1.
 
     Sampling is at temperature 1 over all tokens: the very distribution that the formulas score. `natural`: as many rows
     of natural text instead, each after a prompt of its own.
     """
-    if natural:
-        P, G = P * G, 1
+    P, G = (shape[0] * shape[1], 1) if natural else shape
     N, mine = completer.length, ranks.share(P)
     text, lengths, uniforms = draw_prompts(tokens, N, P, G, seed, "rollout", step)
     mask, text = written_mask(lengths, N).to(ranks.device), text[mine].to(ranks.device)

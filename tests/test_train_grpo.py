@@ -372,7 +372,7 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, models, options):
 
 def test_natural_prefixes_are_rows_of_the_corpus_after_a_prompt(models):
     """As many as a step has completions, each of its own place; the ranks' shares are those of one."""
-    draw = partial(sample, Completer(models[0], 3), np.arange(1000) % V, 6, 4, 42, natural=True)
+    draw = partial(sample, Completer(models[0], 3), np.arange(1000) % V, (6, 4), 42, natural=True)
     batch = draw(ranks=Ranks(), step=1)
     assert batch.ids.shape == (24, 3) and batch.old_log_probs is None and batch.mask.all()
     assert (batch.ids.diff(dim=1) % V == 1).all()
