@@ -6,7 +6,6 @@ The figures are those of train_grpo.py for the same sequences. TRL itself is not
 """
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -60,8 +59,8 @@ def score(model: RewardModel, rows: Sequence[tuple[list[int], list[int]]], rewar
     if wrong := [length for length in lengths if not 1 <= length <= longest]:
         raise UserError(f"ERROR: a sequence of {wrong[0]} tokens: must be 1 to {longest}, the model's block_size")
     rewards = [0.0] * len(rows)
-    for _, numbers in groupby(sorted(range(len(rows)), key=lengths.__getitem__), key=lengths.__getitem__):
-        same_length = list(numbers)
+    for length in set(lengths):
+        same_length = [number for number in range(len(rows)) if lengths[number] == length]
         for first in range(0, len(same_length), model.rows_at_a_time()):
             part = same_length[first : first + model.rows_at_a_time()]
             ids = torch.tensor([[*rows[number][0], *rows[number][1]] for number in part])  # (B, T)

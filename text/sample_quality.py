@@ -33,8 +33,8 @@ class NGramModel:
 
     With c(h, w) occurrences of token w after context h, c(h) all of them, t(h) different tokens after h, and h' the
     context without its first token: P(w | h) = (c(h, w) + t(h) P(w | h')) / (c(h) + t(h)), P(w | h') for a context that
-    did not occur, and 1 / V below the empty context (Witten and Bell 1991; Chen and Goodman 1999, section 2.4). `order`
-    is the longest context plus 1. Contexts have numbers by length, so that no key exceeds n V, whatever V^order is.
+    did not occur, and 1 / V below the empty context (Witten and Bell 1991; Chen and Goodman 1999, section 2.4).
+    Contexts, of up to `order` - 1 tokens, have numbers by length, so that no key exceeds n V.
     """
 
     def __init__(self, tokens: np.ndarray, order: int, vocab_size: int, starts: Starts = (0,)) -> None:
