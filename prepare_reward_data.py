@@ -22,7 +22,7 @@ from common.files import atomic_path, hold_output, read_json, write_json
 from common.log import counted, progress, say
 from common.process import Finished, UserError, run_main
 from common.settings import differing_settings, parse_settings
-from data_loader import TokenSplits, evenly_spaced, load_binary, load_text
+from data_loader import evenly_spaced, load_binary, load_text
 from generation.completions import Completer, generate
 from generation.sampling import Sampling
 from model import GPT, GPTConfig
@@ -86,8 +86,8 @@ def write_shards(
     """Write those of a split's shards that are not there, this rank its share; returns the paths of all."""
     shards = {folder / f"{split}_{n:06}.npz": own for n, own in enumerate(blocks_by_shard(tokens, completer, config))}
     todo = [path for path in shards if not path.is_file()]
-    if len(todo) < len(shards):
-        say(f"Going on with work that was interrupted: {len(shards) - len(todo)} of {len(shards)} shards are there")
+    if made := len(shards) - len(todo):
+        say(f"Going on with work that was interrupted: {made} of {len(shards)} shards are there")
     ranks.sum(0.0)  # all have looked
     with progress(sum(map(len, shards.values())), "Processing blocks") as bar:
         for path, own in shards.items():
@@ -145,22 +145,6 @@ def write_split(
     return count
 
 
-def load_data(config: RewardDataConfig, checkpoint: Mapping[str, Any]) -> tuple[TokenizationManager, TokenSplits]:
-    """The tokenizer that the settings name, held against the model's, and both splits of the corpus."""
-    corpus, block_size = config.data_path or config.train_bin or "", checkpoint["config"].block_size
-    tokenizer = TokenizationManager(config.tokenization, data_path=corpus, meta_path=config.meta_path)
-    check_tokenizer(checkpoint, tokenizer)
-    if block_size < 2:
-        raise UserError("ERROR: block_size=1: a crossover needs a block of at least 2 tokens")
-    if config.input_mode == "text":
-        splits = load_text(corpus, tokenizer, config.train_split)
-    else:
-        splits = load_binary(corpus, config.val_bin or "", tokenizer.vocab_size, block_size)
-    say(f"Data loaded successfully:\n  Tokenization: {tokenizer.method}\n  Vocab size: {tokenizer.vocab_size}")
-    say(f"  Train tokens: {len(splits.train):,}\n  Val tokens: {len(splits.val):,}")
-    return tokenizer, splits
-
-
 def main() -> None:
     config = parse_settings(RewardDataConfig, "prepare_reward_data")
     say("Configuration validation passed")
@@ -170,8 +154,18 @@ def main() -> None:
     checkpoint = load_checkpoint(model_path)
     model = build_model(checkpoint, "generator", model_path, ranks.device).to(select_dtype("auto", ranks.device))
     say(f"Loaded model with {model.num_parameters() / 1e6:.2f}M parameters")
-    tokenizer, splits = load_data(config, checkpoint)
-    data, N = data_record(splits.train, splits.val), model.config.block_size
+    if (N := model.config.block_size) < 2:
+        raise UserError("ERROR: block_size=1: a crossover needs a block of at least 2 tokens")
+    corpus = config.data_path or config.train_bin or ""
+    tokenizer = TokenizationManager(config.tokenization, data_path=corpus, meta_path=config.meta_path)
+    check_tokenizer(checkpoint, tokenizer)
+    if config.input_mode == "text":
+        splits = load_text(corpus, tokenizer, config.train_split)
+    else:
+        splits = load_binary(corpus, config.val_bin or "", tokenizer.vocab_size, N)
+    say(f"Data loaded successfully:\n  Tokenization: {tokenizer.method}\n  Vocab size: {tokenizer.vocab_size}")
+    say(f"  Train tokens: {len(splits.train):,}\n  Val tokens: {len(splits.val):,}")
+    data = data_record(splits.train, splits.val)
     check_same_splits(checkpoint["data"], data, config.allow_split_mismatch)
 
     identity = {"block_size": N, "model_sha256": hash_model(model_path), **data, "device_type": ranks.device.type}

@@ -103,7 +103,7 @@ class RewardDataset(Dataset):
         except KeyError as error:
             problems.append(f"{path}: incomplete tokenization information: {error.args[0]} missing")
         except ValueError as error:
-            problems.append(f"{path}: {error}")
+            problems.append(f"{path}: {str(error).removeprefix('ERROR: ')}")
         if problems:
             return problems
         sizes = {key: int(text) for key, text in stated.items()}

@@ -105,9 +105,10 @@ class TokenizationInfo:
 
     def __post_init__(self) -> None:
         if self.method not in get_args(TokenizationMethod):
-            raise UserError(f"tokenization method={self.method!r}: must be 'bpe', 'char' or 'tokenizer'")
+            raise UserError(f"ERROR: tokenization method={self.method!r}: must be 'bpe', 'char' or 'tokenizer'")
         if not 1 <= self.vocab_size <= MAX_VOCAB_SIZE:
-            raise UserError(f"vocab_size={self.vocab_size}: must be >= 1 and <= {MAX_VOCAB_SIZE} (tokens are uint16)")
+            rule = f"must be >= 1 and <= {MAX_VOCAB_SIZE} (tokens are uint16)"
+            raise UserError(f"ERROR: vocab_size={self.vocab_size}: {rule}")
 
     def describe(self) -> str:
         """One phrase: `bpe (vocab_size=50257)`."""

@@ -80,15 +80,13 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
         theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if theirs.model_type not in CLASSES:
             raise UserError(f"a model of type {theirs.model_type!r}; supported are {', '.join(CLASSES)}")
-        model_class, data = (
-            getattr(transformers, CLASSES[theirs.model_type]),
-            getattr(theirs, "crossover", {}).get("data"),
-        )
+        data = getattr(theirs, "crossover", {}).get("data")
         config = our_config(theirs, theirs.vocab_size if tokenizer is None else tokenizer.vocab_size)
         num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         if num_bytes < config.n_embd * (config.vocab_size + 12 * config.n_layer * config.n_embd):
             raise UserError("there are fewer weights than config.json says")  # a model of them could fill the memory
         options = {"use_safetensors": True, "local_files_only": True, "dtype": torch.float32}
+        model_class = getattr(transformers, CLASSES[theirs.model_type])
         model, info = model_class.from_pretrained(folder, config=theirs, output_loading_info=True, **options)
         if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
             raise UserError(f"the weights do not fit config.json: {wrong[0]}")

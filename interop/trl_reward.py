@@ -6,7 +6,6 @@ The figures are those of train_grpo.py for the same sequences. TRL itself is not
 """
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -26,8 +25,7 @@ def make_reward(
     """A function of prompts, completions and completion_ids, as TRL calls it, that returns one number a sequence.
 
     'natural': P(natural) of prompt and completion, best a whole block; 'evidence': the mean evidence of the
-    completion's tokens in nats, of a head that knows tokens. The ids must be of the reward model's tokenizer. Raises
-    UserError for a checkpoint that gives no such reward; the function for prompts that are no text, or too long.
+    completion's tokens in nats, of a head that knows tokens. The ids must be of the reward model's tokenizer.
     """
     contents = load_checkpoint(reward_model_path)
     if (mode := contents["config"].mode) != "reward" or contents["tokenization"] is None:
@@ -56,18 +54,13 @@ def make_reward(
 
 @torch.no_grad()
 def score(model: RewardModel, rows: Sequence[tuple[list[int], list[int]]], reward: str) -> list[float]:
-    """The rewards of rows of prompt ids and written ids, in their order; rows of one length are read together.
-
-    A row without a written token has evidence 0.
-    """
+    """The rewards of rows of prompt ids and written ids, in their order; rows of one length are read together."""
     lengths, longest = [len(prompt) + len(written) for prompt, written in rows], model.config.block_size
     if wrong := [length for length in lengths if not 1 <= length <= longest]:
-        raise UserError(
-            f"ERROR: a sequence of {wrong[0]} tokens: must be 1 to {longest}, the reward model's block_size"
-        )
+        raise UserError(f"ERROR: a sequence of {wrong[0]} tokens: must be 1 to {longest}, the model's block_size")
     rewards = [0.0] * len(rows)
-    for _, numbers in groupby(sorted(range(len(rows)), key=lengths.__getitem__), key=lengths.__getitem__):
-        same_length = list(numbers)
+    for length in set(lengths):
+        same_length = [number for number in range(len(rows)) if lengths[number] == length]
         for first in range(0, len(same_length), model.rows_at_a_time()):
             part = same_length[first : first + model.rows_at_a_time()]
             ids = torch.tensor([[*rows[number][0], *rows[number][1]] for number in part])  # (B, T)

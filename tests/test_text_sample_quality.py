@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from text import sample_quality
-from text.sample_quality import CopyFinder, NGramModel, SampleQuality, distinct_n, repeated_shares, repetition
+from text.sample_quality import CopyFinder, NGramModel, SampleQuality, distinct_n, repetition
 
 
 def slow_probability(documents: list[list[int]], context: tuple[int, ...], token: int, vocab_size: int) -> float:
@@ -81,7 +81,7 @@ def test_figures_of_samples_by_hand():
 def test_distinct_n_and_repetition_by_hand():
     ids = torch.tensor([[1, 2, 1, 2, 1], [3, 4, 5, 6, 7]])
     assert distinct_n(ids, 1) == 7 / 10 and distinct_n(ids, 2) == 6 / 8
-    assert repeated_shares(ids, 2) == [0.5, 0.0] and repetition(ids, 2) == 0.25
+    assert repetition(ids, 2) == (0.5 + 0.0) / 2
     assert distinct_n(ids, 6) == repetition(ids, 6) == 0.0
 
 

@@ -43,8 +43,7 @@ def joined_pieces(texts: Sequence[Path]) -> Iterator[str]:
 class PiecewiseEncoder:
     """Encodes a text that comes in pieces; the tokens are those of the whole text.
 
-    A text is cut before a single space or newline, where GPT-2's pattern always ends a match. Other tokenizers may join
-    the two sides: around a cut, both halves must have the tokens of the whole. Without such a cut the piece grows.
+    It is cut before a single space or newline around which both halves have the tokens of the whole, or not at all.
     """
 
     def __init__(self, tokenizer: TokenizationManager) -> None:
@@ -73,10 +72,7 @@ class PiecewiseEncoder:
 def encode_segments(
     pieces: Iterator[str], segments: Segments, tokenizer: TokenizationManager
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The part and the next tokens (n,) uint16 of each segment of a text in pieces (none empty), encoded by itself.
-
-    Raises UserError where the text is not as long as its segments.
-    """
+    """The part and the next tokens (n,) uint16 of each segment of a text in pieces (none empty), encoded by itself."""
     text, left = "", 0
     with progress(sum(size for _, size in segments), "Encoding", "char", passing=True) as bar:
         for part, left in segments:
@@ -101,9 +97,8 @@ def prepare_texts(
 ) -> None:
     """Write PART.bin of each part of the texts, and the vocabulary, in place of an earlier corpus; print their sizes.
 
-    `tokenizer` None: the characters of the texts. `segments` None: `train_split` is the share that is for training, the
-    rest for validation. Raises UserError, and writes nothing, for texts that cannot be read or encoded, and for those
-    too short for a block in train and val.
+    `tokenizer` None: the characters of the texts. `segments` None: `train_split` is the share that is for training.
+    Raises UserError, and writes nothing, for texts that cannot be encoded, or are too short for a block.
     """
     folder, counts, paths = Path(os.path.abspath(folder)), {"train": 0, "val": 0}, dict[str, Path]()
     if tokenizer is not None and tokenizer.method == "bpe" and "char" in folder.name:
@@ -133,8 +128,8 @@ def prepare_texts(
         if tokenizer.chars is not None:
             save_meta(stack.enter_context(atomic_path(folder / "meta.pkl")), tokenizer.chars)
         elif tokenizer.method == "tokenizer":
-            vocabulary = stack.enter_context(atomic_path(folder / "tokenizer.json"))
-            vocabulary.write_text(tokenizer.to_record()["tokenizer_json"], encoding="utf-8")
+            path = stack.enter_context(atomic_path(folder / "tokenizer.json"))
+            path.write_text(tokenizer.to_tokenizer_json(), encoding="utf-8")
         for name in ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin"):
             (folder / name).unlink(missing_ok=True)
     for part, count in counts.items():
@@ -164,8 +159,8 @@ class ShakespeareSettings(Settings):
         is_complete = self.source == "complete" or not self.plays + self.val_documents + parts
         problems.require(is_complete, f"source={self.source}: works are named, which only 'complete' has", remedy)
         problems.require(bool(self.val_documents) or not parts, "parts are named, but val_documents is empty", remedy)
-        remedy = "Choose one with --out_dir; with 'char' in its name it is one of characters"
-        problems.require(bool(self.out_dir) or not self.plays, "plays need a folder of their own", remedy)
+        has_folder = bool(self.out_dir) or not self.plays
+        problems.require(has_folder, "plays need a folder of their own", "Choose one with --out_dir")
 
 
 def prepare_shakespeare(method: Literal["char", "bpe"], home: Path) -> None:

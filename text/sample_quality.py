@@ -14,6 +14,7 @@ from torch import Tensor
 
 MAX_TOKENS = 1 << 24  # of a corpus, that models are fitted to and copies are searched in
 COPIES_SOUGHT = 100  # samples that are searched for in the corpus
+Starts = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,11 @@ class NGramModel:
 
     With c(h, w) occurrences of token w after context h, c(h) all of them, t(h) different tokens after h, and h' the
     context without its first token: P(w | h) = (c(h, w) + t(h) P(w | h')) / (c(h) + t(h)), P(w | h') for a context that
-    did not occur, and 1 / V below the empty context (Witten and Bell 1991; Chen and Goodman 1999, section 2.4). `order`
-    is the longest context plus 1. Contexts have numbers by length, so that no key exceeds n V, whatever V^order is.
+    did not occur, and 1 / V below the empty context (Witten and Bell 1991; Chen and Goodman 1999, section 2.4).
+    Contexts, of up to `order` - 1 tokens, have numbers by length, so that no key exceeds n V.
     """
 
-    def __init__(
-        self, tokens: np.ndarray, order: int, vocab_size: int, starts: Sequence[int] | np.ndarray = (0,)
-    ) -> None:
+    def __init__(self, tokens: np.ndarray, order: int, vocab_size: int, starts: Starts = (0,)) -> None:
         """Fit a text (n,), n >= 1."""
         tokens, self.vocab_size = np.asarray(tokens, dtype=np.int64), vocab_size
         self.levels: list[_Contexts] = []
@@ -54,7 +53,7 @@ class NGramModel:
             totals, kinds = np.bincount(of_pair, counts, len(known)), np.bincount(of_pair, minlength=len(known))
             self.levels.append(_Contexts(known, totals, kinds, pairs, counts))
 
-    def log_probs(self, tokens: np.ndarray, starts: Sequence[int] | np.ndarray = (0,)) -> np.ndarray:
+    def log_probs(self, tokens: np.ndarray, starts: Starts = (0,)) -> np.ndarray:
         """Log-probability (n,) float64, in nats, of each token of a text (n,) given those before it in its sequence."""
         tokens = np.asarray(tokens, dtype=np.int64)
         V, room = self.vocab_size, _places(len(tokens), starts)
@@ -73,7 +72,7 @@ class NGramModel:
         return np.log(probabilities)
 
 
-def _places(num_tokens: int, starts: Sequence[int] | np.ndarray) -> np.ndarray:
+def _places(num_tokens: int, starts: Starts) -> np.ndarray:
     """Tokens before each one (n,) in its sequence."""
     starts = np.asarray(starts)
     return np.arange(num_tokens) - np.repeat(starts, np.diff(starts, append=num_tokens))
@@ -88,10 +87,9 @@ def _find(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 class SampleQuality:
-    """Figures of samples beside a corpus: `train` (n,) fits the forward model, `natural` (m,) is held out.
+    """Figures of samples beside a corpus: forward NLL is theirs under an n-gram model of `train` (n,).
 
-    Forward NLL, of samples under an n-gram model of `train`, rises with text that is wrong; reverse NLL, of `natural`
-    under one of the samples, rises with what the samples lack.
+    Reverse NLL is that of `natural` (m,), held out, under a model of the samples; it rises with what they lack.
     """
 
     def __init__(self, train: np.ndarray, natural: np.ndarray, order: int, vocab_size: int) -> None:
@@ -108,8 +106,8 @@ class SampleQuality:
         figures = {"forward_nll": forward, "reverse_nll": -fitted.log_probs(self.natural).mean()}
         half = ids[:, -(N // 2) :]  # all of them written
         figures |= {f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)} | {"repetition": repetition(half)}
-        longest = 0
-        for row in np.arange(min(COPIES_SOUGHT, P)) * P // min(COPIES_SOUGHT, P):
+        longest, sought = 0, min(COPIES_SOUGHT, P)
+        for row in np.arange(sought) * P // sought:
             longest = self.copies.longest_copy(rows[row][written[row]], longest)
         return {name: float(value) for name, value in figures.items()} | {"longest_copy": longest}
 
@@ -124,15 +122,10 @@ def distinct_n(ids: Tensor, n: int) -> float:
 
 def repetition(ids: Tensor, n: int = 4) -> float:
     """Share of the n-grams of a sequence that stood in it before, mean over sequences (B, T)."""
-    return float(np.mean(repeated_shares(ids, n)))
-
-
-def repeated_shares(ids: Tensor, n: int = 4) -> list[float]:
-    """`repetition` of each sequence (B, T)."""
     if ids.size(1) < n:
-        return [0.0] * len(ids)
+        return 0.0
     grams = ids.unfold(1, n, 1)  # (B, T - n + 1, n)
-    return [1 - len(row.unique(dim=0)) / len(row) for row in grams]
+    return float(np.mean([1 - len(row.unique(dim=0)) / len(row) for row in grams]))
 
 
 class CopyFinder:

@@ -29,10 +29,7 @@ BPE_FILES = {
 
 
 def ensure_corpus(folder: str | Path, source: str = "auto", plays: tuple[str, ...] = ()) -> Path:
-    """The path of folder/input.txt, which is fetched unless it is there; raises UserError where it cannot be.
-
-    `source`: 'tiny' (nanoGPT's), 'complete' (all works, or those that `plays` names), or 'auto': tiny, else complete.
-    """
+    """The path of folder/input.txt, which is fetched unless it is there: tiny, complete (or its `plays`), or auto."""
     path = Path(folder) / "input.txt"
     if path.exists():
         print(f"corpus: {path} is used as it is (remove it to fetch another)")
