@@ -24,9 +24,9 @@ from data_loader import WholeSplitBatches, open_token_file, validation_part
 from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo.policy_evaluation import draw_prompts
-from losses import loss_sums, perplexity, text_log_probs
+from losses import language_model_loss, perplexity, text_log_probs
 from model import GPT
-from reward.skill import bootstrap_blocks, format_figure, paired_difference
+from reward.skill import bootstrap_blocks, format_figure
 from text.sample_quality import SampleQuality
 from training.checkpoint import (
     build_model,
@@ -77,8 +77,7 @@ def calculate_perplexity(
     Every token weighs the same, also where batches differ in size; targets of -1 are none. An empty loader gives
     infinity. The model's mode (training or evaluation) is as before afterwards.
     """
-    total, count = loss_sums(model, ((inputs.to(device), targets.to(device)) for inputs, targets in data_loader))
-    return perplexity(total / count) if count else math.inf
+    return perplexity(language_model_loss(model, ((x.to(device), y.to(device)) for x, y in data_loader)))
 
 
 def token_losses(model: GPT, tokens: np.ndarray, part: str, title: str, device: torch.device) -> Tensor:
@@ -124,14 +123,13 @@ def main() -> None:
             check_same_splits(checkpoint["data"], data_record(corpus.train, corpus.val), allow_mismatch=None)
         model = build_model(checkpoint, "generator", path, device)
         N, losses = model.config.block_size, token_losses(model, tokens, settings.part, path, device)
-        low, high = bootstrap_blocks(losses, N, SEED)
-        figures: dict[str, Any] = {"loss": losses.double().mean().item(), "loss_low": low, "loss_high": high}
+        figures: dict[str, Any] = bootstrap_blocks("loss", losses, N, SEED)
         figures |= {"perplexity": perplexity(figures["loss"]), "tokens": len(losses)}
         if settings.baseline is not None:
             baseline = (losses, N) if baseline is None else baseline
             if baseline[1] != N:
                 raise UserError(f"ERROR: block_size is {N} in {path} and {baseline[1]} in {settings.baseline}")
-            figures |= paired_difference(losses, baseline[0], N, SEED)
+            figures |= bootstrap_blocks("difference", losses - baseline[0], N, SEED)
         say(f"{path}: loss {format_figure(figures, 'loss')}, perplexity {figures['perplexity']:.4f}")
         if settings.baseline is not None:
             say(f"  loss - loss of {settings.baseline}: {format_figure(figures, 'difference', '+.4f')}")
