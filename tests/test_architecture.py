@@ -39,7 +39,7 @@ FLOORS = [  # lowest first; a file imports only from floors below its own
     ["grpo.policy_evaluation", "interop.trl_reward"],
     ["grpo.rollouts"],
     ["reports.figures", "reports.summary", "reports.passages"],
-    ["reports.page", "interop.trl_grpo"],
+    ["reports.page"],
     ["prepare_text", "train", "prepare_reward_data", "train_reward_model", "train_grpo", "evaluate", "sample"],
     ["run_cycles"],
 ]

@@ -48,7 +48,6 @@ SHRINK = {
     "evaluate": "--device cpu",
     "sample": "--max_new_tokens 20 --device cpu",
     "run_cycles": "--sample_tokens 20 --device cpu",
-    "interop/trl_grpo": "--max_steps 1 --prompts_per_step 2 --group_size 2",
     "benchmarks/loading": "--num_runs 1",
 }
 # Options of launchers and the campaign, and those of every script.
@@ -132,7 +131,7 @@ def run_script(script: str, arguments: list[str]) -> None:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             runpy.run_path(script if name.startswith("data/") else str(ROOT / f"{name}.py"), run_name="__main__")
     except SystemExit as end:
-        lacks_package = name.startswith("interop/") and importlib.util.find_spec("trl") is None
+        lacks_package = name.startswith("interop/") and importlib.util.find_spec("transformers") is None
         assert end.code in ({2} if lacks_package else {None, 0}), f"{sys.argv}\n{printed.getvalue()[-2000:]}"
     finally:
         sys.argv, sys.path[:] = argv, path
