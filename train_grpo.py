@@ -256,8 +256,7 @@ def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, 
         contents, roles = checkpoints.load_checkpoint(path), ("the policy", "the reward model")
         if contents["config"].mode != "reward":
             raise UserError(f"ERROR: {path} holds a {contents['config'].mode} model, not a reward model")
-        names = ("vocab_size", "num_real_tokens", "block_size")
-        check_same_fields(reference.config, contents["config"], names, *roles)
+        check_same_fields(reference.config, contents["config"], *roles)
         checkpoints.check_same_tokens(base["tokenization"], contents["tokenization"], *roles)
         if (theirs := (contents["training"] or {}).get("generator_sha256")) is None:
             warn(f"{path} does not say against which generator it was trained")

@@ -173,7 +173,7 @@ def load_natural_models(paths: tuple[str, ...], base: Mapping, base_sha256: str,
         checkpoint.check_same_tokens(contents["tokenization"], base["tokenization"], path, role)
         checkpoint.check_unseen(contents["data"], metadata, path)
         model.crop_block_size(min(model.config.block_size, base["config"].block_size))
-        check_same_fields(model.config, base["config"], ("vocab_size", "num_real_tokens", "block_size"), path, role)
+        check_same_fields(model.config, base["config"], path, role)
         models.append(model)
     return models
 

@@ -139,8 +139,8 @@ def generate(
     check_ids(idx, config.num_real_tokens)
     length = config.block_size if max_new_tokens is None else idx.size(1) + max_new_tokens
     if length < idx.size(1):
-        way_out = f"a prompt of {idx.size(1)} tokens does not fit block_size {config.block_size}"
-        raise UserError(way_out if max_new_tokens is None else f"max_new_tokens={max_new_tokens}: must be >= 0")
+        rule = f"must be >= 0, or None where block_size {config.block_size} holds the prompt"
+        raise UserError(f"max_new_tokens={max_new_tokens} after {idx.size(1)} tokens: {rule}")
     uniforms = torch.rand(idx.size(0), length, generator=generator)  # on the CPU: the same numbers for every device
     within = min(length, config.block_size)
     if idx.size(1) < within:

@@ -34,8 +34,6 @@ from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig, check_same_fields
 from reward.posterior import crossover_loss, log_mixture, natural_probabilities, natural_share, reward_loss
 
-READING_FIELDS = ("vocab_size", "num_real_tokens", "block_size")  # equal in models that read the same tokens
-
 
 class Ensemble(nn.Module):
     """Generators of the same tokens, else UserError, as one model: p = sum over i of u_i p_i, u = softmax(mixture)."""
@@ -44,8 +42,7 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members = cast("Sequence[GPT]", nn.ModuleList(members))
         for number, member in enumerate(self.members, 1):
-            roles = "natural model 1", f"natural model {number}", "; train all on the same tokenization"
-            check_same_fields(self.config, member.config, READING_FIELDS, *roles)
+            check_same_fields(self.config, member.config, "natural model 1", f"natural model {number}")
         self.mixture = nn.Parameter(torch.zeros(len(self.members)))
 
     @property
@@ -151,8 +148,7 @@ class LikelihoodRewardModel(TokenEvidence):
 
     def __init__(self, natural: GPT | Ensemble, generator: GPT, sampling: Sampling | None = None) -> None:
         super().__init__()
-        roles = "the model of natural text", "the generator", "; train both on the same tokenization"
-        check_same_fields(natural.config, generator.config, READING_FIELDS, *roles)
+        check_same_fields(natural.config, generator.config, "the model of natural text", "the generator")
         self.natural, self.generator = natural, generator.requires_grad_(False)
         self.sampling = sampling or Sampling()
         self.mixture = nn.Parameter(torch.tensor(2.0))  # w = sigmoid(mixture)
