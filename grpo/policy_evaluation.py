@@ -25,7 +25,6 @@ from losses import text_log_probs
 from model import GPT
 from reward import skill as skills
 from reward.frozen_scorer import RewardScorer, Scores
-from reward.user_function import RewardFunction
 from text.sample_quality import CopyFinder, distinct_n, repetition
 from training.checkpoint import Corpus
 
@@ -94,7 +93,6 @@ class PolicyEvaluation:
     """Figures of a policy on a part of the validation split, 'select' or 'report', on the same prompts each time."""
 
     scorer: RewardScorer
-    function: RewardFunction | None
     corpus: Corpus
     copies: CopyFinder
     seed: int
@@ -123,9 +121,9 @@ class PolicyEvaluation:
             completions = completer(natural, prefix_lengths, uniforms, Sampling())
         completer.release()
         ids, log_probs = completions.ids.flatten(0, 1), completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
-        scores, first = self.scorer(ids, mask, EVAL_SAMPLES, function=self.function), mask[::EVAL_SAMPLES]
+        scores, first = self.scorer(ids, mask, EVAL_SAMPLES), mask[::EVAL_SAMPLES]
         rewards = named_rewards("fresh_", scores, mask, log_probs)
-        rewards |= named_rewards("natural_", self.scorer(natural, first, function=self.function), first)
+        rewards |= named_rewards("natural_", self.scorer(natural, first), first)
         if scores.evidence is not None:  # KL(pi || m), from tokens of pi; 0 at the optimum, the head's mixture m
             rewards["kl_mixture"] = -rewards_of(replace(scores, function=None), log_probs, mask)
         figures: dict[str, Any] = skills.bootstrap_blocks(f"{self.part}_loss", losses, self.length, self.seed)
