@@ -66,8 +66,16 @@ class TrunkRewardModel(GPT):
     """A head that learns from labels: `score` is its output of the hidden states that `pool` takes of the trunk's."""
 
     is_ratio: ClassVar[Literal[False]] = False
-    pool: Callable[[Tensor], Tensor]
-    score: Callable[[Tensor], Tensor]
+    knows_tokens: ClassVar[bool]
+
+    def pool(self, hidden: Tensor) -> Tensor:
+        """Of hidden states (B, T, C) the last (B, C), or all where the head knows tokens."""
+        return hidden if self.knows_tokens else hidden[:, -1]
+
+    def score(self, pooled: Tensor) -> Tensor:
+        """Scores (B, 2) of [natural, synthetic] before the softmax, or evidence (B, T); float32 under autocast too."""
+        with full_precision(pooled.device):
+            return self.reward_head[:3](pooled.to(self.transformer.wte.weight.dtype)).squeeze(-1)
 
     def output(self, inputs: Tensor) -> Tensor:
         """The head's output of token ids (B, T), or of hidden states that `pool` took."""
@@ -80,15 +88,6 @@ class LastRewardModel(TrunkRewardModel):
     losses: ClassVar[tuple[str, ...]] = ("mse", "cross_entropy")
     knows_tokens: ClassVar[bool] = False
     loss = staticmethod(reward_loss)
-
-    def pool(self, hidden: Tensor) -> Tensor:
-        """(B, C)."""
-        return hidden[:, -1]
-
-    def score(self, pooled: Tensor) -> Tensor:
-        """Scores (B, 2) of [natural, synthetic], before the softmax; float32 under autocast too."""
-        with full_precision(pooled.device):
-            return self.reward_head[:-1](pooled.to(self.transformer.wte.weight.dtype))
 
     def share(self, scores: Tensor) -> Tensor:
         """P(natural) (B,)."""
@@ -124,15 +123,6 @@ class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc
         """New layers from hidden states (..., C) to evidence (..., 1)."""
         width = self.config.reward_head_hidden_dim
         return nn.Sequential(nn.Linear(self.config.n_embd, width), nn.ReLU(), nn.Linear(width, 1))
-
-    def pool(self, hidden: Tensor) -> Tensor:
-        """All of them."""
-        return hidden
-
-    def score(self, pooled: Tensor) -> Tensor:
-        """Evidence (B, T); float32 under autocast too."""
-        with full_precision(pooled.device):
-            return self.reward_head(pooled.to(self.transformer.wte.weight.dtype)).squeeze(-1)
 
 
 class LikelihoodRewardModel(TokenEvidence):
