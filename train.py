@@ -167,7 +167,6 @@ def main() -> None:
     scaler = optim.gradient_scaler(device, dtype)
     run.track(model=model, optimizers=optimizers, scaler=scaler, stopping=stopping, best=best)
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
-    tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
     say(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})\nData: {corpus.describe()}")
     say(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
 

@@ -255,10 +255,7 @@ def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, 
         if (theirs := (contents["training"] or {}).get("generator_sha256")) is None:
             warn(f"{path} does not say against which generator it was trained")
         elif theirs != base_sha256:
-            raise UserError(
-                f"ERROR: {path} was trained against another generator (sha256 {theirs:.12}...) than {base_path} "
-                f"({base_sha256:.12}...); make reward data and a reward model of this one"
-            )
+            raise UserError(f"ERROR: {path} was trained against another generator than {base_path}: make one of this")
         reward_model = checkpoints.build_model(contents, "reward", path, device)
     return RewardScorer(reward_model, reference, select_dtype("auto", device))
 
@@ -271,8 +268,7 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
     path, credit = settings.reward_model_path, settings.credit
     if path is not None and credit == "auto":
         credit = "token" if scorer.knows_tokens else "sequence"
-    knows = {"exact": scorer.is_ratio, "token": scorer.knows_tokens or path is None}.get(credit, True)
-    if not knows:
+    if not {"exact": scorer.is_ratio, "token": scorer.knows_tokens or path is None}.get(credit, True):
         need = "use --credit auto, or a reward model with a likelihood head"
         raise UserError(f"ERROR: credit={credit}: {path} does not know the reward of every token; {need}")
     beta = settings.beta if settings.beta is not None else 0.0 if scorer.is_ratio else BETA
