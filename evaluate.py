@@ -24,18 +24,11 @@ from data_loader import WholeSplitBatches, open_token_file, validation_part
 from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo.policy_evaluation import draw_prompts
-from losses import loss_sums, perplexity, text_log_probs
+from losses import language_model_loss, perplexity, text_log_probs
 from model import GPT
-from reward.skill import bootstrap_blocks, format_figure, paired_difference
+from reward.skill import bootstrap_blocks, format_figure
 from text.sample_quality import SampleQuality
-from training.checkpoint import (
-    build_model,
-    check_same_splits,
-    check_tokenizer,
-    data_record,
-    load_checkpoint,
-    open_corpus,
-)
+from training import checkpoint as ckpt
 
 SEED = 42  # of intervals and samples
 NGRAM_ORDER = 6  # of characters; of other tokens 3
@@ -77,8 +70,7 @@ def calculate_perplexity(
     Every token weighs the same, also where batches differ in size; targets of -1 are none. An empty loader gives
     infinity. The model's mode (training or evaluation) is as before afterwards.
     """
-    total, count = loss_sums(model, ((inputs.to(device), targets.to(device)) for inputs, targets in data_loader))
-    return perplexity(total / count) if count else math.inf
+    return perplexity(language_model_loss(model, ((x.to(device), y.to(device)) for x, y in data_loader)))
 
 
 def token_losses(model: GPT, tokens: np.ndarray, part: str, title: str, device: torch.device) -> Tensor:
@@ -103,14 +95,13 @@ def sample_figures(model: GPT, text: np.ndarray, quality: SampleQuality, num_sam
         drawn = natural[rows].to(device), prefix_lengths[rows], uniforms[rows], Sampling()
         ids.append(completer(*drawn).ids.squeeze(1).cpu())
     figures = quality.figures(torch.cat(ids), prefix_lengths[:, 0])
-    return figures | {
-        f"natural_{name}": value for name, value in quality.figures(natural, prefix_lengths[:, 0]).items()
-    }
+    of_natural = quality.figures(natural, prefix_lengths[:, 0])
+    return figures | {f"natural_{name}": value for name, value in of_natural.items()}
 
 
 def main() -> None:
     settings = parse_settings(EvaluateSettings, "evaluate")
-    device, corpus = select_device(settings.device), open_corpus(settings.dataset, 2, None)
+    device, corpus = select_device(settings.device), ckpt.open_corpus(settings.dataset, 2, None)
     vocab_size, is_char = corpus.tokenizer.vocab_size, corpus.tokenizer.method == "char"
     tokens = open_token_file(corpus.folder / f"{settings.split}.bin", settings.split, vocab_size, 2)
     half, quality = len(tokens) // 2, None  # prompts are of the first half, reverse NLL is of the second
@@ -118,20 +109,19 @@ def main() -> None:
         quality = SampleQuality(corpus.train, tokens[half:], NGRAM_ORDER if is_char else 3, vocab_size)
     baseline, results = None, dict[str, dict[str, Any]]()
     for path in dict.fromkeys([settings.baseline or settings.checkpoints[0], *settings.checkpoints]):
-        checkpoint = load_checkpoint(path)
-        check_tokenizer(checkpoint, corpus.tokenizer)
+        checkpoint = ckpt.load_checkpoint(path)
+        ckpt.check_tokenizer(checkpoint, corpus.tokenizer)
         if settings.split == "test":  # which may have trained a model of another split
-            check_same_splits(checkpoint["data"], data_record(corpus.train, corpus.val), allow_mismatch=None)
-        model = build_model(checkpoint, "generator", path, device)
+            ckpt.check_same_splits(checkpoint["data"], ckpt.data_record(corpus.train, corpus.val), allow_mismatch=None)
+        model = ckpt.build_model(checkpoint, "generator", path, device)
         N, losses = model.config.block_size, token_losses(model, tokens, settings.part, path, device)
-        low, high = bootstrap_blocks(losses, N, SEED)
-        figures: dict[str, Any] = {"loss": losses.double().mean().item(), "loss_low": low, "loss_high": high}
+        figures: dict[str, Any] = bootstrap_blocks("loss", losses, N, SEED)
         figures |= {"perplexity": perplexity(figures["loss"]), "tokens": len(losses)}
         if settings.baseline is not None:
             baseline = (losses, N) if baseline is None else baseline
             if baseline[1] != N:
                 raise UserError(f"ERROR: block_size is {N} in {path} and {baseline[1]} in {settings.baseline}")
-            figures |= paired_difference(losses, baseline[0], N, SEED)
+            figures |= bootstrap_blocks("difference", losses - baseline[0], N, SEED)
         say(f"{path}: loss {format_figure(figures, 'loss')}, perplexity {figures['perplexity']:.4f}")
         if settings.baseline is not None:
             say(f"  loss - loss of {settings.baseline}: {format_figure(figures, 'difference', '+.4f')}")

@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens, entropies, and losses of a language model over batches.
+"""Log-probabilities of tokens, and losses of a language model over batches.
 
-    python -c "import torch, losses; print(losses.entropy(torch.zeros(1, 1, 4)), losses.perplexity(1.0))"
+    python -c "import torch, losses; print(losses.token_log_probs(torch.zeros(9), torch.tensor(0)))"
 
 No I/O, no state. Shapes: B sequences of T tokens over a vocabulary of V. Formulas are in float32 or better, whatever
 dtype comes in.
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from common.device import evaluating
 from common.process import UserError
 
-# A log-probability no token comes near; stands in for -inf, which times a probability of 0 would be NaN.
-LOWEST_LOGIT = -1e9
 # Log-ratios of two models' probabilities are clamped to this: without it top-k or top-p would make them infinite.
 MAX_LOG_RATIO = 10.0
 
@@ -41,45 +39,24 @@ def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
     return (chosen.float() - log_sum).masked_fill(log_sum == math.inf, math.nan)
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """Entropy (B, T) float32 in nats, -sum p log p, of the distributions with logits (B, T, V).
-
-    Logits of ids that cannot occur may be -inf or the dtype's lowest number; they count nothing.
-    """
-    log_p = logits.float().clamp(min=LOWEST_LOGIT).log_softmax(-1)
-    return -(log_p.exp() * log_p).sum(-1)
-
-
 def next_token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean cross-entropy () in nats of targets y after x, (B, T) int64 each, by `model(x, y)`."""
     return model(x, y)[1]
 
 
-def loss_sums(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], of_rows: list[Tensor] | None = None
-) -> tuple[float, int]:
-    """The sum of cross-entropies in nats over all targets of batches (x, y), each (B, T) int64, and their number.
+def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Mean cross-entropy in nats over all targets of batches (x, y), each (B, T) int64; infinity without any.
 
     Targets of -1 are ignored. `model(x, y)` returns (logits, mean loss over the targets); it is called without dropout.
-    The rows' mean losses, (B,) float32 on the CPU of each batch, are appended to `of_rows`: there no target may be -1,
-    and the logits must be (B, T, V).
     """
     total, count = 0.0, 0
     with evaluating(model):
         for x, y in batches:
             targets = int((y != -1).sum())
-            logits, loss = model(x, y) if targets else (None, None)  # a mean over no targets would be NaN
-            if of_rows is not None and logits is not None:
-                of_rows.append(-token_log_probs(logits, y).mean(1).cpu())
+            loss = model(x, y)[1] if targets else None  # a mean over no targets would be NaN
             if loss is not None:
                 total += float(loss) * targets
                 count += targets
-    return total, count
-
-
-def language_model_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean cross-entropy in nats over all targets of `loss_sums`, each of the same weight; infinity without any."""
-    total, count = loss_sums(model, batches)
     return total / count if count else math.inf
 
 

@@ -21,7 +21,6 @@ from generation.kv_cache import KVCache
 from generation.sampling import Sampling
 from generation.shared_prompts import SharedPrompts
 
-POSITIONS = ("rope", "learned")
 REWARD_HEADS = ("last", "position", "likelihood")
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # nn.GELU's names of the approximation
 
@@ -68,7 +67,7 @@ class GPTConfig:
                 return f"{name}={getattr(self, name)}: must be >= 1"
         if self.mode not in ("generator", "reward"):
             return f"mode={self.mode!r}: mode must be 'generator' or 'reward'"
-        choices = {"position": POSITIONS, "reward_head_type": REWARD_HEADS, "activation": tuple(ACTIVATIONS)}
+        choices = {"position": ("rope", "learned"), "reward_head_type": REWARD_HEADS, "activation": tuple(ACTIVATIONS)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 return f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}"
@@ -86,14 +85,12 @@ class GPTConfig:
         return None
 
 
-def check_same_fields(
-    ours: GPTConfig, theirs: GPTConfig, names: tuple[str, ...], our_name: str, their_name: str, way_out: str = ""
-) -> None:
-    """Raise UserError, with both values, for the first of the named fields in which two models differ."""
-    for name in names:
+def check_same_fields(ours: GPTConfig, theirs: GPTConfig, our_name: str, their_name: str) -> None:
+    """Raise UserError, with both values, where two models do not read the same sequences of the same tokens."""
+    for name in ("vocab_size", "num_real_tokens", "block_size"):
         if getattr(ours, name) != getattr(theirs, name):
             values = f"{name} is {getattr(ours, name)} in {our_name} and {getattr(theirs, name)} in {their_name}"
-            raise UserError(f"ERROR: {values}: they do not match{way_out}")
+            raise UserError(f"ERROR: {values}: they do not match; take two of the same tokenization and size")
 
 
 torch.serialization.add_safe_globals([GPTConfig])  # read by torch.load at its safe default, which executes nothing
@@ -283,9 +280,7 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
 
     def crop_block_size(self, block_size: int) -> None:
-        """Let the model take sequences of at most `block_size` tokens, fewer than before."""
-        if block_size > self.config.block_size:
-            raise UserError(f"a model of block_size {self.config.block_size} cannot read {block_size} tokens")
+        """Let the model take sequences of at most `block_size` tokens, no more than before."""
         self.config = replace(self.config, block_size=block_size)
         if self.config.position == "learned":
             self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())

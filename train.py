@@ -23,9 +23,9 @@ from common.log import check_tracker, counted, format_metrics, format_size, say
 from common.process import UserError, run_main
 from common.settings import Problems, Settings, parse_settings, setting
 from data_loader import WholeSplitBatches, get_batch, validation_part
-from losses import loss_sums, next_token_loss, perplexity
+from losses import next_token_loss, perplexity, text_log_probs
 from model import GPT, GPTConfig
-from reward.skill import bootstrap_mean
+from reward.skill import bootstrap_blocks
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training import optimizers as optim
@@ -167,7 +167,6 @@ def main() -> None:
     scaler = optim.gradient_scaler(device, dtype)
     run.track(model=model, optimizers=optimizers, scaler=scaler, stopping=stopping, best=best)
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
-    tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
     say(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})\nData: {corpus.describe()}")
     say(f"Model: {format_size(model.num_parameters())}; {tokens_per_step:,} tokens a step")
 
@@ -260,14 +259,13 @@ def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
 
 def measure(model: GPT, corpus: ckpt.Corpus, settings: TrainSettings, dtype: torch.dtype, name: str) -> dict[str, Any]:
     """val_loss, of the whole validation split, or select_loss, of windows of its select part; with its 95% interval."""
-    tokens, most, of_rows, device = corpus.val, None, list[torch.Tensor](), model.transformer.wte.weight.device
+    tokens, most, device = corpus.val, None, model.transformer.wte.weight.device
     if name == "select_loss":
         tokens, most = validation_part(tokens, settings.block_size, "select"), EVAL_TOKENS
     batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, device, most)
     with autocast(device, dtype):
-        total, count = loss_sums(model, counted(batches, len(batches), "Evaluating"), of_rows)
-    low, high = bootstrap_mean(torch.cat(of_rows)[: batches.num_full], settings.seed)
-    return {name: total / count, f"{name}_low": low, f"{name}_high": high}
+        losses = -text_log_probs(model, counted(batches, len(batches), "Evaluating"))
+    return bootstrap_blocks(name, losses, settings.block_size, settings.seed)
 
 
 def batch_shape(step: int, settings: TrainSettings, horizon: int) -> tuple[int, int]:

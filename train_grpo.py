@@ -155,13 +155,13 @@ def main() -> None:
     corpus = checkpoints.open_corpus(given.dataset, policy.config.block_size + 1, base)
     data = ranks.on_main(lambda: checkpoints.data_record(corpus.train, corpus.val))
     checkpoints.check_same_splits(base["data"], data, allow_mismatch=True)
-    if function is not None:
-        function.decode = corpus.tokenizer.decode
     if path is not None:
         skill = ranks.on_main(lambda: evaluation.skill_on_policy(completer, scorer, corpus.val, seed))
         if not evaluation.passes_gate(skill, path, given.allow_unpredictive_reward, given.gate_path):
             return
-    of_part = partial(evaluation.PolicyEvaluation, scorer, function, corpus, CopyFinder(corpus.train), seed)
+    if function is not None:
+        function.decode, scorer.function = corpus.tokenizer.decode, function
+    of_part = partial(evaluation.PolicyEvaluation, scorer, corpus, CopyFinder(corpus.train), seed)
     select, report = of_part("select"), of_part("report")
 
     # run
@@ -169,7 +169,7 @@ def main() -> None:
     run = Run(given.output_path, given, ranks, hashes | {"reward function": function and function.sha256})
     run.begin(given.init_from == "resume", given.overwrite, max_steps=given.max_steps)
     draw = partial(sample, completer, corpus.train, (given.prompts_per_step, given.group_size), seed, ranks)
-    training, best = train(run, settings, policy, draw, partial(select, completer), scorer, function)
+    training, best = train(run, settings, policy, draw, partial(select, completer), scorer)
 
     # the kept policy, on the reporting part
     kept = checkpoints.build_model(base, "generator", base_path, ranks.device)
@@ -182,13 +182,7 @@ def main() -> None:
 
 
 def train(
-    run: Run,
-    settings: GRPOSettings,
-    policy: GPT,
-    draw: Callable[..., Rollouts],
-    select: Callable[[], dict[str, Any]],
-    scorer: RewardScorer,
-    function: RewardFunction | None,
+    run: Run, settings: GRPOSettings, policy: GPT, draw: Callable[..., Rollouts], select: Callable, scorer: RewardScorer
 ) -> tuple[dict[str, Any], Best]:
     """Train the policy; returns the record for the checkpoint, and the best policy that was evaluated."""
     ranks, exact, horizon = run.ranks, settings.credit == "exact", run.facts["max_steps"]
@@ -213,7 +207,7 @@ def train(
             rollouts = draw(step + 1, natural=settings.prefixes == "natural")
 
         # r_1 .. r_G and log pi_ref
-        rollouts.scores = scorer(rollouts.ids, rollouts.mask, rollouts.group_size, exact, function)
+        rollouts.scores = scorer(rollouts.ids, rollouts.mask, rollouts.group_size, exact)
         record = figures_of_rollouts(rollouts, settings.kl_estimator, ranks)
 
         # A_i = (r_i - mean(r)) / std(r); the gradient of an expectation over the vocabulary needs none
@@ -256,16 +250,12 @@ def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, 
         contents, roles = checkpoints.load_checkpoint(path), ("the policy", "the reward model")
         if contents["config"].mode != "reward":
             raise UserError(f"ERROR: {path} holds a {contents['config'].mode} model, not a reward model")
-        names = ("vocab_size", "num_real_tokens", "block_size")
-        check_same_fields(reference.config, contents["config"], names, *roles)
+        check_same_fields(reference.config, contents["config"], *roles)
         checkpoints.check_same_tokens(base["tokenization"], contents["tokenization"], *roles)
         if (theirs := (contents["training"] or {}).get("generator_sha256")) is None:
             warn(f"{path} does not say against which generator it was trained")
         elif theirs != base_sha256:
-            raise UserError(
-                f"ERROR: {path} was trained against another generator (sha256 {theirs:.12}...) than {base_path} "
-                f"({base_sha256:.12}...); make reward data and a reward model of this one"
-            )
+            raise UserError(f"ERROR: {path} was trained against another generator than {base_path}: make one of this")
         reward_model = checkpoints.build_model(contents, "reward", path, device)
     return RewardScorer(reward_model, reference, select_dtype("auto", device))
 
@@ -278,8 +268,7 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
     path, credit = settings.reward_model_path, settings.credit
     if path is not None and credit == "auto":
         credit = "token" if scorer.knows_tokens else "sequence"
-    knows = {"exact": scorer.is_ratio, "token": scorer.knows_tokens or path is None}.get(credit, True)
-    if not knows:
+    if not {"exact": scorer.is_ratio, "token": scorer.knows_tokens or path is None}.get(credit, True):
         need = "use --credit auto, or a reward model with a likelihood head"
         raise UserError(f"ERROR: credit={credit}: {path} does not know the reward of every token; {need}")
     beta = settings.beta if settings.beta is not None else 0.0 if scorer.is_ratio else BETA

@@ -29,7 +29,7 @@ from reward.heads import REWARD_MODELS, Ensemble, HeadRewardModel, LikelihoodRew
 from reward.posterior import log_mixture, mixture_weights
 from reward.skill import better_than_constant, describe_skill, measure_skill, skill_figures
 from training import checkpoint
-from training.optimizers import EarlyStopping, gradient_scaler, make_optimizers, take_step
+from training.optimizers import Best, EarlyStopping, gradient_scaler, make_optimizers, take_step
 
 WEIGHT_DECAY, GRAD_CLIP = 0.01, 1.0  # of AdamW, for matrices; the largest gradient norm
 MAX_MIXTURE, MOST_IN_MEMORY = 20.0, 2**30  # logit of the weight w of p; bytes of hidden states kept of a split
@@ -173,7 +173,7 @@ def load_natural_models(paths: tuple[str, ...], base: Mapping, base_sha256: str,
         checkpoint.check_same_tokens(contents["tokenization"], base["tokenization"], path, role)
         checkpoint.check_unseen(contents["data"], metadata, path)
         model.crop_block_size(min(model.config.block_size, base["config"].block_size))
-        check_same_fields(model.config, base["config"], ("vocab_size", "num_real_tokens", "block_size"), path, role)
+        check_same_fields(model.config, base["config"], path, role)
         models.append(model)
     return models
 
@@ -284,7 +284,7 @@ def train_head(
     scaler = gradient_scaler(ranks.device, dtype := select_dtype("auto", ranks.device))
     forward, stopping = parallel(model, ranks, dtype), EarlyStopping(settings.patience, settings.min_delta)
     learned = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    num_samples, size, best_loss = len(train[1]), settings.batch_size, math.inf
+    num_samples, size, best = len(train[1]), settings.batch_size, Best()
 
     def weighted_loss(model: HeadRewardModel, x: Tensor, y: Tensor, weight: float) -> Tensor:
         return weight * model.loss(model.output(x), y, settings.loss_name)
@@ -305,13 +305,11 @@ def train_head(
         skill: dict[str, Any] = skill_figures(prediction, torch.from_numpy(select[1][:, 0]), N)
         log.log(epoch, train_loss=ranks.sum(total)[0] / num_samples, val_loss=val_loss, **skill)
         stopping.update(val_loss)
-        if val_loss < best_loss:
-            best_loss, figures = val_loss, {"epoch": epoch, "val_loss": val_loss}
-            best = {name: weight.detach().clone() for name, weight in learned.items()}
+        best.offer(val_loss, epoch, learned.items(), {"epoch": epoch, "val_loss": val_loss})
         if stopping.reason:
             break
-    model.load_state_dict(best, strict=False)
-    return figures, ranks.on_main(lambda: evaluate(model, report, settings.loss_name)[1])
+    best.restore(model)
+    return best.figures, ranks.on_main(lambda: evaluate(model, report, settings.loss_name)[1])
 
 
 @torch.no_grad()

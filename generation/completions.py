@@ -39,13 +39,12 @@ def complete(
     uniforms: Tensor,
     sampling: Sampling,
     cache: KVCache | None = None,
-    use_cache: bool = True,
 ) -> Completions:
     """Keep the first K tokens of natural text and let the model write the rest, G times for every block.
 
     natural: (P, N) int64; prefix_lengths: (P, G) int64, 1 <= K <= N; uniforms: (P, G, N) float32 in [0, 1), of which
-    entry t decides the token at position t; a `cache` to use again has at least R rows and N positions. Without one
-    (use_cache) every token's prefix is computed again: slow, for tests. UserError for wrong lengths or logits of NaN.
+    entry t decides the token at position t; a `cache` to use again has at least R rows and N positions. UserError for
+    wrong lengths or logits of NaN.
     """
     config: Any = model.config
     (prompts, length), group = natural.shape, prefix_lengths.size(1)
@@ -59,21 +58,18 @@ def complete(
         ids = natural[order // group]  # (R, N), a copy
         uniforms = uniforms.reshape(-1, length)[order].to(ids.device)
         log_probs = torch.zeros(2, *ids.shape, device=ids.device)  # those sampled from, and the model's own
-        cache = (cache or KVCache(model, len(prefixes), length)) if use_cache else None
-        if cache is not None:
-            cache.begin(len(prefixes))  # frees earlier prefixes
-            if prefixes[-1] > 1:
-                # A block's prefix is computed once, and at full length: attention's rounding depends on the length.
-                shared = KVCache(model, prompts, length - 1)
-                shared.at(0, length - 1, prompts)
-                model(natural[:, :-1], kv_cache=shared)
-                cache.begin(len(prefixes), shared, order // group)
-
+        cache = cache or KVCache(model, len(prefixes), length)
+        cache.begin(len(prefixes))  # frees earlier prefixes
+        if prefixes[-1] > 1:
+            # A block's prefix is computed once, and at full length: attention's rounding depends on the length.
+            shared = KVCache(model, prompts, length - 1)
+            shared.at(0, length - 1, prompts)
+            model(natural[:, :-1], kv_cache=shared)
+            cache.begin(len(prefixes), shared, order // group)
         for position in range(prefixes[0], length):
-            active, start = bisect_right(prefixes, position), position - 1 if use_cache else 0
-            if cache is not None:
-                cache.at(start, 1, active)
-            logits, _ = model(ids[:active, start:position], kv_cache=cache)
+            active = bisect_right(prefixes, position)
+            cache.at(position - 1, 1, active)
+            logits, _ = model(ids[:active, position - 1 : position], kv_cache=cache)
             drawn = sample_tokens(logits[:, -1], uniforms[:active, position], sampling)
             ids[:active, position], log_probs[0, :active, position], log_probs[1, :active, position] = drawn
         check_drawn(log_probs[1])
@@ -134,18 +130,17 @@ def generate(
 ) -> Tensor:
     """Continue every row of `idx` (B, T) int64 by `max_new_tokens` (None: up to block_size); returns (B, T + new).
 
-    Beyond the block the oldest tokens leave the window, and the whole window is computed again for every token. Raises
-    UserError for an empty prompt, unknown ids, a negative number, a prompt that fills the block, or logits of NaN.
+    Beyond the block the oldest tokens leave the window, and the whole window is computed again for every token.
+    UserError for an empty prompt, unknown ids, a number or a prompt that is out of range, or logits of NaN.
     """
     config: Any = model.config
-    if max_new_tokens is not None and max_new_tokens < 0:
-        raise UserError(f"max_new_tokens={max_new_tokens}: must be >= 0, or None to fill the block")
     if idx.ndim != 2 or idx.size(1) == 0:
         raise UserError(f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token")
     check_ids(idx, config.num_real_tokens)
     length = config.block_size if max_new_tokens is None else idx.size(1) + max_new_tokens
     if length < idx.size(1):
-        raise UserError(f"a prompt of {idx.size(1)} tokens does not fit block_size {config.block_size}")
+        rule = f"must be >= 0, or None where block_size {config.block_size} holds the prompt"
+        raise UserError(f"max_new_tokens={max_new_tokens} after {idx.size(1)} tokens: {rule}")
     uniforms = torch.rand(idx.size(0), length, generator=generator)  # on the CPU: the same numbers for every device
     within = min(length, config.block_size)
     if idx.size(1) < within:

@@ -25,7 +25,6 @@ from losses import text_log_probs
 from model import GPT
 from reward import skill as skills
 from reward.frozen_scorer import RewardScorer, Scores
-from reward.user_function import RewardFunction
 from text.sample_quality import CopyFinder, distinct_n, repetition
 from training.checkpoint import Corpus
 
@@ -94,7 +93,6 @@ class PolicyEvaluation:
     """Figures of a policy on a part of the validation split, 'select' or 'report', on the same prompts each time."""
 
     scorer: RewardScorer
-    function: RewardFunction | None
     corpus: Corpus
     copies: CopyFinder
     seed: int
@@ -123,18 +121,14 @@ class PolicyEvaluation:
             completions = completer(natural, prefix_lengths, uniforms, Sampling())
         completer.release()
         ids, log_probs = completions.ids.flatten(0, 1), completions.model_log_probs.flatten(0, 1)[:, 1:]  # (R, N - 1)
-        scores, first = self.scorer(ids, mask, EVAL_SAMPLES, function=self.function), mask[::EVAL_SAMPLES]
+        scores, first = self.scorer(ids, mask, EVAL_SAMPLES), mask[::EVAL_SAMPLES]
         rewards = named_rewards("fresh_", scores, mask, log_probs)
-        rewards |= named_rewards("natural_", self.scorer(natural, first, function=self.function), first)
+        rewards |= named_rewards("natural_", self.scorer(natural, first), first)
         if scores.evidence is not None:  # KL(pi || m), from tokens of pi; 0 at the optimum, the head's mixture m
             rewards["kl_mixture"] = -rewards_of(replace(scores, function=None), log_probs, mask)
-        low, high = skills.bootstrap_blocks(losses, self.length, self.seed)
-        figures: dict[str, Any] = {f"{self.part}_loss": losses.double().mean().item()}
-        figures |= {f"{self.part}_loss_low": low, f"{self.part}_loss_high": high}
+        figures: dict[str, Any] = skills.bootstrap_blocks(f"{self.part}_loss", losses, self.length, self.seed)
         for name, rows in rewards.items():
-            of_prompts = rows.view(len(natural), -1).mean(1)  # (P,)
-            low, high = skills.bootstrap_mean(of_prompts, self.seed)
-            figures |= {name: of_prompts.mean().item(), f"{name}_low": low, f"{name}_high": high}
+            figures |= skills.bootstrap_mean(name, rows.view(len(natural), -1).mean(1), self.seed)
         figures["kl_now"] = kl_estimate(log_probs, scores.reference_log_probs)[mask].mean().item()
         half = ids[:, -(self.length // 2) :].cpu()  # all of it written
         figures |= {f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)} | {"repetition": repetition(half)}
@@ -149,7 +143,8 @@ def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
     models = {"start": report.scorer.reference, "kept": policy}
     losses = {name: report.losses(model) for name, model in models.items()}
     figures = {name: report(Completer(model, report.length), losses[name]) for name, model in models.items()}
-    return figures | skills.paired_difference(losses["kept"], losses["start"], report.length, report.seed)
+    difference = losses["kept"] - losses["start"]
+    return figures | skills.bootstrap_blocks("difference", difference, report.length, report.seed)
 
 
 def skill_on_policy(completer: Completer, scorer: RewardScorer, tokens: np.ndarray, seed: int) -> dict[str, Any]:

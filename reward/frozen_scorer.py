@@ -38,8 +38,11 @@ class RewardScorer:
     """A frozen reward model, if there is one, and the policy's start (the reference of the KL), which score together.
 
     A likelihood model's generator must be the reference, else UserError; where another head's trunk is the reference's,
-    one pass serves both. `dtype` is that of their passes (`common.device.autocast`).
+    one pass serves both. `dtype` is that of their passes (`common.device.autocast`). `function` is a user's, None at
+    first, whose rewards join the scores.
     """
+
+    function: RewardFunction | None = None
 
     def __init__(self, reward_model: RewardModel | None, reference: GPT, dtype: torch.dtype = torch.float32) -> None:
         self.reward_model, self.reference, self.dtype = reward_model, reference.requires_grad_(False), dtype
@@ -59,18 +62,13 @@ class RewardScorer:
 
     @torch.no_grad()
     def __call__(
-        self,
-        ids: Tensor,
-        written: Tensor | None = None,
-        group_size: int = 1,
-        keep_hidden: bool = False,
-        function: RewardFunction | None = None,
+        self, ids: Tensor, written: Tensor | None = None, group_size: int = 1, keep_hidden: bool = False
     ) -> Scores:
         """Read sequences (R, N), as many at a time as fit.
 
         written: (R, N - 1) bool, which of the tokens after the first were written after a prompt; None: all of them.
         group_size: how many sequences side by side have one prompt, read once. keep_hidden: with the hidden states, of
-        a likelihood model. function: a user's, whose rewards join the scores.
+        a likelihood model.
         """
         written = torch.ones_like(ids[:, 1:], dtype=torch.bool) if written is None else written
         size = rows_of_whole_groups(self.reference.rows_at_a_time(), group_size)
@@ -80,7 +78,7 @@ class RewardScorer:
         columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Scores)}
         hidden = tuple(torch.cat(states) for states in zip(*columns.pop("hidden"), strict=True))
         joined: dict[str, Any] = {n: None if column[0] is None else torch.cat(column) for n, column in columns.items()}
-        joined["function"] = None if function is None else function(ids, written)
+        joined["function"] = None if self.function is None else self.function(ids, written)
         return Scores(**joined, hidden=hidden)
 
     def _read(self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool) -> Scores:

@@ -34,8 +34,6 @@ from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig, check_same_fields
 from reward.posterior import crossover_loss, log_mixture, natural_probabilities, natural_share, reward_loss
 
-READING_FIELDS = ("vocab_size", "num_real_tokens", "block_size")  # equal in models that read the same tokens
-
 
 class Ensemble(nn.Module):
     """Generators of the same tokens, else UserError, as one model: p = sum over i of u_i p_i, u = softmax(mixture)."""
@@ -44,8 +42,7 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members = cast("Sequence[GPT]", nn.ModuleList(members))
         for number, member in enumerate(self.members, 1):
-            roles = "natural model 1", f"natural model {number}", "; train all on the same tokenization"
-            check_same_fields(self.config, member.config, READING_FIELDS, *roles)
+            check_same_fields(self.config, member.config, "natural model 1", f"natural model {number}")
         self.mixture = nn.Parameter(torch.zeros(len(self.members)))
 
     @property
@@ -69,8 +66,16 @@ class TrunkRewardModel(GPT):
     """A head that learns from labels: `score` is its output of the hidden states that `pool` takes of the trunk's."""
 
     is_ratio: ClassVar[Literal[False]] = False
-    pool: Callable[[Tensor], Tensor]
-    score: Callable[[Tensor], Tensor]
+    knows_tokens: ClassVar[bool]
+
+    def pool(self, hidden: Tensor) -> Tensor:
+        """Of hidden states (B, T, C) the last (B, C), or all where the head knows tokens."""
+        return hidden if self.knows_tokens else hidden[:, -1]
+
+    def score(self, pooled: Tensor) -> Tensor:
+        """Scores (B, 2) of [natural, synthetic] before the softmax, or evidence (B, T); float32 under autocast too."""
+        with full_precision(pooled.device):
+            return self.reward_head[:3](pooled.to(self.transformer.wte.weight.dtype)).squeeze(-1)
 
     def output(self, inputs: Tensor) -> Tensor:
         """The head's output of token ids (B, T), or of hidden states that `pool` took."""
@@ -83,15 +88,6 @@ class LastRewardModel(TrunkRewardModel):
     losses: ClassVar[tuple[str, ...]] = ("mse", "cross_entropy")
     knows_tokens: ClassVar[bool] = False
     loss = staticmethod(reward_loss)
-
-    def pool(self, hidden: Tensor) -> Tensor:
-        """(B, C)."""
-        return hidden[:, -1]
-
-    def score(self, pooled: Tensor) -> Tensor:
-        """Scores (B, 2) of [natural, synthetic], before the softmax; float32 under autocast too."""
-        with full_precision(pooled.device):
-            return self.reward_head[:-1](pooled.to(self.transformer.wte.weight.dtype))
 
     def share(self, scores: Tensor) -> Tensor:
         """P(natural) (B,)."""
@@ -128,15 +124,6 @@ class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc
         width = self.config.reward_head_hidden_dim
         return nn.Sequential(nn.Linear(self.config.n_embd, width), nn.ReLU(), nn.Linear(width, 1))
 
-    def pool(self, hidden: Tensor) -> Tensor:
-        """All of them."""
-        return hidden
-
-    def score(self, pooled: Tensor) -> Tensor:
-        """Evidence (B, T); float32 under autocast too."""
-        with full_precision(pooled.device):
-            return self.reward_head(pooled.to(self.transformer.wte.weight.dtype)).squeeze(-1)
-
 
 class LikelihoodRewardModel(TokenEvidence):
     """Two generators as one reward model: `natural` (p, trained on natural text alone) and `generator` (q, frozen).
@@ -151,8 +138,7 @@ class LikelihoodRewardModel(TokenEvidence):
 
     def __init__(self, natural: GPT | Ensemble, generator: GPT, sampling: Sampling | None = None) -> None:
         super().__init__()
-        roles = "the model of natural text", "the generator", "; train both on the same tokenization"
-        check_same_fields(natural.config, generator.config, READING_FIELDS, *roles)
+        check_same_fields(natural.config, generator.config, "the model of natural text", "the generator")
         self.natural, self.generator = natural, generator.requires_grad_(False)
         self.sampling = sampling or Sampling()
         self.mixture = nn.Parameter(torch.tensor(2.0))  # w = sigmoid(mixture)

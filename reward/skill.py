@@ -49,16 +49,18 @@ def bootstrap_interval(statistic: Callable[[Tensor], Tensor | float], count: int
     return low, high
 
 
-def bootstrap_mean(values: Tensor, seed: int) -> Interval:
-    """`bootstrap_interval` of the mean of independent values (n,)."""
+def bootstrap_mean(name: str, values: Tensor, seed: int) -> dict[str, float | None]:
+    """The mean of independent values (n,), under `name`, and its `bootstrap_interval`, `name_low` and `name_high`."""
     values = values.double()
-    return bootstrap_interval(lambda pick: values[pick].mean(), len(values), seed)
+    low, high = bootstrap_interval(lambda pick: values[pick].mean(), len(values), seed)
+    return {name: values.mean().item(), f"{name}_low": low, f"{name}_high": high}
 
 
-def bootstrap_blocks(values: Tensor, block_size: int, seed: int) -> Interval:
-    """Interval of the mean of consecutive tokens' values (n,), by whole blocks: neighbours are correlated."""
+def bootstrap_blocks(name: str, values: Tensor, block_size: int, seed: int) -> dict[str, float | None]:
+    """As `bootstrap_mean`, of consecutive tokens' values (n,), by whole blocks: neighbours are correlated."""
     whole = len(values) // block_size * block_size
-    return bootstrap_mean(values[:whole].double().view(-1, block_size).mean(1), seed)
+    blocks = values[:whole].double().view(-1, block_size).mean(1)
+    return bootstrap_mean(name, blocks, seed) | {name: values.double().mean().item()}
 
 
 def bootstrap_r_squared(prediction: Tensor, target: Tensor, blocks: Tensor, seed: int) -> Interval:
@@ -78,13 +80,6 @@ def bootstrap_r_squared(prediction: Tensor, target: Tensor, blocks: Tensor, seed
         return torch.where(spread > 1e-12, 1 - error / spread, math.nan)
 
     return bootstrap_interval(r2, len(ids), seed)
-
-
-def paired_difference(ours: Tensor, theirs: Tensor, block_size: int, seed: int) -> dict[str, float | None]:
-    """Mean `difference` of two models' losses (n,) on the same consecutive tokens, with its `bootstrap_blocks`."""
-    differences = (ours - theirs).double()
-    low, high = bootstrap_blocks(differences, block_size, seed)
-    return {"difference": differences.mean().item(), "difference_low": low, "difference_high": high}
 
 
 def better_than_constant(r2_low: float | None) -> bool:

@@ -100,7 +100,7 @@ def evaluated(corpus, generator, knowing):
     """Figures of a policy under a mixture that is the model `knowing`, on a part of the validation split."""
     best, reference = (build_model(load_checkpoint(path), "generator", path) for path in (knowing, generator))
     opened = open_corpus(str(corpus), 17, None)
-    asked = PolicyEvaluation(Mixture(best, reference), None, opened, CopyFinder(opened.train), 7, "report")
+    asked = PolicyEvaluation(Mixture(best, reference), opened, CopyFinder(opened.train), 7, "report")
     return {name: asked(Completer(model, 16)) for name, model in (("best", best), ("reference", reference))}, asked
 
 
@@ -134,7 +134,7 @@ def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(co
 
     def losses(part: str, amount: int) -> torch.Tensor:
         monkeypatch.setattr(policy_evaluation, "EVAL_TOKENS", amount)
-        return PolicyEvaluation(scorer, None, opened, CopyFinder(opened.train), 7, part).losses(model)
+        return PolicyEvaluation(scorer, opened, CopyFinder(opened.train), 7, part).losses(model)
 
     whole = losses("select", 10**6)
     assert torch.equal(losses("select", len(whole)), whole)

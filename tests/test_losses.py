@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from losses import entropy, language_model_loss, loss_sums, next_token_loss, perplexity, text_log_probs, token_log_probs
+from losses import language_model_loss, next_token_loss, perplexity, text_log_probs, token_log_probs
 from model import GPT, GPTConfig
 
 
@@ -40,23 +40,6 @@ def test_token_log_probs_equal_log_softmax_with_gradient(dtype):
     torch.testing.assert_close(ours.grad, plain.grad, **tolerance)
 
 
-def test_entropy_by_hand():
-    logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf]]])
-    expected = torch.tensor([[math.log(4), -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))]])
-    torch.testing.assert_close(entropy(logits), expected)
-
-
-@pytest.mark.parametrize("padding", [-math.inf, torch.finfo(torch.float32).min])
-def test_entropy_ignores_padding_and_has_a_finite_gradient(padding):
-    logits = torch.tensor([[[30.0, 29.0, 28.5]]])
-    padded = torch.cat([logits, torch.full((1, 1, 2), padding)], -1).requires_grad_()
-    result = entropy(padded)
-    torch.testing.assert_close(result, entropy(logits))
-    (1000 * result.sum()).backward()
-    assert padded.grad.isfinite().all()
-    assert padded.grad[..., 3:].abs().max() == 0
-
-
 class WithoutLoss(torch.nn.Module):
     """As a model that was given nothing to learn."""
 
@@ -80,19 +63,18 @@ def test_language_model_loss_leaves_ignored_targets_out():
     assert language_model_loss(WithoutLoss(), [(x, y)]) == math.inf
 
 
-def test_log_probs_of_a_text_and_the_losses_of_its_rows_agree():
+def test_log_probs_of_a_text_and_its_loss_agree():
     """Without dropout, whatever mode the model is in; the mode stays."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=4, vocab_size=7, n_layer=1, n_head=1, n_embd=8, dropout=0.5)).train()
     x, y = torch.randint(7, (2, 5, 4))
-    batches, of_rows = [(x[:3], y[:3]), (x[3:], y[3:])], []
+    batches = [(x[:3], y[:3]), (x[3:], y[3:])]
     log_probs = text_log_probs(model, batches)
-    total, count = loss_sums(model, batches, of_rows)
-    assert model.training and log_probs.shape == (20,) and count == 20 and not log_probs.requires_grad
+    total = language_model_loss(model, batches)
+    assert model.training and log_probs.shape == (20,) and not log_probs.requires_grad
     logits, loss = model.eval()(x, y)
     torch.testing.assert_close(log_probs, token_log_probs(logits, y).flatten().detach())
-    torch.testing.assert_close(torch.cat(of_rows), -log_probs.view(5, 4).mean(1))
-    assert total / count == pytest.approx(-log_probs.mean().item(), rel=1e-5) == pytest.approx(loss.item(), rel=1e-5)
+    assert total == pytest.approx(-log_probs.mean().item(), rel=1e-5) == pytest.approx(loss.item(), rel=1e-5)
     assert next_token_loss(model, x, y).item() == loss.item()
 
 

@@ -61,11 +61,11 @@ def test_only_an_interval_above_0_is_better_than_a_constant():
 def test_the_interval_of_a_loss_draws_blocks_of_consecutive_tokens():
     """Neighbours are alike: tokens drawn one by one would have an interval that is too narrow."""
     losses = torch.rand(40, generator=torch.Generator().manual_seed(0)).repeat_interleave(8)
-    low, high = metrics.bootstrap_blocks(losses, 8, seed=1)
-    assert low < losses.mean() < high and (low, high) == metrics.bootstrap_mean(losses[::8], seed=1)
-    paired = metrics.paired_difference(losses, torch.zeros_like(losses), 8, seed=1)
-    assert (paired["difference_low"], paired["difference_high"]) == (low, high)
-    assert metrics.bootstrap_blocks(losses[:79], 8, seed=1) == (None, None)  # nine whole blocks
+    mean, low, high = metrics.bootstrap_blocks("loss", losses, 8, seed=1).values()
+    assert mean == pytest.approx(losses.mean().item())
+    assert low < mean < high and [low, high] == list(metrics.bootstrap_mean("loss", losses[::8], seed=1).values())[1:]
+    few = metrics.bootstrap_blocks("loss", losses[:79], 8, seed=1)  # nine whole blocks
+    assert few == {"loss": pytest.approx(losses[:79].mean().item()), "loss_low": None, "loss_high": None}
 
 
 def test_skill_refuses_shapes_that_would_broadcast():

@@ -168,7 +168,7 @@ def test_a_fit_whose_loss_is_not_finite_is_reported(monkeypatch, good, natural_m
         calls.append(1)
         return loss(*arguments) * (math.nan if len(calls) == 1 else 1.0)
 
-    monkeypatch.setattr(LikelihoodRewardModel, "loss", broken)
+    monkeypatch.setattr(LikelihoodRewardModel, "loss", staticmethod(broken))
     assert "val_loss is nan" in refuse("train_reward_model", **good, natural_model_path=natural_model)
     assert not good["output_path"].exists()
 
