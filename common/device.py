@@ -25,32 +25,16 @@ def select_device(name: str) -> torch.device:
 
     With CUDA, float32 matrix products from then on take TF32: factors of 11 bits, sums in float32.
     """
-    device = _device_of(name)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    return device
-
-
-def _device_of(name: str) -> torch.device:
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}
     try:
-        device = torch.device(name)
+        device = torch.device(next(kind for kind in counts if counts[kind]) if name == "auto" else name)
     except RuntimeError:
         raise UserError(f"ERROR: device={name!r} is no device name: use auto, cpu, cuda, cuda:N or mps") from None
+    if (device.index or 0) >= counts.get(device.type, 0):
+        there = f"{counts['cuda']} usable CUDA and {counts['mps']} MPS device(s)"
+        raise UserError(f"ERROR: device={name!r}, but this machine has {there}: use --device cpu or auto")
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError(
-                f"ERROR: device={name!r}, but this machine has no usable CUDA device: use --device cpu or auto"
-            )
-        if device.index is not None and device.index >= torch.cuda.device_count():
-            raise UserError(f"ERROR: device={name!r}, but this machine has {torch.cuda.device_count()} CUDA device(s)")
-    elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError(f"ERROR: device={name!r}, but this machine has no MPS device: use --device cpu or auto")
-    elif device.type not in ("cpu", "cuda", "mps"):
-        raise UserError(f"ERROR: device={name!r} is not supported: use auto, cpu, cuda, cuda:N or mps")
+        torch.set_float32_matmul_precision("high")
     return device
 
 
@@ -92,8 +76,7 @@ def peak_memory_mb(device: torch.device) -> float:
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Mixed precision for a forward pass; does nothing in float32.
 
-    Casts of weights are kept until the outermost context ends: one for each pass with gradients, and another for passes
-    without, whose casts give no gradients; none around an optimizer's step, after which casts are out of date.
+    Casts of weights are kept until it ends: begin another after an optimizer's step, and for passes with gradients.
     """
     if dtype == torch.float32:
         return contextlib.nullcontext()

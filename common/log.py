@@ -104,10 +104,8 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = from_json(line)
-            if type(record["step"]) is not int:
-                raise TypeError
-            records.append(record)
-        except (ValueError, TypeError, KeyError):
+            records.append({**record, "step": int(record["step"])})
+        except (ValueError, TypeError, KeyError, RecursionError):
             if number < len(lines):
                 raise UserError(f"ERROR: {path}, line {number} is no record: move the file away and go on") from None
     return records

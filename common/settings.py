@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import docstring_parser
 import tyro
 
 from common.files import check_writable, is_hub_name
@@ -28,8 +27,8 @@ from common.process import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = ("prepare", "natural_model", "control_plain")  # of a settings file, besides the names of the scripts
+MARKS = (tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes, tyro.conf.SuppressFixed)
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-MAX_SETTINGS_BYTES = 1 << 20
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
@@ -58,7 +57,6 @@ class Problems:
 
 BOUNDS = {"minimum": (">=", operator.ge), "maximum": ("<=", operator.le)}
 BOUNDS |= {"above": (">", operator.gt), "below": ("<", operator.lt)}
-RULES = {*BOUNDS, "unit", "common", "model_file", "output", "changeable", "positional"}
 
 
 def setting(default: Any, **rules: Any) -> Any:
@@ -68,7 +66,7 @@ def setting(default: Any, **rules: Any) -> Any:
     model_file ('required', 'optional'): names a model, or several, that must exist. output ('file', 'folder'): names a
     place to write to. changeable: a resumed run may have another value. positional: given without its name.
     """
-    assert rules.keys() <= RULES, rules
+    assert rules.keys() <= {*BOUNDS, "unit", "common", "model_file", "output", "changeable", "positional"}
     return field(default=default, metadata=rules)
 
 
@@ -118,10 +116,6 @@ def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# command line
-
-
 def parse_settings(
     settings_class: type[AnySettings], script: str, argv: list[str] | None = None, check: bool = True
 ) -> AnySettings:
@@ -140,39 +134,32 @@ def parse_settings(
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in (*known, "help"):
             raise UserError(f"ERROR: {script}.py has no option --{name}{_nearest(name, known)}")
-    groups = _parse(settings_class, script, argv)
-    settings = settings_class(**{name: value for group in vars(groups).values() for name, value in vars(group).items()})
+    settings = _parse(settings_class, script, argv)
     if check:
         settings.problems().raise_if_any()
     return settings
 
 
-def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> Any:
-    """What tyro makes of the arguments, in two groups, `common` and `further`; its complaint becomes one line."""
-    texts: dict[str, str | None] = {}
-    for kind in reversed(settings_class.__mro__[:-1]):
-        texts |= {text.arg_name: text.description for text in docstring_parser.parse_from_object(kind).params}
-    groups: dict[str, list[Any]] = {"common": [], "further": []}
+def _parse(settings_class: type[AnySettings], script: str, argv: list[str]) -> AnySettings:
+    """The settings that tyro reads, in two groups, `common` and `further`; its complaint becomes one line."""
+    changed: dict[str, list[Any]] = {"common": [], "further": []}  # fields: each group has all, the other's fixed
     for each in fields(settings_class):
-        marks = (tyro.conf.Positional,) if each.metadata.get("positional") else ()
-        help_text = " ".join((texts.get(each.name) or "").split())
-        arg = tyro.conf.arg(help=help_text, metavar=each.name.upper() if marks else None)
-        default = field(default=each.default)
-        typed: Any = Annotated[(each.type, arg, *marks)]
-        groups["common" if each.metadata.get("common") or marks else "further"].append((each.name, typed, default))
-    kinds = {name: make_dataclass(name, members) for name, members in groups.items() if members}
-    described: dict[str, Any] = {name: Annotated[kind, tyro.conf.arg(help="")] for name, kind in kinds.items()}
-    parts = [(name, kind, field(default_factory=kinds[name])) for name, kind in described.items()]
-    text = f"{settings_class.__doc__}\n\nA settings file of plain assignments (nanoGPT's form): --config FILE."
+        fixed, positional = (Annotated[(each.type, mark)] for mark in (tyro.conf.Fixed, tyro.conf.Positional))
+        if "positional" in each.metadata:
+            changed["common"].append((each.name, positional, field(default=each.default)))
+        other = "further" if {"common", "positional"} & each.metadata.keys() else "common"
+        changed[other].append((each.name, fixed, field(default=each.default)))
+    kinds = {name: make_dataclass(name, members, bases=(settings_class,)) for name, members in changed.items()}
+    parts = [(name, kind, field(default_factory=kind, metadata={"help": ""})) for name, kind in kinds.items()]
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(
+            found: Any = tyro.cli(
                 make_dataclass(settings_class.__name__, parts),
                 prog=f"{script}.py",
                 args=argv,
-                description=text,
-                config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
+                description=f"{settings_class.__doc__}\n\nA settings file of plain assignments: --config FILE.",
+                config=MARKS,
                 use_underscores=True,
             )
     except SystemExit as exit:
@@ -181,6 +168,9 @@ def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> Any:
         lines = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
         reason = " ".join(lines[: next((n for n, line in enumerate(lines) if line.startswith("──")), None)])
         raise UserError(f"ERROR: {reason.rstrip('.')}; see {script}.py --help") from None
+    return settings_class(
+        **vars(found.further) | {name: getattr(found.common, name) for name, *_ in changed["further"]}
+    )
 
 
 def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, str | None, list[str]]:
@@ -228,10 +218,7 @@ def read_config(path: str) -> dict[str, Any]:
     else, and for a name that is given twice.
     """
     try:
-        data = Path(path).read_bytes()
-        if len(data) > MAX_SETTINGS_BYTES:
-            raise ValueError(f"more than {MAX_SETTINGS_BYTES:,} bytes")
-        tree = ast.parse(data.decode("utf-8"))
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "nested too deep"
         raise UserError(f"ERROR: cannot read settings file {path}: {reason}") from None

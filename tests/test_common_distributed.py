@@ -30,8 +30,8 @@ def test_shares_are_contiguous_and_whole():
 
 def test_a_count_that_cannot_be_shared_out_is_refused():
     with pytest.raises(UserError, match=r"batch_size=7 .*2 ranks: .*--batch_size 8"):
-        Ranks(1, 2).check_divides(batch_size=7)
-    Ranks(1, 2).check_divides(batch_size=8)
+        Ranks(1, 2).check_divides("batch_size", 7)
+    Ranks(1, 2).check_divides("batch_size", 8)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def trainers(corpus, generator, reward_data, predictive_reward_model):
     step_one = {**grpo, "max_steps": 1, "eval_interval": 1}
     return {
         "train": (
-            {**TINY_TRAIN, "dataset": corpus, "log_interval": 1, "gradient_accumulation_steps": 2},
+            {**TINY_TRAIN, "dataset": corpus, "gradient_accumulation_steps": 2},
             ("train_loss", "val_loss", "gradient_norm"),
         ),
         "train_reward_model": ({**data, **position}, ("train_loss", "val_loss")),

@@ -28,8 +28,7 @@ class Tiny(Settings):
     out_dir: str = setting("out", common=True, output="folder", changeable=True)
     """folder of the results"""
     batch_size: int = setting(8, minimum=1, unit="sequences")
-    """sequences
-    in a batch"""
+    """sequences in a batch"""
     learning_rate: float = setting(1e-3, above=0)
     """peak learning rate"""
     optimizer: Literal["adamw", "muon"] = "adamw"
