@@ -47,7 +47,7 @@ class TrainSettings(Settings):
     checkpoint_name: str = "model_checkpoint.pt"
     """file name of the best model, within out_dir"""
     init_from: str = setting("scratch", changeable=True, common=True)
-    """scratch; resume: the run in out_dir; or a model, with its shape: a checkpoint, nanoGPT's too; a hub's name; gpt2"""
+    """scratch; resume: the run in out_dir; or a model, with its shape: a checkpoint, nanoGPT's too, or a hub's name"""
     overwrite: bool = False
     """replace the model of another run in out_dir"""
     eval_interval: int = setting(250, minimum=1, unit="steps")

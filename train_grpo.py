@@ -80,7 +80,7 @@ class GRPOSettings(Settings):
     reward_function: str | None = None
     """FILE.py:NAME, a function of your own whose rewards count alone or are added; its file is executed; None: none"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
-    """exact: the gradient over the vocabulary (likelihood head); auto: token if the reward is of tokens, else sequence"""
+    """exact: the gradient over the vocabulary (likelihood head); auto: token if rewards are of tokens, or sequence"""
     kl: Literal["forward", "reverse"] = "reverse"
     """with credit=exact: KL(mixture || policy), or reverse: KL(policy || mixture)"""
     prefixes: Literal["own", "natural"] = "own"

@@ -1,8 +1,6 @@
 """Device, precision, memory and random streams.
 
-    python -c "from common.device import select_device; print(select_device('auto'))"
-
-A random stream depends on a seed and on its purpose, and on nothing else: no random state is kept.
+python -c "from common.device import select_device; print(select_device('auto'))"
 """
 
 import contextlib
@@ -74,10 +72,7 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Mixed precision for a forward pass; does nothing in float32.
-
-    Casts of weights are kept until it ends: begin another after an optimizer's step, and for passes with gradients.
-    """
+    """Mixed precision, none in float32; casts of weights are kept: begin another after a step, and for gradients."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device_type=device.type, dtype=dtype)
@@ -101,11 +96,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def random_stream(seed: int, *purpose: str | int) -> np.random.Generator:
-    """A NumPy generator that depends on the seed and on what it is for, and on nothing else.
-
-    Streams of different purposes are independent, and the n-th step's stream can be made without the n-1 before it:
-    that is what makes exact resumption and any division of the work possible.
-    """
+    """A NumPy generator that depends on the seed and its purpose alone: that of a step needs none before it."""
     key = np.frombuffer(_digest(seed, purpose)[:16], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 

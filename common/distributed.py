@@ -108,8 +108,7 @@ def parallel(model: nn.Module, ranks: Ranks, dtype: torch.dtype = torch.float32)
     computation = _Computation(model, ranks.device, dtype)
     if ranks.world_size == 1:
         return computation
-    devices = [ranks.device] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(computation, device_ids=devices, gradient_as_bucket_view=True)
+    return DistributedDataParallel(computation, gradient_as_bucket_view=True)
 
 
 def gradients_stay(forward: Callable[..., Any], last: bool) -> contextlib.AbstractContextManager:

@@ -1,8 +1,6 @@
-"""Files that are written whole or not at all: text, JSON, tensors; one writer of an output at a time; hashes.
+"""Files that are written whole or not at all, and read as data; one writer of an output at a time; hashes.
 
-    python -c "from common.files import hash_file; print(hash_file('README.md'))"
-
-A file is written beside its place, brought to the disk, and renamed. Nothing that is read is executed.
+python -c "from common.files import hash_file; print(hash_file('README.md'))"
 """
 
 import contextlib
@@ -117,8 +115,8 @@ def load_state(path: str | Path) -> dict[str, Any]:
     return contents
 
 
-def check_writable(path: str | os.PathLike, is_file: bool = False) -> str | None:
-    """The obstacle to creating or replacing `path`, a folder or a file, as a sentence, or None."""
+def check_writable(path: str | os.PathLike, is_file: bool = False) -> str:
+    """The obstacle to creating or replacing `path`, a folder or a file, as a sentence; empty without one."""
     path = Path(path).absolute()
     if "\0" in str(path):
         return f"{str(path)!r} is no path"
@@ -127,7 +125,7 @@ def check_writable(path: str | os.PathLike, is_file: bool = False) -> str | None
     ancestor = next(each for each in (path, *path.parents)[is_file:] if each.exists())
     if not ancestor.is_dir():
         return f"{ancestor} is a file, not a folder"
-    return None if os.access(ancestor, os.W_OK) else f"no permission to write to {ancestor}"
+    return "" if os.access(ancestor, os.W_OK) else f"no permission to write to {ancestor}"
 
 
 def hold_output(path: str | Path) -> None:

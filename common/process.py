@@ -2,8 +2,7 @@
 
     python -c "from common.process import is_main_rank; print(is_main_rank())"
 
-Imports nothing of the project. Every script runs its main() through `run_main`: bad input ends in one clear line and
-exit status 2, Ctrl-C in 130, SIGTERM in 143.
+Every script runs its main() through `run_main`: bad input ends in one line and status 2, Ctrl-C in 130, SIGTERM in 143.
 """
 
 import contextlib

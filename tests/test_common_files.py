@@ -142,12 +142,12 @@ def test_a_full_disk_keeps_the_state_before(tmp_path, monkeypatch):
 def test_obstacles_are_found_beforehand(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    assert check_writable(tmp_path / "new" / "folder") is None
-    assert check_writable(tmp_path / "new" / "x.pt", is_file=True) is None
+    assert check_writable(tmp_path / "new" / "folder") == ""
+    assert check_writable(tmp_path / "new" / "x.pt", is_file=True) == ""
     assert "is a file, not a folder" in check_writable(tmp_path / "file" / "x.pt", is_file=True)
     assert "is no file" in check_writable(tmp_path, is_file=True)
     assert "is no path" in check_writable("a\0b", is_file=True)
-    assert check_writable("/dev/null", is_file=True) is not None
+    assert check_writable("/dev/null", is_file=True)
 
 
 def test_one_process_writes_an_output(tmp_path, capsys):
