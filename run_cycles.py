@@ -66,8 +66,7 @@ class CycleSettings(Settings):
     perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
     """end after this many cycles without a lower loss on the selecting part of val.bin; None: do all cycles"""
     controls: Literal["both", "plain", "distil", "none"] = "both"
-    """what the policy is compared with. plain: the previous control (first: base_model_v1), trained further by plain
-    steps that take GRPO's seconds; distil: the same target, steps and rows as GRPO's, at prefixes of natural text"""
+    """plain: the last control, trained on for GRPO's seconds; distil: GRPO's target and steps, at natural prefixes"""
     grpo_step_seconds: float | None = setting(None, above=0, unit="seconds")
     """seconds of a step of train_grpo.py, measured beforehand, for the plain control; None: there is no such control"""
     plain_step_seconds: float | None = setting(None, above=0, unit="seconds")

@@ -47,8 +47,7 @@ class TrainSettings(Settings):
     checkpoint_name: str = "model_checkpoint.pt"
     """file name of the best model, within out_dir"""
     init_from: str = setting("scratch", changeable=True, common=True)
-    """scratch; resume: the state in out_dir; or the model to start from, with its shape: a checkpoint of ours or
-    nanoGPT's, a Hugging Face folder or name (GPT-2, GPT-NeoX), gpt2, gpt2-medium, -large, -xl"""
+    """scratch; resume: the run in out_dir; or a model, with its shape: a checkpoint, nanoGPT's too, or a hub's name"""
     overwrite: bool = False
     """replace the model of another run in out_dir"""
     eval_interval: int = setting(250, minimum=1, unit="steps")
@@ -145,7 +144,7 @@ def main() -> None:
     given = parse_settings(TrainSettings, "train")
     ranks = start_ranks(select_device(given.device))
     device, dtype = ranks.device, select_dtype(given.dtype, ranks.device)
-    ranks.check_divides(batch_size=given.batch_size)
+    ranks.check_divides("batch_size", given.batch_size)
     start, model = load_start(given, device)
     settings = given if model is None else given.shaped(model.config)
     corpus = ckpt.open_corpus(settings.dataset, settings.block_size + 1, start)

@@ -80,8 +80,7 @@ class GRPOSettings(Settings):
     reward_function: str | None = None
     """FILE.py:NAME, a function of your own whose rewards count alone or are added; its file is executed; None: none"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
-    """an advantage for every token or sequence, or at each token the exact gradient over the vocabulary (needs a
-    likelihood head); auto: token if the reward is known per token, else sequence"""
+    """exact: the gradient over the vocabulary (likelihood head); auto: token if rewards are of tokens, or sequence"""
     kl: Literal["forward", "reverse"] = "reverse"
     """with credit=exact: KL(mixture || policy), or reverse: KL(policy || mixture)"""
     prefixes: Literal["own", "natural"] = "own"
@@ -138,7 +137,7 @@ def main() -> None:
     given = parse_settings(GRPOSettings, "train_grpo")
     base_path, path, seed = given.base_model_path or "", given.reward_model_path, given.seed
     ranks = start_ranks(select_device(given.device))
-    ranks.check_divides(prompts_per_step=given.prompts_per_step)
+    ranks.check_divides("prompts_per_step", given.prompts_per_step)
     function = RewardFunction(given.reward_function) if given.reward_function else None
 
     # models: pi, and the scorer of frozen reward model and pi_ref, pi's start; without dropout, which pi_old had not

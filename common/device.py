@@ -1,8 +1,6 @@
 """Device, precision, memory and random streams.
 
-    python -c "from common.device import select_device; print(select_device('auto'))"
-
-A random stream depends on a seed and on its purpose, and on nothing else: no random state is kept.
+python -c "from common.device import select_device; print(select_device('auto'))"
 """
 
 import contextlib
@@ -25,32 +23,16 @@ def select_device(name: str) -> torch.device:
 
     With CUDA, float32 matrix products from then on take TF32: factors of 11 bits, sums in float32.
     """
-    device = _device_of(name)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    return device
-
-
-def _device_of(name: str) -> torch.device:
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}
     try:
-        device = torch.device(name)
+        device = torch.device(next(kind for kind in counts if counts[kind]) if name == "auto" else name)
     except RuntimeError:
         raise UserError(f"ERROR: device={name!r} is no device name: use auto, cpu, cuda, cuda:N or mps") from None
+    if (device.index or 0) >= counts.get(device.type, 0):
+        there = f"{counts['cuda']} usable CUDA and {counts['mps']} MPS device(s)"
+        raise UserError(f"ERROR: device={name!r}, but this machine has {there}: use --device cpu or auto")
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError(
-                f"ERROR: device={name!r}, but this machine has no usable CUDA device: use --device cpu or auto"
-            )
-        if device.index is not None and device.index >= torch.cuda.device_count():
-            raise UserError(f"ERROR: device={name!r}, but this machine has {torch.cuda.device_count()} CUDA device(s)")
-    elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError(f"ERROR: device={name!r}, but this machine has no MPS device: use --device cpu or auto")
-    elif device.type not in ("cpu", "cuda", "mps"):
-        raise UserError(f"ERROR: device={name!r} is not supported: use auto, cpu, cuda, cuda:N or mps")
+        torch.set_float32_matmul_precision("high")
     return device
 
 
@@ -90,11 +72,7 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Mixed precision for a forward pass; does nothing in float32.
-
-    Casts of weights are kept until the outermost context ends: one for each pass with gradients, and another for passes
-    without, whose casts give no gradients; none around an optimizer's step, after which casts are out of date.
-    """
+    """Mixed precision, none in float32; casts of weights are kept: begin another after a step, and for gradients."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device_type=device.type, dtype=dtype)
@@ -118,11 +96,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def random_stream(seed: int, *purpose: str | int) -> np.random.Generator:
-    """A NumPy generator that depends on the seed and on what it is for, and on nothing else.
-
-    Streams of different purposes are independent, and the n-th step's stream can be made without the n-1 before it:
-    that is what makes exact resumption and any division of the work possible.
-    """
+    """A NumPy generator that depends on the seed and its purpose alone: that of a step needs none before it."""
     key = np.frombuffer(_digest(seed, purpose)[:16], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 

@@ -2,8 +2,7 @@
 
     python -m torch.distributed.run --nproc_per_node=2 train.py --config config/train_shakespeare.py
 
-A process on its own is rank 0 of 1, for which all of this does nothing. Rank 0 evaluates and saves. An error on one
-rank ends all: torchrun stops the others.
+A process on its own is rank 0 of 1. Rank 0 evaluates and saves. An error on one rank ends all: torchrun stops them.
 """
 
 import contextlib
@@ -22,7 +21,6 @@ from common.process import UserError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-PATIENCE = timedelta(hours=2)  # of the ranks, while rank 0 evaluates for all
 
 
 @dataclass(frozen=True)
@@ -66,41 +64,28 @@ class Ranks:
         torch.distributed.all_gather(parts, part.contiguous())
         return torch.cat(parts)
 
-    def check_divides(self, **counts: int) -> None:
-        """Raise UserError unless every rank gets an equal part of each count."""
-        for name, count in counts.items():
-            if count % self.world_size:
-                raise UserError(
-                    f"ERROR: {name}={count} cannot be shared out to {self.world_size} ranks: choose a multiple of "
-                    f"{self.world_size}, for instance --{name} {-(-count // self.world_size) * self.world_size}"
-                )
+    def check_divides(self, name: str, count: int) -> None:
+        """Raise UserError unless every rank gets an equal part of a setting's count."""
+        if rest := count % self.world_size:
+            way = f"choose a multiple, for instance --{name} {count - rest + self.world_size}"
+            raise UserError(f"ERROR: {name}={count} cannot be shared out to {self.world_size} ranks: {way}")
 
 
 def start_ranks(device: torch.device) -> Ranks:
-    """Join the processes that torchrun started (gloo on the CPU, nccl on CUDA): this rank's place, and its device.
-
-    With CUDA every rank of a machine takes the device of its local number. Raises UserError where there are too few.
-    """
+    """Join the processes that torchrun started, by gloo on the CPU, by nccl with a device for each of a machine."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1:
         return Ranks(device=device)
     if device.type == "mps":
         raise UserError("ERROR: torchrun shares work out on CPUs and CUDA devices: use --device cpu")
     if on_cuda := device.type == "cuda":
-        here, devices = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-        if here > devices:
-            raise UserError(
-                f"ERROR: {here} processes here, but {devices} CUDA device(s): use --nproc_per_node {devices}"
-            )
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device, devices = torch.device("cuda", int(os.environ["LOCAL_RANK"])), torch.cuda.device_count()
+        if device.index >= devices:
+            raise UserError(f"ERROR: more processes than CUDA devices here: use --nproc_per_node {devices}")
         torch.cuda.set_device(device)
-    backend = "nccl" if on_cuda else "gloo"
-    torch.distributed.init_process_group(backend, timeout=PATIENCE, device_id=device if on_cuda else None)
+    backend, waits = "nccl" if on_cuda else "gloo", timedelta(hours=2)  # while rank 0 evaluates for all
+    torch.distributed.init_process_group(backend, timeout=waits, device_id=device if on_cuda else None)
     return Ranks(torch.distributed.get_rank(), world_size, device)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# gradients
 
 
 class _Computation(nn.Module):
@@ -116,15 +101,14 @@ class _Computation(nn.Module):
 
 
 def parallel(model: nn.Module, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
-    """A function of `compute` and inputs, `compute(model, *inputs)`, whose gradients DDP averages over the ranks.
+    """A function of `compute` and inputs: `compute(model, *inputs)` in mixed precision of that dtype.
 
-    All ranks begin with rank 0's weights. Each call is in mixed precision of that dtype (`common.device.autocast`).
+    Over several ranks DDP averages its gradients; all begin with rank 0's weights.
     """
     computation = _Computation(model, ranks.device, dtype)
     if ranks.world_size == 1:
         return computation
-    devices = [ranks.device] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(computation, device_ids=devices, gradient_as_bucket_view=True)
+    return DistributedDataParallel(computation, gradient_as_bucket_view=True)
 
 
 def gradients_stay(forward: Callable[..., Any], last: bool) -> contextlib.AbstractContextManager:

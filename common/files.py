@@ -1,8 +1,6 @@
-"""Files that are written whole or not at all: text, JSON, tensors; one writer of an output at a time; hashes.
+"""Files that are written whole or not at all, and read as data; one writer of an output at a time; hashes.
 
-    python -c "from common.files import hash_file; print(hash_file('README.md'))"
-
-A file is written beside its place, brought to the disk, and renamed. Nothing that is read is executed.
+python -c "from common.files import hash_file; print(hash_file('README.md'))"
 """
 
 import contextlib
@@ -23,17 +21,13 @@ import torch
 
 from common.process import UserError, until_main_ends
 
-MAX_JSON_BYTES = 1 << 26
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".jsonl", ".pkl", ".resume", ".py", ".txt")
 
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; on success fsync it and rename it to `path`, else remove it.
-
-    An error of the system that names no file, such as that of a full disk, is given this one's name.
-    """
+    """Yield a path beside `path` to write to; on success fsync it and rename it to `path`, else remove it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -45,7 +39,7 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(partial, path)
     except OSError as error:
         if error.errno is not None and error.filename in (None, str(partial)):
-            error.filename = str(path)
+            error.filename = str(path)  # that of a full disk names none
         raise
     finally:
         partial.unlink(missing_ok=True)
@@ -65,10 +59,8 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 def read_json(path: str | os.PathLike) -> Any:
     """The value in a JSON file; raises UserError where it is unreadable, or has NaN or infinities."""
     try:
-        if os.stat(path).st_size > MAX_JSON_BYTES or not Path(path).is_file():
-            raise ValueError(f"no file of at most {MAX_JSON_BYTES:,} bytes")
         return from_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"ERROR: cannot read {path}: {error}") from None
 
 
@@ -80,10 +72,7 @@ def from_json(text: str) -> Any:
             raise ValueError(f"{number} is no finite number")
         return value
 
-    try:
-        return json.loads(text, parse_constant=finite, parse_float=finite)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
+    return json.loads(text, parse_constant=finite, parse_float=finite)
 
 
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
@@ -97,10 +86,7 @@ def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
 
 
 def load_state(path: str | Path) -> dict[str, Any]:
-    """The dict that `save_state` wrote, on the CPU, read with weights_only=True: nothing in the file is executed.
-
-    Raises UserError for a file that is missing, damaged, or holds anything but a dict of tensors and plain values.
-    """
+    """The dict of tensors and plain values in a file, on the CPU; nothing is executed. UserError for another file."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"ERROR: Model file not found: {path}")
@@ -114,9 +100,11 @@ def load_state(path: str | Path) -> dict[str, Any]:
         with warnings.catch_warnings(action="ignore"):  # torch's remarks on foreign files
             contents = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
+        found = next(
+            (line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""
+        )
         what = "holds something else than tensors and settings; nothing was executed"
-        raise UserError(f"ERROR: {path} {what}. {next(iter(lines), '')}") from None
+        raise UserError(f"ERROR: {path} {what}. {found}") from None
     except MemoryError:
         raise
     except Exception as error:  # damaged bytes can make the reader stumble in any way
@@ -127,23 +115,17 @@ def load_state(path: str | Path) -> dict[str, Any]:
     return contents
 
 
-def check_writable(path: str | os.PathLike, is_file: bool = False) -> str | None:
-    """The obstacle to creating or replacing `path`, a folder or a file, as a sentence, or None."""
+def check_writable(path: str | os.PathLike, is_file: bool = False) -> str:
+    """The obstacle to creating or replacing `path`, a folder or a file, as a sentence; empty without one."""
     path = Path(path).absolute()
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError) as error:  # a loop of links, a zero byte
-        return f"{str(path)!r} is no path ({error})"
+    if "\0" in str(path):
+        return f"{str(path)!r} is no path"
     if is_file and path.exists() and not path.is_file():
         return f"{path} is no file"
-    ancestor = path.parent if is_file else path
-    while not ancestor.exists():
-        ancestor = ancestor.parent
+    ancestor = next(each for each in (path, *path.parents)[is_file:] if each.exists())
     if not ancestor.is_dir():
         return f"{ancestor} is a file, not a folder"
-    return None if os.access(ancestor, os.W_OK) else f"no permission to write to {ancestor}"
+    return "" if os.access(ancestor, os.W_OK) else f"no permission to write to {ancestor}"
 
 
 def hold_output(path: str | Path) -> None:
@@ -151,7 +133,8 @@ def hold_output(path: str | Path) -> None:
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        until_main_ends(filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0))
+        lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
+        until_main_ends.enter_context(lock)
     except filelock.Timeout:
         raise UserError(f"ERROR: {path} is being written by another process: wait for it, or name another") from None
 
@@ -161,10 +144,8 @@ def is_hub_name(name: str) -> bool:
 
     Not where a folder OWNER lies here, nor with a suffix of files: those are paths with a mistake in them.
     """
-    if Path(name).exists() or name.endswith(FILE_SUFFIXES):
-        return False
-    is_owned = bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name.partition("/")[0]).exists()
-    return name in GPT2_NAMES or is_owned
+    is_owned = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not name.endswith(FILE_SUFFIXES)
+    return not Path(name).exists() and (name in GPT2_NAMES or (bool(is_owned) and not Path(name).parent.exists()))
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> str:

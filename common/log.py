@@ -1,8 +1,6 @@
-"""A printed line and a JSON record for each step, progress bars, and trackers.
+"""A printed line and a JSON record (one line, a dict with `step`) for each step, progress bars, and trackers.
 
-    python -c "from common.log import read_records; print(read_records('out/model_checkpoint.jsonl')[-1])"
-
-A record is one line of JSON, a dict with `step`.
+python -c "from common.log import read_records; print(read_records('out/model_checkpoint.jsonl')[-1])"
 """
 
 import importlib
@@ -104,10 +102,8 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = from_json(line)
-            if type(record["step"]) is not int:
-                raise TypeError
-            records.append(record)
-        except (ValueError, TypeError, KeyError):
+            records.append({**record, "step": int(record["step"])})
+        except (ValueError, TypeError, KeyError, RecursionError):
             if number < len(lines):
                 raise UserError(f"ERROR: {path}, line {number} is no record: move the file away and go on") from None
     return records
@@ -126,16 +122,14 @@ class Tracker:
     TensorBoard forgets what an earlier run wrote after the step `kept`.
     """
 
-    def __init__(
-        self, name: str, project: str, run: str, settings: Mapping[str, Any], folder: Path, kept: int = -1
-    ) -> None:
+    def __init__(self, name: str, project: str, run: str, settings: dict[str, Any], folder: Path, kept: int) -> None:
         self.is_tensorboard = name == "tensorboard"
         module = importlib.import_module("torch.utils.tensorboard" if self.is_tensorboard else name)
         try:
             if self.is_tensorboard:
                 self.run = module.SummaryWriter(str(folder), purge_step=kept + 1)
             else:
-                self.run = module.init(project=project, name=run, config=dict(settings))
+                self.run = module.init(project=project, name=run, config=settings)
         except Exception as error:  # nobody is logged in, or there is no network
             raise UserError(f"ERROR: --tracker {name}: {error}") from None
 

@@ -2,8 +2,7 @@
 
     python -c "from common.process import is_main_rank; print(is_main_rank())"
 
-Imports nothing of the project. Every script runs its main() through `run_main`: bad input ends in one clear line and
-exit status 2, Ctrl-C in 130, SIGTERM in 143.
+Every script runs its main() through `run_main`: bad input ends in one line and status 2, Ctrl-C in 130, SIGTERM in 143.
 """
 
 import contextlib
@@ -11,11 +10,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
 EXIT_BAD_INPUT = 2
 
 
@@ -31,7 +29,7 @@ class Finished(BaseException):
     """There is nothing to do: the message says why; main() ends with status 0."""
 
 
-_stacks: list[contextlib.ExitStack] = []  # of the main() that runs
+until_main_ends = contextlib.ExitStack()  # of what is held while main() runs
 
 
 def terminate(number: int, frame: Any) -> None:
@@ -41,14 +39,10 @@ def terminate(number: int, frame: Any) -> None:
 
 
 def run_main(main: Callable[[], None], resume_hint: str = "Run the same command again.") -> None:
-    """Run a script's main(); turn what a user can cause into one line on stderr and an exit status.
-
-    `resume_hint` is printed on an interruption.
-    """
+    """Run a script's main(); what a user can cause becomes one line and an exit status. Interruptions add the hint."""
     signal.signal(signal.SIGTERM, terminate)
     try:
-        with contextlib.ExitStack() as stack:
-            _stacks[:] = [stack]
+        with until_main_ends:
             main()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -57,10 +51,9 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
             print(finished)
     except UserError as error:
         _exit(str(error), EXIT_BAD_INPUT)
-    except KeyboardInterrupt:
-        _exit(f"Interrupted. {resume_hint}" if is_main_rank() else "", 128 + signal.SIGINT)
-    except Terminated:
-        _exit(f"Terminated. {resume_hint}" if is_main_rank() else "", 128 + signal.SIGTERM)
+    except (KeyboardInterrupt, Terminated) as end:
+        word, number = ("Terminated", signal.SIGTERM) if type(end) is Terminated else ("Interrupted", signal.SIGINT)
+        _exit(f"{word}. {resume_hint}" if is_main_rank() else "", 128 + number)
     except BrokenPipeError:  # the reader of our output went away (`... | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_BAD_INPUT)
@@ -74,13 +67,6 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         _exit(f"ERROR: {error.strerror or error}{where}", EXIT_BAD_INPUT)
-    finally:
-        _stacks.clear()
-
-
-def until_main_ends(context: contextlib.AbstractContextManager[T]) -> T:
-    """Enter `context` now; `run_main` leaves it when main() ends. Without a main() the process's end does."""
-    return _stacks[-1].enter_context(context) if _stacks else context.__enter__()
 
 
 def is_main_rank() -> bool:

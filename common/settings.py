@@ -20,17 +20,16 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import docstring_parser
 import tyro
 
 from common.files import check_writable, is_hub_name
 from common.process import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-SECTIONS = ("prepare", "natural_model", "control_plain")  # of a settings file, besides the names of the scripts
+SECTIONS = {"prepare", "natural_model", "control_plain"}  # of a settings file, besides the names of the scripts
+MARKS = (tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes, tyro.conf.SuppressFixed)
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-MAX_SETTINGS_BYTES = 1 << 20
-AnySettings = TypeVar("AnySettings", bound="Settings")
+S = TypeVar("S", bound="Settings")
 
 
 class Problems:
@@ -58,7 +57,6 @@ class Problems:
 
 BOUNDS = {"minimum": (">=", operator.ge), "maximum": ("<=", operator.le)}
 BOUNDS |= {"above": (">", operator.gt), "below": ("<", operator.lt)}
-RULES = {*BOUNDS, "unit", "common", "model_file", "output", "changeable", "positional"}
 
 
 def setting(default: Any, **rules: Any) -> Any:
@@ -68,7 +66,7 @@ def setting(default: Any, **rules: Any) -> Any:
     model_file ('required', 'optional'): names a model, or several, that must exist. output ('file', 'folder'): names a
     place to write to. changeable: a resumed run may have another value. positional: given without its name.
     """
-    assert rules.keys() <= RULES, rules
+    assert rules.keys() <= {*BOUNDS, "unit", "common", "model_file", "output", "changeable", "positional"}
     return field(default=default, metadata=rules)
 
 
@@ -85,8 +83,7 @@ class Settings:
                 bounds = [(*BOUNDS[kind], rules[kind]) for kind in BOUNDS if kind in rules]
                 holds = math.isfinite(value) and all(compare(value, bound) for _, compare, bound in bounds)
                 rule = " and ".join(f"{sign} {bound:g}" for sign, _, bound in bounds) or "finite"
-                unit = f" ({rules['unit']})" if "unit" in rules else ""
-                error = f"{name}={value}: must be {rule}{unit}"
+                error = f"{name}={value}: must be {rule}" + (f" ({rules['unit']})" if "unit" in rules else "")
                 problems.require(holds, error, f"Leave out {name} for its default, {each.default}")
             if rules.get("model_file") == "required":
                 problems.require(bool(value), f"{name} is required", f"Name the checkpoint with --{name}")
@@ -96,10 +93,9 @@ class Settings:
                     error = f"Model file not found: {path}{option}"
                     remedy = "Check that the model checkpoint file exists and the path is correct"
                     problems.require(Path(path).exists() or is_hub_name(path), error, remedy)
-            kind = rules.get("output")
-            if kind and value is not None and (obstacle := check_writable(value, kind == "file")):
-                place = "place" if kind == "file" else "folder"
-                problems.require(False, obstacle, f"Choose a {place} you may write to with --{name}")
+            if "output" in rules and value is not None:
+                obstacle = check_writable(value, rules["output"] == "file")
+                problems.require(not obstacle, obstacle, f"Choose a place you may write to with --{name}")
         self.check_further(problems)
         return problems
 
@@ -118,18 +114,10 @@ def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# command line
+def parse_settings(settings_class: type[S], script: str, argv: list[str] | None = None, check: bool = True) -> S:
+    """The settings of a script, named without .py, from its command line and settings file; UserError for faults.
 
-
-def parse_settings(
-    settings_class: type[AnySettings], script: str, argv: list[str] | None = None, check: bool = True
-) -> AnySettings:
-    """The settings of a script, from its command line and settings file, checked.
-
-    `script` is its name without .py: the name of its section in a settings file, unless `--section` names another. The
-    settings file comes by --config, or first where the script has no positional setting. Raises UserError for a
-    misspelt option, a value of another type and, unless `check` is False, settings out of range.
+    The settings file comes by --config, or first where the script has no positional setting.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     known = [each.name for each in fields(settings_class) if not each.metadata.get("positional")]
@@ -140,39 +128,32 @@ def parse_settings(
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in (*known, "help"):
             raise UserError(f"ERROR: {script}.py has no option --{name}{_nearest(name, known)}")
-    groups = _parse(settings_class, script, argv)
-    settings = settings_class(**{name: value for group in vars(groups).values() for name, value in vars(group).items()})
+    settings = _parse(settings_class, script, argv)
     if check:
         settings.problems().raise_if_any()
     return settings
 
 
-def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> Any:
-    """What tyro makes of the arguments, in two groups, `common` and `further`; its complaint becomes one line."""
-    texts: dict[str, str | None] = {}
-    for kind in reversed(settings_class.__mro__[:-1]):
-        texts |= {text.arg_name: text.description for text in docstring_parser.parse_from_object(kind).params}
-    groups: dict[str, list[Any]] = {"common": [], "further": []}
+def _parse(settings_class: type[S], script: str, argv: list[str]) -> S:
+    """The settings that tyro reads, in two groups, `common` and `further`; its complaint becomes one line."""
+    changed: dict[str, list[Any]] = {"common": [], "further": []}  # fields: each group has all, the other's fixed
     for each in fields(settings_class):
-        marks = (tyro.conf.Positional,) if each.metadata.get("positional") else ()
-        help_text = " ".join((texts.get(each.name) or "").split())
-        arg = tyro.conf.arg(help=help_text, metavar=each.name.upper() if marks else None)
-        default = field(default=each.default)
-        typed: Any = Annotated[(each.type, arg, *marks)]
-        groups["common" if each.metadata.get("common") or marks else "further"].append((each.name, typed, default))
-    kinds = {name: make_dataclass(name, members) for name, members in groups.items() if members}
-    described: dict[str, Any] = {name: Annotated[kind, tyro.conf.arg(help="")] for name, kind in kinds.items()}
-    parts = [(name, kind, field(default_factory=kinds[name])) for name, kind in described.items()]
-    text = f"{settings_class.__doc__}\n\nA settings file of plain assignments (nanoGPT's form): --config FILE."
+        fixed, positional = (Annotated[(each.type, mark)] for mark in (tyro.conf.Fixed, tyro.conf.Positional))
+        if "positional" in each.metadata:
+            changed["common"].append((each.name, positional, field(default=each.default)))
+        other = "further" if {"common", "positional"} & each.metadata.keys() else "common"
+        changed[other].append((each.name, fixed, field(default=each.default)))
+    kinds = {name: make_dataclass(name, members, bases=(settings_class,)) for name, members in changed.items()}
+    parts = [(name, kind, field(default_factory=kind, metadata={"help": ""})) for name, kind in kinds.items()]
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(
+            found: Any = tyro.cli(
                 make_dataclass(settings_class.__name__, parts),
                 prog=f"{script}.py",
                 args=argv,
-                description=text,
-                config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
+                description=f"{settings_class.__doc__}\n\nA settings file of plain assignments: --config FILE.",
+                config=MARKS,
                 use_underscores=True,
             )
     except SystemExit as exit:
@@ -181,6 +162,8 @@ def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> Any:
         lines = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
         reason = " ".join(lines[: next((n for n, line in enumerate(lines) if line.startswith("──")), None)])
         raise UserError(f"ERROR: {reason.rstrip('.')}; see {script}.py --help") from None
+    common = {name: getattr(found.common, name) for name, *_ in changed["further"]}
+    return settings_class(**vars(found.further) | common)
 
 
 def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, str | None, list[str]]:
@@ -199,7 +182,7 @@ def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, 
 
 def _options_of_file(path: str, section: str, known: list[str], script: str) -> list[str]:
     """The settings file's values as options, so that one parser checks the types of both."""
-    config, sections = read_config(path), {*SECTIONS, *(file.stem for file in ROOT.glob("*.py"))}
+    config, sections = read_config(path), SECTIONS | {file.stem for file in ROOT.glob("*.py")}
     if wrong := [name for name, value in config.items() if isinstance(value, dict) != (name in sections)]:
         rule = f"sections are dicts, NAME = dict(...), and named {', '.join(sorted(sections))}"
         raise UserError(f"ERROR: {path}: {wrong[0]} is no section: {rule}")
@@ -222,30 +205,22 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The assignments of a settings file, read as data.
-
-    Values are literals, dict(NAME=VALUE, ...), and + - * / of numbers. Raises UserError, with the line, for anything
-    else, and for a name that is given twice.
-    """
+    """The assignments of a settings file: literals, dict(NAME=VALUE, ...), and + - * / of numbers; else UserError."""
     try:
-        data = Path(path).read_bytes()
-        if len(data) > MAX_SETTINGS_BYTES:
-            raise ValueError(f"more than {MAX_SETTINGS_BYTES:,} bytes")
-        tree = ast.parse(data.decode("utf-8"))
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "nested too deep"
         raise UserError(f"ERROR: cannot read settings file {path}: {reason}") from None
     values: dict[str, Any] = {}
     for statement in tree.body:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue  # a docstring
         try:
-            if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
-                raise ValueError("only plain assignments `name = value` are read, nothing is executed")
-            name, value = statement.targets[0].id, _evaluate(statement.value)
-            if name in values or len(statement.targets) > 1:
-                raise ValueError(f"{name} is given twice: keep one")
-            values[name] = value
+            match statement:
+                case ast.Assign([ast.Name(name)], value) if name not in values:
+                    values[name] = _evaluate(value)
+                case ast.Expr(ast.Constant()):
+                    pass  # a docstring
+                case _:
+                    raise ValueError("only plain assignments `name = value` are read, none twice; nothing is executed")
         except (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
             reason = str(error) if "malformed" not in str(error) else "a value must be a literal; nothing is executed"
             raise UserError(f"ERROR: settings file {path}, line {statement.lineno}: {reason:.200}") from None
@@ -253,13 +228,12 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
-        if len(names := [keyword.arg for keyword in node.keywords]) > len({*names} - {None}):
-            raise ValueError("dict(...) needs different names")
-        return {keyword.arg: _evaluate(keyword.value) for keyword in node.keywords}
-    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        left, right = _evaluate(node.left), _evaluate(node.right)
-        if not all(isinstance(each, int | float) and abs(each) < 2**64 for each in (left, right)):
-            raise ValueError("+ - * / are for numbers")
-        return ARITHMETIC[type(node.op)](left, right)
+    match node:
+        case ast.Call(ast.Name("dict"), [], named) if len({each.arg for each in named} - {None}) == len(named):
+            return {each.arg: _evaluate(each.value) for each in named}
+        case ast.BinOp(left, operation, right) if type(operation) in ARITHMETIC:
+            numbers = _evaluate(left), _evaluate(right)
+            if not all(isinstance(each, int | float) and abs(each) < 2**64 for each in numbers):
+                raise ValueError("+ - * / are for numbers")
+            return ARITHMETIC[type(operation)](*numbers)
     return ast.literal_eval(node)

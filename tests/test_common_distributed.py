@@ -30,8 +30,8 @@ def test_shares_are_contiguous_and_whole():
 
 def test_a_count_that_cannot_be_shared_out_is_refused():
     with pytest.raises(UserError, match=r"batch_size=7 .*2 ranks: .*--batch_size 8"):
-        Ranks(1, 2).check_divides(batch_size=7)
-    Ranks(1, 2).check_divides(batch_size=8)
+        Ranks(1, 2).check_divides("batch_size", 7)
+    Ranks(1, 2).check_divides("batch_size", 8)
 
 
 @pytest.fixture

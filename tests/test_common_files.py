@@ -53,7 +53,7 @@ def test_a_link_in_the_way_is_not_written_through(tmp_path):
 
 @pytest.mark.parametrize("text", ["NaN", "[Infinity]", "1e999", "{", "[" * 100_000, '{"a": -Infinity}'])
 def test_json_is_strict(tmp_path, text):
-    with pytest.raises(ValueError):
+    with pytest.raises((ValueError, RecursionError)):
         from_json(text)
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match=r"ERROR: cannot read .*x.json"):
@@ -160,12 +160,12 @@ def test_a_full_disk_keeps_the_state_before(tmp_path, monkeypatch):
 def test_obstacles_are_found_beforehand(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    assert check_writable(tmp_path / "new" / "folder") is None
-    assert check_writable(tmp_path / "new" / "x.pt", is_file=True) is None
+    assert check_writable(tmp_path / "new" / "folder") == ""
+    assert check_writable(tmp_path / "new" / "x.pt", is_file=True) == ""
     assert "is a file, not a folder" in check_writable(tmp_path / "file" / "x.pt", is_file=True)
     assert "is no file" in check_writable(tmp_path, is_file=True)
     assert "is no path" in check_writable("a\0b", is_file=True)
-    assert check_writable("/dev/null", is_file=True) is not None
+    assert check_writable("/dev/null", is_file=True)
 
 
 def test_one_process_writes_an_output(tmp_path, capsys):

@@ -81,11 +81,13 @@ def test_what_main_holds_is_released_however_it_ends(capsys):
         events.append("released")
 
     def main():
-        process.until_main_ends(contextlib.closing(type("X", (), {"close": lambda self: events.append("closed")})()))
+        process.until_main_ends.enter_context(
+            contextlib.closing(type("X", (), {"close": lambda self: events.append("closed")})())
+        )
         raise UserError("ERROR: no")
 
     assert ended_by(main, capsys)[0] == 2 and events == ["closed"]
-    ended_by(lambda: process.until_main_ends(held()), capsys)
+    ended_by(lambda: process.until_main_ends.enter_context(held()), capsys)
     assert events == ["closed", "held", "released"]
 
 

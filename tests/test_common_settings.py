@@ -28,8 +28,7 @@ class Tiny(Settings):
     out_dir: str = setting("out", common=True, output="folder", changeable=True)
     """folder of the results"""
     batch_size: int = setting(8, minimum=1, unit="sequences")
-    """sequences
-    in a batch"""
+    """sequences in a batch"""
     learning_rate: float = setting(1e-3, above=0)
     """peak learning rate"""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -135,8 +134,8 @@ def test_a_settings_file_gives_defaults(tmp_path):
         ("batch_size = 1 / 0", "division by zero"),
         ("batch_size = 10**99999 + 1", "nothing is executed"),
         ("batch_size = 99999999999999999999999 * 9", "for numbers"),
-        ("batch_size = 1\nbatch_size = 2", "given twice"),
-        ("train = dict(batch_size=1, **other)", "different names"),
+        ("batch_size = 1\nbatch_size = 2", "none twice"),
+        ("train = dict(batch_size=1, **other)", "nothing is executed"),
         ("a, b = 1, 2", "only plain assignments"),
         ("batch_size = (", "cannot read settings file"),
         ("train = 3", "train is no section"),
