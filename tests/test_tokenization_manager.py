@@ -421,7 +421,7 @@ def test_a_record_gives_the_tokenizer_back_and_compares_meanings():
     other = from_json(SMALL_BPE, model=SMALL_BPE["model"] | {"vocab": SMALL_BPE["model"]["vocab"] | {"a": 1, "b": 0}})
     with pytest.raises(UserError, match="numbers its tokens otherwise than the model"):
         check_tokenizer(contents, other)
-    with pytest.raises(UserError, match="in p and .* in q: they do not match"):
+    with pytest.raises(UserError, match=r"in p and .* in q: they do not match"):
         check_same_tokens(record, other.to_record(), "p", "q")
     check_same_tokens(record, record, "p", "q")
     with pytest.raises(UserError, match="method mismatch"):
