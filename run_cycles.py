@@ -2,9 +2,8 @@
 
     python run_cycles.py --config config/shakespeare_char_cpu.py
 
-Starts the other scripts one after the other. Out, in out_dir: base_model_v1.pt, natural_model_v1.pt (of several also
-natural_model_v1_member2.pt, ...); in cycle n reward_data_vn/, reward_model_vn.pt, gate_vn.json (its R2 on the policy's
-text), base_model_v(n+1).pt, control_plain_v(n+1).pt and control_distil_v(n+1).pt; cycles.json and report.html.
+Out, in out_dir: base_model_v1.pt, natural_model_v1.pt (of several also natural_model_v1_member2.pt, ...); in cycle n
+reward_data_vn, reward_model_vn, gate_vn.json (its R2), base_model_v(n+1), control_plain_v(n+1), control_distil_v(n+1).
 A stage is done if its artefact is there and cycles.json has the same settings and inputs: repeat the command to go on.
 """
 
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.device import select_device
-from common.files import atomic_path, hash_bytes, hash_file, hold_output, read_json
+from common.files import atomic_path, hold_output, read_json
 from common.log import say
 from common.process import UserError, run_main
 from common.settings import Problems, Settings, parse_settings, read_config, setting, split_config
 from data_loader import dataset_folder
 from evaluate import EvaluateSettings
-from interop.huggingface import model_path
 from reports.page import write_page
 from reports.summary import Ledger, headline, predicts, table_text
 from reward_data_config import RewardDataConfig
@@ -36,9 +34,10 @@ from sample import SampleSettings
 from train import TrainSettings
 from train_grpo import SAMPLED_ONLY, GRPOSettings
 from train_reward_model import RewardModelSettings
-from training.checkpoint import load_checkpoint
+from training.checkpoint import hash_model, load_checkpoint
 
 ROOT = Path(__file__).resolve().parent
+hash_input = functools.cache(hash_model)  # what a stage has read stays as it is
 SECTIONS: dict[str, tuple[str, Any]] = {  # of the settings file: the script that reads it, and its settings
     **dict.fromkeys(("train", "natural_model", "control_plain"), ("train", TrainSettings)),
     "prepare_reward_data": ("prepare_reward_data", RewardDataConfig),
@@ -47,8 +46,7 @@ SECTIONS: dict[str, tuple[str, Any]] = {  # of the settings file: the script tha
     "evaluate": ("evaluate", EvaluateSettings),
     "sample": ("sample", SampleSettings),
 }
-# Settings that do not make a stage another one.
-NOT_COMPARED = {"device", "overwrite", "log_interval", "tracker", "wandb_log", "wandb_project"}
+NOT_COMPARED = {"device", "overwrite", "tracker", "wandb_log", "wandb_project"}  # with others a stage is the same
 
 
 @dataclass
@@ -129,15 +127,6 @@ class Stage:
             return contents if self.kind == "gate" else {Path(path).stem: each for path, each in contents.items()}
         found = load_checkpoint(self.artefact)["training"] if self.artefact.suffix == ".pt" and self.section else {}
         return {name: each for name, each in found.items() if name not in ("settings", "batches")}
-
-
-@functools.cache  # what a stage has read stays as it is
-def hash_input(path: str | Path) -> str:
-    """The first digits of a hash of a file, or of tokens, weights and vocabularies in a folder; `scratch` has none."""
-    path = model_path(path)  # a hub's name: the files behind it
-    suffixes = (".bin", ".safetensors", ".json", ".pkl")
-    files = [path] if path.is_file() else sorted(each for each in path.glob("*") if each.suffix in suffixes)
-    return hash_bytes(" ".join(map(hash_file, files)).encode())[:16]
 
 
 class Loop:

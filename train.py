@@ -163,7 +163,7 @@ def main() -> None:
         raise UserError(f"ERROR: max_iters={settings.max_iters}: the rate is 0 from step {horizon} on: train anew")
     optimizers = optim.make_optimizers(model, settings.optimizer, settings.learning_rate, settings.weight_decay, 0.99)
     stopping, best = optim.EarlyStopping(settings.patience, MIN_DELTA), optim.Best()
-    scaler = optim.gradient_scaler(device, dtype)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run.track(model=model, optimizers=optimizers, scaler=scaler, stopping=stopping, best=best)
     tokens_per_step = settings.gradient_accumulation_steps * settings.batch_size * settings.block_size
     say(f"Using device: {ranks.where} ({str(dtype).removeprefix('torch.')})\nData: {corpus.describe()}")

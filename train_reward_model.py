@@ -29,7 +29,7 @@ from reward.heads import REWARD_MODELS, Ensemble, HeadRewardModel, LikelihoodRew
 from reward.posterior import log_mixture, mixture_weights
 from reward.skill import better_than_constant, describe_skill, measure_skill, skill_figures
 from training import checkpoint
-from training.optimizers import Best, EarlyStopping, gradient_scaler, make_optimizers, take_step
+from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
 
 WEIGHT_DECAY, GRAD_CLIP = 0.01, 1.0  # of AdamW, for matrices; the largest gradient norm
 MAX_MIXTURE, MOST_IN_MEMORY = 20.0, 2**30  # logit of the weight w of p; bytes of hidden states kept of a split
@@ -281,7 +281,8 @@ def train_head(
     """Train by the first split, select by the second; figures of the best epoch, and P(natural) (n,) of the third."""
     N, (train, select, report) = splits[0][0].shape[1], (frozen_features(model, split) for split in splits)
     optimizers = make_optimizers(model, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY)
-    scaler = gradient_scaler(ranks.device, dtype := select_dtype("auto", ranks.device))
+    dtype = select_dtype("auto", ranks.device)
+    scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
     forward, stopping = parallel(model, ranks, dtype), EarlyStopping(settings.patience, settings.min_delta)
     learned = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     num_samples, size, best = len(train[1]), settings.batch_size, Best()

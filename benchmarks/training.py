@@ -33,7 +33,7 @@ from data_loader import WholeSplitBatches, dataset_folder, open_token_file
 from losses import language_model_loss
 from model import GPT, GPTConfig
 from training.checkpoint import build_model, load_checkpoint
-from training.optimizers import gradient_scaler, make_optimizers, take_step
+from training.optimizers import make_optimizers, take_step
 
 NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
 # Of nanoGPT's checkout, and the options that its README gives for a CPU.
@@ -144,7 +144,7 @@ def throughput(settings: TrainingBenchSettings) -> None:
 
         def step(model: GPT = model, optimizers=optimizers, x=x, y=y) -> None:
             model(x, y)[1].backward()
-            take_step(model, optimizers, 1.0, gradient_scaler(torch.device("cpu"), torch.float32))
+            take_step(model, optimizers, 1.0, torch.amp.GradScaler("cpu", enabled=False))
 
         seconds = median_seconds(step, settings.num_runs)
         # Of every weight 2 forward and 4 backward for each token, and of attention's products (Chowdhery et al. 2022).

@@ -416,8 +416,8 @@ def test_a_hostile_checkpoint_is_refused_and_runs_nothing(tmp_path, place, form)
 
 def test_a_model_s_hash_is_that_of_its_file_or_folder(tmp_path):
     for name, training in (("a", {}), ("b", {}), ("c", {"step": 3})):
-        save_checkpoint(tmp_path / name / "model.pt", tiny_model(), None, None, training)
-    hashes = [hash_model(tmp_path / name / "model.pt") for name in "abc"]
+        save_checkpoint(tmp_path / name / "model.bin", tiny_model(), None, None, training)
+    hashes = [hash_model(tmp_path / name / "model.bin") for name in "abc"]
     assert hashes[0] == hashes[1] != hashes[2]
     hashes = [hash_model(tmp_path / name) for name in "abc"]
     assert hashes[0] == hashes[1] != hashes[2]

@@ -1,9 +1,8 @@
-"""Checkpoints: one file from which a model, its tokenizer and its history can be rebuilt.
+"""Checkpoints: one file, read with weights_only, from which a model, its tokenizer and its history can be rebuilt.
 
     python -c "from training.checkpoint import load_checkpoint; print(load_checkpoint('logs/model_checkpoint.pt'))"
 
-A dict: `model` (state dict), `config` (GPTConfig), `tokenization`, `data` (hashes of splits), `training` (settings and
-figures), and LIKELIHOOD_PARTS. It is read with weights_only: nothing in it is executed.
+A dict: `model`, `config`, `tokenization`, `data` (hashes), `training` (settings and figures), and LIKELIHOOD_PARTS.
 """
 
 from collections.abc import Mapping
@@ -37,9 +36,7 @@ def require(holds: bool, error: str) -> None:
         raise UserError(f"ERROR: {error}")
 
 
-def save_checkpoint(
-    path: str | Path, model: Any, tokenization: Record | None, data: Record | None, training: Record
-) -> None:
+def save_checkpoint(path: Path, model: Any, tokenization: Record | None, data: Record | None, training: Record) -> None:
     """Write a GPT or RewardModel, whole or not at all, from rank 0 alone. The records hold plain values only."""
     if is_main_rank():
         weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
@@ -130,10 +127,12 @@ def build_model(contents: Record, mode: str, path: str | Path = "", device: torc
 
 
 def hash_model(path: str | Path) -> str:
-    """sha256, in hexadecimal, of a model's file, or of the hashes of its folder's files."""
+    """sha256, in hexadecimal, of a file, or of the hashes of weights, tokens and vocabularies in a folder."""
     path = model_path(path)
-    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else []
-    return hash_bytes("".join(map(hash_file, files)).encode()) if files else hash_file(path)
+    if path.is_file():
+        return hash_file(path)
+    files = sorted(each for each in path.glob("*") if each.suffix in (".bin", ".safetensors", ".json", ".pkl"))
+    return hash_bytes("".join(map(hash_file, files)).encode())
 
 
 def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
@@ -180,9 +179,8 @@ def choose_tokenizer(checkpoint: Record, path: str | Path, method: str, meta_pat
     record, is_named = checkpoint["tokenization"], method != "auto" or meta_path is not None
     way = "give its meta.pkl or tokenizer.json with --meta_path"
     require(is_named or record is not None, f"{path} does not say how its text is tokenized: {way}")
-    tokenizer = (
-        TokenizationManager(method, meta_path=meta_path) if is_named else TokenizationManager.from_record(record)
-    )
+    named = TokenizationManager(method, meta_path=meta_path) if is_named else None
+    tokenizer = named or TokenizationManager.from_record(record)
     check_tokenizer(checkpoint, tokenizer)
     return tokenizer
 

@@ -15,8 +15,6 @@ from torch.nn import Module
 
 from common.process import UserError
 
-HIDDEN = "transformer.h."  # in the names of a trunk's blocks, wrapped or not
-
 
 class Muon(torch.optim.Muon):
     """torch.optim.Muon that, on a CPU, takes matrices of one shape together, in float32: 20 ms, not 64, at 0.8M."""
@@ -63,7 +61,6 @@ class Optimizers:
             self.learning_rate = group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -82,7 +79,7 @@ def make_optimizers(
     rate, for the matrices in the blocks, AdamW for the rest. Matrices decay. Raises UserError where nothing can learn.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    hidden = [name for name in named if optimizer == "muon" and HIDDEN in name and named[name].dim() == 2]
+    hidden = [name for name in named if optimizer == "muon" and "transformer.h." in name and named[name].dim() == 2]
     if not named or (optimizer == "muon" and not hidden):
         raise UserError(f"ERROR: optimizer={optimizer}: nothing to train: unfreeze a part of the model's blocks")
     matrices = [named.pop(name) for name in hidden]
@@ -111,8 +108,7 @@ def cooldown_factor(step: int, warmup_steps: int, num_steps: int, cooldown: floa
 def take_step(model: Module, optimizers: Optimizers, grad_clip: float, scaler: torch.amp.GradScaler) -> float | None:
     """Clip the gradients to a joint norm of grad_clip (0: do not), step, forget them; returns their norm before.
 
-    None where gradients overflowed under a float16 scaler. UserError for others, and for weights or moments that are
-    not finite after the step: an infinite second moment never shows in a loss.
+    None where they overflowed under a float16 scaler; UserError for others, and for weights or moments, not finite.
     """
     for optimizer in optimizers.optimizers:
         scaler.unscale_(optimizer)
@@ -129,11 +125,6 @@ def take_step(model: Module, optimizers: Optimizers, grad_clip: float, scaler: t
     if not torch.nn.utils.get_total_norm(kept).isfinite():
         raise UserError("ERROR: a weight or moment is not finite after the step: lower the learning rate")
     return float(norm) if norm.isfinite() else None
-
-
-def gradient_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
-    """Scale losses so that float16 gradients do not vanish; for other dtypes it does nothing."""
-    return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 
 class EarlyStopping:

@@ -3,15 +3,14 @@
     python train.py --config config/train_shakespeare.py --init_from resume
 
 The state (`.resume`) and the records (`.jsonl`) lie beside the output. The state is saved at each evaluation and on
-Ctrl-C or SIGTERM after the step; a resumed run of the same settings and inputs ends in the same tensors, since random
-numbers depend on the seed and the step alone (`common.device.random_stream`).
+Ctrl-C or SIGTERM after the step; a resumed run of the same settings and inputs ends in the same tensors.
 """
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common.distributed import Ranks
 from common.files import hold_output, load_state, save_state
@@ -22,19 +21,10 @@ from common.settings import Settings, changeable, differing_settings
 RESUME_HINT = "Go on with --init_from resume. Where nothing was saved yet, run the same command again."
 
 
-class Stateful(Protocol):
-    """A part of a run's state: tensors and plain values, from which it can go on."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
-
-
 class Run:
-    """A training that makes `output`.
+    """A training that makes `output`; `reads` are hashes, by name, of what it reads, the same when it is resumed.
 
-    `reads` are hashes, by name, of what the run reads, which must be the same when it is resumed. `facts` are plain
-    values with which the run began and that a resumed one takes over, the length of its schedule among them.
+    `facts` are values with which the run began and that a resumed one takes over, as the length of its schedule.
     """
 
     def __init__(self, output: str | Path, settings: Settings, ranks: Ranks, reads: Mapping[str, Any]) -> None:
@@ -45,16 +35,15 @@ class Run:
         self.step = 0  # steps made
         self.facts: dict[str, Any] = {}
         self.reason = ""  # why the loop ended
-        self.parts: dict[str, Stateful] = {}
+        self.parts: dict[str, Any] = {}  # each with state_dict and load_state_dict
         self._saved: dict[str, Any] = {}  # of a resumed run: its parts
         self.is_resumed = False
-        self._log: RunLog | None = None
+        self.log: Callable[..., None]  # appends the record of a step, as RunLog.log
 
     def begin(self, resume: bool, overwrite: bool = False, **facts: Any) -> None:
         """Lock the output; read the state of a run to resume, or make sure that a new one replaces nothing of value.
 
-        Raises Finished where the same settings and inputs have already made the output, and UserError where there is
-        nothing to resume, where the state is of another run, or where a new one would replace another.
+        Raises Finished where the same settings and inputs have already made the output; UserError for other obstacles.
         """
         if self.ranks.rank == 0:
             hold_output(self.output)
@@ -82,7 +71,13 @@ class Run:
             self.facts = facts
             if self.ranks.rank == 0:
                 self.path.unlink(missing_ok=True)
-        self._log = self._open_log()
+        kept, tracker = self.step if self.is_resumed else -1, None
+        names = {"tracker": "none", "wandb_project": "crossover", "wandb_run_name": self.output.stem}
+        name, project, run = (getattr(self.settings, each, default) for each, default in names.items())
+        if name != "none" and self.ranks.rank == 0:
+            folder = self.output.with_suffix(".tensorboard")
+            tracker = Tracker(name, project, run, asdict(self.settings), folder, kept)
+        self.log = RunLog(self.log_path, kept, tracker).log
 
     def _difference(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
         """How a state's settings, inputs and facts differ from these, as text; UserError for a damaged state."""
@@ -94,7 +89,7 @@ class Run:
         pairs = ((state["settings"], now), (state["reads"], self.reads), (state["facts"], facts))
         return "; ".join(filter(None, (differing_settings(*pair) for pair in pairs)))
 
-    def track(self, **parts: Stateful) -> None:
+    def track(self, **parts: Any) -> None:
         """Make these parts of the state; those of a resumed run are restored. Raises UserError for a damaged state."""
         self.parts |= parts
         for name, part in parts.items() if self.is_resumed else ():
@@ -121,23 +116,9 @@ class Run:
             self.save(self.step)
         signal.raise_signal(signal.SIGTERM if sent[1] else signal.SIGINT)
 
-    def log(self, step: int, quiet: bool = False, **figures: Any) -> None:
-        """Append the record of a step, and print its line unless `quiet`."""
-        assert self._log is not None  # begin
-        self._log.log(step, quiet, **figures)
-
     def save(self, step: int, finished: bool = False) -> None:
         """Write the state after so many steps, from rank 0 alone; `finished` once the output is written."""
         if self.ranks.rank == 0:
             parts = {name: dict(part.state_dict()) for name, part in self.parts.items()}
             state = {"step": step, "finished": finished, "facts": self.facts, "reads": self.reads, "parts": parts}
             save_state(self.path, state | {"settings": asdict(self.settings)})
-
-    def _open_log(self) -> RunLog:
-        """The records: those of a resumed run up to its step stay."""
-        names = {"tracker": "none", "wandb_project": "crossover", "wandb_run_name": self.output.stem}
-        name, project, run = (getattr(self.settings, each, default) for each, default in names.items())
-        tracker, kept = None, self.step if self.is_resumed else -1
-        if name != "none" and self.ranks.rank == 0:
-            tracker = Tracker(name, project, run, asdict(self.settings), self.output.with_suffix(".tensorboard"), kept)
-        return RunLog(self.log_path, kept, tracker)
