@@ -1,25 +1,22 @@
 """Read and write models in Hugging Face's form, GPT-2 and GPT-NeoX, by the package transformers.
 
-    python -m interop.huggingface --checkpoint_path logs/model_checkpoint.pt --output_dir hf_model
+    python train.py --init_from gpt2 --dataset shakespeare
 
 GPT-2 has learned positions and transposed matrices. GPT-NeoX has rotary positions: queries, keys and values are
 (H, 3, D), ours (3, H, D), and it turns the first R dimensions of a head, in pairs d, d + R / 2, ours in d, d + D / 2.
 """
 
 import functools
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.files import GPT2_NAMES, is_hub_name, write_text
-from common.log import say
-from common.process import UserError, run_main, warn
-from common.settings import Settings, parse_settings, setting
+from common.files import GPT2_NAMES, is_hub_name
+from common.process import UserError, warn
 from model import GPTConfig
 from tokenization_manager import TokenizationManager
 
@@ -159,43 +156,3 @@ def their_model(config: GPTConfig, state: Mapping[str, Tensor], **further: Any) 
         tensor = state.get(our_name(name), torch.zeros(len(target)))  # bias=False: zeros do the same
         target.copy_(arranged(tensor, our_name(name), config, back=True)[: len(target)])
     return model
-
-
-@dataclass
-class ExportSettings(Settings):
-    """Write a generator in Hugging Face's form."""
-
-    checkpoint_path: str | None = setting(None, model_file="required", common=True)
-    """the generator (required)"""
-    output_dir: str = setting("hf_model", output="folder", common=True)
-    """the folder to make"""
-    meta_path: str | None = None
-    """meta.pkl with the characters, or a tokenizer.json; None: as the checkpoint says"""
-
-
-def main() -> None:
-    from training.checkpoint import build_model, choose_tokenizer, load_checkpoint  # which reads folders by this module
-
-    settings, transformers = parse_settings(ExportSettings, "huggingface"), load_transformers()
-    path, final = str(settings.checkpoint_path), Path(settings.output_dir).resolve()
-    if final.exists():
-        raise UserError(f"ERROR: output_dir={final} is there already: remove it, or name another")
-    checkpoint = load_checkpoint(path)
-    tokenizer = choose_tokenizer(checkpoint, path, "auto", settings.meta_path)
-    state, partial = build_model(checkpoint, "generator", path).state_dict(), final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    write_text(partial / "tokenizer.json", tokenizer.to_tokenizer_json())
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(partial / "tokenizer.json"))
-    fast.eos_token = "<|endoftext|>" if "<|endoftext|>" in fast.get_vocab() else None
-    fast.save_pretrained(partial)
-    further = {"crossover": {"data": checkpoint["data"]}, "bos_token_id": None, "eos_token_id": fast.eos_token_id}
-    model = their_model(checkpoint["config"], state, **further)
-    # The distribution that the model was trained to have; transformers would else take the 50 likeliest tokens.
-    model.generation_config = transformers.GenerationConfig(do_sample=True, top_k=0, eos_token_id=fast.eos_token_id)
-    model.save_pretrained(partial)
-    partial.rename(final)
-    say(f"Saved {final}")
-
-
-if __name__ == "__main__":
-    run_main(main)

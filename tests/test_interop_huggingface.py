@@ -24,7 +24,7 @@ from tokenization_manager import TokenizationManager, save_meta
 from training.checkpoint import build_model, load_checkpoint
 
 pytest_plugins = ["tiny_run"]
-EXPORT = "interop.huggingface"
+EXPORT = "interop.export"
 SIZES = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}
 OURS = [
     GPTConfig(**SIZES, bias=bias, position=position, activation=activation, tied_embeddings=tied, **further)

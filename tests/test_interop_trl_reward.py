@@ -93,7 +93,7 @@ def test_trl_takes_two_steps_on_an_exported_generator(tmp_path, generator, predi
     from datasets import Dataset
 
     folder = tmp_path / "hf"
-    succeed("interop.huggingface", checkpoint_path=generator, output_dir=folder)
+    succeed("interop.export", checkpoint_path=generator, output_dir=folder)
     reward, calls = make_reward(str(predictive_reward_model), device="cpu"), []
 
     def noted(prompts, completions, completion_ids, **keywords):
