@@ -254,7 +254,8 @@ def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, 
         if (theirs := (contents["training"] or {}).get("generator_sha256")) is None:
             warn(f"{path} does not say against which generator it was trained")
         elif theirs != base_sha256:
-            raise UserError(f"ERROR: {path} was trained against another generator than {base_path}: make one of this")
+            hashes = f"(sha256 {theirs:.12}) than {base_path} ({base_sha256:.12})"
+            raise UserError(f"ERROR: {path} was trained against another generator {hashes}: make one of this")
         reward_model = checkpoints.build_model(contents, "reward", path, device)
     return RewardScorer(reward_model, reference, select_dtype("auto", device))
 

@@ -35,7 +35,8 @@ def test_the_figures_are_those_of_train_grpo(request, corpus, generator, head):
     natural, lengths, uniforms = draw_prompts(tokens, 16, 5, 3, 1, "test")
     ids = Completer(policy, 16)(natural, lengths, uniforms, Sampling()).ids.flatten(0, 1)
     mask = written_mask(lengths, 16)
-    scores = RewardScorer(build_model(load_checkpoint(path), "reward", path), policy)(ids)
+    model = build_model(load_checkpoint(path), "reward", path)
+    scores = RewardScorer(model, policy)(ids)
 
     tokenizer = TokenizationManager.from_record(load_checkpoint(path)["tokenization"])
     rows = [(row[:k], row[k:]) for row, k in zip(ids.tolist(), lengths.flatten().tolist(), strict=True)]
@@ -44,11 +45,11 @@ def test_the_figures_are_those_of_train_grpo(request, corpus, generator, head):
     assert make_reward(str(path), device="cpu")(*arguments, trainer_state=None) == pytest.approx(
         scores.natural.tolist(), abs=1e-5
     )
-    if scores.evidence is None:
+    if scores.by_token is None:
         with pytest.raises(UserError, match="of a head that knows tokens"):
             make_reward(str(path), "evidence")
         return
-    expected = (scores.evidence * mask).sum(1) / mask.sum(1)
+    expected = (model.output(ids)[:, 1:] * mask).sum(1) / mask.sum(1)
     found = make_reward(str(path), "evidence", "cpu")(*arguments)
     assert found == pytest.approx(expected.tolist(), abs=1e-5)
     assert make_reward(str(path), "evidence").__name__ == "crossover_evidence"
