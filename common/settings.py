@@ -143,7 +143,8 @@ def _parse(settings_class: type[S], script: str, argv: list[str]) -> S:
             changed["common"].append((each.name, positional, field(default=each.default)))
         other = "further" if {"common", "positional"} & each.metadata.keys() else "common"
         changed[other].append((each.name, fixed, field(default=each.default)))
-    kinds = {name: make_dataclass(name, members, bases=(settings_class,)) for name, members in changed.items()}
+    bases, raw = (settings_class,), {"__post_init__": lambda self: None}  # only the whole settings derive values
+    kinds = {name: make_dataclass(name, members, bases=bases, namespace=raw) for name, members in changed.items()}
     parts = [(name, kind, field(default_factory=kind, metadata={"help": ""})) for name, kind in kinds.items()]
     printed = io.StringIO()
     try:

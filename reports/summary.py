@@ -138,9 +138,9 @@ def table(ledger: Ledger) -> list[dict[str, str]]:
             found, evaluation = record["figures"], ledger.figures(f"evaluation_v{record['cycle'] + 1}")
             if own := evaluation.get(record["name"]):
                 cells |= {"loss": format_figure(own, "loss"), "perplexity": f"{own['perplexity'] or 0:.4f}"}
-                against = evaluation["base_model_v1"] if kind == "policy" else own
-                difference = format_figure(policy_minus(against), "difference", "+.4f")
-                cells |= {} if kind == "base" else {"difference": difference}
+                if kind != "base":
+                    against = evaluation["base_model_v1"] if kind == "policy" else own
+                    cells["difference"] = format_figure(policy_minus(against), "difference", "+.4f")
             if kind == "policy":
                 cells["R2 at the gate"] = _r_squared(ledger.figures(f"gate_v{record['cycle']}"))
             if found.get("first_reward") is not None:

@@ -45,7 +45,7 @@ def test_the_figures_are_those_of_train_grpo(request, corpus, generator, head):
     assert make_reward(str(path), device="cpu")(*arguments, trainer_state=None) == pytest.approx(
         scores.natural.tolist(), abs=1e-5
     )
-    if scores.by_token is None:
+    if not model.knows_tokens:
         with pytest.raises(UserError, match="of a head that knows tokens"):
             make_reward(str(path), "evidence")
         return

@@ -91,7 +91,7 @@ def test_paths_may_stand_anywhere_and_folders_mean_their_texts(folder):
     Path("settings.py").write_text("name = 'other'\nprepare_text = dict(tokenization='char')\n")
     succeed("prepare_text", "novel.txt", "--config", "settings.py")
     assert files_of("other") == nanogpt_char(TEXT)
-    assert "PATHS" in call("prepare_text", "--help").out
+    assert "STR" in call("prepare_text", "--help").out
 
 
 def refused(*paths: str, **options: object) -> str:
