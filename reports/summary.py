@@ -16,7 +16,6 @@ from reward.skill import better_than_constant, format_difference, format_loss, f
 
 Record = Mapping[str, Any]
 HEADS = ("cycle", "model", "loss", "perplexity", "difference", "R2 at the gate", "reward", "KL", "kept", "seconds")
-NOTE = "difference: of a policy its loss - base_model_v1's, of a control the policy's loss - its own; 95% intervals"
 
 
 class Ledger:
@@ -89,23 +88,18 @@ def headline(ledger: Ledger) -> str:
     policies = ledger.find("policy")
     for gate in ledger.find("gate")[-1:]:
         finding = "predicts K/N" if predicts(gate["figures"]) else "is not shown to predict K/N"
-        r2 = _r_squared(gate["figures"])
-        parts.append(f"the reward model of cycle {gate['cycle']} {finding} on the policy's text (R2 {r2})")
+        finding += f" on the policy's text (R2 {_r_squared(gate['figures'])})"
+        parts.append(f"the reward model of cycle {gate['cycle']} {finding}")
     compared = [each for each in ledger.find("evaluation") if each["cycle"]]
     if policies and not policies[-1]["script"]:
         parts.append("GRPO did not start, and the generator is carried on unchanged")
     elif compared:
-        others = compare(ledger, compared[-1])
+        found, policy = compared[-1]["figures"], f"base_model_v{compared[-1]['cycle'] + 1}"
+        others = {name: policy_minus(each) for name, each in found.items() if name != policy}
         texts = [f"{_relation(each)} that of {name}: {format_difference(each)}" for name, each in others.items()]
         parts.append(f"after {compared[-1]['cycle']} of {cycles} cycles the policy's loss is {'; '.join(texts)}")
         parts += [] if any("plain" in name for name in others) else ["there is no control by plain training"]
     return f"{'' if ledger.outcome == 'finished' else f'Run {ledger.outcome}: '}{'; '.join(parts)}."
-
-
-def compare(ledger: Ledger, evaluation: Record) -> dict[str, dict[str, float | None]]:
-    """The policy's loss minus that of each model it is compared with, by name, with its interval."""
-    found, policy = evaluation["figures"], f"base_model_v{evaluation['cycle'] + 1}"
-    return {name: policy_minus(each) for name, each in found.items() if name != policy}
 
 
 def policy_minus(control: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -149,7 +143,7 @@ def table(ledger: Ledger) -> list[dict[str, str]]:
 
 def notes(ledger: Ledger) -> list[str]:
     """What the table has no columns for."""
-    lines = [NOTE]
+    lines = ["difference: of a policy its loss - base_model_v1's, of a control the policy's loss - its own"]
     for policy in ledger.find("policy"):
         if policy["script"]:
             how = "exact gradient over the vocabulary, not group-relative advantages"
