@@ -110,6 +110,7 @@ def is_complete(output: Path, partial: Path, identity: Mapping[str, Any], overwr
     difference = f"{min(names - found)} is missing" if found != names else ""
     difference = difference or differing_settings(read_metadata(output / "train_metadata.txt"), identity)
     if not difference:
+        shutil.rmtree(partial, ignore_errors=True)  # which a kill at the end can leave
         return True
     record = partial / "settings.json"
     unfinished = differing_settings(read_json(record), identity) if record.is_file() else "no settings.json"

@@ -2,8 +2,8 @@
 
     python run_cycles.py --config config/shakespeare_char_cpu.py
 
-Out, in out_dir: base_model_v1.pt, natural_model_v1.pt (of several also natural_model_v1_member2.pt, ...); in cycle n
-reward_data_vn, reward_model_vn, gate_vn.json (its R2), base_model_v(n+1), control_plain_v(n+1), control_distil_v(n+1).
+Out, in out_dir: base_model_v1.pt, natural_model_v1.pt (and natural_model_v1_member2.pt, ...), report.html; in cycle n
+reward_data_vn, reward_model_vn, gate_vn (R2), base_model_v(n+1), control_plain_v(n+1), control_distil_v(n+1).
 A stage is done if its artefact is there and cycles.json has the same settings and inputs: repeat the command to go on.
 """
 
@@ -191,7 +191,7 @@ class Loop:
         if wanted in ("both", "distil") and self.is_likelihood and not is_other:  # the optimum of that is no mixture
             options = {"credit": "exact", "prefixes": "natural", "max_steps": steps}
             options |= {name: getattr(GRPOSettings, name) for name in SAMPLED_ONLY}
-            options |= {"loss_type": "dapo"} if grpo.loss_type in ("cispo", "gspo") else {}  # averages alike
+            options |= {"loss_type": "dapo"} if grpo.loss_type == "cispo" else {}  # averages alike
             path = self.out / f"control_distil_v{cycle + 1}.pt"
             stages.append(Stage("control_distil", cycle, "train_grpo", path, policy.inputs, options))
         return stages

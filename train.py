@@ -156,8 +156,12 @@ def main() -> None:
     # run, model and optimizers; those of a resumed run are restored from its state
     data = ranks.on_main(lambda: ckpt.data_record(corpus.train, corpus.val))
     run = begin_run(given, start, data, ranks)
-    model = GPT(run.facts["config"]) if run.is_resumed else model or new_model(settings, corpus.tokenizer)
-    model, settings = model.to(device), given.shaped(model.config)
+    if run.is_resumed:
+        with run.reading("model"):
+            parts = {"model": run.saved["model"], "config": run.facts["config"]}
+            model = GPT(ckpt.checked_contents(parts)["config"])
+    model = (model or new_model(settings, corpus.tokenizer)).to(device)
+    settings = given.shaped(model.config)
     run.facts["config"], horizon = replace(model.config), run.facts["max_iters"]  # a longer run stretches no schedule
     if settings.max_iters > horizon and settings.lr_schedule in COOLDOWN:
         raise UserError(f"ERROR: max_iters={settings.max_iters}: the rate is 0 from step {horizon} on: train anew")
@@ -202,7 +206,7 @@ def main() -> None:
         train_loss = ranks.sum(float(loss_sum))[0] / ranks.world_size
         figures = {"train_loss": train_loss, "gradient_norm": norm, "learning_rate": optimizers.learning_rate}
         figures |= {"tokens_per_second": rate, "peak_memory_mb": round(peak_memory_mb(device))}
-        run.bar.set_postfix(loss=f"{train_loss:.3f}", tok_s=f"{rate:,}")
+        run.bar.set_postfix(loss=f"{train_loss:.3f}", tok_s=f"{rate:,}", refresh=False)
         if (step + 1) % settings.eval_interval == 0 or step + 1 == settings.max_iters:
             evaluate(step + 1, **figures)
         else:

@@ -154,6 +154,12 @@ def main() -> None:
     corpus = checkpoints.open_corpus(given.dataset, policy.config.block_size + 1, base)
     data = ranks.on_main(lambda: checkpoints.data_record(corpus.train, corpus.val))
     checkpoints.check_same_splits(base["data"], data, allow_mismatch=True)
+    # run; a gate alone begins none
+    hashes = {"base model": base_sha256, "reward model": path and checkpoints.hash_model(path), **data}
+    run = Run(given.output_path, given, ranks, hashes | {"reward function": function and function.sha256})
+    if given.gate_path is None:
+        facts = {"max_steps": given.max_steps, "reward_threshold": given.reward_threshold}
+        run.begin(given.init_from == "resume", given.overwrite, **facts)
     if path is not None:
         skill = ranks.on_main(lambda: evaluation.skill_on_policy(completer, scorer, corpus.val, seed))
         if not evaluation.passes_gate(skill, path, given.allow_unpredictive_reward, given.gate_path):
@@ -163,10 +169,6 @@ def main() -> None:
     of_part = partial(evaluation.PolicyEvaluation, scorer, corpus, CopyFinder(corpus.train), seed)
     select, report = of_part("select"), of_part("report")
 
-    # run
-    hashes = {"base model": base_sha256, "reward model": path and checkpoints.hash_model(path), **data}
-    run = Run(given.output_path, given, ranks, hashes | {"reward function": function and function.sha256})
-    run.begin(given.init_from == "resume", given.overwrite, max_steps=given.max_steps)
     draw = partial(sample, completer, corpus.train, (given.prompts_per_step, given.group_size), seed, ranks)
     training, best = train(run, settings, policy, draw, partial(select, completer), scorer)
 
@@ -231,7 +233,7 @@ def train(
                 stops.note({"kl_step": record["kl_step"]})
             record |= evaluate(made)
         run.log(made, quiet=not is_evaluated, learning_rate=optimizers.learning_rate, **record)
-        run.bar.set_postfix({name: f"{record[name]:.3f}" for name in FIGURES_SHOWN if name in record})
+        run.bar.set_postfix({name: f"{record[name]:.3f}" for name in FIGURES_SHOWN if name in record}, refresh=False)
         if is_evaluated:
             run.save(made)
     training = {"steps": run.step, "stop_reason": run.reason, "kept_step": best.at, "settings": asdict(settings)}

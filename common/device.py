@@ -1,6 +1,8 @@
 """Device, precision, memory and random streams.
 
-python -c "from common.device import select_device; print(select_device('auto'))"
+    python -c "from common.device import select_device; print(select_device('auto'))"
+
+No random state is kept: a stream depends on a seed and on its purpose alone.
 """
 
 import contextlib

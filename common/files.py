@@ -1,6 +1,8 @@
 """Files that are written whole or not at all, and read as data; one writer of an output at a time; hashes.
 
-python -c "from common.files import hash_file; print(hash_file('README.md'))"
+    python -c "from common.files import hash_file; print(hash_file('README.md'))"
+
+A file is written beside its place, brought to the disk, and renamed. Nothing that is read is executed.
 """
 
 import contextlib
@@ -140,10 +142,7 @@ def hold_output(path: str | Path) -> None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name that is no path here can be one of a model hub: OWNER/NAME, or one of GPT2_NAMES.
-
-    Not where a folder OWNER lies here, nor with a suffix of files: those are paths with a mistake in them.
-    """
+    """Whether a name can be one of a model hub: OWNER/NAME, unless a folder OWNER lies here, or one of GPT2_NAMES."""
     is_owned = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not name.endswith(FILE_SUFFIXES)
     return not Path(name).exists() and (name in GPT2_NAMES or (bool(is_owned) and not Path(name).parent.exists()))
 

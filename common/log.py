@@ -1,6 +1,8 @@
-"""A printed line and a JSON record (one line, a dict with `step`) for each step, progress bars, and trackers.
+"""A printed line and a JSON record for each step, progress bars, and trackers.
 
-python -c "from common.log import read_records; print(read_records('out/model_checkpoint.jsonl')[-1])"
+    python -c "from common.log import read_records; print(read_records('out/model_checkpoint.jsonl')[-1])"
+
+A record is one line of JSON, a dict with `step`.
 """
 
 import importlib
@@ -22,11 +24,8 @@ T = TypeVar("T")
 
 
 def progress(total: int, description: str, unit: str = "it", initial: int = 0, passing: bool = False) -> tqdm:
-    """A progress bar with rate and time left; on a terminal it moves, in a log file it prints every 30 seconds.
-
-    A `passing` one, for a pause in the work of another, shows only if it lasts that long, and leaves nothing behind.
-    """
-    interval, off = 0.1 if sys.stderr.isatty() else 30, not is_main_rank()
+    """A progress bar with rate and time left; a `passing` one shows only if it lasts, and leaves nothing behind."""
+    interval, off = 0.1 if sys.stderr.isatty() else 30, not is_main_rank()  # seconds; a log file gets few lines
     shown = {"mininterval": interval, "delay": interval if passing else 0, "leave": not passing, "dynamic_ncols": True}
     return tqdm(total=total, desc=description, unit=unit, initial=initial, disable=off, **shown)
 

@@ -195,8 +195,7 @@ def _options_of_file(path: str, section: str, known: list[str], script: str) -> 
         if name not in known:
             raise UserError(f"ERROR: {path}: {script}.py has no setting {name!r}{_nearest(name, known)}")
         # One word `--name=value`, so that a value may begin with dashes; several values need words of their own.
-        several = isinstance(value, list | tuple)
-        arguments += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
+        arguments += [f"--{name}", *map(str, value)] if isinstance(value, list | tuple) else [f"--{name}={value}"]
     return arguments
 
 

@@ -1,38 +1,25 @@
 """Pictures: curves of a training, curves of GRPO, and the skill of a reward model.
 
-    python -c "import reports.figures; help(reports.figures.training_curves)"
+    python -c "import reports.figures; help(reports.figures.skill_picture)"
 
-One quantity to a panel, with its unit; 95% intervals as bands. matplotlib is imported where something is drawn: it
-takes half a second.
+One quantity to a panel; 95% intervals as bands. matplotlib takes half a second to import: where something is drawn.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.files import atomic_path
 from reward.skill import format_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # The colours of Okabe and Ito, "Color Universal Design" (2008): distinct with deficient colour vision, too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73")
 GREY = "#555555"
 COLUMNS = 3
-STYLE: dict[str, Any] = {
-    "font.size": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#d8d8d8",
-    "lines.linewidth": 1.4,
-    "lines.markersize": 3.5,
-    "legend.frameon": False,
-    "text.parse_math": False,  # a label is data: its dollars are dollars
-}
+STYLE = {"font.size": 8.5, "axes.grid": True, "grid.color": "#d8d8d8", "text.parse_math": False}  # a dollar is one
 
 
 @dataclass(frozen=True)
@@ -42,8 +29,7 @@ class Panel:
     name: str
     unit: str
     curves: Mapping[str, str]
-    natural: str = ""
-    """the record's key of natural text's own value, a dashed line"""
+    natural: str = ""  # the record's key of natural text's own value, a dashed line
 
 
 TRAINING = (
@@ -73,21 +59,9 @@ def _style() -> Iterator[None]:
         yield
 
 
-def training_curves(records: Sequence[Mapping[str, Any]], title: str) -> "Figure | None":
-    """Draw the records of train.py; None where no quantity has two points."""
-    return _curves(TRAINING, records, title)
-
-
-def grpo_curves(records: Sequence[Mapping[str, Any]], title: str) -> "Figure | None":
-    """Draw the records of train_grpo.py; None where no quantity has two points."""
-    return _curves(GRPO, records, title)
-
-
 @_style()
-def _curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title: str) -> "Figure | None":
-    """Draw the panels that have a curve, in rows of COLUMNS; the final record, of another part, is left out."""
-    from matplotlib.ticker import MaxNLocator
-
+def _curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """A picture of records: the panels with two points, in rows of COLUMNS, without the final one, of another part."""
     steps = [record for record in records if "final" not in record]
     shown = [panel for panel in panels if any(len(_points(steps, key)) > 1 for key in panel.curves)]
     if not shown:
@@ -99,13 +73,15 @@ def _curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title
         for (key, points), colour in zip(curves.items(), COLOURS, strict=False):
             at, values = [point["step"] for point in points], [point[key] for point in points]
             name = f"{panel.curves[key] or 'last'} {values[-1]:.4g}"
-            axes.plot(at, values, color=colour, marker="o" if len(points) <= 16 else "", label=name)
-            _draw_interval(axes, points, key, colour)
+            axes.plot(at, values, ".-" if len(points) <= 16 else "-", color=colour, label=name)
+            if bounded := _points(points, f"{key}_low"):
+                lows, highs = ([point[f"{key}_{end}"] for point in bounded] for end in ("low", "high"))
+                axes.fill_between([point["step"] for point in bounded], lows, highs, color=colour, alpha=0.2)
         if natural := _points(steps, panel.natural):
             value = natural[-1][panel.natural]
             axes.axhline(value, color=GREY, linestyle="--", label=f"natural text {value:.4g}")
         axes.set(title=panel.name, xlabel="step", ylabel=panel.unit)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.locator_params(axis="x", nbins=5, integer=True)
         axes.legend()
     for axes in grid[len(shown) :]:
         axes.set_axis_off()
@@ -117,15 +93,12 @@ def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str,
     return [record for record in records if record.get(key) is not None]
 
 
-def _draw_interval(axes: Any, points: Sequence[Mapping[str, Any]], key: str, colour: str) -> None:
-    """Draw the band between a key's `_low` and `_high`, where records have them."""
-    if bounded := _points(points, f"{key}_low"):
-        steps, lows = [point["step"] for point in bounded], [point[f"{key}_low"] for point in bounded]
-        axes.fill_between(steps, lows, [point[f"{key}_high"] for point in bounded], color=colour, alpha=0.2)
+training_curves = functools.partial(_curves, TRAINING)
+grpo_curves = functools.partial(_curves, GRPO)
 
 
 @_style()
-def skill_picture(skill: Mapping[str, Any], title: str) -> "Figure":
+def skill_picture(skill: Mapping[str, Any], title: str) -> Any:
     """Draw the figures of `reward.skill.measure_skill`: calibration, mean prediction and error by crossover."""
     table, by_crossover = skill["calibration"], skill["by_crossover"]
     figure, (left, middle, right) = _figure(f"{title}: R² {format_figure(skill, 'r2', '.3f')}", 1, 3)
@@ -149,7 +122,7 @@ def skill_picture(skill: Mapping[str, Any], title: str) -> "Figure":
     return figure
 
 
-def _figure(title: str, rows: int, columns: int) -> tuple["Figure", Any]:
+def _figure(title: str, rows: int, columns: int) -> tuple[Any, Any]:
     """A figure with a title, and its rows * columns panels."""
     from matplotlib.figure import Figure
 
@@ -158,7 +131,7 @@ def _figure(title: str, rows: int, columns: int) -> tuple["Figure", Any]:
     return figure, figure.subplots(rows, columns, squeeze=False).flatten()
 
 
-def write_png(figure: "Figure", path: str | Path) -> None:
+def write_png(figure: Any, path: str | Path) -> None:
     """Write a figure, on white, whole or not at all."""
     with atomic_path(path) as partial:
         figure.savefig(partial, format="png", dpi=120)

@@ -2,7 +2,7 @@
 
     python -c "from reports.page import *; write_page(Ledger(Path('out/shakespeare_char_cpu')), torch.device('cpu'))"
 
-In: out_dir with cycles.json and what the stages have made so far. Out: report.html, one file that loads nothing else.
+report.html is one file that loads nothing else.
 """
 
 import base64

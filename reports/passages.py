@@ -1,6 +1,8 @@
 """Passages of unseen reward data, with the P(natural) that a reward model gives each token.
 
-python -c "import reports.passages; help(reports.passages.read_passages)"
+    python -c "import reports.passages; help(reports.passages.read_passages)"
+
+They are drawn at random, whatever is found in them.
 """
 
 from dataclasses import dataclass
@@ -24,15 +26,13 @@ class Passage:
 
     tokens: list[str]
     crossover: int
-    predicted: float
-    """the reward model's E[K], in tokens"""
-    natural: list[float] | None
-    """P(token is natural); None: the head gives one number for the sequence"""
+    predicted: float  # the reward model's E[K], in tokens
+    natural: list[float] | None  # P(token is natural); None: the head gives one number for the sequence
 
 
 @torch.no_grad()
 def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -> list[Passage]:
-    """Passages drawn at random among the rows that report, each of another natural block, whatever is found in them."""
+    """Passages drawn at random among the rows that report, each of another natural block."""
     dataset, contents = RewardDataset(reward_data, "val"), load_checkpoint(reward_model)
     tokenizer = TokenizationManager.from_record(contents["tokenization"])
     model = build_model(contents, "reward", reward_model, device)

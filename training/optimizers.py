@@ -70,6 +70,9 @@ class Optimizers:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for optimizer, moments in zip(self.optimizers, state["moments"], strict=True):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+            for parameter, own in optimizer.state.items():
+                if any(moment.dim() and moment.shape != parameter.shape for moment in own.values()):
+                    raise ValueError("moments are of another shape than their weight")
 
 
 def make_optimizers(
@@ -170,6 +173,9 @@ class Best:
 
     def restore(self, model: Module) -> None:
         """Give the model the kept weights; those that were not offered stay."""
+        own = model.state_dict()
+        if not self.weights or any(own[name].shape != weight.shape for name, weight in self.weights.items()):
+            raise UserError("ERROR: the saved state has no best weights of this model: delete it, start from scratch")
         model.load_state_dict(self.weights, strict=False)
 
     def state_dict(self) -> dict[str, Any]:

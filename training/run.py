@@ -6,6 +6,7 @@ The state (`.resume`) and the records (`.jsonl`) lie beside the output. The stat
 Ctrl-C or SIGTERM after the step; a resumed run of the same settings and inputs ends in the same tensors.
 """
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -36,7 +37,7 @@ class Run:
         self.facts: dict[str, Any] = {}
         self.reason = ""  # why the loop ended
         self.parts: dict[str, Any] = {}  # each with state_dict and load_state_dict
-        self._saved: dict[str, Any] = {}  # of a resumed run: its parts
+        self.saved: dict[str, Any] = {}  # of a resumed run: its parts
         self.is_resumed = False
         self.log: Callable[..., None]  # appends the record of a step, as RunLog.log
 
@@ -54,7 +55,9 @@ class Run:
                 raise UserError(f"ERROR: nothing to resume: {self.path} not found; start with --init_from scratch")
             if difference:
                 raise UserError(f"ERROR: {self.path} is of another run ({difference}); name another output")
-            self._saved, self.step, self.facts, self.is_resumed = state["parts"], state["step"], state["facts"], True
+            self.saved, self.step, self.facts, self.is_resumed = state["parts"], state["step"], state["facts"], True
+            with self.reading("facts"):
+                _ = [self.facts[name] for name in facts]
             say(f"Resuming {self.path} at step {self.step}")
         elif state is None and self.output.exists() and not overwrite:
             way = "name another output, or --overwrite True replaces it"
@@ -93,11 +96,17 @@ class Run:
         """Make these parts of the state; those of a resumed run are restored. Raises UserError for a damaged state."""
         self.parts |= parts
         for name, part in parts.items() if self.is_resumed else ():
-            try:
-                part.load_state_dict(self._saved[name])
-            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                reason = f"{name}: {str(error).removeprefix('ERROR: ').partition(chr(10))[0]:.200}"
-                raise UserError(f"ERROR: {self.path} is damaged ({reason}): delete it and start from scratch") from None
+            with self.reading(name):
+                part.load_state_dict(self.saved[name])
+
+    @contextlib.contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Within, whatever a saved state's contents bring about is a UserError that names the file."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            reason = f"{what}: {str(error).removeprefix('ERROR: ').partition(chr(10))[0]:.200}"
+            raise UserError(f"ERROR: {self.path} is damaged ({reason}): delete it and start from scratch") from None
 
     def steps(self, total: int, stop: Callable[[], str | None] = lambda: None) -> Iterator[int]:
         """Yield the number, counted from 0, of each step to make; ends with a `reason`, `stop()`'s or the limit.
