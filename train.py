@@ -158,8 +158,7 @@ def main() -> None:
     run = begin_run(given, start, data, ranks)
     if run.is_resumed:
         with run.reading("model"):
-            parts = {"model": run.saved["model"], "config": run.facts["config"]}
-            model = GPT(ckpt.checked_contents(parts)["config"])
+            model = GPT(ckpt.checked_contents({"model": run.saved["model"], "config": run.facts["config"]})["config"])
     model = (model or new_model(settings, corpus.tokenizer)).to(device)
     settings = given.shaped(model.config)
     run.facts["config"], horizon = replace(model.config), run.facts["max_iters"]  # a longer run stretches no schedule

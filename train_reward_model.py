@@ -90,6 +90,10 @@ class RewardModelSettings(Settings):
 
     def check_further(self, problems: Problems) -> None:
         """Note options that do not fit the head."""
+        is_other = Path(self.output_path).suffix in (".png", ".jsonl")
+        problems.require(
+            not is_other, f"output_path={self.output_path}: records and a picture lie there", "Name it .pt"
+        )
         wrong, ways_out = f"loss={self.loss}: a last head predicts one share a sequence", "Choose --head position"
         problems.require(self.loss_name in REWARD_MODELS[self.head].losses, wrong, ways_out)
         if self.head != "likelihood":

@@ -6,6 +6,7 @@ A file is written beside its place, brought to the disk, and renamed. Nothing th
 """
 
 import contextlib
+import glob
 import hashlib
 import json
 import math
@@ -137,6 +138,8 @@ def hold_output(path: str | Path) -> None:
     try:
         lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
         until_main_ends.enter_context(lock)
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):  # of a killed process
+            left.unlink(missing_ok=True)
     except filelock.Timeout:
         raise UserError(f"ERROR: {path} is being written by another process: wait for it, or name another") from None
 

@@ -194,3 +194,8 @@ def test_the_name_of_a_tokenization_is_one_class_in_both_places():
     import tokenization_manager
 
     assert reward_data_config.TokenizationInfo is tokenization_manager.TokenizationInfo
+
+
+def test_a_dataset_on_the_command_line_means_binary_mode():
+    settings = parse_settings(RewardDataConfig, "prepare_reward_data", ["--dataset", "shakespeare"], check=False)
+    assert settings.input_mode == "binary" and settings.train_bin.endswith("shakespeare/train.bin")

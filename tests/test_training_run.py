@@ -9,7 +9,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import TINY_TRAIN, assert_same_weights, call, end_in_call, succeed, terminate, untimed, weights
+from helpers import (
+    TINY_TRAIN,
+    assert_same_weights,
+    call,
+    end_in_call,
+    refuse_in_one_line,
+    succeed,
+    terminate,
+    untimed,
+    weights,
+)
 
 import train
 from common import process
@@ -217,3 +227,25 @@ def test_train_a_second_time(whole, corpus):
     for max_iters, said in ((25, "the rate is 0 from step 20 on"), (10, "")):
         finished = call("train", **{**options, "init_from": "resume", "max_iters": max_iters})
         assert (finished.status, said in finished.err) == (2 if said else 0, True)
+
+
+@pytest.mark.parametrize("damage", ["facts", "moments", "best", "config"])
+def test_a_damaged_state_is_refused_in_one_line(tmp_path, corpus, damage):
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path}
+    succeed("train", **options)
+    path = tmp_path / "model_checkpoint.resume"
+    state = torch.load(path, weights_only=True)
+    if damage == "facts":
+        del state["facts"]["max_iters"]
+    elif damage == "config":
+        state["facts"]["config"].n_layer = 10**6
+    elif damage == "moments":
+        moments = state["parts"]["optimizers"]["moments"][0][0]
+        state["parts"]["optimizers"]["moments"][0][0] = {
+            name: each[:1] if each.dim() else each for name, each in moments.items()
+        }
+    else:
+        state["parts"]["best"]["weights"] = {}
+    torch.save(state, path)
+    line = refuse_in_one_line("train", **options, init_from="resume")
+    assert line.startswith("ERROR: ")
