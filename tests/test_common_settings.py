@@ -100,6 +100,7 @@ def test_all_faults_are_reported_at_once():
         "  SUGGESTION: Leave out learning_rate for its default, 0.001",
         "  SUGGESTION: Check that the model checkpoint file exists and the path is correct",
     ]
+    assert "batch_size=99999999999999999999: must be >= 1 and < 2**63" in refused("--batch_size=99999999999999999999")
     assert "unlucky" in refused("--batch_size=13") and parse("--batch_size=13", check=False).batch_size == 13
 
 
