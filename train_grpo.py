@@ -154,12 +154,6 @@ def main() -> None:
     corpus = checkpoints.open_corpus(given.dataset, policy.config.block_size + 1, base)
     data = ranks.on_main(lambda: checkpoints.data_record(corpus.train, corpus.val))
     checkpoints.check_same_splits(base["data"], data, allow_mismatch=True)
-    # run; a gate alone begins none
-    hashes = {"base model": base_sha256, "reward model": path and checkpoints.hash_model(path), **data}
-    run = Run(given.output_path, given, ranks, hashes | {"reward function": function and function.sha256})
-    if given.gate_path is None:
-        facts = {"max_steps": given.max_steps, "reward_threshold": given.reward_threshold}
-        run.begin(given.init_from == "resume", given.overwrite, **facts)
     if path is not None:
         skill = ranks.on_main(lambda: evaluation.skill_on_policy(completer, scorer, corpus.val, seed))
         if not evaluation.passes_gate(skill, path, given.allow_unpredictive_reward, given.gate_path):
@@ -169,6 +163,11 @@ def main() -> None:
     of_part = partial(evaluation.PolicyEvaluation, scorer, corpus, CopyFinder(corpus.train), seed)
     select, report = of_part("select"), of_part("report")
 
+    # run
+    hashes = {"base model": base_sha256, "reward model": path and checkpoints.hash_model(path), **data}
+    run = Run(given.output_path, given, ranks, hashes | {"reward function": function and function.sha256})
+    facts = {"max_steps": given.max_steps, "reward_threshold": given.reward_threshold}
+    run.begin(given.init_from == "resume", given.overwrite, **facts)
     draw = partial(sample, completer, corpus.train, (given.prompts_per_step, given.group_size), seed, ranks)
     training, best = train(run, settings, policy, draw, partial(select, completer), scorer)
 
