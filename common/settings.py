@@ -12,6 +12,7 @@ import ast
 import contextlib
 import difflib
 import io
+import math
 import operator
 import sys
 from collections.abc import Mapping
@@ -80,7 +81,8 @@ class Settings:
             rules, name, value = each.metadata, each.name, getattr(self, each.name)
             if isinstance(value, int | float):
                 bounds = [(*BOUNDS[kind], rules[kind]) for kind in BOUNDS if kind in rules]
-                holds = abs(value) < 2**63 and all(compare(value, bound) for _, compare, bound in bounds)
+                holds = abs(value) < (2**63 if isinstance(value, int) else math.inf)
+                holds = holds and all(compare(value, bound) for _, compare, bound in bounds)
                 rule = " and ".join(f"{sign} {bound:g}" for sign, _, bound in bounds) or "finite"
                 rule += " and < 2**63" if isinstance(value, int) and value >= 2**63 else ""
                 error = f"{name}={value}: must be {rule}" + (f" ({rules['unit']})" if "unit" in rules else "")
