@@ -210,9 +210,9 @@ def kill_once_saved(script: str, function: str, seconds: float, state: Path, **o
     assert process.returncode == -signal.SIGKILL
 
 
-def run(script: str, *arguments: Any, **options: Any) -> Finished:
+def run(script: str, *arguments: Any, folder: Path = ROOT, **options: Any) -> Finished:
     """Run a script in a process of its own, a fork; tests/test_end_to_end.py also starts each script without one."""
-    return run_forked(script, [*map(str, arguments), *as_arguments(options)], [{}])
+    return run_forked(script, [*map(str, arguments), *as_arguments(options)], [{}], folder)
 
 
 def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
@@ -225,8 +225,8 @@ def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
     return run_forked(script, as_arguments(options), variables)
 
 
-def run_forked(script: str, arguments: list[str], variables: list[dict[str, str]]) -> Finished:
-    """Run a script in one process for each of `variables`, set in its environment.
+def run_forked(script: str, arguments: list[str], variables: list[dict[str, str]], where: Path = ROOT) -> Finished:
+    """Run a script, in the folder `where`, in one process for each of `variables`, set in its environment.
 
     Once one fails the others are ended; the status is that of the first to fail. The processes are forks of one that
     has imported the scripts, which takes longer than most of these runs (on macOS, where a fork of such a process
@@ -243,7 +243,7 @@ def run_forked(script: str, arguments: list[str], variables: list[dict[str, str]
         try:
             for index, own in enumerate(variables):
                 files = [Path(folder, f"{index}.{name}") for name in ("out", "err")]
-                started = (ROOT / script, arguments, {**os.environ, **own}, files)
+                started = (ROOT / script, arguments, {**os.environ, **own}, files, where)
                 processes.append(context.Process(target=be_script, args=started))
                 processes[-1].start()
             while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
@@ -264,13 +264,13 @@ def run_forked(script: str, arguments: list[str], variables: list[dict[str, str]
     return Finished(status, out, err)
 
 
-def be_script(script: Path, arguments: list[str], environment: dict[str, str], files: list[Path]) -> None:
+def be_script(script: Path, arguments: list[str], environment: dict[str, str], files: list[Path], where: Path) -> None:
     """Run a script in this process, with its own environment, working directory and files for what it prints."""
     for path, number in zip(files, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ |= environment
-    os.chdir(ROOT)
+    os.chdir(where)
     sys.argv = [str(script), *arguments]
     sys.path[:] = [str(script.parent), *(path for path in sys.path if Path(path) not in (ROOT, ROOT / "tests"))]
     try:

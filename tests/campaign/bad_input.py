@@ -41,4 +41,4 @@ def attempt(world: World, draw: random.Random, folder: Path) -> None:
     small = {"max_iters": 2, "max_steps": 1, "max_epochs": 1, "max_new_tokens": 3, "eval_interval": 1}
     options = {**world.commands(folder / "out")[script]}
     options |= {name: value for name, value in small.items() if name in names}
-    expect_refusal(script, options | chosen, f"{script} {chosen!r}:", statuses=(0, 2))
+    expect_refusal(script, options | chosen, f"{script} {chosen!r}:", folder, statuses=(0, 2))

@@ -86,5 +86,5 @@ def attempt(world: World, draw: random.Random, folder: Path) -> None:
         script, options = "train", {**commands["train"], "init_from": "resume"}
         out.mkdir()
         torch.save({"step": 1, "parts": Harmful(marker)}, out / "generator.resume")
-    expect_refusal(script, options, f"{kind}, {script}:")
+    expect_refusal(script, options, f"{kind}, {script}:", folder)
     expect(not marker.exists(), f"{kind}, {script}: a file's contents were executed")
