@@ -3,6 +3,7 @@
 CROSSOVER_TEST_SEED=7 shuffles modules, and tests within a module, by that seed, and gives torch two threads.
 """
 
+import importlib.util
 import inspect
 import re
 import signal
@@ -25,17 +26,25 @@ NAMES = "|".join(map(re.escape, (*COMPARISONS, "assert_cache_changes_nothing")))
 FLOATS = re.compile(NAMES + r"|[<>]=? \d*\.?\d+e-\d+")  # and bounds such as `< 1e-5`
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the comparisons of floats, and shuffle if asked to."""
+HAS_BENCH = all(importlib.util.find_spec(name) for name in ("transformers", "trl", "tensorboard"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs other packages, mark the comparisons of floats, and shuffle if asked to."""
     for item in items:
         if FLOATS.search(inspect.getsource(item.function)):
             item.add_marker("floats")
+    if not HAS_BENCH:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("interop")])
+        items[:] = [item for item in items if not item.get_closest_marker("interop")]
     if SEED is not None:
         items[:] = shuffled(items, SEED)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the seed of the order, so that a failure can be reproduced."""
+    """Print what was left out, and the seed of the order, so that a failure can be reproduced."""
+    if not HAS_BENCH:
+        terminalreporter.write_line("Tests that need requirements-bench.txt were left out: make test-interop")
     if SEED is not None:
         terminalreporter.write_line(f"CROSSOVER_TEST_SEED={SEED}")
 

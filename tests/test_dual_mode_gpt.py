@@ -69,7 +69,7 @@ def test_config_fields_and_defaults_of_the_seeds_come_first():
     assert all(default is not dataclasses.MISSING for _, default in defaults)
 
 
-@pytest.mark.parametrize("hidden", [None, 1, 128, 256, 512])
+@pytest.mark.parametrize("hidden", [None, 1, 512])
 def test_configurable_reward_head_hidden_dim(hidden):
     changes = {} if hidden is None else {"reward_head_hidden_dim": hidden}
     model, width = tiny_model(mode="reward", **changes), hidden or 256
@@ -225,23 +225,15 @@ def test_the_future_does_not_show(position):
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
-@pytest.mark.parametrize("mode", ["generator", "reward"])
-def test_sequences_longer_than_the_block_are_refused(position, mode):
-    model = tiny_model(position=position, mode=mode)
-    model(some_ids(1, 12))
-    with pytest.raises(UserError, match=r"13 tokens .*block_size 12"):
-        model(some_ids(1, 13))
-
-
-@pytest.mark.parametrize("position", ["rope", "learned"])
 def test_a_model_cropped_to_shorter_sequences_predicts_the_same(position):
     model, whole = (tiny_model(lively=True, position=position) for _ in range(2))
     shared, idx = model.config, some_ids(3, 7)
     model.crop_block_size(7)
     assert model.config.block_size == 7 and shared.block_size == 12
     assert torch.equal(model.trunk(idx), whole.trunk(idx))
-    with pytest.raises(UserError, match=r"8 tokens .*block_size 7"):
-        model(some_ids(1, 8))
+    for cropped, length in ((model, 7), (whole, 12)):
+        with pytest.raises(UserError, match=rf"{length + 1} tokens .*block_size {length}"):
+            cropped(some_ids(1, length + 1))
     again = GPT(model.config).eval()
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(idx)[0], whole(idx)[0])
@@ -276,8 +268,7 @@ MANY_TOKENS = GPTConfig(block_size=1024, vocab_size=5000, n_layer=1, n_head=1, n
     ("config", "gib", "rows"),
     [
         *((GPTConfig(), None, 1), (SMALL, None, 64), (MANY_TOKENS, None, 10)),  # they decide the order of sums
-        *((GPTConfig(), 1, 1), (GPTConfig(), 80, 6), (GPTConfig(), 141, 11)),
-        *((SMALL, 1, 61), (SMALL, 80, 1024)),
+        *((GPTConfig(), 1, 1), (GPTConfig(), 80, 6), (SMALL, 80, 1024)),
     ],
 )
 def test_rows_at_a_time_follow_from_shapes_and_cudas_memory(monkeypatch, config, gib, rows):
@@ -299,15 +290,8 @@ def test_padding_ids_have_no_probability_and_change_nothing_else():
     assert torch.isfinite(model.lm_head.weight.grad).all()
     assert (model.lm_head.weight.grad[11:] == 0).all()
     assert (model(some_ids(2, 6))[0].softmax(-1)[..., 11:] == 0).all()
-
-
-def test_padding_ids_are_no_prompt():
-    model = tiny_model(vocab_size=16, num_tokens=11)
-    model.generate(torch.tensor([[10]]), 1)
-    with pytest.raises(UserError, match=r"\[3, 11\].*\[0, 10\]"):
+    with pytest.raises(UserError, match=r"\[3, 11\].*\[0, 10\]"):  # nor are they a prompt
         model.generate(torch.tensor([[3, 11]]))
-    with pytest.raises(UserError, match=r"\[-1, -1\]"):
-        model.generate(torch.tensor([[-1]]))
 
 
 @pytest.mark.parametrize("mode", ["generator", "reward"])
@@ -334,22 +318,16 @@ def test_initialisation(mode):
     ("changes", "message"),
     [
         ({"block_size": 0}, "block_size=0: must be >= 1"),
-        ({"reward_head_hidden_dim": -3}, "reward_head_hidden_dim=-3: must be >= 1"),
         ({"n_embd": 9}, "n_embd=9 is not a multiple of n_head=2"),
         ({"n_embd": 6}, "even head size"),
         ({"rotary_share": 0.25}, "not 1 of n_embd / n_head = 4"),
-        ({"rotary_share": math.nan}, "rotary_share=nan"),
         ({"activation": "relu"}, "activation='relu': must be one of gelu, gelu_tanh"),
-        ({"dropout": 1.0}, "dropout=1.0"),
         ({"dropout": -0.1}, "dropout=-0.1"),
         ({"dropout": math.nan}, "dropout=nan"),
         ({"mode": "critic"}, "mode must be 'generator' or 'reward'"),
         ({"position": "alibi"}, "position='alibi'"),
-        ({"num_tokens": 0}, "num_tokens=0"),
         ({"num_tokens": 12}, "num_tokens=12"),
         ({"n_layer": 2.0}, "n_layer=2.0: must be a whole number"),
-        ({"vocab_size": None}, "vocab_size=None: must be a whole number"),
-        ({"num_tokens": "5"}, "num_tokens='5': must be a whole number"),
         ({"dropout": "0.1"}, "dropout='0.1'"),
         ({"reward_head_type": "linear"}, "reward_head_type='linear': must be one of last, position, likelihood"),
     ],
@@ -361,13 +339,9 @@ def test_impossible_configs_are_reported(changes, message):
     assert "\n" not in str(caught.value)
 
 
-def test_an_odd_head_size_is_fine_with_learned_positions():
-    GPT(GPTConfig(**{**TINY, "n_embd": 6}, position="learned"))
-
-
 def test_a_reward_model_cannot_generate():
     with pytest.raises(UserError, match="reward model"):
-        tiny_model(mode="reward").generate(some_ids(1, 1))
+        tiny_model(mode="reward", n_embd=6, position="learned").generate(some_ids(1, 1))
 
 
 def test_gpt_config_is_read_at_torch_load_s_safe_default(tmp_path):

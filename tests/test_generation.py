@@ -103,14 +103,14 @@ def assert_cache_changes_nothing(model, natural, prefixes, sampling=GREEDY):
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
-@pytest.mark.parametrize(("prompts", "group"), [(1, 1), (1, 5), (3, 1), (5, 3), (7, 2)])
+@pytest.mark.parametrize(("prompts", "group"), [(1, 1), (5, 3)])
 def test_cached_equals_uncached_for_mixed_crossovers_and_odd_sizes(position, prompts, group):
     model = tiny_model(position)
     assert_cache_changes_nothing(model, blocks(prompts), lengths(prompts, group))
     assert_cache_changes_nothing(model, blocks(prompts), lengths(prompts, group), Sampling(temperature=0.8, top_k=6))
 
 
-@pytest.mark.parametrize("length", [1, 2, N])
+@pytest.mark.parametrize("length", [1, N])
 def test_a_whole_natural_block_stays_as_it_is(length):
     natural = blocks(2, length)
     result = assert_cache_changes_nothing(tiny_model(), natural, torch.full((2, 3), length))
@@ -118,7 +118,7 @@ def test_a_whole_natural_block_stays_as_it_is(length):
     assert (result.log_probs == 0).all() and (result.model_log_probs == 0).all()
 
 
-@pytest.mark.parametrize("length", [kv_cache.GROWTH, kv_cache.GROWTH + 1, 2 * kv_cache.GROWTH + 6])
+@pytest.mark.parametrize("length", [kv_cache.GROWTH, 2 * kv_cache.GROWTH + 6])
 def test_rows_of_a_cache_that_grow_keep_their_prefixes_and_read_nothing_else(length):
     """Prefixes end before, at and beyond the ends of the room; the memory holds NaN where nothing was written."""
     model, natural = tiny_model(block_size=length), blocks(3, length)
@@ -160,16 +160,6 @@ def test_prefixes_are_natural_and_log_probs_are_a_fresh_pass_s(sampling):
     assert checked > 40
 
 
-def test_natural_text_beyond_the_prefix_is_never_read():
-    model, natural, prefixes, uniforms = tiny_model(), blocks(4), lengths(4, 1), draws(4, 1, N)
-    other = natural.clone()
-    for row, k in enumerate(prefixes.flatten().tolist()):
-        other[row, k:] = (other[row, k:] + 1) % V
-    first = complete(model, natural, prefixes, uniforms, Sampling())
-    second = complete(model, other, prefixes, uniforms, Sampling())
-    assert torch.equal(first.ids, second.ids) and torch.equal(first.log_probs, second.log_probs)
-
-
 def test_dropout_is_off_meanwhile():
     model, natural, prefixes, uniforms = tiny_model(dropout=0.5), blocks(3), lengths(3, 2), draws(3, 2, N)
     still = complete(model, natural, prefixes, uniforms, Sampling())
@@ -177,7 +167,7 @@ def test_dropout_is_off_meanwhile():
     assert model.training and torch.equal(still.ids, result.ids) and not result.log_probs.requires_grad
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[-1]])
 def test_same_uniforms_same_ids_whatever_the_group_size(sampling):
     model, natural, prefixes, uniforms = tiny_model(), blocks(3), lengths(3, 4), draws(3, 4, N)
     together = complete(model, natural, prefixes, uniforms, sampling).ids
@@ -185,25 +175,8 @@ def test_same_uniforms_same_ids_whatever_the_group_size(sampling):
         for g in range(4):
             alone = complete(model, natural[[p]], prefixes[[p], g : g + 1], uniforms[[p], g : g + 1], sampling).ids
             assert torch.equal(alone[0, 0], together[p, g])
-    apart = complete(
-        model, natural.repeat_interleave(4, 0), prefixes.view(12, 1), uniforms.view(12, 1, N), sampling
-    ).ids
-    assert torch.equal(apart.view(3, 4, N), together)
     other = complete(model, natural, prefixes, draws(3, 4, N, purpose="others"), sampling).ids
     assert not torch.equal(other, together)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 100])
-def test_same_ids_however_many_rows_fit(rows):
-    model, natural, prefixes, uniforms = tiny_model(), blocks(3), lengths(3, 4), draws(3, 4, N)
-    together = complete(model, natural, prefixes, uniforms, Sampling())
-    completer = Completer(model, N)
-    completer.rows = rows
-    for _ in range(2):  # the second time in a cache that holds something else
-        completions = completer(natural, prefixes, uniforms, Sampling())
-        assert torch.equal(completions.ids, together.ids)
-        torch.testing.assert_close(completions.log_probs, together.log_probs, rtol=0, atol=1e-5)
-        completer(blocks(2).flip(1), lengths(2, 3), draws(2, 3, N, purpose="others"), Sampling())
 
 
 def test_rows_follow_from_the_free_memory(monkeypatch):
@@ -250,25 +223,19 @@ def chi_square_p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return torch.special.gammaincc(*halves).item()
 
 
-def two_token_counts_and_probabilities(sampled_with: Sampling, compared_with: Sampling, rows: int = 6000):
-    """How often each pair of tokens follows a prompt, and its exact probability: (V * V,) each."""
-    vocab_size = 6
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_sampled_frequencies_are_the_exact_probabilities(sampling):
+    """Of each pair of tokens after a prompt."""
+    vocab_size, rows = 6, 6000
     model = tiny_model(block_size=3, vocab_size=vocab_size, n_layer=1)
     prompt = torch.tensor([[2, 0, 0]])
-    ids = complete(model, prompt, torch.ones(1, rows, dtype=torch.int64), draws(1, rows, 3), sampled_with).ids[0]
+    ids = complete(model, prompt, torch.ones(1, rows, dtype=torch.int64), draws(1, rows, 3), sampling).ids[0]
     assert (ids[:, 0] == 2).all()
     counts = np.bincount(ids[:, 1] * vocab_size + ids[:, 2], minlength=vocab_size**2)
 
-    first = exact_distribution(model(torch.tensor([[2]]))[0][0, 0], compared_with)
-    second = [
-        exact_distribution(model(torch.tensor([[2, token]]))[0][0, 0], compared_with) for token in range(vocab_size)
-    ]
-    return counts, (first[:, None] * np.stack(second)).ravel()
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_sampled_frequencies_are_the_exact_probabilities(sampling):
-    assert chi_square_p_value(*two_token_counts_and_probabilities(sampling, sampling)) > 1e-3
+    first = exact_distribution(model(torch.tensor([[2]]))[0][0, 0], sampling)
+    second = [exact_distribution(model(torch.tensor([[2, t]]))[0][0, 0], sampling) for t in range(vocab_size)]
+    assert chi_square_p_value(counts, (first[:, None] * np.stack(second)).ravel()) > 1e-3
 
 
 EXTREMES = st.sampled_from([0.0, 2**-24, 0.5, LARGEST_UNIFORM])
@@ -295,7 +262,7 @@ def test_a_drawn_token_is_always_one_that_may_come(logits, uniform, temperature,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("temperature", [5e-324, 1e-38, 1e-20, 1e20, 1.7e308])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-20, 1.7e308])
 @pytest.mark.parametrize("top", [{}, {"top_k": 6}, {"top_p": 0.99}])
 def test_the_ends_of_the_temperature_scale(dtype, temperature, top):
     """The smallest is greedy, the largest uniform; neither is NaN, nor draws padding."""
@@ -307,14 +274,10 @@ def test_the_ends_of_the_temperature_scale(dtype, temperature, top):
     assert model_log_probs.isfinite().all()
 
 
-def test_ties_do_not_let_more_than_top_k_in():
-    logits, uniforms = torch.zeros(200, 8), torch.arange(200) / 200
-    ids, log_probs, _ = sample_tokens(logits, uniforms, Sampling(top_k=3))
+def test_ties_do_not_let_more_than_top_k_in_and_top_p_keeps_the_token_that_crosses_it():
+    ids, log_probs, _ = sample_tokens(torch.zeros(200, 8), torch.arange(200) / 200, Sampling(top_k=3))
     assert len(ids.unique()) == 3
     torch.testing.assert_close(log_probs, torch.full((200,), math.log(1 / 3)))
-
-
-def test_top_p_keeps_the_token_that_crosses_it():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(1000, 1)
     for top_p, kept in [(0.01, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.96, 4), (1.0, 4)]:
         ids, _, _ = sample_tokens(logits, torch.arange(1000) / 1000, Sampling(top_p=top_p))
@@ -322,7 +285,7 @@ def test_top_p_keeps_the_token_that_crosses_it():
 
 
 @pytest.mark.parametrize(
-    "sampling", [*SAMPLINGS, GREEDY, Sampling(temperature=1e38), Sampling(temperature=1e38, top_k=16, top_p=1.0)]
+    "sampling", [GREEDY, Sampling(), Sampling(temperature=1e38), Sampling(temperature=1e38, top_k=16, top_p=1.0)]
 )
 def test_padding_ids_are_never_drawn(sampling):
     model = tiny_model(vocab_size=16, num_tokens=5)
@@ -337,12 +300,10 @@ def test_padding_ids_are_never_drawn(sampling):
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p"])
-@pytest.mark.parametrize("value", [-0.1, -math.inf])
-def test_impossible_samplings_are_reported(name, value):
-    with pytest.raises(UserError, match=f"{name}={value}"):
-        Sampling(**{name: value})
-    with pytest.raises(UserError, match="nan"):
-        Sampling(temperature=math.nan)
+def test_impossible_samplings_are_reported(name):
+    for value in (-0.1, -math.inf, math.nan):
+        with pytest.raises(UserError, match=f"{name}={value}"):
+            Sampling(**{name: value})
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), GREEDY, Sampling(temperature=0.5, top_k=3)])
@@ -387,7 +348,7 @@ def continued_by_hand(model, idx, new, sampling, uniforms):
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(temperature=0.7, top_k=4, top_p=0.9)])
-@pytest.mark.parametrize(("start", "new"), [(1, 4), (3, 7), (4, 15), (10, 3), (13, 4)])
+@pytest.mark.parametrize(("start", "new"), [(3, 7), (4, 15), (13, 4)])
 def test_generate_within_the_block_and_sliding_beyond_it(position, sampling, start, new):
     model, idx = tiny_model(position), blocks(3, start)
     result = model.generate(idx, new, sampling.temperature, sampling.top_k, sampling.top_p, generator())

@@ -1,4 +1,4 @@
-"""interop/trl_reward.py: train_grpo.py's figures, one-line errors, and two real steps of TRL.
+"""interop/trl_reward.py: train_grpo.py's figures, one-line errors, two real steps of TRL, and TRL's own losses.
 
 pytest tests/test_interop_trl_reward.py
 """
@@ -11,6 +11,7 @@ from common.process import UserError
 from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo.policy_evaluation import draw_prompts, written_mask
+from grpo.policy_loss import LOSS_TYPES, group_advantages, policy_loss
 from interop.trl_reward import make_reward, score, set_special_tokens
 from reward.frozen_scorer import RewardScorer
 from tokenization_manager import TokenizationManager
@@ -125,3 +126,62 @@ def test_trl_takes_two_steps_on_an_exported_generator(tmp_path, generator, predi
     for prompt, written, value in zip(prompts, ids, rewards, strict=True):
         row = torch.tensor([[*tokenizer.encode(prompt).tolist(), *written]])
         assert scorer(row).natural.item() == pytest.approx(value, abs=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TRL's losses
+
+
+@pytest.fixture(scope="module")
+def trl_loss(tmp_path_factory, generator):
+    """A function that gives TRL's own loss of log-probabilities of completions."""
+    trl = pytest.importorskip("trl", reason="trl is in requirements-bench.txt")
+    import transformers
+    from datasets import Dataset
+
+    folder = tmp_path_factory.mktemp("trl")
+    succeed("interop.export", checkpoint_path=generator, output_dir=folder / "hf")
+    trainer = trl.GRPOTrainer(
+        model=str(folder / "hf"),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=trl.GRPOConfig(output_dir=str(folder / "out"), use_cpu=True, bf16=False, report_to=[]),
+        train_dataset=Dataset.from_dict({"prompt": ["The "]}),
+        processing_class=set_special_tokens(transformers.AutoTokenizer.from_pretrained(folder / "hf")),
+    )
+    trainer.model.eval()  # then it divides by no number of accumulated batches
+
+    def loss(log_probs, old, reference, advantages, mask, **attributes):
+        for name, value in attributes.items():
+            assert hasattr(trainer, name)
+            setattr(trainer, name, value)
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None)
+        prompt = torch.ones(len(mask), 1, dtype=torch.int64)
+        inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": mask, "completion_mask": mask}
+        inputs |= {"old_per_token_logps": old, "ref_per_token_logps": reference, "advantages": advantages}
+        return trainer._compute_loss(trainer.model, {**inputs, "num_items_in_batch": mask.sum()})
+
+    return loss
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_policy_losses_and_gradients_are_those_of_trl(trl_loss, loss_type, beta, level):
+    draw = torch.Generator().manual_seed(0)
+    log_probs = -torch.rand(6, 9, generator=draw) * 4
+    old, reference = (log_probs + torch.randn(6, 9, generator=draw) * spread for spread in (0.3, 0.5))
+    mask = (torch.arange(9) < torch.tensor([9, 4, 1, 7, 9, 2])[:, None]).long()
+    advantages = group_advantages(torch.rand(6, generator=draw), 3)
+    low, high = 0.2, 1.2 if loss_type == "cispo" else 0.28
+    ours, theirs = log_probs.clone().requires_grad_(), log_probs.clone().requires_grad_()
+    options = {"epsilon_low": low, "epsilon_high": high, "beta": beta, "loss_type": loss_type}
+    common = {**options, "importance_level": level, "max_completion_length": 12}
+    loss, _ = policy_loss(ours, old, advantages, mask, reference_log_probs=reference, **common)
+    options |= {"importance_sampling_level": level, "max_completion_length": 12}
+    expected = trl_loss(theirs, old, reference, advantages, mask, **options)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    assert theirs.grad.abs().max() > 0.01

@@ -1,0 +1,134 @@
+"""A run of train.py that is interrupted, resumed, changed and damaged in any order ends as an undisturbed one.
+
+pytest tests/test_interruptions.py
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from helpers import (
+    TINY_MODEL,
+    Finished,
+    assert_same_weights,
+    call,
+    end_in_call,
+    folder_bytes,
+    make_corpus,
+    make_text,
+    press_ctrl_c,
+    printed_lines,
+    terminate,
+    untimed,
+    weights,
+)
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+import train
+
+OPTIONS = {**TINY_MODEL, "batch_size": 2, "max_iters": 6, "eval_interval": 2, "warmup_iters": 1, "device": "cpu"}
+MODEL, STATE, RECORDS = (f"model_checkpoint.{suffix}" for suffix in ("pt", "resume", "jsonl"))
+DAMAGE = {
+    "cut": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "flipped": lambda data: data[:-200] + bytes(255 - byte for byte in data[-200:]),
+}
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """One folder of a run; `undisturbed` is the folder, beside its corpus, that it must come to equal."""
+
+    undisturbed: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(dir=self.undisturbed.parent))
+        self.damaged: dict[str, bytes] = {}  # what damage left in a file
+        self.records_are_whole = True
+
+    def command(self, **more) -> Finished:
+        return call("train", dataset=self.undisturbed.parent / "tiny_char", out_dir=self.folder, **OPTIONS | more)
+
+    def contents(self) -> dict[str, bytes]:
+        return {name: data for name, data in folder_bytes(self.folder).items() if not name.endswith(".lock")}
+
+    def is_whole(self, name: str) -> bool:
+        path = self.folder / name
+        return path.exists() and path.read_bytes() != self.damaged.get(name)
+
+    def go_on(self) -> Finished:
+        """What the messages tell a user to do."""
+        if self.is_whole(STATE):
+            return self.command(init_from="resume")
+        self.records_are_whole = True
+        return self.command(overwrite=True)
+
+    def refused(self, **more) -> str:
+        """The line with which it refuses; nothing has changed."""
+        before, finished = self.contents(), self.command(**more)
+        assert finished.status == 2 and len(printed_lines(finished.err)) == 1, finished.err
+        assert self.contents() == before
+        return printed_lines(finished.err)[0]
+
+    @rule(
+        owner=st.sampled_from([(train, "get_batch"), (train, "measure"), (os, "replace")]),
+        number=st.integers(1, 8),
+        end=st.sampled_from([terminate, press_ctrl_c]),
+    )
+    def interrupt(self, owner, number, end):
+        with pytest.MonkeyPatch.context() as patch:
+            end_in_call(patch, *owner, number, end)
+            finished = self.go_on()
+        assert finished.status in (0, 130, 143) and "Traceback" not in finished.err, finished.err
+
+    @rule()
+    def begin_again(self):
+        """Only where nothing stands in the way of it."""
+        if not self.contents().keys() & {MODEL, STATE}:
+            self.records_are_whole = True
+            assert self.command().status == 0
+        elif self.is_whole(MODEL) and self.is_whole(STATE) and (finished := self.command()).status == 0:
+            assert "made with these settings already" in finished.out
+            assert_same_weights(weights(self.folder / MODEL), weights(self.undisturbed / MODEL))
+        elif not self.is_whole(STATE):
+            self.refused()
+
+    @rule()
+    def resume(self):
+        if self.is_whole(STATE):
+            assert self.command(init_from="resume").status == 0
+            self.must_equal_the_undisturbed()
+        else:
+            assert STATE in self.refused(init_from="resume")
+
+    @rule(way=st.sampled_from([{}, {"init_from": "resume"}]))
+    def change_settings(self, way):
+        if (self.folder / STATE).exists():
+            assert ("learning_rate was " if self.is_whole(STATE) else STATE) in self.refused(learning_rate=0.5, **way)
+
+    @rule(name=st.sampled_from([MODEL, STATE, RECORDS]), kind=st.sampled_from([*DAMAGE]))
+    def damage(self, name, kind):
+        if (path := self.folder / name).exists():
+            self.damaged[name] = DAMAGE[kind](path.read_bytes())
+            path.write_bytes(self.damaged[name])
+            self.records_are_whole &= name != RECORDS
+
+    def must_equal_the_undisturbed(self) -> None:
+        assert_same_weights(weights(self.folder / MODEL), weights(self.undisturbed / MODEL))
+        assert not self.records_are_whole or untimed(self.folder / RECORDS) == untimed(self.undisturbed / RECORDS)
+        assert set(self.contents()) == {MODEL, STATE, RECORDS}
+
+    def teardown(self) -> None:
+        finished = self.go_on()
+        assert finished.status == 0, finished.err
+        self.must_equal_the_undisturbed()
+
+
+def test_any_order_of_interruptions_changes_and_damage_ends_in_the_same_tensors(tmp_path):
+    AnyOrder.undisturbed = tmp_path / "undisturbed"
+    make_corpus(tmp_path / "tiny_char", make_text(500))
+    assert call("train", dataset=tmp_path / "tiny_char", out_dir=AnyOrder.undisturbed, **OPTIONS).status == 0
+    run_state_machine_as_test(AnyOrder, settings=settings(max_examples=12, stateful_step_count=8, deadline=None))
