@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+import reward_data_config
+import tokenization_manager
 from common.process import UserError
 from common.settings import parse_settings
 from reward_data_config import RewardDataConfig
@@ -31,18 +31,14 @@ def errors(config: RewardDataConfig, **changes) -> list[str]:
     return dataclasses.replace(config, **changes).problems().errors
 
 
-def test_defaults_are_the_documented_ones():
+def test_defaults_and_other_good_settings(text_config, files, tmp_path):
     config = RewardDataConfig()
     assert config.output_dir == "data/reward_dataset"
     assert (config.train_split, config.samples_per_chunk, config.temperature, config.top_k) == (0.9, 10, 1.0, None)
     assert (config.input_mode, config.tokenization, config.device, config.seed) == ("text", "auto", "auto", 42)
-
-
-def test_good_settings_have_no_problems(text_config, files, tmp_path):
     assert errors(text_config) == []
-    assert errors(text_config, data_path=str(tmp_path)) == []  # a folder that holds input.txt
+    assert errors(text_config, data_path=str(tmp_path), temperature=0.0, seed=0, top_k=1, max_blocks=1) == []
     assert errors(text_config, tokenization="char", meta_path=files["meta.pkl"]) == []
-    assert errors(text_config, temperature=0.0, seed=0, top_k=1, max_blocks=1) == []
     binary = {"input_mode": "binary", "data_path": None, "train_bin": files["train.bin"], "val_bin": files["val.bin"]}
     assert errors(text_config, **binary, tokenization="bpe") == []
 
@@ -62,21 +58,15 @@ def test_seeds_example_of_validation_errors(text_config):
     )
 
 
-def test_nothing_given():
+def test_files_that_are_missing_and_those_that_a_mode_ignores(text_config, files, tmp_path):
     assert errors(RewardDataConfig()) == ["model_path is required", "data_path is required in text mode"]
-
-
-def test_text_mode(text_config, files, tmp_path):
-    assert errors(text_config, data_path="nowhere.txt") == ["Data file not found: nowhere.txt"]
-    (tmp_path / "empty").mkdir()
-    assert "input.txt" in errors(text_config, data_path=str(tmp_path / "empty"))[0]
-    assert errors(text_config, train_bin=files["train.bin"], val_bin="x") == [
+    assert errors(text_config, data_path="nowhere.txt", train_bin=files["train.bin"], val_bin="x") == [
         "train_bin is ignored in text mode",
         "val_bin is ignored in text mode",
+        "Data file not found: nowhere.txt",
     ]
-
-
-def test_binary_mode(text_config, files):
+    (tmp_path / "empty").mkdir()
+    assert "input.txt" in errors(text_config, data_path=str(tmp_path / "empty"))[0]
     binary = dataclasses.replace(text_config, input_mode="binary")
     assert errors(binary) == [
         "data_path is ignored in binary mode",
@@ -88,6 +78,9 @@ def test_binary_mode(text_config, files):
         "Train binary file not found: nonexistent.bin",
         "Validation binary file not found: none.bin",
     ]
+    assert errors(text_config, meta_path="no.pkl") == ["Meta file not found: no.pkl"]
+    ignored = ["meta_path is ignored when tokenization is 'bpe'"]
+    assert errors(text_config, meta_path=files["meta.pkl"], tokenization="bpe") == ignored
 
 
 def test_a_dataset_is_binary_mode_with_its_files(files, tmp_path):
@@ -97,105 +90,21 @@ def test_a_dataset_is_binary_mode_with_its_files(files, tmp_path):
     assert errors(config, input_mode="text", train_bin=None, val_bin=None, data_path=files["input.txt"]) == [
         "dataset is ignored in text mode"
     ]
+    named = parse_settings(RewardDataConfig, "prepare_reward_data", ["--dataset", "shakespeare"], check=False)
+    assert named.input_mode == "binary" and named.train_bin.endswith("shakespeare/train.bin")
 
 
-def test_meta_path(text_config, files):
-    assert errors(text_config, meta_path="no.pkl") == ["Meta file not found: no.pkl"]
-    assert errors(text_config, meta_path=files["meta.pkl"], tokenization="bpe") == [
-        "meta_path is ignored when tokenization is 'bpe'"
-    ]
+def test_values_out_of_range_are_reported_at_once(text_config):
+    wrong = {"train_split": 1.0, "samples_per_chunk": 0, "temperature": float("nan"), "top_k": 0, "seed": -1}
+    wrong["max_blocks"] = 0
+    found = errors(text_config, **wrong)
+    assert [error.partition(": must be")[0] for error in found] == [f"{name}={value}" for name, value in wrong.items()]
+    assert len(errors(text_config, train_split=0.0, temperature=-0.5)) == 2
 
 
-def test_output_directory(text_config, files, tmp_path):
-    for path in (files["input.txt"], files["input.txt"] + "/below"):
-        (error,) = errors(text_config, output_dir=path)
-        assert "is a file, not a folder" in error
-    assert not (tmp_path / "out").exists(), "checking creates nothing"
-
-
-BAD_VALUES = {
-    "train_split": [0.0, 1.0, -0.1, 1.5],
-    "temperature": [-0.5],
-    "seed": [-1],
-    "top_k": [0, -3],
-    "samples_per_chunk": [0],
-    "max_blocks": [0],
-}
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_VALUES.items() for value in values])
-def test_ranges(text_config, name, value):
-    (error,) = errors(text_config, **{name: value})
-    assert error.startswith(f"{name}={value}: must be")
-
-
-@pytest.mark.parametrize("name", ["train_split", "temperature"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite(text_config, name, value):
-    assert len(errors(text_config, **{name: value})) == 1
-
-
-def test_all_problems_are_reported_at_once(text_config):
-    changes = {
-        "model_path": None,
-        "data_path": "nowhere",
-        "tokenization": "char",
-        "temperature": float("nan"),
-        "top_k": 0,
-    }
-    assert len(errors(text_config, **changes)) == 5
-
-
-def test_command_line_is_built_from_the_dataclass(files, tmp_path):
-    arguments = ["--model_path", files["model.pt"], f"--data_path={files['input.txt']}", "--top_k", "40"]
-    arguments += ["--output_dir", str(tmp_path / "out"), "--overwrite", "True"]
-    config = parse_settings(RewardDataConfig, "prepare_reward_data", arguments)
-    assert (config.top_k, config.overwrite, config.seed) == (40, True, 42)
-    with pytest.raises(UserError, match="temperature=nan"):
-        parse_settings(RewardDataConfig, "prepare_reward_data", [*arguments, "--temperature", "nan"])
-
-
-def test_describe():
-    assert TokenizationInfo("bpe", 50257).describe() == "bpe (vocab_size=50257)"
-    assert TokenizationInfo("char", 65, "meta.pkl").describe() == "char (vocab_size=65)"
-
-
-def test_mismatches_are_reported_in_the_seeds_words():
-    char, bpe = TokenizationInfo("char", 65), TokenizationInfo("bpe", 50257)
-    with pytest.raises(ValueError) as method:
-        char.check_compatible(bpe)
-    assert str(method.value) == "Tokenization method mismatch: dataset uses 'char' but expected 'bpe'"
-    with pytest.raises(ValueError, match=r" 65 .* 50257"):
-        char.check_compatible(TokenizationInfo("char", 50257))
-
-
-@pytest.mark.parametrize(("method", "vocab_size"), [("word", 65), ("char", 0), ("bpe", 65537)])
-def test_impossible_tokenizations(method, vocab_size):
-    with pytest.raises(UserError, match="must be"):
-        TokenizationInfo(method, vocab_size)
-
-
-tokenizations = st.builds(
-    TokenizationInfo, st.sampled_from(["bpe", "char"]), st.integers(1, 65536), st.none() | st.text()
-)
-
-
-@given(tokenizations, tokenizations)
-def test_compatible_means_same_method_and_size(one, other):
-    one.check_compatible(one)
-    if (one.method, one.vocab_size) != (other.method, other.vocab_size):
-        with pytest.raises(UserError):
-            one.check_compatible(other)
-
-
-def test_the_name_of_a_tokenization_is_one_class_in_both_places():
+def test_impossible_tokenizations_are_refused_by_the_class_of_both_modules():
     """The reward-data documents import it from here; it is defined with the tokenizers."""
-    import reward_data_config
-    import tokenization_manager
-
     assert reward_data_config.TokenizationInfo is tokenization_manager.TokenizationInfo
-
-
-def test_a_dataset_on_the_command_line_means_binary_mode():
-    settings = parse_settings(RewardDataConfig, "prepare_reward_data", ["--dataset", "shakespeare"], check=False)
-    assert settings.input_mode == "binary" and settings.train_bin.endswith("shakespeare/train.bin")
+    for method, vocab_size in (("word", 65), ("char", 0), ("bpe", 65537)):
+        with pytest.raises(UserError, match="must be"):
+            TokenizationInfo(method, vocab_size)
