@@ -43,22 +43,10 @@ from training.checkpoint import load_checkpoint
 
 pytest_plugins = ["tiny_run"]
 
-MODEL_OPTION = {
-    "prepare_reward_data": "model_path",
-    "train_reward_model": "base_model_path",
-    "train_grpo": "base_model_path",
-    "evaluate": "checkpoints",
-    "sample": "checkpoint_path",
-}
-OUTPUT_OPTION = {
-    "train": "out_dir",
-    "prepare_reward_data": "output_dir",
-    "train_reward_model": "output_path",
-    "train_grpo": "output_path",
-    "evaluate": "output_path",
-    "sample": "output_path",
-    "run_cycles": "out_dir",
-}
+MODEL_OPTION = {"prepare_reward_data": "model_path", "evaluate": "checkpoints", "sample": "checkpoint_path"}
+MODEL_OPTION |= dict.fromkeys(("train_reward_model", "train_grpo"), "base_model_path")
+OUTPUT_OPTION = {"train": "out_dir", "prepare_reward_data": "output_dir", "run_cycles": "out_dir"}
+OUTPUT_OPTION |= dict.fromkeys(("train_reward_model", "train_grpo", "evaluate", "sample"), "output_path")
 
 
 @pytest.fixture
@@ -85,11 +73,6 @@ def good(tmp_path, corpus, generator, reward_data, reward_model):
     }
 
 
-def left_behind(folder: Path) -> list[str]:
-    """Files that a failed script left."""
-    return sorted(folder_bytes(folder))
-
-
 @pytest.mark.parametrize("script", OUTPUT_OPTION)
 def test_options_that_cannot_be(script, good, tmp_path):
     (tmp_path / "file").write_text("mine")
@@ -97,7 +80,7 @@ def test_options_that_cannot_be(script, good, tmp_path):
     for wrong, said in (({"device": "cuda:99"}, "device='cuda:99'"), (below_a_file, "is a file, not a folder")):
         assert said in refuse(script, **{**good[script], **wrong})
     assert "no_such_option" in refuse_in_one_line(script, **good[script], no_such_option=1)
-    assert left_behind(tmp_path) == ["file"]
+    assert [*folder_bytes(tmp_path)] == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +101,7 @@ def test_all_problems_are_reported_at_once(script, wrong, good, tmp_path):
     assert len(said) == len(wrong)
     for name in wrong:
         assert any(name in line or "nowhere.pt" in line for line in said), (name, said)
-    assert left_behind(tmp_path) == []
+    assert [*folder_bytes(tmp_path)] == []
 
 
 class Harm:
@@ -147,7 +130,7 @@ def test_bad_checkpoints(script, good, tmp_path, generator, reward_model):
     assert "NaN" in refuse_in_one_line(script, **options)
     shutil.copy(reward_model, path)
     assert f"{path} holds a reward model" in refuse_in_one_line(script, **options)
-    assert left_behind(tmp_path) == ["bad.pt"]
+    assert [*folder_bytes(tmp_path)] == ["bad.pt"]
 
 
 def test_other_hostile_files_run_nothing(good, tmp_path, corpus, generator):
@@ -178,7 +161,7 @@ def test_models_that_do_not_fit_together(good, tmp_path, generator, reward_model
     contents["config"].block_size = 8
     torch.save(contents, tmp_path / "other.pt")
     assert re.search(r"block_size .*\b16 .*\b8 ", refuse_in_one_line("train_grpo", **options))
-    assert left_behind(tmp_path) == ["other.pt"]
+    assert [*folder_bytes(tmp_path)] == ["other.pt"]
 
 
 @pytest.mark.parametrize("script", ["train", "prepare_reward_data", "train_grpo", "evaluate", "run_cycles"])
@@ -202,22 +185,11 @@ def test_bad_token_files(script, good, tmp_path, corpus):
 
 
 def test_a_missing_corpus_is_to_be_made_only_where_that_can_be_done(good, tmp_path):
-    (tmp_path / "own").mkdir()
-    line = refuse_in_one_line("train", **{**good["train"], "dataset": tmp_path / "own"})
-    assert "own/train.bin" in line and "--dataset" in line and "prepare.py" not in line
-    (tmp_path / "own" / "prepare.py").touch()
-    line = refuse_in_one_line("train", **{**good["train"], "dataset": tmp_path / "own"})
-    assert "own/train.bin" in line and f"`python {tmp_path}/own/prepare.py`" in line and "--dataset" not in line
-
-
-def test_bad_texts(good, tmp_path, corpus):
-    path = shutil.copytree(corpus, tmp_path / "bad_char") / "input.txt"
-    options, text = {**good["prepare_reward_data"], "data_path": path}, path.read_bytes()
-    unknown = "ael\net€".encode() + text
-    for bad, said in ((b"", "is empty"), (text + b"\xff", "not UTF-8"), (unknown, "'€' (U+20AC) at line 2, column 3")):
-        path.write_bytes(bad)
-        assert said in refuse_in_one_line("prepare_reward_data", **options)
-    assert not (tmp_path / "out").exists()
+    options = {**good["train"], "dataset": tmp_path}
+    line = refuse_in_one_line("train", **options)
+    assert f"{tmp_path}/train.bin" in line and "--dataset" in line and "prepare.py" not in line
+    (tmp_path / "prepare.py").touch()
+    assert f"`python {tmp_path}/prepare.py`" in refuse_in_one_line("train", **options)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +216,7 @@ def test_learning_that_diverges(good, tmp_path):
     assert "not finite" in refuse_in_one_line("train", **{**options["train"], "eval_interval": 1})
     assert "not finite" in refuse_in_one_line("train_grpo", **{**options["train_grpo"], "max_steps": 4})
     assert "not finite" in refuse_in_one_line("train_reward_model", **options["train_reward_model"])
-    assert not {"policy.pt", "reward.pt"} & set(left_behind(out))
+    assert not {"policy.pt", "reward.pt"} & folder_bytes(out).keys()
     assert load_checkpoint(out / "model_checkpoint.pt")["training"]["step"] == 0
     for path in out.glob("*.jsonl"):
         assert [from_json(line) for line in path.read_text().splitlines()] or path.stem == "reward"  # NaN is no JSON
@@ -268,7 +240,7 @@ def test_a_full_disk_and_ctrl_c(monkeypatch, script, module, name, calls, good, 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.strerror(errno.EFBIG) in message
-    assert not any(file.endswith((".pt", ".resume", ".bin")) for file in left_behind(tmp_path))
+    assert not any(file.endswith((".pt", ".resume", ".bin")) for file in folder_bytes(tmp_path))
     with monkeypatch.context() as patch:
         end_in_call(patch, module, name, calls, press_ctrl_c)
         finished = call(script, **good[script])
@@ -276,7 +248,7 @@ def test_a_full_disk_and_ctrl_c(monkeypatch, script, module, name, calls, good, 
     for path in tmp_path.rglob("*.pt"):
         load_checkpoint(path)  # that of an evaluation is whole
     succeed(script, **good[script], **({"init_from": "resume"} if "--init_from resume" in finished.err else {}))
-    assert not any("partial" in file for file in left_behind(tmp_path))
+    assert not any("partial" in file for file in folder_bytes(tmp_path))
 
 
 def test_a_reader_that_goes_away(good):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,13 +24,6 @@ def ended_by(main, capsys) -> tuple[int, str, str]:
     return status, said.out, said.err
 
 
-def raising(error):
-    def main():
-        raise error
-
-    return main
-
-
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
@@ -44,15 +38,15 @@ def raising(error):
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_a_status(capsys, error, status, message):
-    found, out, err = ended_by(raising(error), capsys)
+    found, out, err = ended_by(Mock(side_effect=error), capsys)
     assert found == status and out == ""
     assert err.startswith(message) and len(err.splitlines()) == 1
 
 
 def test_nothing_to_do_is_status_0_and_a_fault_of_the_program_keeps_its_traceback(capsys):
-    assert ended_by(raising(Finished("model.pt is there.")), capsys) == (0, "model.pt is there.\n", "")
+    assert ended_by(Mock(side_effect=Finished("model.pt is there.")), capsys) == (0, "model.pt is there.\n", "")
     with pytest.raises(RuntimeError, match="a bug"):
-        ended_by(raising(RuntimeError("a bug")), capsys)
+        ended_by(Mock(side_effect=RuntimeError("a bug")), capsys)
 
 
 @pytest.mark.parametrize("error", [None, UserError("ERROR: no")])

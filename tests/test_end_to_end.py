@@ -78,11 +78,10 @@ def test_a_settings_file_in_nanogpts_form(tmp_path, corpus):
     config = tmp_path / "nano.py"
     config.write_text(
         "# names of nanoGPT's config/train_shakespeare_char.py\n"
-        f"out_dir = {str(tmp_path / 'out')!r}\neval_interval = 250 # keep frequent\n\n"
+        f"out_dir = {str(tmp_path / 'out')!r}\neval_interval = 250 # keep frequent\n\ndataset = {str(corpus)!r}\n"
         "wandb_log = False\nwandb_project = 'shakespeare-char'\nwandb_run_name = 'mini-gpt'\n\n"
-        f"dataset = {str(corpus)!r}\ngradient_accumulation_steps = 1\nbatch_size = 64\nblock_size = 256\n\n"
-        "n_layer = 6\nn_head = 6\nn_embd = 384\ndropout = 0.2\n\n"
-        "learning_rate = 1e-3\nmax_iters = 5000\nwarmup_iters = 5 * 20\n"
+        "gradient_accumulation_steps = 1\nbatch_size = 64\nblock_size = 256\nn_layer = 6\nn_head = 6\nn_embd = 384\n"
+        "dropout = 0.2\nlearning_rate = 1e-3\nmax_iters = 5000\nwarmup_iters = 5 * 20\n"
     )
     small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_size": 2, "max_iters": 3, "device": "cpu"}
     succeed("train", str(config), **small)

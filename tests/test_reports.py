@@ -82,10 +82,10 @@ def test_headline_of_an_unfinished_run():
 
 
 def test_the_policys_loss_minus_a_controls():
-    figures = {"difference": 0.02, "difference_low": 0.01, "difference_high": 0.05}
-    assert policy_minus(figures) == {"difference": -0.02, "difference_low": -0.05, "difference_high": -0.01}
-    without = {"difference": 0.02, "difference_low": None, "difference_high": None}
-    assert policy_minus(without) == {"difference": -0.02, "difference_low": None, "difference_high": None}
+    for low, high in ((0.01, 0.05), (None, None)):  # too few blocks have no interval
+        figures = {"difference": 0.02, "difference_low": low, "difference_high": high}
+        ends = [end and -end for end in (high, low)]
+        assert policy_minus(figures) == {"difference": -0.02, "difference_low": ends[0], "difference_high": ends[1]}
 
 
 def test_table():
@@ -168,9 +168,8 @@ def test_passages(reward_data, predictive_reward_model, reward_model):
     assert all(0 <= passage.predicted <= 16 for passage in read_passages(reward_data, reward_model, CPU))
 
 
-@pytest.fixture
-def run_folder(tmp_path, reward_data, predictive_reward_model):
-    """The files of a run and its ledger."""
+def test_page(tmp_path, reward_data, predictive_reward_model):
+    """Every part, every text escaped, nothing loaded, no script."""
     ledger = make_ledger(tmp_path)
     (tmp_path / "reward_data_v1").symlink_to(reward_data)
     (tmp_path / "reward_model_v1.pt").symlink_to(predictive_reward_model)
@@ -179,20 +178,15 @@ def run_folder(tmp_path, reward_data, predictive_reward_model):
     (tmp_path / "sample_v1.txt").write_text("To be & <script>alert(1)</script>")
     sample = {"name": "sample_v1", "kind": "sample", "cycle": 0, "script": "sample", "seconds": 1.0, "figures": {}}
     ledger.records["sample_v1"] = {**sample, "settings": {}, "inputs": {}}
-    return ledger
-
-
-def test_page(run_folder):
-    """Every part, every text escaped, nothing loaded, no script."""
-    page = make_page(run_folder, CPU)
-    assert headline(run_folder).replace("'", "&#39;") in page
-    for row in table(run_folder):
+    page = make_page(ledger, CPU)
+    assert headline(ledger).replace("'", "&#39;") in page
+    for row in table(ledger):
         assert all(f"<td>{cell.replace('>', '&gt;')}</td>" in page for cell in row.values())
     assert "To be &amp; &lt;script&gt;" in page and "<script" not in page
     assert page.count('<b class="k">K</b>') > 1
     assert all(0 <= float(share) <= 1 for share in re.findall(r"--p: ([\d.]+)", page)) and "--p: " in page
     assert page.count("data:image/png;base64,") == 1 and not re.search(r"(src|href)=\"?http", page)
-    passages = read_passages(run_folder.out / "reward_data_v1", run_folder.out / "reward_model_v1.pt", CPU)
+    passages = read_passages(ledger.out / "reward_data_v1", ledger.out / "reward_model_v1.pt", CPU)
     assert all(f"K = {passage.crossover};" in page for passage in passages)
 
 

@@ -28,6 +28,7 @@ from helpers import (
 
 import run_cycles
 from common.files import read_json
+from common.log import read_records
 from common.process import UserError
 from common.settings import parse_settings, read_config
 from reports.summary import Ledger
@@ -158,31 +159,23 @@ def test_a_stage_that_fails_ends_the_run(tmp_path, corpus, in_this_process):
     assert "failed in natural_model_v1" in (tmp_path / "out/report.html").read_text()
 
 
-def started(config: Path, corpus: Path, out: Path) -> tuple[subprocess.Popen, list[int]]:
-    """A run in a group of processes of its own, once its first stage has saved a state; and its children."""
-    state = out / "base_model_v1.resume"
-    before = state.stat().st_mtime_ns if state.exists() else None
-    process = start(ROOT / "run_cycles.py", config, *as_arguments(options_of(corpus, out, controls="none")))
-    while process.poll() is None and not (state.exists() and state.stat().st_mtime_ns != before):
-        time.sleep(0.01)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return process, [int(number) for number in children.read_text().split()]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
 def test_an_interrupted_run_goes_on(tmp_path, corpus):
     """Its stage ends with it; the restarted run resumes the stage and ends in an undisturbed run's tensors."""
     config, out = write_config(tmp_path, CONFIG.replace("max_iters=20", "max_iters=500")), tmp_path / "out"
-    for number, status in ((signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        process, child = started(config, corpus, out)
+    options, state, saved = options_of(corpus, out, controls="none"), out / "base_model_v1.resume", None
+    for number, status in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
+        process = start(ROOT / "run_cycles.py", config, *as_arguments(options))
+        while process.poll() is None and not (state.exists() and state.stat().st_mtime_ns != saved):
+            time.sleep(0.01)
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)  # the stage's process would hold stderr open
         assert process.returncode == status, err
-        if number != signal.SIGKILL:
-            assert "Finished stages are kept; run the same command again to go on." in err
-        assert len(child) == 1 and await_end(child[0])
+        assert ("Finished stages are kept; run the same command again to go on." in err) == (number == signal.SIGINT)
         (record,) = read_json(out / "cycles.json")["stages"]
         assert record["name"] == "base_model_v1" and "seconds" not in record
+        assert "final" not in read_records(out / "base_model_v1.jsonl")[-1]  # nor did the stage go on by itself
+        saved = state.stat().st_mtime_ns
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
         finished = loop(config, corpus, out, controls="none")
@@ -190,14 +183,6 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
     assert "Resuming" in finished.out
     succeed("train", "--config", str(config), dataset=corpus, out_dir=tmp_path / "undisturbed", device="cpu")
     assert_same_weights(weights(out / "base_model_v1.pt"), weights(tmp_path / "undisturbed/model_checkpoint.pt"))
-
-
-def await_end(process: int) -> bool:
-    """Whether a process ends within some seconds."""
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not Path(f"/proc/{process}").exists()
 
 
 def test_a_run_in_progress_is_left_alone(tmp_path, corpus):

@@ -169,10 +169,7 @@ def test_bfloat16_training_stays_near_float32(tmp_path, corpus, generator):
 
 
 @pytest.mark.interop
-def test_compiled_training_has_the_losses_of_plain_training(tmp_path, corpus):
+def test_compiled_training_has_the_losses_of_plain_training(tmp_path, corpus, generator):
     pytest.importorskip("transformers", reason="half a minute of a compiler's work: make test-interop")
-    for compiled in (False, True):
-        options = {**TINY_TRAIN, "max_iters": 3, "dataset": corpus, "compile": compiled}
-        succeed("train", **options, out_dir=tmp_path / str(compiled))
-    losses = [records_of(tmp_path / str(compiled), "select_loss") for compiled in (False, True)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    succeed("train", **TINY_TRAIN, dataset=corpus, out_dir=tmp_path, compile=True)
+    assert records_of(tmp_path, "select_loss") == pytest.approx(records_of(generator.parent, "select_loss"), rel=1e-3)

@@ -57,13 +57,10 @@ def begun(path, resume=False, overwrite=False, settings=None, corpus=1) -> tuple
     return run, counts
 
 
-def make_steps(run, counts, within=lambda made: None, stop=lambda: None, total=6):
+def make_steps(run, counts, stop=lambda: None, total=6):
     for step in run.steps(total, stop):
-        within(step + 1)
         counts.made.append(step + 1)
         run.log(step + 1, loss=1.0 / (1 + step))
-        if (step + 1) % 2 == 0:
-            run.save(step + 1)
 
 
 def finish(path, **more):
@@ -77,7 +74,9 @@ def finish(path, **more):
 def test_a_second_command(tmp_path):
     """Has nothing to do, or is refused: of other settings, inputs or limits, and of a run that was interrupted."""
     path = tmp_path / "model.pt"
-    make_steps(*begun(path), total=2)
+    run, counts = begun(path)
+    make_steps(run, counts, total=2)
+    run.save(run.step)
     with pytest.raises(UserError, match="interrupted: --init_from resume goes on, --overwrite True begins anew"):
         begun(path)
     finish(path, overwrite=True)
@@ -94,6 +93,9 @@ def test_a_second_command(tmp_path):
     assert not path.with_suffix(".resume").exists() and path.exists()
     with pytest.raises(UserError, match="no state of its run lies beside it"):
         begun(path)
+    for name in ("model.resume", "model.jsonl"):
+        with pytest.raises(UserError, match=r"the state \(.resume\) and records \(.jsonl\) lie beside it"):
+            begun(tmp_path / name)
 
 
 def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path):
@@ -106,11 +108,8 @@ def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path):
     with pytest.raises(UserError, match=r"another run \(lr was 0\.1, now 0\.2"):
         begun(path, True, settings=RunSettings(lr=0.2))
     state = load_state(path.with_suffix(".resume"))
-    for bad, said in (
-        ({"parts": {}}, "is damaged"),
-        ({"step": "six"}, "no state of a run"),
-        ({"step": -1}, "no state of a run"),
-    ):
+    bad_step = ({"step": "six"}, "no state of a run"), ({"step": -1}, "no state of a run")
+    for bad, said in (({"parts": {}}, "is damaged"), *bad_step):
         save_state(path.with_suffix(".resume"), {**state, **bad})
         with pytest.raises(UserError, match=said):
             begun(path, True)
@@ -121,19 +120,15 @@ def test_a_reason_to_stop_is_asked_for_before_each_step(tmp_path):
     run, counts = begun(path)
     make_steps(run, counts, stop=lambda: "enough" if len(counts.made) >= 4 else None)
     assert (run.reason, run.step, counts.made) == ("enough", 4, [1, 2, 3, 4])
+    run.save(run.step)
     run, counts = begun(path, True)
     make_steps(run, counts)
     assert (run.reason, counts.made) == ("step limit: 6", [1, 2, 3, 4, 5, 6])
+    run.save(run.step)
     assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == [1, 2, 3, 4, 5, 6]
     run, counts = begun(path, True)
     make_steps(run, counts, total=3)
     assert (run.reason, run.step) == ("step limit: 3", 6)
-
-
-def test_an_output_that_is_named_as_its_state_is_refused(tmp_path):
-    for name in ("model.resume", "model.jsonl"):
-        with pytest.raises(UserError, match="lie beside it"):
-            begun(tmp_path / name)
 
 
 SETTINGS = {**TINY_TRAIN, "optimizer": "muon", "dropout": 0.1, "short_contexts": [4, 8], "lr_schedule": "cooldown"}
@@ -145,12 +140,6 @@ def whole(tmp_path_factory, corpus):
     out = tmp_path_factory.mktemp("whole")
     succeed("train", **SETTINGS, dataset=corpus, out_dir=out)
     return out / "model_checkpoint"
-
-
-@pytest.fixture
-def copy(tmp_path, whole):
-    """A folder with a copy of its files."""
-    return shutil.copytree(whole.parent, tmp_path / "copy")
 
 
 def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpus, whole):
@@ -171,14 +160,15 @@ def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpu
         assert [state["finished"] for state in states] == [True, True]
 
 
-def test_what_cannot_be_resumed_is_refused_in_one_line(copy, corpus):
+def test_what_cannot_be_resumed_is_refused_in_one_line(tmp_path, whole, corpus):
     """More steps than a schedule that ends in 0 has; a damaged state."""
-    path, options = copy / "model_checkpoint.resume", {**SETTINGS, "dataset": corpus, "out_dir": copy}
+    path = shutil.copytree(whole.parent, tmp_path / "copy") / "model_checkpoint.resume"
+    options = {**SETTINGS, "dataset": corpus, "out_dir": path.parent}
     more = {**options, "init_from": "resume", "max_iters": 25}
     assert "the rate is 0 from step 20 on" in refuse_in_one_line("train", **more)
-    whole = path.read_bytes()
+    data = path.read_bytes()
     for damage in ("facts", "moments", "best", "config"):
-        path.write_bytes(whole)
+        path.write_bytes(data)
         state = torch.load(path, weights_only=True)
         if damage == "facts":
             del state["facts"]["max_iters"]
