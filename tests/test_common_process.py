@@ -1,13 +1,11 @@
 """common/process.py: exit statuses, one line an error, signals that wait.  `pytest tests/test_common_process.py`"""
 
-import contextlib
 import os
 import signal
-import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import start
 
 from common import process
 from common.process import Finished, Terminated, UserError, flag_signals, run_main
@@ -15,23 +13,15 @@ from common.process import Finished, Terminated, UserError, flag_signals, run_ma
 
 def ended_by(main, capsys) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of run_main(main)."""
-    before = signal.getsignal(signal.SIGTERM)
+    before, status = signal.getsignal(signal.SIGTERM), 0
     try:
         run_main(main)
-        status = 0
     except SystemExit as end:
         status = end.code
     finally:
         signal.signal(signal.SIGTERM, before)
     said = capsys.readouterr()
     return status, said.out, said.err
-
-
-def raising(error):
-    def main():
-        raise error
-
-    return main
 
 
 @pytest.mark.parametrize(
@@ -48,47 +38,28 @@ def raising(error):
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_a_status(capsys, error, status, message):
-    found, out, err = ended_by(raising(error), capsys)
+    found, out, err = ended_by(Mock(side_effect=error), capsys)
     assert found == status and out == ""
     assert err.startswith(message) and len(err.splitlines()) == 1
 
 
-def test_nothing_to_do_is_status_0(capsys):
-    assert ended_by(raising(Finished("model.pt is there.")), capsys) == (0, "model.pt is there.\n", "")
-
-
-def test_a_fault_of_the_program_keeps_its_traceback(capsys):
+def test_nothing_to_do_is_status_0_and_a_fault_of_the_program_keeps_its_traceback(capsys):
+    assert ended_by(Mock(side_effect=Finished("model.pt is there.")), capsys) == (0, "model.pt is there.\n", "")
     with pytest.raises(RuntimeError, match="a bug"):
-        ended_by(raising(RuntimeError("a bug")), capsys)
+        ended_by(Mock(side_effect=RuntimeError("a bug")), capsys)
 
 
-@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_ends_a_script(number, status):
-    lines = ["import os, signal, time", "from common.process import run_main", "def main():"]
-    lines += [f"    os.kill(os.getpid(), signal.{number}); time.sleep(9)", "run_main(main)"]
-    script = start("-c", "\n".join(lines))
-    _, err = script.communicate()
-    assert script.returncode == status and len(err.splitlines()) == 1
-
-
-def test_what_main_holds_is_released_however_it_ends(capsys):
+@pytest.mark.parametrize("error", [None, UserError("ERROR: no")])
+def test_what_main_holds_is_released_however_it_ends(capsys, error):
     events = []
 
-    @contextlib.contextmanager
-    def held():
-        events.append("held")
-        yield
-        events.append("released")
-
     def main():
-        process.until_main_ends.enter_context(
-            contextlib.closing(type("X", (), {"close": lambda self: events.append("closed")})())
-        )
-        raise UserError("ERROR: no")
+        process.until_main_ends.callback(events.append, "released")
+        events.append("held")
+        if error:
+            raise error
 
-    assert ended_by(main, capsys)[0] == 2 and events == ["closed"]
-    ended_by(lambda: process.until_main_ends.enter_context(held()), capsys)
-    assert events == ["closed", "held", "released"]
+    assert ended_by(main, capsys)[0] == (2 if error else 0) and events == ["held", "released"]
 
 
 def test_signals_wait_and_a_second_ctrl_c_does_not():
@@ -107,4 +78,3 @@ def test_only_rank_0_warns(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     process.warn("another")
     assert capsys.readouterr().err == "WARNING: a remark\n"
-    assert not process.is_main_rank() and sys.stderr is not None

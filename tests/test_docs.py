@@ -2,9 +2,9 @@
 
 `pytest tests/test_docs.py`
 
-Each page is run from top to bottom, in this process, in a folder of its own with the settings files and two small
-corpora. A command is first parsed as it is printed, then run with further options that make it small. Run are blocks
-of bash and Python and the commands of README's table; other commands in the text are only parsed.
+README and the guide, in this order, and the reference are run from top to bottom, in this process, in a folder with the
+settings files and two small corpora. A command is first parsed as it is printed, then run, once, with further options
+that make it small. Run are blocks of bash and Python and the commands of README's table; others are only parsed.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from helpers import make_checkpoint, make_text
 
 import tokenization_manager
@@ -64,6 +63,9 @@ class Block(NamedTuple):
     text: str
     line: int
 
+    def commands(self, *languages: str) -> list[str]:
+        return self.text.replace("\\\n", " ").splitlines() if self.language in languages else []
+
 
 def read_page(name: str) -> tuple[list[Block], str]:
     """The blocks of a page and its prose."""
@@ -94,13 +96,6 @@ def settings_of(script: str) -> type[Settings]:
     return next(kind for kind in kinds if kind.__module__ == module.__name__)
 
 
-def scripts() -> list[str]:
-    """Every script of the project that has settings."""
-    paths = [path for pattern in ("*.py", "interop/*.py", "benchmarks/*.py") for path in sorted(ROOT.glob(pattern))]
-    names = [str(path.relative_to(ROOT).with_suffix("")) for path in paths if "parse_settings(" in path.read_text()]
-    return ["data/shakespeare_char/prepare", *names]
-
-
 def check_command(line: str) -> list[str]:
     """Assert that a command's script or target exists and takes its options; the words, if it is a script's."""
     words = shlex.split(line.replace("-m interop.", "interop/"), comments=True)
@@ -112,9 +107,7 @@ def check_command(line: str) -> list[str]:
     elif words and not words[1].startswith("tests/") and "--help" not in words:
         name = words[1].removesuffix(".py")
         assert words[0] == "python" and (ROOT / f"{name}.py").is_file(), words
-        parse_settings(
-            settings_of(name), "prepare" if name.startswith("data/") else Path(name).name, words[2:], check=False
-        )
+        parse_settings(settings_of(name), Path(name).name, words[2:], check=False)
         return words
     return []
 
@@ -180,44 +173,50 @@ def make_folder(folder: Path) -> Path:
     for path in ("data/shakespeare/input.txt", "data/shakespeare_char/input.txt", "my_novel.txt"):
         (folder / path).write_text(text, encoding="utf-8")
     (folder / "my_rewards.py").write_text("def score(completions, **_):\n    return [-len(c) for c in completions]\n")
-    made = make_checkpoint(folder / "ckpt.pt", len(CHARACTERS), n_layer=2, position="learned")
-    contents = torch.load(made, weights_only=True)
-    names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-    nanogpt = {"model": contents["model"], "model_args": {name: getattr(contents["config"], name) for name in names}}
     (folder / "out-shakespeare-char").mkdir()
-    torch.save({**nanogpt, "iter_num": 1, "config": {}}, folder / "out-shakespeare-char/ckpt.pt")
+    make_checkpoint(folder / "out-shakespeare-char/ckpt.pt", len(CHARACTERS), n_layer=2, position="learned")
+    return folder
+
+
+def run_pages(folder: Path, names: tuple[str, ...]) -> Path:
+    """Run what stands on the pages; returns the folder. Raises what the first failing block does."""
+    done = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(subprocess, "Popen", InThisProcess)
+        for name in names:
+            for block in read_page(name)[0]:
+                if block.language == "python":
+                    with contextlib.redirect_stdout(io.StringIO()):
+                        exec(compile(block.text, f"{name}, line {block.line}", "exec"), {"__name__": "__main__"})
+                for line in block.commands("bash"):
+                    words = check_command(line)
+                    if words and tuple(words) not in done:
+                        run_script(words[1], words[2:])
+                    done.add(tuple(words))
     return folder
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Run a page once; returns its folder. Raises what its first failing block does."""
-    done: dict[str, Path] = {}
-
-    def run(name: str) -> Path:
-        if name not in done:
-            folder = done[name] = make_folder(tmp_path_factory.mktemp(Path(name).stem))
-            with pytest.MonkeyPatch.context() as patch:
-                patch.chdir(folder)
-                patch.setattr(subprocess, "Popen", InThisProcess)
-                for block in read_page(name)[0]:
-                    if block.language == "python":
-                        with contextlib.redirect_stdout(io.StringIO()):
-                            exec(compile(block.text, f"{name}, line {block.line}", "exec"), {"__name__": "__main__"})
-                    for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
-                        if words := check_command(line):
-                            run_script(words[1], words[2:])
-        return done[name]
-
-    return run
+    """The folder of README and the guide, after both were run."""
+    return run_pages(make_folder(tmp_path_factory.mktemp("docs")), ("README.md", GUIDE))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_commands_and_code_run(name, ran):
-    ran(name)
-    for block in read_page(name)[0] if name != LOG else ():
-        if block.language == "line":
-            check_command(block.text)
+def test_commands_and_code_run_of_README_and_guide(ran):  # noqa: N802
+    assert (ran / "out/by_hand/base_model_v2.pt").is_file()
+    assert (ran / "out/shakespeare_char_cpu/report.html").is_file()
+
+
+def test_commands_and_code_run_of_the_reference(tmp_path):
+    run_pages(make_folder(tmp_path), (REFERENCE,))
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {LOG}))
+def test_commands_are_as_the_scripts_take_them(name):
+    for block in read_page(name)[0]:
+        for line in block.commands("bash", "line"):
+            check_command(line)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -237,7 +236,10 @@ def test_links_and_files_exist(name):
 
 
 def test_options_in_the_text_exist():
-    known = KNOWN_OPTIONS.union(*({each.name for each in dataclasses.fields(settings_of(name))} for name in scripts()))
+    paths = [path for part in ("", "interop/", "benchmarks/") for path in ROOT.glob(f"{part}*.py")]
+    names = [str(path.relative_to(ROOT).with_suffix("")) for path in paths if "parse_settings(" in path.read_text()]
+    kinds = map(settings_of, ["data/shakespeare_char/prepare", *names])
+    known = KNOWN_OPTIONS.union(*({each.name for each in dataclasses.fields(kind)} for kind in kinds))
     for name in set(NAMES) - {LOG}:
         for option in re.findall(r"(?<![\w-])--([A-Za-z]\w*)", (ROOT / name).read_text(encoding="utf-8")):
             assert option in known, f"{name}: --{option}"
@@ -249,11 +251,11 @@ def test_the_table_of_data_preparation_is_whole_and_its_defaults_right():
 
 
 def test_every_logged_figure_and_metadata_key_is_defined(ran):
-    folder, defined = ran(GUIDE), set(re.findall(r"`(\w+)`", (ROOT / "docs/metrics.md").read_text(encoding="utf-8")))
-    records = [record for path in folder.rglob("*.jsonl") for record in read_records(path)]
+    defined = set(re.findall(r"`(\w+)`", (ROOT / "docs/metrics.md").read_text(encoding="utf-8")))
+    records = [record for path in ran.rglob("*.jsonl") for record in read_records(path)]
     logged = {name for record in records for name in record}
     assert {"val_loss", "r2_low", "kl_start", "select_loss"} <= logged  # all stages were seen
     assert logged <= defined | {"kept", "start"}, sorted(logged - defined)
-    dataset = RewardDataset(ran(REFERENCE) / "data/reward_dataset_char")
+    dataset = RewardDataset(ran / "out/by_hand/reward_data_v1")
     described = set(re.findall(r"`(\w+)`", read_page(REFERENCE)[1]))
     assert dataset.metadata.keys() | dataset.get_stats().keys() <= described

@@ -1,7 +1,4 @@
-"""evaluate.py: losses and their differences, the splits and parts, figures of samples.
-
-pytest tests/test_evaluate.py
-"""
+"""evaluate.py: losses and their differences, splits, figures of samples.  `pytest tests/test_evaluate.py`"""
 
 import math
 import shutil
@@ -43,9 +40,9 @@ def test_perplexity_by_hand(generator):
 
 
 def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_model):
-    found = evaluate(tmp_path, checkpoints=[natural_model], baseline=generator, dataset=corpus, part="report")
-    assert list(found) == [str(natural_model)]
-    figures, losses = found[str(natural_model)], {}
+    options = {"checkpoints": [natural_model, generator], "baseline": generator, "dataset": corpus}
+    found, losses = evaluate(tmp_path, **options, part="report"), {}
+    figures = found[str(natural_model)]
     for path in (generator, natural_model):
         model = build_model(load_checkpoint(path), "generator", path)
         tokens = validation_part(open_corpus(str(corpus), 2, None).val, 16, "report")
@@ -56,13 +53,9 @@ def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_mo
     assert figures["difference"] == pytest.approx((losses[natural_model] - losses[generator]).mean().item(), abs=1e-6)
     for name in ("loss", "difference"):
         assert figures[f"{name}_low"] < figures[name] < figures[f"{name}_high"]
-
-
-def test_a_baseline_may_be_a_checkpoint_too(tmp_path, corpus, generator, natural_model):
-    found = evaluate(tmp_path, checkpoints=[natural_model, generator], baseline=generator, dataset=corpus)
-    assert found[str(generator)]["difference"] == 0 and found[str(natural_model)]["difference"] != 0
-    whole, train = found[str(generator)], evaluate(tmp_path, checkpoints=[generator], dataset=corpus, split="train")
-    assert whole["tokens"] < train[str(generator)]["tokens"] and "difference" not in train[str(generator)]
+    assert found[str(generator)]["difference"] == 0  # a baseline may be a checkpoint too
+    (train,) = evaluate(tmp_path, checkpoints=[generator], dataset=corpus, split="train").values()
+    assert train["tokens"] > figures["tokens"] and "difference" not in train
 
 
 def test_samples_have_figures_beside_natural_text(tmp_path, corpus, generator, knowing):
@@ -89,7 +82,7 @@ def test_the_test_split_is_for_models_of_the_same_split_alone(tmp_path, corpus, 
     assert "another train/validation split" in refuse_in_one_line("evaluate", **options)
 
 
-def test_models_that_cannot_be_compared_are_refused(tmp_path, corpus, generator):
+def test_what_cannot_be_compared_or_asked_for_is_refused(tmp_path, corpus, generator):
     options = {"dataset": corpus, "device": "cpu"}
     record = TokenizationManager(data_path=corpus).to_record()
     other = make_checkpoint(tmp_path / "other.pt", record["vocab_size"], record, block_size=8)
@@ -101,9 +94,6 @@ def test_models_that_cannot_be_compared_are_refused(tmp_path, corpus, generator)
     np.fromfile(corpus / "val.bin", np.uint16)[:30].tofile(tmp_path / "short/val.bin")
     options = {"checkpoints": [generator], "dataset": tmp_path / "short", "samples": 10, "device": "cpu"}
     assert "need more text" in refuse_in_one_line("evaluate", **options)
-
-
-def test_settings_that_are_refused(generator):
     message = refuse("evaluate", split="train", part="gate", samples=1)
     for said in ("checkpoints is required", "part is ignored when split is 'train'", "samples=1"):
         assert f"ERROR: {said}" in message

@@ -1,7 +1,4 @@
-"""reports/: the ledger's sentence and table, pictures, passages, and the page.
-
-pytest tests/test_reports.py
-"""
+"""reports/: the ledger's sentence and table, pictures, passages, and the page.  `pytest tests/test_reports.py`"""
 
 import re
 from pathlib import Path
@@ -61,16 +58,15 @@ def make_ledger(out: Path | None = None, **changes) -> Ledger:
     return ledger
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the ledger
-
-
 def test_headline():
     text = headline(make_ledger())
     assert "123,456 tokens of plays" in text and "predicts K/N on the policy's text (R2 0.500 (0.400 to 0.600))" in text
     assert "lower than that of base_model_v1: -0.0300 (-0.0400 to -0.0200)" in text
     assert "higher than that of control_plain_v2: +0.0200 (+0.0100 to +0.0300)" in text
     assert "not shown to differ from that of control_distil_v2: -0.0100 (-0.0300 to +0.0100)" in text
+    losses = {name: each for name, each in LOSSES.items() if name != "control_plain_v2"}
+    assert "there is no control by plain training" in headline(make_ledger(evaluation_v2=losses))
+    assert "there is no control" not in text
 
 
 def test_headline_of_an_unfinished_run():
@@ -79,26 +75,17 @@ def test_headline_of_an_unfinished_run():
     ledger.outcome = "failed in base_model_v2"
     assert headline(ledger).startswith("Run failed in base_model_v2: A generator was trained")
     assert "the policy's loss" not in headline(ledger)
-
-
-def test_headline_of_a_closed_gate():
     ledger = make_ledger(gate_v1={**SKILL, "r2_low": -0.1}, evaluation_v2=None, base_model_v2={})
     ledger.records["base_model_v2"]["script"] = ""
     text = headline(ledger)
     assert "is not shown to predict K/N" in text and "GRPO did not start" in text
 
 
-def test_headline_says_that_there_is_no_plain_control():
-    losses = {name: each for name, each in LOSSES.items() if name != "control_plain_v2"}
-    assert "there is no control by plain training" in headline(make_ledger(evaluation_v2=losses))
-    assert "there is no control" not in headline(make_ledger())
-
-
 def test_the_policys_loss_minus_a_controls():
-    figures = {"difference": 0.02, "difference_low": 0.01, "difference_high": 0.05}
-    assert policy_minus(figures) == {"difference": -0.02, "difference_low": -0.05, "difference_high": -0.01}
-    without = {"difference": 0.02, "difference_low": None, "difference_high": None}
-    assert policy_minus(without) == {"difference": -0.02, "difference_low": None, "difference_high": None}
+    for low, high in ((0.01, 0.05), (None, None)):  # too few blocks have no interval
+        figures = {"difference": 0.02, "difference_low": low, "difference_high": high}
+        ends = [end and -end for end in (high, low)]
+        assert policy_minus(figures) == {"difference": -0.02, "difference_low": ends[0], "difference_high": ends[1]}
 
 
 def test_table():
@@ -113,11 +100,8 @@ def test_table():
     lines = table_text(make_ledger()).splitlines()
     assert len(lines) == 7 and lines[0].split()[:3] == ["cycle", "model", "loss"]
     assert lines[-1] == "Cycle 1: GRPO stopped by plateau."
-
-
-def test_table_of_what_is_not_finished():
     (row,) = table(make_ledger(**dict.fromkeys(list(LOSSES)[1:]), evaluation_v1=None, evaluation_v2=None))
-    assert row["model"] == "base_model_v1" and row["loss"] == "" and row["seconds"] == "5"
+    assert row["model"] == "base_model_v1" and row["loss"] == "" and row["seconds"] == "5"  # the rest is not finished
 
 
 def test_a_ledger_is_read_back(tmp_path):
@@ -130,92 +114,29 @@ def test_a_ledger_is_read_back(tmp_path):
     assert again.number("gate_v1") == "4 of 8"
 
 
-def test_differences_of_a_record():
-    ledger = make_ledger()
-    then = ledger.records["base_model_v1"]
-    assert ledger.difference("base_model_v1", then) == "" and ledger.difference("other", then) == ""
-    then["settings"], then["inputs"] = {"max_iters": 5}, {"dataset": "ab"}
-    now = {"script": "train_grpo", "settings": {"max_iters": 6}, "inputs": {"dataset": "ab"}}
-    expected = "script was train, now train_grpo; max_iters was 5, now 6"
-    assert ledger.difference("base_model_v1", now) == expected
+def test_a_damaged_ledger_is_refused(tmp_path):
+    for contents in ([], {"about": {}}, {"about": {}, "stages": {"a": {}}}, {"stages": [{"name": "a"}]}):
+        write_json(tmp_path / "cycles.json", contents)
+        with pytest.raises(UserError, match=r"cycles.json is no ledger of this version: use another --out_dir"):
+            Ledger(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "contents", [[], {"about": {}}, {"about": {}, "stages": {"a": {}}}, {"stages": [{"name": "a"}]}]
-)
-def test_a_damaged_ledger_is_refused(tmp_path, contents):
-    write_json(tmp_path / "cycles.json", contents)
-    with pytest.raises(UserError, match=r"cycles.json is no ledger of this version: use another --out_dir"):
-        Ledger(tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# pictures
-
-
-def training_records() -> list[dict]:
-    records = [{"step": n, "train_loss": 4 - n / 10, "learning_rate": 0.1} for n in range(10)]
-    for record in records[::3]:
-        loss = record["train_loss"] + 0.5
-        record |= {"select_loss": loss, "select_loss_low": loss - 0.1, "select_loss_high": loss + 0.1}
-    return [*records, {"step": 9, "final": True, "val_loss": 3.0, "train_loss": 99.0}]
-
-
-def lines_of(axes) -> dict[str, tuple[list[float], list[float]]]:
-    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
-
-
-def test_training_curves():
-    """A panel for each quantity of two points; the final record, of another part, is no point."""
-    figure = training_curves(training_records(), "a run")
-    loss, rate = (axes for axes in figure.axes if axes.axison)
-    assert (loss.get_ylabel(), rate.get_ylabel()) == ("nats per token", "AdamW's rate")
-    drawn = lines_of(loss)
-    assert drawn["training batches 3.1"] == (list(range(10)), [4 - n / 10 for n in range(10)])
-    assert drawn["select part 3.6"][0] == [0, 3, 6, 9]
-    (band,) = loss.collections
-    assert band.get_paths()[0].get_extents().y1 == pytest.approx(4.6)
-
-
-def test_grpo_curves():
-    records = [{"step": n, "reward": n / 10, "natural_reward": 0.75, "kl_mixture": None} for n in range(3)]
-    figure = grpo_curves(records, "a run")
-    (panel,) = (axes for axes in figure.axes if axes.axison)
-    assert lines_of(panel)["training prompts 0.2"] == ([0, 1, 2], [0.0, 0.1, 0.2])
-    assert lines_of(panel)["natural text 0.75"][1] == [0.75, 0.75]
-
-
-@pytest.mark.parametrize("draw", [training_curves, grpo_curves])
-def test_no_curves_without_two_points(draw):
-    assert draw([], "a run") is None
-    assert draw([{"step": 0, "select_loss": 2.0, "reward": 0.1}], "a run") is None
-
-
-def test_skill_picture():
-    draw = torch.Generator().manual_seed(0)
-    truth = torch.rand(400, generator=draw)
-    prediction = (truth + 0.1 * torch.randn(400, generator=draw)).clamp(0, 1)
-    skill = measure_skill(prediction, truth, torch.arange(400) // 4, 64, 0)
-    calibration, by_crossover, error = skill_picture(skill, HOSTILE).axes
-    places = calibration.collections[0].get_offsets()
-    assert np.allclose(places[:, 0], [row["mean_prediction"] for row in skill["calibration"]])
-    assert lines_of(by_crossover)["predicted"][1] == [row["mean_prediction"] for row in skill["by_crossover"]]
-    assert lines_of(error)["at this K/N"][1] == [row["mae_tokens"] for row in skill["by_crossover"]]
-
-
-def test_png_of_any_title(tmp_path):
+def test_pictures_of_any_title(tmp_path):
     """Dollars are no formula, and control characters no obstacle; nothing of matplotlib's settings is changed."""
     import matplotlib
 
-    before = dict(matplotlib.rcParams)
-    write_png(training_curves(training_records(), f"$x^ {HOSTILE}"), tmp_path / "run.png")
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    before, title = dict(matplotlib.rcParams), f"$x^ {HOSTILE}"
+    records = [{"step": n, "train_loss": 4 - n / 10, "learning_rate": 0.1, "reward": n / 10} for n in range(10)]
+    records[3] |= {"select_loss": 3.0, "select_loss_low": 2.9, "select_loss_high": 3.1, "natural_reward": 0.75}
+    truth = torch.rand(400, generator=torch.Generator().manual_seed(0))
+    skill = measure_skill(truth, truth, torch.arange(400) // 4, 64, 0)
+    for figure in (training_curves(records, title), grpo_curves(records, title), skill_picture(skill, title)):
+        write_png(figure, tmp_path / "run.png")
+        assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["run.png"]
     assert dict(matplotlib.rcParams) == before
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# passages and page
+    for draw in (training_curves, grpo_curves):
+        assert draw([], title) is None and draw(records[3:4], title) is None  # a point makes no curve
 
 
 class Bytes:
@@ -232,7 +153,7 @@ def test_pieces_of_characters_of_several_tokens():
     assert "".join(pieces(Bytes(), np.array([97, 0xE2]))) == "a\ufffd"
 
 
-def test_passages(reward_data, predictive_reward_model):
+def test_passages(reward_data, predictive_reward_model, reward_model):
     passages = read_passages(reward_data, predictive_reward_model, CPU)
     dataset = RewardDataset(reward_data, "val")
     N = dataset.block_size
@@ -243,16 +164,12 @@ def test_passages(reward_data, predictive_reward_model):
         assert passage.predicted == pytest.approx(sum(passage.natural), abs=1e-3)
         assert all(0 <= probability <= 1 for probability in passage.natural)
     assert passages == read_passages(reward_data, predictive_reward_model, CPU)
+    # a head of one share for the whole text
+    assert all(0 <= passage.predicted <= 16 for passage in read_passages(reward_data, reward_model, CPU))
 
 
-def test_passages_of_a_head_of_one_share(reward_data, reward_model):
-    passages = read_passages(reward_data, reward_model, CPU)
-    assert all(0 <= passage.predicted <= 16 for passage in passages)
-
-
-@pytest.fixture
-def run_folder(tmp_path, reward_data, predictive_reward_model):
-    """The files of a run and its ledger."""
+def test_page(tmp_path, reward_data, predictive_reward_model):
+    """Every part, every text escaped, nothing loaded, no script."""
     ledger = make_ledger(tmp_path)
     (tmp_path / "reward_data_v1").symlink_to(reward_data)
     (tmp_path / "reward_model_v1.pt").symlink_to(predictive_reward_model)
@@ -261,33 +178,24 @@ def run_folder(tmp_path, reward_data, predictive_reward_model):
     (tmp_path / "sample_v1.txt").write_text("To be & <script>alert(1)</script>")
     sample = {"name": "sample_v1", "kind": "sample", "cycle": 0, "script": "sample", "seconds": 1.0, "figures": {}}
     ledger.records["sample_v1"] = {**sample, "settings": {}, "inputs": {}}
-    return ledger
-
-
-def test_page(run_folder):
-    """Every part, every text escaped, nothing loaded, no script."""
-    page = make_page(run_folder, CPU)
-    assert headline(run_folder).replace("'", "&#39;") in page
-    for row in table(run_folder):
+    page = make_page(ledger, CPU)
+    assert headline(ledger).replace("'", "&#39;") in page
+    for row in table(ledger):
         assert all(f"<td>{cell.replace('>', '&gt;')}</td>" in page for cell in row.values())
     assert "To be &amp; &lt;script&gt;" in page and "<script" not in page
     assert page.count('<b class="k">K</b>') > 1
     assert all(0 <= float(share) <= 1 for share in re.findall(r"--p: ([\d.]+)", page)) and "--p: " in page
     assert page.count("data:image/png;base64,") == 1 and not re.search(r"(src|href)=\"?http", page)
-    passages = read_passages(run_folder.out / "reward_data_v1", run_folder.out / "reward_model_v1.pt", CPU)
+    passages = read_passages(ledger.out / "reward_data_v1", ledger.out / "reward_model_v1.pt", CPU)
     assert all(f"K = {passage.crossover};" in page for passage in passages)
 
 
-def test_page_of_what_there_is(tmp_path):
-    """A run that has just begun, and one whose files are gone."""
+def test_page_of_what_there_is(tmp_path, capsys):
+    """A run that has just begun, one whose files are gone, and one of which no page can be made: a warning."""
     assert "Nothing is trained yet." in make_page(Ledger(None, {"settings": {}}), CPU)
-    ledger = make_ledger(tmp_path)
-    assert write_page(ledger, CPU) == tmp_path / "report.html"
-    assert "base_model_v2" in (tmp_path / "report.html").read_text()
-
-
-def test_a_page_that_cannot_be_made_is_a_warning(tmp_path, capsys):
     ledger = make_ledger(tmp_path, evaluation_v2={"base_model_v2": {"loss": 2.0}})
     write_page(ledger, CPU)
     assert "WARNING: the report is not written (KeyError" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+    assert write_page(make_ledger(tmp_path), CPU) == tmp_path / "report.html"
+    assert "base_model_v2" in (tmp_path / "report.html").read_text()

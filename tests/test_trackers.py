@@ -1,21 +1,13 @@
-"""`--tracker tensorboard`, wandb and trackio: each record once, and one line where it cannot be.
-
-    pytest tests/test_trackers.py
-
-TensorBoard's files are written and read by the package, where it is installed; the other two have a stand-in.
-"""
+"""Trackers: each record once, and one line where none can be; with stand-ins.  `pytest tests/test_trackers.py`"""
 
 import importlib.machinery
 import sys
-import time
 from types import ModuleType
 
-import numpy as np
 import pytest
-from helpers import TINY_TRAIN, call, end_in_call, refuse, succeed, terminate
+from helpers import TINY_TRAIN, refuse, refuse_in_one_line, succeed
 
-import train
-from common.log import read_records
+from common.log import Tracker, read_records
 
 pytest_plugins = ["tiny_run"]
 
@@ -53,33 +45,21 @@ def test_every_record_is_sent(package, corpus, tmp_path):
     assert len(package.logged) == 22 and package.logged == numbers_of(tmp_path)
 
 
-def test_a_login_that_is_missing_is_one_line(package, corpus, tmp_path):
+def test_a_tracker_that_cannot_be_is_one_line(package, monkeypatch, corpus, tmp_path):
     package.init = lambda **_: (_ for _ in ()).throw(RuntimeError("nobody is logged in"))
-    said = refuse("train", dataset=corpus, out_dir=tmp_path, tracker=package.__name__, **TINY_TRAIN)
-    assert said.strip() == f"ERROR: --tracker {package.__name__}: nobody is logged in"
+    options = {"dataset": corpus, "out_dir": tmp_path, "tracker": package.__name__, **TINY_TRAIN}
+    said = refuse_in_one_line("train", **options)
+    assert said == f"ERROR: --tracker {package.__name__}: nobody is logged in"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert f"pip install {package.__name__}" in refuse("train", **options)
     assert not list(tmp_path.glob("*.pt"))
 
 
-def test_a_package_that_is_not_installed_is_named(monkeypatch, corpus, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    said = refuse("train", dataset=corpus, out_dir=tmp_path, wandb_log=True, **TINY_TRAIN)
-    assert "pip install wandb" in said
-
-
-def test_tensorboard_shows_each_step_of_a_resumed_run_once(monkeypatch, corpus, tmp_path):
-    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install -r requirements-bench.txt")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    options = {"dataset": corpus, "out_dir": tmp_path, "tracker": "tensorboard", **TINY_TRAIN}
-    with monkeypatch.context() as patch:
-        end_in_call(patch, train, "get_batch", 9, terminate)
-        assert call("train", **options).status == 143
-    time.sleep(1)  # TensorBoard reads the files in the order of the seconds in their names
-    succeed("train", **options, init_from="resume")
-    time.sleep(1)
-    succeed("train", **{**options, "max_iters": 15}, overwrite=True)
-    events = EventAccumulator(str(tmp_path / "model_checkpoint.tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
-    for name in ("train_loss", "select_loss", "gradient_norm", "val_loss"):
-        expected = [(step, np.float32(numbers[name])) for step, numbers in numbers_of(tmp_path) if name in numbers]
-        assert [(event.step, np.float32(event.value)) for event in events.Scalars(name)] == expected
+def test_tensorboard_forgets_what_a_resumed_run_makes_again(monkeypatch, tmp_path):
+    """`purge_step` is the first step that it forgets."""
+    begun, module = [], ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = lambda folder, purge_step: begun.append(purge_step)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for kept in (-1, 9):
+        Tracker("tensorboard", "plays", "run", {}, tmp_path, kept)
+    assert begun == [0, 10]

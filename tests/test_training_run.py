@@ -1,10 +1,6 @@
-"""training/run.py: a run that is stopped goes on, and ends as if it had not been; what a second command may do.
+"""training/run.py: a stopped run ends as if undisturbed; second commands.  `pytest tests/test_training_run.py`"""
 
-pytest tests/test_training_run.py
-"""
-
-import os
-import signal
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -22,11 +18,10 @@ from helpers import (
 )
 
 import train
-from common import process
 from common.distributed import Ranks
 from common.files import load_state, save_state
 from common.log import read_records
-from common.process import Finished, Terminated, UserError
+from common.process import Finished, UserError
 from common.settings import Settings, setting
 from training.run import Run
 
@@ -62,13 +57,10 @@ def begun(path, resume=False, overwrite=False, settings=None, corpus=1) -> tuple
     return run, counts
 
 
-def make_steps(run, counts, within=lambda made: None, stop=lambda: None, total=6):
+def make_steps(run, counts, stop=lambda: None, total=6):
     for step in run.steps(total, stop):
-        within(step + 1)
         counts.made.append(step + 1)
         run.log(step + 1, loss=1.0 / (1 + step))
-        if (step + 1) % 2 == 0:
-            run.save(step + 1)
 
 
 def finish(path, **more):
@@ -82,7 +74,9 @@ def finish(path, **more):
 def test_a_second_command(tmp_path):
     """Has nothing to do, or is refused: of other settings, inputs or limits, and of a run that was interrupted."""
     path = tmp_path / "model.pt"
-    make_steps(*begun(path), total=2)
+    run, counts = begun(path)
+    make_steps(run, counts, total=2)
+    run.save(run.step)
     with pytest.raises(UserError, match="interrupted: --init_from resume goes on, --overwrite True begins anew"):
         begun(path)
     finish(path, overwrite=True)
@@ -99,6 +93,9 @@ def test_a_second_command(tmp_path):
     assert not path.with_suffix(".resume").exists() and path.exists()
     with pytest.raises(UserError, match="no state of its run lies beside it"):
         begun(path)
+    for name in ("model.resume", "model.jsonl"):
+        with pytest.raises(UserError, match=r"the state \(.resume\) and records \(.jsonl\) lie beside it"):
+            begun(tmp_path / name)
 
 
 def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path):
@@ -111,18 +108,11 @@ def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path):
     with pytest.raises(UserError, match=r"another run \(lr was 0\.1, now 0\.2"):
         begun(path, True, settings=RunSettings(lr=0.2))
     state = load_state(path.with_suffix(".resume"))
-    for bad, said in (
-        ({"parts": {}}, "is damaged"),
-        ({"step": "six"}, "no state of a run"),
-        ({"step": -1}, "no state"),
-    ):
+    bad_step = ({"step": "six"}, "no state of a run"), ({"step": -1}, "no state of a run")
+    for bad, said in (({"parts": {}}, "is damaged"), *bad_step):
         save_state(path.with_suffix(".resume"), {**state, **bad})
         with pytest.raises(UserError, match=said):
             begun(path, True)
-    whole = path.with_suffix(".resume").read_bytes()
-    path.with_suffix(".resume").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="damaged"):
-        begun(path, True)
 
 
 def test_a_reason_to_stop_is_asked_for_before_each_step(tmp_path):
@@ -130,54 +120,16 @@ def test_a_reason_to_stop_is_asked_for_before_each_step(tmp_path):
     run, counts = begun(path)
     make_steps(run, counts, stop=lambda: "enough" if len(counts.made) >= 4 else None)
     assert (run.reason, run.step, counts.made) == ("enough", 4, [1, 2, 3, 4])
+    run.save(run.step)
     run, counts = begun(path, True)
     make_steps(run, counts)
     assert (run.reason, counts.made) == ("step limit: 6", [1, 2, 3, 4, 5, 6])
+    run.save(run.step)
     assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == [1, 2, 3, 4, 5, 6]
     run, counts = begun(path, True)
     make_steps(run, counts, total=3)
     assert (run.reason, run.step) == ("step limit: 3", 6)
 
-
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
-def test_a_signal_waits_for_the_end_of_a_step_and_saves(tmp_path, number, raised):
-    path, handler = tmp_path / "model.pt", signal.getsignal(signal.SIGTERM)
-    run, counts = begun(path)
-    signal.signal(signal.SIGTERM, process.terminate)
-    try:
-        with pytest.raises(raised):
-            make_steps(run, counts, lambda made: os.kill(os.getpid(), number) if made == 3 else None)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    run, counts = begun(path, True)
-    assert (run.step, counts.made) == (3, [1, 2, 3])
-    make_steps(run, counts)
-    assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == [1, 2, 3, 4, 5, 6]
-
-
-def test_work_after_the_last_save_is_made_again(tmp_path):
-    path = tmp_path / "model.pt"
-    run, counts = begun(path)
-
-    def fail(made: int) -> None:
-        if made == 4:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        make_steps(run, counts, fail)
-    assert len(read_records(path.with_suffix(".jsonl"))) == 3
-    run, counts = begun(path, True)
-    assert counts.made == [1, 2] and len(read_records(path.with_suffix(".jsonl"))) == 2
-
-
-@pytest.mark.parametrize("name", ["model.resume", "model.jsonl"])
-def test_an_output_that_is_named_as_its_state_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match="lie beside it"):
-        begun(tmp_path / name)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# train.py
 
 SETTINGS = {**TINY_TRAIN, "optimizer": "muon", "dropout": 0.1, "short_contexts": [4, 8], "lr_schedule": "cooldown"}
 
@@ -190,62 +142,42 @@ def whole(tmp_path_factory, corpus):
     return out / "model_checkpoint"
 
 
-def assert_same_run(path, whole) -> None:
-    assert_same_weights(weights(path.with_suffix(".pt")), weights(whole.with_suffix(".pt")))
-    assert untimed(path.with_suffix(".jsonl")) == untimed(whole.with_suffix(".jsonl"))
-    states = [torch.load(each.with_suffix(".resume"), weights_only=True) for each in (path, whole)]
-    assert_same_weights(*(state["parts"]["model"] for state in states))
-    assert [state["finished"] for state in states] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("name", "number", "status", "end"),
-    [
-        ("get_batch", 3, 143, terminate),  # before the first evaluation of a step
-        ("get_batch", 12, 143, terminate),
-        ("measure", 3, 143, terminate),
-        ("measure", 6, 143, terminate),  # in the last pass over the validation split
-    ],
-)
-def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpus, whole, name, number, status, end):
-    options = {**SETTINGS, "dataset": corpus, "out_dir": tmp_path}
-    with monkeypatch.context() as patch:
-        end_in_call(patch, train, name, number, end)
-        finished = call("train", **options)
-    assert finished.status == status and "Go on with --init_from resume." in finished.err
+def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpus, whole):
+    """Interrupted in a step, which is finished and saved, and in the last pass over the validation split."""
+    options, path = {**SETTINGS, "dataset": corpus, "out_dir": tmp_path}, tmp_path / "model_checkpoint"
+    for name, number, more in (("get_batch", 12, {}), ("measure", 3, {"init_from": "resume"})):
+        with monkeypatch.context() as patch:
+            end_in_call(patch, train, name, number, terminate)
+            finished = call("train", **options, **more)
+        assert finished.status == 143 and "Go on with --init_from resume." in finished.err
+    assert "at step 12" in finished.out
     for _ in range(2):  # the second time nothing is left to do but to write the same
         assert "Resuming" in succeed("train", **options, init_from="resume")
-        assert_same_run(tmp_path / "model_checkpoint", whole)
+        assert_same_weights(weights(path.with_suffix(".pt")), weights(whole.with_suffix(".pt")))
+        assert untimed(path.with_suffix(".jsonl")) == untimed(whole.with_suffix(".jsonl"))
+        states = [torch.load(each.with_suffix(".resume"), weights_only=True) for each in (path, whole)]
+        assert_same_weights(*(state["parts"]["model"] for state in states))
+        assert [state["finished"] for state in states] == [True, True]
 
 
-def test_train_a_second_time(whole, corpus):
-    before = whole.with_suffix(".pt").read_bytes()
-    options = {**SETTINGS, "dataset": corpus, "out_dir": whole.parent}
-    assert "was made with these settings already" in succeed("train", **options)
-    assert call("train", **{**options, "dropout": 0.2}).status == 2
-    assert whole.with_suffix(".pt").read_bytes() == before
-    for max_iters, said in ((25, "the rate is 0 from step 20 on"), (10, "")):
-        finished = call("train", **{**options, "init_from": "resume", "max_iters": max_iters})
-        assert (finished.status, said in finished.err) == (2 if said else 0, True)
-
-
-@pytest.mark.parametrize("damage", ["facts", "moments", "best", "config"])
-def test_a_damaged_state_is_refused_in_one_line(tmp_path, corpus, damage):
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path}
-    succeed("train", **options)
-    path = tmp_path / "model_checkpoint.resume"
-    state = torch.load(path, weights_only=True)
-    if damage == "facts":
-        del state["facts"]["max_iters"]
-    elif damage == "config":
-        state["facts"]["config"].n_layer = 10**6
-    elif damage == "moments":
-        moments = state["parts"]["optimizers"]["moments"][0][0]
-        state["parts"]["optimizers"]["moments"][0][0] = {
-            name: each[:1] if each.dim() else each for name, each in moments.items()
-        }
-    else:
-        state["parts"]["best"]["weights"] = {}
-    torch.save(state, path)
-    line = refuse_in_one_line("train", **options, init_from="resume")
-    assert line.startswith("ERROR: ")
+def test_what_cannot_be_resumed_is_refused_in_one_line(tmp_path, whole, corpus):
+    """More steps than a schedule that ends in 0 has; a damaged state."""
+    path = shutil.copytree(whole.parent, tmp_path / "copy") / "model_checkpoint.resume"
+    options = {**SETTINGS, "dataset": corpus, "out_dir": path.parent}
+    more = {**options, "init_from": "resume", "max_iters": 25}
+    assert "the rate is 0 from step 20 on" in refuse_in_one_line("train", **more)
+    data = path.read_bytes()
+    for damage in ("facts", "moments", "best", "config"):
+        path.write_bytes(data)
+        state = torch.load(path, weights_only=True)
+        if damage == "facts":
+            del state["facts"]["max_iters"]
+        elif damage == "config":
+            state["facts"]["config"].n_layer = 10**6
+        elif damage == "moments":
+            moments = state["parts"]["optimizers"]["moments"][0]
+            moments[0] = {name: each[:1] for name, each in moments[0].items()}
+        else:
+            state["parts"]["best"]["weights"] = {}
+        torch.save(state, path)
+        assert "ERROR: " in refuse_in_one_line("train", **options, init_from="resume"), damage
