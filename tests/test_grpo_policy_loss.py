@@ -81,9 +81,7 @@ def test_k3_is_finite_and_never_negative(log_prob, reference):
     assert value.isfinite() and value >= 0 and policy.grad.isfinite()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# exact divergences over the vocabulary
-
+# of exact divergences over the vocabulary
 STUDENT = torch.tensor([[[0.5, -1.0, 2.0, 0.0], [1.0, 1.0, -3.0, 0.25]]], dtype=torch.float64)  # logits
 TEACHER = torch.tensor([[[1.5, 0.0, -1.0, 0.5], [0.0, 2.0, -1.0, 1.0]]], dtype=torch.float64)
 START = TEACHER.log_softmax(-1).roll(1, -1)

@@ -144,8 +144,7 @@ def test_mixture_weights_by_hand():
 
 
 def test_a_mixture_of_probabilities():
-    p = torch.tensor([[0.2, 0.5], [0.6, 0.0]])
+    p, alone = torch.tensor([[0.2, 0.5], [0.6, 0.0]]), torch.randn(50)
     mixed = posteriors.log_mixture((row.log() for row in p), torch.tensor([0.25, 0.75]).log())
     assert mixed.exp().tolist() == pytest.approx([0.5, 0.125])
-    alone = torch.randn(50)
     assert torch.equal(posteriors.log_mixture([alone], torch.zeros(1, dtype=torch.float64)), alone)

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_GRPO, refuse_in_one_line, succeed
+from helpers import refuse_in_one_line, succeed
 
 from common.distributed import Ranks
 from common.files import hash_file
@@ -130,47 +130,38 @@ def test_anything_else_is_refused_with_the_rule(made, value):
     [
         ("1 / 0", "raised ZeroDivisionError at line 3 of .*mine.py: division by zero"),
         ("raise ValueError('two\\nlines ' + 1000 * 'x')", "raised ValueError at line 3 of .*: two lines x{190}; "),
+        ("import sys; sys.exit(0)", "raised SystemExit at line 3"),
         ("score(**kwargs)", "raised RecursionError at line [23]"),
     ],
 )
 def test_an_exception_is_one_line_with_its_place(made, statement, expected):
     function = made(f"def score(**kwargs):\n    print('said')\n    {statement}\n")
     assert re.search(expected, error_of(lambda: function(IDS, MASK)))
+    with pytest.raises(KeyboardInterrupt):  # which is no error of the function
+        made("def score(**kwargs):\n    raise KeyboardInterrupt\n")(IDS, MASK)
 
 
-def test_ctrl_c_is_no_error_of_the_function(made):
-    function = made("def score(**kwargs):\n    raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
-        function(IDS, MASK)
-
-
-@pytest.fixture
-def good(tmp_path, corpus, generator) -> dict:
-    """Options with which train_grpo.py runs, with the share of a letter as its only reward."""
-    (tmp_path / "letters.py").write_text(LETTERS)
-    named = {"reward_function": f"{tmp_path}/letters.py:share", "output_path": tmp_path / "out" / "policy.pt"}
-    return {**TINY_GRPO, "base_model_path": generator, "dataset": corpus, "max_steps": 2, **named}
-
-
-def test_a_policy_learns_what_the_function_rewards(good, tmp_path, monkeypatch, reward_model):
+def test_a_policy_learns_what_the_function_rewards(tmp_path, monkeypatch, corpus, generator, reward_model):
     """Alone: no gate and no P(natural); the records have its rewards. A run is resumed with the same file alone."""
     monkeypatch.setattr(policy_evaluation, "CAPS", {})
-    options = {**good, "learning_rate": 1e-2, "max_steps": 12, "prompts_per_step": 8, "group_size": 8}
-    options["eval_interval"] = 6
+    (tmp_path / "letters.py").write_text(LETTERS)
+    options = {"base_model_path": generator, "dataset": corpus, "reward_function": f"{tmp_path}/letters.py:share"}
+    options |= {"output_path": tmp_path / "policy.pt", "learning_rate": 1e-2, "device": "cpu"}
+    options |= {"max_steps": 12, "prompts_per_step": 8, "group_size": 8, "eval_interval": 6}
     out = succeed("train_grpo", **options)
-    records = read_records(good["output_path"].with_suffix(".jsonl"))
+    records = read_records(options["output_path"].with_suffix(".jsonl"))
     steps, looks = ([record for record in records if name in record] for name in ("loss", "kl_now"))
     assert steps[-1]["function_reward"] > 2 * steps[0]["function_reward"]
     assert looks[-1]["fresh_function_reward_low"] > looks[0]["fresh_function_reward_high"]
     assert looks[0]["natural_function_reward"] == looks[-2]["natural_function_reward"] > 0
     assert all(record["total_reward"] == record["function_reward"] for record in steps)
     assert not {"reward", "evidence", "fresh_reward", "natural_reward"} & {*steps[0], *looks[0]}
-    training = load_checkpoint(good["output_path"])["training"]
+    training = load_checkpoint(options["output_path"])["training"]
     assert training["settings"]["beta"] == 0.04
     assert training["kept_step"] == 12 and training["last_reward"] > training["first_reward"]
     assert "letters.py" in out and "executed" in out and "R2" not in out
 
-    resumed = {**options, "init_from": "resume"}
+    resumed = {**options, "init_from": "resume", "allow_unpredictive_reward": True}
     assert "reward model was" in refuse_in_one_line("train_grpo", **resumed, reward_model_path=reward_model)
     (tmp_path / "letters.py").write_text(LETTERS + "# another\n")
     assert "reward function was" in refuse_in_one_line("train_grpo", **resumed)
@@ -190,9 +181,3 @@ def test_advantages_are_of_tokens_or_sequences_as_credit_or_the_function_says(cr
     expected = token_advantages(rewards, mask, 2) if by_token else group_advantages(rewards, 2)
     advantages, flat = advantages_of(batch, settings, Ranks())
     assert torch.equal(advantages, expected) and flat == 0
-
-
-def test_a_hostile_function_ends_the_run_in_one_line(good, tmp_path):
-    (tmp_path / "letters.py").write_text("import sys\ndef share(**kwargs):\n    print('noise')\n    sys.exit(0)\n")
-    assert "SystemExit at line 4" in refuse_in_one_line("train_grpo", **good)
-    assert not good["output_path"].exists()
