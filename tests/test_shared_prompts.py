@@ -60,8 +60,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(position, parallel, gro
         assert (one - other).norm() <= 1e-4 * one.norm()
 
     once = shared.predicts
-    lengths = PROMPT_LENGTHS[::group_size]
-    assert once.sum() == sum(int(k) - 1 + group_size * (N - int(k)) for k in lengths)
+    assert once.sum() == sum(int(k) - 1 + group_size * (N - int(k)) for k in PROMPT_LENGTHS[::group_size])
     predicted = token_log_probs(model.logits(shared.at(once, model.trunk(shared))), ids[:, 1:][once])
     torch.testing.assert_close(shared.spread(put(predicted, once)), of_all, rtol=0, atol=1e-5)
 

@@ -38,7 +38,7 @@ from grpo import policy_evaluation, rollouts
 from grpo.rollouts import Rollouts, sample
 from losses import token_log_probs
 from model import GPT, GPTConfig
-from reward.frozen_scorer import RewardScorer
+from reward.frozen_scorer import RewardScorer, Scores
 from reward.heads import Ensemble, LikelihoodRewardModel
 from train_grpo import GRPOSettings
 from training.checkpoint import build_model, load_checkpoint
@@ -289,15 +289,21 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, options):
         pieces.reset_mock()
 
 
-def test_natural_prefixes_are_rows_of_the_corpus_after_a_prompt():
-    """As many as a step has completions, each of its own place; the ranks' shares are those of one."""
-    draw = partial(sample, Completer(make_models(0.5)[0], 3), np.arange(1000) % V, (6, 4), 42, natural=True)
-    batch = draw(ranks=Ranks(), step=1)
+def test_rollouts_are_completions_or_rows_of_the_corpus_each_after_a_prompt_of_its_own():
+    """With the policy's log-probabilities; as many rows as completions; the ranks' shares are those of one."""
+    policy, _ = make_models(0.5)
+    draw = partial(sample, Completer(policy, 3), np.arange(1000) % V, (6, 4), 42)
+    batch = draw(ranks=Ranks(), step=1, natural=False)
+    with torch.no_grad():
+        log_probs = token_log_probs(policy.logits(policy.trunk(batch.ids[:, :-1])), batch.ids[:, 1:])
+    torch.testing.assert_close(batch.old_log_probs, log_probs)
+    batch.scores = Scores(None, None, None, log_probs)
+    figures = rollouts.figures_of_rollouts(batch, "k3", Ranks())
+    assert figures == {"kl_start": pytest.approx(0, abs=1e-6), "entropy": pytest.approx(-log_probs.mean().item())}
+    batch = draw(ranks=Ranks(), step=1, natural=True)
     assert batch.ids.shape == (24, 3) and batch.old_log_probs is None and batch.mask.all()
-    assert (batch.ids.diff(dim=1) % V == 1).all()
-    assert len({tuple(row) for row in batch.ids.tolist()}) == V
-    assert not torch.equal(draw(ranks=Ranks(), step=2).ids, batch.ids)
-    shares = [draw(ranks=Ranks(rank, 2), step=1) for rank in (0, 1)]
+    assert (batch.ids.diff(dim=1) % V == 1).all() and len(batch.ids.unique(dim=0)) == V
+    shares = [draw(ranks=Ranks(rank, 2), step=1, natural=True) for rank in (0, 1)]
     assert torch.equal(torch.cat([part.ids for part in shares]), batch.ids)
     assert all(part.totals == batch.totals for part in shares)
 
@@ -322,8 +328,7 @@ def test_the_schedules_by_hand():
     """Of a run begun with four steps; a fifth has the rate of the end."""
     by_hand = {"constant": [1.0] * 5, "linear": [1.0, 0.75, 0.5, 0.25, 0.0], "cosine": [1, 0.853553, 0.5, 0.146447, 0]}
     for schedule, expected in by_hand.items():
-        factors = [train_grpo.factor_at(step, schedule, 4) for step in range(5)]
-        assert factors == pytest.approx(expected, abs=1e-6)
+        assert [train_grpo.factor_at(step, schedule, 4) for step in range(5)] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("more", [{}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}], ids=str)
