@@ -10,29 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from common.process import UserError
 from reward import posterior as posteriors
 
 
 def test_reward_losses_by_hand():
+    """Of scores, or of log-probabilities in their place."""
     scores, targets = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.5, 0.5]])  # probabilities 1/4, 3/4
-    assert posteriors.reward_loss(scores, targets).item() == pytest.approx(0.0625, rel=1e-5)
-    by_hand = -0.5 * (math.log(0.25) + math.log(0.75))
-    assert posteriors.reward_loss(scores, targets, "cross_entropy").item() == pytest.approx(by_hand, rel=1e-5)
-
-
-def test_reward_losses_take_scores_or_log_probabilities():
-    torch.manual_seed(0)
-    scores, natural = torch.randn(7, 2), torch.rand(7, 1)
-    targets = torch.cat([natural, 1 - natural], 1)
-    for loss in ("mse", "cross_entropy"):
-        from_log_probs = posteriors.reward_loss(scores.log_softmax(-1), targets, loss)
-        torch.testing.assert_close(posteriors.reward_loss(scores, targets, loss), from_log_probs)
-    assert posteriors.reward_loss(scores, targets).equal(F.mse_loss(scores.softmax(-1), targets))
-    with pytest.raises(UserError, match=r"loss='l1' .* mse, cross_entropy$"):
-        posteriors.reward_loss(scores, targets, "l1")
+    by_hand = {"mse": 0.0625, "cross_entropy": -0.5 * (math.log(0.25) + math.log(0.75))}
+    for loss, expected in by_hand.items():
+        for given_scores in (scores, scores.log_softmax(-1)):
+            assert posteriors.reward_loss(given_scores, targets, loss).item() == pytest.approx(expected, rel=1e-5)
 
 
 def posterior_by_hand(evidence: list[float]) -> list[float]:
@@ -42,11 +31,8 @@ def posterior_by_hand(evidence: list[float]) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-EVIDENCE = st.lists(st.floats(-5, 5), min_size=1, max_size=9).filter(lambda values: len(values) != 2)
-
-
 @settings(max_examples=100, deadline=None)
-@given(EVIDENCE)
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=9).filter(lambda values: len(values) != 2))
 def test_posterior_and_shares_by_hand(values):
     evidence, T = torch.tensor([values], dtype=torch.float64), len(values)
     by_hand = posterior_by_hand(values)
@@ -57,37 +43,6 @@ def test_posterior_and_shares_by_hand(values):
     assert posteriors.natural_probabilities(evidence)[0].tolist() == pytest.approx(natural)
     mean = math.fsum(k * p for k, p in enumerate(by_hand, 1))
     assert posteriors.natural_share(evidence).item() == pytest.approx(mean / T)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.floats(-5, 5), min_size=3, max_size=9), st.floats(-99, 99), st.floats(-99, 99))
-def test_the_first_and_the_last_token_have_no_evidence(values, first, last):
-    """The first is natural and the last is written, whatever they look like."""
-    evidence, other = (torch.tensor([ends]) for ends in (values, [first, *values[1:-1], last]))
-    assert posteriors.crossover_log_posterior(evidence).equal(posteriors.crossover_log_posterior(other))
-    targets = torch.tensor([[1 / len(values), 1 - 1 / len(values)]])
-    for loss in CROSSOVER_LOSSES:
-        assert posteriors.crossover_loss(evidence, targets, loss) == posteriors.crossover_loss(other, targets, loss)
-
-
-def test_the_posterior_is_that_of_two_markov_chains():
-    """All 3^4 texts of two known chains: joint probabilities by multiplication, and over all texts the prior again."""
-    torch.manual_seed(0)
-    T, V = 4, 3
-    natural, written = torch.randn(2, V, V, dtype=torch.float64).log_softmax(-1)  # of the next token, given the last
-    texts = torch.cartesian_prod(*[torch.arange(V)] * T)  # (81, 4)
-    log_p, log_q = (chain[texts[:, :-1], texts[:, 1:]] for chain in (natural, written))  # (81, 3)
-    # P(text, K): the first token is uniform; token t is natural where t < K
-    joint = torch.stack([(log_p[:, : K - 1].sum(1) + log_q[:, K - 1 :].sum(1)).exp() for K in range(1, T)], 1)
-    joint = joint / V / (T - 1)
-    torch.testing.assert_close(joint.sum(), torch.tensor(1.0).double())
-    evidence = F.pad(log_p - log_q, (1, 0))
-    posterior = posteriors.crossover_log_posterior(evidence).exp()
-    torch.testing.assert_close(posterior, joint / joint.sum(1, keepdim=True))
-    chance = joint.sum(1)
-    torch.testing.assert_close(chance @ posterior, torch.full((T - 1,), 1 / (T - 1)).double())
-    torch.testing.assert_close(chance @ posteriors.natural_share(evidence), torch.tensor(0.5).double())
-    assert posteriors.natural_share(evidence).std() > 0.05  # these chains differ
 
 
 CROSSOVER_LOSSES = ("mse", "cross_entropy", "token", "nll")
@@ -123,17 +78,14 @@ def test_crossover_losses_by_hand(loss, length, seed, data):
     assert ours == pytest.approx(sum(by_hand) / 3, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [6, 49, 100, 1024])
-def test_every_crossover_is_read_off_its_label(length, dtype):
+def test_every_crossover_is_read_off_its_label(length):
     """K / T is rounded, and a little less than K comes out of it again."""
-    T = length
-    K = torch.arange(1, T)
-    targets = torch.stack((K / T, (T - K) / T), 1).to(dtype)  # of float32, as the files have them
+    T, K = length, torch.arange(1, length)
+    targets = torch.stack((K / T, (T - K) / T), 1)  # float32, as the files have them
     evidence = torch.randn(1, T, generator=torch.Generator().manual_seed(0))
-    log_posterior = posteriors.crossover_log_posterior(evidence)[0]
     losses = torch.stack([posteriors.crossover_loss(evidence, target[None], "nll") for target in targets])
-    assert torch.equal(losses, -log_posterior)
+    assert torch.equal(losses, -posteriors.crossover_log_posterior(evidence)[0])
 
 
 @pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
@@ -147,57 +99,31 @@ def test_gradients_of_crossover_losses_by_finite_differences(loss):
 
 
 @pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
-def test_crossover_losses_are_least_at_the_truth(loss):
-    """Of labels with the chances that the true evidence gives them: no other evidence loses less."""
-    torch.manual_seed(0)
-    T = 6
-    truth = torch.randn(1, T, dtype=torch.float64)
-    chances = posteriors.crossover_log_posterior(truth).exp()[0]
-
-    def expected(evidence):
-        every = torch.tensor([[k / T, 1 - k / T] for k in range(1, T)], dtype=torch.float64)
-        losses = [posteriors.crossover_loss(evidence, label[None], loss) for label in every]
-        return (torch.stack(losses) * chances).sum()
-
-    at = truth.clone().requires_grad_()
-    least = expected(at)
-    least.backward()
-    assert at.grad.abs().max() < 1e-12
-    for size in (0.01, 1.0):
-        assert all(expected(truth + size * torch.randn_like(truth)) > least for _ in range(20))
-
-
-@pytest.mark.parametrize("size", [1e2, 1e4])
-@pytest.mark.parametrize("loss", CROSSOVER_LOSSES)
-def test_crossover_losses_of_extreme_evidence_stay_finite(loss, size):
-    evidence = (size * torch.tensor([[1.0] * 8, [-1.0] * 8, [1.0, -1.0] * 4])).requires_grad_()
+def test_crossover_losses_of_extreme_evidence_stay_finite(loss):
+    evidence = (1e4 * torch.tensor([[1.0] * 8, [-1.0] * 8, [1.0, -1.0] * 4])).requires_grad_()
     for K in (1, 4, 7):
         value = posteriors.crossover_loss(evidence, torch.tensor([[K / 8, 1 - K / 8]] * 3), loss)
         value.backward()
         assert value.isfinite() and evidence.grad.isfinite().all()
-    shares = posteriors.natural_share(evidence)
-    assert shares[:2].tolist() == pytest.approx([7 / 8, 1 / 8])
+    assert posteriors.natural_share(evidence)[:2].tolist() == pytest.approx([7 / 8, 1 / 8])
 
 
-def test_crossover_losses_refuse_others_and_compute_in_float32():
+def test_losses_refuse_other_names_and_compute_in_float32():
     evidence, targets = torch.randn(2, 5), torch.tensor([[0.4, 0.6]] * 2)
     with pytest.raises(UserError, match=r"loss='l1' .* mse, cross_entropy, token, nll$"):
         posteriors.crossover_loss(evidence, targets, "l1")
+    with pytest.raises(UserError, match=r"loss='nll' .* mse, cross_entropy$"):
+        posteriors.reward_loss(evidence[:, :2], targets, "nll")
     assert posteriors.crossover_loss(evidence.bfloat16(), targets).dtype == torch.float32
 
 
-def simplex(steps: int) -> np.ndarray:
-    """All weights (n, 3) of sum 1 in steps of 1 / steps."""
-    counts = [(i, j, steps - i - j) for i in range(steps + 1) for j in range(steps + 1 - i)]
-    return np.array(counts) / steps
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_mixture_weights_are_the_best_of_a_grid(seed):
-    """Of three models, some so much worse that their weight is 0."""
+    """Of three models, some so much worse that their weight is 0; the grid has all weights in steps of 1/60."""
     draw = torch.Generator().manual_seed(seed)
-    log_probs = torch.randn(3, 30, generator=draw) - 2 - (seed % 3) * torch.rand(3, 1, generator=draw)
-    losses = -np.log(simplex(60) @ log_probs.double().exp().numpy()).mean(1)
+    log_probs = torch.randn(3, 30, generator=draw) - 2 - seed * torch.rand(3, 1, generator=draw)
+    simplex = np.array([(i, j, 60 - i - j) for i in range(61) for j in range(61 - i)]) / 60
+    losses = -np.log(simplex @ log_probs.double().exp().numpy()).mean(1)
     weights = posteriors.mixture_weights(log_probs)
     assert weights.sum() == pytest.approx(1) and (weights >= 0).all()
     reached = -posteriors.log_mixture(log_probs.double(), weights.log()).mean().item()
@@ -212,14 +138,12 @@ def test_mixture_weights_by_hand():
     assert posteriors.mixture_weights(log_probs, 1e-9).tolist() == pytest.approx([5 / 6, 1 / 6], abs=1e-3)
     worse = torch.stack((log_probs[0], log_probs[0] - 0.5))
     assert posteriors.mixture_weights(worse).tolist() == pytest.approx([1, 0], abs=1e-4)
-    assert posteriors.mixture_weights(log_probs[[0, 0, 0]]).tolist() == pytest.approx([1 / 3] * 3)
     assert posteriors.mixture_weights(log_probs[:1]).tolist() == [1.0]
     assert posteriors.mixture_weights(torch.full((2, 3), math.nan)).shape == (2,)  # it ends
 
 
 def test_a_mixture_of_probabilities():
-    p = torch.tensor([[0.2, 0.5], [0.6, 0.0]])
+    p, alone = torch.tensor([[0.2, 0.5], [0.6, 0.0]]), torch.randn(50)
     mixed = posteriors.log_mixture((row.log() for row in p), torch.tensor([0.25, 0.75]).log())
     assert mixed.exp().tolist() == pytest.approx([0.5, 0.125])
-    alone = torch.randn(50)
     assert torch.equal(posteriors.log_mixture([alone], torch.zeros(1, dtype=torch.float64)), alone)
