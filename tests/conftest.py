@@ -1,4 +1,4 @@
-"""What the tests share: the order they run in, a corpus of a few kilobytes, a small generator.  `pytest --fixtures`
+"""What the tests share: the order they run in, and the artefacts of one tiny run of every stage.  `pytest --fixtures`
 
 CROSSOVER_TEST_SEED=7 shuffles modules, and tests within a module, by that seed, and gives torch two threads.
 """
@@ -7,10 +7,24 @@ import importlib.util
 import inspect
 import re
 import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
-from helpers import SEED, shuffled
+from filelock import FileLock
+from helpers import (
+    SEED,
+    TINY_MODEL,
+    TINY_REWARD,
+    TINY_TRAIN,
+    make_corpus,
+    make_text,
+    prepare_options,
+    shuffled,
+    succeed,
+)
 
 from common.process import UserError
 from text.shakespeare import ensure_gpt2_bpe_files
@@ -47,6 +61,78 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line("Tests that need requirements-bench.txt were left out: make test-interop")
     if SEED is not None:
         terminalreporter.write_line(f"CROSSOVER_TEST_SEED={SEED}")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Make a folder of that name by a function, once for all workers. A test that changes a file copies it first."""
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = base / "shared" / name, base / f"{name}.done"
+        with FileLock(base / f"{name}.lock"):
+            if not done.exists():
+                make(folder)
+                done.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def corpus(once) -> Path:
+    """A corpus of some kilobytes, by characters."""
+    return once("tiny_char", lambda folder: make_corpus(folder, make_text(1000)))
+
+
+@pytest.fixture(scope="session")
+def generator(once, corpus) -> Path:
+    """A generator that train.py trained for some steps."""
+    return once("generator", lambda folder: train(folder, corpus)) / "model_checkpoint.pt"
+
+
+@pytest.fixture(scope="session")
+def knowing(once, corpus) -> Path:
+    """A model of the corpus that knows far more of it than the generator does."""
+    more = {"max_iters": 200, "eval_interval": 100, "batch_size": 32, "learning_rate": 2e-2, "optimizer": "muon"}
+    return once("knowing", lambda folder: train(folder, corpus, **more)) / "model_checkpoint.pt"
+
+
+@pytest.fixture(scope="session")
+def natural_model(once, corpus, generator) -> Path:
+    """The generator after some more steps."""
+    more = {"init_from": generator, "eval_interval": 10, "optimizer": "muon"}
+    return once("natural", lambda folder: train(folder, corpus, **more)) / "model_checkpoint.pt"
+
+
+@pytest.fixture(scope="session")
+def reward_data(once, corpus, generator) -> Path:
+    """A reward dataset of the generator: 4 samples a block."""
+    return once("reward_data", lambda out: succeed("prepare_reward_data", **prepare_options(corpus, generator, out)))
+
+
+@pytest.fixture(scope="session")
+def reward_model(once, generator, reward_data) -> Path:
+    """A reward model of the generator."""
+    options = {"base_model_path": generator, "data_dir": reward_data, **TINY_REWARD}
+    made = once("last", lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options))
+    return made / "reward_model.pt"
+
+
+@pytest.fixture(scope="session")
+def predictive_reward_model(once, generator, reward_data, knowing) -> Path:
+    """A reward model of the generator that predicts: a likelihood head on the knowing trunk."""
+    options = {"base_model_path": generator, "data_dir": reward_data, "natural_model_path": knowing, "device": "cpu"}
+    made = once("predictive", lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options))
+    return made / "reward_model.pt"
+
+
+def train(folder: Path, corpus: Path, **more: Any) -> None:
+    """Run train.py on the corpus; a model that another starts from gives the shape."""
+    shape = {} if "init_from" in more else TINY_MODEL
+    rest = {name: value for name, value in TINY_TRAIN.items() if name not in TINY_MODEL}
+    succeed("train", dataset=corpus, out_dir=folder, **{**shape, **rest, **more})
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
     python -m pytest tests/test_end_to_end.py
 
-The artefacts of one tiny run, as fixtures, are in tiny_run.py. CROSSOVER_TEST_SEED=7 gives torch two threads, in this
+The artefacts of one tiny run, as fixtures, are in conftest.py. CROSSOVER_TEST_SEED=7 gives torch two threads, in this
 process and in those that tests start, and conftest.py an order of the tests by that seed; without it torch has one
 thread, with which tests of tiny models are fastest.
 """

@@ -41,8 +41,6 @@ import train_reward_model
 from common.files import from_json
 from training.checkpoint import load_checkpoint
 
-pytest_plugins = ["tiny_run"]
-
 MODEL_OPTION = {"prepare_reward_data": "model_path", "evaluate": "checkpoints", "sample": "checkpoint_path"}
 MODEL_OPTION |= dict.fromkeys(("train_reward_model", "train_grpo"), "base_model_path")
 OUTPUT_OPTION = {"train": "out_dir", "prepare_reward_data": "output_dir", "run_cycles": "out_dir"}

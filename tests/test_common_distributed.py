@@ -12,8 +12,6 @@ from common.distributed import Ranks
 from common.log import read_records
 from common.process import UserError
 
-pytest_plugins = ["tiny_run"]
-
 NEAR = {"abs": 1e-4, "rel": 1e-4}  # ranks add float32 gradients up in another order
 
 

@@ -11,8 +11,6 @@ from helpers import ROOT, TINY_GRPO, TINY_TRAIN, make_text, prepare_options, ref
 
 from common.log import read_records
 
-pytest_plugins = ["tiny_run"]
-
 
 @pytest.mark.parametrize("script", ["evaluate", "data/shakespeare/prepare", "data/shakespeare_char/prepare"])
 def test_a_script_starts_from_any_folder(tmp_path, script):

@@ -16,8 +16,6 @@ from losses import text_log_probs
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint, open_corpus
 
-pytest_plugins = ["tiny_run"]
-
 
 def evaluate(tmp_path, **options) -> dict:
     """The figures that evaluate.py writes."""

@@ -20,8 +20,6 @@ from grpo import policy_evaluation
 from model import GPT
 from training import optimizers
 
-pytest_plugins = ["tiny_run"]
-
 GOLDEN = Path(__file__).parent / "data" / "golden_curves.json"
 STEPS = 30
 TOLERANCE = 1e-3

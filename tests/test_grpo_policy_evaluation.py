@@ -22,8 +22,6 @@ from text.sample_quality import CopyFinder
 from training.checkpoint import build_model, load_checkpoint, open_corpus
 from training.optimizers import Best
 
-pytest_plugins = ["tiny_run"]
-
 
 def test_prompts_are_a_function_of_seed_and_purpose():
     tokens = np.arange(1000, dtype=np.uint16)

@@ -18,8 +18,6 @@ from reward.frozen_scorer import Scores
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model
 
-pytest_plugins = ["tiny_run"]
-
 WRITTEN = 8  # of 16 tokens the last 8 are always written: prompts are at most half the block
 
 

@@ -26,8 +26,6 @@ from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager
 from training.checkpoint import load_checkpoint
 
-pytest_plugins = ["tiny_run"]
-
 
 def test_every_component_names_the_same_tokenization(corpus, generator, reward_data, reward_model):
     info = TokenizationManager(data_path=corpus).info()

@@ -22,7 +22,6 @@ from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager, save_meta
 from training.checkpoint import build_model, load_checkpoint
 
-pytest_plugins = ["tiny_run"]
 EXPORT = "interop.export"
 SIZES = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}
 OURS = [

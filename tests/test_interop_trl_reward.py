@@ -17,8 +17,6 @@ from reward.frozen_scorer import RewardScorer
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
-pytest_plugins = ["tiny_run"]
-
 
 @pytest.fixture(scope="module")
 def position_model(tmp_path_factory, generator, reward_data):

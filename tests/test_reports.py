@@ -16,7 +16,6 @@ from reports.summary import Ledger, headline, policy_minus, table, table_text
 from reward.skill import measure_skill
 from reward_dataset_loader import RewardDataset
 
-pytest_plugins = ["tiny_run"]
 CPU = torch.device("cpu")
 HOSTILE = "</div><script>alert(1)</script>&\x00\ud800"
 

@@ -36,8 +36,6 @@ from reward_dataset_loader import RewardDataset, create_reward_dataloaders
 from tokenization_manager import TokenizationInfo, TokenizationManager, save_meta
 from training.checkpoint import build_model, load_checkpoint
 
-pytest_plugins = ["tiny_run"]
-
 N = 16  # block_size of the tiny generator
 G = 4  # samples_per_chunk of the shared dataset
 SPLITS = ("train", "val")

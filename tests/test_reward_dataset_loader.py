@@ -29,8 +29,6 @@ from reward_dataset_loader import (
 )
 from tokenization_manager import TokenizationInfo
 
-pytest_plugins = ["tiny_run"]
-
 
 def write_split(folder: Path, name: str, x: np.ndarray, y: np.ndarray, drop: tuple[str, ...] = (), **changes) -> None:
     folder.mkdir(exist_ok=True, parents=True)

@@ -22,8 +22,6 @@ from reward.user_function import RewardFunction
 from train_grpo import GRPOSettings, advantages_of
 from training.checkpoint import load_checkpoint
 
-pytest_plugins = ["tiny_run"]
-
 IDS = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])
 MASK = torch.tensor([[False, True, True], [True, True, True]])
 LETTERS = """

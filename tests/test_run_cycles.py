@@ -34,8 +34,6 @@ from common.settings import parse_settings, read_config
 from reports.summary import Ledger
 from run_cycles import SECTIONS, CycleSettings, Loop, Stage, hash_input
 
-pytest_plugins = ["tiny_run"]
-
 NAMES = ["base_model_v1", "evaluation_v1", "sample_v1", "natural_model_v1", "reward_data_v1", "reward_model_v1"]
 NAMES += ["gate_v1", "base_model_v2", "control_plain_v2", "control_distil_v2", "evaluation_v2", "sample_v2"]
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 from helpers import TINY_MODEL, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
 
-pytest_plugins = ["tiny_run"]
-
 
 def test_texts_begin_with_the_start_and_depend_on_the_seed(tmp_path, generator):
     options = {"checkpoint_path": generator, "num_samples": 3, "max_new_tokens": 20, "device": "cpu"}

@@ -9,8 +9,6 @@ from helpers import TINY_TRAIN, refuse, refuse_in_one_line, succeed
 
 from common.log import Tracker, read_records
 
-pytest_plugins = ["tiny_run"]
-
 
 @pytest.fixture(params=["wandb", "trackio"])
 def package(monkeypatch, request):

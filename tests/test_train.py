@@ -14,8 +14,6 @@ from common.log import read_records
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
-pytest_plugins = ["tiny_run"]
-
 MORE = {"batch_size": 8, "max_iters": 12, "eval_interval": 4, "warmup_iters": 2, "device": "cpu"}
 WILD = {"learning_rate": 2.0, "warmup_iters": 0, "max_iters": 8}  # every evaluation is worse than the start
 

@@ -43,8 +43,6 @@ from reward.heads import Ensemble, LikelihoodRewardModel
 from train_grpo import GRPOSettings
 from training.checkpoint import build_model, load_checkpoint
 
-pytest_plugins = ["tiny_run"]
-
 EXACT = {"credit": "exact", "group_size": 1, "prompts_per_step": 16}
 
 

@@ -37,8 +37,6 @@ from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 
-pytest_plugins = ["tiny_run"]
-
 POSITION = {"head": "position", "max_epochs": 2}
 LAST = {"head": "last", "max_epochs": 2}
 

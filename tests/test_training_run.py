@@ -25,8 +25,6 @@ from common.process import Finished, UserError
 from common.settings import Settings, setting
 from training.run import Run
 
-pytest_plugins = ["tiny_run"]
-
 
 @dataclass
 class RunSettings(Settings):
