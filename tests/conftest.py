@@ -4,8 +4,6 @@ CROSSOVER_TEST_SEED=7 shuffles modules, and tests within a module, by that seed,
 """
 
 import importlib.util
-import inspect
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -35,19 +33,11 @@ hypothesis.settings.load_profile("crossover")
 # A shell's background job ignores Ctrl-C, and hands that on to what it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-COMPARISONS = ("approx", "allclose", "assert_close", ".equal", "assert_same_weights", "assert_weights_near", "untimed(")
-NAMES = "|".join(map(re.escape, (*COMPARISONS, "assert_cache_changes_nothing")))
-FLOATS = re.compile(NAMES + r"|[<>]=? \d*\.?\d+e-\d+")  # and bounds such as `< 1e-5`
-
-
 HAS_BENCH = all(importlib.util.find_spec(name) for name in ("transformers", "trl", "tensorboard"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs other packages, mark the comparisons of floats, and shuffle if asked to."""
-    for item in items:
-        if FLOATS.search(inspect.getsource(item.function)):
-            item.add_marker("floats")
+    """Leave out what needs other packages, and shuffle if asked to."""
     if not HAS_BENCH:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("interop")])
         items[:] = [item for item in items if not item.get_closest_marker("interop")]

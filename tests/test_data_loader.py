@@ -1,7 +1,4 @@
-"""data_loader.py: one split rule, token files, bad files refused, whole batches.
-
-pytest tests/test_data_loader.py
-"""
+"""data_loader.py: one split rule, token files, bad files refused, whole batches.  `pytest tests/test_data_loader.py`"""
 
 import hashlib
 import tempfile

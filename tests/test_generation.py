@@ -1,7 +1,4 @@
-"""Tests of generation/: the cache against no cache, draws against exact probabilities, row limits, errors.
-
-pytest tests/test_generation.py
-"""
+"""Tests of generation/: the cache against no cache, draws against exact probabilities, row limits, errors."""
 
 import math
 
@@ -167,18 +164,6 @@ def test_dropout_is_off_meanwhile():
     assert model.training and torch.equal(still.ids, result.ids) and not result.log_probs.requires_grad
 
 
-@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[-1]])
-def test_same_uniforms_same_ids_whatever_the_group_size(sampling):
-    model, natural, prefixes, uniforms = tiny_model(), blocks(3), lengths(3, 4), draws(3, 4, N)
-    together = complete(model, natural, prefixes, uniforms, sampling).ids
-    for p in range(3):
-        for g in range(4):
-            alone = complete(model, natural[[p]], prefixes[[p], g : g + 1], uniforms[[p], g : g + 1], sampling).ids
-            assert torch.equal(alone[0, 0], together[p, g])
-    other = complete(model, natural, prefixes, draws(3, 4, N, purpose="others"), sampling).ids
-    assert not torch.equal(other, together)
-
-
 def test_rows_follow_from_the_free_memory(monkeypatch):
     model = tiny_model()
     row = 2 * model.config.n_layer * model.config.n_embd * N * 4
@@ -207,35 +192,6 @@ def test_half_the_rows_where_memory_runs_out(monkeypatch, capsys):
     most = 0
     with pytest.raises(UserError, match="memory does not suffice for a single sample"):
         Completer(model, N)(natural, prefixes, uniforms, Sampling())
-
-
-def chi_square_p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """The probability of counts this far off or farther; cells that expect fewer than 5 are put together."""
-    expected = probabilities * counts.sum()
-    assert (counts[expected == 0] == 0).all(), "a token came that cannot come"
-    small = expected < 5
-    counts = np.append(counts[~small], counts[small].sum())
-    expected = np.append(expected[~small], expected[small].sum())
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    assert len(counts) > 3
-    halves = torch.tensor([(len(counts) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return torch.special.gammaincc(*halves).item()
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_sampled_frequencies_are_the_exact_probabilities(sampling):
-    """Of each pair of tokens after a prompt."""
-    vocab_size, rows = 6, 6000
-    model = tiny_model(block_size=3, vocab_size=vocab_size, n_layer=1)
-    prompt = torch.tensor([[2, 0, 0]])
-    ids = complete(model, prompt, torch.ones(1, rows, dtype=torch.int64), draws(1, rows, 3), sampling).ids[0]
-    assert (ids[:, 0] == 2).all()
-    counts = np.bincount(ids[:, 1] * vocab_size + ids[:, 2], minlength=vocab_size**2)
-
-    first = exact_distribution(model(torch.tensor([[2]]))[0][0, 0], sampling)
-    second = [exact_distribution(model(torch.tensor([[2, t]]))[0][0, 0], sampling) for t in range(vocab_size)]
-    assert chi_square_p_value(counts, (first[:, None] * np.stack(second)).ravel()) > 1e-3
 
 
 EXTREMES = st.sampled_from([0.0, 2**-24, 0.5, LARGEST_UNIFORM])

@@ -1,7 +1,4 @@
-"""grpo/policy_evaluation.py: prompts, masks, rewards, figures of a policy, the gate, and when to stop.
-
-pytest tests/test_grpo_policy_evaluation.py
-"""
+"""grpo/policy_evaluation.py: prompts, masks, rewards, figures of a policy, the gate, and when to stop."""
 
 import re
 

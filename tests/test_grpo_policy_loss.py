@@ -1,7 +1,4 @@
-"""grpo/policy_loss.py: hand-computed values, TRL's figures (tests/data/grpo_losses.json), finite differences.
-
-pytest tests/test_grpo_policy_loss.py
-"""
+"""grpo/policy_loss.py: hand-computed values, TRL's figures (tests/data/grpo_losses.json), finite differences."""
 
 import ast
 import json

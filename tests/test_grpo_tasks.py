@@ -1,7 +1,4 @@
-"""train_grpo.py on tasks with a known answer: a letter to write, a policy held and one let loose.
-
-pytest tests/test_grpo_tasks.py
-"""
+"""train_grpo.py on tasks with a known answer: a letter to write, a policy held and one let loose."""
 
 from pathlib import Path
 from typing import Any

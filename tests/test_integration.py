@@ -1,7 +1,4 @@
-"""The stages together: one tokenization, training that goes on after a stop, and the guides' examples.
-
-pytest tests/test_integration.py
-"""
+"""The stages together: one tokenization, training that goes on after a stop, and the guides' examples."""
 
 import re
 import shutil

@@ -1,7 +1,4 @@
-"""interop/trl_reward.py: train_grpo.py's figures, one-line errors, two real steps of TRL, and TRL's own losses.
-
-pytest tests/test_interop_trl_reward.py
-"""
+"""interop/trl_reward.py: train_grpo.py's figures, one-line errors, two real steps of TRL, and TRL's own losses."""
 
 import pytest
 import torch

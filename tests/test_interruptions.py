@@ -1,7 +1,4 @@
-"""A run of train.py that is interrupted, resumed, changed and damaged in any order ends as an undisturbed one.
-
-pytest tests/test_interruptions.py
-"""
+"""A run of train.py that is interrupted, resumed, changed and damaged in any order ends as an undisturbed one."""
 
 import os
 import tempfile

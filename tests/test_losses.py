@@ -1,7 +1,4 @@
-"""Tests of losses.py: hand-computed values, gradients, and means over batches.
-
-pytest tests/test_losses.py
-"""
+"""Tests of losses.py: hand-computed values, gradients, and means over batches.  `pytest tests/test_losses.py`"""
 
 import math
 

@@ -1,7 +1,4 @@
-"""prepare_text.py: nanoGPT's bytes from texts of one's own, and what is refused.
-
-pytest tests/test_prepare_text.py
-"""
+"""prepare_text.py: nanoGPT's bytes from texts of one's own, and what is refused."""
 
 import os
 import pickle

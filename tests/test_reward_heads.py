@@ -1,7 +1,4 @@
-"""reward/heads.py: three heads, one interface; the likelihood head against Bayes by hand; its checkpoints.
-
-pytest tests/test_reward_heads.py
-"""
+"""reward/heads.py: three heads, one interface; the likelihood head against Bayes by hand; its checkpoints."""
 
 import dataclasses
 import math

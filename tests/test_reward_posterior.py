@@ -1,7 +1,4 @@
-"""reward/posterior.py: the posterior and its losses by hand and by finite differences; mixtures against a grid.
-
-pytest tests/test_reward_posterior.py
-"""
+"""reward/posterior.py: the posterior and its losses by hand and by finite differences; mixtures against a grid."""
 
 import math
 

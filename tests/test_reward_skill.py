@@ -1,7 +1,4 @@
-"""reward/skill.py: metrics by hand and by brute force, intervals, records.
-
-pytest tests/test_reward_skill.py
-"""
+"""reward/skill.py: metrics by hand and by brute force, intervals, records.  `pytest tests/test_reward_skill.py`"""
 
 import json
 import math

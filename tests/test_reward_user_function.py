@@ -1,7 +1,4 @@
-"""reward/user_function.py: a user's reward function is loaded, called and checked; train_grpo.py trains with it.
-
-pytest tests/test_reward_user_function.py
-"""
+"""reward/user_function.py: a user's reward function is loaded, called and checked; train_grpo.py trains with it."""
 
 import re
 

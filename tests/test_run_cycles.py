@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -181,16 +180,6 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
     assert "Resuming" in finished.out
     succeed("train", "--config", str(config), dataset=corpus, out_dir=tmp_path / "undisturbed", device="cpu")
     assert_same_weights(weights(out / "base_model_v1.pt"), weights(tmp_path / "undisturbed/model_checkpoint.pt"))
-
-
-def test_a_run_in_progress_is_left_alone(tmp_path, corpus):
-    (out := tmp_path / "out").mkdir()
-    lines = f"import sys, filelock\nwith filelock.FileLock({str(out / '.cycles.json.lock')!r}):\n"
-    other = start("-c", f"{lines}    print(flush=True)\n    sys.stdin.read()", stdin=subprocess.PIPE)
-    other.stdout.readline()
-    line = refuse_in_one_line("run_cycles", str(write_config(tmp_path)), **options_of(corpus, out))
-    other.communicate("")
-    assert "is being written by another process" in line and not list(out.glob("*.pt"))
 
 
 def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, **changes: Any) -> Loop:

@@ -1,7 +1,4 @@
-"""Tests of generation/shared_prompts.py: log-probabilities and gradients beside those of whole rows.
-
-pytest tests/test_shared_prompts.py
-"""
+"""Tests of generation/shared_prompts.py: log-probabilities and gradients beside those of whole rows."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""text/sample_quality.py: n-gram probabilities by enumeration, figures of samples by hand.
-
-pytest tests/test_text_sample_quality.py
-"""
+"""text/sample_quality.py: n-gram probabilities by enumeration, figures of samples by hand."""
 
 import math
 from collections import Counter

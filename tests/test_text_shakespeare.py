@@ -1,7 +1,4 @@
-"""text/shakespeare.py: what is fetched, by which hash, and how works are named.
-
-pytest tests/test_text_shakespeare.py
-"""
+"""text/shakespeare.py: what is fetched, by which hash, and how works are named."""
 
 import hashlib
 import io

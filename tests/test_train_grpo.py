@@ -1,7 +1,4 @@
-"""train_grpo.py: who is let through, scores, gradients, the schedule, resumption, ranks.
-
-pytest tests/test_train_grpo.py
-"""
+"""train_grpo.py: who is let through, scores, gradients, the schedule, resumption, ranks."""
 
 import itertools
 import json
