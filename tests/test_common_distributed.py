@@ -37,7 +37,10 @@ def trainers(corpus, generator, reward_data, predictive_reward_model):
             ("train_loss", "select_loss", "val_loss", "gradient_norm"),
         ),
         "train_reward_model": ({**data, **position}, ("train_loss", "val_loss")),
-        "train_grpo": ({**step_one, "advantage_scale": "batch"}, ("reward", "loss", "gradient_norm")),
+        "train_grpo": (
+            {**step_one, "advantage_scale": "batch", "loss_type": "dapo"},
+            ("reward", "loss", "gradient_norm"),
+        ),
         "train_grpo, exact": ({**step_one, "credit": "exact", "group_size": 1}, ("reward", "loss", "gradient_norm")),
     }
 
