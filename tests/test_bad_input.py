@@ -118,6 +118,8 @@ def test_bad_checkpoints(script, good, tmp_path, generator, reward_model):
     path, harm = tmp_path / "bad.pt", tmp_path / "harm"
     options = {**good[script], MODEL_OPTION[script]: path}
     assert f"Model file not found: {path}" in refuse(script, **options)
+    unnamed = {name: value for name, value in options.items() if value != path}
+    assert script == "sample" or f"ERROR: {MODEL_OPTION[script]} is required" in refuse(script, **unnamed)
     contents = torch.load(generator, weights_only=True)
     torch.save({**contents, "training": Harm(harm)}, path)
     assert "nothing was executed" in refuse_in_one_line(script, **options)
