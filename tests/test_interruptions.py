@@ -1,6 +1,7 @@
 """A run of train.py that is interrupted, resumed, changed and damaged in any order ends as an undisturbed one."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -33,6 +34,11 @@ DAMAGE = {
     "empty": lambda data: b"",
     "flipped": lambda data: data[:-200] + bytes(255 - byte for byte in data[-200:]),
 }
+
+
+def send_sigint() -> None:
+    """Ctrl-C, for which a step is finished and saved."""
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -73,7 +79,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(
         owner=st.sampled_from([(train, "get_batch"), (train, "measure"), (os, "replace")]),
         number=st.integers(1, 8),
-        end=st.sampled_from([terminate, press_ctrl_c]),
+        end=st.sampled_from([terminate, press_ctrl_c, send_sigint]),
     )
     def interrupt(self, owner, number, end):
         with pytest.MonkeyPatch.context() as patch:
@@ -128,4 +134,4 @@ def test_any_order_of_interruptions_changes_and_damage_ends_in_the_same_tensors(
     AnyOrder.undisturbed = tmp_path / "undisturbed"
     make_corpus(tmp_path / "tiny_char", make_text(500))
     assert call("train", dataset=tmp_path / "tiny_char", out_dir=AnyOrder.undisturbed, **OPTIONS).status == 0
-    run_state_machine_as_test(AnyOrder, settings=settings(max_examples=12, stateful_step_count=8, deadline=None))
+    run_state_machine_as_test(AnyOrder, settings=settings(max_examples=16, stateful_step_count=8, deadline=None))
