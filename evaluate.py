@@ -27,6 +27,7 @@ from grpo.policy_evaluation import draw_prompts
 from losses import language_model_loss, perplexity, text_log_probs
 from model import GPT
 from reward.skill import bootstrap_blocks, format_figure
+from text.calibration import calibrated_losses, fit_calibration, unigram_log_probs
 from text.sample_quality import SampleQuality
 from training import checkpoint as ckpt
 
@@ -49,6 +50,8 @@ class EvaluateSettings(Settings):
     """part of the validation split: the first 40 % select models, the next 10 % are the gate's, the rest reports"""
     baseline: str | None = setting(None, model_file="optional", common=True)
     """generator's checkpoint with which the others are compared: paired difference of the losses, 95% interval"""
+    calibrate: bool = False
+    """also the loss after a temperature and a unigram weight that are fitted on the select part; with test or report"""
     samples: int | None = setting(None, minimum=2, common=True)
     """also measure so many samples of each checkpoint at temperature 1; None: none"""
     output_path: str | None = setting(None, output="file")
@@ -60,6 +63,9 @@ class EvaluateSettings(Settings):
         """Note a part of a split that has none."""
         is_val = self.split == "val" or self.part == "whole"
         problems.require(is_val, f"part is ignored when split is {self.split!r}", "Remove --part")
+        is_unseen = self.split == "test" or (self.split, self.part) == ("val", "report")
+        what = "calibrate fits on the select part, which the text measured must not contain"
+        problems.require(is_unseen or not self.calibrate, what, "Add --part report or --split test")
 
 
 def calculate_perplexity(
@@ -73,11 +79,15 @@ def calculate_perplexity(
     return perplexity(language_model_loss(model, ((x.to(device), y.to(device)) for x, y in data_loader)))
 
 
-def token_losses(model: GPT, tokens: np.ndarray, part: str, title: str, device: torch.device) -> Tensor:
-    """Cross-entropies (n,) in nats of the tokens of a split's part; raises UserError where their mean is not finite."""
+def batches_of(model: GPT, tokens: np.ndarray, part: str) -> WholeSplitBatches:
+    """All tokens of a split's part, as a model reads them."""
     N = model.config.block_size
     text = tokens if part == "whole" else validation_part(tokens, N, part)
-    batches = WholeSplitBatches(text, N, model.rows_at_a_time(), device)
+    return WholeSplitBatches(text, N, model.rows_at_a_time(), model.transformer.wte.weight.device)
+
+
+def token_losses(model: GPT, batches: WholeSplitBatches, title: str) -> Tensor:
+    """Cross-entropies (n,) in nats of all targets; raises UserError where their mean is not finite."""
     losses = -text_log_probs(model, counted(batches, len(batches), f"Evaluating {title}", passing=False))
     if not losses.isfinite().all():
         raise UserError(f"ERROR: the loss of {title} is not finite: the model has diverged; take an earlier checkpoint")
@@ -104,6 +114,7 @@ def main() -> None:
     device, corpus = select_device(settings.device), ckpt.open_corpus(settings.dataset, 2, None)
     vocab_size, is_char = corpus.tokenizer.vocab_size, corpus.tokenizer.method == "char"
     tokens = open_token_file(corpus.folder / f"{settings.split}.bin", settings.split, vocab_size, 2)
+    unigram = unigram_log_probs(corpus.train, vocab_size)
     half, quality = len(tokens) // 2, None  # prompts are of the first half, reverse NLL is of the second
     if settings.samples is not None:
         quality = SampleQuality(corpus.train, tokens[half:], NGRAM_ORDER if is_char else 3, vocab_size)
@@ -114,17 +125,28 @@ def main() -> None:
         if settings.split == "test":  # which may have trained a model of another split
             ckpt.check_same_splits(checkpoint["data"], ckpt.data_record(corpus.train, corpus.val), allow_mismatch=None)
         model = ckpt.build_model(checkpoint, "generator", path, device)
-        N, losses = model.config.block_size, token_losses(model, tokens, settings.part, path, device)
-        figures: dict[str, Any] = bootstrap_blocks("loss", losses, N, SEED)
-        figures |= {"perplexity": perplexity(figures["loss"]), "tokens": len(losses)}
-        if settings.baseline is not None:
-            baseline = (losses, N) if baseline is None else baseline
-            if baseline[1] != N:
-                raise UserError(f"ERROR: block_size is {N} in {path} and {baseline[1]} in {settings.baseline}")
-            figures |= bootstrap_blocks("difference", losses - baseline[0], N, SEED)
+        N, batches, figures = model.config.block_size, batches_of(model, tokens, settings.part), dict[str, Any]()
+        losses = {"loss": token_losses(model, batches, path)}
+        if settings.calibrate:
+            calibration = fit_calibration(model, batches_of(model, corpus.val, "select"), unigram)
+            losses["calibrated_loss"] = calibrated_losses(model, batches, calibration, unigram)
+            figures |= calibration._asdict()
+        baseline = (losses, N) if baseline is None else baseline
+        if settings.baseline is not None and baseline[1] != N:
+            raise UserError(f"ERROR: block_size is {N} in {path} and {baseline[1]} in {settings.baseline}")
+        for name, values in losses.items():
+            figures |= bootstrap_blocks(name, values, N, SEED)
+            difference = bootstrap_blocks(name.replace("loss", "difference"), values - baseline[0][name], N, SEED)
+            figures |= difference if settings.baseline is not None else {}
+        figures |= {"perplexity": perplexity(figures["loss"]), "tokens": len(losses["loss"])}
         say(f"{path}: loss {format_figure(figures, 'loss')}, perplexity {figures['perplexity']:.4f}")
         if settings.baseline is not None:
             say(f"  loss - loss of {settings.baseline}: {format_figure(figures, 'difference', '+.4f')}")
+        if settings.calibrate:
+            fitted = f"temperature {figures['temperature']:.3f}, unigram weight {figures['weight']:.4f}"
+            say(f"  calibrated ({fitted}): {format_figure(figures, 'calibrated_loss')}")
+            if settings.baseline is not None:
+                say(f"  its difference: {format_figure(figures, 'calibrated_difference', '+.4f')}")
         if path in settings.checkpoints:
             if quality is not None and settings.samples is not None:
                 found = sample_figures(model, tokens[:half], quality, settings.samples)

@@ -39,7 +39,7 @@ def test_perplexity_by_hand(generator):
 
 def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_model):
     options = {"checkpoints": [natural_model, generator], "baseline": generator, "dataset": corpus}
-    found, losses = evaluate(tmp_path, **options, part="report"), {}
+    found, losses = evaluate(tmp_path, **options, part="report", calibrate=True), {}
     figures = found[str(natural_model)]
     for path in (generator, natural_model):
         model = build_model(load_checkpoint(path), "generator", path)
@@ -49,9 +49,10 @@ def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_mo
     assert figures["loss"] == pytest.approx(losses[natural_model].mean().item(), abs=1e-6)
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
     assert figures["difference"] == pytest.approx((losses[natural_model] - losses[generator]).mean().item(), abs=1e-6)
-    for name in ("loss", "difference"):
+    for name in ("loss", "difference", "calibrated_loss", "calibrated_difference"):
         assert figures[f"{name}_low"] < figures[name] < figures[f"{name}_high"]
     assert found[str(generator)]["difference"] == 0  # a baseline may be a checkpoint too
+    assert figures["temperature"] != 1 and "--split test" in refuse("evaluate", **options, calibrate=True)
     (train,) = evaluate(tmp_path, checkpoints=[generator], dataset=corpus, split="train").values()
     assert train["tokens"] > figures["tokens"] and "difference" not in train
 
