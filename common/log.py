@@ -21,6 +21,8 @@ from common.files import from_json, write_text
 from common.process import UserError, is_main_rank
 
 T = TypeVar("T")
+# By what a person follows a run, in this order; of the two KL the first that there is. Records have every figure.
+SHOWN = ("train_loss", "reward", "kl_mixture", "kl_start", "val_loss", "select_loss", "report_loss", "mae", "auc")
 
 
 def progress(total: int, description: str, unit: str = "it", initial: int = 0, passing: bool = False) -> tqdm:
@@ -58,6 +60,15 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
     )
 
 
+def step_line(record: Mapping[str, Any]) -> str:
+    """A record as a line of at most 100 characters: `step 100 | train_loss 1.648 | select_loss 2.206 | 41 s`."""
+    shown = {name: record[name] for name in SHOWN if name in record}
+    if "kl_mixture" in shown:
+        shown.pop("kl_start", None)
+    parts = (f"step {record['step']}", format_metrics(shown), f"{record['seconds']:.0f} s")
+    return " | ".join(filter(None, parts))
+
+
 def check_finite(metrics: Mapping[str, Any]) -> None:
     """Raise UserError for a figure, also one within dicts and lists, that is NaN or infinite."""
     for name, value in metrics.items():
@@ -90,7 +101,7 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.log(record)
         if not quiet:
-            say(f"step {step} | " + format_metrics(metrics))
+            say(step_line(record))
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

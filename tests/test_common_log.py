@@ -46,10 +46,10 @@ def test_what_is_logged_is_read_back(logged, tmp_path_factory):
 
 def test_a_line_for_people_unless_quiet(tmp_path, capsys):
     log = RunLog(tmp_path / "log.jsonl")
-    log.log(3, loss=0.123456, tokens=5000000, tiny=1e-9, sample="To be")
-    log.log(4, quiet=True, loss=9.0)
-    assert capsys.readouterr().out == "step 3 | loss 0.1235 | tokens 5000000 | tiny 1e-09\n"
-    assert read_records(tmp_path / "log.jsonl")[0]["loss"] == 0.123456  # records are not rounded
+    log.log(3, select_loss=0.123456, reward=1e-9, kl_mixture=0.5, kl_start=0.1, tokens=5000000, sample="To be")
+    log.log(4, quiet=True, reward=9.0)
+    assert capsys.readouterr().out == "step 3 | reward 1e-09 | kl_mixture 0.5 | select_loss 0.1235 | 0 s\n"
+    assert read_records(tmp_path / "log.jsonl")[0]["select_loss"] == 0.123456  # records have all, not rounded
     sizes = {3_410: "3.4K", 999_949: "999.9K", 1_000_000: "1.00M", 10_650_000: "10.65M"}
     assert [format_size(count) for count in sizes] == [f"{said} parameters" for said in sizes.values()]
 
