@@ -57,6 +57,8 @@ class CycleSettings(Settings):
     """folder for everything that is made"""
     dataset: str = setting("shakespeare_char", common=True)
     """folder of the corpus: a path, or a name below data/ (made by its prepare.py where it is missing)"""
+    natural_dataset: str | None = setting(None, common=True)
+    """folder of the corpus that natural models learn, with the same val.bin and characters; None: that of dataset"""
     num_cycles: int = setting(2, minimum=1, common=True)
     """cycles after the first base model"""
     natural_models: int = setting(1, minimum=1)
@@ -135,6 +137,7 @@ class Loop:
     def __init__(self, settings: CycleSettings, sections: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         self.cycles, self.sections, self.config, self.grpo = settings, sections, config, sections["train_grpo"]
         self.out, self.data = Path(settings.out_dir), {"dataset": dataset_folder(settings.dataset)}
+        self.natural_data = {"dataset": dataset_folder(settings.natural_dataset or settings.dataset)}
         self.tokens = {f"{split}_bin": self.data["dataset"] / f"{split}.bin" for split in ("train", "val")}
         head, given = sections["train_reward_model"].head, sections["train_reward_model"].natural_model_path
         self.is_likelihood, self.given = head == "likelihood", (given,) if isinstance(given, str) else given or ()
@@ -153,7 +156,9 @@ class Loop:
         for number in range(self.cycles.natural_models if self.is_likelihood and not natural else 0):
             natural.append(self.out / f"natural_model_v1{f'_member{number + 1}' if number else ''}.pt")
             seed = {"seed": self.sections["natural_model"].seed + number}
-            yield Stage("natural_model", 0, "natural_model", natural[-1], {**self.data, "init_from": start}, seed)
+            yield Stage(
+                "natural_model", 0, "natural_model", natural[-1], {**self.natural_data, "init_from": start}, seed
+            )
         trunk = {"natural_model_path": tuple(natural) if len(natural) > 1 else natural[0]} if natural else {}
         losses: list[float] = []  # on the selecting part, of version 1, 2, ..., as train_grpo.py measures them
         for cycle in range(1, self.cycles.num_cycles + 1):
@@ -181,10 +186,15 @@ class Loop:
     def _controls(self, policy: Stage, steps: int) -> list[Stage]:
         """What a policy of so many steps is compared with: its start, trained otherwise."""
         stages, cycle, wanted, grpo = [], policy.cycle, self.cycles.controls, self.grpo
-        ours, theirs = self.cycles.grpo_step_seconds, self.cycles.plain_step_seconds
-        if wanted in ("both", "plain") and "control_plain" in self.config and ours and theirs:
-            start = self.out / f"control_plain_v{cycle}.pt" if cycle > 1 else self.base(1)
-            reads, budget = {**self.data, "init_from": start}, {"max_iters": max(1, round(steps * ours / theirs))}
+        ours, theirs, plain = (
+            self.cycles.grpo_step_seconds,
+            self.cycles.plain_step_seconds,
+            self.config.get("control_plain"),
+        )
+        if wanted in ("both", "plain") and plain and ("max_iters" in plain or (ours and theirs)):
+            last = self.out / f"control_plain_v{cycle}.pt" if cycle > 1 else self.base(1)
+            reads = {**self.data, "init_from": plain.get("init_from", last)}
+            budget = {"max_iters": max(1, round(steps * ours / theirs))} if ours and theirs else {}
             path = self.out / f"control_plain_v{cycle + 1}.pt"
             stages.append(Stage("control_plain", cycle, "control_plain", path, reads, budget))
         is_other = grpo.credit == "sequence" or grpo.beta or grpo.reward_function
@@ -216,14 +226,17 @@ class Loop:
         problems.raise_if_any()
 
 
-def prepare_corpus(folder: Path, config: list[str], has_section: bool) -> None:
-    """Make train.bin and val.bin by a prepare.py, with section `prepare` of the settings file if it has one."""
+def prepare_corpus(folder: Path, config: list[str], section: str) -> None:
+    """Make train.bin and val.bin by a prepare.py, with a section of the settings file; '': with no settings."""
     script = folder / "prepare.py"
-    if has_section and not script.is_file():
+    if section and not script.is_file():
         script = ROOT / "data" / ("shakespeare_char" if "char" in folder.name else "shakespeare") / "prepare.py"
     if not script.is_file():
-        raise UserError(f"ERROR: {folder} has no train.bin and val.bin, nor a prepare.py: name another --dataset")
-    run("corpus", [sys.executable, str(script), *([*config, f"--out_dir={folder}"] if has_section else [])])
+        known = ", ".join(sorted(path.parent.name for path in Path("data").glob("*/train.bin"))) or "none"
+        way = f"name another --dataset (data/ has {known}), or make it by prepare_text.py"
+        raise UserError(f"ERROR: {folder} has no train.bin and val.bin, nor a prepare.py: {way}")
+    given = [*config, f"--section={section}", f"--out_dir={folder}"] if section else []
+    run("corpus", [sys.executable, str(script), *given])
 
 
 def run(name: str, command: list[str]) -> None:
@@ -285,8 +298,13 @@ def main() -> None:
         sections[name] = parse_settings(kind, script, [*config, "--section", name], check=False)
     loop = Loop(settings, sections, contents)
     loop.check()
-    if not all(tokens.is_file() for tokens in loop.tokens.values()):
-        prepare_corpus(loop.data["dataset"], config, "prepare" in contents)
+
+    corpora = {"prepare": ("dataset", loop.data), "prepare_natural": ("natural_dataset", loop.natural_data)}
+    for section, (name, read) in corpora.items():
+        if not all((read["dataset"] / f"{split}.bin").is_file() for split in ("train", "val")):
+            # A name that the settings file does not have may be mistyped: no other corpus is made under it.
+            is_named = contents.get("run_cycles", {}).get(name) == getattr(settings, name)
+            prepare_corpus(read["dataset"], config, section if section in contents and is_named else "")
     hold_output(out / "cycles.json")
     planned = [stage.artefact.stem for stage in loop.stages(Ledger())]
     tokens = loop.tokens["train_bin"].stat().st_size // 2

@@ -26,7 +26,7 @@ from common.files import check_writable, is_hub_name
 from common.process import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-SECTIONS = {"prepare", "natural_model", "control_plain"}  # of a settings file, besides the names of the scripts
+SECTIONS = {"prepare", "prepare_natural", "natural_model", "control_plain"}  # of a settings file, besides scripts
 MARKS = (tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes, tyro.conf.SuppressFixed)
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 S = TypeVar("S", bound="Settings")

@@ -218,7 +218,7 @@ def test_plan_of_two_cycles(tmp_path):
     [
         (CONFIG, {}, ["control_distil"]),  # no section control_plain
         (CONFIG + CONTROLS, {"plain_step_seconds": None}, ["control_distil"]),
-        (CONFIG + CONTROLS, {"controls": "plain"}, ["control_plain"]),
+        (CONFIG + "control_plain = dict(max_iters=9, init_from='scratch')", {"controls": "plain"}, ["control_plain"]),
         (CONFIG + CONTROLS, {"controls": "none"}, []),
         (CONFIG.replace("max_steps=2", "max_steps=2, credit='sequence'") + CONTROLS, {}, ["control_plain"]),
     ],
@@ -229,7 +229,9 @@ def test_controls_of_the_settings(tmp_path, text, changes, expected):
 
 
 def test_natural_models(tmp_path):
-    """None for other heads; an ensemble has a seed for each member."""
+    """None for other heads; an ensemble has a seed for each member; a corpus of their own is read by them alone."""
+    of = {stage.kind: stage.inputs for stage in plan(tmp_path, natural_dataset="library").stages(Ledger())}
+    assert [kind for kind in of if of[kind].get("dataset") == Path("data/library")] == ["natural_model"]
     text = CONFIG.replace("likelihood", "last")
     assert kinds(list(plan(tmp_path, text, num_cycles=1).stages(Ledger()))) == ["base", *CYCLE]
     with pytest.raises(UserError, match="natural_models=2, but a last head needs none"):
@@ -281,13 +283,16 @@ def test_values_of_a_command_line():
 
 
 def test_the_corpus_is_made_where_it_is_missing(tmp_path):
-    """By its own prepare.py; without one the error says what to do."""
+    """By its own prepare.py; without one the error says what to do, and a mistyped name makes no other corpus."""
     with pytest.raises(UserError, match="name another --dataset"):
-        run_cycles.prepare_corpus(tmp_path, [], has_section=False)
+        run_cycles.prepare_corpus(tmp_path, [], section="")
+    config = write_config(tmp_path, "prepare = dict(source='complete')\nrun_cycles = dict(dataset='novel_char')\n")
+    options = options_of(tmp_path / "novle_char", tmp_path / "out")
+    assert "name another --dataset (data/ has" in refuse_in_one_line("run_cycles", str(config), **options)
     lines = "import sys, pathlib\nfolder = pathlib.Path(__file__).parent\n"
     lines += "(folder / 'made').write_text(' '.join(sys.argv[1:]))\nsys.exit('--bad' in sys.argv)\n"
     (tmp_path / "prepare.py").write_text(lines)
-    run_cycles.prepare_corpus(tmp_path, ["--config", "c.py"], has_section=True)
-    assert (tmp_path / "made").read_text() == f"--config c.py --out_dir={tmp_path}"
+    run_cycles.prepare_corpus(tmp_path, ["--config", "c.py"], section="prepare")
+    assert (tmp_path / "made").read_text() == f"--config c.py --section=prepare --out_dir={tmp_path}"
     with pytest.raises(UserError, match="corpus ended with status 1"):
-        run_cycles.prepare_corpus(tmp_path, ["--bad"], has_section=True)
+        run_cycles.prepare_corpus(tmp_path, ["--bad"], section="prepare")

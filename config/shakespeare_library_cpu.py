@@ -1,0 +1,138 @@
+# A generator of one play and a natural model of 28 other works: the reward knows what the generator does not.
+#
+#     python run_cycles.py --config config/shakespeare_library_cpu.py
+#
+# The natural model stands in for what a user has, a pretrained model whose training text is not at hand. GRPO has
+# groups of 8, advantages of tokens against their group, and text that the policy samples.
+
+# All works are in the text, so that both corpora have the same characters; what is not named is in no part.
+prepare = dict(
+    source="complete",
+    train_documents=("TWELFTH NIGHT",),
+    val_documents=("COMEDY OF ERRORS",),
+    test_documents=("TEMPEST",),
+)
+
+# Read by nothing: Hamlet, Othello, As You Like It, Much Ado, King John, Julius Caesar, Pericles, Timon, short poems.
+prepare_natural = dict(
+    source="complete",
+    train_documents=(
+        "ALL'S WELL",
+        "ANTONY",
+        "CORIOLANUS",
+        "CYMBELINE",
+        "HENRY IV, THE FIRST",
+        "HENRY IV, SECOND",
+        "LIFE OF KING HENRY V",
+        "HENRY VI, FIRST",
+        "HENRY THE SIXTH, SECOND",
+        "HENRY THE SIXTH, THIRD",
+        "HENRY THE EIGHTH",
+        "KING LEAR",
+        "LOVE'S LABOUR",
+        "MACBETH",
+        "MEASURE FOR MEASURE",
+        "MERCHANT OF VENICE",
+        "MERRY WIVES",
+        "MIDSUMMER NIGHT",
+        "RAPE OF LUCRECE",
+        "RICHARD THE SECOND",
+        "RICHARD III",
+        "ROMEO AND JULIET",
+        "SONNETS",
+        "TAMING OF THE SHREW",
+        "TITUS ANDRONICUS",
+        "TROILUS",
+        "TWO GENTLEMEN",
+        "WINTER'S TALE",
+    ),
+    val_documents=("COMEDY OF ERRORS",),
+    test_documents=("TEMPEST",),
+)
+
+run_cycles = dict(
+    out_dir="out/shakespeare_library_cpu",
+    dataset="shakespeare_play_char",
+    natural_dataset="shakespeare_library_char",
+    num_cycles=1,
+)
+
+train = dict(
+    out_dir="out/shakespeare_library_cpu",
+    dataset="shakespeare_play_char",
+    n_layer=3,
+    n_head=4,
+    n_embd=96,
+    block_size=128,
+    batch_size=16,
+    dropout=0.1,
+    short_contexts=(8, 16),
+    optimizer="muon",
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    grad_clip=0.0,
+    max_iters=500,
+    warmup_iters=3,
+    lr_schedule="cooldown",
+    eval_interval=50,
+)
+
+natural_model = dict(
+    out_dir="out/shakespeare_library_cpu",
+    dataset="shakespeare_library_char",
+    init_from="scratch",
+    n_layer=4,
+    n_head=4,
+    n_embd=128,
+    block_size=128,
+    batch_size=16,
+    short_contexts=(8, 16),
+    optimizer="muon",
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    grad_clip=0.0,
+    max_iters=1200,
+    warmup_iters=3,
+    lr_schedule="cooldown",
+    eval_interval=200,
+    seed=1338,
+)
+
+# The generator's recipe from new weights, for the seconds of generator, natural model, reward model and GRPO together.
+control_plain = dict(
+    dataset="shakespeare_play_char",
+    init_from="scratch",
+    n_layer=3,
+    n_head=4,
+    n_embd=96,
+    block_size=128,
+    batch_size=16,
+    dropout=0.1,
+    short_contexts=(8, 16),
+    optimizer="muon",
+    learning_rate=1e-2,
+    weight_decay=0.1,
+    grad_clip=0.0,
+    max_iters=3000,
+    warmup_iters=3,
+    lr_schedule="cooldown",
+    eval_interval=150,
+)
+
+prepare_reward_data = dict(
+    samples_per_chunk=10,
+    max_blocks=200,
+)
+
+train_reward_model = dict(
+    head="likelihood",
+)
+
+train_grpo = dict(
+    prompts_per_step=16,
+    group_size=8,
+    max_steps=120,
+    learning_rate=1e-3,
+    lr_schedule="linear",
+    eval_interval=20,
+)
