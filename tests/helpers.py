@@ -316,16 +316,6 @@ def write_token_files(folder: Path, splits: Sequence[np.ndarray]) -> None:
         np.asarray(tokens, dtype="<u2").tofile(folder / f"{name}.bin")
 
 
-def write_config(path: Path, **changes: str) -> Path:
-    """The settings file of these tests with further settings, written as code, in the sections named."""
-    text = CONFIG
-    for section, more in changes.items():
-        assert f"{section} = dict(" in text
-        text = text.replace(f"{section} = dict(", f"{section} = dict({more}, ")
-    path.write_text(text)
-    return path
-
-
 def works_archive(works):
     """A source package with the files of `works` (name to text) in it."""
     buffer = io.BytesIO()
@@ -343,14 +333,6 @@ def make_checkpoint(path: Path, vocab_size: int, tokenization: dict | None = Non
     model = GPT(GPTConfig(vocab_size=vocab_size, **{**TINY_MODEL, **config}))
     save_checkpoint(path, model, tokenization, None, {})
     return path
-
-
-def make_tokens(folder: Path, num_train: int, num_val: int, vocab_size: int) -> Path:
-    """Token files of random tokens; without a meta.pkl."""
-    draw = np.random.default_rng(0)
-    sizes = (num_train, num_val)
-    write_token_files(folder, [draw.integers(vocab_size, size=n) for n in sizes])
-    return folder
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:

@@ -45,10 +45,6 @@ def trunk_names(bias: bool, position: str, n_layer: int = 2) -> set[str]:
     return names
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what the seeds promise of GPTConfig and of the two modes
-
-
 def test_config_fields_and_defaults_of_the_seeds_come_first():
     promised = {
         "block_size": 1024,
@@ -112,10 +108,6 @@ def test_num_parameters_counts_tied_weights_once_and_positions_never():
     layer = 2 * 16 + 24 * 9 + 8 * 9 + 32 * 9 + 8 * 33
     assert tiny_model().num_parameters() == 11 * 8 + 2 * layer + 16
     assert tiny_model(position="learned").num_parameters() == tiny_model().num_parameters()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the forward pass, written out
 
 
 def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:

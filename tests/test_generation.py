@@ -72,10 +72,6 @@ def exact_distribution(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
     return probabilities
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# with the cache as without it
-
-
 @torch.no_grad()
 def complete_without_cache(model, natural, prefixes, uniforms, sampling):
     """`complete`, with every token's prefix computed again, for all rows alike."""
@@ -281,10 +277,6 @@ def test_impossible_completions_are_reported():
             complete(model, blocks(1), torch.tensor([[k]]), draws(1, 1, N), Sampling())
     with pytest.raises(UserError, match=r"11 positions .*block_size is 10"):
         complete(model, blocks(1, N + 1), torch.tensor([[1]]), draws(1, 1, N + 1), Sampling())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# GPT.generate
 
 
 def generator(seed: int = 0) -> torch.Generator:

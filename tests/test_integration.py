@@ -56,10 +56,6 @@ def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus
     assert_same_weights(weights(tmp_path / "model_checkpoint.pt"), weights(generator))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the guides' examples, as printed but for the paths
-
-
 @pytest.fixture
 def guide_paths(monkeypatch, tmp_path, generator, reward_data):
     """The places that the guide names, in a folder of the test's own."""

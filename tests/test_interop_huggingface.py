@@ -73,10 +73,6 @@ def change(folder, **settings):
     (folder / "config.json").write_text(json.dumps(contents))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# models
-
-
 @pytest.mark.interop
 @pytest.mark.parametrize("config", OURS, ids=name_of)
 def test_our_models_have_the_same_logits_and_come_back_as_they_were(tmp_path, transformers, config):
@@ -131,10 +127,6 @@ def test_half_precision_is_read_as_float32(folder):
     model = huggingface.load_transformers().GPTNeoXForCausalLM.from_pretrained(folder, dtype=torch.float16)
     model.save_pretrained(folder)
     assert_same_weights(load_checkpoint(folder)["model"], {n: t.half().float() for n, t in whole.items()})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# bad input
 
 
 def test_without_transformers_one_line_says_what_to_install(tmp_path, monkeypatch, generator):
@@ -207,10 +199,6 @@ def test_names_of_the_hub_are_fetched_by_its_package(tmp_path, monkeypatch):
         model_path("no/network")
     assert "\n" not in str(caught.value)
     model_path.cache_clear()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the export
 
 
 @pytest.mark.interop

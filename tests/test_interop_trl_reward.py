@@ -123,10 +123,6 @@ def test_trl_takes_two_steps_on_an_exported_generator(tmp_path, generator, predi
         assert scorer(row).natural.item() == pytest.approx(value, abs=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# TRL's losses
-
-
 @pytest.fixture(scope="module")
 def trl_loss(tmp_path_factory, generator):
     """A function that gives TRL's own loss of log-probabilities of completions."""

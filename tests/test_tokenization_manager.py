@@ -240,9 +240,6 @@ def test_no_bytes_give_anything_but_a_meta_file_error(data):
                 load_meta(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tokenizer.json
-
 CHARACTERS = "\n\r !'.ABCabcÄ\u0301😀"
 # As the package tokenizers writes it.
 OF_CHARACTERS = {

@@ -176,9 +176,6 @@ def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkey
             torch.testing.assert_close((log_q + evidence).exp().sum(1), torch.ones(len(tokens)), rtol=0, atol=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# gradients
-
 V, PROMPT = 3, 2  # tokens, and the one that every prompt consists of
 TINY = GPTConfig(block_size=3, vocab_size=V, n_layer=1, n_head=1, n_embd=8)
 
