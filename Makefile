@@ -3,7 +3,6 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/requirements.installed
-REQUIREMENTS ?= requirements.txt
 CONFIG := config/shakespeare_char_cpu.py
 ARGS :=
 MINUTES := 120
@@ -14,13 +13,13 @@ MINUTES := 120
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-setup: ## make .venv and install REQUIREMENTS, by default requirements.txt (again only when it has changed)
+setup: ## make .venv and install requirements.txt (again only when that file has changed)
 # The stamp, a copy of what was installed, comes last: a set-up that was interrupted begins anew from nothing (--clear).
-	@cmp -s $(REQUIREMENTS) $(STAMP) || { set -ex; \
+	@cmp -s requirements.txt $(STAMP) || { set -ex; \
 		python3 -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: " + sys.version'; \
 		python3 -m venv --clear $(VENV); \
-		$(PYTHON) -m pip install --disable-pip-version-check -r $(REQUIREMENTS); \
-		cp $(REQUIREMENTS) $(STAMP); }
+		$(PYTHON) -m pip install --disable-pip-version-check -r requirements.txt; \
+		cp requirements.txt $(STAMP); }
 
 run: setup ## run one cycle on four plays of Shakespeare, with controls (8 to 9 minutes)
 	$(PYTHON) run_cycles.py --config $(CONFIG) $(ARGS)

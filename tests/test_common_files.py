@@ -6,9 +6,10 @@ import zipfile
 
 import pytest
 import torch
+from helpers import start
 
 from common import files
-from common.process import UserError
+from common.process import UserError, run_main
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
@@ -117,6 +118,19 @@ def test_obstacles_are_found_beforehand(tmp_path):
     assert "is no file" in files.check_writable(tmp_path, is_file=True)
     assert "is no path" in files.check_writable("a\0b", is_file=True)
     assert files.check_writable("/dev/null", is_file=True)
+
+
+def test_one_process_writes_an_output(tmp_path, capsys):
+    path = tmp_path / "model.pt"
+    lines = "from common.files import hold_output; from common.process import run_main; import sys\n"
+    lines += f"def main():\n    hold_output({str(path)!r}); print('held', flush=True); sys.stdin.read()\nrun_main(main)"
+    other = start("-c", lines, stdin=-1)
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: files.hold_output(path))
+    assert caught.value.code == 2 and "is being written by another process" in capsys.readouterr().err
+    other.communicate("")
+    run_main(lambda: files.hold_output(path))
 
 
 def test_names_of_a_hub(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -131,14 +132,10 @@ def run_script(script: str, arguments: list[str]) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-class InThisProcess:
+def run_stage(command: list[str], **_: object) -> SimpleNamespace:
     """In place of subprocess.Popen: a stage of run_cycles.py, run at once and made small."""
-
-    def __init__(self, command: list[str], **keywords: object) -> None:
-        run_script(command[1], command[2:])
-
-    def wait(self) -> int:
-        return 0
+    run_script(command[1], command[2:])
+    return SimpleNamespace(wait=lambda: 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,7 +180,7 @@ def run_pages(folder: Path, names: tuple[str, ...]) -> Path:
     done = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(subprocess, "Popen", InThisProcess)
+        patch.setattr(subprocess, "Popen", run_stage)
         for name in names:
             for block in read_page(name)[0]:
                 if block.language == "python":
@@ -209,7 +206,7 @@ def test_commands_and_code_run_of_README_and_guide(ran):  # noqa: N802
 
 
 def test_commands_and_code_run_of_the_reference(tmp_path):
-    run_pages(make_folder(tmp_path), (REFERENCE,))
+    run_pages(make_folder(tmp_path), (REFERENCE, "docs/running.md"))
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {LOG}))

@@ -328,21 +328,3 @@ def test_gpt_config_is_read_at_torch_load_s_safe_default(tmp_path):
     torch.save(config, tmp_path / "config.pt")
     assert torch.load(tmp_path / "config.pt") == config
     assert model_module.GPTConfig in torch.serialization.get_safe_globals()
-
-
-def test_the_padding_of_gpt2s_vocabulary_is_known_by_its_size():
-    assert GPTConfig().num_real_tokens == 50257
-    assert GPTConfig(vocab_size=65).num_real_tokens == 65
-    assert GPTConfig(vocab_size=128, num_tokens=100).num_real_tokens == 100
-
-
-def test_orthogonal_first_weights():
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=11))
-    before = model.lm_head.weight.clone()
-    model.init_orthogonal()
-    for name, weight in model.transformer.h.named_parameters():
-        if name.endswith("c_proj.weight"):
-            assert not weight.any()
-        elif weight.dim() == 2:
-            torch.testing.assert_close(weight.mT @ weight, torch.eye(16), atol=1e-5, rtol=0)
-    assert torch.equal(model.lm_head.weight, before)

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 import train
+from common.files import load_state
 
 OPTIONS = {**TINY_MODEL, "batch_size": 2, "max_iters": 6, "eval_interval": 2, "warmup_iters": 1, "device": "cpu"}
 MODEL, STATE, RECORDS = (f"model_checkpoint.{suffix}" for suffix in ("pt", "resume", "jsonl"))
@@ -93,10 +94,11 @@ class AnyOrder(RuleBasedStateMachine):
         if not self.contents().keys() & {MODEL, STATE}:
             self.records_are_whole = True
             assert self.command().status == 0
-        elif self.is_whole(MODEL) and self.is_whole(STATE) and (finished := self.command()).status == 0:
-            assert "made with these settings already" in finished.out
-            assert_same_weights(weights(self.folder / MODEL), weights(self.undisturbed / MODEL))
-        elif not self.is_whole(STATE):
+        elif self.is_whole(STATE) and load_state(self.folder / STATE)["finished"] and (self.folder / MODEL).exists():
+            assert "made with these settings already" in self.command().out
+            if self.is_whole(MODEL):
+                assert_same_weights(weights(self.folder / MODEL), weights(self.undisturbed / MODEL))
+        else:
             self.refused()
 
     @rule()
@@ -105,7 +107,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.command(init_from="resume").status == 0
             self.must_equal_the_undisturbed()
         else:
-            assert STATE in self.refused(init_from="resume")
+            line = self.refused(init_from="resume")
+            assert STATE in line and ("--overwrite True" in line or not (self.folder / STATE).exists())
 
     @rule(way=st.sampled_from([{}, {"init_from": "resume"}]))
     def change_settings(self, way):
@@ -114,7 +117,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from([MODEL, STATE, RECORDS]), kind=st.sampled_from([*DAMAGE]))
     def damage(self, name, kind):
-        if (path := self.folder / name).exists():
+        if (path := self.folder / name).exists() and self.is_whole(name):  # two flips would mend it
             self.damaged[name] = DAMAGE[kind](path.read_bytes())
             path.write_bytes(self.damaged[name])
             self.records_are_whole &= name != RECORDS

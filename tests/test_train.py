@@ -121,6 +121,14 @@ def test_short_contexts_and_schedules_by_hand():
         assert [train.factor_at(step, settings, 10) for step in range(10)] == pytest.approx(factors)
 
 
+def test_new_weights_follow_the_optimizer():
+    for optimizer in ("muon", "adamw"):
+        settings = train.TrainSettings(optimizer=optimizer, n_layer=1, n_head=2, n_embd=16)
+        block = train.new_model(settings, TokenizationManager.from_text("abc")).transformer.h[0]
+        is_orthogonal = torch.allclose(block.mlp.c_fc.weight.T @ block.mlp.c_fc.weight, torch.eye(16), atol=1e-5)
+        assert is_orthogonal == (not block.mlp.c_proj.weight.any()) == (optimizer == "muon")
+
+
 def test_patience_ends_a_run(options):
     out = succeed("train", **{**options, **WILD, "max_iters": 40, "patience": 2})
     assert "Stopped at step 8 by patience: no improvement of 0.001 in 2 evaluations" in out
@@ -166,8 +174,8 @@ def test_bfloat16_training_stays_near_float32(tmp_path, corpus, generator):
     assert {weight.dtype for weight in weights(tmp_path / "model_checkpoint.pt").values()} == {torch.float32}
 
 
-@pytest.mark.interop
+@pytest.mark.interop  # for its time, half a minute
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_training_has_the_losses_of_plain_training(tmp_path, corpus, generator):
-    pytest.importorskip("transformers", reason="half a minute of a compiler's work: make test-interop")
     succeed("train", **TINY_TRAIN, dataset=corpus, out_dir=tmp_path, compile=True)
     assert records_of(tmp_path, "select_loss") == pytest.approx(records_of(generator.parent, "select_loss"), rel=1e-3)

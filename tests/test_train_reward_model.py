@@ -161,7 +161,8 @@ def test_heads_and_their_losses(good, generator, reward_data, head, loss):
 
 
 def test_unfrozen_trunks(good, tmp_path, generator):
-    succeed("train_reward_model", **good, **LAST, unfreeze_layers=-1)
+    succeed("train_reward_model", **good, **{**LAST, "max_epochs": 9}, unfreeze_layers=-1, patience=1, min_delta=10.0)
+    assert [r["step"] for r in read_records(good["output_path"].with_suffix(".jsonl")) if "train_loss" in r] == [1, 2]
     ours, theirs = trunk_of(weights(good["output_path"])), trunk_of(weights(generator))
     assert not any(torch.equal(ours[name], theirs[name]) for name in ours)
     last_block = {**good, **LAST, "output_path": tmp_path / "last.pt", "unfreeze_layers": 1}

@@ -87,7 +87,8 @@ class Run:
         try:
             return load_state(self.path) if self.path.is_file() else None
         except UserError as error:
-            raise UserError(f"{error}, or --overwrite True begins anew") from None
+            reason = str(error).removesuffix("; name another file").rstrip(".")
+            raise UserError(f"{reason}; --overwrite True, without --init_from resume, begins anew") from None
 
     def _difference(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
         """How a state's settings, inputs and facts differ from these, as text; UserError for a damaged state."""
