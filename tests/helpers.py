@@ -38,7 +38,6 @@ from tokenization_manager import TokenizationManager, save_meta
 from training.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAINERS = ("train", "prepare_reward_data", "train_reward_model", "train_grpo")
 TINY_MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
 TINY_TRAIN = {**TINY_MODEL, "batch_size": 8, "max_iters": 20, "eval_interval": 5, "warmup_iters": 2, "device": "cpu"}
 TINY_REWARD = {"head": "last", "max_epochs": 2, "device": "cpu"}
@@ -233,7 +232,7 @@ def run_forked(script: str, arguments: list[str], variables: list[dict[str, str]
     is not safe, new ones).
     """
     context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
-    context.set_forkserver_preload(["helpers", "run_cycles", "evaluate", "sample", *TRAINERS])
+    context.set_forkserver_preload(["helpers", "run_cycles", "prepare_reward_data"])  # the first imports the others
     with pytest.MonkeyPatch.context() as patch:  # the server needs the path, what it starts does not
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
         forkserver.ensure_running()
