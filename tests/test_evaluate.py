@@ -88,7 +88,7 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(tmp_path, corpus, gener
     assert "block_size is 8" in refuse_in_one_line("evaluate", checkpoints=[other], baseline=generator, **options)
     record = TokenizationManager.from_text("abc").to_record()
     strange = make_checkpoint(tmp_path / "strange.pt", 3, record)
-    assert "mismatch" in refuse_in_one_line("evaluate", checkpoints=[strange], **options)
+    assert "the model reads char (vocab_size=3)" in refuse_in_one_line("evaluate", checkpoints=[strange], **options)
     shutil.copytree(corpus, tmp_path / "short", ignore=shutil.ignore_patterns("sha256sums.txt"))
     np.fromfile(corpus / "val.bin", np.uint16)[:30].tofile(tmp_path / "short/val.bin")
     options = {"checkpoints": [generator], "dataset": tmp_path / "short", "samples": 10, "device": "cpu"}

@@ -328,7 +328,7 @@ def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator)
     text = read_text(corpus)
     foreign = make_corpus(tmp_path / "foreign_char", text + "z")
     options = prepare_options(foreign, generator, tmp_path / "out")
-    assert re.search(r"Vocabulary .*\b26 .*\b25\b", refuse_in_one_line("prepare_reward_data", **options))
+    assert re.search(r"the data .*\b26\b.*\b25\b", refuse_in_one_line("prepare_reward_data", **options))
     chars = TokenizationManager(data_path=corpus).chars
     save_meta(foreign / "meta.pkl", chars[1] + chars[0] + chars[2:])
     (foreign / "input.txt").write_text(text)
