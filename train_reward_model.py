@@ -100,7 +100,8 @@ class RewardModelSettings(Settings):
             wrong = f"natural_model_path names several models, but a {self.head} head takes the trunk of one"
             problems.require(len(self.natural_models) <= 1, wrong, "Name one, or choose --head likelihood")
             return
-        train = f"python train.py --init_from {self.base_model_path or 'BASE.pt'} --dataset CORPUS --checkpoint_name NAME.pt"
+        start = self.base_model_path or "BASE.pt"
+        train = f"python train.py --init_from {start} --dataset CORPUS --checkpoint_name NAME.pt"
         wrong = f"head=likelihood needs natural_model_path, a model of natural text: make one with `{train}`"
         problems.require(bool(self.natural_models), wrong, "Name it with --natural_model_path")
         used = changeable(type(self)) | {"head", "loss", "seed"}

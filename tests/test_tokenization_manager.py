@@ -311,7 +311,7 @@ def test_the_package_encodes_and_a_record_compares_meanings():
     with pytest.raises(UserError, match=r"in p and .* in q: they do not match"):
         check_same_tokens(record, other.to_record(), "p", "q")
     check_same_tokens(record, record, "p", "q")
-    with pytest.raises(UserError, match="the data are char .* the model reads tokenizer"):
+    with pytest.raises(UserError, match=r"the data are char .* the model reads tokenizer"):
         check_tokenizer(contents, TokenizationManager.from_text("abcdefghij"))
     with pytest.raises(UserError, match="vocab_size=9"):
         TokenizationManager.from_record(record | {"vocab_size": 9})
