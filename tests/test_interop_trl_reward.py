@@ -130,12 +130,12 @@ def trl_loss(tmp_path_factory, generator):
     import transformers
     from datasets import Dataset
 
-    folder = tmp_path_factory.mktemp("trl")
+    folder, plain_kl = tmp_path_factory.mktemp("trl"), {"use_bias_correction_kl": False}  # not times the ratio
     succeed("interop.export", checkpoint_path=generator, output_dir=folder / "hf")
     trainer = trl.GRPOTrainer(
         model=str(folder / "hf"),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=trl.GRPOConfig(output_dir=str(folder / "out"), use_cpu=True, bf16=False, report_to=[]),
+        args=trl.GRPOConfig(output_dir=str(folder / "out"), use_cpu=True, bf16=False, report_to=[], **plain_kl),
         train_dataset=Dataset.from_dict({"prompt": ["The "]}),
         processing_class=set_special_tokens(transformers.AutoTokenizer.from_pretrained(folder / "hf")),
     )
