@@ -114,11 +114,10 @@ def main() -> None:
     device, corpus = select_device(settings.device), ckpt.open_corpus(settings.dataset, 2, None)
     vocab_size, is_char = corpus.tokenizer.vocab_size, corpus.tokenizer.method == "char"
     tokens = open_token_file(corpus.folder / f"{settings.split}.bin", settings.split, vocab_size, 2)
-    unigram = unigram_log_probs(corpus.train, vocab_size)
     half, quality = len(tokens) // 2, None  # prompts are of the first half, reverse NLL is of the second
     if settings.samples is not None:
         quality = SampleQuality(corpus.train, tokens[half:], NGRAM_ORDER if is_char else 3, vocab_size)
-    baseline, results = None, dict[str, dict[str, Any]]()
+    baseline, unigram, results = None, None, dict[str, dict[str, Any]]()
     for path in dict.fromkeys([settings.baseline or settings.checkpoints[0], *settings.checkpoints]):
         checkpoint = ckpt.load_checkpoint(path)
         ckpt.check_tokenizer(checkpoint, corpus.tokenizer)
@@ -128,6 +127,7 @@ def main() -> None:
         N, batches, figures = model.config.block_size, batches_of(model, tokens, settings.part), dict[str, Any]()
         losses = {"loss": token_losses(model, batches, path)}
         if settings.calibrate:
+            unigram = unigram_log_probs(corpus.train, vocab_size) if unigram is None else unigram
             calibration = fit_calibration(model, batches_of(model, corpus.val, "select"), unigram)
             losses["calibrated_loss"] = calibrated_losses(model, batches, calibration, unigram)
             figures |= calibration._asdict()

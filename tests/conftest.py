@@ -14,7 +14,6 @@ import pytest
 from filelock import FileLock
 from helpers import (
     SEED,
-    TINY_MODEL,
     TINY_REWARD,
     TINY_TRAIN,
     make_corpus,
@@ -119,10 +118,8 @@ def predictive_reward_model(once, generator, reward_data, knowing) -> Path:
 
 
 def train(folder: Path, corpus: Path, **more: Any) -> None:
-    """Run train.py on the corpus; a model that another starts from gives the shape."""
-    shape = {} if "init_from" in more else TINY_MODEL
-    rest = {name: value for name, value in TINY_TRAIN.items() if name not in TINY_MODEL}
-    succeed("train", dataset=corpus, out_dir=folder, **{**shape, **rest, **more})
+    """Run train.py on the corpus."""
+    succeed("train", dataset=corpus, out_dir=folder, **{**TINY_TRAIN, **more})
 
 
 @pytest.fixture(scope="session")
