@@ -88,8 +88,11 @@ def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
             raise UserError(f"ERROR: cannot write {path}: {reason}") from None
 
 
-def load_state(path: str | Path) -> dict[str, Any]:
-    """The dict of tensors and plain values in a file, on the CPU; nothing is executed. UserError for another file."""
+def load_state(path: str | Path, way: str = "name another file") -> dict[str, Any]:
+    """The dict of tensors and plain values in a file, on the CPU; nothing is executed.
+
+    UserError, which ends in a way out, for another file.
+    """
     path = Path(path)
     if not path.is_file():
         raise UserError(f"ERROR: Model file not found: {path}")
@@ -107,14 +110,14 @@ def load_state(path: str | Path) -> dict[str, Any]:
             (line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""
         )
         what = "holds something else than tensors and settings; nothing was executed"
-        raise UserError(f"ERROR: {path} {what}. {found}") from None
+        raise UserError(f"ERROR: {path} {what}. {found} ({way})") from None
     except MemoryError:
         raise
     except Exception as error:  # damaged bytes can make the reader stumble in any way
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {reason}; name another file") from None
+        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {reason}; {way}") from None
     if not isinstance(contents, dict):
-        raise UserError(f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint; name another")
+        raise UserError(f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint; {way}")
     return contents
 
 

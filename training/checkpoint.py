@@ -165,10 +165,11 @@ def check_tokenizer(contents: Record, tokenizer: TokenizationManager) -> None:
     """Raise UserError where a loaded checkpoint's model reads other tokens than `tokenizer` makes."""
     record, known, ours = contents["tokenization"], contents["config"].num_real_tokens, tokenizer.info()
     if record is not None:
-        theirs = TokenizationManager.from_record(record).info()
-        what = f"the data are {ours.describe()}, the model reads {theirs.describe()}"
-        same = (ours.method, ours.vocab_size) == (theirs.method, theirs.vocab_size)
-        require(same, f"{what}: name the --dataset, or the --meta_path, of its training")
+        data, model = ours.describe(), TokenizationManager.from_record(record).info().describe()
+        require(
+            data == model,
+            f"the data are {data}, the model reads {model}: name the --dataset, or the --meta_path, of its training",
+        )
         what = f"{tokenizer.meta_path} numbers its tokens otherwise than the model; use the file of its training"
         require(tokenizer.same_vocabulary(record), what)
     elif tokenizer.method == "char" and tokenizer.vocab_size < known:

@@ -48,7 +48,9 @@ class Run:
         """
         if self.ranks.rank == 0:
             hold_output(self.output)
-        state = None if overwrite and not resume else self.ranks.on_main(self._saved_state)
+        way = "--overwrite True, without --init_from resume, begins anew"
+        is_read = self.path.is_file() and (resume or not overwrite)
+        state = self.ranks.on_main(lambda: load_state(self.path, way) if is_read else None)
         difference = "" if state is None else self._difference(state, {} if resume else facts)
         if resume:
             if state is None:
@@ -81,14 +83,6 @@ class Run:
             folder = self.output.with_suffix(".tensorboard")
             tracker = Tracker(name, project, run, asdict(self.settings), folder, kept)
         self.log = RunLog(self.log_path, kept, tracker).log
-
-    def _saved_state(self) -> dict[str, Any] | None:
-        """The contents of the state's file, None without one; UserError for another file."""
-        try:
-            return load_state(self.path) if self.path.is_file() else None
-        except UserError as error:
-            reason = str(error).removesuffix("; name another file").rstrip(".")
-            raise UserError(f"{reason}; --overwrite True, without --init_from resume, begins anew") from None
 
     def _difference(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
         """How a state's settings, inputs and facts differ from these, as text; UserError for a damaged state."""
