@@ -27,7 +27,7 @@ from grpo.policy_evaluation import draw_prompts
 from losses import language_model_loss, perplexity, text_log_probs
 from model import GPT
 from reward.skill import bootstrap_blocks, format_figure
-from text.calibration import calibrated_losses, fit_calibration, unigram_log_probs
+from text.calibration import calibrated_losses, fit_calibration
 from text.sample_quality import SampleQuality
 from training import checkpoint as ckpt
 
@@ -117,7 +117,7 @@ def main() -> None:
     half, quality = len(tokens) // 2, None  # prompts are of the first half, reverse NLL is of the second
     if settings.samples is not None:
         quality = SampleQuality(corpus.train, tokens[half:], NGRAM_ORDER if is_char else 3, vocab_size)
-    baseline, unigram, results = None, None, dict[str, dict[str, Any]]()
+    baseline, results = None, dict[str, dict[str, Any]]()
     for path in dict.fromkeys([settings.baseline or settings.checkpoints[0], *settings.checkpoints]):
         checkpoint = ckpt.load_checkpoint(path)
         ckpt.check_tokenizer(checkpoint, corpus.tokenizer)
@@ -127,9 +127,8 @@ def main() -> None:
         N, batches, figures = model.config.block_size, batches_of(model, tokens, settings.part), dict[str, Any]()
         losses = {"loss": token_losses(model, batches, path)}
         if settings.calibrate:
-            unigram = unigram_log_probs(corpus.train, vocab_size) if unigram is None else unigram
-            calibration = fit_calibration(model, batches_of(model, corpus.val, "select"), unigram)
-            losses["calibrated_loss"] = calibrated_losses(model, batches, calibration, unigram)
+            calibration, _ = fit_calibration(model, batches_of(model, corpus.val, "select"), corpus.unigram)
+            losses["calibrated_loss"] = calibrated_losses(model, batches, calibration, corpus.unigram)
             figures |= calibration._asdict()
         baseline = (losses, N) if baseline is None else baseline
         if settings.baseline is not None and baseline[1] != N:

@@ -26,6 +26,7 @@ from data_loader import WholeSplitBatches, get_batch, validation_part
 from losses import next_token_loss, perplexity, text_log_probs
 from model import GPT, GPTConfig
 from reward.skill import bootstrap_blocks
+from text.calibration import fit_calibration
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training import optimizers as optim
@@ -96,6 +97,8 @@ class TrainSettings(Settings):
     """context lengths in tokens of the first 60 % of steps, such as 8 16, with as many tokens a step; empty: none"""
     warmup_iters: int = setting(20, minimum=0, unit="steps")
     """steps of linear warm-up"""
+    keep: Literal["select_loss", "calibrated_loss"] = "select_loss"
+    """which loss the model that is kept has lowest; calibrated_loss: after a temperature and a unigram weight"""
     patience: int | None = setting(None, minimum=1, unit="evaluations", changeable=True)
     """stop after this many evaluations without an improvement of 0.001 nats per token; None: never"""
     device: str = setting("auto", changeable=True, common=True)
@@ -176,9 +179,9 @@ def main() -> None:
         """Log the figures with select_loss, keep the best model, save the state, then the model if it is the best."""
         losses = ranks.on_main(partial(measure, model, corpus, settings, dtype, "select_loss"))
         run.log(made, **figures, **losses)
-        stopping.update(losses["select_loss"])
+        stopping.update(losses[settings.keep])
         noted = {"step": made, "batches": run.facts["first_batch"] + made, "settings": asdict(settings), **losses}
-        best.offer(losses["select_loss"], made, model.state_dict().items(), noted)
+        best.offer(losses[settings.keep], made, model.state_dict().items(), noted)
         run.save(made)
         if best.at == made:
             ckpt.save_checkpoint(run.output, model, corpus.tokenizer.to_record(), data, best.figures)
@@ -213,7 +216,7 @@ def main() -> None:
 
     # the best model, measured on the whole validation split
     say(f"Stopped at step {run.step} by {run.reason}")
-    say(f"Best select_loss: {best.value:.4f} (perplexity {perplexity(best.value):.3f}), at step {best.at}")
+    say(f"Best {settings.keep}: {best.value:.4f} (perplexity {perplexity(best.value):.3f}), at step {best.at}")
     best.restore(kept := copy.deepcopy(model))
     val_loss = ranks.on_main(partial(measure, kept, corpus, settings, dtype, "val_loss"))
     run.log(run.step, final=True, kept_step=best.at, **val_loss)
@@ -267,7 +270,10 @@ def measure(model: GPT, corpus: ckpt.Corpus, settings: TrainSettings, dtype: tor
     batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, device, most)
     with autocast(device, dtype):
         losses = -text_log_probs(model, counted(batches, len(batches), "Evaluating"))
-    return bootstrap_blocks(name, losses, settings.block_size, settings.seed)
+        figures: dict[str, Any] = bootstrap_blocks(name, losses, settings.block_size, settings.seed)
+        if name == "select_loss" and settings.keep == "calibrated_loss":
+            figures["calibrated_loss"] = fit_calibration(model, batches, corpus.unigram)[1]
+    return figures
 
 
 def batch_shape(step: int, settings: TrainSettings, horizon: int) -> tuple[int, int]:

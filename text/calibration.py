@@ -64,9 +64,9 @@ def best_weight(log_probs: Tensor, unigram: Tensor) -> float:
     return weight
 
 
-def fit_calibration(model: Any, batches: Batches, unigram: Tensor) -> Calibration:
-    """The calibration with the lowest mean loss of batches (read twice); unigram (V,) log-frequencies."""
-    best = Calibration(1.0, 0.0)
+def fit_calibration(model: Any, batches: Batches, unigram: Tensor) -> tuple[Calibration, float]:
+    """The calibration with the lowest mean loss of batches (read twice), and that loss; unigram (V,) log-frequencies."""
+    best, loss = Calibration(1.0, 0.0), 0.0
     for ratio, steps in ((COARSE, 5), (FINE, 7)):
         temperatures = [best.temperature * ratio**step for step in range(-steps, steps + 1)]
         tried, (rows, targets) = [], log_probs_at(model, batches, temperatures)
@@ -74,8 +74,8 @@ def fit_calibration(model: Any, batches: Batches, unigram: Tensor) -> Calibratio
             weight = best_weight(log_probs, unigram[targets])
             loss = -mixed(log_probs, unigram[targets], weight).mean().item()
             tried.append((loss, Calibration(temperature, weight)))
-        best = min(tried)[1]
-    return best
+        loss, best = min(tried)
+    return best, loss
 
 
 def calibrated_losses(model: Any, batches: Batches, calibration: Calibration, unigram: Tensor) -> Tensor:

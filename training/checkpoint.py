@@ -7,11 +7,13 @@ A dict: `model`, `config`, `tokenization`, `data` (hashes), `training` (settings
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from common.files import hash_bytes, hash_file, load_state, save_state
@@ -22,6 +24,7 @@ from interop.huggingface import model_path, read_folder
 from model import GPT, GPTConfig
 from reward.heads import REWARD_MODELS, RewardModel, make_reward_model, parts_of
 from reward_dataset_loader import RewardDataset
+from text.calibration import unigram_log_probs
 from tokenization_manager import TokenizationManager
 
 MAX_SIZE = 2**24  # of anything that a config counts, and of the table of rotary positions, which no weights show
@@ -214,6 +217,11 @@ class Corpus:
     tokenizer: TokenizationManager
     train: np.ndarray
     val: np.ndarray
+
+    @cached_property
+    def unigram(self) -> Tensor:
+        """Log-frequencies (V,) float64 of the training tokens."""
+        return unigram_log_probs(self.train, self.tokenizer.vocab_size)
 
     def describe(self) -> str:
         """Folder, tokenization and sizes."""
