@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.device import select_device
+from common.device import select_device, select_dtype
 from common.files import write_json
 from common.log import counted, format_metrics, say
 from common.process import UserError, run_main
@@ -23,17 +23,19 @@ from common.settings import Problems, Settings, parse_settings, setting
 from data_loader import WholeSplitBatches, open_token_file, validation_part
 from generation.completions import Completer
 from generation.sampling import Sampling
-from grpo.policy_evaluation import draw_prompts
+from grpo.policy_evaluation import PolicyEvaluation, draw_prompts
 from losses import language_model_loss, perplexity, text_log_probs
 from model import GPT
-from reward.skill import bootstrap_blocks, format_figure
+from reward.frozen_scorer import RewardScorer
+from reward.skill import block_means, bootstrap_blocks, format_figure
 from text.calibration import calibrated_losses, fit_calibration
-from text.sample_quality import SampleQuality
+from text.sample_quality import MAX_TOKENS, CopyFinder, SampleQuality, words_of
 from training import checkpoint as ckpt
 
 SEED = 42  # of intervals and samples
 NGRAM_ORDER = 6  # of characters; of other tokens 3
 ROWS = 1024  # samples at a time
+FRESH_PROMPTS = 128  # whose completions a reward model reads
 
 
 @dataclass
@@ -54,6 +56,10 @@ class EvaluateSettings(Settings):
     """also the loss after a temperature and a unigram weight that are fitted on the select part; with test or report"""
     samples: int | None = setting(None, minimum=2, common=True)
     """also measure so many samples of each checkpoint at temperature 1; None: none"""
+    reward_model_path: str | None = setting(None, model_file="optional")
+    """also measure P(natural) of fresh text and its KL to the baseline, the generator that the reward model knows"""
+    word_dataset: str | None = None
+    """folder of a corpus: with reward_model_path, the share of words that do not occur in its train.bin; None: none"""
     output_path: str | None = setting(None, output="file")
     """also write the figures here, as JSON"""
     device: str = "auto"
@@ -66,6 +72,10 @@ class EvaluateSettings(Settings):
         is_unseen = self.split == "test" or (self.split, self.part) == ("val", "report")
         what = "calibrate fits on the select part, which the text measured must not contain"
         problems.require(is_unseen or not self.calibrate, what, "Add --part report or --split test")
+        is_read = bool(self.reward_model_path and self.baseline)
+        what = "reward_model_path needs a baseline, the generator of its training"
+        problems.require(is_read or not self.reward_model_path, what, "Name it with --baseline")
+        problems.require(is_read or not self.word_dataset, "word_dataset needs a reward_model_path", "Leave it out")
 
 
 def calculate_perplexity(
@@ -109,51 +119,77 @@ def sample_figures(model: GPT, text: np.ndarray, quality: SampleQuality, num_sam
     return figures | {f"natural_{name}": value for name, value in of_natural.items()}
 
 
+def fresh_text(settings: EvaluateSettings, corpus: ckpt.Corpus, tokens: np.ndarray, device: Any) -> PolicyEvaluation:
+    """What measures completions of prompts from `tokens` by the reward model, beside the baseline."""
+    baseline, scored_by = (ckpt.load_checkpoint(str(path)) for path in (settings.baseline, settings.reward_model_path))
+    reference = ckpt.build_model(baseline, "generator", str(settings.baseline), device)
+    reward_model = ckpt.build_model(scored_by, "reward", str(settings.reward_model_path), device)
+    scorer, known = RewardScorer(reward_model, reference, select_dtype("auto", device)), None
+    if settings.word_dataset is not None:
+        read = ckpt.open_corpus(settings.word_dataset, 2, None)
+        known = frozenset(words_of(read.tokenizer.decode(read.train[:MAX_TOKENS].tolist())))
+    return PolicyEvaluation(scorer, corpus, CopyFinder(corpus.train), SEED, "fresh", tokens, FRESH_PROMPTS, known)
+
+
 def main() -> None:
     settings = parse_settings(EvaluateSettings, "evaluate")
     device, corpus = select_device(settings.device), ckpt.open_corpus(settings.dataset, 2, None)
     vocab_size, is_char = corpus.tokenizer.vocab_size, corpus.tokenizer.method == "char"
     tokens = open_token_file(corpus.folder / f"{settings.split}.bin", settings.split, vocab_size, 2)
-    half, quality = len(tokens) // 2, None  # prompts are of the first half, reverse NLL is of the second
+    half, quality, fresh = len(tokens) // 2, None, None  # prompts are of the first half, reverse NLL is of the second
     if settings.samples is not None:
         quality = SampleQuality(corpus.train, tokens[half:], NGRAM_ORDER if is_char else 3, vocab_size)
-    baseline, results = None, dict[str, dict[str, Any]]()
+    if settings.reward_model_path is not None:
+        fresh = fresh_text(settings, corpus, tokens, device)
+    baseline, context, results = dict[str, Tensor](), 0, dict[str, dict[str, Any]]()
     for path in dict.fromkeys([settings.baseline or settings.checkpoints[0], *settings.checkpoints]):
         checkpoint = ckpt.load_checkpoint(path)
         ckpt.check_tokenizer(checkpoint, corpus.tokenizer)
         if settings.split == "test":  # which may have trained a model of another split
-            ckpt.check_same_splits(checkpoint["data"], ckpt.data_record(corpus.train, corpus.val), allow_mismatch=None)
+            ckpt.check_unseen(checkpoint["data"], ckpt.data_record(corpus.train, corpus.val), path)
         model = ckpt.build_model(checkpoint, "generator", path, device)
+        if settings.baseline is not None:  # whose context all have
+            context = context or model.config.block_size
+            if model.config.block_size < context:
+                shorter = f"block_size is {model.config.block_size} in {path} and {context} in {settings.baseline}"
+                raise UserError(f"ERROR: {shorter}: it reads less; compare models of one block_size")
+            model.crop_block_size(context)
         N, batches, figures = model.config.block_size, batches_of(model, tokens, settings.part), dict[str, Any]()
         losses = {"loss": token_losses(model, batches, path)}
         if settings.calibrate:
             calibration, _ = fit_calibration(model, batches_of(model, corpus.val, "select"), corpus.unigram)
             losses["calibrated_loss"] = calibrated_losses(model, batches, calibration, corpus.unigram)
             figures |= calibration._asdict()
-        baseline = (losses, N) if baseline is None else baseline
-        if settings.baseline is not None and baseline[1] != N:
-            raise UserError(f"ERROR: block_size is {N} in {path} and {baseline[1]} in {settings.baseline}")
+            figures["blocks"] = block_means(losses["calibrated_loss"], corpus.interval_tokens).tolist()
+        baseline = baseline or losses
         for name, values in losses.items():
-            figures |= bootstrap_blocks(name, values, N, SEED)
-            difference = bootstrap_blocks(name.replace("loss", "difference"), values - baseline[0][name], N, SEED)
-            figures |= difference if settings.baseline is not None else {}
+            figures |= bootstrap_blocks(name, values, corpus.interval_tokens, SEED)
+            difference = values - baseline[name], corpus.interval_tokens, SEED
+            figures |= bootstrap_blocks(name.replace("loss", "difference"), *difference) if settings.baseline else {}
         figures |= {"perplexity": perplexity(figures["loss"]), "tokens": len(losses["loss"])}
-        say(f"{path}: loss {format_figure(figures, 'loss')}, perplexity {figures['perplexity']:.4f}")
-        if settings.baseline is not None:
-            say(f"  loss - loss of {settings.baseline}: {format_figure(figures, 'difference', '+.4f')}")
-        if settings.calibrate:
-            fitted = f"temperature {figures['temperature']:.3f}, unigram weight {figures['weight']:.4f}"
-            say(f"  calibrated ({fitted}): {format_figure(figures, 'calibrated_loss')}")
-            if settings.baseline is not None:
-                say(f"  its difference: {format_figure(figures, 'calibrated_difference', '+.4f')}")
+        describe(path, figures, settings)
         if path in settings.checkpoints:
             if quality is not None and settings.samples is not None:
-                found = sample_figures(model, tokens[:half], quality, settings.samples)
+                figures |= (found := sample_figures(model, tokens[:half], quality, settings.samples))
                 say(f"  {format_metrics(found)}")
-                figures |= found
+            if fresh is not None:
+                figures |= (found := fresh.of_completions(Completer(model, N)))
+                say(f"  fresh text: P(natural) {format_figure(found, 'fresh_reward')}, KL {found['kl_now']:.4f}")
             results[path] = figures | ({} if math.isfinite(figures["perplexity"]) else {"perplexity": None})
     if settings.output_path is not None:
         write_json(settings.output_path, results)
+
+
+def describe(path: str, figures: dict[str, Any], settings: EvaluateSettings) -> None:
+    """Print a checkpoint's losses, and their differences from the baseline's."""
+    say(f"{path}: loss {format_figure(figures, 'loss')}, perplexity {figures['perplexity']:.4f}")
+    if settings.baseline is not None:
+        say(f"  loss - loss of {settings.baseline}: {format_figure(figures, 'difference', '+.4f')}")
+    if settings.calibrate:
+        fitted = f"temperature {figures['temperature']:.3f}, unigram weight {figures['weight']:.4f}"
+        say(f"  calibrated ({fitted}): {format_figure(figures, 'calibrated_loss')}")
+        if settings.baseline is not None:
+            say(f"  its difference: {format_figure(figures, 'calibrated_difference', '+.4f')}")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.process import UserError, run_main
+from common.process import run_main
 from common.settings import Problems, Settings, parse_settings, setting
-from text.encode_texts import prepare_texts
+from text.encode_texts import find_texts, prepare_texts
 from tokenization_manager import TokenizationManager
 
 
@@ -45,19 +45,6 @@ class PrepareTextSettings(Settings):
         problems.require(bool(self.name) != bool(self.out_dir), "one of name and out_dir is required", remedy)
         remedy = "Use --tokenization char, --tokenization bpe, or --tokenizer with a tokenizer.json"
         problems.require((self.tokenization is None) != (self.tokenizer is None), "name one tokenization", remedy)
-
-
-def find_texts(paths: tuple[str, ...]) -> list[Path]:
-    """The text files that `paths` name, of a folder all *.txt below it, sorted; UserError where there is none."""
-    texts: list[Path] = []
-    for path in map(Path, paths):
-        found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-        if not found or not all(each.is_file() for each in found):
-            raise UserError(f"ERROR: {path}: no text file: name text files, or folders that hold *.txt files")
-        texts += found
-    if len({path.resolve() for path in texts}) < len(texts):
-        raise UserError("ERROR: a text is named twice, and could be in both splits: name it once")
-    return texts
 
 
 def main() -> None:

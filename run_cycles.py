@@ -1,9 +1,10 @@
 """Runs the whole loop: base model, then cycles of reward data, reward model and GRPO, with a ledger of what came out.
 
-    python run_cycles.py --config config/shakespeare_char_cpu.py
+    python run_cycles.py --text my_novel.txt --natural_text other_novels/
 
 Out, in out_dir: base_model_v1.pt, natural_model_v1.pt (and natural_model_v1_member2.pt, ...), report.html; in cycle n
-reward_data_vn, reward_model_vn, gate_vn (R2), base_model_v(n+1), control_plain_v(n+1), control_distil_v(n+1).
+reward_data_vn, reward_model_vn, gate_vn (R2), base_model_v(n+1) and evaluation_v(n+1); then the controls of the
+settings file, control_plain_v(n+1) and control_distil_v(n+1), and controls_v(n+1), their evaluation.
 A stage is done if its artefact is there and cycles.json has the same settings and inputs: repeat the command to go on.
 """
 
@@ -15,24 +16,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from common.device import select_device
 from common.files import atomic_path, hold_output, read_json
 from common.log import say
 from common.process import UserError, run_main
-from common.settings import Problems, Settings, parse_settings, read_config, setting, split_config
+from common.settings import (
+    Problems,
+    Settings,
+    options_of_stages,
+    parse_settings,
+    read_config,
+    setting,
+    split_config,
+)
 from data_loader import dataset_folder
 from evaluate import EvaluateSettings
 from reports.page import write_page
 from reports.summary import Ledger, headline, predicts, table_text
 from reward_data_config import RewardDataConfig
-from sample import SampleSettings
+from text.own_corpus import OWN_TEXT, make_corpora, sizes_for
+from tokenization_manager import TokenizationManager
 from train import TrainSettings
-from train_grpo import SAMPLED_ONLY, GRPOSettings
+from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
 from training.checkpoint import hash_model, load_checkpoint
 
@@ -42,10 +52,11 @@ SECTIONS: dict[str, tuple[str, Any]] = {  # of the settings file: the script tha
     **dict.fromkeys(("train", "natural_model", "control_plain"), ("train", TrainSettings)),
     "prepare_reward_data": ("prepare_reward_data", RewardDataConfig),
     "train_reward_model": ("train_reward_model", RewardModelSettings),
-    "train_grpo": ("train_grpo", GRPOSettings),
+    **dict.fromkeys(("train_grpo", "control_distil"), ("train_grpo", GRPOSettings)),
     "evaluate": ("evaluate", EvaluateSettings),
-    "sample": ("sample", SampleSettings),
 }
+CONTROLS = ("control_plain", "control_distil")  # each is trained where the settings file has its section
+PREPARED = ("prepare", "prepare_natural")  # sections of the corpora, for a prepare.py
 NOT_COMPARED = {"device", "overwrite", "tracker", "wandb_log", "wandb_project"}  # with others a stage is the same
 
 
@@ -53,28 +64,35 @@ NOT_COMPARED = {"device", "overwrite", "tracker", "wandb_log", "wandb_project"} 
 class CycleSettings(Settings):
     """Run the whole loop. The stages' own settings come from the sections of the settings file, named after scripts."""
 
-    out_dir: str = setting("out/cycles", output="folder", common=True)
-    """folder for everything that is made"""
+    text: tuple[str, ...] = setting((), common=True)
+    """text files, or folders of *.txt, for a generator of your own; in place of a dataset, and of a settings file"""
+    natural_text: tuple[str, ...] = setting((), common=True)
+    """with text: further texts, or folders, that the natural model learns: where the reward's knowledge comes from"""
+    natural_model: str | None = setting(None, common=True, model_file="optional")
+    """in place of natural_text: a natural model that is there, a checkpoint or a Hugging Face model's folder or name"""
+    out_dir: str | None = setting(None, output="folder", common=True)
+    """folder for everything that is made; None: out/ and the name of the text or of the settings file"""
     dataset: str = setting("shakespeare_char", common=True)
     """folder of the corpus: a path, or a name below data/ (made by its prepare.py where it is missing)"""
     natural_dataset: str | None = setting(None, common=True)
     """folder of the corpus that natural models learn, with the same val.bin and characters; None: that of dataset"""
-    num_cycles: int = setting(2, minimum=1, common=True)
+    num_cycles: int = setting(1, minimum=1, common=True)
     """cycles after the first base model"""
     natural_models: int = setting(1, minimum=1)
     """natural models of the likelihood head, each with the next seed, whose mixture is p"""
     perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
     """end after this many cycles without a lower loss on the selecting part of val.bin; None: do all cycles"""
-    controls: Literal["both", "plain", "distil", "none"] = "both"
-    """plain: the last control, trained on for GRPO's seconds; distil: GRPO's target and steps, at natural prefixes"""
-    grpo_step_seconds: float | None = setting(None, above=0, unit="seconds")
-    """seconds of a step of train_grpo.py, measured beforehand, for the plain control; None: there is no such control"""
-    plain_step_seconds: float | None = setting(None, above=0, unit="seconds")
-    """seconds of a step of train.py by section control_plain; None: there is no such control"""
-    sample_tokens: int = setting(400, minimum=1, unit="tokens")
-    """tokens of the sample text of each base model"""
+    controls: bool = setting(True, common=True)
+    """train what the policy is compared with: the sections control_plain and control_distil of the settings file"""
     device: str = setting("auto", common=True)
     """auto, cpu, cuda, cuda:N or mps, for every stage"""
+
+    def check_further(self, problems: Problems) -> None:
+        """Note texts that nothing would read."""
+        needs = bool(self.text) or not self.natural_text
+        problems.require(needs, "natural_text is ignored without text", "Name your own text with --text")
+        both = bool(self.natural_text and self.natural_model)
+        problems.require(not both, "natural_text and natural_model are both given", "Leave out one of them")
 
 
 @dataclass(frozen=True)
@@ -113,9 +131,9 @@ class Stage:
         hashes = {name: " ".join(map(hash_input, several)) for name, several in paths.items()}
         return {"script": self.script, "settings": json.loads(json.dumps(kept)), "inputs": hashes}
 
-    def command(self, config: list[str], further: Mapping[str, Any]) -> list[str]:
-        """The command line of the script."""
-        words = [sys.executable, str(ROOT / f"{self.script}.py"), *config]
+    def command(self, config: list[str], further: Mapping[str, Any], own: Sequence[str] = ()) -> list[str]:
+        """The command line of the script; `own` options, of the section, give way to those of the stage."""
+        words = [sys.executable, str(ROOT / f"{self.script}.py"), *config, *own]
         words += [] if self.section == self.script else ["--section", self.section]
         for name, value in {**self.given, **further}.items():
             # One word `--name=value`, so that a value may begin with dashes; several values need words of their own.
@@ -134,12 +152,20 @@ class Stage:
 class Loop:
     """The stages in order, from the settings of run_cycles.py and of the sections."""
 
-    def __init__(self, settings: CycleSettings, sections: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        settings: CycleSettings,
+        sections: Mapping[str, Any],
+        config: Mapping[str, Any],
+        own: Mapping[str, Sequence[str]],
+    ) -> None:
+        self.own = own  # options of the command line, by section
         self.cycles, self.sections, self.config, self.grpo = settings, sections, config, sections["train_grpo"]
-        self.out, self.data = Path(settings.out_dir), {"dataset": dataset_folder(settings.dataset)}
+        self.out, self.data = Path(str(settings.out_dir)), {"dataset": dataset_folder(settings.dataset)}
         self.natural_data = {"dataset": dataset_folder(settings.natural_dataset or settings.dataset)}
         self.tokens = {f"{split}_bin": self.data["dataset"] / f"{split}.bin" for split in ("train", "val")}
         head, given = sections["train_reward_model"].head, sections["train_reward_model"].natural_model_path
+        given = settings.natural_model or given
         self.is_likelihood, self.given = head == "likelihood", (given,) if isinstance(given, str) else given or ()
         if settings.natural_models > 1 and (given or not self.is_likelihood):
             reason = "natural_model_path names them" if given else f"a {head} head needs none"
@@ -151,7 +177,6 @@ class Loop:
     def stages(self, ledger: Ledger) -> Iterator[Stage]:
         """Yield every stage; what follows one may depend on its figures. An empty ledger gives the whole plan."""
         yield Stage("base", 0, "train", self.base(1), {**self.data, "init_from": self.sections["train"].init_from})
-        yield from self._measured(1, [])
         natural, start = list(self.given), self.config.get("natural_model", {}).get("init_from", self.base(1))
         for number in range(self.cycles.natural_models if self.is_likelihood and not natural else 0):
             natural.append(self.out / f"natural_model_v1{f'_member{number + 1}' if number else ''}.pt")
@@ -173,53 +198,46 @@ class Loop:
             skill = ledger.figures(gate.stem)
             if skill and not (predicts(skill) or self.grpo.allow_unpredictive_reward):
                 yield Stage("policy", cycle, "", model, own)  # carried on as it is
+                yield self._evaluation(cycle, "evaluation", [self.base(1), *natural])
                 return
             yield (policy := Stage("policy", cycle, "train_grpo", model, reads))
-            found = ledger.figures(model.stem)
-            controls = self._controls(policy, found.get("steps", self.grpo.max_steps))
+            yield self._evaluation(cycle, "evaluation", dict.fromkeys([self.base(1), base, model, *natural]))
+            controls = self._controls(policy)
             yield from controls
-            yield from self._measured(cycle + 1, controls)
+            if controls:
+                yield self._evaluation(cycle, "controls", [stage.artefact for stage in controls])
+            found = ledger.figures(model.stem)
             losses += [*([] if losses else [found.get("start_select_loss", 0.0)]), found.get("select_loss", -cycle)]
             if len(losses) - 1 - losses.index(min(losses)) >= (self.cycles.perplexity_patience or len(losses)):
                 return
 
-    def _controls(self, policy: Stage, steps: int) -> list[Stage]:
-        """What a policy of so many steps is compared with: its start, trained otherwise."""
-        stages, cycle, wanted, grpo = [], policy.cycle, self.cycles.controls, self.grpo
-        ours, theirs, plain = (
-            self.cycles.grpo_step_seconds,
-            self.cycles.plain_step_seconds,
-            self.config.get("control_plain"),
-        )
-        if wanted in ("both", "plain") and plain and ("max_iters" in plain or (ours and theirs)):
-            last = self.out / f"control_plain_v{cycle}.pt" if cycle > 1 else self.base(1)
-            reads = {**self.data, "init_from": plain.get("init_from", last)}
-            budget = {"max_iters": max(1, round(steps * ours / theirs))} if ours and theirs else {}
-            path = self.out / f"control_plain_v{cycle + 1}.pt"
-            stages.append(Stage("control_plain", cycle, "control_plain", path, reads, budget))
-        is_other = grpo.credit == "sequence" or grpo.beta or grpo.reward_function
-        if wanted in ("both", "distil") and self.is_likelihood and not is_other:  # the optimum of that is no mixture
-            options = {"credit": "exact", "prefixes": "natural", "max_steps": steps}
-            options |= {name: getattr(GRPOSettings, name) for name in SAMPLED_ONLY}
-            options |= {"loss_type": "dapo"} if grpo.loss_type == "cispo" else {}  # averages alike
-            path = self.out / f"control_distil_v{cycle + 1}.pt"
-            stages.append(Stage("control_distil", cycle, "train_grpo", path, policy.inputs, options))
+    def _controls(self, policy: Stage) -> list[Stage]:
+        """What a policy is compared with: its start, or a new model, trained otherwise."""
+        cycle, stages = policy.cycle, []
+        last = self.out / f"control_plain_v{cycle}.pt" if cycle > 1 else self.base(1)
+        start = {"init_from": self.config.get("control_plain", {}).get("init_from", last)}
+        allowed = {"allow_unpredictive_reward": True}  # the policy's gate was open, or that is allowed
+        for kind, reads, options in zip(CONTROLS, ({**self.data, **start}, policy.inputs), ({}, allowed), strict=True):
+            if self.cycles.controls and kind in self.config:
+                stages.append(Stage(kind, cycle, kind, self.out / f"{kind}_v{cycle + 1}.pt", reads, options))
         return stages
 
-    def _measured(self, version: int, controls: list[Stage]) -> Iterator[Stage]:
-        """Losses, on the reporting part, of the first generator, the policy and its controls; and a sample text."""
-        model, path, text = self.base(version), *(self.out / f"{n}_v{version}" for n in ("evaluation", "sample"))
-        models = (self.base(1), *([model] if version > 1 else []), *(stage.artefact for stage in controls))
-        reads = {**self.data, "checkpoints": models} | ({"baseline": model} if version > 1 else {})
-        yield Stage("evaluation", version - 1, "evaluate", path.with_suffix(".json"), reads, {"part": "report"})
-        options = {"num_samples": 1, "max_new_tokens": self.cycles.sample_tokens}
-        yield Stage("sample", version - 1, "sample", text.with_suffix(".txt"), {"checkpoint_path": model}, options)
+    def _evaluation(self, cycle: int, kind: str, models: Iterable[Path | str]) -> Stage:
+        """Calibrated losses on test.bin, or where there is none on the report part, and figures of fresh text."""
+        path = self.out / f"{kind}_v{cycle + 1}.json"
+        reads = {**self.data, "checkpoints": tuple(models), "baseline": self.base(cycle)}
+        reads |= {"reward_model_path": self.out / f"reward_model_v{cycle}.pt"}
+        has_test = (self.data["dataset"] / "test.bin").is_file()
+        options = {"calibrate": True, "word_dataset": self.natural_data["dataset"]}
+        options |= {"split": "test"} if has_test else {"part": "report"}
+        return Stage(kind, cycle, "evaluate", path, reads, options)
 
     def check(self) -> None:
         """Raise UserError that names everything wrong with any stage's settings: now, not when it is reached."""
         problems, there = Problems(), str(ROOT / "run_cycles.py")  # stands in for inputs that are not made yet
         for stage in self.stages(Ledger()):
-            reads = {name: each if each == "scratch" else there for name, each in stage.inputs.items()}
+            reads: dict[str, Any] = {n: each if each == "scratch" else there for n, each in stage.inputs.items()}
+            reads |= {"checkpoints": (there,)} if "checkpoints" in reads else {}
             given = {name: str(each) if isinstance(each, Path) else each for name, each in stage.given.items()}
             wrong = replace(self.sections[stage.section], **{**given, **reads}).problems().errors
             problems.errors += [name for each in wrong if (name := f"{stage.section}: {each}") not in problems.errors]
@@ -281,7 +299,7 @@ def make(stage: Stage, ledger: Ledger, loop: Loop, config: list[str]) -> bool:
     record, began = {"name": name, "kind": stage.kind, "cycle": stage.cycle, **now}, time.monotonic()
     ledger.record({**record, "overwrite": overwrite})
     if stage.section:
-        run(name, stage.command(config, further))
+        run(name, stage.command(config, further, loop.own.get(stage.section, ())))
     else:
         with atomic_path(stage.artefact) as partial:
             shutil.copyfile(stage.inputs["base_model_path"], partial)
@@ -290,13 +308,34 @@ def make(stage: Stage, ledger: Ledger, loop: Loop, config: list[str]) -> bool:
     return True
 
 
+def own_text(settings: CycleSettings, out: Path) -> dict[str, list[str]]:
+    """Make the corpora of texts of the user's, and name them in the settings; the options of sizes, by section."""
+    tokenizer = None
+    if settings.natural_model is not None:  # all models read its tokens
+        record = load_checkpoint(settings.natural_model)["tokenization"]
+        tokenizer = TokenizationManager.from_record(record) if record else TokenizationManager("bpe")
+    *corpora, size = make_corpora(settings.text, settings.natural_text, tokenizer, out)
+    settings.dataset, settings.natural_dataset = map(str, corpora)
+    sizes = sizes_for(size, bool(settings.natural_text or settings.natural_model))
+    options = "; ".join(f"{name} {' '.join(words)}" for name, words in sizes.items())
+    say(f"Sizes for a text of {size:,} characters: {options}")
+    return sizes
+
+
 def main() -> None:
-    settings, (path, *_) = parse_settings(CycleSettings, "run_cycles"), split_config(sys.argv[1:])
-    device, out, config = select_device(settings.device), Path(settings.out_dir), ["--config", path] if path else []
-    contents, sections = read_config(path) if path else {}, {}
+    argv, own = options_of_stages(sys.argv[1:], [*SECTIONS, *PREPARED])
+    (path, *_), settings = split_config(argv), parse_settings(CycleSettings, "run_cycles", argv)
+    device, is_sized = select_device(settings.device), bool(settings.text and not path)
+    path = OWN_TEXT if is_sized else path
+    config, contents = (["--config", path], read_config(path)) if path else ([], {})
+    settings.out_dir = settings.out_dir or f"out/{Path(settings.text[0] if settings.text else path or 'cycles').stem}"
+    out = Path(settings.out_dir)
+    sizes = own_text(settings, out) if settings.text else {}
+    sections = dict[str, Any]()
     for name, (script, kind) in SECTIONS.items():
-        sections[name] = parse_settings(kind, script, [*config, "--section", name], check=False)
-    loop = Loop(settings, sections, contents)
+        own[name] = [*(sizes.get(name, ()) if is_sized else ()), *own.get(name, ())]
+        sections[name] = parse_settings(kind, script, [*config, "--section", name, *own[name]], check=False)
+    loop = Loop(settings, sections, contents, own)
     loop.check()
 
     corpora = {"prepare": ("dataset", loop.data), "prepare_natural": ("natural_dataset", loop.natural_data)}
@@ -304,12 +343,13 @@ def main() -> None:
         if not all((read["dataset"] / f"{split}.bin").is_file() for split in ("train", "val")):
             # A name that the settings file does not have may be mistyped: no other corpus is made under it.
             is_named = contents.get("run_cycles", {}).get(name) == getattr(settings, name)
-            prepare_corpus(read["dataset"], config, section if section in contents and is_named else "")
+            words = [*config, *own.get(section, ())]
+            prepare_corpus(read["dataset"], words, section if section in contents and is_named else "")
     hold_output(out / "cycles.json")
     planned = [stage.artefact.stem for stage in loop.stages(Ledger())]
-    tokens = loop.tokens["train_bin"].stat().st_size // 2
-    ledger = Ledger(out, {"settings": asdict(settings), "config": path, "train_tokens": tokens, "planned": planned})
-    made, reached = 0, list[str]()
+    counts = [(each["dataset"] / "train.bin").stat().st_size // 2 for each in (loop.data, loop.natural_data)]
+    about = {"train_tokens": counts[0], "natural_tokens": counts[1], "planned": planned}
+    ledger, made, reached = Ledger(out, {"settings": asdict(settings), "config": path, **about}), 0, list[str]()
     try:
         for stage in loop.stages(ledger):
             reached.append(stage.artefact.stem)
@@ -321,9 +361,9 @@ def main() -> None:
         write_page(ledger, device)
         raise
     ledger.end(reached)
-    say(f"\n{headline(ledger)}\n\n{table_text(ledger)}")
-    say("" if made else "\nNothing to do: this run was finished already. Start anew with --out_dir OTHER.")
-    say(f"Ledger: {ledger.path}\nReport: {write_page(ledger, device)}")
+    say(f"\n{table_text(ledger)}\n\nLedger: {ledger.path}\nReport: {write_page(ledger, device)}")
+    say("" if made else "Nothing to do: this run was finished already. Start anew with --out_dir OTHER.")
+    say("\n".join(headline(ledger)))
 
 
 if __name__ == "__main__":

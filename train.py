@@ -270,7 +270,7 @@ def measure(model: GPT, corpus: ckpt.Corpus, settings: TrainSettings, dtype: tor
     batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, device, most)
     with autocast(device, dtype):
         losses = -text_log_probs(model, counted(batches, len(batches), "Evaluating"))
-        figures: dict[str, Any] = bootstrap_blocks(name, losses, settings.block_size, settings.seed)
+        figures: dict[str, Any] = bootstrap_blocks(name, losses, corpus.interval_tokens, settings.seed)
         if name == "select_loss" and settings.keep == "calibrated_loss":
             figures["calibrated_loss"] = fit_calibration(model, batches, corpus.unigram)[1]
     return figures

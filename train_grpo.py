@@ -35,12 +35,16 @@ from training import checkpoint as checkpoints
 from training.optimizers import Best, cooldown_factor, learning_rate_factor, make_optimizers, take_step
 from training.run import RESUME_HINT, Run
 
+WARMUP = 0.05  # share of the steps in which the learning rate rises
 GRAD_CLIP = 1.0  # largest gradient norm; there is no weight decay
 BETA = 0.04  # weight of the KL penalty where the reward holds no KL
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)  # losses as they are
-FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "loss")  # beside the progress bar
+FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "group_std")  # beside the progress bar
 # ignored with credit=exact
 SAMPLED_ONLY = ("importance_level", "epsilon", "epsilon_high", "advantage_scale", "beta", "kl_estimator")
+
+LOSS_NOTE = "The loss is near 0 by construction: advantages are relative to their group. Watch reward and KL."
+FLAT_NOTE = "the rewards of every group are equal: this step teaches nothing; use more completions, or finer rewards"
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # a loss () and metrics () without gradient
 
@@ -76,7 +80,7 @@ class GRPOSettings(Settings):
     learning_rate: float = setting(3e-4, common=True, above=0)
     """learning rate of AdamW, the first of its schedule"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """course of the learning rate; linear and cosine end at 0 after max_steps"""
+    """course of the learning rate after a warm-up of 5 % of max_steps; linear and cosine end at 0 after max_steps"""
     reward_function: str | None = None
     """FILE.py:NAME, a function of your own whose rewards count alone or are added; its file is executed; None: none"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
@@ -201,6 +205,8 @@ def train(
     if not run.is_resumed:
         run.log(0, **evaluate(0))
         run.save(0)
+    say("" if exact else LOSS_NOTE)
+    noted_flat = False
     for step in run.steps(settings.max_steps, stops.why):
         # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
         with autocast(ranks.device, scorer.dtype):
@@ -213,6 +219,9 @@ def train(
         # A_i = (r_i - mean(r)) / std(r); the gradient of an expectation over the vocabulary needs none
         if not exact:
             rollouts.advantages, record["flat_groups"] = advantages_of(rollouts, settings, ranks)
+            if record["flat_groups"] == 1 and not noted_flat:
+                warn(FLAT_NOTE)
+                noted_flat = True
 
         # ascend J_GRPO(theta) (arXiv:2402.03300, equation 3), several times on the same completions
         loss_of = partial(exact_loss, settings, scorer) if exact else partial(sampled_loss, settings)
@@ -280,10 +289,14 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
 
 
 def factor_at(step: int, schedule: str, horizon: int) -> float:
-    """The learning rate of a step, counted from 0, as a share of the first, in a run begun with `horizon` steps."""
-    if schedule == "linear":
-        return cooldown_factor(step, 0, horizon, 1.0, 0.0)
-    return learning_rate_factor(step, 0, horizon, 0.0) if schedule == "cosine" else 1.0
+    """The learning rate of a step, counted from 0, as a share of the peak, in a run begun with `horizon` steps.
+
+    Adam's first steps are as long as its rate allows, whatever the gradient's size: hence the warm-up.
+    """
+    warmup = int(WARMUP * horizon)
+    if schedule == "cosine":
+        return learning_rate_factor(step, warmup, horizon, 0.0)
+    return cooldown_factor(step, warmup, horizon, 1.0, float(schedule == "constant"))
 
 
 def advantages_of(rollouts: Rollouts, settings: GRPOSettings, ranks: Ranks) -> tuple[Tensor, float]:

@@ -22,7 +22,8 @@ from common.process import UserError, is_main_rank
 
 T = TypeVar("T")
 # By what a person follows a run, in this order; of the two KL the first that there is. Records have every figure.
-SHOWN = ("train_loss", "reward", "kl_mixture", "kl_start", "val_loss", "select_loss", "calibrated_loss", "report_loss", "mae", "auc")
+SHOWN = ["train_loss", "reward", "kl_mixture", "kl_start", "group_std", "val_loss", "select_loss", "calibrated_loss"]
+SHOWN += ["report_loss", "mae", "auc"]
 
 
 def progress(total: int, description: str, unit: str = "it", initial: int = 0, passing: bool = False) -> tqdm:

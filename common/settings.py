@@ -15,7 +15,7 @@ import io
 import math
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -26,7 +26,13 @@ from common.files import check_writable, is_hub_name
 from common.process import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-SECTIONS = {"prepare", "prepare_natural", "natural_model", "control_plain"}  # of a settings file, besides scripts
+SECTIONS = {
+    "prepare",
+    "prepare_natural",
+    "natural_model",
+    "control_plain",
+    "control_distil",
+}  # of a settings file, besides scripts
 MARKS = (tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes, tyro.conf.SuppressFixed)
 ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 S = TypeVar("S", bound="Settings")
@@ -181,6 +187,24 @@ def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, 
     except argparse.ArgumentError as error:
         raise UserError(f"ERROR: {error}: name a file with --config, a section of it with --section") from None
     return found.config, found.section, others
+
+
+def options_of_stages(argv: Sequence[str], sections: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The words of a command line without `--SECTION.NAME VALUE`, and those by section, as `--NAME VALUE`."""
+    own: dict[str, list[str]] = {}
+    others: list[str] = []
+    words = others
+    for word in argv:
+        section, dot, rest = word.removeprefix("--").partition("=")[0].partition(".")
+        if word.startswith("--"):
+            words = others
+            if dot:
+                if section not in sections:
+                    what = f"--{section}.{rest}: {section} is no section{_nearest(section, list(sections))}"
+                    raise UserError(f"ERROR: {what}; sections are {', '.join(sections)}")
+                words, word = own.setdefault(section, []), f"--{word.partition('.')[2]}"
+        words.append(word)
+    return others, own
 
 
 def _options_of_file(path: str, section: str, known: list[str], script: str) -> list[str]:

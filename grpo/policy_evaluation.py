@@ -5,7 +5,7 @@
 Shapes: P prompts, G completions each, R = P * G rows, N positions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from losses import text_log_probs
 from model import GPT
 from reward import skill as skills
 from reward.frozen_scorer import RewardScorer, Scores
-from text.sample_quality import CopyFinder, distinct_n, repetition
+from text.sample_quality import CopyFinder, distinct_n, repetition, unknown_words
 from training.checkpoint import Corpus
 
 GATE_BLOCKS, GATE_SAMPLES = 100, 4  # natural blocks whose completions test the reward model, and completions of each
@@ -33,7 +33,7 @@ EVAL_PROMPTS, EVAL_SAMPLES = 64, 2  # prompts of an evaluation, and completions 
 EVAL_TOKENS = 65_536  # natural tokens of the select part that an evaluation reads; the report part is read whole
 COMPLETIONS_SHOWN, COPIES_SOUGHT = 3, 16  # completions in the records, and those searched for in the training text
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
-PLATEAU_WINDOWS, PLATEAU_MIN_DELTA = 5, 0.001  # stop after so many windows without a rise of the mean reward by this
+PLATEAU_WINDOWS, PLATEAU_MIN_DELTA = 5, 0.001  # stop after so many windows without a rise of the objective by this
 # Stop above these, in nats a token: KL from the start (a step's completions, an evaluation's), KL from the policy
 # before the update, rise of the loss on natural text.
 CAPS = {"kl_start": 0.5, "kl_now": 0.5, "kl_step": 0.05, "loss_rise": 0.3}
@@ -90,31 +90,42 @@ def named_rewards(prefix: str, scores: Scores, mask: Tensor, log_probs: Tensor |
 
 @dataclass
 class PolicyEvaluation:
-    """Figures of a policy on a part of the validation split, 'select' or 'report', on the same prompts each time."""
+    """Figures of a policy on a part of the validation split, 'select' or 'report', on the same prompts each time.
+
+    `tokens` (n,): other text, that has this name. `known_words`: with the share of words that are not among them.
+    """
 
     scorer: RewardScorer
     corpus: Corpus
     copies: CopyFinder
     seed: int
     part: str
+    tokens: np.ndarray | None = None
+    num_prompts: int = EVAL_PROMPTS
+    known_words: Set[str] | None = None
 
     def __post_init__(self) -> None:
         reference = self.scorer.reference
         self.length, self.device = reference.config.block_size, next(reference.parameters()).device
-        self.tokens = validation_part(self.corpus.val, self.length, self.part)
-        self.drawn = draw_prompts(self.tokens, self.length, EVAL_PROMPTS, EVAL_SAMPLES, self.seed, "eval", self.part)
+        self.text = validation_part(self.corpus.val, self.length, self.part) if self.tokens is None else self.tokens
+        self.drawn = draw_prompts(self.text, self.length, self.num_prompts, EVAL_SAMPLES, self.seed, "eval", self.part)
 
     def losses(self, policy: GPT) -> Tensor:
         """Cross-entropies (n,) in nats of the part's tokens, or of those that are read, under the policy."""
         most = EVAL_TOKENS if self.part == "select" else None
-        batches = WholeSplitBatches(self.tokens, self.length, policy.rows_at_a_time(), self.device, most)
+        batches = WholeSplitBatches(self.text, self.length, policy.rows_at_a_time(), self.device, most)
         with autocast(self.device, self.scorer.dtype):
             return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
 
-    @torch.no_grad()
     def __call__(self, completer: Completer, losses: Tensor | None = None) -> dict[str, Any]:
         """The figures that docs/metrics.md defines; `losses` are those of `self.losses`, where they are at hand."""
         losses = self.losses(completer.model) if losses is None else losses
+        figures = skills.bootstrap_blocks(f"{self.part}_loss", losses, self.corpus.interval_tokens, self.seed)
+        return figures | self.of_completions(completer)
+
+    @torch.no_grad()
+    def of_completions(self, completer: Completer) -> dict[str, Any]:
+        """The figures of fresh completions, without the loss."""
         natural, prefix_lengths, uniforms = self.drawn
         natural, mask = natural.to(self.device), written_mask(prefix_lengths, self.length).to(self.device)
         with autocast(self.device, self.scorer.dtype):
@@ -126,16 +137,24 @@ class PolicyEvaluation:
         rewards |= named_rewards("natural_", self.scorer(natural, first), first)
         if scores.evidence is not None:  # KL(pi || m), from tokens of pi; 0 at the optimum, the head's mixture m
             rewards["kl_mixture"] = -rewards_of(replace(scores, function=None), log_probs, mask)
-        figures: dict[str, Any] = skills.bootstrap_blocks(f"{self.part}_loss", losses, self.length, self.seed)
+        figures: dict[str, Any] = {}
         for name, rows in rewards.items():
             figures |= skills.bootstrap_mean(name, rows.view(len(natural), -1).mean(1), self.seed)
         figures["kl_now"] = kl_estimate(log_probs, scores.reference_log_probs)[mask].mean().item()
         half = ids[:, -(self.length // 2) :].cpu()  # all of it written
         figures |= {f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)} | {"repetition": repetition(half)}
-        tails = [row[length:] for row, length in zip(ids.tolist(), prefix_lengths.flatten().tolist(), strict=True)]
+        decode, lengths = self.corpus.tokenizer.decode, prefix_lengths.flatten().tolist()
+        tails = [row[length:] for row, length in zip(ids.tolist(), lengths, strict=True)]
         figures["longest_copy"] = max(self.copies.longest_copy(np.array(tail)) for tail in tails[:COPIES_SOUGHT])
-        shown = tails[:: len(tails) // COMPLETIONS_SHOWN][:COMPLETIONS_SHOWN]
-        return figures | {"completions": [self.corpus.tokenizer.decode(tail) for tail in shown]}
+        if self.known_words is not None:
+            natural_tails = [
+                row[length:] for row, length in zip(natural.tolist(), lengths[::EVAL_SAMPLES], strict=True)
+            ]
+            for name, texts in (("unknown_words", tails), ("natural_unknown_words", natural_tails)):
+                figures[name] = unknown_words(map(decode, texts), self.known_words)
+        shown = range(0, len(tails), len(tails) // COMPLETIONS_SHOWN)[:COMPLETIONS_SHOWN]
+        figures["prompts"] = [decode(ids[row, : lengths[row]].tolist()) for row in shown]
+        return figures | {"completions": [decode(tails[row]) for row in shown]}
 
 
 def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
@@ -144,7 +163,7 @@ def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
     losses = {name: report.losses(model) for name, model in models.items()}
     figures = {name: report(Completer(model, report.length), losses[name]) for name, model in models.items()}
     difference = losses["kept"] - losses["start"]
-    return figures | skills.bootstrap_blocks("difference", difference, report.length, report.seed)
+    return figures | skills.bootstrap_blocks("difference", difference, report.corpus.interval_tokens, report.seed)
 
 
 def skill_on_policy(completer: Completer, scorer: RewardScorer, tokens: np.ndarray, seed: int) -> dict[str, Any]:
@@ -197,19 +216,22 @@ class Stops:
     window: int  # steps
     reward_threshold: float  # of the mean P(natural)
     start: dict[str, Any] = field(default_factory=dict)  # figures of the starting policy, once evaluated
-    rewards: list[float] = field(default_factory=list)  # mean of each step
+    rewards: list[float] = field(default_factory=list)  # mean of each step: P(natural), or a function's total
+    objectives: list[float] = field(default_factory=list)  # mean of each step of what is optimised
     cap: str = ""  # which cap the last step broke, or the policy evaluated after it
 
     def state_dict(self) -> dict[str, Any]:
-        return {"start": self.start, "rewards": self.rewards, "cap": self.cap}
+        return {name: getattr(self, name) for name in ("start", "rewards", "objectives", "cap")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start, self.cap, self.rewards = dict(state["start"]), str(state["cap"]), list(map(float, state["rewards"]))
+        self.start, self.cap = dict(state["start"]), str(state["cap"])
+        self.rewards, self.objectives = (list(map(float, state[name])) for name in ("rewards", "objectives"))
 
     def note(self, record: Mapping[str, Any]) -> None:
         """Take note of figures of a step, or of the evaluation after it; the first are those of the start."""
         self.start = self.start or dict(record)
         self.rewards += [record[name] for name in ("reward", "total_reward") if name in record][:1]
+        self.objectives += [record["objective"]] if "objective" in record else []
         record = {"loss_rise": record.get("select_loss", 0.0) - self.start["select_loss"], **record}
         for name, cap in CAPS.items():
             if record.get(name, 0.0) > cap:
@@ -222,8 +244,8 @@ class Stops:
         last, best, waited = float(np.mean(self.rewards[-self.window :])), -np.inf, 0
         if "natural_reward" in self.start and last >= self.reward_threshold:
             return f"reward threshold: {last:.3f} >= {self.reward_threshold}"
-        for end in range(self.window, len(self.rewards) + 1, self.window):
-            mean = float(np.mean(self.rewards[end - self.window : end]))
+        for end in range(self.window, len(self.objectives) + 1, self.window):
+            mean = float(np.mean(self.objectives[end - self.window : end]))
             best, waited = (mean, 0) if mean >= best + PLATEAU_MIN_DELTA else (best, waited + 1)
         return f"plateau: no rise of {PLATEAU_MIN_DELTA} in {waited} windows" if waited >= PLATEAU_WINDOWS else None
 

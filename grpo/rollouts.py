@@ -20,7 +20,7 @@ from common.distributed import Ranks
 from generation.completions import Completer
 from generation.sampling import Sampling
 from generation.shared_prompts import SharedPrompts, put, rows_of_whole_groups
-from grpo.policy_evaluation import draw_prompts, named_rewards, written_mask
+from grpo.policy_evaluation import draw_prompts, named_rewards, rewards_of, written_mask
 from grpo.policy_loss import kl_estimate
 from losses import token_log_probs
 from model import GPT
@@ -110,13 +110,17 @@ def sample(
 
 
 def figures_of_rollouts(rollouts: Rollouts, kl_estimator: str, ranks: Ranks) -> dict[str, Any]:
-    """Rewards and divergence of a step's completions on all ranks; nothing of natural text."""
+    """Rewards, their spread in groups, and divergence of a step's completions on all ranks; nothing of natural text."""
     scores, mask, log_probs, figures = rollouts.scores, rollouts.mask, rollouts.old_log_probs, dict[str, Any]()
     if log_probs is None:
         return figures
     for name, values in named_rewards("", scores, mask, log_probs).items():
         of_all = ranks.gather(values)  # (R,) of all ranks
         figures |= {name: of_all.mean().item(), f"{name}_std": of_all.std().item() if len(of_all) > 1 else None}
+    if figures:
+        objective = ranks.gather(rewards_of(scores, log_probs, mask))  # (R,) of all ranks: what advantages compare
+        spread = objective.view(-1, rollouts.group_size).std(1, correction=0).mean().item()
+        figures |= {"objective": objective.mean().item(), "group_std": spread}
     # The mean of -log p over samples of p estimates its entropy without another pass over the logits.
     kl = kl_estimate(log_probs, scores.reference_log_probs, kl_estimator)
     tokens = {"evidence": scores.evidence, "kl_start": kl, "entropy": -log_probs}

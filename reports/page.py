@@ -1,4 +1,4 @@
-"""Writes the page of a run of run_cycles.py: table, passages with P(natural) of each token, sample texts, pictures.
+"""Writes the page of a run of run_cycles.py: table, a prompt's completions, passages with P(natural), pictures.
 
     python -c "from reports.page import *; write_page(Ledger(Path('out/shakespeare_char_cpu')), torch.device('cpu'))"
 
@@ -17,7 +17,7 @@ from common.log import read_records
 from common.process import warn
 from reports.figures import grpo_curves, training_curves, write_png
 from reports.passages import read_passages
-from reports.summary import HEADS, Ledger, headline, notes, table
+from reports.summary import HEADS, Ledger, completions, headline, notes, table
 
 CURVES: dict[str, Any] = {"policy": grpo_curves, "control_distil": grpo_curves}
 CURVES |= dict.fromkeys(("base", "natural_model", "control_plain"), training_curves)
@@ -41,12 +41,10 @@ def make_page(ledger: Ledger, device: torch.device) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here: a command line's help needs none
 
     parts: dict[str, Any] = {"headline": headline(ledger), "notes": notes(ledger), "name": ledger.out.resolve().name}
-    parts |= {"heads": HEADS, "rows": table(ledger), "passages": {}, "pictures": {}, "samples": {}}
+    parts |= {"completions": completions(ledger), "heads": HEADS, "rows": table(ledger), "passages": {}, "pictures": {}}
     for record in (each for each in ledger.records.values() if "seconds" in each and each["script"]):
         name, kind, stem = record["name"], record["kind"], ledger.out / record["name"]
-        model, text = stem.with_suffix(".pt"), stem.with_suffix(".txt")
-        if kind == "sample" and text.is_file():
-            parts["samples"][name] = text.read_text(encoding="utf-8")
+        model = stem.with_suffix(".pt")
         if kind == "reward_model" and (data := ledger.out / f"reward_data_v{record['cycle']}").is_dir():
             parts["passages"][name] = read_once(data, model, device, model.stat().st_mtime_ns)
         if picture := picture_of(stem, kind):

@@ -2,21 +2,32 @@
 
     python -c "from reports.summary import *; print(table_text(Ledger(Path('out/shakespeare_char_cpu'))))"
 
-Losses are of natural text on the reporting part of the validation split, in nats per token; intervals are 95%.
+Losses are of natural text in nats a token, after calibration (text/calibration.py), on test.bin or, where there is
+none, on the report part of val.bin; intervals are 95%, over blocks of 2,000 characters.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.files import read_json, write_json
 from common.process import UserError
 from common.settings import differing_settings
-from reward.skill import better_than_constant, format_figure
+from reward.skill import MIN_BLOCKS, better_than_constant, bootstrap_mean, format_figure
 
 Record = Mapping[str, Any]
-HEADS = ("cycle", "model", "loss", "perplexity", "difference", "R2 at the gate", "reward", "KL", "kept", "seconds")
-NOTE = "difference: of a policy its loss - base_model_v1's, of a control the policy's loss - its own; 95% intervals"
+ARMS = ("base", "natural_model", "policy", "control_plain", "control_distil")
+BEFORE = {  # the stages without which an arm would not be, beside the generator
+    "policy": ("natural_model", "reward_data", "reward_model", "gate", "policy"),
+    "control_distil": ("natural_model", "reward_data", "reward_model", "gate", "control_distil"),
+}
+HEADS = (
+    *("model", "loss", "calibrated loss", "policy - it", "verdict on the policy", "of the ceiling", "P(natural)"),
+    *("unknown words", "distinct-3", "KL to the start", "kept", "seconds"),
+)
+SEED = 42  # of intervals
 
 
 class Ledger:
@@ -80,80 +91,127 @@ def predicts(skill: Record) -> bool:
     return better_than_constant(skill["r2_low"])
 
 
-def headline(ledger: Ledger) -> str:
-    """One sentence: what was trained, whether the reward model predicts, whether the policy beat its controls."""
-    if not ledger.find("base"):
-        return "Nothing is trained yet."
-    dataset, cycles = Path(ledger.about["settings"]["dataset"]).name, ledger.about["settings"]["num_cycles"]
-    parts = [f"A generator was trained on {ledger.about['train_tokens']:,} tokens of {dataset}"]
-    policies = ledger.find("policy")
+def measured(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
+    """The figures of the models of a cycle that were evaluated, by name; those of the policy come first."""
+    both = (ledger.figures(f"{kind}_v{cycle + 1}") for kind in ("evaluation", "controls"))
+    return {name: figures for each in both for name, figures in each.items()}
+
+
+def difference(ours: Record, theirs: Record) -> dict[str, Any]:
+    """The calibrated loss of one model minus that of another, with its interval over the same blocks of text."""
+    blocks = torch.tensor(ours["blocks"]) - torch.tensor(theirs["blocks"])
+    figures = bootstrap_mean("difference", blocks, SEED) if len(blocks) else {}
+    return figures | {"difference": ours["calibrated_loss"] - theirs["calibrated_loss"], "blocks": len(blocks)}
+
+
+def verdict(figures: Record) -> str:
+    """What is shown of a model by the difference of its loss from another's."""
+    low, high = (figures.get(f"difference_{end}") for end in ("low", "high"))
+    if low is None or high is None:
+        return f"no verdict: {figures['blocks']} blocks of 2,000 characters, {MIN_BLOCKS} are needed"
+    return "better" if high < 0 else "worse" if low > 0 else "no difference shown"
+
+
+def seconds_of(ledger: Ledger, record: Record) -> float:
+    """The seconds of a stage and, of an arm that needs them, of the stages before it in its cycle."""
+    kinds, cycle = BEFORE.get(record["kind"], (record["kind"],)), record["cycle"]
+    others = [each for kind in kinds for each in ledger.find(kind) if each["cycle"] in (0, cycle)]
+    return sum(each["seconds"] for each in others) if record["kind"] in BEFORE else record["seconds"]
+
+
+def headline(ledger: Ledger) -> list[str]:
+    """Three lines: what was trained on what; the gain over the best control; P(natural), KL and seconds."""
+    settings, bases, policies = ledger.about["settings"], ledger.find("base"), ledger.find("policy")
+    dataset, other = (Path(settings[name] or settings["dataset"]).name for name in ("dataset", "natural_dataset"))
+    start = "" if ledger.outcome == "finished" else f"Run {ledger.outcome}: "
+    if not bases:
+        return [f"{start}nothing is trained yet."]
+    lines = [f"{start}a generator was trained on {ledger.about['train_tokens']:,} tokens of {dataset}"]
+    if settings["natural_model"]:
+        lines[0] += f", and rewarded by {settings['natural_model']}"
+    elif ledger.find("natural_model"):
+        lines[0] += f", its natural model on {ledger.about['natural_tokens']:,} of {other}"
+        lines[0] += " (the same text: little may come of it)" if dataset == other else ""
     for gate in ledger.find("gate")[-1:]:
         finding = "predicts K/N" if predicts(gate["figures"]) else "is not shown to predict K/N"
-        r2 = _r_squared(gate["figures"])
-        parts.append(f"the reward model of cycle {gate['cycle']} {finding} on the policy's text (R2 {r2})")
-    compared = [each for each in ledger.find("evaluation") if each["cycle"]]
+        lines[0] += f"; the reward model {finding} (R2 {format_figure(gate['figures'], 'r2', '.3f')})"
     if policies and not policies[-1]["script"]:
-        parts.append("GRPO did not start, and the generator is carried on unchanged")
-    elif compared:
-        others = compare(ledger, compared[-1])
-        texts = [
-            f"{_relation(each)} that of {name}: {format_figure(each, 'difference', '+.4f')}"
-            for name, each in others.items()
-        ]
-        parts.append(f"after {compared[-1]['cycle']} of {cycles} cycles the policy's loss is {'; '.join(texts)}")
-        parts += [] if any("plain" in name for name in others) else ["there is no control by plain training"]
-    return f"{'' if ledger.outcome == 'finished' else f'Run {ledger.outcome}: '}{'; '.join(parts)}."
+        return [*lines, "GRPO did not start, and the generator is carried on unchanged."]
+    cycle = max((each["cycle"] for each in ledger.find("evaluation")), default=0)
+    found, policy = measured(ledger, cycle), f"base_model_v{cycle + 1}"
+    if policy not in found:
+        return [*lines, "The policy is not trained yet."]
+    controls = {name: each for name, each in found.items() if name.startswith("control_")}
+    best = min(controls, key=lambda name: controls[name]["calibrated_loss"], default="")
+    compared = dict.fromkeys(["base_model_v1", *([best] if best else [])])
+    texts = [f"{relation(found, policy, name)}{' (the best control)' if name == best else ''}" for name in compared]
+    coming = [name for name in ledger.about["planned"] if name == f"controls_v{cycle + 1}" and name not in controls]
+    texts += [] if best else ["controls are coming" if coming else "there are no controls"]
+    lines.append(f"After {cycle} of {settings['num_cycles']} cycles the policy is {'; '.join(texts)}.")
+    ours, start_ = found[policy], found["base_model_v1"]
+    rewards = f"P(natural) of its fresh text {start_['fresh_reward']:.3f} -> {ours['fresh_reward']:.3f}"
+    took = [f"{seconds_of(ledger, each):.0f} s {each['name']}" for each in (bases[0], policies[-1])]
+    took += [f"{seconds_of(ledger, each):.0f} s {kind}" for kind in ARMS[3:] for each in ledger.find(kind)[-1:]]
+    return [*lines, f"{rewards}; KL to its start {ours['kl_now']:.3f} nats a token; {', '.join(took)}."]
 
 
-def compare(ledger: Ledger, evaluation: Record) -> dict[str, dict[str, float | None]]:
-    """The policy's loss minus that of each model it is compared with, by name, with its interval."""
-    found, policy = evaluation["figures"], f"base_model_v{evaluation['cycle'] + 1}"
-    return {name: policy_minus(each) for name, each in found.items() if name != policy}
-
-
-def policy_minus(control: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The policy's loss minus a control's, from figures of the control against the policy."""
-    mean, low, high = (control[name] for name in ("difference", "difference_low", "difference_high"))
-    flipped = [None if value is None else -value for value in (mean, high, low)]
-    return dict(zip(("difference", "difference_low", "difference_high"), flipped, strict=True))
-
-
-def _relation(figures: Mapping[str, float | None]) -> str:
-    low, high = figures["difference_low"], figures["difference_high"]
-    if low is None or high is None or low <= 0 <= high:
-        return "not shown to differ from"
-    return "lower than" if high < 0 else "higher than"
-
-
-def _r_squared(skill: Record) -> str:
-    return format_figure(skill, "r2", ".3f")
+def relation(found: Mapping[str, Record], policy: str, other: str) -> str:
+    """`better than base_model_v1: -0.1431 (-0.1573 to -0.1290)`."""
+    figures = difference(found[policy], found[other])
+    word = verdict(figures)
+    joined = {"better": "better than", "worse": "worse than"}.get(word, f"not shown to differ from ({word})")
+    return f"{joined} {other}: {format_figure(figures, 'difference', '+.4f')}"
 
 
 def table(ledger: Ledger) -> list[dict[str, str]]:
-    """The rows, a text by head: the first generator, each policy, and below it its controls."""
-    rows = []
-    for kind in ("base", "policy", "control_plain", "control_distil"):
+    """The rows, a text by head: the first generator, the natural model, each policy, and below it its controls."""
+    rows, last = [], max((each["cycle"] for each in ledger.find("evaluation")), default=0)
+    for kind in ARMS:
         for record in ledger.find(kind):
-            cells = {"cycle": str(record["cycle"]), "model": record["name"], "seconds": f"{record['seconds']:.0f}"}
-            found, evaluation = record["figures"], ledger.figures(f"evaluation_v{record['cycle'] + 1}")
-            if own := evaluation.get(record["name"]):
-                cells |= {"loss": format_figure(own, "loss"), "perplexity": f"{own['perplexity'] or 0:.4f}"}
-                if kind != "base":
-                    against = evaluation["base_model_v1"] if kind == "policy" else own
-                    cells["difference"] = format_figure(policy_minus(against), "difference", "+.4f")
-            if kind == "policy":
-                cells["R2 at the gate"] = _r_squared(ledger.figures(f"gate_v{record['cycle']}"))
-            if found.get("first_reward") is not None:
-                cells["reward"] = f"{found['first_reward']:.3f} -> {found['last_reward']:.3f}"
-            if "kept" in found:
-                cells |= {"KL": f"{found['kept']['kl_now']:.3f}", "kept": f"{found['kept_step']} of {found['steps']}"}
-            rows.append(dict.fromkeys(HEADS, "") | cells)
-    return sorted(rows, key=lambda row: int(row["cycle"]))
+            cycle = record["cycle"] or last
+            found, name, trained = measured(ledger, cycle), record["name"], record["figures"]
+            policy, own = f"base_model_v{cycle + 1}", found.get(name)
+            cells = {"model": name, "seconds": f"{seconds_of(ledger, record):.0f}"}
+            if own is not None:
+                cells |= {"loss": f"{own['loss']:.4f}", "calibrated loss": format_figure(own, "calibrated_loss")}
+                cells |= {"P(natural)": f"{own['fresh_reward']:.3f}", "distinct-3": f"{own['distinct_3']:.3f}"}
+                cells |= {"KL to the start": f"{own['kl_now']:.3f}"}
+                unknown, ceiling = own.get("unknown_words"), share_of_ceiling(found, own)
+                cells |= {} if unknown is None else {"unknown words": f"{unknown:.3f}"}
+                cells |= {} if ceiling is None else {"of the ceiling": f"{ceiling:.2f}"}
+                if name != policy and policy in found:
+                    figures = difference(found[policy], own)
+                    cells["policy - it"] = format_figure(figures, "difference", "+.4f")
+                    cells["verdict on the policy"] = verdict(figures)
+            if "kept_step" in trained:
+                cells["kept"] = f"{trained['kept_step']} of {trained['steps']}"
+            rows.append((cycle if record["cycle"] else 0, dict.fromkeys(HEADS, "") | cells))
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+
+
+def share_of_ceiling(found: Mapping[str, Record], own: Record) -> float | None:
+    """(generator - model) / (generator - natural model) in calibrated loss; None without a better natural model."""
+    names = [name for name in found if name not in ("base_model_v1",) and not name.startswith(("base_", "control_"))]
+    if not names:
+        return None
+    start, top = (found[name]["calibrated_loss"] for name in ("base_model_v1", names[0]))
+    return (start - own["calibrated_loss"]) / (start - top) if top < start else None
+
+
+def completions(ledger: Ledger) -> dict[str, str]:
+    """One prompt, and how generator and policy go on, by title; empty before the policy was evaluated."""
+    cycle = max((each["cycle"] for each in ledger.find("evaluation")), default=0)
+    found, policy = measured(ledger, cycle), f"base_model_v{cycle + 1}"
+    if policy not in found:
+        return {}
+    texts = {name: found[name]["completions"][0] for name in dict.fromkeys(("base_model_v1", policy))}
+    return {"prompt": found[policy]["prompts"][0], **texts}
 
 
 def notes(ledger: Ledger) -> list[str]:
     """What the table has no columns for."""
-    lines = [NOTE]
+    lines = ["policy - it: the policy's calibrated loss minus that of the row; ceiling: the natural model's loss."]
+    lines += ["seconds: of policies and control_distil with natural and reward model, after the generator."]
     for policy in ledger.find("policy"):
         if policy["script"]:
             how = "exact gradient over the vocabulary, not group-relative advantages"

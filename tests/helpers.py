@@ -58,8 +58,8 @@ train_reward_model = dict(head="likelihood")
 train_grpo = dict(prompts_per_step=4, group_size=4, max_steps=2, allow_unpredictive_reward=True)
 """
 CONTROLS = """
-control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0)
-run_cycles = dict(grpo_step_seconds=6.0, plain_step_seconds=2.0)
+control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0, max_iters=6)
+control_distil = dict(credit='exact', prefixes='natural', prompts_per_step=4, max_steps=2)
 """
 
 # The sums of a test are the same in this process and in one that it starts, which inherits the variables.

@@ -22,7 +22,7 @@ OPTIONS = {  # of a script: its settings and how many they may be
     "train_reward_model": ("RewardModelSettings", 16),
     "prepare_reward_data": ("RewardDataConfig", 18),
     "run_cycles": ("CycleSettings", 13),
-    "evaluate": ("EvaluateSettings", 9),
+    "evaluate": ("EvaluateSettings", 11),
     "sample": ("SampleSettings", 11),
 }
 DRAWING = re.search(r"^```text\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL | re.MULTILINE)[1]

@@ -16,6 +16,7 @@ from reward.frozen_scorer import RewardScorer, Scores
 from reward.heads import LikelihoodRewardModel
 from reward.skill import measure_skill
 from text.sample_quality import CopyFinder
+from training import checkpoint
 from training.checkpoint import build_model, load_checkpoint, open_corpus
 from training.optimizers import Best
 
@@ -59,11 +60,12 @@ def test_rewards_by_hand():
     assert evaluation.rewards_of(alone, log_probs, mask, by_token=True).tolist() == [[0, 2, 2], [-1, -1, -1]]
 
 
-def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(corpus, generator, knowing):
+def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(corpus, generator, knowing, monkeypatch):
     """The optimum is the mixture, here the model `knowing`, whatever reward natural text gets."""
     best, reference, q = (build_model(load_checkpoint(path), "generator", path) for path in (knowing, *[generator] * 2))
     scorer = RewardScorer(LikelihoodRewardModel(best, q), reference)
     scorer.reward_model.mixture.data.fill_(30.0)
+    monkeypatch.setattr(checkpoint, "INTERVAL_CHARACTERS", 16)
     opened = open_corpus(str(corpus), 17, None)
     asked = evaluation.PolicyEvaluation(scorer, opened, CopyFinder(opened.train), 7, "report")
     figures = {name: asked(Completer(model, 16)) for name, model in (("best", best), ("reference", reference))}
@@ -132,8 +134,8 @@ def test_the_gate_by_hand(capsys, tmp_path):
             evaluation.passes_gate(skill, "reward_model.pt", False, None)
         assert evaluation.passes_gate(skill, "reward_model.pt", True, None)
         assert "WARNING: reward_model.pt " in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"\b9 blocks; use more text, 10 blocks"):
-        evaluation.passes_gate({**skill, "num_blocks": 9}, "reward_model.pt", False, None)
+    with pytest.raises(UserError, match=r"\b7 blocks; use more text, 8 blocks"):
+        evaluation.passes_gate({**skill, "num_blocks": 7}, "reward_model.pt", False, None)
     assert not evaluation.passes_gate(skill, "reward_model.pt", False, str(tmp_path / "gate.json"))
 
 
@@ -145,7 +147,7 @@ def stops_after(rewards: list[float], threshold: float = 0.9, **record: float) -
     stops = evaluation.Stops(4, threshold)
     stops.note(START)
     for reward in rewards:
-        stops.note({"reward": reward, "kl_start": 0.0})
+        stops.note({"reward": reward, "objective": reward, "kl_start": 0.0})
     stops.note(record)
     return stops
 
@@ -163,7 +165,7 @@ def test_a_threshold_is_for_a_window_and_needs_a_reward_model():
     assert stops_after([0.95] * 4, threshold=0.96).why() is None
     alone = evaluation.Stops(1, 0.9)
     alone.note({"select_loss": 2.0})
-    alone.note({"total_reward": 5.0})
+    alone.note({"total_reward": 5.0, "objective": 5.0})
     assert alone.rewards == [5.0] and alone.why() is None
 
 

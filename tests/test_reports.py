@@ -1,5 +1,6 @@
 """reports/: the ledger's sentence and table, pictures, passages, and the page.  `pytest tests/test_reports.py`"""
 
+import html
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from common.process import UserError
 from reports.figures import grpo_curves, skill_picture, training_curves, write_png
 from reports.page import make_page, write_page
 from reports.passages import pieces, read_passages
-from reports.summary import Ledger, headline, policy_minus, table, table_text
+from reports.summary import Ledger, headline, table, table_text
 from reward.skill import measure_skill
 from reward_dataset_loader import RewardDataset
 
@@ -20,37 +21,36 @@ CPU = torch.device("cpu")
 HOSTILE = "</div><script>alert(1)</script>&\x00\ud800"
 
 
-def evaluated(loss: float, difference: float, half: float) -> dict:
-    """Figures of evaluate.py: a loss, and its difference from the policy's with an interval of that half width."""
-    figures = {"loss": loss, "loss_low": loss - 0.1, "loss_high": loss + 0.1, "perplexity": float(np.exp(loss))}
-    bounds = {"difference_low": difference - half, "difference_high": difference + half}
-    return {**figures, "difference": difference, **bounds}
+def evaluated(loss: float, reward: float, spread: float = 0.01) -> dict:
+    """Figures of evaluate.py, with losses of twelve blocks whose differences from another's have so much spread."""
+    blocks = [2 + block / 8 + (loss - 2) + spread * (-1) ** block for block in range(12)]
+    figures = {"loss": loss + 0.1, "calibrated_loss": loss, "calibrated_loss_low": loss - 0.1, "blocks": blocks}
+    figures |= {"calibrated_loss_high": loss + 0.1, "fresh_reward": reward, "kl_now": 0.125, "unknown_words": 0.5}
+    return {**figures, "distinct_3": 0.75, "prompts": ["To b"], "completions": [f"e at {loss} " + HOSTILE[:-1]]}
 
 
 SKILL = {"r2": 0.5, "r2_low": 0.4, "r2_high": 0.6}
-POLICY = {"steps": 8, "kept_step": 6, "stop_reason": "plateau", "first_reward": 0.25, "last_reward": 0.5}
-POLICY |= {"kept": {"kl_now": 0.125}}
-LOSSES = {
-    "base_model_v1": evaluated(2.03, 0.03, 0.01),
-    "base_model_v2": evaluated(2.0, 0.0, 0.0),
-    "control_plain_v2": evaluated(1.98, -0.02, 0.01),
-    "control_distil_v2": evaluated(2.01, 0.01, 0.02),
-}
+POLICY = {"steps": 8, "kept_step": 6, "stop_reason": "plateau"}
+FOUND = {"base_model_v1": evaluated(2.0, 0.25), "base_model_v2": evaluated(1.9, 0.5)}
+FOUND["natural_model_v1"] = evaluated(1.6, 0.75)
+CONTROLS = {"control_plain_v2": evaluated(1.905, 0.3, -0.01), "control_distil_v2": evaluated(1.85, 0.5, 0)}
 
 
 def make_ledger(out: Path | None = None, **changes) -> Ledger:
     """A ledger of one cycle; a change is the figures of a stage, or None: it is not finished."""
     stages = {
-        **{"base_model_v1": ("base", {}), "evaluation_v1": ("evaluation", {"base_model_v1": LOSSES["base_model_v1"]})},
+        **{"base_model_v1": ("base", {}), "natural_model_v1": ("natural_model", {})},
         **{"reward_model_v1": ("reward_model", {}), "gate_v1": ("gate", SKILL), "base_model_v2": ("policy", POLICY)},
-        **{"control_plain_v2": ("control_plain", {}), "control_distil_v2": ("control_distil", {})},
-        "evaluation_v2": ("evaluation", LOSSES),
+        **{"evaluation_v2": ("evaluation", FOUND), "control_plain_v2": ("control_plain", {})},
+        **{"control_distil_v2": ("control_distil", {}), "controls_v2": ("controls", CONTROLS)},
     }
-    settings = {"dataset": "data/plays", "num_cycles": 1}
-    ledger = Ledger(out, {"settings": settings, "train_tokens": 123456, "planned": list(stages)})
+    settings = {"dataset": "data/plays", "natural_dataset": "lib", "natural_model": None, "num_cycles": 1}
+    about = {"settings": settings, "train_tokens": 123456, "natural_tokens": 7890, "planned": list(stages)}
+    ledger = Ledger(out, about)
     for name, (kind, figures) in stages.items():
-        cycle = int(name[-1]) - (0 if kind in ("reward_model", "gate") else 1)
-        record = {"name": name, "kind": kind, "cycle": cycle, "script": "train", "settings": {}, "inputs": {}}
+        cycle = int(name[-1]) - (0 if kind in ("reward_model", "gate", "natural_model") else 1)
+        record = {"name": name, "kind": kind, "script": "train", "settings": {}, "inputs": {}}
+        record["cycle"] = 0 if kind == "natural_model" else cycle
         figures = changes.get(name, figures)
         ledger.records[name] = record if figures is None else {**record, "seconds": 5.0, "figures": figures}
     ledger.outcome = "finished"
@@ -58,49 +58,47 @@ def make_ledger(out: Path | None = None, **changes) -> Ledger:
 
 
 def test_headline():
-    text = headline(make_ledger())
-    assert "123,456 tokens of plays" in text and "predicts K/N on the policy's text (R2 0.500 (0.400 to 0.600))" in text
-    assert "lower than that of base_model_v1: -0.0300 (-0.0400 to -0.0200)" in text
-    assert "higher than that of control_plain_v2: +0.0200 (+0.0100 to +0.0300)" in text
-    assert "not shown to differ from that of control_distil_v2: -0.0100 (-0.0300 to +0.0100)" in text
-    losses = {name: each for name, each in LOSSES.items() if name != "control_plain_v2"}
-    assert "there is no control by plain training" in headline(make_ledger(evaluation_v2=losses))
-    assert "there is no control" not in text
+    trained, gain, took = headline(make_ledger())
+    assert "on 123,456 tokens of plays, its natural model on 7,890 of lib; the reward model predicts K/N" in trained
+    assert "(R2 0.500 (0.400 to 0.600))" in trained
+    assert "the policy is better than base_model_v1: -0.1000 (-0.1000 to -0.1000)" in gain
+    assert "worse than control_distil_v2: +0.0500 (" in gain and "(the best control)" in gain
+    assert "0.250 -> 0.500; KL to its start 0.125" in took and "20 s base_model_v2, 5 s control_plain, 20 s" in took
+    (gain,) = headline(make_ledger(controls_v2={"control_plain_v2": CONTROLS["control_plain_v2"]}))[1:2]
+    assert "not shown to differ from (no difference shown) control_plain_v2: -0.0050 (" in gain
+    few = {name: {**each, "blocks": each["blocks"][:7]} for name, each in FOUND.items()}
+    assert (
+        "no verdict: 7 blocks of 2,000 characters, 8 are" in headline(make_ledger(evaluation_v2=few, controls_v2={}))[1]
+    )
 
 
 def test_headline_of_an_unfinished_run():
-    assert headline(Ledger(None, {"settings": {}})) == "Nothing is trained yet."
-    ledger = make_ledger(base_model_v2=None, evaluation_v2=None)
+    assert headline(Ledger(None, {"settings": make_ledger().about["settings"]})) == [
+        "Run unfinished: nothing is trained yet."
+    ]
+    ledger = make_ledger(base_model_v2=None, evaluation_v2=None, controls_v2=None)
     ledger.outcome = "failed in base_model_v2"
-    assert headline(ledger).startswith("Run failed in base_model_v2: A generator was trained")
-    assert "the policy's loss" not in headline(ledger)
+    lines = headline(ledger)
+    assert lines[0].startswith("Run failed in base_model_v2: a generator was trained") and "not trained yet" in lines[1]
     ledger = make_ledger(gate_v1={**SKILL, "r2_low": -0.1}, evaluation_v2=None, base_model_v2={})
     ledger.records["base_model_v2"]["script"] = ""
-    text = headline(ledger)
-    assert "is not shown to predict K/N" in text and "GRPO did not start" in text
-
-
-def test_the_policys_loss_minus_a_controls():
-    for low, high in ((0.01, 0.05), (None, None)):  # too few blocks have no interval
-        figures = {"difference": 0.02, "difference_low": low, "difference_high": high}
-        ends = [end and -end for end in (high, low)]
-        assert policy_minus(figures) == {"difference": -0.02, "difference_low": ends[0], "difference_high": ends[1]}
+    lines = headline(ledger)
+    assert "is not shown to predict K/N" in lines[0] and "GRPO did not start" in lines[1]
 
 
 def test_table():
     rows = {row["model"]: row for row in table(make_ledger())}
-    assert list(rows) == ["base_model_v1", "base_model_v2", "control_plain_v2", "control_distil_v2"]
-    policy = rows["base_model_v2"]
-    assert policy["loss"] == "2.0000 (1.9000 to 2.1000)" and policy["perplexity"] == "7.3891"
-    assert policy["difference"] == "-0.0300 (-0.0400 to -0.0200)" and policy["kept"] == "6 of 8"
-    assert policy["R2 at the gate"] == "0.500 (0.400 to 0.600)" and policy["reward"] == "0.250 -> 0.500"
-    assert rows["control_plain_v2"]["difference"] == "+0.0200 (+0.0100 to +0.0300)"
-    assert rows["base_model_v1"]["difference"] == "" and rows["base_model_v1"]["loss"].startswith("2.0300")
-    lines = table_text(make_ledger()).splitlines()
-    assert len(lines) == 7 and lines[0].split()[:3] == ["cycle", "model", "loss"]
-    assert lines[-1] == "Cycle 1: GRPO stopped by plateau."
-    (row,) = table(make_ledger(**dict.fromkeys(list(LOSSES)[1:]), evaluation_v1=None, evaluation_v2=None))
-    assert row["model"] == "base_model_v1" and row["loss"] == "" and row["seconds"] == "5"  # the rest is not finished
+    assert set(rows) == {*FOUND, *CONTROLS}
+    policy, plain = rows["base_model_v2"], rows["control_plain_v2"]
+    assert policy["calibrated loss"] == "1.9000 (1.8000 to 2.0000)" and policy["loss"] == "2.0000"
+    assert policy["of the ceiling"] == "0.25" and policy["kept"] == "6 of 8" and policy["policy - it"] == ""
+    assert policy["P(natural)"] == "0.500" and policy["KL to the start"] == "0.125" and policy["seconds"] == "20"
+    assert plain["policy - it"].startswith("-0.0050 (") and plain["verdict on the policy"] == "no difference shown"
+    assert rows["control_distil_v2"]["verdict on the policy"] == "worse" and plain["seconds"] == "5"
+    assert table_text(make_ledger()).splitlines()[-1] == "Cycle 1: GRPO stopped by plateau."
+    unfinished = dict.fromkeys(["base_model_v2", "evaluation_v2", "natural_model_v1", *CONTROLS, "controls_v2"])
+    (row,) = table(make_ledger(**unfinished))
+    assert row["model"] == "base_model_v1" and row["loss"] == "" and row["seconds"] == "5"
 
 
 def test_a_ledger_is_read_back(tmp_path):
@@ -110,7 +108,7 @@ def test_a_ledger_is_read_back(tmp_path):
     again = Ledger(tmp_path)
     assert list(again.records) == ["base_model_v1", "gate_v1"] and again.about == ledger.about
     assert again.figures("gate_v1") == SKILL and again.figures("base_model_v2") == {}
-    assert again.number("gate_v1") == "4 of 8"
+    assert again.number("gate_v1") == "4 of 9"
 
 
 def test_a_damaged_ledger_is_refused(tmp_path):
@@ -174,14 +172,11 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     (tmp_path / "reward_model_v1.pt").symlink_to(predictive_reward_model)
     lines = ['{"step": 0, "seconds": 0.1, "select_loss": 3.0}', '{"step": 5, "seconds": 0.2, "select_loss": 2.0}']
     (tmp_path / "base_model_v1.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "sample_v1.txt").write_text("To be & <script>alert(1)</script>")
-    sample = {"name": "sample_v1", "kind": "sample", "cycle": 0, "script": "sample", "seconds": 1.0, "figures": {}}
-    ledger.records["sample_v1"] = {**sample, "settings": {}, "inputs": {}}
     page = make_page(ledger, CPU)
-    assert headline(ledger).replace("'", "&#39;") in page
+    assert all(html.escape(line) in page for line in headline(ledger))
     for row in table(ledger):
         assert all(f"<td>{cell.replace('>', '&gt;')}</td>" in page for cell in row.values())
-    assert "To be &amp; &lt;script&gt;" in page and "<script" not in page
+    assert "<b>To b</b>e at 1.9 &lt;/div&gt;&lt;script&gt;" in page and "<script" not in page
     assert page.count('<b class="k">K</b>') > 1
     assert all(0 <= float(share) <= 1 for share in re.findall(r"--p: ([\d.]+)", page)) and "--p: " in page
     assert page.count("data:image/png;base64,") == 1 and not re.search(r"(src|href)=\"?http", page)
@@ -191,7 +186,7 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
 
 def test_page_of_what_there_is(tmp_path, capsys):
     """A run that has just begun, one whose files are gone, and one of which no page can be made: a warning."""
-    assert "Nothing is trained yet." in make_page(Ledger(None, {"settings": {}}), CPU)
+    assert "nothing is trained yet." in make_page(Ledger(None, {"settings": make_ledger().about["settings"]}), CPU)
     ledger = make_ledger(tmp_path, evaluation_v2={"base_model_v2": {"loss": 2.0}})
     write_page(ledger, CPU)
     assert "WARNING: the report is not written (KeyError" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """run_cycles.py: its plan, its ledger, what is made again, how it goes on.  `pytest tests/test_run_cycles.py`"""
 
+import html
 import os
+import re
 import shutil
 import signal
 import sys
@@ -30,11 +32,11 @@ from common.files import read_json
 from common.log import read_records
 from common.process import UserError
 from common.settings import parse_settings, read_config
-from reports.summary import Ledger
+from reports.summary import Ledger, headline
 from run_cycles import SECTIONS, CycleSettings, Loop, Stage, hash_input
 
-NAMES = ["base_model_v1", "evaluation_v1", "sample_v1", "natural_model_v1", "reward_data_v1", "reward_model_v1"]
-NAMES += ["gate_v1", "base_model_v2", "control_plain_v2", "control_distil_v2", "evaluation_v2", "sample_v2"]
+NAMES = ["base_model_v1", "natural_model_v1", "reward_data_v1", "reward_model_v1", "gate_v1", "base_model_v2"]
+NAMES += ["evaluation_v2", "control_plain_v2", "control_distil_v2", "controls_v2"]
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def in_this_process(monkeypatch):
 
 
 def options_of(corpus: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    return {"dataset": corpus, "out_dir": out, "num_cycles": 1, "sample_tokens": 30, "device": "cpu", **changes}
+    return {"dataset": corpus, "out_dir": out, "num_cycles": 1, "device": "cpu", **changes}
 
 
 def loop(config: Path, corpus: Path, out: Path, **changes: Any) -> Finished:
@@ -91,15 +93,27 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert contents["about"]["train_tokens"] == (corpus / "train.bin").stat().st_size // 2
     assert records["base_model_v2"]["inputs"].keys() == {"dataset", "base_model_path", "reward_model_path"}
     assert records["control_plain_v2"]["inputs"]["init_from"] == records["gate_v1"]["inputs"]["base_model_path"]
-    # 2 steps of GRPO at 6 s are 6 plain steps at 2 s
     assert records["control_plain_v2"]["settings"]["max_iters"] == 6
-    assert records["control_distil_v2"]["settings"]["max_steps"] == records["base_model_v2"]["figures"]["steps"] == 2
-    losses = records["evaluation_v2"]["figures"]
-    assert losses.keys() == {"base_model_v1", "base_model_v2", "control_plain_v2", "control_distil_v2"}
-    assert losses["base_model_v2"]["difference"] == 0
-    for text in ("##### 12 of 12, sample_v2: sample.py", f"{losses['base_model_v2']['loss']:.4f}", "difference: of a"):
+    found, controls = (records[name]["figures"] for name in ("evaluation_v2", "controls_v2"))
+    assert list(found) == ["base_model_v1", "base_model_v2", "natural_model_v1"]
+    assert list(controls) == ["control_plain_v2", "control_distil_v2"]
+    assert found["base_model_v1"]["kl_now"] < 1e-9 < found["base_model_v2"]["kl_now"]
+    page, last = (out / "report.html").read_text(), printed.splitlines()[-3:]
+    assert last == [html.unescape(line) for line in re.findall(r'(?:<h1>|"lead">)(.*)</', page)]
+    assert "of 1 cycles the policy is not shown to differ from (no verdict: 0 blocks" in last[1]
+    assert f"{found['base_model_v2']['fresh_reward']:.3f}; KL to its start" in last[2]
+    for text in ("##### 10 of 10, controls_v2: evaluate.py", f"{found['base_model_v2']['loss']:.4f}", "policy - it: "):
         assert text in printed
-    assert "control_plain_v2" in (out / "report.html").read_text()
+
+
+def test_the_page_is_there_before_the_controls(tmp_path, unbroken):
+    """It says that they are coming; without them it says so."""
+    ledger = Ledger(unbroken[1])
+    for name in NAMES[7:]:
+        del ledger.records[name]
+    assert headline(ledger)[1].endswith("controls are coming.")
+    ledger.about["planned"] = NAMES[:7]
+    assert headline(ledger)[1].endswith("there are no controls.")
 
 
 def test_a_second_command_has_nothing_to_do(copy, corpus, tmp_path, in_this_process, monkeypatch):
@@ -114,17 +128,16 @@ def test_a_second_command_has_nothing_to_do(copy, corpus, tmp_path, in_this_proc
 
 def test_what_is_lost_or_has_other_settings_is_made_again_and_what_read_it(copy, corpus, unbroken, in_this_process):
     config, out = copy
-    (out / "sample_v1.txt").unlink()
+    (out / "gate_v1.json").unlink()
     config.write_text(config.read_text().replace("max_steps=2", "max_steps=3"))
     finished = loop(config, corpus, out)
     assert finished.status == 0, finished.err
-    assert in_this_process == ["sample", "train_grpo", "train", "train_grpo", "evaluate", "sample"]
-    assert (out / "sample_v1.txt").read_text() == (unbroken[1] / "sample_v1.txt").read_text()
+    assert in_this_process == ["train_grpo", "train_grpo", "evaluate", "train_grpo", "evaluate"]
+    assert (out / "gate_v1.json").read_text() == (unbroken[1] / "gate_v1.json").read_text()
     assert "base_model_v2 is made again: max_steps was 2, now 3" in finished.out
-    assert "sample_v2 is made again: checkpoint_path was " in finished.out
+    assert "evaluation_v2 is made again: checkpoints was " in finished.out
     records = {each["name"]: each for each in read_json(out / "cycles.json")["stages"]}
     assert list(records) == NAMES and records["base_model_v2"]["figures"]["steps"] == 3
-    assert records["control_plain_v2"]["settings"]["max_iters"] == 9
     assert_same_weights(weights(out / "base_model_v1.pt"), weights(unbroken[1] / "base_model_v1.pt"))
 
 
@@ -134,13 +147,13 @@ def test_a_closed_gate_carries_the_generator_on(copy, corpus, in_this_process):
     finished = loop(config, corpus, out, num_cycles=3)
     assert finished.status == 0, finished.err
     contents = read_json(out / "cycles.json")
-    assert [each["name"] for each in contents["stages"]] == [*NAMES[:7], "base_model_v2"]
+    assert [each["name"] for each in contents["stages"]] == NAMES[:7]
     assert (out / "base_model_v2.pt").read_bytes() == (out / "base_model_v1.pt").read_bytes()
     assert "GRPO did not start" in finished.out and "is not shown to predict" in finished.out
     config.write_text(config.read_text().replace("allow_unpredictive_reward=False", "allow_unpredictive_reward=True"))
     assert loop(config, corpus, out).status == 0  # the stages before it are kept
-    assert in_this_process[0] == "train_grpo" and "prepare_reward_data" not in in_this_process
-    assert read_json(out / "cycles.json")["stages"][7]["script"] == "train_grpo"
+    assert in_this_process[1] == "train_grpo" and "prepare_reward_data" not in in_this_process
+    assert read_json(out / "cycles.json")["stages"][5]["script"] == "train_grpo"
 
 
 def test_a_stage_that_fails_ends_the_run(tmp_path, corpus, in_this_process):
@@ -152,7 +165,7 @@ def test_a_stage_that_fails_ends_the_run(tmp_path, corpus, in_this_process):
     assert "ERROR: natural_model_v1 ended with status 2; mend the cause and run the same command again" in finished.err
     contents = read_json(tmp_path / "out/cycles.json")
     assert contents["outcome"] == "failed in natural_model_v1" and "seconds" not in contents["stages"][-1]
-    assert [each["name"] for each in contents["stages"]] == NAMES[:4]
+    assert [each["name"] for each in contents["stages"]] == NAMES[:2]
     assert "failed in natural_model_v1" in (tmp_path / "out/report.html").read_text()
 
 
@@ -160,7 +173,7 @@ def test_a_stage_that_fails_ends_the_run(tmp_path, corpus, in_this_process):
 def test_an_interrupted_run_goes_on(tmp_path, corpus):
     """Its stage ends with it; the restarted run resumes the stage and ends in an undisturbed run's tensors."""
     config, out = write_config(tmp_path, CONFIG.replace("max_iters=20", "max_iters=500")), tmp_path / "out"
-    options, state, saved = options_of(corpus, out, controls="none"), out / "base_model_v1.resume", None
+    options, state, saved = options_of(corpus, out, controls=False), out / "base_model_v1.resume", None
     for number, status in ((signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)):
         process = start(ROOT / "run_cycles.py", config, *as_arguments(options))
         while process.poll() is None and not (state.exists() and state.stat().st_mtime_ns != saved):
@@ -175,7 +188,7 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
         saved = state.stat().st_mtime_ns
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
-        finished = loop(config, corpus, out, controls="none")
+        finished = loop(config, corpus, out, controls=False)
     assert finished.status == 0, finished.err
     assert "Resuming" in finished.out
     succeed("train", "--config", str(config), dataset=corpus, out_dir=tmp_path / "undisturbed", device="cpu")
@@ -190,18 +203,19 @@ def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, **changes: Any) -> Loop:
         for name, (script, kind) in SECTIONS.items()
     }
     own = read_config(config).get("run_cycles", {})
-    return Loop(CycleSettings(**{"out_dir": str(tmp_path / "out"), **own, **changes}), sections, read_config(config))
+    settings = CycleSettings(**{"out_dir": str(tmp_path / "out"), **own, **changes})
+    return Loop(settings, sections, read_config(config), {})
 
 
 def kinds(stages: list[Stage]) -> list[str]:
-    return [stage.kind for stage in stages if stage.kind not in ("evaluation", "sample")]
+    return [stage.kind for stage in stages if stage.kind not in ("evaluation", "controls")]
 
 
 CYCLE = ["reward_data", "reward_model", "gate", "policy"]
 
 
 def test_plan_of_two_cycles(tmp_path):
-    stages = list(plan(tmp_path).stages(Ledger()))
+    stages = list(plan(tmp_path, num_cycles=2).stages(Ledger()))
     controls = ["control_plain", "control_distil"]
     assert kinds(stages) == ["base", "natural_model", *CYCLE, *controls, *CYCLE, *controls]
     by_name = {stage.artefact.name: stage for stage in stages}
@@ -209,22 +223,20 @@ def test_plan_of_two_cycles(tmp_path):
     assert by_name["control_plain_v3.pt"].inputs["init_from"].name == "control_plain_v2.pt"
     assert by_name["base_model_v3.pt"].inputs["base_model_path"].name == "base_model_v2.pt"
     assert [path.name for path in by_name["evaluation_v3.json"].inputs["checkpoints"]] == [
-        *("base_model_v1.pt", "base_model_v3.pt", "control_plain_v3.pt", "control_distil_v3.pt")
+        *("base_model_v1.pt", "base_model_v2.pt", "base_model_v3.pt", "natural_model_v1.pt")
     ]
 
 
 @pytest.mark.parametrize(
     "text, changes, expected",
     [
-        (CONFIG, {}, ["control_distil"]),  # no section control_plain
-        (CONFIG + CONTROLS, {"plain_step_seconds": None}, ["control_distil"]),
-        (CONFIG + "control_plain = dict(max_iters=9, init_from='scratch')", {"controls": "plain"}, ["control_plain"]),
-        (CONFIG + CONTROLS, {"controls": "none"}, []),
-        (CONFIG.replace("max_steps=2", "max_steps=2, credit='sequence'") + CONTROLS, {}, ["control_plain"]),
+        (CONFIG, {}, []),
+        (CONFIG + "control_plain = dict(max_iters=9, init_from='scratch')", {}, ["control_plain"]),
+        (CONFIG + CONTROLS, {"controls": False}, []),
     ],
 )
 def test_controls_of_the_settings(tmp_path, text, changes, expected):
-    found = kinds(list(plan(tmp_path, text, num_cycles=1, **changes).stages(Ledger())))
+    found = kinds(list(plan(tmp_path, text, **changes).stages(Ledger())))
     assert found == ["base", "natural_model", *CYCLE, *expected]
 
 
@@ -276,9 +288,9 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
 def test_values_of_a_command_line():
     """One word for a value that begins with dashes, a word for each of several values."""
     paths = Path("a.pt"), Path("b.pt")
-    stage = Stage("sample", 0, "sample", Path("out/s.txt"), {"checkpoints": paths}, {"start": "--x"})
-    words = stage.command(["--config", "c.py"], {"device": "cpu"})[2:]
-    own = ["--checkpoints", "a.pt", "b.pt", "--start=--x", "--output_path=out/s.txt"]
+    stage = Stage("evaluation", 0, "evaluate", Path("out/s.json"), {"checkpoints": paths}, {"part": "--x"})
+    words = stage.command(["--config", "c.py"], {"device": "cpu"}, ["--part=y"])[2:]
+    own = ["--part=y", "--checkpoints", "a.pt", "b.pt", "--part=--x", "--output_path=out/s.json"]
     assert words == ["--config", "c.py", *own, "--device=cpu"]
 
 

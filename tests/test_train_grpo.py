@@ -317,10 +317,11 @@ def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
 
 
 def test_the_schedules_by_hand():
-    """Of a run begun with four steps; a fifth has the rate of the end."""
+    """Of a run begun with four steps; a fifth has the rate of the end. Longer ones begin with a warm-up."""
     by_hand = {"constant": [1.0] * 5, "linear": [1.0, 0.75, 0.5, 0.25, 0.0], "cosine": [1, 0.853553, 0.5, 0.146447, 0]}
     for schedule, expected in by_hand.items():
         assert [train_grpo.factor_at(step, schedule, 4) for step in range(5)] == pytest.approx(expected, abs=1e-6)
+        assert [train_grpo.factor_at(step, schedule, 40) for step in range(2)] == pytest.approx([1 / 3, 2 / 3])
 
 
 @pytest.mark.parametrize("more", [{}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}], ids=str)

@@ -65,7 +65,7 @@ def best_weight(log_probs: Tensor, unigram: Tensor) -> float:
 
 
 def fit_calibration(model: Any, batches: Batches, unigram: Tensor) -> tuple[Calibration, float]:
-    """The calibration with the lowest mean loss of batches (read twice), and that loss; unigram (V,) log-frequencies."""
+    """The calibration of the lowest mean loss of batches (read twice), and that loss; unigram (V,) log-frequencies."""
     best, loss = Calibration(1.0, 0.0), 0.0
     for ratio, steps in ((COARSE, 5), (FINE, 7)):
         temperatures = [best.temperature * ratio**step for step in range(-steps, steps + 1)]

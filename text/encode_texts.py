@@ -29,6 +29,19 @@ WINDOW = 200  # characters on either side of a cut, whose tokens must not depend
 Segments = Sequence[tuple[str, int]]  # parts of a text in its order, by name, with their characters; '': left out
 
 
+def find_texts(paths: Sequence[str]) -> list[Path]:
+    """The text files that `paths` name, of a folder all *.txt below it, sorted; UserError where there is none."""
+    texts: list[Path] = []
+    for path in map(Path, paths):
+        found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        if not found or not all(each.is_file() for each in found):
+            raise UserError(f"ERROR: {path}: no text file: name text files, or folders that hold *.txt files")
+        texts += found
+    if len({path.resolve() for path in texts}) < len(texts):
+        raise UserError("ERROR: a text is named twice, and could be in two splits: name it once")
+    return texts
+
+
 def joined_pieces(texts: Sequence[Path]) -> Iterator[str]:
     """The texts one after another, in pieces; one that does not end with a newline gets one before the next."""
     end = "\n"

@@ -6,7 +6,8 @@ Pure functions of token ids. A text is (n,) token ids in which sequences (docume
 `starts` has the place of each one's first token, and no context reaches across it. V ids, P samples of N tokens.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,6 +127,20 @@ def repetition(ids: Tensor, n: int = 4) -> float:
         return 0.0
     grams = ids.unfold(1, n, 1)  # (B, T - n + 1, n)
     return float(np.mean([1 - len(row.unique(dim=0)) / len(row) for row in grams]))
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text, in lower case: letters, and apostrophes between them."""
+    return re.findall(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)*", text.lower())
+
+
+def unknown_words(texts: Iterable[str], known: Set[str]) -> float | None:
+    """The share of the words in texts that are not known; the first and the last of each, perhaps cut, do not count.
+
+    None without any.
+    """
+    words = [word for text in texts for word in words_of(text)[1:-1]]
+    return sum(word not in known for word in words) / len(words) if words else None
 
 
 class CopyFinder:

@@ -28,6 +28,7 @@ from text.calibration import unigram_log_probs
 from tokenization_manager import TokenizationManager
 
 MAX_SIZE = 2**24  # of anything that a config counts, and of the table of rotary positions, which no weights show
+INTERVAL_CHARACTERS = 2000  # losses within fewer are correlated: smaller blocks give too narrow an interval
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LIKELIHOOD_PARTS = ("generator_config", "sampling", "further_configs")  # further: of an ensemble
 Record = Mapping[str, Any]
@@ -202,11 +203,10 @@ def check_origin(dataset: RewardDataset, generator: Record, generator_sha256: st
 
 
 def check_unseen(trained: Record | None, metadata: Mapping[str, str], path: str) -> None:
-    """Raise UserError for a trunk that was trained on another split: its training text may hold the validation text."""
-    if trained is None or "val_sha256" not in metadata:
-        warn(f"{path} has no record of its training text; make sure that it has no validation text of the reward data")
-    elif trained["val_sha256"] != metadata["val_sha256"]:
-        raise UserError(f"ERROR: {path} learned another split than the reward data's: use a trunk of the same split")
+    """Warn of a model that was not selected on the same validation text: it may have learned that, or test.bin."""
+    if trained is None or trained["val_sha256"] != metadata.get("val_sha256"):
+        what = "has no record of its training text" if trained is None else "learned another corpus"
+        warn(f"{path} {what}: make sure that it has read neither the validation nor the test text")
 
 
 @dataclass(frozen=True)
@@ -222,6 +222,12 @@ class Corpus:
     def unigram(self) -> Tensor:
         """Log-frequencies (V,) float64 of the training tokens."""
         return unigram_log_probs(self.train, self.tokenizer.vocab_size)
+
+    @cached_property
+    def interval_tokens(self) -> int:
+        """Tokens of INTERVAL_CHARACTERS, about: blocks of that size are drawn for intervals of losses."""
+        sample = self.val[:INTERVAL_CHARACTERS]
+        return max(1, round(INTERVAL_CHARACTERS * len(sample) / max(1, len(self.tokenizer.decode(sample.tolist())))))
 
     def describe(self) -> str:
         """Folder, tokenization and sizes."""
