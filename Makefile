@@ -3,7 +3,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/requirements.installed
-CONFIG := config/shakespeare_char_cpu.py
+CONFIG := config/shakespeare_library_cpu.py
 ARGS :=
 MINUTES := 120
 
@@ -21,7 +21,7 @@ setup: ## make .venv and install requirements.txt (again only when that file has
 		$(PYTHON) -m pip install --disable-pip-version-check -r requirements.txt; \
 		cp requirements.txt $(STAMP); }
 
-run: setup ## run one cycle on four plays of Shakespeare, with controls (8 to 9 minutes)
+run: setup ## train a generator of one play of Shakespeare, improve it by GRPO, then its controls (15 minutes)
 	$(PYTHON) run_cycles.py --config $(CONFIG) $(ARGS)
 
 test: setup ## run the tests, in as many processes as there are cores

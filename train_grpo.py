@@ -81,6 +81,8 @@ class GRPOSettings(Settings):
     """learning rate of AdamW, the first of its schedule"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """course of the learning rate after a warm-up of 5 % of max_steps; linear and cosine end at 0 after max_steps"""
+    reward: Literal["evidence", "natural"] = "evidence"
+    """of a likelihood head: evidence log(m/q) less the KL to the start, or P(natural), as other heads have it"""
     reward_function: str | None = None
     """FILE.py:NAME, a function of your own whose rewards count alone or are added; its file is executed; None: none"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
@@ -100,7 +102,7 @@ class GRPOSettings(Settings):
     advantage_scale: Literal["group", "batch", "none"] = "group"
     """standard deviation that divides the advantages"""
     beta: float | None = setting(None, minimum=0)
-    """weight of the KL penalty to the starting policy in the loss; None: 0 with a likelihood head, else 0.04"""
+    """weight of the KL penalty to the starting policy in the loss; None: 0 where the reward holds it, else 0.04"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """estimator of that KL; in the loss k2 descends KL(policy || start), k3 KL(start || policy), k1 neither"""
     reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
@@ -281,7 +283,9 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
     if not {"exact": scorer.is_ratio, "token": scorer.knows_tokens or path is None}.get(credit, True):
         need = "use --credit auto, or a reward model with a likelihood head"
         raise UserError(f"ERROR: credit={credit}: {path} does not know the reward of every token; {need}")
-    beta = settings.beta if settings.beta is not None else 0.0 if scorer.is_ratio else BETA
+    scorer.gives_evidence = settings.reward == "evidence"
+    has_kl = scorer.is_ratio and (scorer.gives_evidence or credit == "exact")  # in what is optimised
+    beta = settings.beta if settings.beta is not None else 0.0 if has_kl else BETA
     if beta and settings.kl_estimator == "k1":
         use = "as a loss k1 has an expected gradient of 0; use --kl_estimator k3 or k2"
         raise UserError(f"ERROR: kl_estimator=k1 with beta={beta:g}: {use}")

@@ -1,6 +1,6 @@
 """Writes the page of a run of run_cycles.py: table, a prompt's completions, passages with P(natural), pictures.
 
-    python -c "from reports.page import *; write_page(Ledger(Path('out/shakespeare_char_cpu')), torch.device('cpu'))"
+    python -c "from reports.page import *; write_page(Ledger(Path('out/shakespeare_library_cpu')), torch.device('cpu'))"
 
 report.html is one file that loads nothing else.
 """

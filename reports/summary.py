@@ -1,6 +1,6 @@
 """The ledger of run_cycles.py: cycles.json, what it shows in one sentence, and its table.
 
-    python -c "from reports.summary import *; print(table_text(Ledger(Path('out/shakespeare_char_cpu'))))"
+    python -c "from reports.summary import *; print(table_text(Ledger(Path('out/shakespeare_library_cpu'))))"
 
 Losses are of natural text in nats a token, after calibration (text/calibration.py), on test.bin or, where there is
 none, on the report part of val.bin; intervals are 95%, over blocks of 2,000 characters.

@@ -27,7 +27,7 @@ class Scores:
     """Scores of R sequences of N tokens by a reward model, a user's function, and the policy's start."""
 
     natural: Tensor | None  # (R,) P(natural); None without a reward model
-    evidence: Tensor | None  # (R, N - 1) log(m / q) of all tokens but the first; None without a likelihood head
+    evidence: Tensor | None  # (R, N - 1) log(m / q) of all tokens but the first; None: P(natural) is the reward
     by_token: Tensor | None  # (R, N - 1) P(token is natural); None where the head knows no tokens
     reference_log_probs: Tensor  # (R, N - 1) under the starting policy, of the written tokens; 0 elsewhere
     hidden: tuple[Tensor, ...] = ()  # if kept: a likelihood model's `hidden_states` (m, C) before m written tokens
@@ -43,6 +43,7 @@ class RewardScorer:
     """
 
     function: RewardFunction | None = None
+    gives_evidence = True  # of a likelihood head; else P(natural) is the reward
 
     def __init__(self, reward_model: RewardModel | None, reference: GPT, dtype: torch.dtype = torch.float32) -> None:
         self.reward_model, self.reference, self.dtype = reward_model, reference.requires_grad_(False), dtype
@@ -92,7 +93,8 @@ class RewardScorer:
             evidence, reference = model.calibrated(natural - generator), generator.masked_fill(~written, 0.0)
             kept = tuple(context.at(written, states) for states in hidden) if keep_hidden else ()
             shares = natural_probabilities(evidence)  # (R, N)
-            return Scores(shares.mean(1), evidence[:, 1:], shares[:, 1:], reference, kept)
+            given = evidence[:, 1:] if self.gives_evidence else None
+            return Scores(shares.mean(1), given, shares[:, 1:], reference, kept)
         states = (model or self.reference).trunk(context)
         own = states if self.is_shared else self.reference.trunk(context)
         log_probs = token_log_probs(self.reference.logits(context.at(written, own)), tokens[written])

@@ -18,10 +18,10 @@ LINES = {"root": 3200, "product": 7700, "benchmarks": 1500, "examples": 300, "te
 MOST_OF_A_FILE, MOST_OF_A_FUNCTION, MOST_ROOT_FILES, MOST_FOLDERS = 420, 80, 14, 8
 OPTIONS = {  # of a script: its settings and how many they may be
     "train": ("TrainSettings", 33),
-    "train_grpo": ("GRPOSettings", 30),
+    "train_grpo": ("GRPOSettings", 31),
     "train_reward_model": ("RewardModelSettings", 16),
     "prepare_reward_data": ("RewardDataConfig", 18),
-    "run_cycles": ("CycleSettings", 13),
+    "run_cycles": ("CycleSettings", 12),
     "evaluate": ("EvaluateSettings", 11),
     "sample": ("SampleSettings", 11),
 }

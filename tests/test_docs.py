@@ -163,8 +163,8 @@ def make_folder(folder: Path) -> Path:
         target = folder / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         # The small corpus has no plays to choose from.
-        text = re.sub(r"^prepare = dict\(\n.*?^\)\n", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-        target.write_text(text.replace("shakespeare_plays_char", "shakespeare_char"))
+        text = re.sub(r"^prepare\w* = dict\(\n.*?^\)\n", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        target.write_text(re.sub("shakespeare_(play|library)_char", "shakespeare_char", text))
     lines = make_text(1500)
     text = lines[: len(lines) // 2] + CHARACTERS + lines[len(lines) // 2 :]
     for path in ("data/shakespeare/input.txt", "data/shakespeare_char/input.txt", "my_novel.txt"):
@@ -202,7 +202,7 @@ def ran(tmp_path_factory):
 
 def test_commands_and_code_run_of_README_and_guide(ran):  # noqa: N802
     assert (ran / "out/by_hand/base_model_v2.pt").is_file()
-    assert (ran / "out/shakespeare_char_cpu/report.html").is_file()
+    assert (ran / "out/shakespeare_library_cpu/report.html").is_file()
 
 
 def test_commands_and_code_run_of_the_reference(tmp_path):

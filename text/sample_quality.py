@@ -6,6 +6,7 @@ Pure functions of token ids. A text is (n,) token ids in which sequences (docume
 `starts` has the place of each one's first token, and no context reaches across it. V ids, P samples of N tokens.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 MAX_TOKENS = 1 << 24  # of a corpus, that models are fitted to and copies are searched in
+GRAM = 4  # tokens of 16 bits by which copies are looked up
 COPIES_SOUGHT = 100  # samples that are searched for in the corpus
 Starts = Sequence[int] | np.ndarray
 
@@ -147,16 +149,40 @@ class CopyFinder:
     """Finds the longest piece of a sequence that stands word for word in a corpus, or in its first MAX_TOKENS."""
 
     def __init__(self, corpus: np.ndarray) -> None:
-        self.text = _as_text(corpus[:MAX_TOKENS])
+        self.tokens = np.asarray(corpus[:MAX_TOKENS])
+
+    @functools.cached_property
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """The corpus's runs of GRAM tokens as numbers (n,) uint64, ascending, and the place of each (n,)."""
+        keys = _grams(self.tokens)
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
 
     def longest_copy(self, ids: np.ndarray, at_least: int = 0) -> int:
         """Tokens of the longest run of `ids` (T,) that the corpus holds; `at_least` where none is longer."""
-        text, best = _as_text(ids), at_least
-        for start in range(len(text)):
-            # Nothing shorter than the best so far is of interest: each start is tried with one token more.
-            while start + best < len(text) and text[start : start + best + 1] in self.text:
-                best += 1
+        keys, order = self.places
+        wanted = _grams(ids := np.asarray(ids))
+        ranges = zip(*(np.searchsorted(keys, wanted, side) for side in ("left", "right")), strict=True)
+        best = at_least
+        for start, (low, high) in enumerate(ranges):
+            at, length = order[low:high], GRAM if high > low else 0  # where the corpus has the run so far
+            while len(at):
+                best, at = max(best, length), at[at < len(self.tokens) - length]
+                at = at[self.tokens[at + length] == ids[start + length]] if start + length < len(ids) else at[:0]
+                length += 1
+        if best < min(GRAM, len(ids)):  # no run of GRAM tokens occurs
+            text, corpus = _as_text(ids), _as_text(self.tokens)
+            shorter = range(best + 1, GRAM)
+            found = [n for n in shorter if any(text[i : i + n] in corpus for i in range(len(text) - n + 1))]
+            best = max([best, *found])
         return best
+
+
+def _grams(tokens: np.ndarray) -> np.ndarray:
+    """Each run of GRAM tokens (n - GRAM + 1,) uint64; token ids have 16 bits."""
+    wide = tokens.astype(np.uint64)
+    runs = [wide[at : len(wide) - GRAM + 1 + at] << np.uint64(16 * (GRAM - 1 - at)) for at in range(GRAM)]
+    return np.bitwise_or.reduce(runs) if len(tokens) >= GRAM else wide[:0]
 
 
 def _as_text(ids: np.ndarray) -> str:

@@ -1,7 +1,7 @@
 """Kills: a loop that is killed at random moments, and started again each time, ends in an undisturbed run's tensors.
 
     python tests/campaign/kills.py --kills 20
-    python tests/campaign/kills.py --kills 10 --config config/shakespeare_char_cpu.py --seconds 5 60
+    python tests/campaign/kills.py --kills 10 --config config/shakespeare_library_cpu.py --seconds 5 60
 
 Killed is the group of processes or run_cycles.py alone, by SIGKILL, SIGTERM or Ctrl-C.
 """
