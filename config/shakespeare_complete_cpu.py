@@ -1,4 +1,4 @@
-# The complete works of Shakespeare by characters on two CPU cores: two cycles of GRPO, stage by stage, without controls.
+# The complete works of Shakespeare by characters on two CPU cores: two cycles of GRPO, stage by stage, no controls.
 # Plain training of this generator is far from exhausted and lowers the loss more than GRPO.
 # (A text that is in data/shakespeare_char already is used as it is: prepare.py alone takes tiny Shakespeare if it can.)
 #

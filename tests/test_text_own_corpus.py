@@ -1,0 +1,69 @@
+"""text/own_corpus.py, `run_cycles.py --text`: parts, one vocabulary, sizes.  `pytest tests/test_text_own_corpus.py`"""
+
+import numpy as np
+import pytest
+from helpers import make_text, refuse
+
+import run_cycles
+from common.process import UserError
+from common.settings import options_of_stages
+from text.own_corpus import make_corpora, sizes_for
+from tokenization_manager import TokenizationManager
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A text of the user's, and another that does not end with a newline and has a character of its own."""
+    own, other = tmp_path / "own.txt", tmp_path / "other.txt"
+    own.write_text((make_text(2000) * 9)[:30_000])
+    other.write_text(make_text(100) + "§")
+    return own, other
+
+
+def read(folder, part: str) -> str:
+    return TokenizationManager(data_path=folder).decode(np.fromfile(folder / f"{part}.bin", np.uint16).tolist())
+
+
+def test_the_last_tenths_are_held_out_of_both_corpora(texts, tmp_path):
+    own, other = texts
+    text, arguments = own.read_text(), ([str(own)], [str(other)], None, tmp_path / "out")
+    folder, library, size = make_corpora(*arguments)
+    assert size == 30_000 and read(folder, "train") == text[:24_000]
+    assert read(library, "train") == other.read_text() + "\n"
+    for each in (folder, library):
+        assert read(each, "val") == text[24_000:27_000] and read(each, "test") == text[27_000:]
+    assert (folder / "meta.pkl").read_bytes() == (library / "meta.pkl").read_bytes()
+    made = (folder / "train.bin").stat().st_mtime_ns
+    make_corpora(*arguments)
+    assert (folder / "train.bin").stat().st_mtime_ns == made  # nothing to do
+    own.write_text(text.replace("e", "a"))
+    assert "e" not in read(make_corpora(*arguments)[0], "train")
+    alone, same, _ = make_corpora([str(own)], [], None, tmp_path / "alone")
+    assert alone == same
+
+
+def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
+    own, other = map(str, texts)
+    with pytest.raises(UserError, match=r"in text and in natural_text"):
+        make_corpora([own], [own], None, tmp_path)
+    with pytest.raises(UserError, match=r"characters, and 25,000 are needed"):
+        make_corpora([other], [], None, tmp_path)
+    assert "natural_text is ignored without text" in refuse("run_cycles", natural_text=[other])
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_sizes_follow_the_length():
+    assert [sizes_for(size, True)["train"][0] for size in (30_000, 60_000, 10**6)] == [
+        *("--block_size=32", "--block_size=64", "--block_size=128")
+    ]
+    assert "--max_iters=2400" in sizes_for(10**6, False)["natural_model"]
+
+
+def test_settings_of_stages():
+    words = "--text a.txt --train.max_iters 4 b --train_grpo.group-size=2 --controls False --train.short_contexts 8 16"
+    others, own = options_of_stages(words.split(), list(run_cycles.SECTIONS))
+    assert others == ["--text", "a.txt", "--controls", "False"]
+    assert own["train"] == ["--max_iters", "4", "b", "--short_contexts", "8", "16"]
+    assert own["train_grpo"] == ["--group-size=2"]
+    with pytest.raises(UserError, match=r"trian is no section; did you mean train\?"):
+        options_of_stages(["--trian.max_iters", "4"], list(run_cycles.SECTIONS))
