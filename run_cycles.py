@@ -2,9 +2,9 @@
 
     python run_cycles.py --text my_novel.txt --natural_text other_novels/
 
-Out, in out_dir: base_model_v1.pt, natural_model_v1.pt (and natural_model_v1_member2.pt, ...), report.html; in cycle n
-reward_data_vn, reward_model_vn, gate_vn (R2), base_model_v(n+1) and evaluation_v(n+1); then the controls of the
-settings file, control_plain_v(n+1) and control_distil_v(n+1), and controls_v(n+1), their evaluation.
+Out, in out_dir: base_model_v1.pt, natural_model_v1.pt, report.html; in cycle n reward_data_vn, reward_model_vn,
+gate_vn (R2), base_model_v(n+1) and evaluation_v(n+1); then the controls of the settings file, control_plain_v(n+1)
+and control_distil_v(n+1), and controls_v(n+1), their evaluation.
 A stage is done if its artefact is there and cycles.json has the same settings and inputs: repeat the command to go on.
 """
 
@@ -75,11 +75,9 @@ class CycleSettings(Settings):
     dataset: str = setting("shakespeare_char", common=True)
     """folder of the corpus: a path, or a name below data/ (made by its prepare.py where it is missing)"""
     natural_dataset: str | None = setting(None, common=True)
-    """folder of the corpus that natural models learn, with the same val.bin and characters; None: that of dataset"""
+    """folder of the corpus of the natural model, with the same val.bin and characters; None: that of dataset"""
     num_cycles: int = setting(1, minimum=1, common=True)
     """cycles after the first base model"""
-    natural_models: int = setting(1, minimum=1)
-    """natural models of the likelihood head, each with the next seed, whose mixture is p"""
     perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
     """end after this many cycles without a lower loss on the selecting part of val.bin; None: do all cycles"""
     controls: bool = setting(True, common=True)
@@ -164,12 +162,7 @@ class Loop:
         self.out, self.data = Path(str(settings.out_dir)), {"dataset": dataset_folder(settings.dataset)}
         self.natural_data = {"dataset": dataset_folder(settings.natural_dataset or settings.dataset)}
         self.tokens = {f"{split}_bin": self.data["dataset"] / f"{split}.bin" for split in ("train", "val")}
-        head, given = sections["train_reward_model"].head, sections["train_reward_model"].natural_model_path
-        given = settings.natural_model or given
-        self.is_likelihood, self.given = head == "likelihood", (given,) if isinstance(given, str) else given or ()
-        if settings.natural_models > 1 and (given or not self.is_likelihood):
-            reason = "natural_model_path names them" if given else f"a {head} head needs none"
-            raise UserError(f"ERROR: natural_models={settings.natural_models}, but {reason}: leave out natural_models")
+        self.natural = settings.natural_model or sections["train_reward_model"].natural_model_path
 
     def base(self, version: int) -> Path:
         return self.out / f"base_model_v{version}.pt"
@@ -177,14 +170,12 @@ class Loop:
     def stages(self, ledger: Ledger) -> Iterator[Stage]:
         """Yield every stage; what follows one may depend on its figures. An empty ledger gives the whole plan."""
         yield Stage("base", 0, "train", self.base(1), {**self.data, "init_from": self.sections["train"].init_from})
-        natural, start = list(self.given), self.config.get("natural_model", {}).get("init_from", self.base(1))
-        for number in range(self.cycles.natural_models if self.is_likelihood and not natural else 0):
-            natural.append(self.out / f"natural_model_v1{f'_member{number + 1}' if number else ''}.pt")
-            seed = {"seed": self.sections["natural_model"].seed + number}
-            yield Stage(
-                "natural_model", 0, "natural_model", natural[-1], {**self.natural_data, "init_from": start}, seed
-            )
-        trunk = {"natural_model_path": tuple(natural) if len(natural) > 1 else natural[0]} if natural else {}
+        trunk: dict[str, Any] = {"natural_model_path": self.natural} if self.natural else {}
+        if self.sections["train_reward_model"].head == "likelihood" and not trunk:
+            start = self.config.get("natural_model", {}).get("init_from", self.base(1))
+            path = self.out / "natural_model_v1.pt"
+            yield Stage("natural_model", 0, "natural_model", path, {**self.natural_data, "init_from": start})
+            trunk = {"natural_model_path": path}
         losses: list[float] = []  # on the selecting part, of version 1, 2, ..., as train_grpo.py measures them
         for cycle in range(1, self.cycles.num_cycles + 1):
             data, gate = self.out / f"reward_data_v{cycle}", self.out / f"gate_v{cycle}.json"
@@ -198,10 +189,10 @@ class Loop:
             skill = ledger.figures(gate.stem)
             if skill and not (predicts(skill) or self.grpo.allow_unpredictive_reward):
                 yield Stage("policy", cycle, "", model, own)  # carried on as it is
-                yield self._evaluation(cycle, "evaluation", [self.base(1), *natural])
+                yield self._evaluation(cycle, "evaluation", [self.base(1), *trunk.values()])
                 return
             yield (policy := Stage("policy", cycle, "train_grpo", model, reads))
-            yield self._evaluation(cycle, "evaluation", dict.fromkeys([self.base(1), base, model, *natural]))
+            yield self._evaluation(cycle, "evaluation", dict.fromkeys([self.base(1), base, model, *trunk.values()]))
             controls = self._controls(policy)
             yield from controls
             if controls:

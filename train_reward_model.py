@@ -2,7 +2,7 @@
 
     python train_reward_model.py --base_model_path logs/model_checkpoint.pt --natural_model_path logs/natural_model.pt
 
-In: a generator's checkpoint, its reward dataset and, for a likelihood head, models of natural text made by train.py.
+In: a generator's checkpoint, its reward dataset and, for a likelihood head, a model of natural text made by train.py.
 Out: the reward model, and its skill on validation blocks that selected nothing: a picture (.png), records (.jsonl).
 """
 
@@ -25,8 +25,7 @@ from common.process import Finished, UserError, run_main
 from common.settings import Problems, Settings, changeable, differing_settings, parse_settings, setting
 from model import GPT, check_same_fields
 from reports.figures import skill_picture, write_png
-from reward.heads import REWARD_MODELS, Ensemble, HeadRewardModel, LikelihoodRewardModel, RewardModel, make_reward_model
-from reward.posterior import log_mixture, mixture_weights
+from reward.heads import REWARD_MODELS, HeadRewardModel, LikelihoodRewardModel, RewardModel, make_reward_model
 from reward.skill import better_than_constant, describe_skill, measure_skill, skill_figures
 from training import checkpoint
 from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
@@ -35,7 +34,7 @@ WEIGHT_DECAY, GRAD_CLIP = 0.01, 1.0  # of AdamW, for matrices; the largest gradi
 MAX_MIXTURE, MOST_IN_MEMORY = 20.0, 2**30  # logit of the weight w of p; bytes of hidden states kept of a split
 
 Split = tuple[np.ndarray | Tensor, np.ndarray]  # token ids (n, N) or hidden states (n, ...), and labels (n, 2)
-LogProbs = tuple[list[Tensor], Tensor, Tensor]  # of each natural model and q (n, N - 1); which tokens are natural
+LogProbs = tuple[Tensor, Tensor, Tensor]  # of p and q (n, N - 1); which tokens are natural
 
 
 @dataclass
@@ -52,10 +51,8 @@ class RewardModelSettings(Settings):
     """replace an output of other settings or inputs, or make it again"""
     head: Literal["likelihood", "position", "last"] = setting("likelihood", common=True)
     """likelihood: log-ratio of natural model and generator; position, last: a new head on a trunk, trained on labels"""
-    natural_model_path: str | tuple[str, ...] | None = setting(
-        None, common=True, model_file="optional", changeable=True
-    )
-    """model of natural text, or several, mixed; other heads take its trunk, or with None the generator's"""
+    natural_model_path: str | None = setting(None, common=True, model_file="optional", changeable=True)
+    """model of natural text; other heads take its trunk, or with None the generator's"""
     reward_head_hidden_dim: int = setting(256, minimum=1)
     """width of the hidden layer of a last or position head"""
     unfreeze_layers: int = setting(0, minimum=-1)
@@ -78,12 +75,6 @@ class RewardModelSettings(Settings):
     """seed of the head's weights and the samples' order"""
 
     @property
-    def natural_models(self) -> tuple[str, ...]:
-        """The models that `natural_model_path` names."""
-        paths = self.natural_model_path
-        return (paths,) if isinstance(paths, str) else paths or ()
-
-    @property
     def loss_name(self) -> str:
         """Name of the loss."""
         return self.loss or REWARD_MODELS[self.head].losses[0]
@@ -97,13 +88,11 @@ class RewardModelSettings(Settings):
         wrong, ways_out = f"loss={self.loss}: a last head predicts one share a sequence", "Choose --head position"
         problems.require(self.loss_name in REWARD_MODELS[self.head].losses, wrong, ways_out)
         if self.head != "likelihood":
-            wrong = f"natural_model_path names several models, but a {self.head} head takes the trunk of one"
-            problems.require(len(self.natural_models) <= 1, wrong, "Name one, or choose --head likelihood")
             return
         start = self.base_model_path or "BASE.pt"
         train = f"python train.py --init_from {start} --dataset CORPUS --checkpoint_name NAME.pt"
         wrong = f"head=likelihood needs natural_model_path, a model of natural text: make one with `{train}`"
-        problems.require(bool(self.natural_models), wrong, "Name it with --natural_model_path")
+        problems.require(self.natural_model_path is not None, wrong, "Name it with --natural_model_path")
         used = changeable(type(self)) | {"head", "loss", "seed"}
         for each in fields(self):
             value, way_out = getattr(self, each.name), f"Leave out --{each.name}, or choose --head last or position"
@@ -123,10 +112,12 @@ def main() -> None:
         loader.check_model_compatibility(dataset.get_tokenization_info(), dataset.block_size, generator.config)
         loader.check_variety(dataset)
     checkpoint.check_origin(train_set, base, base_sha256, path)
-    natural = load_natural_models(settings.natural_models, base, base_sha256, train_set.metadata)
-    model = make_model(settings, natural or [generator], generator, train_set.metadata).to(ranks.device).eval()
-    files = [Path(settings.data_dir, f"{split}_{part}.bin") for split in ("train", "val") for part in "xy"]
-    inputs = " ".join([*map(hash_file, files), *map(checkpoint.hash_model, settings.natural_models)])
+    natural, hashes, files = generator, list[str](), ("train_x.bin", "train_y.bin", "val_x.bin", "val_y.bin")
+    if settings.natural_model_path is not None:
+        natural = load_natural_model(settings.natural_model_path, base, base_sha256, train_set.metadata)
+        hashes = [checkpoint.hash_model(settings.natural_model_path)]
+    model = make_model(settings, natural, generator, train_set.metadata).to(ranks.device).eval()
+    inputs = " ".join([*(hash_file(Path(settings.data_dir, name)) for name in files), *hashes])
     training = {"generator_sha256": base_sha256, "inputs_sha256": hash_bytes(inputs.encode())}
     output = Path(settings.output_path)
     if ranks.rank == 0:
@@ -159,40 +150,34 @@ def main() -> None:
         write_png(skill_picture(skill, f"{settings.head} head"), output.with_suffix(".png"))
         training_record = {"settings": asdict(settings), **training, **figures, "skill": skill}
         checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], training_record)
-    for path, weight in zip(settings.natural_models, figures.get("weights", ()), strict=False):
-        say(f"{path}: weight {weight:.3f}")
     say(f"\nSkill on {measured_on}:\n{describe_skill(skill)}")
     if not better_than_constant(skill["r2_low"]):
         say("NO BETTER THAN A CONSTANT as far as is shown: try --head likelihood, a better natural model, more data.")
     say(f"Saved {output} and {output.with_suffix('.png')}")
 
 
-def load_natural_models(paths: tuple[str, ...], base: Mapping, base_sha256: str, metadata: Mapping) -> list[GPT]:
-    """The natural models, cut to the generator's block size; UserError for one that does not fit it, or the data."""
-    models, seen, role = list[GPT](), {base_sha256: "the generator"}, "the generator"
-    for path in paths:
-        contents, digest = checkpoint.load_checkpoint(path), checkpoint.hash_model(path)
-        if digest in seen:
-            raise UserError(f"ERROR: {path} is the same model as {seen[digest]}: name another --natural_model_path")
-        seen[digest], model = path, checkpoint.build_model(contents, "generator", path)
-        checkpoint.check_same_tokens(contents["tokenization"], base["tokenization"], path, role)
-        checkpoint.check_unseen(contents["data"], metadata, path)
-        model.crop_block_size(min(model.config.block_size, base["config"].block_size))
-        check_same_fields(model.config, base["config"], path, role)
-        models.append(model)
-    return models
+def load_natural_model(path: str, base: Mapping, base_sha256: str, metadata: Mapping) -> GPT:
+    """The natural model, cut to the generator's block size; UserError for one that does not fit it, or the data."""
+    contents, role = checkpoint.load_checkpoint(path), "the generator"
+    if checkpoint.hash_model(path) == base_sha256:
+        raise UserError(f"ERROR: {path} is the same model as {role}: name another --natural_model_path")
+    model: GPT = checkpoint.build_model(contents, "generator", path)
+    checkpoint.check_same_tokens(contents["tokenization"], base["tokenization"], path, role)
+    checkpoint.check_unseen(contents["data"], metadata, path)
+    model.crop_block_size(min(model.config.block_size, base["config"].block_size))
+    check_same_fields(model.config, base["config"], path, role)
+    return model
 
 
-def make_model(settings: RewardModelSettings, natural: list[GPT], generator: GPT, metadata: Mapping) -> RewardModel:
+def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT, metadata: Mapping) -> RewardModel:
     """The reward model before training: what is not trained is frozen."""
     if settings.head == "likelihood":
-        members = natural[0] if len(natural) == 1 else Ensemble(natural)
-        return LikelihoodRewardModel(members.requires_grad_(False), generator, loader.sampling_of(metadata))
+        return LikelihoodRewardModel(natural.requires_grad_(False), generator, loader.sampling_of(metadata))
     seed_step(settings.seed, "reward_head")
-    config = replace(natural[0].config, mode="reward", reward_head_type=settings.head, dropout=0.0)
+    config = replace(natural.config, mode="reward", reward_head_type=settings.head, dropout=0.0)
     model = make_reward_model(replace(config, reward_head_hidden_dim=settings.reward_head_hidden_dim))
     assert not model.is_ratio  # as its head says
-    model.transformer.load_state_dict(natural[0].transformer.state_dict())
+    model.transformer.load_state_dict(natural.transformer.state_dict())
     count, n_layer = settings.unfreeze_layers, config.n_layer
     if count > n_layer:
         raise UserError(f"ERROR: unfreeze_layers={count}, but the model has {n_layer} blocks; -1 means all")
@@ -217,12 +202,9 @@ def batches_of(split: Split, model: RewardModel, description: str) -> Iterator[t
 
 
 def fit_mixture(model: LikelihoodRewardModel, select: Split, report: Split, loss_name: str) -> tuple[dict, Tensor]:
-    """Fit p's weights to natural tokens, w to the labels; figures, and P(natural) (n,) of the report rows."""
-    members, written, is_natural = log_probs = log_probs_of_split(model, select)
-    weights = mixture_weights(torch.stack([member[is_natural] for member in members]))
-    if isinstance(model.natural, Ensemble):
-        model.natural.mixture.data.copy_(weights.float().clamp(min=1e-9).log())
-    ratios = batch_of(log_mixture(members, weights.log()) - written, slice(None), model)
+    """Fit w to the labels; figures, and P(natural) (n,) of the report rows."""
+    natural, written, _ = log_probs = log_probs_of_split(model, select)
+    ratios = batch_of(natural - written, slice(None), model)
     targets = batch_of(select[1], slice(None), model)
     optimizer = torch.optim.LBFGS([model.mixture], max_iter=100, line_search_fn="strong_wolfe")
 
@@ -236,11 +218,10 @@ def fit_mixture(model: LikelihoodRewardModel, select: Split, report: Split, loss
     optimizer.step(closure)
     model.mixture.data.clamp_(-MAX_MIXTURE, MAX_MIXTURE)
     val_loss, w = closure().item(), model.mixture.sigmoid().item()
-    figures = {"epoch": 1, "val_loss": val_loss, "mixture": w, "weights": weights.tolist()}
-    figures |= natural_losses(log_probs, weights, w)
-    members, written, _ = log_probs = log_probs_of_split(model, report)
-    figures |= {f"report_{name}": loss for name, loss in natural_losses(log_probs, weights, w).items()}
-    evidence = model.calibrated(batch_of(log_mixture(members, weights.log()) - written, slice(None), model)).detach()
+    figures = {"epoch": 1, "val_loss": val_loss, "mixture": w, **natural_losses(log_probs, w)}
+    natural, written, _ = log_probs = log_probs_of_split(model, report)
+    figures |= {f"report_{name}": loss for name, loss in natural_losses(log_probs, w).items()}
+    evidence = model.calibrated(batch_of(natural - written, slice(None), model)).detach()
     return figures, torch.cat([model.share(part).cpu() for part in evidence.split(model.rows_at_a_time())])
 
 
@@ -248,22 +229,20 @@ def fit_mixture(model: LikelihoodRewardModel, select: Split, report: Split, loss
 def log_probs_of_split(model: LikelihoodRewardModel, split: Split) -> LogProbs:
     """Log-probabilities float32 of a split's tokens but the first, on the CPU."""
     with autocast(device := model.mixture.device, select_dtype("auto", device)):
-        batches = (model.log_probs_of_each(x) for x, _ in batches_of(split, model, "Log-likelihood ratios"))
+        batches = (model.log_probs(x) for x, _ in batches_of(split, model, "Log-likelihood ratios"))
         parts = [[log_probs.cpu() for log_probs in each] for each in batches]
-    *members, written = map(torch.cat, zip(*parts, strict=True))
+    natural, written = map(torch.cat, zip(*parts, strict=True))
     N = written.size(1) + 1
-    return members, written, torch.arange(1, N) < torch.from_numpy(split[1][:, :1] * N).round()
+    return natural, written, torch.arange(1, N) < torch.from_numpy(split[1][:, :1] * N).round()
 
 
-def natural_losses(log_probs: LogProbs, weights: Tensor, w: float) -> dict[str, Any]:
-    """Mean losses in nats on natural tokens: of p, q, w p + (1 - w) q (None if infinite), and of each member of p."""
-    members, written, is_natural = log_probs
-    each, q = [member[is_natural] for member in members], written[is_natural]
-    p = log_mixture(each, weights.log())
-    mixed = {"natural": p, "generator": q, "mixture": log_mixture([p, q], torch.tensor([w, 1 - w]).log())}
+def natural_losses(log_probs: LogProbs, w: float) -> dict[str, float | None]:
+    """Mean losses in nats on natural tokens: of p, q and w p + (1 - w) q; None if infinite."""
+    natural, written, is_natural = log_probs
+    p, q, (log_w, log_rest) = natural[is_natural], written[is_natural], torch.tensor([w, 1 - w]).log()
+    mixed = {"natural": p, "generator": q, "mixture": torch.logaddexp(p + log_w, q + log_rest)}
     means = {f"{name}_loss": -values.mean().item() for name, values in mixed.items()}
-    losses = {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
-    return {**losses, "member_losses": [-values.mean().item() for values in each]}
+    return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
 @torch.no_grad()

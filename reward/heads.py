@@ -18,9 +18,9 @@ on both sides; A. F. M. Smith, "A Bayesian approach to inference about a change-
 variables", Biometrika 62, 1975, section 2). Shapes: B sequences of T tokens, C = n_embd channels.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,34 +32,7 @@ from generation.sampling import Sampling, sampling_distribution
 from generation.shared_prompts import SharedPrompts
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig, check_same_fields
-from reward.posterior import crossover_loss, log_mixture, natural_probabilities, natural_share, reward_loss
-
-
-class Ensemble(nn.Module):
-    """Generators of the same tokens, else UserError, as one model: p = sum over i of u_i p_i, u = softmax(mixture)."""
-
-    def __init__(self, members: Iterable[GPT]) -> None:
-        super().__init__()
-        self.members = cast("Sequence[GPT]", nn.ModuleList(members))
-        for number, member in enumerate(self.members, 1):
-            check_same_fields(self.config, member.config, "natural model 1", f"natural model {number}")
-        self.mixture = nn.Parameter(torch.zeros(len(self.members)))
-
-    @property
-    def config(self) -> GPTConfig:
-        """That of the first member."""
-        return self.members[0].config
-
-    def trunk(self, idx: Tensor | SharedPrompts) -> Tensor:
-        """The members' hidden states side by side (B, T, sum of C) of token ids (B, T)."""
-        return torch.cat([member.trunk(idx) for member in self.members], -1)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """log p (B, T, V) float32 of the next token, from hidden states (B, T, sum of C)."""
-        parts = hidden.split([member.config.n_embd for member in self.members], -1)
-        pairs = zip(self.members, parts, strict=True)
-        log_probs = (member.logits(part).float().log_softmax(-1) for member, part in pairs)
-        return log_mixture(log_probs, self.mixture.log_softmax(0))
+from reward.posterior import crossover_loss, natural_probabilities, natural_share, reward_loss
 
 
 class TrunkRewardModel(GPT):
@@ -128,15 +101,15 @@ class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc
 class LikelihoodRewardModel(TokenEvidence):
     """Two generators as one reward model: `natural` (p, trained on natural text alone) and `generator` (q, frozen).
 
-    p may be an Ensemble. Evidence is log(m / q) with the mixture m = w p + (1 - w) q, w learned: two models of the same
-    text predict it better together than each alone, and evidence cannot fall below log(1 - w). `sampling` is how q's
-    text was sampled. UserError for models that do not read the same tokens.
+    Evidence is log(m / q) with the mixture m = w p + (1 - w) q, w learned: two models of the same text predict it
+    better together than each alone, and evidence cannot fall below log(1 - w). `sampling` is how q's text was sampled.
+    UserError for models that do not read the same tokens.
     """
 
     head_type = "likelihood"
     is_ratio: ClassVar[Literal[True]] = True
 
-    def __init__(self, natural: GPT | Ensemble, generator: GPT, sampling: Sampling | None = None) -> None:
+    def __init__(self, natural: GPT, generator: GPT, sampling: Sampling | None = None) -> None:
         super().__init__()
         check_same_fields(natural.config, generator.config, "the model of natural text", "the generator")
         self.natural, self.generator = natural, generator.requires_grad_(False)
@@ -145,23 +118,12 @@ class LikelihoodRewardModel(TokenEvidence):
 
     @property
     def config(self) -> GPTConfig:
-        """That of the (first) model of natural text, in reward mode."""
+        """That of the model of natural text, in reward mode."""
         return replace(self.natural.config, mode="reward", reward_head_type=self.head_type)
 
     def rows_at_a_time(self) -> int:
         """Sequences to score together: see GPT.rows_at_a_time."""
-        return self.members[0].rows_at_a_time()
-
-    @property
-    def members(self) -> Sequence[GPT]:
-        """The models of natural text that p is made of."""
-        return self.natural.members if isinstance(self.natural, Ensemble) else [self.natural]
-
-    def log_probs_of_each(self, idx: Tensor) -> list[Tensor]:
-        """As `log_probs`, of each member, and last of q."""
-        context, tokens = idx[:, :-1], idx[:, 1:]
-        each = [token_log_probs(member.logits(member.trunk(context)), tokens) for member in self.members]
-        return [*each, token_log_probs(self.written_logits(self.generator.trunk(context)), tokens)]
+        return self.natural.rows_at_a_time()
 
     def hidden_states(self, context: Tensor | SharedPrompts) -> tuple[Tensor, ...]:
         """Hidden states of p and of q, (B, T, C) or (n, C) each with a C of its own: see `trunk`."""
@@ -214,10 +176,7 @@ REWARD_MODELS: dict[str, type[RewardModel]] = {
 
 
 def make_reward_model(
-    config: GPTConfig,
-    generator_config: GPTConfig | None = None,
-    sampling: Sampling | None = None,
-    further_configs: Iterable[GPTConfig] | None = None,
+    config: GPTConfig, generator_config: GPTConfig | None = None, sampling: Sampling | None = None
 ) -> RewardModel:
     """The reward model that a config describes, its weights new. `parts_of` gives the other arguments."""
     kind = REWARD_MODELS[config.reward_head_type]
@@ -225,14 +184,11 @@ def make_reward_model(
         return kind(config)
     if generator_config is None:
         raise UserError("a likelihood head needs two models: give its generator's config too")
-    members = [GPT(replace(config, mode="generator")), *map(GPT, further_configs or ())]
-    return kind(members[0] if len(members) == 1 else Ensemble(members), GPT(generator_config), sampling)
+    return kind(GPT(replace(config, mode="generator")), GPT(generator_config), sampling)
 
 
 def parts_of(model: nn.Module) -> dict[str, Any]:
     """Arguments of `make_reward_model` beside the config, as plain values for a checkpoint."""
     if not isinstance(model, LikelihoodRewardModel):
         return {}
-    parts = {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}
-    further = [replace(member.config) for member in model.members[1:]]
-    return parts | ({"further_configs": further} if further else {})
+    return {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}

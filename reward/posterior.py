@@ -1,12 +1,9 @@
-"""The posterior over the crossover K, the losses of reward models, and mixtures of language models.
+"""The posterior over the crossover K, and the losses of reward models.
 
     python -c "import torch; from reward.posterior import natural_share; print(natural_share(torch.randn(2, 9)))"
 
 Pure functions of tensors. Shapes: B sequences of T tokens. Formulas are in float32 or better, whatever dtype comes in.
 """
-
-from collections.abc import Iterable
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -74,24 +71,3 @@ def crossover_loss(evidence: Tensor, targets: Tensor, loss: str = "nll") -> Tens
     log_natural = log_posterior.flip(1)[:, :-1].logcumsumexp(1).flip(1)  # (B, T - 2): log P(K > t)
     positions = torch.arange(1, T - 1, device=evidence.device)
     return -torch.where(positions < crossovers[:, None], log_natural, log_written).mean()
-
-
-def log_mixture(log_probs: Iterable[Tensor], log_weights: Tensor) -> Tensor:
-    """log sum_i u_i p_i (...) from log p_i, M tensors (...) that are taken one at a time, and log u (M,)."""
-    return reduce(torch.logaddexp, (each + weight for each, weight in zip(log_probs, log_weights, strict=True)))
-
-
-def mixture_weights(log_probs: Tensor, tolerance: float = 1e-5) -> Tensor:
-    """Weights u (M,) float64, of sum 1, that maximise the mean of log sum_i u_i p_i, from log p_i (M, n) of n tokens.
-
-    EM: u_i becomes u_i g_i, g_i the mean of p_i / sum_j u_j p_j. The mean is concave in u, no update lowers it, and it
-    lies at most log max_i g_i below its maximum (T. M. Cover, "An algorithm for maximizing expected log investment
-    return", IEEE Transactions on Information Theory 30, 1984): the updates end where that is `tolerance` nats or less.
-    """
-    p = (log_probs - log_probs.amax(0)).double().exp()  # (M, n), each token on a scale of its own: u is the same
-    weights = p.new_full((len(p),), 1 / len(p))
-    while True:
-        gains = p @ (weights @ p).reciprocal() / p.size(1)  # (M,)
-        if not gains.max().log() > tolerance:  # nor where they are NaN
-            return weights
-        weights = weights * gains

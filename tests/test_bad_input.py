@@ -90,7 +90,7 @@ def test_options_that_cannot_be(script, good, tmp_path):
         ("train_grpo", {"group_size": 1, "beta": "nan", "epsilon": 0.0, "reward_threshold": 1.5, "max_steps": 0}),
         ("evaluate", {"samples": 1, "checkpoints": ["nowhere.pt"]}),
         ("sample", {"num_samples": 0, "temperature": "inf", "top_k": 0, "top_p": 0.0, "max_new_tokens": -1}),
-        ("run_cycles", {"num_cycles": 0, "perplexity_patience": 0, "natural_models": 0}),
+        ("run_cycles", {"num_cycles": 0, "perplexity_patience": 0}),
     ],
 )
 def test_all_problems_are_reported_at_once(script, wrong, good, tmp_path):

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -112,35 +111,3 @@ def test_losses_refuse_other_names_and_compute_in_float32():
     with pytest.raises(UserError, match=r"loss='nll' .* mse, cross_entropy$"):
         posteriors.reward_loss(evidence[:, :2], targets, "nll")
     assert posteriors.crossover_loss(evidence.bfloat16(), targets).dtype == torch.float32
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_mixture_weights_are_the_best_of_a_grid(seed):
-    """Of three models, some so much worse that their weight is 0; the grid has all weights in steps of 1/60."""
-    draw = torch.Generator().manual_seed(seed)
-    log_probs = torch.randn(3, 30, generator=draw) - 2 - seed * torch.rand(3, 1, generator=draw)
-    simplex = np.array([(i, j, 60 - i - j) for i in range(61) for j in range(61 - i)]) / 60
-    losses = -np.log(simplex @ log_probs.double().exp().numpy()).mean(1)
-    weights = posteriors.mixture_weights(log_probs)
-    assert weights.sum() == pytest.approx(1) and (weights >= 0).all()
-    reached = -posteriors.log_mixture(log_probs.double(), weights.log()).mean().item()
-    assert losses.min() - 0.01 < reached < losses.min() + 1e-5
-    shifted = log_probs - 900 * torch.rand(30, generator=draw)  # a token's own scale changes nothing, nor underflows
-    assert posteriors.mixture_weights(shifted).tolist() == pytest.approx(weights.tolist(), abs=0.01)
-
-
-def test_mixture_weights_by_hand():
-    ratios = torch.tensor([3.0, 3.0, 1 / 3])  # 4 / (1 + 2u) = 2 / (3 - 2u) at u = 5/6
-    log_probs = torch.stack((ratios.log(), torch.zeros(3))) - 1
-    assert posteriors.mixture_weights(log_probs, 1e-9).tolist() == pytest.approx([5 / 6, 1 / 6], abs=1e-3)
-    worse = torch.stack((log_probs[0], log_probs[0] - 0.5))
-    assert posteriors.mixture_weights(worse).tolist() == pytest.approx([1, 0], abs=1e-4)
-    assert posteriors.mixture_weights(log_probs[:1]).tolist() == [1.0]
-    assert posteriors.mixture_weights(torch.full((2, 3), math.nan)).shape == (2,)  # it ends
-
-
-def test_a_mixture_of_probabilities():
-    p, alone = torch.tensor([[0.2, 0.5], [0.6, 0.0]]), torch.randn(50)
-    mixed = posteriors.log_mixture((row.log() for row in p), torch.tensor([0.25, 0.75]).log())
-    assert mixed.exp().tolist() == pytest.approx([0.5, 0.125])
-    assert torch.equal(posteriors.log_mixture([alone], torch.zeros(1, dtype=torch.float64)), alone)

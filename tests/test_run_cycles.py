@@ -240,22 +240,15 @@ def test_controls_of_the_settings(tmp_path, text, changes, expected):
     assert found == ["base", "natural_model", *CYCLE, *expected]
 
 
-def test_natural_models(tmp_path):
-    """None for other heads; an ensemble has a seed for each member; a corpus of their own is read by them alone."""
+def test_the_natural_model(tmp_path):
+    """None for other heads; one that is given is taken; a corpus of its own is read by it alone."""
     of = {stage.kind: stage.inputs for stage in plan(tmp_path, natural_dataset="library").stages(Ledger())}
     assert [kind for kind in of if of[kind].get("dataset") == Path("data/library")] == ["natural_model"]
     text = CONFIG.replace("likelihood", "last")
     assert kinds(list(plan(tmp_path, text, num_cycles=1).stages(Ledger()))) == ["base", *CYCLE]
-    with pytest.raises(UserError, match="natural_models=2, but a last head needs none"):
-        plan(tmp_path, text, natural_models=2)
-    stages = list(plan(tmp_path, natural_models=3, num_cycles=1).stages(Ledger()))
-    members = [stage for stage in stages if stage.kind == "natural_model"]
-    names = ["natural_model_v1.pt", "natural_model_v1_member2.pt", "natural_model_v1_member3.pt"]
-    assert [stage.artefact.name for stage in members] == names
-    first = members[0].options["seed"]
-    assert [stage.options["seed"] for stage in members] == [first, first + 1, first + 2]
-    trunks = next(stage for stage in stages if stage.kind == "reward_model").inputs["natural_model_path"]
-    assert [path.name for path in trunks] == names
+    stages = list(plan(tmp_path, CONFIG, natural_model="mine.pt", num_cycles=1).stages(Ledger()))
+    assert kinds(stages) == ["base", *CYCLE]
+    assert [stage.inputs["natural_model_path"] for stage in stages if stage.kind == "reward_model"] == ["mine.pt"]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from grpo.rollouts import Rollouts, sample
 from losses import token_log_probs
 from model import GPT, GPTConfig
 from reward.frozen_scorer import RewardScorer, Scores
-from reward.heads import Ensemble, LikelihoodRewardModel
+from reward.heads import LikelihoodRewardModel
 from train_grpo import GRPOSettings
 from training.checkpoint import build_model, load_checkpoint
 
@@ -134,7 +134,7 @@ def test_what_the_head_does_not_know_is_refused_with_the_way_out(good, reward_mo
 
 @pytest.mark.parametrize(
     ("name", "factor"),
-    [("predictive_reward_model", 1), ("ensemble", 1), ("reward_model", 1), ("reward_model", 1.5), (None, 1)],
+    [("predictive_reward_model", 1), ("reward_model", 1), ("reward_model", 1.5), (None, 1)],
 )
 def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkeypatch, name, factor):
     """Prompts of 1, 2 and 4 of 5 tokens, three completions of each; read in parts of two groups, and of one row.
@@ -144,10 +144,7 @@ def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkey
     load = lambda path, mode="generator": build_model(load_checkpoint(path), mode, path)  # noqa: E731
     model, reference = None, load(generator)
     reference.transformer.ln_f.weight.data *= factor
-    if name == "ensemble":
-        members = [load(request.getfixturevalue(each)) for each in ("knowing", "natural_model")]
-        model = LikelihoodRewardModel(Ensemble(members), load(generator))
-    elif name is not None:
+    if name is not None:
         model = load(request.getfixturevalue(name), "reward")
     asked = RewardScorer(model, reference)
     assert asked.is_shared == (factor == 1)

@@ -101,27 +101,18 @@ def test_a_likelihood_head_learns_the_weight_of_its_natural_model(
             assert crossover_loss(model.calibrated(natural - written), y).item() >= training["val_loss"] - 1e-5
 
 
-def test_several_natural_models_are_mixed(good, tmp_path, generator, reward_data, knowing, natural_model):
-    """Of three members, one untrained: the losses are those of the reward model that is written, on both parts."""
-    untrained = variant(tmp_path / "untrained.pt", generator, n_layer=2, n_embd=24)
-    paths = [knowing, natural_model, untrained]
-    out = succeed("train_reward_model", **good, natural_model_path=paths)
+def test_losses_are_those_of_the_written_model_on_both_parts(good, reward_data, knowing):
+    out = succeed("train_reward_model", **good, natural_model_path=knowing)
     checkpoint, model = trained(good)
     training = checkpoint["training"]
-    assert training["settings"]["natural_model_path"] == tuple(map(str, paths))
-    for number, path in enumerate(paths):
-        assert_same_weights(trunk_of(checkpoint["model"], f"natural.members.{number}."), trunk_of(weights(path)))
-    assert model.natural.mixture.softmax(0).tolist() == pytest.approx(training["weights"], abs=1e-6)
-    assert training["weights"][0] > 0.8 > 0.01 > training["weights"][2]
     for (x, y), prefix in zip(parts(reward_data), ("", "report_"), strict=True):
         is_natural = torch.arange(1, 16) < (y[:, :1] * 16).round()
         with torch.no_grad():
-            *members, written = model.log_probs_of_each(x)
-            every = [*members, model.log_probs(x)[0], written, written + model.output(x)[:, 1:]]
+            natural, written = model.log_probs(x)
+            every = [natural, written, written + model.output(x)[:, 1:]]
         by_hand = [-log_probs[is_natural].mean().item() for log_probs in every]
         found = [training[f"{prefix}{name}_loss"] for name in ("natural", "generator", "mixture")]
-        assert training[f"{prefix}member_losses"] + found == pytest.approx(by_hand, abs=1e-4)
-    assert training["natural_loss"] < min(training["member_losses"]) + 1e-5
+        assert found == pytest.approx(by_hand, abs=1e-4)
     assert training["skill"]["r2_low"] > 0.8
     assert f"R2 {format_figure(training['skill'], 'r2')}" in out and "CONSTANT" not in out
 
@@ -220,7 +211,6 @@ def test_a_model_of_longer_texts_is_cut_to_the_generator(good, tmp_path, generat
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("copy", "is the same model as {first}"),
         ("generator", "is the same model as the generator"),
         ("num_tokens", "num_real_tokens .*20 .*{path} .*25 "),
         ("block_size", "block_size .*8 .*{path} .*16 "),
@@ -229,10 +219,10 @@ def test_a_model_of_longer_texts_is_cut_to_the_generator(good, tmp_path, generat
         ("split", "{path} .*another .*split"),
     ],
 )
-def test_a_natural_model_that_does_not_fit_is_refused(good, tmp_path, generator, knowing, reward_model, kind, said):
+def test_a_natural_model_that_does_not_fit_is_refused(good, tmp_path, generator, reward_model, kind, said):
     path, record = tmp_path / "natural.pt", load_checkpoint(generator)["tokenization"]
-    if kind in ("copy", "generator", "reward model"):
-        shutil.copy({"copy": knowing, "generator": generator, "reward model": reward_model}[kind], path)
+    if kind in ("generator", "reward model"):
+        shutil.copy({"generator": generator, "reward model": reward_model}[kind], path)
     elif kind == "characters":  # as many, but not the same
         chars = "".join(sorted(record["chars"].replace("a", "B")))
         variant(path, generator, {**record, "chars": chars})
@@ -242,8 +232,8 @@ def test_a_natural_model_that_does_not_fit_is_refused(good, tmp_path, generator,
         torch.save(contents, path)
     else:
         variant(path, generator, **{kind: {"num_tokens": 20, "block_size": 8}[kind]})
-    line = refuse_in_one_line("train_reward_model", **good, natural_model_path=[knowing, path])
-    assert re.search(said.format(path=path, first=knowing), line) and str(path) in line
+    line = refuse_in_one_line("train_reward_model", **good, natural_model_path=path)
+    assert re.search(said.format(path=path), line) and str(path) in line
     assert not good["output_path"].exists()
 
 
@@ -253,7 +243,6 @@ def test_a_natural_model_that_does_not_fit_is_refused(good, tmp_path, generator,
         ({"head": "last", "loss": "nll"}, "loss=nll", "--head position"),
         ({"head": "likelihood", "natural_model_path": None}, "`python train.py --init_from ", "--natural_model_path"),
         ({"unfreeze_layers": -1}, "unfreeze_layers=-1 has no effect", "--head last or position"),
-        ({"head": "position", "natural_model_path": [__file__, __file__]}, "several models", "--head likelihood"),
     ],
 )
 def test_settings_that_make_no_sense_together(good, knowing, options, said, way_out):

@@ -9,9 +9,8 @@ import torch
 
 from common.process import UserError
 from data_loader import hash_tokens
-from generation.sampling import Sampling
 from model import GPT, GPTConfig
-from reward.heads import Ensemble, LikelihoodRewardModel, make_reward_model
+from reward.heads import make_reward_model
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 
@@ -93,15 +92,6 @@ def test_a_generator_s_checkpoint_gives_a_reward_model_but_not_the_other_way(tmp
     assert torch.equal(again(IDX)[0], model.eval()(IDX)[0]) and torch.equal(again.trunk(IDX), generator.trunk(IDX))
     with pytest.raises(UserError, match=r"reward\.pt .*reward model"):
         ckpt.build_model(ckpt.load_checkpoint(tmp_path / "reward.pt"), "generator", tmp_path / "reward.pt")
-
-
-def test_a_likelihood_head_on_an_ensemble_comes_back(tmp_path):
-    path, natural = tmp_path / "reward.pt", Ensemble([tiny_model(1), tiny_model(2, n_layer=1)])
-    model = LikelihoodRewardModel(natural, tiny_model(), Sampling(temperature=0.7))
-    ckpt.save_checkpoint(path, model, None, None, {})
-    loaded = ckpt.load_checkpoint(path)
-    assert loaded["generator_config"] == CONFIG and [each.n_layer for each in loaded["further_configs"]] == [1]
-    assert torch.equal(ckpt.build_model(loaded, "reward", path)(IDX)[0], model.eval()(IDX)[0])
 
 
 def test_records_of_data_and_tokens_are_compared(capsys):

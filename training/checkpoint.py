@@ -30,7 +30,7 @@ from tokenization_manager import TokenizationManager
 MAX_SIZE = 2**24  # of anything that a config counts, and of the table of rotary positions, which no weights show
 INTERVAL_CHARACTERS = 2000  # losses within fewer are correlated: smaller blocks give too narrow an interval
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LIKELIHOOD_PARTS = ("generator_config", "sampling", "further_configs")  # further: of an ensemble
+LIKELIHOOD_PARTS = ("generator_config", "sampling")
 Record = Mapping[str, Any]
 
 
@@ -81,8 +81,7 @@ def checked_contents(contents: dict[str, Any]) -> dict[str, Any]:
     config = contents["config"] = _checked_config(contents["config"], len(weights))
     if config.mode == "reward" and REWARD_MODELS[config.reward_head_type].is_ratio:
         contents["generator_config"] = _checked_config(contents["generator_config"], len(weights))
-        further = [_checked_config(each, len(weights)) for each in contents["further_configs"] or ()]
-        contents |= {"further_configs": further or None, "sampling": Sampling(**(contents["sampling"] or {}))}
+        contents["sampling"] = Sampling(**(contents["sampling"] or {}))
     else:
         contents |= dict.fromkeys(LIKELIHOOD_PARTS)
     with torch.device("meta"), _WithoutInitialisation():
