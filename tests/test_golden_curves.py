@@ -9,12 +9,12 @@ Adam make at most some 1e-5; a single draw of a token that falls the other way w
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import TINY_GRPO, TINY_TRAIN, succeed
 
+import train_grpo
 from common.log import read_records
 from grpo import policy_evaluation
 from model import GPT
@@ -67,17 +67,14 @@ def options(corpus, generator, reward_data, likelihood_model) -> dict[str, dict]
         "train": {**TINY_TRAIN, "max_iters": STEPS, "dataset": corpus},
         "train_reward_model": data | head,
         "train_grpo, token credit": grpo | {"credit": "token"},
-        "train_grpo, sequence credit": grpo | {"credit": "sequence", "beta": 0.04},
+        "train_grpo, sequence credit": grpo | {"credit": "sequence", "beta": 0.04, "reward": "natural"},
     }
 
 
 @pytest.mark.parametrize("curve", FIGURES)
 def test_the_curve_is_the_one_of_before(monkeypatch, tmp_path, options, curve):
     monkeypatch.setattr(policy_evaluation, "PLATEAU_WINDOWS", STEPS)  # all steps are to be made
-    if "sequence" in curve:  # it was drawn with P(natural) as the reward, which is now that of other heads
-        own = policy_evaluation.rewards_of
-        patched = lambda scores, *others: own(replace(scores, evidence=None), *others)  # noqa: E731
-        monkeypatch.setattr(policy_evaluation, "rewards_of", patched)
+    monkeypatch.setattr(train_grpo, "WARMUP", 0)
     script, path = curve.partition(",")[0], tmp_path / "model.pt"
     where = {"out_dir": tmp_path, "checkpoint_name": path.name} if script == "train" else {"output_path": path}
     succeed(script, **options[curve], **where)
