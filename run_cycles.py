@@ -8,12 +8,9 @@ and control_distil_v(n+1), and controls_v(n+1), their evaluation.
 A stage is done if its artefact is there and cycles.json has the same settings and inputs: repeat the command to go on.
 """
 
-import ctypes
 import functools
 import json
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +21,7 @@ from typing import Any
 from common.device import select_device
 from common.files import atomic_path, hold_output, read_json
 from common.log import say
-from common.process import UserError, run_main
+from common.process import UserError, run_child, run_main
 from common.settings import (
     Problems,
     Settings,
@@ -245,30 +242,7 @@ def prepare_corpus(folder: Path, config: list[str], section: str) -> None:
         way = f"name another --dataset (data/ has {known}), or make it by prepare_text.py"
         raise UserError(f"ERROR: {folder} has no train.bin and val.bin, nor a prepare.py: {way}")
     given = [*config, f"--section={section}", f"--out_dir={folder}"] if section else []
-    run("corpus", [sys.executable, str(script), *given])
-
-
-def run(name: str, command: list[str]) -> None:
-    """Run a command in a process of its own. Raises UserError where it fails.
-
-    On Ctrl-C or SIGTERM it gets SIGTERM: it finishes its step and saves. If this process is killed, it is too (Linux).
-    """
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to both processes
-        if sys.platform == "linux":
-            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-    process = subprocess.Popen(command, preexec_fn=prepare)
-    try:
-        status = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    if status != 0:
-        raise UserError(f"ERROR: {name} ended with status {status}; mend the cause and run the same command again")
+    run_child("corpus", [sys.executable, str(script), *given])
 
 
 def make(stage: Stage, ledger: Ledger, loop: Loop, config: list[str]) -> bool:
@@ -290,7 +264,7 @@ def make(stage: Stage, ledger: Ledger, loop: Loop, config: list[str]) -> bool:
     record, began = {"name": name, "kind": stage.kind, "cycle": stage.cycle, **now}, time.monotonic()
     ledger.record({**record, "overwrite": overwrite})
     if stage.section:
-        run(name, stage.command(config, further, loop.own.get(stage.section, ())))
+        run_child(name, stage.command(config, further, loop.own.get(stage.section, ())))
     else:
         with atomic_path(stage.artefact) as partial:
             shutil.copyfile(stage.inputs["base_model_path"], partial)

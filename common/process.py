@@ -1,4 +1,4 @@
-"""How a process ends: exit statuses, user-facing errors, signals, and which rank prints.
+"""How processes start and end: exit statuses, user-facing errors, signals, and which rank prints.
 
     python -c "from common.process import is_main_rank; print(is_main_rank())"
 
@@ -6,8 +6,10 @@ Every script runs its main() through `run_main`: bad input ends in one line and 
 """
 
 import contextlib
+import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,6 +69,29 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         _exit(f"ERROR: {error.strerror or error}{where}", EXIT_BAD_INPUT)
+
+
+def run_child(name: str, command: list[str]) -> None:
+    """Run a command in a process of its own. Raises UserError where it fails.
+
+    On Ctrl-C or SIGTERM it gets SIGTERM: it finishes its step and saves. If this process is killed, it is too (Linux).
+    """
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to both processes
+        if sys.platform == "linux":
+            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    process = subprocess.Popen(command, preexec_fn=prepare)
+    try:
+        status = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if status != 0:
+        raise UserError(f"ERROR: {name} ended with status {status}; mend the cause and run the same command again")
 
 
 def is_main_rank() -> bool:

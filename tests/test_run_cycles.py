@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -43,7 +44,7 @@ NAMES += ["evaluation_v2", "control_plain_v2", "control_distil_v2", "controls_v2
 def in_this_process(monkeypatch):
     """The scripts that are started, which run in this process."""
     monkeypatch.setattr(InThisProcess, "started", [])
-    monkeypatch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
+    monkeypatch.setattr(subprocess, "Popen", InThisProcess)
     hash_input.cache_clear()
     return InThisProcess.started
 
@@ -70,7 +71,7 @@ def unbroken(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("cycles")
     config = write_config(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
+        patch.setattr(subprocess, "Popen", InThisProcess)
         finished = loop(config, corpus, folder / "out")
     assert finished.status == 0, finished.err
     return config, folder / "out", finished.out
@@ -187,7 +188,7 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
         assert "final" not in read_records(out / "base_model_v1.jsonl")[-1]  # nor did the stage go on by itself
         saved = state.stat().st_mtime_ns
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_cycles.subprocess, "Popen", InThisProcess)
+        patch.setattr(subprocess, "Popen", InThisProcess)
         finished = loop(config, corpus, out, controls=False)
     assert finished.status == 0, finished.err
     assert "Resuming" in finished.out
