@@ -29,7 +29,7 @@ from helpers import make_checkpoint, make_text
 import tokenization_manager
 from common.log import read_records
 from common.process import UserError
-from common.settings import Settings, parse_settings
+from common.settings import SECTIONS, Settings, options_of_stages, parse_settings
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset
 from text.shakespeare import ensure_gpt2_bpe_files
@@ -47,12 +47,12 @@ SHRINK = {
     "train_grpo": "--prompts_per_step 2 --group_size 2 --max_steps 3 --eval_interval 2 --device cpu",
     "evaluate": "--device cpu",
     "sample": "--max_new_tokens 20 --device cpu",
-    "run_cycles": "--sample_tokens 20 --device cpu",
+    "run_cycles": "--device cpu",
     "benchmarks/loading": "--num_runs 1",
 }
 # Options of launchers and the campaign, and those of every script.
 KNOWN_OPTIONS = {"config", "section", "help", "standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"}
-KNOWN_OPTIONS |= {"master_port", "num_processes", "parts", "minutes", "kills"}
+KNOWN_OPTIONS |= {"master_port", "num_processes", "parts", "minutes", "kills", *SECTIONS}
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -108,7 +108,9 @@ def check_command(line: str) -> list[str]:
     elif words and not words[1].startswith("tests/") and "--help" not in words:
         name = words[1].removesuffix(".py")
         assert words[0] == "python" and (ROOT / f"{name}.py").is_file(), words
-        parse_settings(settings_of(name), Path(name).name, words[2:], check=False)
+        own, sections = words[2:], [*SECTIONS, "train", "train_grpo"]
+        own = options_of_stages(own, sections)[0] if name == "run_cycles" else own
+        parse_settings(settings_of(name), Path(name).name, own, check=False)
         return words
     return []
 
@@ -167,8 +169,9 @@ def make_folder(folder: Path) -> Path:
         target.write_text(re.sub("shakespeare_(play|library)_char", "shakespeare_char", text))
     lines = make_text(1500)
     text = lines[: len(lines) // 2] + CHARACTERS + lines[len(lines) // 2 :]
-    for path in ("data/shakespeare/input.txt", "data/shakespeare_char/input.txt", "my_novel.txt"):
-        (folder / path).write_text(text, encoding="utf-8")
+    (folder / "other_novels").mkdir()
+    for path in ("shakespeare/input.txt", "shakespeare_char/input.txt", "../my_novel.txt", "../other_novels/a.txt"):
+        (folder / "data" / path).write_text(text * (4 if "my" in path else 1), encoding="utf-8")
     (folder / "my_rewards.py").write_text("def score(completions, **_):\n    return [-len(c) for c in completions]\n")
     (folder / "out-shakespeare-char").mkdir()
     make_checkpoint(folder / "out-shakespeare-char/ckpt.pt", len(CHARACTERS), n_layer=2, position="learned")
