@@ -279,9 +279,9 @@ def own_text(settings: CycleSettings, out: Path) -> dict[str, list[str]]:
     if settings.natural_model is not None:  # all models read its tokens
         record = load_checkpoint(settings.natural_model)["tokenization"]
         tokenizer = TokenizationManager.from_record(record) if record else TokenizationManager("bpe")
-    *corpora, size = make_corpora(settings.text, settings.natural_text, tokenizer, out)
+    *corpora, size, vocab_size = make_corpora(settings.text, settings.natural_text, tokenizer, out)
     settings.dataset, settings.natural_dataset = map(str, corpora)
-    sizes = sizes_for(size, bool(settings.natural_text or settings.natural_model))
+    sizes = sizes_for(size, vocab_size, bool(settings.natural_text or settings.natural_model))
     options = "; ".join(f"{name} {' '.join(words)}" for name, words in sizes.items())
     say(f"Sizes for a text of {size:,} characters: {options}")
     return sizes

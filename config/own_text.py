@@ -1,5 +1,5 @@
 # The recipe of `run_cycles.py --text`: small models for two CPU cores, the whole run in 15 minutes. Block sizes follow
-# the text's length, and the natural model's length whether it has other texts (text/own_corpus.py); the rest is as in
+# the text's length and steps follow the text (text/own_corpus.py); the rest is as in
 # config/shakespeare_library_cpu.py. Another one: --config FILE, or single settings as in --train.max_iters 8000.
 #
 #     python run_cycles.py --text my_novel.txt --natural_text other_novels/

@@ -27,7 +27,7 @@ def read(folder, part: str) -> str:
 def test_the_last_tenths_are_held_out_of_both_corpora(texts, tmp_path):
     own, other = texts
     text, arguments = own.read_text(), ([str(own)], [str(other)], None, tmp_path / "out")
-    folder, library, size = make_corpora(*arguments)
+    folder, library, size, _ = make_corpora(*arguments)
     assert size == 30_000 and read(folder, "train") == text[:24_000]
     assert read(library, "train") == other.read_text() + "\n"
     for each in (folder, library):
@@ -38,7 +38,7 @@ def test_the_last_tenths_are_held_out_of_both_corpora(texts, tmp_path):
     assert (folder / "train.bin").stat().st_mtime_ns == made  # nothing to do
     own.write_text(text.replace("e", "a"))
     assert "e" not in read(make_corpora(*arguments)[0], "train")
-    alone, same, _ = make_corpora([str(own)], [], None, tmp_path / "alone")
+    alone, same, *_ = make_corpora([str(own)], [], None, tmp_path / "alone")
     assert alone == same
 
 
@@ -53,10 +53,10 @@ def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
 
 
 def test_sizes_follow_the_length():
-    assert [sizes_for(size, True)["train"][0] for size in (30_000, 60_000, 10**6)] == [
-        *("--block_size=32", "--block_size=64", "--block_size=128")
-    ]
-    assert "--max_iters=2400" in sizes_for(10**6, False)["natural_model"]
+    short, long = sizes_for(30_000, 90, True), sizes_for(2_000_000, 5000, False)
+    assert short["train"] == ["--block_size=32", "--batch_size=64", "--max_iters=1200", "--dropout=0.05"]
+    assert long["natural_model"] == ["--block_size=128", "--batch_size=16", "--max_iters=900"]
+    assert sizes_for(60_000, 90, False)["natural_model"][-1] == "--dropout=0.2"
 
 
 def test_settings_of_stages():

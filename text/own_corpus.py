@@ -16,13 +16,15 @@ from tokenization_manager import TokenizationManager
 
 OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/own_text.py")  # the recipe whose sizes are set here
 LEAST = 25_000  # characters of a text: of fewer the gate has too few blocks
+LONG = 1_000_000  # characters: a longer text is not learned by heart, and needs no dropout
+MANY_TOKENS = 1000
 CONTEXTS = ((100_000, 128), (50_000, 64), (LEAST, 32))  # block_size of a text of so many characters at least
 
 
 def make_corpora(
     text: Sequence[str], natural_text: Sequence[str], tokenizer: TokenizationManager | None, out: Path
-) -> tuple[Path, Path, int]:
-    """Make out/corpus and out/natural_corpus unless these texts are in them; returns them and the text's characters.
+) -> tuple[Path, Path, int, int]:
+    """Make out/corpus and out/natural_corpus unless these texts are there; both, the text's characters, the vocabulary.
 
     Without natural texts both are one. tokenizer None: characters. Raises UserError for a text that is too short, or
     that is a natural text too.
@@ -44,14 +46,22 @@ def make_corpora(
         if natural:
             prepare_texts(texts, natural_folder, tokenizer, [("train", before), ("", size - 2 * tenth), *held_out])
         write_json(made, record)
-    return folder, natural_folder, size
+    return folder, natural_folder, size, TokenizationManager(data_path=folder).vocab_size
 
 
-def sizes_for(size: int, has_natural: bool) -> dict[str, list[str]]:
-    """Options, by section of OWN_TEXT, for a text of so many characters; `has_natural`: with other text's knowledge."""
+def sizes_for(size: int, vocab_size: int, has_natural: bool) -> dict[str, list[str]]:
+    """Options, by section of OWN_TEXT, for a text of so many characters; `has_natural`: with other text's knowledge.
+
+    Fewer steps for short texts, which are soon learned by heart, and for large vocabularies, whose steps take longer.
+    """
+    share = min(1.0, size / CONTEXTS[0][0]) / (2 if vocab_size > MANY_TOKENS else 1)
     block_size = next(length for least, length in CONTEXTS if size >= least)
-    shape = [f"--block_size={block_size}", f"--batch_size={2048 // block_size}"]  # always as many tokens a step
-    sizes = {name: list(shape) for name in ("train", "natural_model", "control_plain")}
-    if not has_natural:  # a longer, regularised training of the same text
-        sizes["natural_model"] += ["--dropout=0.2", "--max_iters=2400"]
+    steps = {"train": 4000, "natural_model": 1200 if has_natural else 1800, "control_plain": 10_000}
+    sizes = {}
+    for name, number in steps.items():
+        sizes[name] = [f"--block_size={block_size}", f"--batch_size={2048 // block_size}"]  # always as many tokens
+        sizes[name] += [f"--max_iters={round(number * share)}"]
+    dropout = 0.0 if size > LONG else 0.05
+    sizes["train"] += [f"--dropout={dropout}"]
+    sizes["natural_model"] += ["--dropout=0.2"] if not has_natural and size <= LONG else []
     return sizes
