@@ -61,8 +61,8 @@ train_grpo = dict(
     eval_interval=20,
 )
 
-# What the policy is compared with. The generator's recipe from new weights, in the seconds of generator, natural model,
-# reward model and GRPO together:
+# What the policy is compared with. The generator's recipe from new weights, for longer: in the seconds of natural model,
+# reward model and GRPO together.
 control_plain = dict(
     init_from="scratch",
     n_layer=2,
@@ -70,7 +70,7 @@ control_plain = dict(
     n_embd=64,
     block_size=128,
     batch_size=16,
-    dropout=0.1,
+    dropout=0.05,
     short_contexts=(8, 16),
     optimizer="muon",
     learning_rate=2.5e-3,
@@ -83,7 +83,7 @@ control_plain = dict(
     eval_interval=500,
 )
 
-# The natural model's distribution at prefixes of the generator's own text (off-policy), in GRPO's seconds:
+# The natural model's distribution at prefixes of the generator's own text (off-policy), in GRPO's seconds.
 control_distil = dict(
     credit="exact",
     prefixes="natural",
