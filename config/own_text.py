@@ -61,8 +61,8 @@ train_grpo = dict(
     eval_interval=20,
 )
 
-# What the policy is compared with. The generator's recipe from new weights, for longer: in the seconds of natural model,
-# reward model and GRPO together.
+# What the policy is compared with. The generator's recipe from new weights, in the seconds of natural model, reward
+# model and GRPO together.
 control_plain = dict(
     init_from="scratch",
     n_layer=2,

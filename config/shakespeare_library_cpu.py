@@ -116,8 +116,8 @@ train_grpo = dict(
     eval_interval=20,
 )
 
-# What the policy is compared with. The generator's recipe from new weights, for longer: in the seconds of natural model,
-# reward model and GRPO together.
+# What the policy is compared with. The generator's recipe from new weights, in the seconds of natural model, reward
+# model and GRPO together.
 control_plain = dict(
     dataset="shakespeare_play_char",
     init_from="scratch",

@@ -61,7 +61,7 @@ def sizes_for(size: int, vocab_size: int, has_natural: bool) -> dict[str, list[s
     for name, number in steps.items():
         sizes[name] = [f"--block_size={block_size}", f"--batch_size={2048 // block_size}"]  # always as many tokens
         sizes[name] += [f"--max_iters={round(number * share)}"]
-    dropout = 0.0 if size > LONG else 0.05
-    sizes["train"] += [f"--dropout={dropout}"]
+    for name in ("train", "control_plain") if size > LONG else ():
+        sizes[name] += ["--dropout=0.0"]
     sizes["natural_model"] += ["--dropout=0.2"] if not has_natural and size <= LONG else []
     return sizes
