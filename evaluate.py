@@ -124,11 +124,17 @@ def fresh_text(settings: EvaluateSettings, corpus: ckpt.Corpus, tokens: np.ndarr
     baseline, scored_by = (ckpt.load_checkpoint(str(path)) for path in (settings.baseline, settings.reward_model_path))
     reference = ckpt.build_model(baseline, "generator", str(settings.baseline), device)
     reward_model = ckpt.build_model(scored_by, "reward", str(settings.reward_model_path), device)
+    if scored_by["config"].mode != "reward":
+        raise UserError(f"ERROR: {settings.reward_model_path} holds a generator: name a reward model's checkpoint")
+    if len(tokens) < reference.config.block_size:
+        need = f"{reference.config.block_size} tokens, more than {len(tokens):,}"
+        raise UserError(f"ERROR: prompts need text of {need}: use more data, or leave out reward_model_path")
     scorer, known = RewardScorer(reward_model, reference, select_dtype("auto", device)), None
     if settings.word_dataset is not None:
         read = ckpt.open_corpus(settings.word_dataset, 2, None)
-        known = frozenset(words_of(read.tokenizer.decode(read.train[:MAX_TOKENS].tolist())))
-    return PolicyEvaluation(scorer, corpus, CopyFinder(corpus.train), SEED, "fresh", tokens, FRESH_PROMPTS, known)
+        known = frozenset(words_of(read.tokenizer.decode(read.train[:MAX_TOKENS])))
+    text = tokens if settings.part == "whole" else validation_part(tokens, reference.config.block_size, settings.part)
+    return PolicyEvaluation(scorer, corpus, CopyFinder(corpus.train), SEED, "fresh", text, FRESH_PROMPTS, known)
 
 
 def main() -> None:

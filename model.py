@@ -279,6 +279,15 @@ class GPT(nn.Module):
         logits = self._head(x)
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
 
+    def pad_vocabulary(self, vocab_size: int) -> None:
+        """Add padding ids, which are never used, up to `vocab_size`: so do models whose sizes are rounded up."""
+        added, config = vocab_size - self.config.vocab_size, self.config
+        if added > 0:
+            self.config = replace(config, vocab_size=vocab_size, num_tokens=config.num_real_tokens)
+            self.lm_head.weight = nn.Parameter(F.pad(self.lm_head.weight.detach(), (0, 0, 0, added)))
+            own = nn.Parameter(F.pad(self.transformer.wte.weight.detach(), (0, 0, 0, added)))
+            self.transformer.wte.weight = self.lm_head.weight if config.tied_embeddings else own
+
     def crop_block_size(self, block_size: int) -> None:
         """Let the model take sequences of at most `block_size` tokens, no more than before."""
         self.config = replace(self.config, block_size=block_size)

@@ -54,6 +54,7 @@ SECTIONS: dict[str, tuple[str, Any]] = {  # of the settings file: the script tha
 }
 CONTROLS = ("control_plain", "control_distil")  # each is trained where the settings file has its section
 PREPARED = ("prepare", "prepare_natural")  # sections of the corpora, for a prepare.py
+GPT2_TOKENS = 50257
 NOT_COMPARED = {"device", "overwrite", "tracker", "wandb_log", "wandb_project"}  # with others a stage is the same
 
 
@@ -139,7 +140,9 @@ class Stage:
         """What it found, from what it made."""
         if self.artefact.suffix == ".json":
             contents = read_json(self.artefact)
-            return contents if self.kind == "gate" else {Path(path).stem: each for path, each in contents.items()}
+            own = self.artefact.parent  # a natural model that lies elsewhere has any name
+            names = {path: Path(path).stem if Path(path).parent == own else "natural_model" for path in contents}
+            return contents if self.kind == "gate" else {names[path]: each for path, each in contents.items()}
         found = load_checkpoint(self.artefact)["training"] if self.artefact.suffix == ".pt" and self.section else {}
         return {name: each for name, each in found.items() if name not in ("settings", "batches")}
 
@@ -169,7 +172,8 @@ class Loop:
         yield Stage("base", 0, "train", self.base(1), {**self.data, "init_from": self.sections["train"].init_from})
         trunk: dict[str, Any] = {"natural_model_path": self.natural} if self.natural else {}
         if self.sections["train_reward_model"].head == "likelihood" and not trunk:
-            start = self.config.get("natural_model", {}).get("init_from", self.base(1))
+            other = "scratch" if self.natural_data != self.data else self.base(1)  # which learned other text
+            start = self.given("natural_model", "init_from", other)
             path = self.out / "natural_model_v1.pt"
             yield Stage("natural_model", 0, "natural_model", path, {**self.natural_data, "init_from": start})
             trunk = {"natural_model_path": path}
@@ -203,27 +207,46 @@ class Loop:
         """What a policy is compared with: its start, or a new model, trained otherwise."""
         cycle, stages = policy.cycle, []
         last = self.out / f"control_plain_v{cycle}.pt" if cycle > 1 else self.base(1)
-        start = {"init_from": self.config.get("control_plain", {}).get("init_from", last)}
+        start = self.given("control_plain", "init_from", last)
+        # A new model has the steps of all cycles so far.
+        steps = {"max_iters": cycle * self.sections["control_plain"].max_iters} if start == "scratch" else {}
         allowed = {"allow_unpredictive_reward": True}  # the policy's gate was open, or that is allowed
-        for kind, reads, options in zip(CONTROLS, ({**self.data, **start}, policy.inputs), ({}, allowed), strict=True):
-            if self.cycles.controls and kind in self.config:
-                stages.append(Stage(kind, cycle, kind, self.out / f"{kind}_v{cycle + 1}.pt", reads, options))
+        reads = {**self.data, "init_from": start}, policy.inputs
+        for kind, inputs, options in zip(CONTROLS, reads, (steps, allowed), strict=True):
+            fits = kind != "control_distil" or self.sections["train_reward_model"].head == "likelihood"
+            if self.cycles.controls and kind in self.config and fits:
+                stages.append(Stage(kind, cycle, kind, self.out / f"{kind}_v{cycle + 1}.pt", inputs, options))
         return stages
+
+    def given(self, section: str, name: str, default: Any) -> Any:
+        """A setting as the settings file or the command line has it; the default where neither does."""
+        words = " ".join(self.own.get(section, ())).replace("-", "_")
+        is_given = name in self.config.get(section, {}) or f"__{name}" in words
+        return getattr(self.sections[section], name) if is_given else default
 
     def _evaluation(self, cycle: int, kind: str, models: Iterable[Path | str]) -> Stage:
         """Calibrated losses on test.bin, or where there is none on the report part, and figures of fresh text."""
         path = self.out / f"{kind}_v{cycle + 1}.json"
         reads = {**self.data, "checkpoints": tuple(models), "baseline": self.base(cycle)}
         reads |= {"reward_model_path": self.out / f"reward_model_v{cycle}.pt"}
+        reads |= {"word_dataset": self.natural_data["dataset"]}
         has_test = (self.data["dataset"] / "test.bin").is_file()
-        options = {"calibrate": True, "word_dataset": self.natural_data["dataset"]}
+        options: dict[str, Any] = {"calibrate": True}
         options |= {"split": "test"} if has_test else {"part": "report"}
         return Stage(kind, cycle, "evaluate", path, reads, options)
 
     def check(self) -> None:
         """Raise UserError that names everything wrong with any stage's settings: now, not when it is reached."""
         problems, there = Problems(), str(ROOT / "run_cycles.py")  # stands in for inputs that are not made yet
-        for stage in self.stages(Ledger()):
+        stages = list(self.stages(Ledger()))
+        for section, words in self.own.items():
+            found = [stage for stage in stages if stage.section == section]
+            unread = bool(words) and not found and section in SECTIONS
+            problems.require(not unread, f"--{section}...: no stage of this run reads it", "Leave it out")
+            fixed = {name for stage in found for name in stage.given} - {"init_from", "max_iters"}
+            for name in (word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words):
+                problems.require(name not in fixed, f"--{section}.{name}: this run sets it itself", "Leave it out")
+        for stage in stages:
             reads: dict[str, Any] = {n: each if each == "scratch" else there for n, each in stage.inputs.items()}
             reads |= {"checkpoints": (there,)} if "checkpoints" in reads else {}
             given = {name: str(each) if isinstance(each, Path) else each for name, each in stage.given.items()}
@@ -248,6 +271,7 @@ def prepare_corpus(folder: Path, config: list[str], section: str) -> None:
 def make(stage: Stage, ledger: Ledger, loop: Loop, config: list[str]) -> bool:
     """Make a stage and record it, unless that is done; returns whether it was made."""
     name, now, state = stage.artefact.stem, stage.identity(loop.sections), stage.artefact.with_suffix(".resume")
+    ledger.recall(name)
     then, difference = ledger.records.get(name, {}), ledger.difference(name, now)
     if then and not difference and "seconds" in then and stage.artefact.exists():
         return False
@@ -273,18 +297,26 @@ def make(stage: Stage, ledger: Ledger, loop: Loop, config: list[str]) -> bool:
     return True
 
 
-def own_text(settings: CycleSettings, out: Path) -> dict[str, list[str]]:
+def own_text(settings: CycleSettings) -> dict[str, list[str]]:
     """Make the corpora of texts of the user's, and name them in the settings; the options of sizes, by section."""
-    tokenizer = None
-    if settings.natural_model is not None:  # all models read its tokens
-        record = load_checkpoint(settings.natural_model)["tokenization"]
+    tokenizer, longest, path = None, None, settings.natural_model
+    if path is not None:  # all models read its tokens
+        contents = load_checkpoint(path)
+        record, longest = contents["tokenization"], contents["config"].block_size
+        if record is None and contents["config"].num_real_tokens != GPT2_TOKENS:
+            rule = f"it does not say how its text is tokenized, and has not GPT-2's {GPT2_TOKENS} tokens"
+            raise UserError(f"ERROR: natural_model={path}: {rule}: name one that does, or use --natural_text")
         tokenizer = TokenizationManager.from_record(record) if record else TokenizationManager("bpe")
-    *corpora, size, vocab_size = make_corpora(settings.text, settings.natural_text, tokenizer, out)
+    *corpora, size = make_corpora(settings.text, settings.natural_text, tokenizer, Path(str(settings.out_dir)))
     settings.dataset, settings.natural_dataset = map(str, corpora)
-    sizes = sizes_for(size, vocab_size, bool(settings.natural_text or settings.natural_model))
-    options = "; ".join(f"{name} {' '.join(words)}" for name, words in sizes.items())
-    say(f"Sizes for a text of {size:,} characters: {options}")
-    return sizes
+    vocab_size = TokenizationManager(data_path=corpora[0]).vocab_size
+    return sizes_for(size, vocab_size, bool(settings.natural_text or path), longest)
+
+
+def read_sections(config: list[str], own: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The settings of every section of SECTIONS, from the settings file and the command line."""
+    words = {name: [*config, "--section", name, *own.get(name, ())] for name in SECTIONS}
+    return {name: parse_settings(kind, script, words[name], check=False) for name, (script, kind) in SECTIONS.items()}
 
 
 def main() -> None:
@@ -295,13 +327,15 @@ def main() -> None:
     config, contents = (["--config", path], read_config(path)) if path else ([], {})
     settings.out_dir = settings.out_dir or f"out/{Path(settings.text[0] if settings.text else path or 'cycles').stem}"
     out = Path(settings.out_dir)
-    sizes = own_text(settings, out) if settings.text else {}
-    sections = dict[str, Any]()
-    for name, (script, kind) in SECTIONS.items():
-        own[name] = [*(sizes.get(name, ()) if is_sized else ()), *own.get(name, ())]
-        sections[name] = parse_settings(kind, script, [*config, "--section", name, *own[name]], check=False)
-    loop = Loop(settings, sections, contents, own)
-    loop.check()
+    loop = Loop(settings, read_sections(config, own), contents, own)
+    loop.check()  # before anything is made
+    hold_output(out / "cycles.json")
+    if settings.text:
+        sizes = own_text(settings)
+        if is_sized:
+            say("; ".join(f"{name} {' '.join(words)}" for name, words in sizes.items()))
+            own |= {name: [*words, *own.get(name, ())] for name, words in sizes.items()}
+        loop = Loop(settings, read_sections(config, own), contents, own)
 
     corpora = {"prepare": ("dataset", loop.data), "prepare_natural": ("natural_dataset", loop.natural_data)}
     for section, (name, read) in corpora.items():
@@ -310,7 +344,6 @@ def main() -> None:
             is_named = contents.get("run_cycles", {}).get(name) == getattr(settings, name)
             words = [*config, *own.get(section, ())]
             prepare_corpus(read["dataset"], words, section if section in contents and is_named else "")
-    hold_output(out / "cycles.json")
     planned = [stage.artefact.stem for stage in loop.stages(Ledger())]
     counts = [(each["dataset"] / "train.bin").stat().st_size // 2 for each in (loop.data, loop.natural_data)]
     about = {"train_tokens": counts[0], "natural_tokens": counts[1], "planned": planned}

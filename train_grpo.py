@@ -41,7 +41,7 @@ BETA = 0.04  # weight of the KL penalty where the reward holds no KL
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)  # losses as they are
 FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "group_std")  # beside the progress bar
 # ignored with credit=exact
-SAMPLED_ONLY = ("importance_level", "epsilon", "epsilon_high", "advantage_scale", "beta", "kl_estimator")
+SAMPLED_ONLY = ("reward", "importance_level", "epsilon", "epsilon_high", "advantage_scale", "beta", "kl_estimator")
 
 LOSS_NOTE = "The loss is near 0 by construction: advantages are relative to their group. Watch reward and KL."
 FLAT_NOTE = "the rewards of every group are equal: this step teaches nothing; use more completions, or finer rewards"
@@ -122,7 +122,7 @@ class GRPOSettings(Settings):
         either = "Name the checkpoint with --reward_model_path, or a function of your own with --reward_function"
         problems.require(bool(function or model), "reward_model_path is required", either)
         unused = dict.fromkeys(SAMPLED_ONLY if exact else ("kl", "prefixes"), f"credit={self.credit}")
-        unused |= {} if model else dict.fromkeys(("gate_path", "reward_threshold"), "a reward_function alone")
+        unused |= {} if model else dict.fromkeys(("gate_path", "reward_threshold", "reward"), "a reward_function alone")
         for name, other in unused.items():
             is_default = getattr(self, name) == getattr(type(self), name)
             problems.require(is_default, f"{name}={getattr(self, name)} is ignored with {other}", f"Leave out {name}")

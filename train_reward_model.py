@@ -165,6 +165,7 @@ def load_natural_model(path: str, base: Mapping, base_sha256: str, metadata: Map
     checkpoint.check_same_tokens(contents["tokenization"], base["tokenization"], path, role)
     checkpoint.check_unseen(contents["data"], metadata, path)
     model.crop_block_size(min(model.config.block_size, base["config"].block_size))
+    model.pad_vocabulary(base["config"].vocab_size)
     check_same_fields(model.config, base["config"], path, role)
     return model
 

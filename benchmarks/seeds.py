@@ -62,10 +62,14 @@ def main() -> None:
         ledger = Ledger(out)
         models = measured(ledger, 1)
         for arm, name in ARMS.items():
-            figures = {**models[name], "ceiling": share_of_ceiling(models, models[name]) or math.nan}
+            if name not in models:
+                raise UserError(
+                    f"ERROR: seed {seed}: {out} has no {name}: its gate is closed, or controls are left out"
+                )
+            figures = {"ceiling": share_of_ceiling(models, models[name]), **models[name]}
             figures["seconds"] = seconds_of(ledger, ledger.records[name])
             for each in FIGURES:
-                found[arm][each].append(figures[each])
+                found[arm][each].append(math.nan if figures[each] is None else figures[each])
     print(f"\n| arm | {' | '.join(FIGURES)} |\n|{' --- |' * (1 + len(FIGURES))}")
     for arm, columns in found.items():
         print(f"| {arm} | {' | '.join(interval(values) for values in columns.values())} |")

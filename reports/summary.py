@@ -19,10 +19,7 @@ from reward.skill import MIN_BLOCKS, better_than_constant, bootstrap_mean, forma
 
 Record = Mapping[str, Any]
 ARMS = ("base", "natural_model", "policy", "control_plain", "control_distil")
-BEFORE = {  # the stages without which an arm would not be, beside the generator
-    "policy": ("natural_model", "reward_data", "reward_model", "gate", "policy"),
-    "control_distil": ("natural_model", "reward_data", "reward_model", "gate", "control_distil"),
-}
+BEFORE = ("natural_model", "reward_data", "reward_model", "gate", "policy")  # stages of a policy, by kind
 HEADS = (
     *("model", "loss", "calibrated loss", "policy - it", "verdict on the policy", "of the ceiling", "P(natural)"),
     *("unknown words", "distinct-3", "KL to the start", "kept", "seconds"),
@@ -42,8 +39,9 @@ class Ledger:
         contents = read_json(self.path) if out is not None and self.path.is_file() else {"about": {}, "stages": []}
         try:
             self.about, self.outcome = about or contents["about"], "unfinished"
+            self.aside: dict[str, dict[str, Any]] = {each["name"]: each for each in contents.get("aside", ())}
             self.records: dict[str, dict[str, Any]] = {each["name"]: each for each in contents["stages"]}
-            for each in self.records.values():
+            for each in (*self.records.values(), *self.aside.values()):
                 self._compared(each)
         except (KeyError, TypeError):
             raise UserError(f"ERROR: {self.path} is no ledger of this version: use another --out_dir") from None
@@ -75,20 +73,32 @@ class Ledger:
         self._write()
 
     def end(self, reached: list[str], failed: str = "") -> None:
-        """Note how the run ended; records of stages that a finished run did not reach go."""
+        """Note how the run ended; records of stages that a finished run did not reach are put aside."""
         self.outcome = f"failed in {failed}" if failed else "finished"
         if not failed:
+            self.aside |= {name: self.records[name] for name in self.records if name not in reached}
             self.records = {name: self.records[name] for name in reached}
         self._write()
 
+    def recall(self, name: str) -> None:
+        """Bring back the record of a stage that an earlier run made and a later one did not reach."""
+        if name not in self.records and name in self.aside:
+            self.records[name] = self.aside.pop(name)
+
     def _write(self) -> None:
-        stages = list(self.records.values())
-        write_json(self.path, {"about": self.about, "outcome": self.outcome, "stages": stages})
+        parts = {"stages": list(self.records.values()), "aside": list(self.aside.values())}
+        write_json(self.path, {"about": self.about, "outcome": self.outcome, **parts})
 
 
 def predicts(skill: Record) -> bool:
     """Whether the R2 of a reward model is shown to be above 0."""
     return better_than_constant(skill["r2_low"])
+
+
+def last_cycle(ledger: Ledger) -> int:
+    """The last cycle whose policy was trained and evaluated; 0 without any."""
+    trained = {each["cycle"] for each in ledger.find("policy") if each["script"]}
+    return max((each["cycle"] for each in ledger.find("evaluation") if each["cycle"] in trained), default=0)
 
 
 def measured(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
@@ -113,16 +123,20 @@ def verdict(figures: Record) -> str:
 
 
 def seconds_of(ledger: Ledger, record: Record) -> float:
-    """The seconds of a stage and, of an arm that needs them, of the stages before it in its cycle."""
-    kinds, cycle = BEFORE.get(record["kind"], (record["kind"],)), record["cycle"]
-    others = [each for kind in kinds for each in ledger.find(kind) if each["cycle"] in (0, cycle)]
-    return sum(each["seconds"] for each in others) if record["kind"] in BEFORE else record["seconds"]
+    """Seconds of a stage; of a policy, or control_distil in its place, with all that it needs but the base model."""
+    if record["kind"] not in ("policy", "control_distil"):
+        return record["seconds"]
+    needed = [each for kind in BEFORE for each in ledger.find(kind) if each["cycle"] <= record["cycle"]]
+    here = ("policy", record["cycle"])
+    return record["seconds"] + sum(each["seconds"] for each in needed if (each["kind"], each["cycle"]) != here)
 
 
 def headline(ledger: Ledger) -> list[str]:
     """Three lines: what was trained on what; the gain over the best control; P(natural), KL and seconds."""
     settings, bases, policies = ledger.about["settings"], ledger.find("base"), ledger.find("policy")
-    dataset, other = (Path(settings[name] or settings["dataset"]).name for name in ("dataset", "natural_dataset"))
+    folders = [settings["dataset"], settings["natural_dataset"] or settings["dataset"]]
+    named = settings["text"] or folders[:1], settings["natural_text"] or folders[1:]
+    dataset, other = (", ".join(Path(path).name for path in paths) for paths in named)
     start = "" if ledger.outcome == "finished" else f"Run {ledger.outcome}: "
     if not bases:
         return [f"{start}nothing is trained yet."]
@@ -131,22 +145,23 @@ def headline(ledger: Ledger) -> list[str]:
         lines[0] += f", and rewarded by {settings['natural_model']}"
     elif ledger.find("natural_model"):
         lines[0] += f", its natural model on {ledger.about['natural_tokens']:,} of {other}"
-        lines[0] += " (the same text: little may come of it)" if dataset == other else ""
+        lines[0] += " (the same text: little may come of it)" if folders[0] == folders[1] else ""
     for gate in ledger.find("gate")[-1:]:
         finding = "predicts K/N" if predicts(gate["figures"]) else "is not shown to predict K/N"
         lines[0] += f"; the reward model {finding} (R2 {format_figure(gate['figures'], 'r2', '.3f')})"
-    if policies and not policies[-1]["script"]:
-        return [*lines, "GRPO did not start, and the generator is carried on unchanged."]
-    cycle = max((each["cycle"] for each in ledger.find("evaluation")), default=0)
+    cycle = last_cycle(ledger)
     found, policy = measured(ledger, cycle), f"base_model_v{cycle + 1}"
-    if policy not in found:
-        return [*lines, "The policy is not trained yet."]
+    carried = "GRPO did not start, and the generator is carried on unchanged"
+    if not cycle:
+        is_carried = policies and not policies[-1]["script"]
+        return [*lines, f"{carried}." if is_carried else "The policy is not trained yet."]
     controls = {name: each for name, each in found.items() if name.startswith("control_")}
     best = min(controls, key=lambda name: controls[name]["calibrated_loss"], default="")
     compared = dict.fromkeys(["base_model_v1", *([best] if best else [])])
     texts = [f"{relation(found, policy, name)}{' (the best control)' if name == best else ''}" for name in compared]
     coming = [name for name in ledger.about["planned"] if name == f"controls_v{cycle + 1}" and name not in controls]
     texts += [] if best else ["controls are coming" if coming else "there are no controls"]
+    texts += [] if policies[-1]["script"] else [f"in cycle {policies[-1]['cycle']} {carried}"]
     lines.append(f"After {cycle} of {settings['num_cycles']} cycles the policy is {'; '.join(texts)}.")
     ours, start_ = found[policy], found["base_model_v1"]
     rewards = f"P(natural) of its fresh text {start_['fresh_reward']:.3f} -> {ours['fresh_reward']:.3f}"
@@ -165,9 +180,11 @@ def relation(found: Mapping[str, Record], policy: str, other: str) -> str:
 
 def table(ledger: Ledger) -> list[dict[str, str]]:
     """The rows, a text by head: the first generator, the natural model, each policy, and below it its controls."""
-    rows, last = [], max((each["cycle"] for each in ledger.find("evaluation")), default=0)
+    rows, last = [], last_cycle(ledger) or 1
+    given = {"name": "natural_model", "kind": "natural_model", "cycle": 0, "figures": {}, "seconds": 0.0}
+    others = [given] if "natural_model" in measured(ledger, last) else []  # one that was there
     for kind in ARMS:
-        for record in ledger.find(kind):
+        for record in [*ledger.find(kind), *(others if kind == "natural_model" else [])]:
             cycle = record["cycle"] or last
             found, name, trained = measured(ledger, cycle), record["name"], record["figures"]
             policy, own = f"base_model_v{cycle + 1}", found.get(name)
@@ -191,18 +208,18 @@ def table(ledger: Ledger) -> list[dict[str, str]]:
 
 def share_of_ceiling(found: Mapping[str, Record], own: Record) -> float | None:
     """(generator - model) / (generator - natural model) in calibrated loss; None without a better natural model."""
-    names = [name for name in found if name not in ("base_model_v1",) and not name.startswith(("base_", "control_"))]
-    if not names:
+    natural, start = (next((found[n] for n in found if n.startswith(each)), None) for each in ("natural", "base"))
+    if natural is None or start is None or verdict(difference(natural, start)) != "better":
         return None
-    start, top = (found[name]["calibrated_loss"] for name in ("base_model_v1", names[0]))
-    return (start - own["calibrated_loss"]) / (start - top) if top < start else None
+    first, last = start["calibrated_loss"], natural["calibrated_loss"]
+    return (first - own["calibrated_loss"]) / (first - last)
 
 
 def completions(ledger: Ledger) -> dict[str, str]:
     """One prompt, and how generator and policy go on, by title; empty before the policy was evaluated."""
-    cycle = max((each["cycle"] for each in ledger.find("evaluation")), default=0)
+    cycle = last_cycle(ledger)
     found, policy = measured(ledger, cycle), f"base_model_v{cycle + 1}"
-    if policy not in found:
+    if not cycle:
         return {}
     texts = {name: found[name]["completions"][0] for name in dict.fromkeys(("base_model_v1", policy))}
     return {"prompt": found[policy]["prompts"][0], **texts}
@@ -212,6 +229,7 @@ def notes(ledger: Ledger) -> list[str]:
     """What the table has no columns for."""
     lines = ["policy - it: the policy's calibrated loss minus that of the row; ceiling: the natural model's loss."]
     lines += ["seconds: of policies and control_distil with natural and reward model, after the generator."]
+    lines += ["P(natural), KL: by the reward model of the cycle, and to its start."] if last_cycle(ledger) > 1 else []
     for policy in ledger.find("policy"):
         if policy["script"]:
             how = "exact gradient over the vocabulary, not group-relative advantages"

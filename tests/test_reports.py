@@ -45,6 +45,7 @@ def make_ledger(out: Path | None = None, **changes) -> Ledger:
         **{"control_distil_v2": ("control_distil", {}), "controls_v2": ("controls", CONTROLS)},
     }
     settings = {"dataset": "data/plays", "natural_dataset": "lib", "natural_model": None, "num_cycles": 1}
+    settings |= {"text": [], "natural_text": []}
     about = {"settings": settings, "train_tokens": 123456, "natural_tokens": 7890, "planned": list(stages)}
     ledger = Ledger(out, about)
     for name, (kind, figures) in stages.items():

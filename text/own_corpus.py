@@ -14,54 +14,67 @@ from common.process import UserError
 from text.encode_texts import find_texts, joined_pieces, prepare_texts
 from tokenization_manager import TokenizationManager
 
-OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/own_text.py")  # the recipe whose sizes are set here
-LEAST = 25_000  # characters of a text: of fewer the gate has too few blocks
-LONG = 1_000_000  # characters: a longer text is not learned by heart, and needs no dropout
-MANY_TOKENS = 1000
-CONTEXTS = ((100_000, 128), (50_000, 64), (LEAST, 32))  # block_size of a text of so many characters at least
+OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library_cpu.py")  # the recipe
+LONG = 1_000_000  # tokens: a longer text is not learned by heart, and needs no dropout
+MANY_TOKENS = 1000  # in the vocabulary
+LEAST = 25_000  # tokens of a text: of fewer the gate has too few blocks
+CONTEXTS = ((100_000, 128), (50_000, 64), (LEAST, 32))  # block_size for texts of so many tokens at least
 
 
 def make_corpora(
     text: Sequence[str], natural_text: Sequence[str], tokenizer: TokenizationManager | None, out: Path
-) -> tuple[Path, Path, int, int]:
-    """Make out/corpus and out/natural_corpus unless these texts are there; both, the text's characters, the vocabulary.
+) -> tuple[Path, Path, int]:
+    """Make out/corpus and out/natural_corpus unless these texts are there; returns both, and the text's tokens.
 
-    Without natural texts both are one. tokenizer None: characters. Raises UserError for a text that is too short, or
-    that is a natural text too.
+    Without natural texts both are one. tokenizer None: characters. Raises UserError for a text that is too short, that
+    is a natural text too, or that has characters which the tokenizer does not know.
     """
     own, natural = find_texts(text), find_texts(natural_text) if natural_text else []
-    if {path.resolve() for path in own} & {path.resolve() for path in natural}:
-        raise UserError("ERROR: a text is in text and in natural_text: the natural model would know the test text")
-    texts, size = [*natural, *own], sum(map(len, joined_pieces(own)))
-    if size < LEAST:
-        raise UserError(f"ERROR: the text has {size:,} characters, and {LEAST:,} are needed: add text")
-    before, tenth = sum(map(len, joined_pieces(texts))) - size, size // 10
-    held_out = [("val", tenth), ("test", tenth)]
+    texts, hashes = [*natural, *own], [hash_file(path) for path in [*natural, *own]]
+    if both := set(hashes[: len(natural)]) & set(hashes[len(natural) :]):
+        twice = texts[hashes.index(both.pop())]
+        raise UserError(f"ERROR: {twice} is in text and in natural_text: the natural model would know the test text")
+    if tokenizer is not None and tokenizer.chars is not None:
+        found = set().union(*joined_pieces(texts)) - set(tokenizer.chars)
+        if found:
+            unknown = f"the natural model does not know the characters {' '.join(map(ascii, sorted(found)[:10]))}"
+            raise UserError(f"ERROR: {unknown}: replace them in the text, or use --natural_text")
     folder, natural_folder = out / "corpus", out / ("natural_corpus" if natural else "corpus")
     known = None if tokenizer is None else tokenizer.to_record()
-    record = {"texts": {str(path): hash_file(path) for path in texts}, "natural": len(natural), "tokenizer": known}
+    names = [[str(path), digest] for path, digest in zip(texts, hashes, strict=True)]
+    record = {"texts": names, "natural": len(natural), "tokenizer": known}
     made, is_made = out / "texts.json", all((each / "test.bin").is_file() for each in (folder, natural_folder))
     if not (is_made and made.is_file() and read_json(made) == record):
+        made.unlink(missing_ok=True)
+        size = sum(map(len, joined_pieces(own)))
+        before, tenth = sum(map(len, joined_pieces(texts))) - size, size // 10
+        held_out = [("val", tenth), ("test", tenth)]
         prepare_texts(texts, folder, tokenizer, [("", before), ("train", size - 2 * tenth), *held_out])
         if natural:
             prepare_texts(texts, natural_folder, tokenizer, [("train", before), ("", size - 2 * tenth), *held_out])
         write_json(made, record)
-    return folder, natural_folder, size, TokenizationManager(data_path=folder).vocab_size
+    length = sum((folder / f"{part}.bin").stat().st_size // 2 for part in ("train", "val", "test"))
+    if length < LEAST:
+        raise UserError(f"ERROR: the text has {length:,} tokens, and {LEAST:,} are needed: add text")
+    return folder, natural_folder, length
 
 
-def sizes_for(size: int, vocab_size: int, has_natural: bool) -> dict[str, list[str]]:
-    """Options, by section of OWN_TEXT, for a text of so many characters; `has_natural`: with other text's knowledge.
+def sizes_for(size: int, vocab_size: int, has_natural: bool, longest: int | None = None) -> dict[str, list[str]]:
+    """Options, by section of OWN_TEXT, for a text of so many tokens; `has_natural`: with other text's knowledge.
 
     Fewer steps for short texts, which are soon learned by heart, and for large vocabularies, whose steps take longer.
+    `longest`: the context of a natural model that is there.
     """
     share = min(1.0, size / CONTEXTS[0][0]) / (2 if vocab_size > MANY_TOKENS else 1)
-    block_size = next(length for least, length in CONTEXTS if size >= least)
-    steps = {"train": 4000, "natural_model": 1200 if has_natural else 1800, "control_plain": 10_000}
+    block_size = min(next(length for least, length in CONTEXTS if size >= least), longest or CONTEXTS[0][1])
+    steps = {"train": 4000, "control_plain": 10_000}
+    steps |= {} if longest else {"natural_model": 1200 if has_natural else 1800}
     sizes = {}
     for name, number in steps.items():
         sizes[name] = [f"--block_size={block_size}", f"--batch_size={2048 // block_size}"]  # always as many tokens
         sizes[name] += [f"--max_iters={round(number * share)}"]
     for name in ("train", "control_plain") if size > LONG else ():
         sizes[name] += ["--dropout=0.0"]
-    sizes["natural_model"] += ["--dropout=0.2"] if not has_natural and size <= LONG else []
+    if not has_natural and size <= LONG:
+        sizes["natural_model"] += ["--dropout=0.2"]
     return sizes

@@ -180,9 +180,11 @@ class CopyFinder:
 
 def _grams(tokens: np.ndarray) -> np.ndarray:
     """Each run of GRAM tokens (n - GRAM + 1,) uint64; token ids have 16 bits."""
-    wide = tokens.astype(np.uint64)
-    runs = [wide[at : len(wide) - GRAM + 1 + at] << np.uint64(16 * (GRAM - 1 - at)) for at in range(GRAM)]
-    return np.bitwise_or.reduce(runs) if len(tokens) >= GRAM else wide[:0]
+    count = max(0, len(tokens) - GRAM + 1)
+    runs = np.zeros(count, np.uint64)
+    for at in range(GRAM):
+        runs = runs << np.uint64(16) | tokens[at : at + count].astype(np.uint64)
+    return runs
 
 
 def _as_text(ids: np.ndarray) -> str:
