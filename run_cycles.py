@@ -329,8 +329,8 @@ def main() -> None:
     out = Path(settings.out_dir)
     loop = Loop(settings, read_sections(config, own), contents, own)
     loop.check()  # before anything is made
-    hold_output(out / "cycles.json")
     if settings.text:
+        hold_output(out / "cycles.json")
         sizes = own_text(settings)
         if is_sized:
             say("; ".join(f"{name} {' '.join(words)}" for name, words in sizes.items()))
@@ -344,6 +344,8 @@ def main() -> None:
             is_named = contents.get("run_cycles", {}).get(name) == getattr(settings, name)
             words = [*config, *own.get(section, ())]
             prepare_corpus(read["dataset"], words, section if section in contents and is_named else "")
+    if not settings.text:
+        hold_output(out / "cycles.json")
     planned = [stage.artefact.stem for stage in loop.stages(Ledger())]
     counts = [(each["dataset"] / "train.bin").stat().st_size // 2 for each in (loop.data, loop.natural_data)]
     about = {"train_tokens": counts[0], "natural_tokens": counts[1], "planned": planned}

@@ -137,6 +137,7 @@ def test_patience_ends_a_run(options):
 def test_an_evaluation_reads_a_fixed_subset_and_gives_its_interval(monkeypatch, tmp_path, corpus):
     """Of the 52 blocks of 4 tokens of the select part 12, evenly spaced."""
     monkeypatch.setattr(train, "EVAL_TOKENS", 51)
+    monkeypatch.setattr(train.ckpt, "INTERVAL_CHARACTERS", 4)
     options = {**TINY_TRAIN, "block_size": 4, "dataset": corpus, "out_dir": tmp_path, "max_iters": 0}
     succeed("train", **options)
     path = tmp_path / "model_checkpoint.pt"
