@@ -241,8 +241,9 @@ class Loop:
         stages = list(self.stages(Ledger()))
         for section, words in self.own.items():
             found = [stage for stage in stages if stage.section == section]
-            unread = bool(words) and not found and section in SECTIONS
-            problems.require(not unread, f"--{section}...: no stage of this run reads it", "Leave it out")
+            is_control = section in CONTROLS and section not in self.config
+            way = f"The settings file has no section {section}: add it, or leave the option out"
+            problems.require(not (words and is_control), f"--{section}.{words and words[0][2:]}: nothing reads it", way)
             fixed = {name for stage in found for name in stage.given} - {"init_from", "max_iters"}
             for name in (word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words):
                 problems.require(name not in fixed, f"--{section}.{name}: this run sets it itself", "Leave it out")

@@ -107,11 +107,9 @@ def test_artefacts_and_ledger(unbroken, corpus):
         assert text in printed
 
 
-def test_the_page_is_there_before_the_controls(tmp_path, unbroken):
-    """It says that they are coming; without them it says so."""
+def test_the_page_that_comes_before_the_controls_says_so(unbroken):
     ledger = Ledger(unbroken[1])
-    for name in NAMES[7:]:
-        del ledger.records[name]
+    ledger.records = {name: ledger.records[name] for name in NAMES[:7]}
     assert headline(ledger)[1].endswith("controls are coming.")
     ledger.about["planned"] = NAMES[:7]
     assert headline(ledger)[1].endswith("there are no controls.")
@@ -302,3 +300,12 @@ def test_the_corpus_is_made_where_it_is_missing(tmp_path):
     assert (tmp_path / "made").read_text() == f"--config c.py --section=prepare --out_dir={tmp_path}"
     with pytest.raises(UserError, match="corpus ended with status 1"):
         run_cycles.prepare_corpus(tmp_path, ["--bad"], section="prepare")
+
+
+def test_options_that_nothing_reads_or_that_the_run_sets_itself_are_refused(tmp_path):
+    made, other = plan(tmp_path, CONFIG), plan(tmp_path, CONFIG + CONTROLS, controls=False)
+    made.own = {"control_plain": ["--seed=1"], "train": ["--dataset=x"]}
+    with pytest.raises(UserError, match=r"(?s)--control_plain.seed.*--train.dataset"):
+        made.check()
+    other.own = {"control_plain": ["--seed=1"], "natural_model": ["--init_from=scratch"]}
+    other.check()
