@@ -124,8 +124,6 @@ def load_state(path: str | Path, way: str = "name another file") -> dict[str, An
 def check_writable(path: str | os.PathLike, is_file: bool = False) -> str:
     """The obstacle to creating or replacing `path`, a folder or a file, as a sentence; empty without one."""
     path = Path(path).absolute()
-    if "\0" in str(path):
-        return f"{str(path)!r} is no path"
     if is_file and path.exists() and not path.is_file():
         return f"{path} is no file"
     ancestor = next(each for each in (path, *path.parents)[is_file:] if each.exists())

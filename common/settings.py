@@ -14,6 +14,7 @@ import difflib
 import io
 import math
 import operator
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -63,6 +64,7 @@ class Problems:
 
 BOUNDS = {"minimum": (">=", operator.ge), "maximum": ("<=", operator.le)}
 BOUNDS |= {"above": (">", operator.gt), "below": ("<", operator.lt)}
+NO_ARGUMENT = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # what os.fsencode and the system refuse
 
 
 def setting(default: Any, **rules: Any) -> Any:
@@ -133,6 +135,8 @@ def parse_settings(settings_class: type[S], script: str, argv: list[str] | None 
     if config is not None:
         argv = _options_of_file(config, section or script, known, script) + argv
     for word in argv:
+        if NO_ARGUMENT.search(word):
+            raise UserError(f"ERROR: {word!r}: no argument and no path can hold that character")
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name not in (*known, "help"):
             raise UserError(f"ERROR: {script}.py has no option --{name}{_nearest(name, known)}")

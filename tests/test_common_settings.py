@@ -67,6 +67,7 @@ def test_options_in_every_form():
         (["--compile"], "Missing value for argument '--compile'"),
         (["--contexts", "8", "x"], "['8', 'x']"),
         (["--config"], "argument --config: expected one argument"),
+        (["--model_path", "a\0b", "--optimizer", "\ud800"], "'a\\x00b': no argument and no path can hold"),
         (["absent.py"], "cannot read settings file absent.py: No such file"),
     ],
 )
