@@ -55,7 +55,7 @@ def test_sizes_follow_the_length():
     short, long = sizes_for(30_000, 90, True), sizes_for(2_000_000, 5000, False)
     assert short["train"] == ["--block_size=32", "--batch_size=64", "--max_iters=1200"]
     assert short["control_plain"][-1] == "--max_iters=3000" and long["control_plain"][-1] == "--dropout=0.0"
-    assert long["natural_model"] == ["--block_size=128", "--batch_size=16", "--max_iters=750"]
+    assert long["natural_model"] == ["--block_size=128", "--batch_size=16", "--max_iters=550"]
     assert sizes_for(60_000, 90, False)["natural_model"][-1] == "--dropout=0.2"
 
 

@@ -67,8 +67,9 @@ def sizes_for(size: int, vocab_size: int, has_natural: bool, longest: int | None
     """
     share, pace = min(1.0, size / CONTEXTS[0][0]), 2 if vocab_size > MANY_TOKENS else 1
     block_size = min(next(length for least, length in CONTEXTS if size >= least), longest or CONTEXTS[0][1])
-    steps = {"train": 4000 * share, "control_plain": 10_000 * share}
-    steps |= {} if longest else {"natural_model": 1200 if has_natural else 1500 * share}
+    is_brief = size > LONG or not has_natural  # whose evaluations, or natural model, take longer
+    steps = {"train": 4000 * share, "control_plain": (9000 if is_brief else 10_000) * share}
+    steps |= {} if longest else {"natural_model": 1100 * (1 if has_natural else share) if is_brief else 1200}
     sizes = {}
     for name, number in steps.items():
         sizes[name] = [f"--block_size={block_size}", f"--batch_size={2048 // block_size}"]  # always as many tokens
