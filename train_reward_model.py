@@ -6,8 +6,7 @@ In: a generator's checkpoint, its reward dataset and, for a likelihood head, a m
 Out: the reward model, and its skill on validation blocks that selected nothing: a picture (.png), records (.jsonl).
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,21 +19,19 @@ import reward_dataset_loader as loader
 from common.device import autocast, random_stream, seed_step, select_device, select_dtype
 from common.distributed import Ranks, parallel, start_ranks
 from common.files import hash_bytes, hash_file, hold_output
-from common.log import RunLog, check_finite, counted, format_size, say
+from common.log import RunLog, counted, format_size, say
 from common.process import Finished, UserError, run_main
 from common.settings import Problems, Settings, changeable, differing_settings, parse_settings, setting
 from model import GPT, check_same_fields
 from reports.figures import skill_picture, write_png
 from reward.heads import REWARD_MODELS, HeadRewardModel, LikelihoodRewardModel, RewardModel, make_reward_model
+from reward.mixture import Split, batch_of, batches_of, fit_mixture
 from reward.skill import better_than_constant, describe_skill, measure_skill, skill_figures
 from training import checkpoint
 from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
 
 WEIGHT_DECAY, GRAD_CLIP = 0.01, 1.0  # of AdamW, for matrices; the largest gradient norm
-MAX_MIXTURE, MOST_IN_MEMORY = 20.0, 2**30  # logit of the weight w of p; bytes of hidden states kept of a split
-
-Split = tuple[np.ndarray | Tensor, np.ndarray]  # token ids (n, N) or hidden states (n, ...), and labels (n, 2)
-LogProbs = tuple[Tensor, Tensor, Tensor]  # of p and q (n, N - 1); which tokens are natural
+MOST_IN_MEMORY = 2**30  # bytes of hidden states kept of a split
 
 
 @dataclass
@@ -187,63 +184,6 @@ def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT, meta
         model.transformer.h[n_layer - count :].requires_grad_(True)
         model.transformer.ln_f.requires_grad_(True)
     return model
-
-
-def batch_of(x: np.ndarray | Tensor, rows: np.ndarray | slice, model: RewardModel) -> Tensor:
-    """Rows of a memory map or a tensor, on the model's device; token ids as int64."""
-    part = torch.as_tensor(x[rows])
-    return (part.long() if part.dtype == torch.uint16 else part).to(next(model.parameters()).device)
-
-
-def batches_of(split: Split, model: RewardModel, description: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and labels of a split on the model's device, as many sequences at a time as fit."""
-    parts = np.array_split(np.arange(len(split[1])), -(-len(split[1]) // model.rows_at_a_time()))
-    for rows in counted(parts, len(parts), description):
-        yield batch_of(split[0], rows, model), batch_of(split[1], rows, model)
-
-
-def fit_mixture(model: LikelihoodRewardModel, select: Split, report: Split, loss_name: str) -> tuple[dict, Tensor]:
-    """Fit w to the labels; figures, and P(natural) (n,) of the report rows."""
-    natural, written, _ = log_probs = log_probs_of_split(model, select)
-    ratios = batch_of(natural - written, slice(None), model)
-    targets = batch_of(select[1], slice(None), model)
-    optimizer = torch.optim.LBFGS([model.mixture], max_iter=100, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model.loss(model.calibrated(ratios), targets, loss_name)
-        check_finite({"val_loss": loss.item(), "the logit of w": model.mixture.item()})
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    model.mixture.data.clamp_(-MAX_MIXTURE, MAX_MIXTURE)
-    val_loss, w = closure().item(), model.mixture.sigmoid().item()
-    figures = {"epoch": 1, "val_loss": val_loss, "mixture": w, **natural_losses(log_probs, w)}
-    natural, written, _ = log_probs = log_probs_of_split(model, report)
-    figures |= {f"report_{name}": loss for name, loss in natural_losses(log_probs, w).items()}
-    evidence = model.calibrated(batch_of(natural - written, slice(None), model)).detach()
-    return figures, torch.cat([model.share(part).cpu() for part in evidence.split(model.rows_at_a_time())])
-
-
-@torch.no_grad()
-def log_probs_of_split(model: LikelihoodRewardModel, split: Split) -> LogProbs:
-    """Log-probabilities float32 of a split's tokens but the first, on the CPU."""
-    with autocast(device := model.mixture.device, select_dtype("auto", device)):
-        batches = (model.log_probs(x) for x, _ in batches_of(split, model, "Log-likelihood ratios"))
-        parts = [[log_probs.cpu() for log_probs in each] for each in batches]
-    natural, written = map(torch.cat, zip(*parts, strict=True))
-    N = written.size(1) + 1
-    return natural, written, torch.arange(1, N) < torch.from_numpy(split[1][:, :1] * N).round()
-
-
-def natural_losses(log_probs: LogProbs, w: float) -> dict[str, float | None]:
-    """Mean losses in nats on natural tokens: of p, q and w p + (1 - w) q; None if infinite."""
-    natural, written, is_natural = log_probs
-    p, q, (log_w, log_rest) = natural[is_natural], written[is_natural], torch.tensor([w, 1 - w]).log()
-    mixed = {"natural": p, "generator": q, "mixture": torch.logaddexp(p + log_w, q + log_rest)}
-    means = {f"{name}_loss": -values.mean().item() for name, values in mixed.items()}
-    return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ GPT-2 has learned positions and transposed matrices. GPT-NeoX has rotary positio
 """
 
 import functools
+import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -38,12 +39,17 @@ RENAMED = {
 }
 
 
-def load_transformers() -> Any:
-    """The package transformers; raises UserError where it is not installed."""
+def installed(name: str) -> Any:
+    """A package that is optional; raises UserError where it is not installed."""
     try:
-        import transformers  # here, because it is optional
-    except ImportError:
-        raise UserError("ERROR: Hugging Face's form needs a package: pip install transformers==5.23.0") from None
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"ERROR: this needs {error.name}: pip install -r requirements-interop.txt") from None
+
+
+def load_transformers() -> Any:
+    """The package transformers, quiet; raises UserError where it is not installed."""
+    transformers = installed("transformers")
     transformers.utils.logging.disable_progress_bar()
     return transformers
 
