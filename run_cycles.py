@@ -334,7 +334,9 @@ def main() -> None:
         hold_output(out / "cycles.json")
         sizes = own_text(settings)
         if is_sized:
-            say("; ".join(f"{name} {' '.join(words)}" for name, words in sizes.items()))
+            say(
+                "Sizes, where you give none: " + "; ".join(f"{name} {' '.join(words)}" for name, words in sizes.items())
+            )
             own |= {name: [*words, *own.get(name, ())] for name, words in sizes.items()}
         loop = Loop(settings, read_sections(config, own), contents, own)
 

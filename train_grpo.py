@@ -387,7 +387,7 @@ def save_outcome(run: Run, kept: GPT, base: dict[str, Any], training: dict[str, 
         if (curves := grpo_curves(read_records(run.log_path), f"{run.output.stem}: GRPO")) is not None:
             write_png(curves, run.output.with_suffix(".png"))
     step, reason, window = training["kept_step"], training["stop_reason"], training["reward_steps"]
-    name = f"the policy of step {step}" if step else "the starting policy: none that broke no cap was better"
+    name = f"the policy of step {step}" if step else "the starting policy: no later one within the caps was better"
     say(f"\nStopped after {training['steps']} steps by {reason}; kept {name}")
     if window:
         first, last = training["first_reward"], training["last_reward"]

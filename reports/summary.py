@@ -144,8 +144,9 @@ def headline(ledger: Ledger) -> list[str]:
     if settings["natural_model"]:
         lines[0] += f", and rewarded by {settings['natural_model']}"
     elif ledger.find("natural_model"):
-        lines[0] += f", its natural model on {ledger.about['natural_tokens']:,} of {other}"
-        lines[0] += " (the same text: little may come of it)" if folders[0] == folders[1] else ""
+        read = f"{ledger.about['natural_tokens']:,} of {other}"
+        read = "the same ones: little may come of it" if folders[0] == folders[1] else read
+        lines[0] += f", its natural model on {read}"
     for gate in ledger.find("gate")[-1:]:
         finding = "predicts K/N" if predicts(gate["figures"]) else "is not shown to predict K/N"
         lines[0] += f"; the reward model {finding} (R2 {format_figure(gate['figures'], 'r2', '.3f')})"
