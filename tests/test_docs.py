@@ -53,7 +53,7 @@ SHRINK = {
 # Options of launchers and the campaign, and those of every script.
 KNOWN_OPTIONS = {"config", "section", "help", "standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"}
 KNOWN_OPTIONS |= {"master_port", "num_processes", "parts", "minutes", "kills", "train", "train_grpo", *SECTIONS}
-KNOWN_OPTIONS |= {"config_file", "whole", "gguf_file", "arm"}  # of accelerate, and of the example
+KNOWN_OPTIONS |= {"config_file", "whole", "gguf_file", "arm", "steps"}  # of accelerate, and of the example
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 

@@ -133,7 +133,7 @@ def test_without_transformers_one_line_says_what_to_install(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "config.json").write_text("{}")
     for options in ({"checkpoint_path": tmp_path}, {"checkpoint_path": generator, "output_dir": tmp_path / "out"}):
-        assert "pip install transformers==5.23.0" in refuse_in_one_line(EXPORT, **options)
+        assert "needs transformers: pip install -r requirements-interop.txt" in refuse_in_one_line(EXPORT, **options)
     assert not (tmp_path / "out").exists()
 
 
