@@ -167,7 +167,7 @@ def prune(whole: Any, drop: tuple[int, ...]) -> Any:
 def paragraphs() -> list[str]:
     """English paragraphs of the descriptions of the installed packages: of words, without code."""
     found = set()
-    for package in sorted(distributions(), key=lambda each: each.name or ""):
+    for package in distributions():
         for part in str(package.metadata.get_payload() or package.metadata.get("Description", "")).split("\n\n"):
             words, text = part.split(), " ".join(part.split())
             plain = sum(word.strip(".,;:()'\"`*[]").isalpha() for word in words)
