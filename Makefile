@@ -59,10 +59,9 @@ bench-grpo: setup ## time a GRPO step with either reward model against TRL's (in
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/grpo.py $(ARGS)
 
-bench-reward-models: setup ## measure every reward model, by itself and against the exact posterior
+bench-reward-models: setup ## measure every reward model
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/reward_models.py $(ARGS)
-	$(PYTHON) benchmarks/oracle.py
 
 bench-training: setup ## time train.py beside nanoGPT's, start-up and memory
 	$(PYTHON) data/shakespeare_char/prepare.py

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Lines, as `wc -l` counts them, of Python and of the page's template.
-LINES = {"root": 3190, "product": 8420, "benchmarks": 1500, "examples": 310, "tests": 9240, "tests/campaign": 2000}
+LINES = {"root": 3190, "product": 8420, "benchmarks": 1560, "examples": 310, "tests": 9240, "tests/campaign": 2000}
 MOST_OF_A_FILE, MOST_OF_A_FUNCTION, MOST_ROOT_FILES, MOST_FOLDERS = 420, 80, 14, 8
 OPTIONS = {  # of a script: its settings and how many they may be
     "train": ("TrainSettings", 33),
