@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT := Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -36,15 +37,15 @@ from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo import policy_evaluation, rollouts
 from losses import token_log_probs
+from reports.figures import write_png
 from reward.frozen_scorer import RewardScorer, Scores
-from reward.posterior import crossover_loss, natural_probabilities
+from reward.posterior import crossover_loss, natural_share
 from reward.skill import area_under_curve
 from text.calibration import calibrated_losses, fit_calibration, log_probs_at
 from text.sample_quality import distinct_n, unknown_words, words_of
 from training.checkpoint import build_model, load_checkpoint, open_corpus
 
 CURVE_ROWS = 300  # rows of a point of a curve: the first half of each is natural, the second written
-WORKERS = 2  # processes at a time, of a thread each
 HEAD_ROWS, RIDGE = 600, 1.0  # sequences that the small head is fitted to, and the weight of its squared norm
 
 
@@ -213,8 +214,7 @@ class CorrectedScorer(RewardScorer):
     def __call__(self, ids: Tensor, *further: Any) -> Scores:
         scores = super().__call__(ids, *further)
         evidence = scores.evidence + self.features(ids) @ self.weights
-        shares = natural_probabilities(pad(evidence, (1, 0)))
-        return replace(scores, evidence=evidence, natural=shares.mean(1), by_token=shares[:, 1:])
+        return replace(scores, evidence=evidence, natural=natural_share(pad(evidence, (1, 0))))
 
 
 def train_policy(lab: Lab, seed: int, given: dict[str, Any], folder: Path, path: Path) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def train_policy(lab: Lab, seed: int, given: dict[str, Any], folder: Path, path:
     gate: dict[str, Any] = {}
     scorer: Any = {"placebo": PlaceboScorer, "head": corrected}.get(exchange, RewardScorer)
     exchanged: dict[str, Any] = {"sample": draw, "RewardScorer": scorer}
-    if exchange == "teacher":  # every token of its text weighs the same: supervised training
+    if exchange == "teacher":  # its text is learned, every sequence with the same weight
         exchanged["advantages_of"] = lambda rows, *_: (torch.ones(rows.mask.shape), 0.0)
     kept_by: dict[str, Any] = {"selection_value": lambda figures, _: figures["calibrated_loss"]}
     kept_by |= {"PolicyEvaluation": CalibratedEvaluation, "passes_gate": lambda skill, *_: not gate.update(skill)}
@@ -311,8 +311,7 @@ def interval(values: list[float]) -> tuple[float, float, float, float]:
     """Mean over seeds, its 95% interval by Student's t, and the two-sided p of a mean of 0; NaN of fewer than two."""
     sample, n = np.asarray(values), len(values) - 1
     mean, error = sample.mean(), sample.std(ddof=1) / np.sqrt(len(sample)) if n else np.nan
-    # with t = sqrt(n) tan(a), the density of a is proportional to cos(a)^(n - 1)
-    angles = np.linspace(-np.pi / 2, np.pi / 2, 200_001)[1:-1]
+    angles = np.linspace(-np.pi / 2, np.pi / 2, 200_001)[1:-1]  # of t = sqrt(n) tan(a): density cos(a)^(n - 1)
     mass = np.cumsum(np.cos(angles) ** (n - 1))
     t, distribution = np.sqrt(n) * np.tan(angles), mass / mass[-1]
     half, p = np.interp(0.975, distribution, t) * error, 2 * (1 - np.interp(abs(mean) / error, t, distribution))
@@ -320,34 +319,34 @@ def interval(values: list[float]) -> tuple[float, float, float, float]:
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Adjusted p-values of a family (Holm 1979)."""
-    order = np.argsort(p_values)
+    order = np.argsort(p_values)  # Holm 1979
     adjusted = np.maximum.accumulate(np.arange(len(order), 0, -1) * np.asarray(p_values)[order]).clip(max=1)
     return adjusted[np.argsort(order)].tolist()
 
 
 def report(config: dict[str, Any], records: dict[str, Any], path: Path) -> None:
-    """Print the tables and draw the picture, of the seeds that have all arms."""
-    from matplotlib.figure import Figure
-
-    seeds = [seed for seed in config["seeds"] if all(f"{seed}/{arm}" in records for arm in config["arms"])]
-    of = lambda arm, name: [records[f"{seed}/{arm}"].get(name, np.nan) for seed in seeds]  # noqa: E731
-    for seed in seeds:
-        start, end = (records[f"{seed}/{arm}"]["calibrated_loss"] for arm in ("generator", "natural"))
-        for each in (records[f"{seed}/{arm}"] for arm in config["arms"]):
+    """Print the tables and draw the picture; NaN stands for what is not there yet."""
+    seeds = list(config["seeds"])
+    of = lambda arm, name: [records.get(f"{seed}/{arm}", {}).get(name, np.nan) for seed in seeds]  # noqa: E731
+    for seed, start, end in zip(seeds, *(of(arm, "calibrated_loss") for arm in ("generator", "natural")), strict=True):
+        for each in (records[f"{seed}/{arm}"] for arm in config["arms"] if f"{seed}/{arm}" in records):
             each["share_of_ceiling"] = (start - each["calibrated_loss"]) / (start - end)
+            each["judge_gap"] = abs(each.get("judge_loss", np.nan) - each["natural_judge_loss"])
     less = lambda arm, other, name: [a - b for a, b in zip(of(arm, name), of(other, name), strict=True)]  # noqa: E731
-    cell = lambda mean, low, high, _: f"{mean:.4f} ({low:.4f} to {high:.4f})"  # noqa: E731
-    rows = [[arm, *(cell(*interval(of(arm, name))) for name in config["figures"])] for arm in config["arms"]]
-    say(f"\nSeeds: {', '.join(seeds)}\n\n" + markdown(["arm", *config["figures"]], rows))
+    cell = lambda mean, low, high, _: f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"  # noqa: E731
+    first, *figures = config["figures"]
+    rows = []
+    for arm in config["arms"]:
+        means = [f"{np.mean(of(arm, name)):.4g}" for name in figures]
+        rows.append([arm, *(f"{each:.4f}" for each in of(arm, first)), f"{np.mean(of(arm, first)):.4f}", *means])
+    say("\n" + markdown([f"{first} of", *seeds, "mean", *figures], rows))
     for family, contrasts in config["contrasts"].items():
-        found = [(each, less(arm, other, name)) for each in contrasts for _, name, arm, other in [each]]
-        adjusted, rows = holm([interval(values)[3] for _, values in found]), []
-        for ((label, name, arm, other), values), p in zip(found, adjusted, strict=True):
-            verdict = "no difference shown" if not p < 0.05 else "better" if sum(values) < 0 else "worse"
-            each = ", ".join(f"{value:+.4f}" for value in values)
-            rows.append([label, f"{arm} - {other}", name, each, cell(*interval(values)), f"{p:.4f}", verdict])
-        say("\n" + markdown([family, "contrast", "figure", "each seed", "mean (95%)", "p, Holm", "verdict"], rows))
+        found, rows = [interval(less(arm, other, name)) for _, name, arm, other in contrasts], []
+        for (label, name, arm, other), each, p in zip(contrasts, found, holm([p for *_, p in found]), strict=True):
+            verdict = "no difference shown" if p >= 0.05 else "better" if each[0] < 0 else "worse"
+            verdict = "not measured" if np.isnan(p) else verdict
+            rows.append([label, f"`{arm}` - `{other}`", name, cell(*each), f"{p:.4f}", verdict])
+        say("\n" + markdown([family, "contrast", "figure", "mean (95 %)", "p, Holm", "verdict"], rows))
 
     axes, names = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots(), ("distinct_3", "judge_loss")
     for arm, style in config["curves"].items():
@@ -356,7 +355,7 @@ def report(config: dict[str, Any], records: dict[str, Any], path: Path) -> None:
     axes.plot(*(np.mean(of("plain", f"natural_{name}")) for name in names), "k*", markersize=11, label="natural text")
     axes.set(xlabel="distinct-3", ylabel="judge's loss, nats a character", title="Fresh text over temperatures")
     axes.legend()
-    figure.savefig(path, dpi=100)
+    write_png(figure, path)
 
 
 def ask(lab: Lab, config_file: str, job: str) -> str:
@@ -387,7 +386,7 @@ def main() -> None:
     seeds = dict.fromkeys(job.partition("/")[0] for job in left)
     before = ["natural"] * bool(left) + [f"{seed}/{name}" for name in ("judge", "base") for seed in seeds]
     wanted = [job for job in before if not (lab.out / f"{job}.json").is_file()] + left
-    with ThreadPool(WORKERS) as pool:
+    with ThreadPool(2) as pool:  # of processes that have one thread each
         done = pool.imap_unordered(partial(ask, lab, settings.config_file), wanted)
         for job in counted(done, len(wanted), "Jobs"):
             if job in left:

@@ -63,7 +63,7 @@ arms = dict(
 )
 
 temperatures = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5)
-figures = ("calibrated_loss", "share_of_ceiling", "loss", "judge_loss", "auc", "unknown_words", "seconds")
+figures = ("calibrated_loss", "share_of_ceiling", "judge_loss", "auc", "unknown_words", "seconds")
 curves = dict(plain="s--", grpo="o-", exact="^-", off_policy="v-", supervised="p-", placebo="x:", natural="D:")
 
 contrasts = dict(
@@ -95,5 +95,13 @@ contrasts = dict(
         ("", "auc", "grpo", "plain"),
         ("", "auc", "exact", "off_policy"),
         ("", "auc", "grpo", "supervised"),
+    ),
+    # After the runs, from the same records: what a reviewer of the protocol missed.
+    added=(
+        ("", "judge_gap", "grpo", "plain"),
+        ("", "unknown_words", "grpo", "plain"),
+        ("", "calibrated_loss", "refreshed", "grpo"),
+        ("", "calibrated_loss", "shuffled", "grpo"),
+        ("", "calibrated_loss", "own_play", "generator"),
     ),
 )
