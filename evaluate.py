@@ -49,17 +49,17 @@ class EvaluateSettings(Settings):
     split: Literal["val", "train", "test"] = "val"
     """which split; test: documents held out from training and selection (prepare.py --test_documents)"""
     part: Literal["whole", "select", "gate", "report"] = "whole"
-    """part of the validation split: the first 40 % select models, the next 10 % are the gate's, the rest reports"""
+    """part of the validation split: select (40 %), gate (10 %), report (50 %), or whole"""
     baseline: str | None = setting(None, model_file="optional", common=True)
-    """generator's checkpoint with which the others are compared: paired difference of the losses, 95% interval"""
+    """a generator with which the others are compared: paired difference of losses"""
     calibrate: bool = False
-    """also the loss after a temperature and a unigram weight that are fitted on the select part; with test or report"""
+    """also the loss after a temperature and a unigram weight, fitted on the select part"""
     samples: int | None = setting(None, minimum=2, common=True)
     """also measure so many samples of each checkpoint at temperature 1; None: none"""
     reward_model_path: str | None = setting(None, model_file="optional")
-    """also measure P(natural) of fresh text and its KL to the baseline, the generator that the reward model knows"""
+    """also P(natural) of fresh text, and its KL to the baseline, of that model's training"""
     word_dataset: str | None = None
-    """folder of a corpus: with reward_model_path, the share of words that do not occur in its train.bin; None: none"""
+    """with reward_model_path: a corpus, for the share of words that it does not hold"""
     output_path: str | None = setting(None, output="file")
     """also write the figures here, as JSON"""
     device: str = "auto"

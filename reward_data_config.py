@@ -16,12 +16,12 @@ PREPARE_CORPUS = "Make the corpus with data/shakespeare/prepare.py, or prepare_t
 
 @dataclass
 class RewardDataConfig(Settings):
-    """Make a reward dataset: blocks of natural text whose ends a base model has written anew."""
+    """Make a reward dataset: blocks of natural text whose ends a generator has written anew."""
 
     model_path: str | None = setting(None, model_file="required", common=True)
-    """the base model's checkpoint (required)"""
+    """the generator's checkpoint (required)"""
     input_mode: Literal["text", "binary"] | None = None
-    """text: a text file is split and tokenized; binary: token files made before; None: by whether there is a dataset"""
+    """text: split and tokenize a file; binary: token files; None: binary with a dataset"""
     data_path: str | None = setting(None, common=True)
     """text mode: the text file, or a folder that holds input.txt"""
     train_bin: str | None = None
@@ -29,15 +29,15 @@ class RewardDataConfig(Settings):
     val_bin: str | None = None
     """binary mode: the validation tokens (uint16)"""
     dataset: str | None = setting(None, common=True)
-    """binary mode: the folder of train.bin and val.bin where these are left out: a path, or a name below data/"""
+    """binary mode: folder of train.bin and val.bin, a path or a name below data/"""
     tokenization: Literal["auto", "bpe", "char", "tokenizer"] = "auto"
-    """auto: by meta.pkl or tokenizer.json beside the data, else char where its folder is called so, else GPT-2's BPE"""
+    """auto: meta.pkl or tokenizer.json there; char in the folder's name; else BPE"""
     meta_path: str | None = None
-    """the meta.pkl of a character vocabulary, or a tokenizer.json (required when tokenization is char or tokenizer)"""
+    """meta.pkl or tokenizer.json (required when tokenization is char or tokenizer)"""
     output_dir: str = setting("data/reward_dataset", output="folder", common=True)
     """the folder to make"""
     train_split: float = setting(0.9, above=0, below=1)
-    """text mode: the part of the characters that is for training; must be the base model's"""
+    """text mode: the part of the characters that is for training; must be the generator's"""
     samples_per_chunk: int = setting(10, minimum=1, common=True)
     """samples made from each block of text, every one with a crossover point of its own"""
     temperature: float = setting(1.0, minimum=0)
@@ -45,7 +45,7 @@ class RewardDataConfig(Settings):
     top_k: int | None = setting(None, minimum=1)
     """sample from the k likeliest tokens only; None: from all"""
     device: str = setting("auto", common=True)
-    """auto, cpu, cuda, cuda:N or mps; weights and caches are bfloat16 where a CUDA device has it, else float32"""
+    """auto, cpu, cuda, cuda:N or mps; on CUDA in bfloat16, else float32"""
     seed: int = setting(42, minimum=0)
     """the same seed on the same machine gives the same bytes"""
     max_blocks: int | None = setting(None, minimum=1)
@@ -53,7 +53,7 @@ class RewardDataConfig(Settings):
     overwrite: bool = False
     """replace a dataset that lies in output_dir"""
     allow_split_mismatch: bool = False
-    """accept data other than the splits that the base model was trained with (contamination: see the guide)"""
+    """accept other splits than the generator's own (contamination)"""
 
     def __post_init__(self) -> None:
         self.input_mode = self.input_mode or ("text" if self.dataset is None else "binary")

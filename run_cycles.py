@@ -1,4 +1,4 @@
-"""Runs the whole loop: base model, then cycles of reward data, reward model and GRPO, with a ledger of what came out.
+"""Runs the whole loop: generator, then cycles of reward data, reward model and GRPO, with a ledger of what came out.
 
     python run_cycles.py --text my_novel.txt --natural_text other_novels/
 
@@ -63,23 +63,23 @@ class CycleSettings(Settings):
     """Run the whole loop. The stages' own settings come from the sections of the settings file, named after scripts."""
 
     text: tuple[str, ...] = setting((), common=True)
-    """text files, or folders of *.txt, for a generator of your own; in place of a dataset, and of a settings file"""
+    """text files, or folders of *.txt, for a generator of your own, in place of a dataset"""
     natural_text: tuple[str, ...] = setting((), common=True)
-    """with text: further texts, or folders, that the natural model learns: where the reward's knowledge comes from"""
+    """with text: texts that the natural model learns in its place: the reward's knowledge"""
     natural_model: str | None = setting(None, common=True, model_file="optional")
-    """in place of natural_text: a natural model that is there, a checkpoint or a Hugging Face model's folder or name"""
+    """in place of natural_text: a natural model, a checkpoint or a Hugging Face folder or name"""
     out_dir: str | None = setting(None, output="folder", common=True)
     """folder for everything that is made; None: out/ and the name of the text or of the settings file"""
     dataset: str = setting("shakespeare_char", common=True)
-    """folder of the corpus: a path, or a name below data/ (made by its prepare.py where it is missing)"""
+    """folder of the corpus, a path or a name below data/ (made where it is missing)"""
     natural_dataset: str | None = setting(None, common=True)
-    """folder of the corpus of the natural model, with the same val.bin and characters; None: that of dataset"""
+    """corpus of the natural model, of the same val.bin and characters; None: dataset"""
     num_cycles: int = setting(1, minimum=1, common=True)
-    """cycles after the first base model"""
+    """cycles after the first generator"""
     perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
-    """end after this many cycles without a lower loss on the selecting part of val.bin; None: do all cycles"""
+    """end after so many cycles without a lower loss on the select part; None: do all"""
     controls: bool = setting(True, common=True)
-    """train what the policy is compared with: the sections control_plain and control_distil of the settings file"""
+    """train what the policy is compared with: sections control_plain, control_distil"""
     device: str = setting("auto", common=True)
     """auto, cpu, cuda, cuda:N or mps, for every stage"""
 

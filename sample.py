@@ -42,7 +42,7 @@ class SampleSettings(Settings):
     top_p: float | None = setting(None, above=0, maximum=1)
     """keep the likeliest tokens that together have this probability; None: all"""
     meta_path: str | None = None
-    """meta.pkl with the characters, or a tokenizer.json; None: as the checkpoint says, else GPT-2's BPE"""
+    """meta.pkl or tokenizer.json; None: as the checkpoint says, else GPT-2's BPE"""
     output_path: str | None = setting(None, output="file")
     """also write the texts here"""
     device: str = "auto"

@@ -48,15 +48,15 @@ class TrainSettings(Settings):
     checkpoint_name: str = "model_checkpoint.pt"
     """file name of the best model, within out_dir"""
     init_from: str = setting("scratch", changeable=True, common=True)
-    """scratch; resume: the run in out_dir; or a model, with its shape: a checkpoint, nanoGPT's too, or a hub's name"""
+    """scratch; resume: the run in out_dir; or a checkpoint, nanoGPT's too, or a hub's name"""
     overwrite: bool = False
     """replace the model of another run in out_dir"""
     eval_interval: int = setting(250, minimum=1, unit="steps")
     """steps between evaluations"""
     eval_only: bool = setting(False, changeable=True)
-    """evaluate once, also on the whole validation split, and exit: the checkpoint in out_dir, or that of init_from"""
+    """evaluate the checkpoint in out_dir, or of init_from, on the validation split, and exit"""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = setting("none", changeable=True)
-    """also send the records to Weights & Biases, TensorBoard or trackio (needs the package of that name)"""
+    """also send the records to Weights & Biases, TensorBoard or trackio (needs its package)"""
     wandb_log: bool = setting(False, changeable=True)
     """nanoGPT's name for --tracker wandb"""
     wandb_project: str = setting("crossover", changeable=True)
@@ -82,7 +82,7 @@ class TrainSettings(Settings):
     position: Literal["rope", "learned"] = "rope"
     """rotary positions, or nanoGPT's learned ones"""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon, at 5 times the learning rate, for matrices in the blocks, orthogonal if new; AdamW for the rest"""
+    """muon: for matrices in the blocks, at 5 times the learning rate; AdamW for the rest"""
     learning_rate: float = setting(1e-3, above=0, common=True)
     """peak learning rate of AdamW"""
     max_iters: int = setting(1000, minimum=0, unit="steps", changeable=True, common=True)
@@ -92,13 +92,13 @@ class TrainSettings(Settings):
     grad_clip: float = setting(1.0, minimum=0)
     """largest gradient norm; 0: no clipping"""
     lr_schedule: Literal["cosine", "cooldown", "linear", "constant"] = "cosine"
-    """after the warm-up; cosine: to a tenth; linear: to 0; cooldown: constant, then to 0 over the last 60 % of steps"""
+    """after the warm-up; cosine: to a tenth; linear: to 0; cooldown: to 0 over the last 60 %"""
     short_contexts: tuple[int, ...] = ()
-    """context lengths in tokens of the first 60 % of steps, such as 8 16, with as many tokens a step; empty: none"""
+    """context lengths in tokens of the first 60 % of steps, such as 8 16; empty: none"""
     warmup_iters: int = setting(20, minimum=0, unit="steps")
     """steps of linear warm-up"""
     keep: Literal["select_loss", "calibrated_loss"] = "select_loss"
-    """which loss the model that is kept has lowest; calibrated_loss: after a temperature and a unigram weight"""
+    """loss that selects; calibrated_loss: after a temperature and a unigram weight"""
     patience: int | None = setting(None, minimum=1, unit="evaluations", changeable=True)
     """stop after this many evaluations without an improvement of 0.001 nats per token; None: never"""
     device: str = setting("auto", changeable=True, common=True)

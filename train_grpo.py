@@ -54,11 +54,11 @@ class GRPOSettings(Settings):
     """Move a generator toward text that a frozen reward model takes for natural (GRPO)."""
 
     base_model_path: str | None = setting(None, common=True, model_file="required", changeable=True)
-    """checkpoint of the generator: the starting policy, and the reference of the KL penalty (required)"""
+    """checkpoint of the generator: the starting policy, and the KL's reference (required)"""
     reward_model_path: str | None = setting(None, common=True, model_file="optional", changeable=True)
     """checkpoint of the reward model (required without a reward_function)"""
     dataset: str = setting("shakespeare_char", common=True, changeable=True)
-    """folder of train.bin (prompts) and val.bin (evaluation): a path, or a name below data/"""
+    """folder of train.bin (prompts) and val.bin (evaluation): a path, or below data/"""
     output_path: str = setting("logs/grpo_model.pt", common=True, output="file", changeable=True)
     """where the improved generator is written; records go beside it (.jsonl)"""
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
@@ -66,7 +66,7 @@ class GRPOSettings(Settings):
     overwrite: bool = setting(False, changeable=True)
     """replace an output of other settings"""
     allow_unpredictive_reward: bool = setting(False, changeable=True)
-    """go on with a reward model whose R2 on the policy's text has an interval that includes 0"""
+    """go on with a reward model whose R2 interval on the policy's text includes 0"""
     gate_path: str | None = setting(None, output="file", changeable=True)
     """measure that R2, write the figures here (JSON), and exit; None: go on to GRPO"""
     prompts_per_step: int = setting(16, common=True, minimum=1)
@@ -80,17 +80,17 @@ class GRPOSettings(Settings):
     learning_rate: float = setting(3e-4, common=True, above=0)
     """learning rate of AdamW, the first of its schedule"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """course of the learning rate after a warm-up of 5 % of max_steps; linear and cosine end at 0 after max_steps"""
+    """after a warm-up of 5 % of max_steps; linear and cosine end at 0 after max_steps"""
     reward: Literal["evidence", "natural"] = "evidence"
-    """of a likelihood head: evidence log(m/q) less the KL to the start, or P(natural), as other heads have it"""
+    """evidence log(m/q) less the KL to the start (likelihood head), or P(natural)"""
     reward_function: str | None = None
-    """FILE.py:NAME, a function of your own whose rewards count alone or are added; its file is executed; None: none"""
+    """FILE.py:NAME, a function of your own, alone or added; its file is executed"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
-    """exact: the gradient over the vocabulary (likelihood head); auto: token if rewards are of tokens, or sequence"""
+    """exact: over the vocabulary (likelihood head); auto: token if rewards are of tokens"""
     kl: Literal["forward", "reverse"] = "reverse"
     """with credit=exact: KL(mixture || policy), or reverse: KL(policy || mixture)"""
     prefixes: Literal["own", "natural"] = "own"
-    """with credit=exact, prefixes of the policy's completions, or of natural text (off-policy distillation)"""
+    """with credit=exact: the policy's completions, or natural text (off-policy distillation)"""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
     """how the tokens' losses are averaged and clipped"""
     importance_level: Literal["token", "sequence"] = "token"
@@ -102,15 +102,15 @@ class GRPOSettings(Settings):
     advantage_scale: Literal["group", "batch", "none"] = "group"
     """standard deviation that divides the advantages"""
     beta: float | None = setting(None, minimum=0)
-    """weight of the KL penalty to the starting policy in the loss; None: 0 where the reward holds it, else 0.04"""
+    """weight of the KL to the start in the loss; None: 0 where the reward holds it, else 0.04"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """estimator of that KL; in the loss k2 descends KL(policy || start), k3 KL(start || policy), k1 neither"""
+    """of that KL; in the loss k2 descends KL(policy to start), k3 KL(start to policy)"""
     reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
     """stop when the mean P(natural) of a tenth of max_steps, at most 10 steps, reaches this"""
     eval_interval: int = setting(10, minimum=1, unit="steps")
     """steps between evaluations: natural text, fresh completions, their variety, copies"""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = setting("none", changeable=True)
-    """also send the records to Weights & Biases, TensorBoard or trackio (needs the package of that name)"""
+    """also send the records to Weights & Biases, TensorBoard or trackio (needs its package)"""
     device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps; on CUDA in bfloat16, else float32"""
     seed: int = setting(42, minimum=0)
@@ -381,7 +381,7 @@ def kl_of_step(policy: GPT, rollouts: Rollouts, dtype: torch.dtype, ranks: Ranks
 
 
 def save_outcome(run: Run, kept: GPT, base: dict[str, Any], training: dict[str, Any]) -> None:
-    """Write the kept policy, with the base model's records and the training's, and the picture; print how it ended."""
+    """Write the kept policy, with the generator's records and the training's, and the picture; print how it ended."""
     if run.ranks.rank == 0:
         checkpoints.save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
         if (curves := grpo_curves(read_records(run.log_path), f"{run.output.stem}: GRPO")) is not None:

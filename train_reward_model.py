@@ -43,19 +43,19 @@ class RewardModelSettings(Settings):
     data_dir: str = setting("data/reward_dataset", common=True, changeable=True)
     """reward dataset, made by prepare_reward_data.py"""
     output_path: str = setting("logs/reward_model.pt", common=True, output="file", changeable=True)
-    """where the reward model is written; records (.jsonl) and a picture (.png) go beside it"""
+    """the reward model; records (.jsonl) and a picture (.png) go beside it"""
     overwrite: bool = setting(False, changeable=True)
     """replace an output of other settings or inputs, or make it again"""
     head: Literal["likelihood", "position", "last"] = setting("likelihood", common=True)
-    """likelihood: log-ratio of natural model and generator; position, last: a new head on a trunk, trained on labels"""
+    """likelihood: log-ratio of two models; position, last: a new head, trained on labels"""
     natural_model_path: str | None = setting(None, common=True, model_file="optional", changeable=True)
     """model of natural text; other heads take its trunk, or with None the generator's"""
     reward_head_hidden_dim: int = setting(256, minimum=1)
     """width of the hidden layer of a last or position head"""
     unfreeze_layers: int = setting(0, minimum=-1)
-    """last, position: train this many of the last transformer blocks too; 0: the head alone, -1: the whole trunk"""
+    """last, position: train so many of the last blocks too; 0: the head alone, -1: all"""
     loss: Literal["mse", "cross_entropy", "token", "nll"] | None = None
-    """loss to minimise; token (a label for every token), nll (-log P(K)): not for last. None: mse for last, else nll"""
+    """token (a label for every token), nll (-log P(K)): not for last. None: mse for last, else nll"""
     learning_rate: float = setting(1e-3, above=0)
     """learning rate of AdamW for head and unfrozen blocks, constant"""
     batch_size: int = setting(64, minimum=1)

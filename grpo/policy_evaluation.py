@@ -118,7 +118,7 @@ class PolicyEvaluation:
             return -text_log_probs(policy, counted(batches, len(batches), "Evaluating"))
 
     def __call__(self, completer: Completer, losses: Tensor | None = None) -> dict[str, Any]:
-        """The figures that docs/metrics.md defines; `losses` are those of `self.losses`, where they are at hand."""
+        """The figures that docs/reference.md defines; `losses` are those of `self.losses`, where they are at hand."""
         losses = self.losses(completer.model) if losses is None else losses
         figures = skills.bootstrap_blocks(f"{self.part}_loss", losses, self.corpus.interval_tokens, self.seed)
         return figures | self.of_completions(completer)

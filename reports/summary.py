@@ -123,7 +123,7 @@ def verdict(figures: Record) -> str:
 
 
 def seconds_of(ledger: Ledger, record: Record) -> float:
-    """Seconds of a stage; of a policy, or control_distil in its place, with all that it needs but the base model."""
+    """Seconds of a stage; of a policy, or control_distil in its place, with all that it needs but the generator."""
     if record["kind"] not in ("policy", "control_distil"):
         return record["seconds"]
     needed = [each for kind in BEFORE for each in ledger.find(kind) if each["cycle"] <= record["cycle"]]

@@ -154,9 +154,9 @@ class ShakespeareSettings(Settings):
     """Make token files of Shakespeare."""
 
     source: Literal["auto", "tiny", "complete"] = setting("auto", common=True)
-    """fetched where out_dir has no input.txt: tiny (nanoGPT's), complete (all works), auto (tiny, else complete)"""
+    """fetched where out_dir has no input.txt: tiny (nanoGPT's), complete, auto (either)"""
     plays: tuple[str, ...] = ()
-    """only these of the complete works, by title or by a part of one title alone, such as HAMLET; none: all"""
+    """only these works, by title or a part of one title alone, such as HAMLET; none: all"""
     train_documents: tuple[str, ...] = ()
     """works for train.bin; none: all that are in no other part"""
     val_documents: tuple[str, ...] = ()
