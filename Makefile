@@ -8,7 +8,7 @@ ARGS :=
 MINUTES := 120
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test campaign-short campaign tree mutants test-interop example bench-generation bench-reward-models bench-grpo bench-training lint format clean
+.PHONY: help setup run test campaign-short campaign tree mutants test-interop test-notebook example bench-generation bench-reward-models bench-grpo bench-training lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +43,9 @@ test-interop: setup ## run the tests that need requirements-bench.txt (installs 
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) -m pytest -m interop -n auto --dist worksteal $(ARGS)
 	$(PYTHON) -m pytest tests/test_docs.py -k "commands_and_code_run_of_README"
+
+test-notebook: setup ## run examples/crossover.ipynb from its first cell to its last (5 minutes)
+	$(PYTHON) -m pytest -m notebook $(ARGS)
 
 example: setup ## heal a pruned SmolLM2 in 5 minutes, smaller than docs/results.md has it (installs requirements-interop.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-interop.txt
