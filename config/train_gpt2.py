@@ -3,7 +3,6 @@
 #
 #     torchrun --standalone --nproc_per_node=8 train.py --config config/train_gpt2.py
 #
-# Memory and time: docs/performance.md
 
 out_dir = "out/gpt2"
 dataset = "openwebtext"

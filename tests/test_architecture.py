@@ -1,4 +1,4 @@
-"""Budgets of lines and options, the drawing of docs/architecture.md against the imports, what every file begins with.
+"""Budgets of lines and options, the drawing of docs/development.md against the imports, what every file begins with.
 
 `pytest tests/test_architecture.py`; `python tests/test_architecture.py` prints the table.
 """
@@ -25,11 +25,11 @@ OPTIONS = {  # of a script: its settings and how many they may be
     "evaluate": ("EvaluateSettings", 11),
     "sample": ("SampleSettings", 11),
 }
-DRAWING = re.search(r"^```text\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL | re.MULTILINE)[1]
+DRAWING = re.search(r"^```text\n(.*?)^```", (ROOT / "docs/development.md").read_text(), re.DOTALL | re.MULTILINE)[1]
 
 
 def places(drawing: str) -> dict[str, int]:
-    """The line of each module in the drawing of docs/architecture.md, the first at the top."""
+    """The line of each module in the drawing of docs/development.md, the first at the top."""
     found, folder = {}, ""
     for number, line in enumerate(drawing.splitlines()):
         if drawn := re.match(r"(\S*) +([\w/]+)\.py\b", line):

@@ -3,7 +3,7 @@
     pytest tests/test_golden_curves.py
 
 tests/data/golden_curves.json holds the curves. A change that is meant to alter them makes them anew, with
-CROSSOVER_NEW_CURVES=1, and docs/LOG.md says why. Processors round otherwise: 1e-7 of a loss, which thirty steps of
+CROSSOVER_NEW_CURVES=1, and dev/LOG.md says why. Processors round otherwise: 1e-7 of a loss, which thirty steps of
 Adam make at most some 1e-5; a single draw of a token that falls the other way would show as more.
 """
 

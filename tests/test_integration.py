@@ -1,24 +1,12 @@
-"""The stages together: one tokenization, training that goes on after a stop, and the guides' examples."""
+"""The stages together: one tokenization, and the examples of the first documents."""
 
 import re
 import shutil
 
 import pytest
 import torch
-from helpers import (
-    TINY_GRPO,
-    TINY_TRAIN,
-    assert_same_weights,
-    call,
-    end_in_call,
-    make_checkpoint,
-    press_ctrl_c,
-    refuse_in_one_line,
-    succeed,
-    weights,
-)
+from helpers import TINY_GRPO, make_checkpoint, refuse_in_one_line, succeed
 
-import train
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager
 from training.checkpoint import load_checkpoint
@@ -45,15 +33,6 @@ def test_a_mismatch_is_refused_wherever_it_shows(tmp_path, corpus, reward_data, 
     line = refuse_in_one_line("train_grpo", **options, reward_model_path=reward_model, dataset=corpus)
     assert re.search(r"vocab_size .*\b28 .*\b25 ", line)
     assert not (tmp_path / "out.pt").exists()
-
-
-def test_training_resumed_ends_in_the_same_weights(monkeypatch, tmp_path, corpus, generator):
-    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path}
-    with monkeypatch.context() as patch:
-        end_in_call(patch, train, "get_batch", 13, press_ctrl_c)
-        assert call("train", **options).status == 130
-    succeed("train", **options, init_from="resume")
-    assert_same_weights(weights(tmp_path / "model_checkpoint.pt"), weights(generator))
 
 
 @pytest.fixture
