@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
 GUIDE, REFERENCE = "docs/guide.md", "docs/reference.md"
 RUN = "docs/reward_model_training_infrastructure.md", "docs/reward_model_training3.md"
-MOST_LINES = {"README.md": 130, GUIDE: 400, REFERENCE: 450, "docs/results.md": 265, "docs/development.md": 300}
+MOST_LINES = {"README.md": 130, GUIDE: 400, REFERENCE: 450, "docs/results.md": 250, "docs/development.md": 300}
 MOST_LINES |= {**dict.fromkeys(RUN, 150), "CONTRIBUTING.md": 60}
 # Options that make a run small, by script.
 SHRINK = {
