@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import train_grpo
-from benchmarks.reward_models import markdown
+from benchmarks.reward_models import as_words, markdown
 from common.files import read_json, write_json
 from common.log import counted, say
 from common.process import UserError, run_child, run_main
@@ -45,8 +45,7 @@ from text.calibration import calibrated_losses, fit_calibration, log_probs_at
 from text.sample_quality import distinct_n, unknown_words, words_of
 from training.checkpoint import build_model, load_checkpoint, open_corpus
 
-CURVE_ROWS = 300  # rows of a point of a curve: the first half of each is natural, the second written
-HEAD_ROWS, RIDGE = 600, 1.0  # sequences that the small head is fitted to, and the weight of its squared norm
+CURVE_ROWS, HEAD_ROWS, RIDGE = 300, 600, 1.0  # rows of a curve's point; rows that fit the head, and its penalty
 
 
 @dataclass
@@ -64,17 +63,16 @@ class EvidenceSettings(Settings):
 
 
 class Lab:
-    """The settings file, and how a model or corpus is made and read."""
+    """The settings file, each seed's works (own, validation, test, the judge's), how models and corpora are made."""
 
     def __init__(self, settings: EvidenceSettings) -> None:
         self.config: dict[str, Any] = read_config(settings.config_file)
         self.out, self.natural = Path(settings.out_dir), Path(settings.out_dir, "natural.pt")
+        works, seeds = self.config["works"], self.config["seeds"]
+        self.works = {f"s{seed}": works[place:] + works[:place] for place, seed in enumerate(seeds)}
 
     def words(self, section: str, **options: Any) -> list[str]:
-        words = [f"--config={ROOT / self.config['base']}", f"--section={section}"] if section else []
-        for name, value in options.items():
-            words += [f"--{name}", *value] if isinstance(value, tuple) else [f"--{name}={value}"]
-        return words
+        return as_words(({"config": ROOT / self.config["base"], "section": section} if section else {}) | options)
 
     def run(self, script: str, section: str = "", **options: Any) -> None:
         run_child(script, [sys.executable, str(ROOT / script), *self.words(section, **options)])
@@ -84,8 +82,8 @@ class Lab:
         self.run("train.py", section, **where, **options)
         return load_checkpoint(path)["training"]
 
-    def corpus(self, folder: Path, train: tuple[str, ...], works: dict[str, Any]) -> None:
-        named = {"train_documents": train, "val_documents": (works["val"],), "test_documents": (works["test"],)}
+    def corpus(self, folder: Path, train: tuple[str, ...], works: tuple[str, ...]) -> None:
+        named = {"train_documents": train, "val_documents": works[1:2], "test_documents": works[2:3]}
         self.run("data/shakespeare_char/prepare.py", source="complete", out_dir=folder, **named)
 
     def load(self, path: Path) -> Any:
@@ -96,12 +94,12 @@ def do_job(lab: Lab, job: str) -> dict[str, Any]:
     """Make what a job names; its figures."""
     seed, _, name = job.rpartition("/")
     folder, number, began = lab.out / seed, int(seed[1:] or 0), time.monotonic()
-    works, figures = lab.config["seeds"].get(seed, {}), dict[str, Any]()
+    works, figures = lab.works.get(seed, ()), dict[str, Any]()
     if name == "natural" and not seed:
         lab.run("data/shakespeare_char/prepare.py", "prepare_natural", out_dir=lab.out / "natural")
         lab.train("natural_model", lab.out / "natural", lab.natural)
     elif name == "judge":
-        lab.corpus(folder / "judge", works["judge"], works)
+        lab.corpus(folder / "judge", works[3:], works)
         lab.train("natural_model", folder / "judge", folder / "judge.pt", **lab.config["judge_model"])
     elif name == "base":
         figures = make_base(lab, works, number, folder)
@@ -111,10 +109,10 @@ def do_job(lab: Lab, job: str) -> dict[str, Any]:
     return {"seconds": time.monotonic() - began, **figures}
 
 
-def make_base(lab: Lab, works: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
+def make_base(lab: Lab, works: tuple[str, ...], seed: int, folder: Path) -> dict[str, Any]:
     """A generator, reward data, reward models with the shared natural model and with one of the own play; seconds."""
     own, generator, data = folder / "own", folder / "generator.pt", folder / "reward_data"
-    lab.corpus(own, (works["own"],), works)
+    lab.corpus(own, works[:1], works)
     began = time.monotonic()
     lab.train("train", own, generator, seed=seed)
     trained = time.monotonic()
@@ -222,7 +220,8 @@ def train_policy(lab: Lab, seed: int, given: dict[str, Any], folder: Path, path:
     own, generator = folder / "own", folder / "generator.pt"
     exchange, reward = given.pop("exchange", ""), folder / f"{given.pop('reward_model', 'reward')}.pt"
     every, shuffled, scorers = given.pop("refresh", 0), given.pop("shuffled", False), list[CorrectedScorer]()
-    teacher = Completer(lab.load(lab.natural), N := lab.load(generator).config.block_size)
+    N = lab.load(generator).config.block_size
+    teacher = Completer(lab.load(lab.natural), N) if exchange == "teacher" else None
     text = validation_part(open_corpus(str(own), 2, None).val, N, "select")
 
     def corrected(*models: Any) -> RewardScorer:
@@ -234,13 +233,13 @@ def train_policy(lab: Lab, seed: int, given: dict[str, Any], folder: Path, path:
         if every and (step := context[-1]) > 1 and step % every == 1:
             scorers[0].fit(completer)
         is_natural = natural or (exchange == "mixed" and context[-1] % 2 == 0)
-        drawn = rollouts.sample(teacher if exchange == "teacher" else completer, *context, natural=is_natural)
-        return replace(drawn, old_log_probs=None) if exchange == "teacher" else drawn
+        drawn = rollouts.sample(teacher or completer, *context, natural=is_natural)
+        return replace(drawn, old_log_probs=None) if teacher else drawn
 
     gate: dict[str, Any] = {}
     scorer: Any = {"placebo": PlaceboScorer, "head": corrected}.get(exchange, RewardScorer)
     exchanged: dict[str, Any] = {"sample": draw, "RewardScorer": scorer}
-    if exchange == "teacher":  # its text is learned, every sequence with the same weight
+    if teacher:  # its text is learned, every sequence with the same weight
         exchanged["advantages_of"] = lambda rows, *_: (torch.ones(rows.mask.shape), 0.0)
     kept_by: dict[str, Any] = {"selection_value": lambda figures, _: figures["calibrated_loss"]}
     kept_by |= {"PolicyEvaluation": CalibratedEvaluation, "passes_gate": lambda skill, *_: not gate.update(skill)}
@@ -326,7 +325,7 @@ def holm(p_values: list[float]) -> list[float]:
 
 def report(config: dict[str, Any], records: dict[str, Any], path: Path) -> None:
     """Print the tables and draw the picture; NaN stands for what is not there yet."""
-    seeds = list(config["seeds"])
+    seeds = [f"s{seed}" for seed in config["seeds"]]
     of = lambda arm, name: [records.get(f"{seed}/{arm}", {}).get(name, np.nan) for seed in seeds]  # noqa: E731
     for seed, start, end in zip(seeds, *(of(arm, "calibrated_loss") for arm in ("generator", "natural")), strict=True):
         for each in (records[f"{seed}/{arm}"] for arm in config["arms"] if f"{seed}/{arm}" in records):
@@ -381,7 +380,7 @@ def main() -> None:
         rounded = partial(json.loads, parse_float=lambda text: round(float(text), 5))
         return write_json(lab.out / f"{settings.job}.json", rounded(json.dumps(do_job(lab, settings.job))))
     records = read_json(path) if path.is_file() else {}
-    pairs = [(seed, arm) for arm in lab.config["arms"] for seed in lab.config["seeds"]]
+    pairs = [(seed, arm) for arm in lab.config["arms"] for seed in lab.works]
     left = [f"{seed}/{arm}" for seed, arm in pairs if f"{seed}/{arm}" not in records]
     seeds = dict.fromkeys(job.partition("/")[0] for job in left)
     before = ["natural"] * bool(left) + [f"{seed}/{name}" for name in ("judge", "base") for seed in seeds]

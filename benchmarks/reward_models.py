@@ -104,6 +104,12 @@ def check_names(problems: Problems, option: str, names: tuple[str, ...], known: 
         problems.require(name in known, f"{option}={name}: must be one of {', '.join(known)}", f"Mend --{option}")
 
 
+def as_words(options: dict[str, Any]) -> list[str]:
+    """Options as words of a command line."""
+    parts = ([f"--{n}", *map(str, v)] if isinstance(v, tuple | list) else [f"--{n}={v}"] for n, v in options.items())
+    return [word for part in parts for word in part]
+
+
 class Pipeline:
     """Artefacts in a folder, each made by one script of the project, in a process of its own."""
 
@@ -114,11 +120,8 @@ class Pipeline:
         """The artefact's path, made by `script`, which makes it once. Raises UserError where the script fails."""
         path, notes = self.out / artefact, self.out / "seconds.json"
         say(f"\n##### {artefact}: {script}.py")
-        is_there, start, arguments = path.exists(), time.perf_counter(), list[str]()
-        for name, value in options.items():
-            several = isinstance(value, tuple | list)
-            arguments += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
-        status = subprocess.run([sys.executable, str(ROOT / f"{script}.py"), *arguments]).returncode
+        is_there, start = path.exists(), time.perf_counter()
+        status = subprocess.run([sys.executable, str(ROOT / f"{script}.py"), *as_words(options)]).returncode
         if status != 0:
             raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
         if not is_there:

@@ -4,39 +4,10 @@
 
 base = "config/shakespeare_library_cpu.py"  # sections of the models, and the works of the natural model
 
-# Of the eight works that the base reads nowhere each seed has an own, a validation and a test play, its judge the rest.
-seeds = dict(
-    s6=dict(
-        own="HAMLET",
-        val="OTHELLO",
-        test="AS YOU LIKE IT",
-        judge=("MUCH ADO", "KING JOHN", "JULIUS CAESAR", "PERICLES", "TIMON"),
-    ),
-    s7=dict(
-        own="OTHELLO",
-        val="AS YOU LIKE IT",
-        test="MUCH ADO",
-        judge=("KING JOHN", "JULIUS CAESAR", "PERICLES", "TIMON", "HAMLET"),
-    ),
-    s8=dict(
-        own="AS YOU LIKE IT",
-        val="MUCH ADO",
-        test="KING JOHN",
-        judge=("JULIUS CAESAR", "PERICLES", "TIMON", "HAMLET", "OTHELLO"),
-    ),
-    s9=dict(
-        own="MUCH ADO",
-        val="KING JOHN",
-        test="JULIUS CAESAR",
-        judge=("PERICLES", "TIMON", "HAMLET", "OTHELLO", "AS YOU LIKE IT"),
-    ),
-    s10=dict(
-        own="KING JOHN",
-        val="JULIUS CAESAR",
-        test="PERICLES",
-        judge=("TIMON", "HAMLET", "OTHELLO", "AS YOU LIKE IT", "MUCH ADO"),
-    ),
-)
+# The eight that the base reads nowhere. Seed 6 has the first for its own, the second to validate, the third to test,
+# its judge the rest; each further seed begins one work later.
+works = ("HAMLET", "OTHELLO", "AS YOU LIKE IT", "MUCH ADO", "KING JOHN", "JULIUS CAESAR", "PERICLES", "TIMON")
+seeds = (6, 7, 8, 9, 10)
 
 judge_model = dict(max_iters=400, eval_interval=100, seed=2024)  # less the section natural_model
 own_natural_model = dict(max_iters=300, eval_interval=100, dropout=0.1)  # the same
