@@ -334,18 +334,18 @@ def report(config: dict[str, Any], records: dict[str, Any], path: Path) -> None:
     less = lambda arm, other, name: [a - b for a, b in zip(of(arm, name), of(other, name), strict=True)]  # noqa: E731
     cell = lambda mean, low, high, _: f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"  # noqa: E731
     first, *figures = config["figures"]
-    rows = []
+    rows, compared = list[list[str]](), list[list[str]]()
     for arm in config["arms"]:
         means = [f"{np.mean(of(arm, name)):.4g}" for name in figures]
         rows.append([arm, *(f"{each:.4f}" for each in of(arm, first)), f"{np.mean(of(arm, first)):.4f}", *means])
     say("\n" + markdown([f"{first} of", *seeds, "mean", *figures], rows))
     for family, contrasts in config["contrasts"].items():
-        found, rows = [interval(less(arm, other, name)) for _, name, arm, other in contrasts], []
+        found = [interval(less(arm, other, name)) for _, name, arm, other in contrasts]
         for (label, name, arm, other), each, p in zip(contrasts, found, holm([p for *_, p in found]), strict=True):
             verdict = "no difference shown" if p >= 0.05 else "better" if each[0] < 0 else "worse"
             verdict = "not measured" if np.isnan(p) else verdict
-            rows.append([label, f"`{arm}` - `{other}`", name, cell(*each), f"{p:.4f}", verdict])
-        say("\n" + markdown([family, "contrast", "figure", "mean (95 %)", "p, Holm", "verdict"], rows))
+            compared.append([label or family[0].upper(), f"`{arm} - {other}`", name, cell(*each), f"{p:.4f}", verdict])
+    say("\n" + markdown(["family", "contrast", "figure", "mean (95 %)", "p, Holm", "verdict"], compared))
 
     axes, names = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots(), ("distinct_3", "judge_loss")
     for arm, style in config["curves"].items():

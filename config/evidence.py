@@ -72,7 +72,5 @@ contrasts = dict(
         ("", "judge_gap", "grpo", "plain"),
         ("", "unknown_words", "grpo", "plain"),
         ("", "calibrated_loss", "refreshed", "grpo"),
-        ("", "calibrated_loss", "shuffled", "grpo"),
-        ("", "calibrated_loss", "own_play", "generator"),
     ),
 )
