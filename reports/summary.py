@@ -38,7 +38,7 @@ class Ledger:
         self.out, self.path = out or Path(), (out or Path()) / "cycles.json"
         contents = read_json(self.path) if out is not None and self.path.is_file() else {"about": {}, "stages": []}
         try:
-            self.about, self.outcome = about or contents["about"], "unfinished"
+            self.about, self.outcome = (about, "unfinished") if about else (contents["about"], contents.get("outcome"))
             self.aside: dict[str, dict[str, Any]] = {each["name"]: each for each in contents.get("aside", ())}
             self.records: dict[str, dict[str, Any]] = {each["name"]: each for each in contents["stages"]}
             for each in (*self.records.values(), *self.aside.values()):

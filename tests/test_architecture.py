@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Lines, as `wc -l` counts them, of Python and of the page's template.
-LINES = {"root": 3190, "product": 8420, "benchmarks": 1560, "examples": 310, "tests": 9240, "tests/campaign": 2000}
+LINES = {"root": 3180, "product": 8414, "benchmarks": 1560, "examples": 306, "dev": 80, "tests": 9240}
+LINES |= {"tests/campaign": 1000}
 MOST_OF_A_FILE, MOST_OF_A_FUNCTION, MOST_ROOT_FILES, MOST_FOLDERS = 420, 80, 14, 8
 OPTIONS = {  # of a script: its settings and how many they may be
     "train": ("TrainSettings", 33),
@@ -56,9 +57,8 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-SOURCES = [
-    path for path in tracked("*.py", "*.html") if name_of(path).split("/")[0] not in ("tests", "benchmarks", "examples")
-]
+OTHERS = ("benchmarks", "examples", "dev", "tests")
+SOURCES = [path for path in tracked("*.py", "*.html") if name_of(path).split("/")[0] not in OTHERS]
 PRODUCT = [path for path in SOURCES if name_of(path).split("/")[0] != "config"]
 CODE = [path for path in PRODUCT if path.suffix == ".py" and path.name != "__init__.py"]
 
@@ -69,8 +69,7 @@ def count_lines(path: Path) -> int:
 
 def lines_of() -> dict[str, int]:
     """Lines by budget."""
-    names = ("benchmarks", "examples", "tests", "tests/campaign")
-    parts = {name: sum(map(count_lines, tracked(f"{name}/*.py"))) for name in names}
+    parts = {name: sum(map(count_lines, tracked(f"{name}/*.py"))) for name in (*OTHERS, "tests/campaign")}
     parts["tests"] -= parts["tests/campaign"]
     at_root = sum(count_lines(path) for path in PRODUCT if path.parent == ROOT)
     return {"root": at_root, "product": sum(map(count_lines, PRODUCT)), **parts}

@@ -109,7 +109,7 @@ def test_a_ledger_is_read_back(tmp_path):
     again = Ledger(tmp_path)
     assert list(again.records) == ["base_model_v1", "gate_v1"] and again.about == ledger.about
     assert again.figures("gate_v1") == SKILL and again.figures("base_model_v2") == {}
-    assert again.number("gate_v1") == "4 of 9"
+    assert again.number("gate_v1") == "4 of 9" and again.outcome == "finished"
 
 
 def test_a_damaged_ledger_is_refused(tmp_path):
