@@ -36,7 +36,7 @@ class Ledger:
 
     def __init__(self, out: Path | None = None, about: Mapping[str, Any] | None = None) -> None:
         self.out, self.path = out or Path(), (out or Path()) / "cycles.json"
-        contents = read_json(self.path) if out is not None and self.path.is_file() else {"about": {}, "stages": []}
+        contents: Any = read_json(self.path) if out and self.path.is_file() else {"about": {}, "stages": []}
         try:
             self.about, self.outcome = (about, "unfinished") if about else (contents["about"], contents.get("outcome"))
             self.aside: dict[str, dict[str, Any]] = {each["name"]: each for each in contents.get("aside", ())}
