@@ -36,9 +36,10 @@ class Ledger:
 
     def __init__(self, out: Path | None = None, about: Mapping[str, Any] | None = None) -> None:
         self.out, self.path = out or Path(), (out or Path()) / "cycles.json"
-        contents: Any = read_json(self.path) if out and self.path.is_file() else {"about": {}, "stages": []}
+        contents = read_json(self.path) if out is not None and self.path.is_file() else {"about": {}, "stages": []}
         try:
-            self.about, self.outcome = (about, "unfinished") if about else (contents["about"], contents.get("outcome"))
+            self.about = about or contents["about"]
+            self.outcome = "unfinished" if about else contents.get("outcome", "")
             self.aside: dict[str, dict[str, Any]] = {each["name"]: each for each in contents.get("aside", ())}
             self.records: dict[str, dict[str, Any]] = {each["name"]: each for each in contents["stages"]}
             for each in (*self.records.values(), *self.aside.values()):
@@ -103,8 +104,7 @@ def last_cycle(ledger: Ledger) -> int:
 
 def measured(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
     """The figures of the models of a cycle that were evaluated, by name; those of the policy come first."""
-    both = (ledger.figures(f"{kind}_v{cycle + 1}") for kind in ("evaluation", "controls"))
-    return {name: figures for each in both for name, figures in each.items()}
+    return ledger.figures(f"evaluation_v{cycle + 1}") | ledger.figures(f"controls_v{cycle + 1}")
 
 
 def difference(ours: Record, theirs: Record) -> dict[str, Any]:
