@@ -60,7 +60,7 @@ NOT_COMPARED = {"device", "overwrite", "tracker", "wandb_log", "wandb_project"} 
 
 @dataclass
 class CycleSettings(Settings):
-    """Run the whole loop. The stages' own settings come from the sections of the settings file, named after scripts."""
+    """Run the whole loop. --SECTION.OPTION VALUE sets a stage's option, as its section of the settings file does."""
 
     text: tuple[str, ...] = setting((), common=True)
     """text files, or folders of *.txt, for a generator of your own, in place of a dataset"""
@@ -334,9 +334,8 @@ def main() -> None:
         hold_output(out / "cycles.json")
         sizes = own_text(settings)
         if is_sized:
-            say(
-                "Sizes, where you give none: " + "; ".join(f"{name} {' '.join(words)}" for name, words in sizes.items())
-            )
+            given = "; ".join(f"{name} {' '.join(words)}" for name, words in sizes.items())
+            say(f"Sizes for this text, before what you give by --SECTION.OPTION: {given}")
             own |= {name: [*words, *own.get(name, ())] for name, words in sizes.items()}
         loop = Loop(settings, read_sections(config, own), contents, own)
 

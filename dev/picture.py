@@ -57,8 +57,8 @@ def main() -> None:
     if not texts or not model.is_file():
         raise UserError(f"ERROR: {ledger.out} is no finished run of run_cycles.py: python dev/picture.py FOLDER")
     passage = read_passages(ledger.out / "reward_data_v1", model, torch.device("cpu"))[0]
-    found = f"K = {passage.crossover}, E[K] = {passage.predicted:.1f}"
-    about = f"Natural text up to the bar, K, then the generator's; orange: low P(natural). {found}"
+    found = f"Natural up to the bar, K = {passage.crossover}, then written; orange: low P(natural);"
+    about = f"{found} the reward model's estimate: {passage.predicted:.1f}"
     parts = [caption(26, about), *shaded(53, passage)]
     for number, (name, when) in enumerate({"base_model_v1": "before GRPO", "base_model_v2": "after GRPO"}.items()):
         y, prompt = 130 + 88 * number, texts["prompt"][-COLUMNS // 2 :].partition(" ")[2]

@@ -21,7 +21,7 @@ Record = Mapping[str, Any]
 ARMS = ("base", "natural_model", "policy", "control_plain", "control_distil")
 BEFORE = ("natural_model", "reward_data", "reward_model", "gate", "policy")  # stages of a policy, by kind
 HEADS = (
-    *("model", "loss", "calibrated loss", "policy - it", "verdict on the policy", "of the ceiling", "P(natural)"),
+    *("model", "loss", "calibrated loss", "policy - it", "policy is", "of the ceiling", "P(natural)"),
     *("unknown words", "distinct-3", "KL to the start", "kept", "seconds"),
 )
 SEED = 42  # of intervals
@@ -149,13 +149,12 @@ def headline(ledger: Ledger) -> list[str]:
         lines[0] += f", its natural model on {read}"
     for gate in ledger.find("gate")[-1:]:
         finding = "predicts K/N" if predicts(gate["figures"]) else "is not shown to predict K/N"
-        lines[0] += f"; the reward model {finding} (R2 {format_figure(gate['figures'], 'r2', '.3f')})"
+        lines[0] += f"; the reward model {finding} (R2 of fresh text {format_figure(gate['figures'], 'r2', '.3f')})"
     cycle = last_cycle(ledger)
     found, policy = measured(ledger, cycle), f"base_model_v{cycle + 1}"
     carried = "GRPO did not start, and the generator is carried on unchanged"
     if not cycle:
-        is_carried = policies and not policies[-1]["script"]
-        return [*lines, f"{carried}." if is_carried else "The policy is not trained yet."]
+        return [*lines, f"{carried}." if policies and not policies[-1]["script"] else "The policy is not trained yet."]
     controls = {name: each for name, each in found.items() if name.startswith("control_")}
     best = min(controls, key=lambda name: controls[name]["calibrated_loss"], default="")
     compared = dict.fromkeys(["base_model_v1", *([best] if best else [])])
@@ -200,7 +199,7 @@ def table(ledger: Ledger) -> list[dict[str, str]]:
                 if name != policy and policy in found:
                     figures = difference(found[policy], own)
                     cells["policy - it"] = format_figure(figures, "difference", "+.4f")
-                    cells["verdict on the policy"] = verdict(figures)
+                    cells["policy is"] = verdict(figures)
             if "kept_step" in trained:
                 cells["kept"] = f"{trained['kept_step']} of {trained['steps']}"
             rows.append((cycle if record["cycle"] else 0, dict.fromkeys(HEADS, "") | cells))

@@ -61,7 +61,7 @@ def make_ledger(out: Path | None = None, **changes) -> Ledger:
 def test_headline():
     trained, gain, took = headline(make_ledger())
     assert "on 123,456 tokens of plays, its natural model on 7,890 of lib; the reward model predicts K/N" in trained
-    assert "(R2 0.500 (0.400 to 0.600))" in trained
+    assert "(R2 of fresh text 0.500 (0.400 to 0.600))" in trained
     assert "the policy is better than base_model_v1: -0.1000 (-0.1000 to -0.1000)" in gain
     assert "worse than control_distil_v2: +0.0500 (" in gain and "(the best control)" in gain
     assert "0.250 -> 0.500; KL to its start 0.125" in took and "20 s base_model_v2, 5 s control_plain, 20 s" in took
@@ -94,8 +94,8 @@ def test_table():
     assert policy["calibrated loss"] == "1.9000 (1.8000 to 2.0000)" and policy["loss"] == "2.0000"
     assert policy["of the ceiling"] == "0.25" and policy["kept"] == "6 of 8" and policy["policy - it"] == ""
     assert policy["P(natural)"] == "0.500" and policy["KL to the start"] == "0.125" and policy["seconds"] == "20"
-    assert plain["policy - it"].startswith("-0.0050 (") and plain["verdict on the policy"] == "no difference shown"
-    assert rows["control_distil_v2"]["verdict on the policy"] == "worse" and plain["seconds"] == "5"
+    assert plain["policy - it"].startswith("-0.0050 (") and plain["policy is"] == "no difference shown"
+    assert rows["control_distil_v2"]["policy is"] == "worse" and plain["seconds"] == "5"
     assert table_text(make_ledger()).splitlines()[-1] == "Cycle 1: GRPO stopped by plateau."
     unfinished = dict.fromkeys(["base_model_v2", "evaluation_v2", "natural_model_v1", *CONTROLS, "controls_v2"])
     (row,) = table(make_ledger(**unfinished))

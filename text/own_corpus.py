@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.files import hash_file, read_json, write_json
-from common.process import UserError
+from common.process import UserError, warn
 from text.encode_texts import find_texts, joined_pieces, prepare_texts
 from tokenization_manager import TokenizationManager
 
 OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library_cpu.py")  # the recipe
 LONG = 1_000_000  # tokens: a longer text is not learned by heart, and needs no dropout
 MANY_TOKENS = 1000  # in the vocabulary
-LEAST = 25_000  # tokens of a text: of fewer the gate has too few blocks
+LEAST, TESTABLE = 25_000, 160_000  # tokens of a text for the gate's blocks; characters for intervals of the test's
 CONTEXTS = ((100_000, 128), (50_000, 64), (LEAST, 32))  # block_size for texts of so many tokens at least
 
 
@@ -47,6 +47,8 @@ def make_corpora(
     if not (is_made and made.is_file() and read_json(made) == record):
         made.unlink(missing_ok=True)
         size = sum(map(len, joined_pieces(own)))
+        if size < TESTABLE:
+            warn(f"--text has {size:,} characters: below {TESTABLE:,} the test text is too short for a verdict")
         before, tenth = sum(map(len, joined_pieces(texts))) - size, size // 10
         held_out = [("val", tenth), ("test", tenth)]
         prepare_texts(texts, folder, tokenizer, [("", before), ("train", size - 2 * tenth), *held_out])
@@ -55,7 +57,7 @@ def make_corpora(
         write_json(made, record)
     length = sum((folder / f"{part}.bin").stat().st_size // 2 for part in ("train", "val", "test"))
     if length < LEAST:
-        raise UserError(f"ERROR: the text has {length:,} tokens, and {LEAST:,} are needed: add text")
+        raise UserError(f"ERROR: --text has {length:,} tokens, and {LEAST:,} are needed: add text")
     return folder, natural_folder, length
 
 
