@@ -313,7 +313,7 @@ def interval(values: list[float]) -> tuple[float, float, float, float]:
     angles = np.linspace(-np.pi / 2, np.pi / 2, 200_001)[1:-1]  # of t = sqrt(n) tan(a): density cos(a)^(n - 1)
     mass = np.cumsum(np.cos(angles) ** (n - 1))
     t, distribution = np.sqrt(n) * np.tan(angles), mass / mass[-1]
-    half, p = np.interp(0.975, distribution, t) * error, 2 * (1 - np.interp(abs(mean) / error, t, distribution))
+    half, p = np.interp(0.975, distribution, t) * error, 2 * (1 - np.interp(abs(mean) / (error or 1), t, distribution))
     return float(mean), float(mean - half), float(mean + half), float(p)
 
 

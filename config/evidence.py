@@ -67,10 +67,12 @@ contrasts = dict(
         ("", "auc", "exact", "off_policy"),
         ("", "auc", "grpo", "supervised"),
     ),
-    # After the runs, from the same records: what a reviewer of the protocol missed.
+    # After the runs of the main arms: what a reviewer of the protocol missed.
     added=(
         ("", "judge_gap", "grpo", "plain"),
         ("", "unknown_words", "grpo", "plain"),
         ("", "calibrated_loss", "refreshed", "grpo"),
+        ("", "calibrated_loss", "shuffled", "grpo"),
+        ("", "calibrated_loss", "own_play", "generator"),
     ),
 )

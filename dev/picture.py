@@ -54,9 +54,11 @@ def main() -> None:
     """Read the run that the command names, write the picture."""
     ledger = Ledger(Path(*sys.argv[1:2]))
     texts, model = completions(ledger), ledger.out / "reward_model_v1.pt"
-    if not texts or not model.is_file():
-        raise UserError(f"ERROR: {ledger.out} is no finished run of run_cycles.py: python dev/picture.py FOLDER")
+    if ledger.outcome != "finished" or "base_model_v2" not in texts or not model.is_file():
+        raise UserError(f"ERROR: {ledger.out} is no finished run of one cycle: python dev/picture.py FOLDER")
     passage = read_passages(ledger.out / "reward_data_v1", model, torch.device("cpu"))[0]
+    if passage.natural is None or any(len(token) != 1 for token in passage.tokens):
+        raise UserError(f"ERROR: {ledger.out}: the picture needs tokens of one letter, each with its P(natural)")
     found = f"Natural up to the bar, K = {passage.crossover}, then written; orange: low P(natural);"
     about = f"{found} the reward model's estimate: {passage.predicted:.1f}"
     parts = [caption(26, about), *shaded(53, passage)]

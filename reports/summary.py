@@ -39,7 +39,7 @@ class Ledger:
         contents = read_json(self.path) if out is not None and self.path.is_file() else {"about": {}, "stages": []}
         try:
             self.about = about or contents["about"]
-            self.outcome = "unfinished" if about else contents.get("outcome", "")
+            self.outcome = "unfinished" if about else contents.get("outcome", "unfinished")
             self.aside: dict[str, dict[str, Any]] = {each["name"]: each for each in contents.get("aside", ())}
             self.records: dict[str, dict[str, Any]] = {each["name"]: each for each in contents["stages"]}
             for each in (*self.records.values(), *self.aside.values()):

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Lines, as `wc -l` counts them, of Python and of the page's template.
 LINES = {"root": 3180, "product": 8414, "benchmarks": 1560, "examples": 306, "dev": 80, "tests": 9240}
-LINES |= {"tests/campaign": 1000}
+LINES |= {"tests/campaign": 430}
 MOST_OF_A_FILE, MOST_OF_A_FUNCTION, MOST_ROOT_FILES, MOST_FOLDERS = 420, 80, 14, 8
 OPTIONS = {  # of a script: its settings and how many they may be
     "train": ("TrainSettings", 33),
