@@ -59,8 +59,8 @@ def main() -> None:
     passage = read_passages(ledger.out / "reward_data_v1", model, torch.device("cpu"))[0]
     if passage.natural is None or any(len(token) != 1 for token in passage.tokens):
         raise UserError(f"ERROR: {ledger.out}: the picture needs tokens of one letter, each with its P(natural)")
-    found = f"Natural up to the bar, K = {passage.crossover}, then written; orange: low P(natural);"
-    about = f"{found} the reward model's estimate: {passage.predicted:.1f}"
+    found = f"Orange: low P(natural). Natural up to the bar, K = {passage.crossover};"
+    about = f"{found} the reward model's estimate of it is {passage.predicted:.1f}"
     parts = [caption(26, about), *shaded(53, passage)]
     for number, (name, when) in enumerate({"base_model_v1": "before GRPO", "base_model_v2": "after GRPO"}.items()):
         y, prompt = 130 + 88 * number, texts["prompt"][-COLUMNS // 2 :].partition(" ")[2]
