@@ -2,7 +2,6 @@
 # train.bin and val.bin of a large corpus; nanoGPT's data/openwebtext/prepare.py writes them in this form. On 8 GPUs:
 #
 #     torchrun --standalone --nproc_per_node=8 train.py --config config/train_gpt2.py
-#
 
 out_dir = "out/gpt2"
 dataset = "openwebtext"

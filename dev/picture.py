@@ -41,7 +41,7 @@ def caption(y: float, text: str) -> str:
 def shaded(y: float, passage: Passage) -> list[str]:
     """A sample of one letter a token: a box for each in the colour of its P(natural), a bar before token K."""
     boxes, bar = [], []
-    for place, natural in enumerate(passage.natural or []):
+    for place, natural in enumerate(passage.natural):
         x, top = LEFT + place % COLUMNS * ADVANCE, y - 18 + place // COLUMNS * LINE
         colour = ",".join(f"{w + (n - w) * natural:.0f}" for n, w in zip(NATURAL, WRITTEN, strict=True))
         boxes.append(f'<rect x="{x:.1f}" y="{top}" width="{ADVANCE + 0.3:.1f}" height="{LINE}" fill="rgb({colour})"/>')
