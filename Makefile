@@ -33,7 +33,7 @@ campaign-short: setup ## try for a minute to break what the project promises, ea
 campaign: setup ## the same for MINUTES
 	$(PYTHON) tests/campaign/run.py --minutes $(MINUTES) $(ARGS)
 
-tree: setup ## print lines and options beside their budgets
+tree: setup ## print sizes and options beside their budgets
 	$(PYTHON) tests/test_architecture.py
 
 mutants: setup ## plant each fault of tests/mutants.json, one at a time, and see whether a test fails (hours)

@@ -1,6 +1,8 @@
-"""Budgets of lines and options, the drawing of docs/development.md against the imports, what every file begins with.
+"""Budgets of size and options, the drawing of docs/development.md against the imports, what every file begins with.
 
 `pytest tests/test_architecture.py`; `python tests/test_architecture.py` prints the table.
+Size is counted in nodes of the syntax tree, without docstrings, annotations, asserts and the contexts of names: it
+does not change when code is written on fewer lines.
 """
 
 import ast
@@ -13,10 +15,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Lines, as `wc -l` counts them, of Python and of the page's template.
-LINES = {"root": 3180, "product": 8414, "benchmarks": 1560, "examples": 306, "dev": 80, "tests": 9240}
-LINES |= {"tests/campaign": 430}
-MOST_OF_A_FILE, MOST_OF_A_FUNCTION, MOST_ROOT_FILES, MOST_FOLDERS = 420, 80, 14, 8
+# Nodes of the syntax tree. Issue "forty faults": 4 % above the 48,391 and 6 % above the 48,271 of 2026-11-25.
+NODES = {"product": 50_326, "tests": 51_167}
+MOST_ROOT_FILES, MOST_FOLDERS = 14, 8
 OPTIONS = {  # of a script: its settings and how many they may be
     "train": ("TrainSettings", 33),
     "train_grpo": ("GRPOSettings", 31),
@@ -58,21 +59,36 @@ def module_of(path: Path) -> str:
 
 
 OTHERS = ("benchmarks", "examples", "dev", "tests")
+NOT_COUNTED = ("config", "data")  # settings, and the corpora's short prepare.py
 SOURCES = [path for path in tracked("*.py", "*.html") if name_of(path).split("/")[0] not in OTHERS]
 PRODUCT = [path for path in SOURCES if name_of(path).split("/")[0] != "config"]
 CODE = [path for path in PRODUCT if path.suffix == ".py" and path.name != "__init__.py"]
 
 
-def count_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n")
+def size_of(node: ast.AST) -> int:
+    """Nodes of a tree, without docstrings, annotations, asserts and the contexts of names."""
+    if isinstance(node, ast.expr_context | ast.Assert):
+        return 0
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return 0
+    total = 1
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                total += size_of(child)
+    return total
 
 
-def lines_of() -> dict[str, int]:
-    """Lines by budget."""
-    parts = {name: sum(map(count_lines, tracked(f"{name}/*.py"))) for name in (*OTHERS, "tests/campaign")}
-    parts["tests"] -= parts["tests/campaign"]
-    at_root = sum(count_lines(path) for path in PRODUCT if path.parent == ROOT)
-    return {"root": at_root, "product": sum(map(count_lines, PRODUCT)), **parts}
+def size_of_file(path: Path) -> int:
+    return size_of(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def sizes() -> dict[str, int]:
+    """Nodes by budget."""
+    product = [path for path in PRODUCT if path.suffix == ".py" and name_of(path).split("/")[0] not in NOT_COUNTED]
+    return {"product": sum(map(size_of_file, product)), "tests": sum(map(size_of_file, tracked("tests/*.py")))}
 
 
 def options_of(script: str) -> int:
@@ -85,23 +101,20 @@ def options_of(script: str) -> int:
     return len(fields(getattr(module, OPTIONS[script][0])))
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_lines_stay_within_their_budget(name):
-    assert lines_of()[name] <= LINES[name]
+@pytest.mark.parametrize("name", NODES)
+def test_sizes_stay_within_their_budget(name):
+    assert sizes()[name] <= NODES[name]
+
+
+def test_packing_does_not_change_the_size():
+    written = ast.parse("def f(x: int) -> int:\n    'Docstring.'\n    a = x\n    assert a\n    return a\n")
+    packed = ast.parse("def f(x): a = x; return a")
+    assert size_of(written) == size_of(packed) == 9
 
 
 @pytest.mark.parametrize("script", OPTIONS)
 def test_options_stay_within_their_budget(script):
     assert options_of(script) <= OPTIONS[script][1]
-
-
-@pytest.mark.parametrize("path", PRODUCT, ids=name_of)
-def test_no_file_and_no_function_is_too_long(path):
-    assert count_lines(path) <= MOST_OF_A_FILE
-    if path.suffix == ".py":
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < MOST_OF_A_FUNCTION, node.name
 
 
 def test_few_files_and_folders():
@@ -110,11 +123,10 @@ def test_few_files_and_folders():
     assert len(folders) <= MOST_FOLDERS
 
 
-def test_a_budget_would_notice_one_line(monkeypatch):
-    found = lines_of()
-    monkeypatch.setitem(LINES, "product", found["product"] - 1)
+def test_a_budget_notices_one_node(monkeypatch):
+    monkeypatch.setitem(NODES, "product", sizes()["product"] - 1)
     with pytest.raises(AssertionError):
-        test_lines_stay_within_their_budget("product")
+        test_sizes_stay_within_their_budget("product")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,14 +179,14 @@ def test_every_file_begins_with_purpose_and_command_and_does_no_work(path):
 
 
 def table() -> str:
-    """Lines and options beside their budgets."""
-    rows = [f"{'lines of':<26}{'now':>8}{'budget':>8}"]
-    rows += [f"{name:<26}{count:>8,}{LINES[name]:>8,}" for name, count in lines_of().items()]
+    """Sizes and options beside their budgets."""
+    rows = [f"{'nodes of':<26}{'now':>8}{'budget':>8}"]
+    rows += [f"{name:<26}{count:>8,}{NODES[name]:>8,}" for name, count in sizes().items()]
     parts: dict[str, int] = {}
-    for path in PRODUCT:
+    for path in CODE:
         folder, *below = path.relative_to(ROOT).parts
         name = f"{folder}/" if below else folder
-        parts[name] = parts.get(name, 0) + count_lines(path)
+        parts[name] = parts.get(name, 0) + size_of_file(path)
     rows += [f"  {name:<24}{count:>8,}" for name, count in parts.items()]
     rows += ["", f"{'options of':<26}{'now':>8}{'budget':>8}"]
     rows += [f"{script:<26}{options_of(script):>8}{most:>8}" for script, (_, most) in OPTIONS.items()]

@@ -37,8 +37,6 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
 GUIDE, REFERENCE = "docs/guide.md", "docs/reference.md"
 RUN = "docs/reward_model_training_infrastructure.md", "docs/reward_model_training3.md"
-MOST_LINES = {"README.md": 130, GUIDE: 400, REFERENCE: 450, "docs/results.md": 250, "docs/development.md": 300}
-MOST_LINES |= {**dict.fromkeys(RUN, 150), "CONTRIBUTING.md": 60}
 # Options that make a run small, by script.
 SHRINK = {
     "train": "--n_layer 2 --n_head 2 --n_embd 16 --block_size 16 --batch_size 4 --max_iters 12 --eval_interval 6 "
@@ -205,10 +203,9 @@ def test_commands_and_code_run_of_the_first_documents_pages(name, tmp_path):
     run_pages(make_folder(tmp_path), (name,))
 
 
-@pytest.mark.parametrize("name", MOST_LINES)
-def test_pages_stay_within_their_budget(name):
+@pytest.mark.parametrize("name", NAMES)
+def test_lines_of_pages_are_not_too_wide(name):
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= MOST_LINES[name]
     assert [line for line in lines if len(line) > 120] == []
 
 
@@ -218,10 +215,6 @@ def test_the_records_give_a_published_contrast(monkeypatch, capsys):
     (block,) = (each for each in read_page(page)[0] if each.language == "python")
     exec(compile(block.text, page, "exec"), {})
     assert capsys.readouterr().out.strip() in (ROOT / page).read_text(encoding="utf-8")
-
-
-def test_there_are_no_other_pages():
-    assert set(NAMES) == set(MOST_LINES)
 
 
 @pytest.mark.parametrize("name", NAMES)
