@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from common.device import full_precision, total_memory
 from common.process import UserError
 from generation.completions import generate
+from generation.context import Context
 from generation.kv_cache import KVCache
 from generation.sampling import Sampling
-from generation.shared_prompts import SharedPrompts
 
 REWARD_HEADS = ("last", "position", "likelihood")
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # nn.GELU's names of the approximation
@@ -108,19 +108,17 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.layer = layer
 
-    def forward(self, x: Tensor, rotation: Tensor | None, context: KVCache | SharedPrompts | None) -> Tensor:
-        qkv = self.c_attn(x)  # (B, T, 3 C)
-        if isinstance(context, SharedPrompts):
-            qkv = context.to_rows(qkv)
+    def forward(self, x: Tensor, rotation: Tensor | None, context: Context) -> Tensor:
+        qkv = context.to_rows(self.c_attn(x))  # (B, T, 3 C)
         B, T, C = qkv.size(0), qkv.size(1), x.size(-1)
-        qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
-        q, k = qkv[:2] if rotation is None else rotate(qkv[:2], rotation)
-        if isinstance(context, KVCache):
-            y = context.attend(self.layer, q, k, qkv[2])
-        else:
-            y = F.scaled_dot_product_attention(q, k, qkv[2], dropout_p=self.dropout * self.training, is_causal=T > 1)
+        qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        queries_and_keys = qkv[:2]  # (2, B, H, T, D)
+        if rotation is not None:
+            queries_and_keys = rotate(queries_and_keys, rotation)
+        dropout = self.dropout if self.training else 0.0
+        y = context.attend(self.layer, *queries_and_keys, qkv[2], dropout)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return self.resid_dropout(self.c_proj(context.from_rows(y) if isinstance(context, SharedPrompts) else y))
+        return self.resid_dropout(self.c_proj(context.from_rows(y)))
 
 
 class MLP(nn.Module):
@@ -148,7 +146,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.parallel_residual = config.parallel_residual
 
-    def forward(self, x: Tensor, rotation: Tensor | None, context: KVCache | SharedPrompts | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor | None, context: Context) -> Tensor:
         y = x + self.attn(self.ln_1(x), rotation, context)
         return y + self.mlp(self.ln_2(x if self.parallel_residual else y))
 
@@ -228,18 +226,22 @@ class GPT(nn.Module):
         kept = 64 * config.n_embd * config.n_layer * config.block_size
         return max(1, min(1024, memory // 8 // (logits + kept)))
 
-    def trunk(self, idx: Tensor | SharedPrompts, kv_cache: KVCache | None = None) -> Tensor:
-        """Hidden states (B, T, C), after the last normalisation, of token ids (B, T); (n, C) if rows share prompts."""
-        context = idx if isinstance(idx, SharedPrompts) else kv_cache
-        ids, length = (idx.ids, idx.length) if isinstance(idx, SharedPrompts) else (idx, idx.size(1))
-        if length > self.config.block_size:
-            raise UserError(f"a sequence of {length} tokens does not fit block_size {self.config.block_size}")
-        x, rotation = self.transformer.wte(ids), None  # (B, T, C)
+    def trunk(self, idx: Tensor, context: Context | None = None) -> Tensor:
+        """Return the hidden states (B, T, C) of token ids (B, T) after the last normalisation.
+
+        `context` says what the tokens attend to: by default, to the tokens before them in their row.
+        With SharedPrompts, pass its `ids` (n,) and get (n, C).
+        """
+        context = context or Context(idx)
+        if context.length > self.config.block_size:
+            limit = f"block_size {self.config.block_size}"
+            raise UserError(f"a sequence of {context.length} tokens does not fit {limit}")
+        x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.position == "learned":
-            positions = torch.arange(length, device=ids.device) if context is None else context.positions
-            x = x + self.transformer.wpe(positions)
+            rotation = None
+            x = x + self.transformer.wpe(context.token_positions)
         else:
-            rotation = self.rotation[:, slice(length) if kv_cache is None else kv_cache.positions]
+            rotation = self.rotation[:, context.row_positions]  # (2, T, D)
         x = self.transformer.drop(x)
         for block in self.transformer.h:
             x = block(x, rotation, context)

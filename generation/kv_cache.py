@@ -1,8 +1,9 @@
-"""Keys and values of earlier tokens, kept between the passes of generation.
+"""Keys and values of earlier tokens, kept between the forward passes of generation.
 
     python -c "import generation.kv_cache as k, model as m; print(k.KVCache(m.GPT(m.GPTConfig()), 1, 9).memory)"
 
-Shapes: R rows, A of them active, H heads of D channels, L layers, T new positions, S stored ones.
+Shapes: R rows, of which the first A are active; H heads of D channels; L layers; T new positions;
+S stored positions.
 """
 
 from typing import Any
@@ -11,85 +12,126 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-GROWTH = 32  # positions by which the rows of a cache become longer
+from generation.context import Context
+
+GROWTH = 32  # positions by which the rows of a cache grow on a CPU
 
 
 def cache_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's keys and values: autocast's where that is on, else that of its weights."""
+    """Return the dtype of a model's keys and values: autocast's if it is on, else the weights'."""
     parameter = next(model.parameters())
     device = parameter.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return parameter.dtype
 
 
-class KVCache:
+class KVCache(Context):
     """Keys and values of every layer of a GPT, written position by position.
 
-    On a CPU rows have room for as many positions as are needed, in steps of GROWTH, and move when that is not enough:
-    attention of one query a row takes a third of its time over rows with unused ends. Unwritten positions are masked.
+    Call `begin` for new sequences and `at` before every forward pass. On a CPU the rows have room
+    for a few more positions than they hold and are moved when they are full: attention of one query
+    per row takes a third of its time over rows with long unused ends. Unused positions are masked.
     """
 
     def __init__(self, model: nn.Module, rows: int, length: int) -> None:
         config: Any = model.config
         device = next(model.parameters()).device
-        self.most_rows, self._length, self._step = rows, length, GROWTH if device.type == "cpu" else max(1, length)
-        self._shape = config.n_layer, config.n_head, config.n_embd // config.n_head  # L, H, D
-        size = 2 * config.n_layer, rows * length * config.n_embd
-        self.memory = torch.empty(size, device=device, dtype=cache_dtype(model))
+        self.most_rows = rows
+        self._most_positions = length
+        self._step = GROWTH if device.type == "cpu" else max(1, length)
+        self._n_layer = config.n_layer
+        self._n_head = config.n_head
+        self._head_size = config.n_embd // config.n_head
+        # Keys and values of all layers: (2 L, rows * length * C).
+        self.memory = torch.empty(
+            2 * config.n_layer,
+            rows * length * config.n_embd,
+            device=device,
+            dtype=cache_dtype(model),
+        )
         self._all_positions = torch.arange(length, device=device)
         self.begin(rows)
 
     @staticmethod
     def bytes_per_row(model: nn.Module, length: int) -> int:
-        """Bytes of a row of `length` positions."""
+        """Return the size of a row of `length` positions in bytes."""
         config: Any = model.config
         return 2 * config.n_layer * config.n_embd * length * cache_dtype(model).itemsize
 
     def begin(self, rows: int, shared: "KVCache | None" = None, source_rows: Tensor | None = None) -> None:
-        """Hold R = rows, at most `most_rows`: empty, or row r a copy of source_rows[r], (R,) int64, of `shared`."""
-        self._rows, self._capacity, self._stored = rows, 0, self.memory
-        self._shared, self._source_rows = shared, source_rows
+        """Start over with R = rows <= most_rows, empty or with the prefixes of another cache.
+
+        With `shared`, row r continues row source_rows[r], source_rows (R,) int64, of that cache.
+        """
+        self._rows = rows
+        self._capacity = 0
+        self._stored = self.memory
+        self._shared = shared
+        self._source_rows = source_rows
 
     def at(self, position: int, length: int, rows: int) -> None:
-        """The next pass adds `length` tokens (T), one or from position 0 on, to the first `rows` rows (A)."""
-        end = position + length
-        self.positions = self._all_positions[position:end]  # (T,)
-        self._is_single = length == 1 and self.memory.device.type == "cpu"
-        if end > self._capacity:
-            self._grow(end, rows)
-        active = self._stored[:, :, :rows]  # (L, 2, A, H, S, D)
-        self._new = active[..., position:end, :]  # (L, 2, A, H, T, D)
-        layers = active.flatten(2, 3) if self._is_single else active[..., :end, :]  # the former (L, 2, A H, S, D)
-        self._active = [(layers[layer, 0], layers[layer, 1]) for layer in range(len(layers))]
-        if self._is_single:
-            written = self._all_positions[: self._capacity] < end
-            self._mask = torch.zeros(self._capacity).masked_fill(~written, -torch.inf).to(self.memory.dtype)
+        """Prepare the next pass: T = length tokens from `position` on, for the first A = rows rows.
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Add keys and values (A, H, T, D) and attend to all up to there; returns (A, H, T, D)."""
-        self._new[layer, 0], self._new[layer, 1] = keys, values
-        all_keys, all_values = self._active[layer]
+        T is 1, or position is 0.
+        """
+        self.length = position + length
+        self.token_positions = self._all_positions[position : self.length]
+        self.row_positions = self.token_positions
+        if self.length > self._capacity:
+            self._grow(self.length, rows)
+        active = self._stored[:, :, :rows]  # (L, 2, A, H, S, D)
+        self._new = active[..., position : self.length, :]  # (L, 2, A, H, T, D)
+        self._is_single = length == 1 and self.memory.device.type == "cpu"
         if self._is_single:
-            # With one query a row, two batched products take two thirds of the fused kernel's time.
-            scaled = (queries * queries.size(-1) ** -0.5).view(-1, 1, queries.size(-1))  # (A H, 1, D)
+            active = active.flatten(2, 3)  # (L, 2, A H, S, D), unused positions included
+            is_used = self._all_positions[: self._capacity] < self.length
+            mask = torch.zeros(self._capacity).masked_fill(~is_used, -torch.inf)
+            self._mask = mask.to(self.memory.dtype)
+        else:
+            active = active[..., : self.length, :]
+        # Indexing once here is faster than indexing in every layer's attention.
+        self._keys_and_values = [layer.unbind() for layer in active]
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0) -> Tensor:
+        """Store keys and values (A, H, T, D); return the attention (A, H, T, D) to all stored ones."""
+        self._new[layer, 0] = keys
+        self._new[layer, 1] = values
+        all_keys, all_values = self._keys_and_values[layer]
+        if self._is_single:
+            # For one query per row, two batched products take two thirds of the fused kernel's time.
+            head_size = queries.size(-1)
+            scaled = (queries * head_size**-0.5).view(-1, 1, head_size)  # (A H, 1, D)
             scores = torch.baddbmm(self._mask, scaled, all_keys.transpose(1, 2))  # (A H, 1, S)
             return torch.bmm(scores.softmax(-1), all_values).view(queries.shape)
-        return F.scaled_dot_product_attention(queries, all_keys, all_values, is_causal=queries.size(2) > 1)
+        is_causal = queries.size(2) > 1
+        return F.scaled_dot_product_attention(queries, all_keys, all_values, is_causal=is_causal)
 
     def _grow(self, end: int, rows: int) -> None:
-        """Make room for the positions before `end`, filled from `shared`, or with zeros: 0 times a NaN would be NaN."""
-        old, first = self._stored, self._capacity
-        self._capacity = min(self._length, -(-end // self._step) * self._step)
-        L, H, D = self._shape
-        used = self.memory[:, : self._rows * H * self._capacity * D]
-        self._stored = used.view(L, 2, self._rows, H, self._capacity, D)  # keys and values
-        for before, after in zip(old, self._stored, strict=True) if first else ():
-            after[..., :first, :] = before.clone()  # the two overlap
-        own = rows if first else 0  # rows that write all positions from here on
-        for start in range(first, self._capacity, GROWTH):  # in parts: a copy of all prefixes would take much memory
-            room, size = self._stored[..., start : start + GROWTH, :], 0
+        """Make room for the positions before `end`, filled from `shared` or with zeros.
+
+        Unused positions have attention weight 0, but 0 times a NaN would be NaN.
+        """
+        old = self._stored
+        first = self._capacity
+        steps = -(-end // self._step)  # rounded up
+        self._capacity = min(self._most_positions, steps * self._step)
+        used = self.memory[:, : self._rows * self._n_head * self._capacity * self._head_size]
+        shape = (self._n_layer, 2, self._rows, self._n_head, self._capacity, self._head_size)
+        self._stored = used.view(shape)
+        if first:
+            for before, after in zip(old, self._stored, strict=True):
+                after[..., :first, :] = before.clone()  # the two overlap in memory
+        # From the second time on, active rows write every position from here on themselves.
+        num_own = rows if first else 0
+        # In pieces: a copy of all prefixes at once would take much memory.
+        for start in range(first, self._capacity, GROWTH):
+            piece = self._stored[..., start : start + GROWTH, :]
+            piece[:, :, :num_own] = 0
+            num_copied = 0
             if self._shared is not None and self._source_rows is not None:
-                copied = self._shared._stored[..., start : start + GROWTH, :][:, :, self._source_rows[own:]]
-                size = copied.size(-2)
-                room[:, :, own:, :, :size] = copied
-            room[:, :, :own] = 0
-            room[:, :, own:, :, size:] = 0
+                prefixes = self._shared._stored[..., start : start + GROWTH, :]
+                prefixes = prefixes[:, :, self._source_rows[num_own:]]
+                num_copied = prefixes.size(-2)
+                piece[:, :, num_own:, :, :num_copied] = prefixes
+            piece[:, :, num_own:, :, num_copied:] = 0

@@ -61,7 +61,7 @@ class Rollouts:
         """The policy's hidden states (m, C) before each of the m tokens in the mask."""
         prompt_lengths = self.ids.size(1) - self.mask.sum(1)
         context = SharedPrompts(self.ids[:, :-1], prompt_lengths, self.group_size)
-        return context.at(self.mask, policy.trunk(context))
+        return context.at(self.mask, policy.trunk(context.ids, context))
 
     def log_probs(self, policy: GPT) -> Tensor:
         """The policy's log-probabilities (R, N - 1) of the tokens in the mask; 0 elsewhere."""

@@ -39,7 +39,7 @@ class CausalModel(nn.Module):
         super().__init__()
         self.model, self.config = model, GPTConfig(vocab_size=vocab_size)
 
-    def trunk(self, idx: Tensor) -> Tensor:
+    def trunk(self, idx: Tensor, context: None = None) -> Tensor:
         """Logits (B, T, V) of sequences (B, T), padded on the right if at all; adapters of the model are off."""
         was_training = self.model.training
         with getattr(self.model, "disable_adapter", nullcontext)():

@@ -87,7 +87,7 @@ class RewardScorer:
         is_whole = model is not None and not model.is_ratio  # such a head reads the last token too
         context = SharedPrompts(ids if is_whole else ids[:, :-1], ids.size(1) - written.sum(1), group_size)
         if model is not None and model.is_ratio:
-            hidden, once = model.hidden_states(context), context.predicts
+            hidden, once = model.hidden_states(context.ids, context), context.predicts
             both = model.read_hidden(tuple(context.at(once, states) for states in hidden), tokens[once])
             natural, generator = (context.spread(put(log_probs, once)) for log_probs in both)
             evidence, reference = model.calibrated(natural - generator), generator.masked_fill(~written, 0.0)
@@ -95,8 +95,8 @@ class RewardScorer:
             shares = natural_probabilities(evidence)  # (R, N)
             given = evidence[:, 1:] if self.gives_evidence else None
             return Scores(shares.mean(1), given, shares[:, 1:], reference, kept)
-        states = (model or self.reference).trunk(context)
-        own = states if self.is_shared else self.reference.trunk(context)
+        states = (model or self.reference).trunk(context.ids, context)
+        own = states if self.is_shared else self.reference.trunk(context.ids, context)
         log_probs = token_log_probs(self.reference.logits(context.at(written, own)), tokens[written])
         reference = put(log_probs, written)  # (R, N - 1)
         if model is None:

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from common.device import full_precision
 from common.process import UserError
+from generation.context import Context
 from generation.sampling import Sampling, sampling_distribution
-from generation.shared_prompts import SharedPrompts
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig, check_same_fields
 from reward.posterior import crossover_loss, natural_probabilities, natural_share, reward_loss
@@ -125,9 +125,9 @@ class LikelihoodRewardModel(TokenEvidence):
         """Sequences to score together: see GPT.rows_at_a_time."""
         return self.natural.rows_at_a_time()
 
-    def hidden_states(self, context: Tensor | SharedPrompts) -> tuple[Tensor, ...]:
-        """Hidden states of p and of q, (B, T, C) or (n, C) each with a C of its own: see `trunk`."""
-        return self.natural.trunk(context), self.generator.trunk(context)
+    def hidden_states(self, idx: Tensor, context: Context | None = None) -> tuple[Tensor, ...]:
+        """Hidden states of p and of q, (B, T, C) or (n, C) each with a C of its own: see GPT.trunk."""
+        return self.natural.trunk(idx, context), self.generator.trunk(idx, context)
 
     def written_logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of q as it was sampled, from its hidden states (..., C)."""

@@ -25,7 +25,7 @@ def test_no_token_is_there_twice():
     assert len(shared.ids) == sum(int(k) + G * (N - int(k)) for k in PROMPT_LENGTHS[::G])
     assert torch.equal(shared.to_rows(shared.ids[:, None].float())[..., 0].long(), ids)
     assert torch.equal(shared.from_rows(ids[..., None].float())[:, 0].long(), shared.ids)
-    assert torch.equal(shared.from_rows(torch.arange(N).expand(len(ids), N)[..., None])[:, 0], shared.positions)
+    assert torch.equal(shared.from_rows(torch.arange(N).expand(len(ids), N)[..., None])[:, 0], shared.token_positions)
     alone = SharedPrompts(ids, PROMPT_LENGTHS, 1)
     assert torch.equal(alone.ids, ids.flatten()) and torch.equal(alone.index, torch.arange(ids.numel()).view(ids.shape))
 
@@ -46,7 +46,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(position, parallel, gro
     shared = SharedPrompts(ids[:, :-1], PROMPT_LENGTHS, group_size)
 
     of_all = token_log_probs(model.logits(model.trunk(ids[:, :-1])), ids[:, 1:])
-    states = shared.at(written, model.trunk(shared))
+    states = shared.at(written, model.trunk(shared.ids, shared))
     assert len(states) == written.sum()
     found = put(token_log_probs(model.logits(states), ids[:, 1:][written]), written)
     torch.testing.assert_close(found, of_all.masked_fill(~written, 0.0), rtol=0, atol=1e-5)
@@ -58,7 +58,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(position, parallel, gro
 
     once = shared.predicts
     assert once.sum() == sum(int(k) - 1 + group_size * (N - int(k)) for k in PROMPT_LENGTHS[::group_size])
-    predicted = token_log_probs(model.logits(shared.at(once, model.trunk(shared))), ids[:, 1:][once])
+    predicted = token_log_probs(model.logits(shared.at(once, model.trunk(shared.ids, shared))), ids[:, 1:][once])
     torch.testing.assert_close(shared.spread(put(predicted, once)), of_all, rtol=0, atol=1e-5)
 
 
