@@ -6,9 +6,8 @@ Rows are sorted by K, the tokens that they keep: at position t those with K <= t
 Shapes: P prompts (natural blocks), G completions of each, R = P * G rows, N positions, V token ids.
 """
 
-import itertools
 from bisect import bisect_right
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from common.process import UserError, lacks_memory, warn
 from generation.kv_cache import KVCache
 from generation.sampling import Sampling, check_drawn, check_ids, sample_tokens
 
-DEFAULT_CPU_ROWS, DEFAULT_CPU_MB, PLAIN = 1024, 1024, Sampling()
+DEFAULT_CPU_ROWS = 1024
+DEFAULT_CPU_MB = 1024
+PLAIN = Sampling()
 
 
 @dataclass(frozen=True)
@@ -47,78 +48,114 @@ def complete(
     wrong lengths or logits of NaN.
     """
     config: Any = model.config
-    (prompts, length), group = natural.shape, prefix_lengths.size(1)
+    prompts, length = natural.shape
+    group = prefix_lengths.size(1)
     if length > config.block_size:
-        raise UserError(f"{length} positions asked for, but the model's block_size is {config.block_size}")
+        limit = f"the model's block_size is {config.block_size}"
+        raise UserError(f"{length} positions asked for, but {limit}")
     if prefix_lengths.min() < 1 or prefix_lengths.max() > length:
         raise UserError(f"prefix lengths must lie in [1, {length}]")
     with evaluating(model):
         order = prefix_lengths.flatten().argsort(stable=True)  # (R,)
         prefixes = prefix_lengths.flatten()[order].tolist()
+        rows = len(prefixes)
         ids = natural[order // group]  # (R, N), a copy
         uniforms = uniforms.reshape(-1, length)[order].to(ids.device)
-        log_probs = torch.zeros(2, *ids.shape, device=ids.device)  # those sampled from, and the model's own
-        cache = cache or KVCache(model, len(prefixes), length)
-        cache.begin(len(prefixes))  # frees earlier prefixes
+        log_probs = torch.zeros(ids.shape, device=ids.device)  # under the distribution sampled from
+        model_log_probs = torch.zeros(ids.shape, device=ids.device)
+        cache = cache or KVCache(model, rows, length)
+        cache.begin(rows)  # frees earlier prefixes
         if prefixes[-1] > 1:
-            # A block's prefix is computed once, and at full length: attention's rounding depends on the length.
+            # Each block's prefix is computed once, and at full length, because the rounding of
+            # attention depends on the length.
             shared = KVCache(model, prompts, length - 1)
             shared.at(0, length - 1, prompts)
             model(natural[:, :-1], kv_cache=shared)
-            cache.begin(len(prefixes), shared, order // group)
+            cache.begin(rows, shared, order // group)
         for position in range(prefixes[0], length):
-            active = bisect_right(prefixes, position)
+            active = bisect_right(prefixes, position)  # rows with K <= position
             cache.at(position - 1, 1, active)
             logits, _ = model(ids[:active, position - 1 : position], kv_cache=cache)
             drawn = sample_tokens(logits[:, -1], uniforms[:active, position], sampling)
-            ids[:active, position], log_probs[0, :active, position], log_probs[1, :active, position] = drawn
-        check_drawn(log_probs[1])
-        return Completions(*(rows[order.argsort()].view(prompts, group, length) for rows in (ids, *log_probs)))
+            ids[:active, position] = drawn[0]
+            log_probs[:active, position] = drawn[1]
+            model_log_probs[:active, position] = drawn[2]
+        check_drawn(model_log_probs)
+        callers_order = order.argsort()
+        shape = (prompts, group, length)
+        return Completions(
+            ids[callers_order].view(shape),
+            log_probs[callers_order].view(shape),
+            model_log_probs[callers_order].view(shape),
+        )
 
 
 class Completer:
-    """`complete` for any number of rows and calls: at most `rows` at a time, in one cache that serves all of them.
+    """`complete` for any number of rows: as many at a time as fit, in one cache for all calls.
 
-    Half of the free memory is for keys and values; without CUDA at most DEFAULT_CPU_ROWS rows and DEFAULT_CPU_MB, as
-    more gain nothing. If memory runs out, half as many rows from then on. UserError where one row does not fit.
+    Half of the free memory is for keys and values. Without CUDA at most DEFAULT_CPU_ROWS rows and
+    DEFAULT_CPU_MB are used, as more gain nothing. If memory runs out, it goes on with half as many
+    rows. UserError if a single row does not fit.
     """
 
     def __init__(self, model: Any, length: int) -> None:
-        self.model, self.length = model, length
+        self.model = model
+        self.length = length
         self._cache: KVCache | None = None
-        device, row = next(model.parameters()).device, KVCache.bytes_per_row(model, length)
-        most = free_memory(device) // 2 // row
+        device = next(model.parameters()).device
+        bytes_per_row = KVCache.bytes_per_row(model, length)
+        rows = free_memory(device) // 2 // bytes_per_row
         if device.type != "cuda":
-            most = min(most, DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // row)
-        self.rows = max(1, most)
+            rows = min(rows, DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // bytes_per_row)
+        self.rows = max(1, rows)
 
-    def __call__(self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling) -> Completions:
-        """See `complete`."""
-        (prompts, group), rows = prefix_lengths.shape, prefix_lengths.numel()
+    def __call__(
+        self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling
+    ) -> Completions:
+        """Complete P prompts G times; see `complete` for the shapes."""
+        prompts, group = prefix_lengths.shape
+        rows = prefix_lengths.numel()
         if rows <= self.rows:
             try:
                 if self._cache is None or rows > self._cache.most_rows:
-                    self._cache = None  # free the old one first
+                    self._cache = None  # free the old one before the new one is made
                     self._cache = KVCache(self.model, rows, self.length)
-                return complete(self.model, natural, prefix_lengths, uniforms, sampling, self._cache)
+                return complete(
+                    self.model, natural, prefix_lengths, uniforms, sampling, self._cache
+                )
             except Exception as error:
                 if not lacks_memory(error):
                     raise
             self.release()
             if rows == 1:
-                raise UserError("ERROR: memory does not suffice for a single sample; use a smaller model or device")
+                way_out = "use a smaller model or device"
+                raise UserError(f"ERROR: memory does not suffice for a single sample; {way_out}")
             self.rows = rows // 2
             warn(f"out of memory with {rows} samples at a time; going on with {self.rows}")
-        # Whole blocks as long as there are several, then samples of one.
-        axis, size = (0, max(1, self.rows // group)) if prompts > 1 else (1, self.rows)
-        naturals = natural.split(size) if prompts > 1 else itertools.repeat(natural)
-        parts = zip(naturals, prefix_lengths.split(size, axis), uniforms.split(size, axis), strict=False)
-        done = [self(*part, sampling) for part in parts]
-        return Completions(*(torch.cat([getattr(part, f.name) for part in done], axis) for f in fields(Completions)))
+        done = []
+        if prompts > 1:
+            size = max(1, self.rows // group)  # whole prompts
+            for start in range(0, prompts, size):
+                part = slice(start, start + size)
+                done.append(self(natural[part], prefix_lengths[part], uniforms[part], sampling))
+            return concatenated(done, 0)
+        for start in range(0, group, self.rows):  # samples of a single prompt
+            part = slice(start, start + self.rows)
+            done.append(self(natural, prefix_lengths[:, part], uniforms[:, part], sampling))
+        return concatenated(done, 1)
 
     def release(self) -> None:
         """Free the cache's memory until the next call."""
         self._cache = None
+
+
+def concatenated(parts: list[Completions], dim: int) -> Completions:
+    """Join completions along dimension 0 (prompts) or 1 (samples of a prompt)."""
+    return Completions(
+        torch.cat([part.ids for part in parts], dim),
+        torch.cat([part.log_probs for part in parts], dim),
+        torch.cat([part.model_log_probs for part in parts], dim),
+    )
 
 
 def generate(
@@ -135,22 +172,30 @@ def generate(
     """
     config: Any = model.config
     if idx.ndim != 2 or idx.size(1) == 0:
-        raise UserError(f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token")
+        raise UserError(
+            f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token"
+        )
     check_ids(idx, config.num_real_tokens)
     length = config.block_size if max_new_tokens is None else idx.size(1) + max_new_tokens
     if length < idx.size(1):
         rule = f"must be >= 0, or None where block_size {config.block_size} holds the prompt"
         raise UserError(f"max_new_tokens={max_new_tokens} after {idx.size(1)} tokens: {rule}")
-    uniforms = torch.rand(idx.size(0), length, generator=generator)  # on the CPU: the same numbers for every device
+    uniforms = torch.rand(
+        idx.size(0), length, generator=generator
+    )  # on the CPU: the same numbers for every device
     within = min(length, config.block_size)
     if idx.size(1) < within:
         natural = F.pad(idx, (0, within - idx.size(1)))
         prefix_lengths = torch.full((idx.size(0), 1), idx.size(1))
-        idx = complete(model, natural, prefix_lengths, uniforms[:, None, :within], sampling).ids.squeeze(1)
+        idx = complete(
+            model, natural, prefix_lengths, uniforms[:, None, :within], sampling
+        ).ids.squeeze(1)
     with evaluating(model):
         for position in range(idx.size(1), length):
             logits, _ = model(idx[:, -config.block_size :])
-            drawn, _, log_probs = sample_tokens(logits[:, -1], uniforms[:, position].to(idx.device), sampling)
+            drawn, _, log_probs = sample_tokens(
+                logits[:, -1], uniforms[:, position].to(idx.device), sampling
+            )
             check_drawn(log_probs)
             idx = torch.cat((idx, drawn[:, None]), dim=1)
     return idx
