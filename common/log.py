@@ -120,11 +120,11 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def check_tracker(name: str) -> str:
-    """How a tracker's package is to be installed, as a sentence; empty where it is, or none is asked for."""
+def check_tracker(name: str, without: str = "--tracker none") -> str:
+    """How to install a tracker's package, or go on without it; empty where it is installed, or none is asked for."""
     if name == "none" or importlib.util.find_spec(name) is not None:
         return ""
-    return f"tracker={name} needs a package that is not installed: pip install {name}, or leave it out"
+    return f"tracker={name} needs a package that is not installed: pip install {name}, or give {without}"
 
 
 class Tracker:
