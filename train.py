@@ -161,7 +161,7 @@ class TrainSettings(Settings):
         for length in self.short_contexts if self.init_from == "scratch" else ():
             what = f"short_contexts: {length} does not divide block_size={self.block_size}"
             problems.require(length > 0 and self.block_size % length == 0, what, "Choose lengths that do")
-        missing = check_tracker(self.tracker, "--wandb_log False" if self.wandb_log else "--tracker none")
+        missing = check_tracker(self.tracker)
         problems.require(not missing, missing)
         is_cosine = self.lr_schedule == "cosine"
         is_plain = self.decay_lr and self.min_lr is None and self.lr_decay_iters is None
@@ -173,9 +173,13 @@ class TrainSettings(Settings):
     def notes(self, given: Mapping[str, Sequence[str]]) -> list[str]:
         """Also say where the defaults are not nanoGPT's, if a setting is given that only nanoGPT has."""
         notes = super().notes(given)
-        names = [name for name in NANOGPT_DEFAULTS if name not in given and (self.start is None or name not in SHAPE)]
-        unlike = [f"{name}={getattr(self, name)} ({NANOGPT_DEFAULTS[name]})" for name in names]
-        if notes:
+        of_start = () if self.start is None else SHAPE
+        unlike = [
+            f"{name}={getattr(self, name)} ({default})"
+            for name, default in NANOGPT_DEFAULTS.items()
+            if name not in given and name not in of_start and (name == "dataset" or not self.eval_only)
+        ]
+        if notes and unlike:
             notes.append(f"Not given, and by default not as in nanoGPT (in brackets): {', '.join(unlike)}")
         return notes
 

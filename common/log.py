@@ -120,11 +120,12 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def check_tracker(name: str, without: str = "--tracker none") -> str:
+def check_tracker(name: str) -> str:
     """How to install a tracker's package, or go on without it; empty where it is installed, or none is asked for."""
     if name == "none" or importlib.util.find_spec(name) is not None:
         return ""
-    return f"tracker={name} needs a package that is not installed: pip install {name}, or give {without}"
+    way = f"pip install {name}, or go without it (--tracker none, for train.py --wandb_log False)"
+    return f"tracker={name} needs a package that is not installed: {way}"
 
 
 class Tracker:

@@ -101,8 +101,11 @@ class Settings:
 
     def notes(self, given: Mapping[str, Sequence[str]]) -> list[str]:
         """Lines to print at the start about what was `given`: the words of every option."""
-        values = {name: words[-1].rpartition("=")[2] for name, words in given.items() if name in self.without_effect}
-        return [f"{name}={value} has no effect here: {self.without_effect[name]}" for name, value in values.items()]
+        return [
+            f"{name}={words[-1].rpartition('=')[2]} has no effect here: {self.without_effect[name]}"
+            for name, words in given.items()
+            if name in self.without_effect
+        ]
 
     def problems(self) -> Problems:
         """Everything that is wrong with the settings, as far as it shows without reading the files."""
