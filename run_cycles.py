@@ -55,7 +55,14 @@ SECTIONS: dict[str, tuple[str, Any]] = {  # of the settings file: the script tha
 CONTROLS = ("control_plain", "control_distil")  # each is trained where the settings file has its section
 PREPARED = ("prepare", "prepare_natural")  # sections of the corpora, for a prepare.py
 GPT2_TOKENS = 50257
-NOT_COMPARED = {"device", "overwrite", "tracker", "wandb_log", "wandb_project"}  # with others a stage is the same
+NOT_COMPARED = {
+    "device",
+    "overwrite",
+    "tracker",
+    "wandb_log",
+    "wandb_project",
+    "wandb_run_name",
+}  # with others a stage is the same
 
 
 @dataclass

@@ -9,10 +9,11 @@ state from which `--init_from resume` goes on, and records. Option names are nan
 import copy
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -32,16 +33,38 @@ from training import checkpoint as ckpt
 from training import optimizers as optim
 from training.run import RESUME_HINT, Run
 
-SHAPE = ("block_size", "n_layer", "n_head", "n_embd", "position")  # what a checkpoint to start from decides
+SHAPE = ("block_size", "n_layer", "n_head", "n_embd", "bias", "position")  # what a checkpoint to start from decides
 SHORT_SHARE = 0.6  # of the steps have short contexts, if any
 COOLDOWN = {"cooldown": 0.6, "linear": 1.0}  # share of the steps in which the learning rate falls to 0
 MIN_DELTA = 0.001  # nats per token by which select_loss must fall within the patience
+NANOGPT_DEFAULTS = {  # of nanoGPT's train.py, where they differ from those of TrainSettings
+    "dataset": "openwebtext",
+    "gradient_accumulation_steps": 40,
+    "batch_size": 12,
+    "block_size": 1024,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "position": "learned",
+    "learning_rate": 6e-4,
+    "beta2": 0.95,
+    "warmup_iters": 2000,
+    "compile": True,
+}
 EVAL_TOKENS = 65_536  # of the select part that an evaluation reads, in evenly spaced windows, always the same
 
 
 @dataclass
 class TrainSettings(Settings):
     """Train a GPT on a corpus of tokens."""
+
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "eval_iters": "an evaluation always reads the same part of the validation split",
+        "log_interval": "every step is logged",
+        "always_save_checkpoint": "an evaluation always saves the state, and the model if it is the best so far",
+        "beta1": "it is always 0.9",
+        "backend": "it is nccl on CUDA and gloo on the CPU",
+    }
 
     out_dir: str = setting("out", output="folder", changeable=True, common=True)
     """folder for everything this run writes"""
@@ -79,12 +102,16 @@ class TrainSettings(Settings):
     """width of the embeddings"""
     dropout: float = setting(0.0, minimum=0, below=1)
     """share of activations dropped in training"""
+    bias: bool = False
+    """give new linear layers and layer norms a bias"""
     position: Literal["rope", "learned"] = "rope"
     """rotary positions, or nanoGPT's learned ones"""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: for matrices in the blocks, at 5 times the learning rate; AdamW for the rest"""
     learning_rate: float = setting(1e-3, above=0, common=True)
     """peak learning rate of AdamW"""
+    beta2: float = setting(0.99, minimum=0, below=1)
+    """decay of AdamW's mean of squared gradients"""
     max_iters: int = setting(1000, minimum=0, unit="steps", changeable=True, common=True)
     """optimizer steps in all, those before a resumption included"""
     weight_decay: float = setting(1e-1, minimum=0)
@@ -93,6 +120,12 @@ class TrainSettings(Settings):
     """largest gradient norm; 0: no clipping"""
     lr_schedule: Literal["cosine", "cooldown", "linear", "constant"] = "cosine"
     """after the warm-up; cosine: to a tenth; linear: to 0; cooldown: to 0 over the last 60 %"""
+    lr_decay_iters: int | None = setting(None, minimum=1, unit="steps")
+    """last step of the cosine; None: max_iters"""
+    min_lr: float | None = setting(None, minimum=0)
+    """learning rate at the end of the cosine; None: a tenth of learning_rate"""
+    decay_lr: bool = True
+    """False: learning_rate at every step, without warm-up or schedule"""
     short_contexts: tuple[int, ...] = ()
     """context lengths in tokens of the first 60 % of steps, such as 8 16; empty: none"""
     warmup_iters: int = setting(20, minimum=0, unit="steps")
@@ -128,9 +161,27 @@ class TrainSettings(Settings):
         for length in self.short_contexts if self.init_from == "scratch" else ():
             what = f"short_contexts: {length} does not divide block_size={self.block_size}"
             problems.require(length > 0 and self.block_size % length == 0, what, "Choose lengths that do")
-        problems.require(not (missing := check_tracker(self.tracker)), missing)
+        missing = check_tracker(self.tracker)
+        problems.require(not missing, missing)
+        is_cosine = self.lr_schedule == "cosine"
+        is_plain = self.decay_lr and self.min_lr is None and self.lr_decay_iters is None
+        what = f"lr_schedule={self.lr_schedule}: decay_lr, min_lr and lr_decay_iters are for cosine: leave them out"
+        problems.require(is_cosine or is_plain, what)
         problem = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position).problem() or ""
         problems.require(not problem or problem in problems.errors, problem, "Change --n_head or --n_embd")
+
+    def notes(self, given: Mapping[str, Sequence[str]]) -> list[str]:
+        """Also say where the defaults are not nanoGPT's, if a setting is given that only nanoGPT has."""
+        notes = super().notes(given)
+        of_start = () if self.start is None else SHAPE
+        unlike = [
+            f"{name}={getattr(self, name)} ({default})"
+            for name, default in NANOGPT_DEFAULTS.items()
+            if name not in given and name not in of_start and (name == "dataset" or not self.eval_only)
+        ]
+        if notes and unlike:
+            notes.append(f"Not given, and by default not as in nanoGPT (in brackets): {', '.join(unlike)}")
+        return notes
 
     def shaped(self, config: GPTConfig) -> "TrainSettings":
         """These settings with the shape of the model that a run has; UserError if they ask a start for another."""
@@ -167,7 +218,9 @@ def main() -> None:
     run.facts["config"], horizon = replace(model.config), run.facts["max_iters"]  # a longer run stretches no schedule
     if settings.max_iters > horizon and settings.lr_schedule in COOLDOWN:
         raise UserError(f"ERROR: max_iters={settings.max_iters}: the rate is 0 from step {horizon} on: train anew")
-    optimizers = optim.make_optimizers(model, settings.optimizer, settings.learning_rate, settings.weight_decay, 0.99)
+    optimizers = optim.make_optimizers(
+        model, settings.optimizer, settings.learning_rate, settings.weight_decay, settings.beta2
+    )
     stopping, best = optim.EarlyStopping(settings.patience, MIN_DELTA), optim.Best()
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run.track(model=model, optimizers=optimizers, scaler=scaler, stopping=stopping, best=best)
@@ -256,7 +309,7 @@ def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
     seed_step(settings.seed, "weights")
     used, shape = tokenizer.vocab_size, {name: getattr(settings, name) for name in (*SHAPE, "dropout")}
     vocab_size = math.ceil(used / 64) * 64 if tokenizer.method != "char" else used
-    model = GPT(GPTConfig(vocab_size=vocab_size, num_tokens=used if used < vocab_size else None, bias=False, **shape))
+    model = GPT(GPTConfig(vocab_size=vocab_size, num_tokens=used if used < vocab_size else None, **shape))
     if settings.optimizer == "muon":
         model.init_orthogonal()
     return model
@@ -286,10 +339,14 @@ def batch_shape(step: int, settings: TrainSettings, horizon: int) -> tuple[int, 
 
 def factor_at(step: int, settings: TrainSettings, horizon: int) -> float:
     """The learning rate of a step, as a share of its peak, in a run that was begun with `horizon` steps."""
+    if not settings.decay_lr:
+        return 1.0
     if settings.lr_schedule in COOLDOWN:
         return optim.cooldown_factor(step, settings.warmup_iters, horizon, COOLDOWN[settings.lr_schedule], 0.0)
     end = 0.1 if settings.lr_schedule == "cosine" else 1.0
-    return optim.learning_rate_factor(step, settings.warmup_iters, horizon, end)
+    if settings.min_lr is not None:
+        end = settings.min_lr / settings.learning_rate
+    return optim.learning_rate_factor(step, settings.warmup_iters, settings.lr_decay_iters or horizon, end)
 
 
 if __name__ == "__main__":

@@ -121,10 +121,11 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def check_tracker(name: str) -> str:
-    """How a tracker's package is to be installed, as a sentence; empty where it is, or none is asked for."""
+    """How to install a tracker's package, or go on without it; empty where it is installed, or none is asked for."""
     if name == "none" or importlib.util.find_spec(name) is not None:
         return ""
-    return f"tracker={name} needs a package that is not installed: pip install {name}, or leave it out"
+    way = f"pip install {name}, or go without it (--tracker none, for train.py --wandb_log False)"
+    return f"tracker={name} needs a package that is not installed: {way}"
 
 
 class Tracker:

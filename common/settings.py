@@ -5,6 +5,7 @@
 A field is `name: type = setting(default, minimum=1)` with its help as the string below it. A settings file has
 nanoGPT's form, plain assignments, and is read as data: nothing in it is executed. A dict named after a script
 (`train = dict(max_iters=300)`) is for that script alone; `--section NAME` reads the section of another name instead.
+Everything wrong with names, values and ranges, in the file and on the command line, is one report.
 """
 
 import argparse
@@ -16,14 +17,16 @@ import math
 import operator
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import tyro
 
 from common.files import check_writable, is_hub_name
+from common.log import say
 from common.process import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +38,13 @@ SECTIONS = {
     "control_distil",
 }  # of a settings file, besides scripts
 MARKS = (tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes, tyro.conf.SuppressFixed)
-ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
 S = TypeVar("S", bound="Settings")
 
 
@@ -54,7 +63,12 @@ class Problems:
                 self.suggestions.append(suggestion)
 
     def raise_if_any(self) -> None:
-        """Raise one UserError that names every problem, in the form of the reward-data documents."""
+        """Raise one UserError that names every problem, in the form of the reward-data documents.
+
+        A single problem without a suggestion is one line.
+        """
+        if len(self.errors) == 1 and not self.suggestions:
+            raise UserError(f"ERROR: {self.errors[0]}")
         if self.errors:
             lines = ["Validation Errors:", *(f"  ERROR: {error}" for error in self.errors)]
             if self.suggestions:
@@ -81,6 +95,17 @@ def setting(default: Any, **rules: Any) -> Any:
 @dataclass
 class Settings:
     """The settings of a script."""
+
+    without_effect: ClassVar[Mapping[str, str]] = {}
+    """further names that are accepted and ignored, with the reason"""
+
+    def notes(self, given: Mapping[str, Sequence[str]]) -> list[str]:
+        """Lines to print at the start about what was `given`: the words of every option."""
+        return [
+            f"{name}={words[-1].rpartition('=')[2]} has no effect here: {self.without_effect[name]}"
+            for name, words in given.items()
+            if name in self.without_effect
+        ]
 
     def problems(self) -> Problems:
         """Everything that is wrong with the settings, as far as it shows without reading the files."""
@@ -127,27 +152,57 @@ def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def parse_settings(settings_class: type[S], script: str, argv: list[str] | None = None, check: bool = True) -> S:
     """The settings of a script, named without .py, from its command line and settings file; UserError for faults.
 
-    The settings file comes by --config, or first where the script has no positional setting.
+    The settings file comes by --config, or first where the script has no positional setting. With `check`, ranges are
+    checked too, and it is said which of the given settings have no effect.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    known = [each.name for each in fields(settings_class) if not each.metadata.get("positional")]
-    config, section, argv = split_config(argv, file_first=len(known) == len(fields(settings_class)))
+    options = [each.name for each in fields(settings_class) if not each.metadata.get("positional")]
+    known = [*options, *settings_class.without_effect]
+    config, section, argv = split_config(argv, file_first=len(options) == len(fields(settings_class)))
+    problems = Problems()
     if config is not None:
-        argv = _options_of_file(config, section or script, known, script) + argv
+        argv = _options_of_file(config, section or script, known, script, problems) + argv
+    given: dict[str, list[str]] = {}  # the words of every option; '': those before the first
+    name = ""
     for word in argv:
         if NO_ARGUMENT.search(word):
             raise UserError(f"ERROR: {word!r}: no argument and no path can hold that character")
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name not in (*known, "help"):
-            raise UserError(f"ERROR: {script}.py has no option --{name}{_nearest(name, known)}")
-    settings = _parse(settings_class, script, argv)
+        if word.startswith("--"):
+            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+            is_known = name in (*known, "help")
+            problems.require(is_known, f"{script}.py has no option --{name}{_nearest(name, known)}")
+        given.setdefault(name, []).append(word)
+    used = {name: words for name, words in given.items() if name in ("", "help", *options)}
+    settings = settings_class(**_parse_each(settings_class, script, used, problems))
     if check:
-        settings.problems().raise_if_any()
+        found = settings.problems()
+        problems.errors += found.errors
+        problems.suggestions += found.suggestions
+    problems.raise_if_any()
+    for line in settings.notes(given) if check else ():
+        say(line)
     return settings
 
 
-def _parse(settings_class: type[S], script: str, argv: list[str]) -> S:
-    """The settings that tyro reads, in two groups, `common` and `further`; its complaint becomes one line."""
+def _parse_each(
+    settings_class: type[Settings], script: str, given: Mapping[str, list[str]], problems: Problems
+) -> dict[str, Any]:
+    """The values that `_parse` reads from the words of the options; wrong options are noted and left out."""
+    try:
+        return _parse(settings_class, script, [word for words in given.values() for word in words])
+    except UserError:
+        right: list[str] = []
+        for words in given.values():
+            try:
+                _parse(settings_class, script, words)
+                right += words
+            except UserError as error:
+                problems.errors.append(str(error).removeprefix("ERROR: "))
+        return _parse(settings_class, script, right)
+
+
+def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> dict[str, Any]:
+    """The values that tyro reads, in two groups, `common` and `further`; its complaint becomes one line."""
     changed: dict[str, list[Any]] = {"common": [], "further": []}  # fields: each group has all, the other's fixed
     for each in fields(settings_class):
         fixed, positional = (Annotated[(each.type, mark)] for mark in (tyro.conf.Fixed, tyro.conf.Positional))
@@ -176,7 +231,7 @@ def _parse(settings_class: type[S], script: str, argv: list[str]) -> S:
         reason = " ".join(lines[: next((n for n, line in enumerate(lines) if line.startswith("──")), None)])
         raise UserError(f"ERROR: {reason.rstrip('.')}; see {script}.py --help") from None
     common = {name: getattr(found.common, name) for name, *_ in changed["further"]}
-    return settings_class(**vars(found.further) | common)
+    return vars(found.further) | common
 
 
 def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, str | None, list[str]]:
@@ -211,21 +266,32 @@ def options_of_stages(argv: Sequence[str], sections: Sequence[str]) -> tuple[lis
     return others, own
 
 
-def _options_of_file(path: str, section: str, known: list[str], script: str) -> list[str]:
-    """The settings file's values as options, so that one parser checks the types of both."""
-    config, sections = read_config(path), SECTIONS | {file.stem for file in ROOT.glob("*.py")}
-    if wrong := [name for name, value in config.items() if isinstance(value, dict) != (name in sections)]:
-        rule = f"sections are dicts, NAME = dict(...), and named {', '.join(sorted(sections))}"
-        raise UserError(f"ERROR: {path}: {wrong[0]} is no section: {rule}")
+def _options_of_file(path: str, section: str, known: list[str], script: str, problems: Problems) -> list[str]:
+    """The settings file's values as options, so that one parser checks the types of both; faults are noted."""
+    config, sections = _read(path, problems), SECTIONS | {file.stem for file in ROOT.glob("*.py")}
     if section not in sections:
         raise UserError(f"ERROR: --section={section}: {path} has no such section{_nearest(section, list(config))}")
-    values = {name: value for name, value in config.items() if not isinstance(value, dict)} | config.get(section, {})
+    rule = f"sections are dicts, NAME = dict(...), and named {', '.join(sorted(sections))}"
+    values: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict) != (name in sections):
+            problems.errors.append(f"{path}: {name} is no section: {rule}")
+        elif name == section:
+            own = value
+        elif name not in sections:
+            values[name] = value
     arguments = []
-    for name, value in values.items():
+    for name, value in {**values, **own}.items():
         if name not in known:
-            raise UserError(f"ERROR: {path}: {script}.py has no setting {name!r}{_nearest(name, known)}")
+            problems.errors.append(f"{path}: {script}.py has no setting {name!r}{_nearest(str(name), known)}")
         # One word `--name=value`, so that a value may begin with dashes; several values need words of their own.
-        arguments += [f"--{name}", *map(str, value)] if isinstance(value, list | tuple) else [f"--{name}={value}"]
+        elif isinstance(value, list | tuple):
+            arguments += [f"--{name}", *map(str, value)]
+        elif isinstance(value, float) and value.is_integer():
+            arguments.append(f"--{name}={int(value)}")  # 2e1 may be an integer's
+        else:
+            arguments.append(f"--{name}={value}")
     return arguments
 
 
@@ -235,9 +301,17 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The assignments of a settings file: literals, dict(NAME=VALUE, ...), and + - * / of numbers; else UserError."""
+    """The assignments of a settings file, as `_evaluate` reads them; else UserError."""
+    problems = Problems()
+    values = _read(path, problems)
+    problems.raise_if_any()
+    return values
+
+
+def _read(path: str, problems: Problems) -> dict[str, Any]:
+    """The assignments of a settings file; those that cannot be read are noted, `import NAME` is passed over."""
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+        tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "nested too deep"
         raise UserError(f"ERROR: cannot read settings file {path}: {reason}") from None
@@ -247,23 +321,31 @@ def read_config(path: str) -> dict[str, Any]:
             match statement:
                 case ast.Assign([ast.Name(name)], value) if name not in values:
                     values[name] = _evaluate(value)
-                case ast.Expr(ast.Constant()):
-                    pass  # a docstring
+                case ast.Import() | ast.Expr(ast.Constant()):
+                    pass  # time, for str(time.time()); a docstring
                 case _:
                     raise ValueError("only plain assignments `name = value` are read, none twice; nothing is executed")
         except (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
             reason = str(error) if "malformed" not in str(error) else "a value must be a literal; nothing is executed"
-            raise UserError(f"ERROR: settings file {path}, line {statement.lineno}: {reason:.200}") from None
+            problems.errors.append(f"settings file {path}, line {statement.lineno}: {reason:.200}")
     return values
 
 
 def _evaluate(node: ast.expr) -> Any:
+    """The value of a literal, dict(NAME=VALUE, ...), arithmetic, texts joined by +, str(VALUE) and time.time()."""
     match node:
         case ast.Call(ast.Name("dict"), [], named) if len({each.arg for each in named} - {None}) == len(named):
             return {each.arg: _evaluate(each.value) for each in named}
+        case ast.Call(ast.Name("str"), [value], []):
+            return str(_evaluate(value))
+        case ast.Call(ast.Attribute(ast.Name("time"), "time"), [], []):
+            return time.time()
         case ast.BinOp(left, operation, right) if type(operation) in ARITHMETIC:
-            numbers = _evaluate(left), _evaluate(right)
-            if not all(isinstance(each, int | float) and abs(each) < 2**64 for each in numbers):
-                raise ValueError("+ - * / are for numbers")
-            return ARITHMETIC[type(operation)](*numbers)
+            pair = [_evaluate(left), _evaluate(right)]
+            is_text = isinstance(operation, ast.Add) and all(isinstance(each, str) for each in pair)
+            is_small = all(isinstance(each, int | float) and abs(each) < 2**64 for each in pair)
+            is_huge = is_small and isinstance(operation, ast.Pow) and abs(pair[1]) > 64
+            if is_huge or not (is_text or is_small):
+                raise ValueError("+ - * / ** are for numbers below 2**64, exponents up to 64, and + for texts")
+            return ARITHMETIC[type(operation)](*pair)
     return ast.literal_eval(node)

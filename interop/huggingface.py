@@ -62,12 +62,15 @@ def model_path(name: str | Path) -> Path:
     load_transformers()
     import huggingface_hub  # which transformers needs
 
+    repository = f"openai-community/{name}" if name in GPT2_NAMES else str(name)
     try:
         patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
-        repository = f"openai-community/{name}" if name in GPT2_NAMES else str(name)
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # no network, no such name, no permission: each has a class of its own
-        raise UserError(f"ERROR: {name} is no path, and not to be had from the hub: {str(error)!r:.120}") from None
+        reason = str(error).partition("\n")[0]
+        way = f"where there is a network, `hf download {repository} --local-dir FOLDER`, then name FOLDER instead"
+        what = f"{name} is no path, and not to be had from the hub ({reason:.120})"
+        raise UserError(f"ERROR: {what}: {way}") from None
 
 
 def read_folder(folder: str | Path) -> dict[str, Any]:

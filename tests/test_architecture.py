@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NODES = {"product": 50_326, "tests": 51_167}
 MOST_ROOT_FILES, MOST_FOLDERS = 14, 8
 OPTIONS = {  # of a script: its settings and how many they may be
-    "train": ("TrainSettings", 33),
+    "train": ("TrainSettings", 38),
     "train_grpo": ("GRPOSettings", 31),
     "train_reward_model": ("RewardModelSettings", 16),
     "prepare_reward_data": ("RewardDataConfig", 18),

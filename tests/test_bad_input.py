@@ -188,6 +188,8 @@ def test_a_missing_corpus_is_to_be_made_only_where_that_can_be_done(good, tmp_pa
     options = {**good["train"], "dataset": tmp_path}
     line = refuse_in_one_line("train", **options)
     assert f"{tmp_path}/train.bin" in line and "--dataset" in line and "prepare.py" not in line
+    line = refuse_in_one_line("train", **{**options, "dataset": "openwebtext"})
+    assert "openwebtext/train.bin not found" in line and "nanoGPT's data/NAME/prepare.py" in line
     (tmp_path / "prepare.py").touch()
     assert f"`python {tmp_path}/prepare.py`" in refuse_in_one_line("train", **options)
 

@@ -1,7 +1,8 @@
 """common/settings.py: command lines, settings files, checks.  `pytest tests/test_common_settings.py`"""
 
+import time
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -31,6 +32,8 @@ class Tiny(Settings):
     min_lr: float | None = setting(None, minimum=0)
     contexts: tuple[int, ...] = ()
     model_path: str | None = setting(None, model_file="optional")
+    run_name: str = "tiny"
+    without_effect: ClassVar = {"eval_iters": "all is evaluated"}
 
     def check_further(self, problems):
         problems.require(self.batch_size != 13, "batch_size=13: unlucky", "Use 12")
@@ -94,6 +97,32 @@ def test_all_faults_are_reported_at_once():
     assert parse("--batch_size=64").batch_size == 64 and parse("--batch_size=13", check=False).batch_size == 13
 
 
+def test_faults_of_file_and_command_line_are_one_report(tmp_path):
+    path = written(tmp_path, "batchsize = 3\nlearning_rate = 'fast'\nbatch_size = 65\nx = open('y')\ntrain = {1: 2}\n")
+    message = refused(path, "--optimizer", "sgd", "--optimiser=muon", "--compile=maybe")
+    errors = [line for line in message.splitlines() if "ERROR" in line]
+    said = [
+        "line 4: a value must be",
+        "'batchsize'; did you mean batch_size?",
+        "no setting 1; ",
+        "--optimiser; did you",
+    ]
+    said += ["--learning_rate: could not convert", "'sgd'", "'maybe'", "batch_size=65: must be >= 1"]
+    assert len(errors) == len(said) and all(any(part in line for line in errors) for part in said), message
+
+
+@pytest.mark.parametrize("argv", [["--eval_iters=20"], ["--eval-iters", "20"], ["--eval_iters=1", "--eval_iters=20"]])
+def test_a_name_without_effect_is_accepted_and_said_once(argv, tmp_path, capsys):
+    """In a settings file too, which the command line overrides; without checks nothing is printed."""
+    path = written(tmp_path, "eval_iters = 200\nbatch_size = 4\n")
+    assert parse(path, *argv, check=False) == Tiny(batch_size=4) and capsys.readouterr().out == ""
+    assert parse(path, *argv, "--compile=True") == Tiny(batch_size=4, compile=True)
+    assert capsys.readouterr().out == "eval_iters=20 has no effect here: all is evaluated\n"
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert "eval_iters" not in capsys.readouterr().out
+
+
 def test_the_help_shows_common_options_first(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
@@ -114,12 +143,27 @@ def test_a_settings_file_gives_defaults(tmp_path):
     assert all(isinstance(read_config(str(path)), dict) for path in (ROOT / "config").glob("*.py"))
 
 
+def test_a_settings_file_in_nanogpts_form(tmp_path):
+    """With a byte-order mark and CRLF, imports, powers, products, and a float for an integer."""
+    text = "import time\r\nbatch_size = 2e1 # so many\r\nlearning_rate = 5 * 2**-4\r\nmin_lr = 2**0.5\r\n"
+    text += "run_name = 'ft-' + str(time.time()) + '-' + str(2**4)\r\n"
+    path = tmp_path / "settings.py"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    before, settings, after = time.time(), parse(str(path)), time.time()
+    assert settings == Tiny(batch_size=20, learning_rate=0.3125, min_lr=2**0.5, run_name=settings.run_name)
+    name, when, power = settings.run_name.split("-")
+    assert (name, power) == ("ft", "16") and before <= float(when) <= after
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("import os", "only plain assignments"),
+        ("from os import getcwd", "only plain assignments"),
         ("batch_size = __import__('os').getcwd()", "nothing is executed"),
-        ("batch_size = 2 ** 9", "nothing is executed"),
+        ("import os\nbatch_size = os.getpid()", "nothing is executed"),
+        ("batch_size = 2 ** 99999999", "exponents up to 64"),
+        ("batch_size = 9 ** 9 ** 9 ** 9", "exponents up to 64"),
+        ("batch_size = 'a' + 1", "+ for texts"),
         ("batch_size = 1 / 0", "division by zero"),
         ("batch_size = 99999999999999999999999 * 9", "for numbers"),
         ("batch_size = 1\nbatch_size = 2", "none twice"),

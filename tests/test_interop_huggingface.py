@@ -198,6 +198,7 @@ def test_names_of_the_hub_are_fetched_by_its_package(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="not to be had from the hub") as caught:
         model_path("no/network")
     assert "\n" not in str(caught.value)
+    assert "`hf download no/network --local-dir FOLDER`, then name FOLDER" in str(caught.value)
     model_path.cache_clear()
 
 

@@ -6,7 +6,17 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_TRAIN, assert_same_weights, make_checkpoint, make_corpus, make_text, refuse, succeed, weights
+from helpers import (
+    TINY_TRAIN,
+    assert_same_weights,
+    make_checkpoint,
+    make_corpus,
+    make_text,
+    refuse,
+    refuse_in_one_line,
+    succeed,
+    weights,
+)
 
 import train
 from common.device import random_stream
@@ -77,6 +87,9 @@ def test_a_start_is_cut_to_a_smaller_context_as_in_nanogpt(options, tmp_path, co
         ({"n_layer": 2}, "n_layer=2: {generator}, .*n_layer=1"),
         ({"block_size": 32}, "block_size=32: {generator}, .*block_size=16"),
         ({"init_from": "scratch", "short_contexts": 3}, "short_contexts: 3 .*block_size=128"),
+        ({"bias": True}, "bias=True: {generator}, .*bias=False"),
+        ({"lr_schedule": "linear", "min_lr": 1e-4}, "lr_schedule=linear: .*min_lr"),
+        ({"lr_schedule": "cooldown", "decay_lr": False}, "lr_schedule=cooldown: decay_lr"),
         ({"init_from": "scratch", "n_head": 3}, "n_embd=128 is not a multiple of n_head=3"),
     ],
 )
@@ -119,6 +132,102 @@ def test_short_contexts_and_schedules_by_hand():
     }
     for settings.lr_schedule, factors in expected.items():
         assert [train.factor_at(step, settings, 10) for step in range(10)] == pytest.approx(factors)
+
+
+def test_nanogpts_names_of_the_schedule_by_hand():
+    """To min_lr at lr_decay_iters, as in nanoGPT's get_lr; without decay_lr the first step's rate is the peak."""
+    settings = train.TrainSettings(learning_rate=2e-3, min_lr=5e-4, lr_decay_iters=6, warmup_iters=2)
+    cosine = [0.25 + 0.375 * (1 + np.cos(np.pi * step / 4)) for step in range(4)]
+    factors = [1 / 3, 2 / 3, *cosine, 0.25, 0.25]
+    assert [train.factor_at(step, settings, 20) for step in range(8)] == pytest.approx(factors)
+    settings.decay_lr = False
+    assert {train.factor_at(step, settings, 20) for step in range(8)} == {1.0}
+
+
+# Settings files in the form of nanoGPT's config/, with what train.py says of them.
+NANOGPT_TRAIN = """
+# a tiny model of characters
+eval_interval = 250 # often enough
+eval_iters = 200
+log_interval = 10
+always_save_checkpoint = False
+wandb_log = False
+wandb_project = 'tiny-char'
+wandb_run_name='mini'
+gradient_accumulation_steps = 1
+batch_size = 4
+block_size = 2**4
+n_layer = 1
+n_head = 2
+n_embd = 4 * 4
+dropout = 0.2
+bias = True
+learning_rate = 1e-3
+max_iters = 1e0
+lr_decay_iters = 1
+min_lr = 1e-4
+beta1 = 0.9
+beta2 = 0.95
+warmup_iters = 100
+backend = 'nccl'
+"""
+NANOGPT_TUNE = """
+import time
+eval_interval = 5
+eval_iters = 40
+wandb_run_name = 'ft-' + str(time.time())
+batch_size = 1
+gradient_accumulation_steps = 2 * 1
+max_iters = 1
+learning_rate = 3e-5
+decay_lr = False
+"""
+NANOGPT_EVALUATE = "batch_size = 8\neval_iters = 500 # a good estimate\neval_only = True\nwandb_log = False\n"
+UNLIKE = "Not given, and by default not as in nanoGPT (in brackets): "
+
+
+@pytest.fixture
+def nanogpt(tmp_path, corpus):
+    """Run train.py with a settings file and more options; returns what it prints."""
+
+    def run(text: str, **more) -> str:
+        path = tmp_path / "settings.py"
+        path.write_text(text)
+        return succeed("train", str(path), dataset=corpus, out_dir=tmp_path / "out", device="cpu", **more)
+
+    return run
+
+
+def test_a_settings_file_of_nanogpt_trains(monkeypatch, nanogpt, tmp_path):
+    made, original = [], train.optim.make_optimizers
+    monkeypatch.setattr(train.optim, "make_optimizers", lambda *args: made.append(original(*args)) or made[-1])
+    out = nanogpt(NANOGPT_TRAIN)
+    assert made[0].optimizers[-1].defaults["betas"] == (0.9, 0.95)
+    for name in ("eval_iters=200", "log_interval=10", "always_save_checkpoint=False", "beta1=0.9", "backend=nccl"):
+        assert out.count(f"{name} has no effect here: ") == 1
+    assert f"{UNLIKE}position=rope (learned), compile=False (True)\n" in out
+    path = tmp_path / "out/model_checkpoint.pt"
+    assert load_checkpoint(path)["config"].bias and "transformer.h.0.attn.c_attn.bias" in weights(path)
+    nanogpt(NANOGPT_TRAIN, init_from="resume")
+
+
+def test_a_settings_file_of_nanogpt_finetunes(nanogpt, tmp_path, generator):
+    out = nanogpt(NANOGPT_TUNE, init_from=generator)
+    assert f"{UNLIKE}beta2=0.99 (0.95), warmup_iters=20 (2000), compile=False (True)\n" in out
+    assert records_of(tmp_path / "out", "learning_rate") == [3e-5]
+
+
+def test_a_settings_file_of_nanogpt_evaluates(nanogpt, tmp_path, generator):
+    out = nanogpt(NANOGPT_EVALUATE, init_from=generator, eval_iters=20)
+    assert "eval_iters=20 has no effect here" in out
+    assert f"val_loss {load_checkpoint(generator)['training']['val_loss']:.4g}" in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch, options):
+    monkeypatch.setattr("common.log.importlib.util.find_spec", lambda name: None)
+    line = refuse_in_one_line("train", **options, wandb_log=True)
+    assert "pip install wandb" in line and "--wandb_log False" in line
 
 
 def test_new_weights_follow_the_optimizer():

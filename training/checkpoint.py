@@ -236,7 +236,12 @@ class Corpus:
 def open_corpus(dataset: str, min_train_tokens: int, checkpoint: Record | None) -> Corpus:
     """The corpus in a folder, or in one of that name below data/; UserError for one that the checkpoint cannot read."""
     folder = dataset_folder(dataset)
-    way = f"make it with `python {folder}/prepare.py`" if (folder / "prepare.py").is_file() else "check --dataset"
+    way = "check --dataset"
+    if (folder / "prepare.py").is_file():
+        way = f"make it with `python {folder}/prepare.py`"
+    elif not folder.exists():
+        way = "put train.bin and val.bin there, as nanoGPT's data/NAME/prepare.py writes them (openwebtext), make them"
+        way += " from texts with prepare_text.py, or check --dataset"
     require((folder / "train.bin").is_file(), f"{folder}/train.bin not found: {way}")
     tokenizer = TokenizationManager(data_path=folder)
     if checkpoint is not None:
