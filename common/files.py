@@ -5,6 +5,7 @@
 A file is written beside its place, brought to the disk, and renamed. Nothing that is read is executed.
 """
 
+import codecs
 import contextlib
 import glob
 import hashlib
@@ -26,6 +27,14 @@ from common.process import UserError, until_main_ends
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".jsonl", ".pkl", ".resume", ".py", ".txt")
+
+CHUNK = 1 << 20  # characters of a text, or tokens, that are read at a time
+MARKS = {  # the byte-order marks of encodings other than UTF-8; the longer ones first
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 
 
 @contextlib.contextmanager
@@ -52,6 +61,26 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     """Write `text` to `path`, whole or not at all."""
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def read_pieces(path: str | os.PathLike) -> Iterator[str]:
+    """Yield the text of a UTF-8 file in pieces of CHUNK characters, without a byte-order mark.
+
+    Raises UserError if the file has another encoding or holds the character NUL.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            for piece in iter(lambda: file.read(CHUNK), ""):
+                if "\0" in piece:
+                    raise UserError(f"ERROR: {path} has the character NUL: it is no text")
+                yield piece
+    except UnicodeDecodeError as error:
+        with open(path, "rb") as file:
+            start = file.read(4)
+        marked = [name for mark, name in MARKS.items() if start.startswith(mark)]
+        found = f"is {marked[0]} text, not UTF-8" if marked else f"is not UTF-8 text ({error.reason})"
+        command = f"iconv -f {marked[0] if marked else 'LATIN1'} -t UTF-8 {path} > new.txt"
+        raise UserError(f"ERROR: {path} {found}: convert it first, for instance by {command}") from None
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from common.files import check_writable, is_hub_name
+from common.files import check_writable, is_hub_name, read_pieces
 from common.process import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -237,7 +237,9 @@ def _nearest(name: str, known: list[str]) -> str:
 def read_config(path: str) -> dict[str, Any]:
     """The assignments of a settings file: literals, dict(NAME=VALUE, ...), and + - * / of numbers; else UserError."""
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+        tree = ast.parse("".join(read_pieces(path)))
+    except UserError:
+        raise
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "nested too deep"
         raise UserError(f"ERROR: cannot read settings file {path}: {reason}") from None

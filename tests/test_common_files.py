@@ -31,6 +31,18 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "link").read_text() == "first"  # a link in the way is not written through
 
 
+def test_a_byte_order_mark_is_no_text_and_names_other_encodings(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 2)
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffnaïve\r\n\ufeff".encode())
+    assert list(files.read_pieces(path)) == ["na", "ïv", "e\n", "\ufeff"]
+    for name, encodings in {"UTF-16": ("utf-16-le", "utf-16-be"), "UTF-32": ("utf-32-le", "utf-32-be")}.items():
+        for encoding in encodings:
+            path.write_bytes("\ufeffnaïve".encode(encoding))
+            with pytest.raises(UserError, match=rf"a\.txt is {name} text.* iconv -f {name} -t UTF-8 .*a\.txt > "):
+                list(files.read_pieces(path))
+
+
 def test_json_is_strict_and_comes_back(tmp_path):
     path, value = tmp_path / "x.json", {"a": [1, 2.5, None, "é"], "b": {"c": True}}
     files.write_json(path, value)

@@ -6,9 +6,10 @@ In: UTF-8 files. Out, in a folder: train.bin, val.bin (uint16) and the vocabular
 tokenizer.json, byte for byte as nanoGPT's prepare.py would write them; of whole documents also test.bin.
 """
 
+import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,20 +30,44 @@ WINDOW = 200  # characters on either side of a cut, whose tokens must not depend
 Segments = Sequence[tuple[str, int]]  # parts of a text in its order, by name, with their characters; '': left out
 
 
-def find_texts(paths: Sequence[str]) -> list[Path]:
-    """The text files that `paths` name, of a folder all *.txt below it, sorted; UserError where there is none."""
-    texts: list[Path] = []
+def find_texts(paths: Sequence[str]) -> dict[str, Path]:
+    """Return the text files that `paths` name, in order, by the hash of their text; a folder stands for its texts.
+
+    Raises UserError for a path without text files, a file that is not text, and two files with the same text.
+    """
+    texts: dict[str, Path] = {}
     for path in map(Path, paths):
-        found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        found = texts_below(path) if path.is_dir() else [path]
         if not found or not all(each.is_file() for each in found):
             raise UserError(f"ERROR: {path}: no text file: name text files, or folders that hold *.txt files")
-        texts += found
-    if len({path.resolve() for path in texts}) < len(texts):
-        raise UserError("ERROR: a text is named twice, and could be in two splits: name it once")
+        for file in found:
+            digest = hash_text(file)
+            if digest in texts:
+                rule = "it could be in two splits: leave one out"
+                raise UserError(f"ERROR: the same text is named twice, as {texts[digest]} and as {file}: {rule}")
+            texts[digest] = file
     return texts
 
 
-def joined_pieces(texts: Sequence[Path]) -> Iterator[str]:
+def texts_below(folder: Path) -> list[Path]:
+    """Return the *.txt and *.TXT files below a folder, sorted; files and folders that begin with a dot are skipped."""
+    texts = []
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix.lower() == ".txt" and not is_hidden:
+            texts.append(path)
+    return texts
+
+
+def hash_text(path: Path) -> str:
+    """Return the sha256 of a text's UTF-8 bytes: the file's own, unless it has a byte-order mark or other newlines."""
+    digest = hashlib.sha256()
+    for piece in text_pieces(path):
+        digest.update(piece.encode())
+    return digest.hexdigest()
+
+
+def joined_pieces(texts: Iterable[Path]) -> Iterator[str]:
     """The texts one after another, in pieces; one that does not end with a newline gets one before the next."""
     end = "\n"
     for path in texts:
@@ -101,7 +126,7 @@ def encode_segments(
 
 
 def prepare_texts(
-    texts: Sequence[Path],
+    texts: Collection[Path],
     folder: str | Path,
     tokenizer: TokenizationManager | None,
     segments: Segments | None = None,
