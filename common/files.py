@@ -44,6 +44,7 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)  # a link would lead elsewhere
+    remove_leftovers(path)
     try:
         yield partial
         with open(partial, "rb") as file:
@@ -55,6 +56,18 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         raise
     finally:
         partial.unlink(missing_ok=True)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the partial files of `path`, and of files named after it, whose processes were killed."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        pid = left.name.split(".")[-2]
+        try:
+            os.kill(int(pid), 0)  # sends nothing
+        except ProcessLookupError:
+            left.unlink(missing_ok=True)
+        except (ValueError, OverflowError, PermissionError):
+            continue  # not a process id, or a process of another user
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -168,8 +181,7 @@ def hold_output(path: str | Path) -> None:
     try:
         lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
         until_main_ends.enter_context(lock)
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):  # of a killed process
-            left.unlink(missing_ok=True)
+        remove_leftovers(path)
     except filelock.Timeout:
         raise UserError(f"ERROR: {path} is being written by another process: wait for it, or name another") from None
 

@@ -31,6 +31,25 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "link").read_text() == "first"  # a link in the way is not written through
 
 
+def test_leftovers_of_killed_processes_are_removed(tmp_path):
+    """Those of running processes, and files of other names, stay."""
+    path = tmp_path / "x.pt"
+    killed = start("-c", "")
+    killed.communicate()
+    left = [f".x.pt.{killed.pid}.partial", f".x.pt.resume.{killed.pid}.partial"]
+    stay = [
+        f".x.pt.{os.getppid()}.partial",
+        ".x.pt.note.partial",
+        f".y.pt.{killed.pid}.partial",
+        f".x.pt.{9**20}.partial",
+    ]
+    for write in (lambda: files.write_text(path, "text"), lambda: run_main(lambda: files.hold_output(path))):
+        for name in [*left, *stay]:
+            (tmp_path / name).touch()
+        write()
+        assert sorted(set(os.listdir(tmp_path)) - {"x.pt", ".x.pt.lock"}) == sorted(stay)
+
+
 def test_a_byte_order_mark_is_no_text_and_names_other_encodings(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 2)
     path = tmp_path / "a.txt"

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from common.files import atomic_path, hold_output
+from common.files import atomic_path, hold_output, remove_leftovers
 from common.log import progress
 from common.process import UserError
 from common.settings import Problems, Settings, parse_settings, setting
@@ -26,6 +26,7 @@ from text.shakespeare import ensure_corpus, find_titles, read_documents
 from tokenization_manager import TokenizationManager, save_meta
 
 PIECE_CHARACTERS = 1 << 20  # encoded at a time, at least
+CORPUS_FILES = ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin")
 WINDOW = 200  # characters on either side of a cut, whose tokens must not depend on it
 Segments = Sequence[tuple[str, int]]  # parts of a text in its order, by name, with their characters; '': left out
 
@@ -151,6 +152,8 @@ def prepare_texts(
         boundary = split_boundary(num_characters, train_split)
         segments = [("train", boundary), ("val", num_characters - boundary)]
     hold_output(folder / "train.bin")
+    for name in CORPUS_FILES:
+        remove_leftovers(folder / name)
     with ExitStack() as stack:
         for part, tokens in encode_segments(joined_pieces(texts), segments, tokenizer):
             if part not in paths:
@@ -168,7 +171,7 @@ def prepare_texts(
         elif tokenizer.method == "tokenizer":
             path = stack.enter_context(atomic_path(folder / "tokenizer.json"))
             path.write_text(tokenizer.to_tokenizer_json(), encoding="utf-8")
-        for name in ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin"):
+        for name in CORPUS_FILES:
             (folder / name).unlink(missing_ok=True)
     for part, count in counts.items():
         print(f"{part} has {count:,} tokens")
