@@ -80,12 +80,11 @@ def test_paths_may_stand_anywhere_and_folders_mean_their_texts(folder):
 
 
 def test_marks_and_hidden_files_are_no_text_and_capitals_in_a_suffix_are_allowed():
-    mark = b"\xef\xbb\xbf"
-    for name, data in (("a.txt", mark + b"aa\n"), ("B.TXT", mark + b"BB\n"), ("._a.txt", b"\0\5"), (".c/c.txt", b"c")):
-        path = Path(".folder", name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    Path("settings.py").write_bytes(mark + b"tokenization = 'char'\r\nblock_size = 1\r\n")
+    files = {"a.txt": b"\xef\xbb\xbfaa\n", "B.TXT": b"\xef\xbb\xbfBB\n", "._a.txt": b"\0", ".c/c.txt": b"c"}
+    Path(".folder/.c").mkdir(parents=True)
+    for name, data in files.items():
+        Path(".folder", name).write_bytes(data)
+    Path("settings.py").write_bytes(b"\xef\xbb\xbftokenization = 'char'\r\nblock_size = 1\r\n")
     succeed("prepare_text", ".folder", "--config=settings.py", name="marked", train_split=0.5)
     tokenizer = TokenizationManager(data_path="data/marked")
     splits = load_binary("data/marked/train.bin", "data/marked/val.bin", tokenizer.vocab_size)
@@ -107,9 +106,8 @@ def test_texts_that_cannot_be_read():
     for name in ("absent.txt", "folder", "fifo.txt"):
         assert f"{name}: no text file" in refused("novel.txt", name)
     assert "named twice" in refused("novel.txt", "./novel.txt")
-    Path("copy.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode())
-    line = refused("novel.txt", "copy.txt", train_split=0.5)
-    assert "the same text is named twice, as novel.txt and as copy.txt" in line
+    Path("copy.txt").write_text("\ufeff" + TEXT, newline="\r\n")
+    assert "twice, as novel.txt and as copy.txt" in refused("novel.txt", "copy.txt", train_split=0.5)
     Path("many.txt").write_text("".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x13000)])), encoding="utf-8")
     assert "65536" in refused("many.txt"), "too many characters"
 
