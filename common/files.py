@@ -29,12 +29,6 @@ GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".jsonl", ".pkl", ".resume", ".py", ".txt")
 
 CHUNK = 1 << 20  # characters of a text, or tokens, that are read at a time
-MARKS = {  # the byte-order marks of encodings other than UTF-8; the longer ones first
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
 
 
 @contextlib.contextmanager
@@ -85,15 +79,13 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
         with open(path, encoding="utf-8-sig") as file:
             for piece in iter(lambda: file.read(CHUNK), ""):
                 if "\0" in piece:
-                    raise UserError(f"ERROR: {path} has the character NUL: it is no text")
+                    raise UserError(f"ERROR: {path} has the character NUL: it is not UTF-8 text")
                 yield piece
     except UnicodeDecodeError as error:
-        with open(path, "rb") as file:
-            start = file.read(4)
-        marked = [name for mark, name in MARKS.items() if start.startswith(mark)]
-        found = f"is {marked[0]} text, not UTF-8" if marked else f"is not UTF-8 text ({error.reason})"
-        command = f"iconv -f {marked[0] if marked else 'LATIN1'} -t UTF-8 {path} > new.txt"
-        raise UserError(f"ERROR: {path} {found}: convert it first, for instance by {command}") from None
+        is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        name = "UTF-16" if is_utf16 else "LATIN1"
+        way = f"If it is {name}, convert it: iconv -f {name} -t UTF-8 {path} > new.txt"
+        raise UserError(f"ERROR: {path} is not UTF-8 text ({error.reason}). {way}") from None
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:

@@ -46,8 +46,6 @@ def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
     own, other = map(str, texts)
     with pytest.raises(UserError, match=r"in text and in natural_text"):
         make_corpora([own], [own], None, tmp_path)
-    with pytest.raises(UserError, match=r"named twice"):
-        make_corpora([own], [other, other], None, tmp_path)
     with pytest.raises(UserError, match=r"tokens, and 25,000 are needed"):
         make_corpora([other], [], None, tmp_path)
     assert "natural_text is ignored without text" in refuse("run_cycles", natural_text=[other])

@@ -9,6 +9,7 @@ tokenizer.json, byte for byte as nanoGPT's prepare.py would write them; of whole
 import hashlib
 import os
 import re
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from tokenization_manager import TokenizationManager, save_meta
 
 PIECE_CHARACTERS = 1 << 20  # encoded at a time, at least
 CORPUS_FILES = ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin")
+MOST_CHARACTERS = 1 << 24  # without a place to cut: encoded at once, they take up to 100 bytes each
 WINDOW = 200  # characters on either side of a cut, whose tokens must not depend on it
 Segments = Sequence[tuple[str, int]]  # parts of a text in its order, by name, with their characters; '': left out
 
@@ -52,12 +54,8 @@ def find_texts(paths: Sequence[str]) -> dict[str, Path]:
 
 def texts_below(folder: Path) -> list[Path]:
     """Return the *.txt and *.TXT files below a folder, sorted; files and folders that begin with a dot are skipped."""
-    texts = []
-    for path in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.suffix.lower() == ".txt" and not is_hidden:
-            texts.append(path)
-    return texts
+    texts = folder.rglob("*.[tT][xX][tT]")
+    return sorted(path for path in texts if "/." not in f"/{path.relative_to(folder)}")
 
 
 def hash_text(path: Path) -> str:
@@ -82,28 +80,44 @@ def joined_pieces(texts: Iterable[Path]) -> Iterator[str]:
 class PiecewiseEncoder:
     """Encodes a text that comes in pieces; the tokens are those of the whole text.
 
-    It is cut before a single space or newline around which both halves have the tokens of the whole, or not at all.
+    It is cut before a space or newline where the tokens before the cut do not depend on what follows. A tokenizer may
+    begin every text as if with a space, so each part is encoded with the end of the part before it, whose tokens are
+    left out.
     """
 
     def __init__(self, tokenizer: TokenizationManager) -> None:
         self.tokenizer, self.text, self.enough = tokenizer, "", PIECE_CHARACTERS
+        self.encoded = 0  # characters at the beginning of self.text whose tokens were returned
 
     def encode(self, text: str, is_last: bool) -> np.ndarray:
-        """The tokens (num_tokens,) uint16, possibly none, of the next part of the text, of which `text` is next."""
+        """The tokens (num_tokens,) uint16, possibly none, of the next part of the text, of which `text` is next.
+
+        Raises UserError if MOST_CHARACTERS have no place where the text can be cut.
+        """
         self.text += text
         cut = len(self.text) if is_last or self.tokenizer.method == "char" else 0
         if not cut and len(self.text) >= self.enough:
-            last_places = list(re.finditer(r"(?<=\S)[ \n](?=\S)", self.text[:-WINDOW]))[-100:]
+            last_places = deque(re.finditer(r"(?<=\S)[ \n]", self.text[:-WINDOW]), maxlen=100)
             cut = next((place.start() for place in reversed(last_places) if self._is_harmless(place.start())), 0)
             self.enough = PIECE_CHARACTERS if cut else 2 * len(self.text)
-        tokens, self.text = self.tokenizer.encode(self.text[:cut]), self.text[cut:]
+            if not cut and len(self.text) >= MOST_CHARACTERS:
+                found = f"{len(self.text):,} characters without a space or newline where it can be cut"
+                raise UserError(f"ERROR: the text has {found}: add line breaks, or use --tokenization char")
+        if not cut:
+            return np.empty(0, np.uint16)
+        earlier = self.tokenizer.encode(self.text[: self.encoded])
+        tokens = self.tokenizer.encode(self.text[:cut])[len(earlier) :]
+        start = max(cut - WINDOW, 0)
+        self.encoded = cut - start
+        self.text = self.text[start:]
         return tokens
 
     def _is_harmless(self, cut: int) -> bool:
-        before, after = self.text[max(cut - WINDOW, 0) : cut], self.text[cut : cut + WINDOW]
+        start = max(cut - WINDOW, 0)
         try:
-            halves = np.concatenate([self.tokenizer.encode(before), self.tokenizer.encode(after)])
-            return np.array_equal(self.tokenizer.encode(before + after), halves)
+            before = self.tokenizer.encode(self.text[start:cut])
+            around = self.tokenizer.encode(self.text[start : cut + WINDOW])
+            return cut > self.encoded and np.array_equal(around[: len(before)], before)
         except UserError:  # half a word, of which the tokenizer has no token
             return False
 
