@@ -15,12 +15,11 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
-from common.files import hash_bytes
+from common.files import hash_bytes, read_pieces
 from common.process import UserError
 from tokenization_manager import TokenizationManager
 
 TOKEN_DTYPE = np.dtype("<u2")
-CHUNK = 1 << 20  # of characters, read at a time
 REMEDY = "make the files again with prepare_text.py, or choose the tokenization they were made with"
 Device = torch.device | str
 ALL = slice(None)
@@ -46,17 +45,13 @@ def read_text(data_path: str | Path) -> str:
 
 
 def text_pieces(path: str | Path) -> Iterator[str]:
-    """The text of a UTF-8 file in pieces; raises UserError where it is empty, not UTF-8, or has the character NUL."""
-    problem = "" if Path(path).stat().st_size else "is empty: there is no text to learn from"
-    try:
-        with open(path, encoding="utf-8") as file:
-            while not problem and (piece := file.read(CHUNK)):
-                problem = "has the character NUL: it is no text" if "\0" in piece else ""
-                yield piece
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 text ({error.reason}): convert it first, for instance by iconv -f LATIN1 -t UTF-8"
-    if problem:
-        raise UserError(f"ERROR: {path} {problem}")
+    """Yield the text of a UTF-8 file in pieces; raises UserError if it is empty, or as `read_pieces` does."""
+    is_empty = True
+    for piece in read_pieces(path):
+        is_empty = False
+        yield piece
+    if is_empty:
+        raise UserError(f"ERROR: {path} is empty: there is no text to learn from")
 
 
 def split_boundary(num_characters: int, train_split: float = 0.9) -> int:

@@ -21,7 +21,7 @@ class PrepareTextSettings(Settings):
     """Make a corpus of texts of your own: train.bin, val.bin and the vocabulary."""
 
     paths: tuple[str, ...] = setting((), positional=True)
-    """UTF-8 text files, or folders: all *.txt below them, sorted by name"""
+    """UTF-8 text files, or folders: all *.txt below them, sorted by name, but no hidden ones"""
     name: str | None = setting(None, common=True)
     """name of the corpus, for --dataset of the other scripts: it is made in data/NAME"""
     out_dir: str | None = setting(None, output="folder")
@@ -53,7 +53,7 @@ def main() -> None:
     if file is not None:
         path = Path(file, "tokenizer.json") if Path(file).is_dir() else Path(file)
         tokenizer = TokenizationManager("tokenizer", meta_path=path)
-    folder, texts = settings.out_dir or str(Path("data", str(settings.name))), find_texts(settings.paths)
+    folder, texts = settings.out_dir or str(Path("data", str(settings.name))), find_texts(settings.paths).values()
     prepare_texts(texts, folder, tokenizer, None, settings.train_split, settings.block_size)
     print(f"next: python train.py --dataset {settings.name or folder}")
 

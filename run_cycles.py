@@ -327,13 +327,25 @@ def read_sections(config: list[str], own: Mapping[str, Sequence[str]]) -> dict[s
     return {name: parse_settings(kind, script, words[name], check=False) for name, (script, kind) in SECTIONS.items()}
 
 
+def own_folder(sources: Sequence[str]) -> str:
+    """Return out/ and the name of the first text, or of the settings file; UserError if a run of others is there."""
+    folder = Path("out", Path(sources[0]).stem)
+    about = Ledger(folder).about
+    if about:
+        earlier = about["settings"]["text"] or [about["config"] or "cycles"]
+        if [Path(each).absolute() for each in earlier] != [Path(each).absolute() for each in sources]:
+            runs = f"a run of {', '.join(earlier)}, and this one is of {', '.join(sources)}"
+            raise UserError(f"ERROR: {folder} holds {runs}: name another folder with --out_dir")
+    return str(folder)
+
+
 def main() -> None:
     argv, own = options_of_stages(sys.argv[1:], [*SECTIONS, *PREPARED])
     (path, *_), settings = split_config(argv), parse_settings(CycleSettings, "run_cycles", argv)
     device, is_sized = select_device(settings.device), bool(settings.text and not path)
     path = OWN_TEXT if is_sized else path
     config, contents = (["--config", path], read_config(path)) if path else ([], {})
-    settings.out_dir = settings.out_dir or f"out/{Path(settings.text[0] if settings.text else path or 'cycles').stem}"
+    settings.out_dir = settings.out_dir or own_folder(settings.text or [path or "cycles"])
     out = Path(settings.out_dir)
     loop = Loop(settings, read_sections(config, own), contents, own)
     loop.check()  # before anything is made

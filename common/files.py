@@ -5,6 +5,7 @@
 A file is written beside its place, brought to the disk, and renamed. Nothing that is read is executed.
 """
 
+import codecs
 import contextlib
 import glob
 import hashlib
@@ -27,6 +28,8 @@ from common.process import UserError, until_main_ends
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".jsonl", ".pkl", ".resume", ".py", ".txt")
 
+CHUNK = 1 << 20  # characters of a text, or tokens, that are read at a time
+
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
@@ -35,6 +38,7 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)  # a link would lead elsewhere
+    remove_leftovers(path)
     try:
         yield partial
         with open(partial, "rb") as file:
@@ -48,10 +52,40 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove the partial files of `path`, and of files named after it, whose processes were killed."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        pid = left.name.split(".")[-2]
+        try:
+            os.kill(int(pid), 0)  # sends nothing
+        except ProcessLookupError:
+            left.unlink(missing_ok=True)
+        except (ValueError, OverflowError, PermissionError):
+            continue  # not a process id, or a process of another user
+
+
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Write `text` to `path`, whole or not at all."""
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def read_pieces(path: str | os.PathLike) -> Iterator[str]:
+    """Yield the text of a UTF-8 file in pieces of CHUNK characters, without a byte-order mark.
+
+    Raises UserError if the file has another encoding or holds the character NUL.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            for piece in iter(lambda: file.read(CHUNK), ""):
+                if "\0" in piece:
+                    raise UserError(f"ERROR: {path} has the character NUL: it is not UTF-8 text")
+                yield piece
+    except UnicodeDecodeError as error:
+        is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        name = "UTF-16" if is_utf16 else "LATIN1"
+        way = f"If it is {name}, convert it: iconv -f {name} -t UTF-8 {path} > new.txt"
+        raise UserError(f"ERROR: {path} is not UTF-8 text ({error.reason}). {way}") from None
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
@@ -139,8 +173,7 @@ def hold_output(path: str | Path) -> None:
     try:
         lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
         until_main_ends.enter_context(lock)
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):  # of a killed process
-            left.unlink(missing_ok=True)
+        remove_leftovers(path)
     except filelock.Timeout:
         raise UserError(f"ERROR: {path} is being written by another process: wait for it, or name another") from None
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import tyro
 
-from common.files import check_writable, is_hub_name
+from common.files import check_writable, is_hub_name, read_pieces
 from common.log import say
 from common.process import UserError
 
@@ -311,7 +311,9 @@ def read_config(path: str) -> dict[str, Any]:
 def _read(path: str, problems: Problems) -> dict[str, Any]:
     """The assignments of a settings file; those that cannot be read are noted, `import NAME` is passed over."""
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"))
+        tree = ast.parse("".join(read_pieces(path)))
+    except UserError:
+        raise
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "nested too deep"
         raise UserError(f"ERROR: cannot read settings file {path}: {reason}") from None

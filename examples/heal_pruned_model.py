@@ -26,6 +26,7 @@ from common.files import read_json, write_json
 from common.log import counted, say
 from common.process import UserError, run_main
 from common.settings import Problems, Settings, differing_settings, parse_settings, setting
+from data_loader import read_text
 from interop.crossover_reward import CrossoverReward, complete, load_model, load_tokenizer, loaded
 from reports.figures import write_png
 from reward.skill import bootstrap_mean, format_figure
@@ -178,7 +179,7 @@ def paragraphs() -> list[str]:
 
 def split_blocks(settings: HealSettings, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Blocks (n, LENGTH) int64 for training, and those held out, of other paragraphs."""
-    texts = [path.read_text() for path in find_texts(settings.text)] if settings.text else paragraphs()
+    texts = [read_text(path) for path in find_texts(settings.text).values()] if settings.text else paragraphs()
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(settings.seed)).tolist()
     ids = [token for number in order for token in [*tokenizer(text=texts[number])["input_ids"], tokenizer.eos_token_id]]
     count, least = len(ids) // LENGTH, 2 * settings.num_blocks

@@ -136,7 +136,7 @@ def split_text(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Tenso
 
     A block begins with what the tokenizer puts before a text. UserError for a text that is too short.
     """
-    text = "".join(joined_pieces(find_texts(texts)))
+    text = "".join(joined_pieces(find_texts(texts).values()))
     try:
         tokens = torch.tensor(tokenizer(text=text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # of Rust, for what the vocabulary lacks

@@ -31,6 +31,23 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "link").read_text() == "first"  # a link in the way is not written through
 
 
+def test_leftovers_of_killed_processes_are_removed(tmp_path):
+    """Those of running processes, and of files with other names, stay. No process has the id 9,999,999."""
+    stay = [".x.pt.1.partial", ".x.pt.note.partial", ".y.pt.9999999.partial"]
+    for name in (".x.pt.9999999.partial", ".x.pt.resume.9999999.partial", *stay):
+        (tmp_path / name).touch()
+    run_main(lambda: files.hold_output(tmp_path / "x.pt"))
+    assert sorted(os.listdir(tmp_path)) == sorted([".x.pt.lock", *stay])
+    files.write_text(tmp_path / "y.pt", "text")
+    assert sorted(os.listdir(tmp_path)) == sorted([".x.pt.lock", *stay[:2], "y.pt"])
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 2)
+    (tmp_path / "a.txt").write_bytes("\ufeffnaïve\r\n\ufeff".encode())
+    assert list(files.read_pieces(tmp_path / "a.txt")) == ["na", "ïv", "e\n", "\ufeff"]
+
+
 def test_json_is_strict_and_comes_back(tmp_path):
     path, value = tmp_path / "x.json", {"a": [1, 2.5, None, "é"], "b": {"c": True}}
     files.write_json(path, value)

@@ -38,7 +38,13 @@ def test_texts_are_read_or_refused(tmp_path):
         read_text(tmp_path)
     (tmp_path / "input.txt").write_text("words")
     assert read_text(tmp_path) == read_text(tmp_path / "input.txt") == read_text(str(tmp_path)) == "words"
-    for contents, said in ((b"", "is empty"), ("voilà".encode("latin-1"), "UTF-8 .*iconv"), (b"text\0", "NUL")):
+    for contents, said in (
+        (b"", "is empty"),
+        (b"voil\xe0", "is not UTF-8 .* iconv -f LATIN1 -t UTF-8 "),
+        (b"\xff\xfea\0", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 "),
+        (b"\xfe\xff\0a", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 "),
+        (b"text\0", "NUL"),
+    ):
         (tmp_path / "bad.txt").write_bytes(contents)
         with pytest.raises(UserError, match=rf"bad\.txt .*{said}"):
             read_text(tmp_path / "bad.txt")

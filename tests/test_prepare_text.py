@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import make_text, refuse, refuse_in_one_line, succeed
 
-import data_loader
+from common import files
 from data_loader import load_binary, load_text
 from tokenization_manager import TokenizationManager
 
@@ -42,7 +42,7 @@ def nanogpt_char(text: str) -> dict[str, Any]:
 
 
 def test_characters_are_nanogpts_bytes(monkeypatch):
-    monkeypatch.setattr(data_loader, "CHUNK", 7)
+    monkeypatch.setattr(files, "CHUNK", 7)
     text = TEXT + "naïve 😀 é\n" * 30
     Path("novel.txt").write_text(text.replace("\n", "\r\n"), encoding="utf-8", newline="")
     out = succeed("prepare_text", "novel.txt", name="novel", tokenization="char")
@@ -79,6 +79,18 @@ def test_paths_may_stand_anywhere_and_folders_mean_their_texts(folder):
     assert files_of("other") == nanogpt_char(TEXT)
 
 
+def test_marks_and_hidden_files_are_no_text_and_capitals_in_a_suffix_are_allowed():
+    files = {"a.txt": b"\xef\xbb\xbfaa\n", "B.TXT": b"\xef\xbb\xbfBB\n", "._a.txt": b"\0", ".c/c.txt": b"c"}
+    Path(".folder/.c").mkdir(parents=True)
+    for name, data in files.items():
+        Path(".folder", name).write_bytes(data)
+    Path("settings.py").write_bytes(b"\xef\xbb\xbftokenization = 'char'\r\nblock_size = 1\r\n")
+    succeed("prepare_text", ".folder", "--config=settings.py", name="marked", train_split=0.5)
+    tokenizer = TokenizationManager(data_path="data/marked")
+    splits = load_binary("data/marked/train.bin", "data/marked/val.bin", tokenizer.vocab_size)
+    assert tokenizer.decode(np.concatenate(splits)) == "BB\naa\n"
+
+
 def refused(*paths: str, **options: object) -> str:
     """The one line that refuses these texts; no file of a corpus is written."""
     line = refuse_in_one_line("prepare_text", *paths, **{"name": "novel", **PLAIN, **options})
@@ -94,6 +106,8 @@ def test_texts_that_cannot_be_read():
     for name in ("absent.txt", "folder", "fifo.txt"):
         assert f"{name}: no text file" in refused("novel.txt", name)
     assert "named twice" in refused("novel.txt", "./novel.txt")
+    Path("copy.txt").write_text("\ufeff" + TEXT, newline="\r\n")
+    assert "twice, as novel.txt and as copy.txt" in refused("novel.txt", "copy.txt", train_split=0.5)
     Path("many.txt").write_text("".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x13000)])), encoding="utf-8")
     assert "65536" in refused("many.txt"), "too many characters"
 

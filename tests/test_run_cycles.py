@@ -277,6 +277,19 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, monkeypatch):
+    """Another of the same name needs --out_dir; the same command, also with another form of the path, goes on."""
+    monkeypatch.chdir(tmp_path)
+    Ledger(Path("out/input"), {"settings": {"text": ["x/input.txt"]}, "config": "c.py"}).end([])
+    assert run_cycles.own_folder([str(tmp_path / "x/input.txt")]) == "out/input"
+    line = refuse_in_one_line("run_cycles", text="y/input.txt")
+    assert "holds a run of x/input.txt, and this one is of y/input.txt: name another folder with --out_dir" in line
+    Ledger(Path("out/input"), {"settings": {"text": []}, "config": "x/input.py"}).end([])
+    assert run_cycles.own_folder(["./x/input.py"]) == "out/input"
+    with pytest.raises(UserError, match=r"a run of x/input.py, and this one is of y/input.py"):
+        run_cycles.own_folder(["y/input.py"])
+
+
 def test_values_of_a_command_line():
     """One word for a value that begins with dashes, a word for each of several values."""
     paths = Path("a.pt"), Path("b.pt")

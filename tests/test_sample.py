@@ -13,7 +13,7 @@ def test_texts_begin_with_the_start_and_depend_on_the_seed(tmp_path, generator):
     texts = (tmp_path / "texts.txt").read_text().rstrip("\n").split("\n---------------\n")
     assert len(texts) == len(set(texts)) == 3 and all(text in out for text in texts)
     assert all(text.startswith("The") and len(text) == 23 for text in texts)
-    (tmp_path / "start.txt").write_text("The")
+    (tmp_path / "start.txt").write_text("\ufeffThe")
     assert succeed("sample", start=f"FILE:{tmp_path / 'start.txt'}", **options) == out
     assert succeed("sample", start="The", seed=1, **options) != out
 

@@ -74,6 +74,14 @@ def test_a_text_without_a_cut_grows_and_is_searched_seldom(bpe, monkeypatch):
         assert len(encoder.encode(text[first : first + 10], False)) == 0
     assert tried == [100 * 2**n for n in range(7)]
     assert encoder.encode("", True).tolist() == bpe.encode(text).tolist()
+    monkeypatch.setattr(encode_texts, "MOST_CHARACTERS", 300)
+    with pytest.raises(UserError, match="the text has 10,000 characters without a space"):
+        PiecewiseEncoder(bpe).encode(text, False)
+
+
+def test_paragraphs_that_blank_lines_separate_are_cut(bpe, monkeypatch):
+    monkeypatch.setattr(encode_texts, "PIECE_CHARACTERS", 1000)
+    assert len(PiecewiseEncoder(bpe).encode("你好世界今天天气很好。\n\n" * 100, is_last=False)) > 0
 
 
 def test_segments_are_encoded_each_by_itself_and_nameless_ones_left_out():
@@ -119,8 +127,9 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
     folder.mkdir()
     for name in ("meta.pkl", "tokenizer.json", "test.bin"):
         (folder / name).write_text("of an earlier corpus")
+        (folder / f".{name}.9999999.partial").write_text("cut")
     prepare_texts([novel], folder, bpe)
-    assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {"train.bin", "val.bin"}
+    assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", ".train.bin.lock"}
     assert "".join(tokens_of(folder, "train", "val")) == TEXT
 
 
@@ -208,12 +217,12 @@ def looking_ahead(tokenizers, tokenizer):
 
 
 def prefixing(tokenizers, tokenizer):
-    """As SentencePiece: a text begins as if with a space, so that no cut is harmless."""
+    """As SentencePiece: every text begins as if with a space."""
     tokenizer.normalizer = tokenizers.normalizers.Prepend("x")
 
 
 @pytest.mark.interop
-@pytest.mark.parametrize(("change", "least_cuts"), [(looking_ahead, 5), (prefixing, 0)])
+@pytest.mark.parametrize(("change", "least_cuts"), [(looking_ahead, 5), (prefixing, 5)])
 def test_pieces_have_the_tokens_of_the_whole_with_a_tokenizer(tmp_path, change, least_cuts):
     check_pieces(make_tokenizer(tmp_path, change), least_cuts)
 

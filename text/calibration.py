@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.device import evaluating
-from data_loader import CHUNK
+from common.files import CHUNK
 from losses import token_log_probs
 
 COARSE, FINE = 1.15, 1.02  # ratios of neighbouring temperatures that are tried

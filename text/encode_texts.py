@@ -6,9 +6,11 @@ In: UTF-8 files. Out, in a folder: train.bin, val.bin (uint16) and the vocabular
 tokenizer.json, byte for byte as nanoGPT's prepare.py would write them; of whole documents also test.bin.
 """
 
+import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from common.files import atomic_path, hold_output
+from common.files import atomic_path, hold_output, remove_leftovers
 from common.log import progress
 from common.process import UserError
 from common.settings import Problems, Settings, parse_settings, setting
@@ -25,24 +27,46 @@ from text.shakespeare import ensure_corpus, find_titles, read_documents
 from tokenization_manager import TokenizationManager, save_meta
 
 PIECE_CHARACTERS = 1 << 20  # encoded at a time, at least
+CORPUS_FILES = ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin")
+MOST_CHARACTERS = 1 << 24  # without a place to cut: encoded at once, they take up to 100 bytes each
 WINDOW = 200  # characters on either side of a cut, whose tokens must not depend on it
 Segments = Sequence[tuple[str, int]]  # parts of a text in its order, by name, with their characters; '': left out
 
 
-def find_texts(paths: Sequence[str]) -> list[Path]:
-    """The text files that `paths` name, of a folder all *.txt below it, sorted; UserError where there is none."""
-    texts: list[Path] = []
+def find_texts(paths: Sequence[str]) -> dict[str, Path]:
+    """Return the text files that `paths` name, in order, by the hash of their text; a folder stands for its texts.
+
+    Raises UserError for a path without text files, a file that is not text, and two files with the same text.
+    """
+    texts: dict[str, Path] = {}
     for path in map(Path, paths):
-        found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        found = texts_below(path) if path.is_dir() else [path]
         if not found or not all(each.is_file() for each in found):
             raise UserError(f"ERROR: {path}: no text file: name text files, or folders that hold *.txt files")
-        texts += found
-    if len({path.resolve() for path in texts}) < len(texts):
-        raise UserError("ERROR: a text is named twice, and could be in two splits: name it once")
+        for file in found:
+            digest = hash_text(file)
+            if digest in texts:
+                rule = "it could be in two splits: leave one out"
+                raise UserError(f"ERROR: the same text is named twice, as {texts[digest]} and as {file}: {rule}")
+            texts[digest] = file
     return texts
 
 
-def joined_pieces(texts: Sequence[Path]) -> Iterator[str]:
+def texts_below(folder: Path) -> list[Path]:
+    """Return the *.txt and *.TXT files below a folder, sorted; files and folders that begin with a dot are skipped."""
+    texts = folder.rglob("*.[tT][xX][tT]")
+    return sorted(path for path in texts if "/." not in f"/{path.relative_to(folder)}")
+
+
+def hash_text(path: Path) -> str:
+    """Return the sha256 of a text's UTF-8 bytes: the file's own, unless it has a byte-order mark or other newlines."""
+    digest = hashlib.sha256()
+    for piece in text_pieces(path):
+        digest.update(piece.encode())
+    return digest.hexdigest()
+
+
+def joined_pieces(texts: Iterable[Path]) -> Iterator[str]:
     """The texts one after another, in pieces; one that does not end with a newline gets one before the next."""
     end = "\n"
     for path in texts:
@@ -56,28 +80,44 @@ def joined_pieces(texts: Sequence[Path]) -> Iterator[str]:
 class PiecewiseEncoder:
     """Encodes a text that comes in pieces; the tokens are those of the whole text.
 
-    It is cut before a single space or newline around which both halves have the tokens of the whole, or not at all.
+    It is cut before a space or newline where the tokens before the cut do not depend on what follows. A tokenizer may
+    begin every text as if with a space, so each part is encoded with the end of the part before it, whose tokens are
+    left out.
     """
 
     def __init__(self, tokenizer: TokenizationManager) -> None:
         self.tokenizer, self.text, self.enough = tokenizer, "", PIECE_CHARACTERS
+        self.encoded = 0  # characters at the beginning of self.text whose tokens were returned
 
     def encode(self, text: str, is_last: bool) -> np.ndarray:
-        """The tokens (num_tokens,) uint16, possibly none, of the next part of the text, of which `text` is next."""
+        """The tokens (num_tokens,) uint16, possibly none, of the next part of the text, of which `text` is next.
+
+        Raises UserError if MOST_CHARACTERS have no place where the text can be cut.
+        """
         self.text += text
         cut = len(self.text) if is_last or self.tokenizer.method == "char" else 0
         if not cut and len(self.text) >= self.enough:
-            last_places = list(re.finditer(r"(?<=\S)[ \n](?=\S)", self.text[:-WINDOW]))[-100:]
+            last_places = deque(re.finditer(r"(?<=\S)[ \n]", self.text[:-WINDOW]), maxlen=100)
             cut = next((place.start() for place in reversed(last_places) if self._is_harmless(place.start())), 0)
             self.enough = PIECE_CHARACTERS if cut else 2 * len(self.text)
-        tokens, self.text = self.tokenizer.encode(self.text[:cut]), self.text[cut:]
+            if not cut and len(self.text) >= MOST_CHARACTERS:
+                found = f"{len(self.text):,} characters without a space or newline where it can be cut"
+                raise UserError(f"ERROR: the text has {found}: add line breaks, or use --tokenization char")
+        if not cut:
+            return np.empty(0, np.uint16)
+        earlier = self.tokenizer.encode(self.text[: self.encoded])
+        tokens = self.tokenizer.encode(self.text[:cut])[len(earlier) :]
+        start = max(cut - WINDOW, 0)
+        self.encoded = cut - start
+        self.text = self.text[start:]
         return tokens
 
     def _is_harmless(self, cut: int) -> bool:
-        before, after = self.text[max(cut - WINDOW, 0) : cut], self.text[cut : cut + WINDOW]
+        start = max(cut - WINDOW, 0)
         try:
-            halves = np.concatenate([self.tokenizer.encode(before), self.tokenizer.encode(after)])
-            return np.array_equal(self.tokenizer.encode(before + after), halves)
+            before = self.tokenizer.encode(self.text[start:cut])
+            around = self.tokenizer.encode(self.text[start : cut + WINDOW])
+            return cut > self.encoded and np.array_equal(around[: len(before)], before)
         except UserError:  # half a word, of which the tokenizer has no token
             return False
 
@@ -101,7 +141,7 @@ def encode_segments(
 
 
 def prepare_texts(
-    texts: Sequence[Path],
+    texts: Collection[Path],
     folder: str | Path,
     tokenizer: TokenizationManager | None,
     segments: Segments | None = None,
@@ -126,6 +166,8 @@ def prepare_texts(
         boundary = split_boundary(num_characters, train_split)
         segments = [("train", boundary), ("val", num_characters - boundary)]
     hold_output(folder / "train.bin")
+    for name in CORPUS_FILES:
+        remove_leftovers(folder / name)
     with ExitStack() as stack:
         for part, tokens in encode_segments(joined_pieces(texts), segments, tokenizer):
             if part not in paths:
@@ -143,7 +185,7 @@ def prepare_texts(
         elif tokenizer.method == "tokenizer":
             path = stack.enter_context(atomic_path(folder / "tokenizer.json"))
             path.write_text(tokenizer.to_tokenizer_json(), encoding="utf-8")
-        for name in ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin"):
+        for name in CORPUS_FILES:
             (folder / name).unlink(missing_ok=True)
     for part, count in counts.items():
         print(f"{part} has {count:,} tokens")

@@ -9,7 +9,7 @@ val.bin and test.bin, and the same characters.
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.files import hash_file, read_json, write_json
+from common.files import read_json, write_json
 from common.process import UserError, warn
 from text.encode_texts import find_texts, joined_pieces, prepare_texts
 from tokenization_manager import TokenizationManager
@@ -29,11 +29,12 @@ def make_corpora(
     Without natural texts both are one. tokenizer None: characters. Raises UserError for a text that is too short, that
     is a natural text too, or that has characters which the tokenizer does not know.
     """
-    own, natural = find_texts(text), find_texts(natural_text) if natural_text else []
-    texts, hashes = [*natural, *own], [hash_file(path) for path in [*natural, *own]]
-    if both := set(hashes[: len(natural)]) & set(hashes[len(natural) :]):
-        twice = texts[hashes.index(both.pop())]
-        raise UserError(f"ERROR: {twice} is in text and in natural_text: the natural model would know the test text")
+    own = find_texts(text)
+    natural = find_texts(natural_text)
+    for digest in own.keys() & natural.keys():
+        rule = "the natural model would know the test text"
+        raise UserError(f"ERROR: {natural[digest]} is in text and in natural_text: {rule}")
+    texts = [*natural.values(), *own.values()]
     if tokenizer is not None and tokenizer.chars is not None:
         found = set().union(*joined_pieces(texts)) - set(tokenizer.chars)
         if found:
@@ -41,12 +42,12 @@ def make_corpora(
             raise UserError(f"ERROR: {unknown}: replace them in the text, or use --natural_text")
     folder, natural_folder = out / "corpus", out / ("natural_corpus" if natural else "corpus")
     known = None if tokenizer is None else tokenizer.to_record()
-    names = [[str(path), digest] for path, digest in zip(texts, hashes, strict=True)]
+    names = [[str(path), digest] for found in (natural, own) for digest, path in found.items()]
     record = {"texts": names, "natural": len(natural), "tokenizer": known}
     made, is_made = out / "texts.json", all((each / "test.bin").is_file() for each in (folder, natural_folder))
     if not (is_made and made.is_file() and read_json(made) == record):
         made.unlink(missing_ok=True)
-        size = sum(map(len, joined_pieces(own)))
+        size = sum(map(len, joined_pieces(own.values())))
         if size < TESTABLE:
             warn(f"--text has {size:,} characters: below {TESTABLE:,} the test text is too short for a verdict")
         before, tenth = sum(map(len, joined_pieces(texts))) - size, size // 10

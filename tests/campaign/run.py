@@ -1,4 +1,4 @@
-"""Try to break what the project promises: kills at random moments, hostile files, bad options.
+"""Try to break what the project promises: kills at random moments, hostile files, bad options, odd texts.
 
     python tests/campaign/run.py --minutes 1
 
@@ -20,9 +20,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/campaign")]
 import bad_input  # noqa: E402
 import hostile  # noqa: E402
 import kills  # noqa: E402
+import odd_texts  # noqa: E402
 from world import BrokenPromiseError, World  # noqa: E402
 
-PARTS = {"bad_input": bad_input, "hostile": hostile, "kills": kills}
+PARTS = {"bad_input": bad_input, "hostile": hostile, "kills": kills, "odd_texts": odd_texts}
 
 
 def commit_seed() -> int:

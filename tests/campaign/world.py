@@ -103,9 +103,11 @@ class World:
         return world
 
 
-def expect_refusal(script: str, options: Options, what: Any, folder: Path, statuses: tuple[int, ...] = (2,)) -> None:
+def expect_refusal(
+    script: str, options: Options, what: Any, folder: Path, statuses: tuple[int, ...] = (2,), *arguments: str
+) -> None:
     """Run a script, in an attempt's folder, that is to refuse its input: exit status 2, a line, no traceback."""
-    finished = run(f"{script}.py", folder=folder, **options)
+    finished = run(f"{script}.py", *arguments, folder=folder, **options)
     expect(finished.status in statuses, what, f"status {finished.status}:", finished.err[-500:])
     expect("Traceback" not in finished.err, what, finished.err[-800:])
     expect(finished.status == 0 or finished.err.strip(), what, "it ended without a word")
