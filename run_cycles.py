@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.device import select_device
-from common.files import atomic_path, hold_output, read_json
+from common.files import atomic_path, beside, hold_output, read_json
 from common.log import say
 from common.process import UserError, run_child, run_main
 from common.settings import (
@@ -271,7 +271,7 @@ def prepare_corpus(folder: Path, config: list[str], section: str) -> None:
 
 def make(stage: Stage, ledger: Ledger, loop: Loop, config: list[str]) -> bool:
     """Make a stage and record it, unless that is done; returns whether it was made."""
-    name, now, state = stage.artefact.stem, stage.identity(loop.sections), stage.artefact.with_suffix(".resume")
+    name, now, state = stage.artefact.stem, stage.identity(loop.sections), beside(stage.artefact, ".resume")
     ledger.recall(name)
     then, difference = ledger.records.get(name, {}), ledger.difference(name, now)
     if then and not difference and "seconds" in then and stage.artefact.exists():

@@ -132,6 +132,18 @@ def test_one_process_writes_an_output(tmp_path, capsys):
     run_main(lambda: files.hold_output(path))
 
 
+def test_two_outputs_share_no_file_beside_them():
+    names = ("logs/grpo_model.pt", "out/x0.001", "out/x0.0003", "out/model", "a.pt/model.ckpt")
+    found = [str(files.beside(name, ".jsonl")) for name in names]
+    assert found == [
+        "logs/grpo_model.jsonl",
+        "out/x0.001.jsonl",
+        "out/x0.0003.jsonl",
+        "out/model.jsonl",
+        "a.pt/model.ckpt.jsonl",
+    ]
+
+
 def test_names_of_a_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
