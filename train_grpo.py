@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.device import autocast, select_device, select_dtype
 from common.distributed import Ranks, gradients_stay, parallel, start_ranks
-from common.files import beside
+from common.files import beside, hold_output
 from common.log import check_finite, check_tracker, format_size, read_records, say
 from common.process import UserError, run_main, warn
 from common.settings import Problems, Settings, parse_settings, setting
@@ -161,6 +161,8 @@ def main() -> None:
     corpus = checkpoints.open_corpus(given.dataset, policy.config.block_size + 1, base)
     data = ranks.on_main(lambda: checkpoints.data_record(corpus.train, corpus.val))
     checkpoints.check_same_splits(base["data"], data, allow_mismatch=True)
+    if given.gate_path is not None and ranks.rank == 0:
+        hold_output(given.gate_path)
     if path is not None:
         skill = ranks.on_main(lambda: evaluation.skill_on_policy(completer, scorer, corpus.val, seed))
         if not evaluation.passes_gate(skill, path, given.allow_unpredictive_reward, given.gate_path):

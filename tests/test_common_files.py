@@ -6,7 +6,8 @@ import zipfile
 
 import pytest
 import torch
-from helpers import start
+from filelock import FileLock
+from helpers import refuse_in_one_line, start
 
 from common import files
 from common.process import UserError, run_main
@@ -130,6 +131,23 @@ def test_one_process_writes_an_output(tmp_path, capsys):
     assert caught.value.code == 2 and "is being written by another process" in capsys.readouterr().err
     other.communicate("")
     run_main(lambda: files.hold_output(path))
+
+
+def test_every_script_locks_what_it_writes(tmp_path, corpus, generator, reward_model, monkeypatch):
+    monkeypatch.setattr("interop.export.load_transformers", lambda: None)
+    path, fast = tmp_path / "output", {"device": "cpu"}
+    grpo = {"base_model_path": generator, "reward_model_path": reward_model, "dataset": corpus, **fast}
+    commands = {
+        "evaluate": {"checkpoints": [generator], "dataset": corpus, "output_path": path, **fast},
+        "sample": {"checkpoint_path": generator, "output_path": path, **fast},
+        "train_grpo": {**grpo, "gate_path": path},
+        "interop.export": {"checkpoint_path": generator, "output_dir": path},
+        "interop.train_trl": {"model": tmp_path, "natural_model": tmp_path, "text": corpus, "output_dir": path},
+    }
+    with FileLock(tmp_path / ".output.lock"):
+        for script, options in commands.items():
+            assert "output is being written by another process" in refuse_in_one_line(script, **options), script
+    assert not path.exists()
 
 
 def test_two_outputs_share_no_file_beside_them():
