@@ -6,9 +6,10 @@ import signal
 import time
 
 import pytest
+import torch
 from helpers import ROOT, TINY_GRPO, TINY_TRAIN, as_arguments, assert_weights_near, run_ranks, start, succeed, weights
 
-from common.distributed import Ranks
+from common.distributed import Ranks, start_ranks
 from common.log import read_records
 from common.process import UserError
 
@@ -21,6 +22,23 @@ def test_shares_are_contiguous_and_whole():
             shares = [range(count)[Ranks(rank, world_size).share(count)] for rank in range(world_size)]
             assert [index for share in shares for index in share] == list(range(count))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_objects_of_ranks_on_cuda_travel_over_the_cpu(monkeypatch):
+    begun: list[tuple] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: begun.append((name, more)))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    ranks = start_ranks(torch.device("cuda"))
+    ((backend, more),) = begun
+    assert backend == "cpu:gloo,cuda:nccl" and more["device_id"] == ranks.device == torch.device("cuda", 1)
+    sent = []
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda values, **more: sent.append(more["device"]))
+    ranks.on_main(dict)
+    assert sent == [torch.device("cpu")]
 
 
 @pytest.fixture
