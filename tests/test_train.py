@@ -10,6 +10,7 @@ from helpers import TINY_TRAIN, assert_same_weights, make_checkpoint, make_corpu
 
 import train
 from common.device import random_stream
+from common.distributed import Ranks
 from common.log import read_records
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
@@ -148,6 +149,39 @@ def test_an_evaluation_reads_a_fixed_subset_and_gives_its_interval(monkeypatch, 
     log_probs = model(windows[:, :-1], windows[:, 1:])[0].log_softmax(-1).gather(2, windows[:, 1:, None])
     assert training["select_loss"] == pytest.approx(-log_probs.mean().item(), abs=1e-6)
     assert training["select_loss_low"] < training["select_loss"] < training["select_loss_high"]
+
+
+def test_an_evaluation_takes_no_more_rows_than_fit_in_memory(monkeypatch, options):
+    """nanoGPT's batch of 96 would need 24 GB of logits."""
+    rows, original = set(), train.text_log_probs
+
+    def noted(model, batches):
+        read = list(batches)
+        rows.update(len(x) for x, _ in read)
+        return original(model, read)
+
+    monkeypatch.setattr(train, "text_log_probs", noted)
+    for most, expected in ((3, 3), (99, MORE["batch_size"])):
+        rows.clear()
+        monkeypatch.setattr(train.GPT, "rows_at_a_time", lambda model, most=most: most)
+        succeed("train", **options, eval_only=True)
+        assert max(rows) == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 30])
+def test_ranks_share_out_an_evaluation(monkeypatch, corpus, generator, num_ranks):
+    """Also more ranks than there are batches; every token is read once."""
+    parts: list[torch.Tensor] = []
+    monkeypatch.setattr(Ranks, "collect", lambda ranks, part: parts.append(part) or [part])
+    monkeypatch.setattr(Ranks, "on_main", lambda ranks, work: work())
+    model = build_model(load_checkpoint(generator), "generator", generator)
+    settings = train.TrainSettings(block_size=16, batch_size=8)
+    data = train.ckpt.open_corpus(str(corpus), 17, None)
+    for rank in range(num_ranks):
+        train.measure(model, data, settings, Ranks(rank, num_ranks), torch.float32, "val_loss")
+    whole = train.text_log_probs(model, train.WholeSplitBatches(data.val, 16, 8))
+    assert len(parts) == num_ranks and torch.equal(torch.cat(parts), whole)
+    assert max(map(len, parts)) <= len(whole) / num_ranks + 8 * 16  # a batch more than an even share
 
 
 @pytest.mark.parametrize("how", [{}, WILD])

@@ -2,8 +2,9 @@
 
     python train.py --config config/train_shakespeare.py --init_from resume
 
-The state (`.resume`) and the records (`.jsonl`) lie beside the output and have its name. The state is saved at each evaluation and on
-Ctrl-C or SIGTERM after the step; a resumed run of the same settings and inputs ends in the same tensors.
+The state (`.resume`) and the records (`.jsonl`) lie beside the output and have its name. The state is saved at each
+evaluation and on Ctrl-C or SIGTERM after the step; a resumed run of the same settings and inputs ends in the same
+tensors.
 """
 
 import contextlib
