@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import (
     CONFIG,
@@ -33,7 +34,10 @@ from common.files import read_json
 from common.log import read_records
 from common.process import UserError
 from common.settings import parse_settings, read_config
+from grpo.policy_evaluation import draw_prompts
+from prepare_reward_data import crossovers_and_uniforms
 from reports.summary import Ledger, headline
+from reward_data_config import RewardDataConfig
 from run_cycles import SECTIONS, CycleSettings, Loop, Stage, hash_input
 
 NAMES = ["base_model_v1", "natural_model_v1", "reward_data_v1", "reward_model_v1", "gate_v1", "base_model_v2"]
@@ -224,6 +228,40 @@ def test_plan_of_two_cycles(tmp_path):
     assert [path.name for path in by_name["evaluation_v3.json"].inputs["checkpoints"]] == [
         *("base_model_v1.pt", "base_model_v2.pt", "base_model_v3.pt", "natural_model_v1.pt")
     ]
+
+
+def test_a_cycle_draws_other_numbers_than_the_one_before(tmp_path):
+    """K, text offsets and prompt lengths; those of cycle 1 are of the section's own seed, as ever."""
+    own = plan(tmp_path, CONFIG.replace("samples_per_chunk=4", "samples_per_chunk=4, seed=7") + CONTROLS, num_cycles=3)
+    sections, tokens = own.sections, np.arange(1000)
+    seeds: dict[str, list[int]] = {}
+    for stage in own.stages(Ledger()):
+        if "seed" in (settings := stage.identity(sections)["settings"]):
+            seeds.setdefault(stage.kind, []).append(settings["seed"])
+    assert seeds.keys() >= {"reward_data", "reward_model", "gate", "policy", "control_plain", "control_distil"}
+    first = {kind: of_cycles[0] for kind, of_cycles in seeds.items()}
+    assert first["reward_data"] == 7 and first["policy"] == first["gate"] == 42
+    assert all(len(set(of_cycles)) == len(of_cycles) for of_cycles in seeds.values())
+    configs = [RewardDataConfig(seed=seed, samples_per_chunk=3) for seed in seeds["reward_data"]]
+    K = [crossovers_and_uniforms(config, "train", 0, 100)[0].tolist() for config in configs]
+    assert K[0] == [98, 36, 82] and K[0] != K[1] != K[2] != K[0]
+    drawn = [draw_prompts(tokens, 100, 4, 1, seed, "rollout", 1) for seed in seeds["policy"]]
+    offsets = [text[:, 0].tolist() for text, _, _ in drawn]
+    lengths = [lengths[:, 0].tolist() for _, lengths, _ in drawn]
+    assert (offsets[0], lengths[0]) == ([521, 12, 782, 739], [42, 43, 28, 4])
+    assert offsets[0] != offsets[1] != offsets[2] and lengths[0] != lengths[1] != lengths[2]
+
+
+def test_a_cycles_seed_follows_from_the_one_that_is_given(tmp_path):
+    made = plan(tmp_path, num_cycles=2)
+    made.own = {"train_grpo": ["--seed=8"]}
+    made.check()
+    found = []
+    for seed in (8, 9, 8):
+        made.sections["train_grpo"].seed = seed
+        found.append({stage.artefact.name: stage.options.get("seed") for stage in made.stages(Ledger())})
+    assert found[0] == found[2]
+    assert found[0]["base_model_v2.pt"] is None and found[0]["base_model_v3.pt"] != found[1]["base_model_v3.pt"]
 
 
 @pytest.mark.parametrize(
