@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,20 +26,15 @@ def test_shares_are_contiguous_and_whole():
 
 
 def test_objects_of_ranks_on_cuda_travel_over_the_cpu(monkeypatch):
-    begun: list[tuple] = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: begun.append((name, more)))
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    fake = Mock()
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    monkeypatch.setattr(torch, "cuda", Mock(device_count=lambda: 2))
+    monkeypatch.setattr(torch, "distributed", fake)
     ranks = start_ranks(torch.device("cuda"))
-    ((backend, more),) = begun
-    assert backend == "cpu:gloo,cuda:nccl" and more["device_id"] == ranks.device == torch.device("cuda", 1)
-    sent = []
-    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda values, **more: sent.append(more["device"]))
     ranks.on_main(dict)
-    assert sent == [torch.device("cpu")]
+    assert ranks.device == torch.device("cuda", 1)
+    assert fake.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)
+    assert fake.broadcast_object_list.call_args.kwargs["device"] == torch.device("cpu")
 
 
 @pytest.fixture

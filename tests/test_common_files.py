@@ -3,6 +3,7 @@
 import os
 import pickle
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,12 +136,12 @@ def test_one_process_writes_an_output(tmp_path, capsys):
 
 def test_every_script_locks_what_it_writes(tmp_path, corpus, generator, reward_model, monkeypatch):
     monkeypatch.setattr("interop.export.load_transformers", lambda: None)
-    path, fast = tmp_path / "output", {"device": "cpu"}
-    grpo = {"base_model_path": generator, "reward_model_path": reward_model, "dataset": corpus, **fast}
+    path = tmp_path / "output"
+    models = {"base_model_path": generator, "reward_model_path": reward_model}
     commands = {
-        "evaluate": {"checkpoints": [generator], "dataset": corpus, "output_path": path, **fast},
-        "sample": {"checkpoint_path": generator, "output_path": path, **fast},
-        "train_grpo": {**grpo, "gate_path": path},
+        "evaluate": {"checkpoints": [generator], "dataset": corpus, "output_path": path},
+        "sample": {"checkpoint_path": generator, "output_path": path},
+        "train_grpo": {**models, "dataset": corpus, "gate_path": path},
         "interop.export": {"checkpoint_path": generator, "output_dir": path},
         "interop.train_trl": {"model": tmp_path, "natural_model": tmp_path, "text": corpus, "output_dir": path},
     }
@@ -151,15 +152,10 @@ def test_every_script_locks_what_it_writes(tmp_path, corpus, generator, reward_m
 
 
 def test_two_outputs_share_no_file_beside_them():
-    names = ("logs/grpo_model.pt", "out/x0.001", "out/x0.0003", "out/model", "a.pt/model.ckpt")
-    found = [str(files.beside(name, ".jsonl")) for name in names]
-    assert found == [
-        "logs/grpo_model.jsonl",
-        "out/x0.001.jsonl",
-        "out/x0.0003.jsonl",
-        "out/model.jsonl",
-        "a.pt/model.ckpt.jsonl",
-    ]
+    assert files.beside("logs/grpo_model.pt", ".jsonl") == Path("logs/grpo_model.jsonl")
+    assert files.beside("out/x0.001", ".jsonl") == Path("out/x0.001.jsonl")
+    assert files.beside("out/x0.0003", ".jsonl") == Path("out/x0.0003.jsonl")
+    assert files.beside("a.pt/model.ckpt", ".jsonl") == Path("a.pt/model.ckpt.jsonl")
 
 
 def test_names_of_a_hub(tmp_path, monkeypatch):

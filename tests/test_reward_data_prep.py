@@ -29,7 +29,9 @@ import prepare_reward_data as prep
 from common.files import write_json
 from common.process import UserError
 from data_loader import load_text, read_text
-from generation.completions import Completer
+from generation import completions
+from generation.completions import complete
+from generation.kv_cache import cache_dtype
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
@@ -53,19 +55,17 @@ def options(tmp_path, corpus, generator):
 
 
 def test_samples_are_drawn_as_grpo_draws_them(monkeypatch, options):
-    """Where passes are in bfloat16, as on CUDA: under autocast, by the weights as they are."""
+    """Where passes are in bfloat16, as on CUDA: under autocast, by weights in float32."""
     found = set()
-    original = Completer.__call__
 
-    def noted(completer, *arguments):
-        dtypes = {weight.dtype for weight in completer.model.parameters()}
-        found.add((*dtypes, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-        return original(completer, *arguments)
+    def noted(model, *arguments):
+        found.add((model.lm_head.weight.dtype, cache_dtype(model)))
+        return complete(model, *arguments)
 
     monkeypatch.setattr(prep, "select_dtype", lambda name, device: torch.bfloat16)
-    monkeypatch.setattr(Completer, "__call__", noted)
+    monkeypatch.setattr(completions, "complete", noted)
     succeed("prepare_reward_data", **options)
-    assert found == {(torch.float32, True, torch.bfloat16)}
+    assert found == {(torch.float32, torch.bfloat16)}
 
 
 def test_reward_data_loading(corpus, generator, reward_data, splits):

@@ -231,37 +231,23 @@ def test_plan_of_two_cycles(tmp_path):
 
 
 def test_a_cycle_draws_other_numbers_than_the_one_before(tmp_path):
-    """K, text offsets and prompt lengths; those of cycle 1 are of the section's own seed, as ever."""
-    own = plan(tmp_path, CONFIG.replace("samples_per_chunk=4", "samples_per_chunk=4, seed=7") + CONTROLS, num_cycles=3)
-    sections, tokens = own.sections, np.arange(1000)
-    seeds: dict[str, list[int]] = {}
-    for stage in own.stages(Ledger()):
-        if "seed" in (settings := stage.identity(sections)["settings"]):
-            seeds.setdefault(stage.kind, []).append(settings["seed"])
-    assert seeds.keys() >= {"reward_data", "reward_model", "gate", "policy", "control_plain", "control_distil"}
-    first = {kind: of_cycles[0] for kind, of_cycles in seeds.items()}
-    assert first["reward_data"] == 7 and first["policy"] == first["gate"] == 42
-    assert all(len(set(of_cycles)) == len(of_cycles) for of_cycles in seeds.values())
-    configs = [RewardDataConfig(seed=seed, samples_per_chunk=3) for seed in seeds["reward_data"]]
-    K = [crossovers_and_uniforms(config, "train", 0, 100)[0].tolist() for config in configs]
-    assert K[0] == [98, 36, 82] and K[0] != K[1] != K[2] != K[0]
-    drawn = [draw_prompts(tokens, 100, 4, 1, seed, "rollout", 1) for seed in seeds["policy"]]
-    offsets = [text[:, 0].tolist() for text, _, _ in drawn]
-    lengths = [lengths[:, 0].tolist() for _, lengths, _ in drawn]
-    assert (offsets[0], lengths[0]) == ([521, 12, 782, 739], [42, 43, 28, 4])
-    assert offsets[0] != offsets[1] != offsets[2] and lengths[0] != lengths[1] != lengths[2]
+    """K, text offsets and prompt lengths; those of cycle 1 are of the section's own seed."""
 
+    def crossovers(data):
+        config = RewardDataConfig(samples_per_chunk=3, seed=seeds[data])
+        return crossovers_and_uniforms(config, "train", 0, 100)[0].tolist()
 
-def test_a_cycles_seed_follows_from_the_one_that_is_given(tmp_path):
-    made = plan(tmp_path, num_cycles=2)
-    made.own = {"train_grpo": ["--seed=8"]}
-    made.check()
-    found = []
-    for seed in (8, 9, 8):
-        made.sections["train_grpo"].seed = seed
-        found.append({stage.artefact.name: stage.options.get("seed") for stage in made.stages(Ledger())})
-    assert found[0] == found[2]
-    assert found[0]["base_model_v2.pt"] is None and found[0]["base_model_v3.pt"] != found[1]["base_model_v3.pt"]
+    def prompts(policy):
+        text, lengths, _ = draw_prompts(np.arange(1000), 100, 4, 1, seeds[policy], "rollout", 1)
+        return text[:, 0].tolist(), lengths.flatten().tolist()
+
+    made, seeds = plan(tmp_path, num_cycles=2), {}
+    for stage in made.stages(Ledger()):
+        seeds[stage.artefact.stem] = stage.identity(made.sections)["settings"].get("seed")
+    assert seeds["reward_data_v1"] == seeds["gate_v1"] == seeds["base_model_v2"] == 42
+    assert crossovers("reward_data_v1") == [7, 7, 91] != crossovers("reward_data_v2")
+    assert prompts("base_model_v2") == ([521, 12, 782, 739], [42, 43, 28, 4])
+    assert prompts("base_model_v3")[0] != [521, 12, 782, 739] and prompts("base_model_v3")[1] != [42, 43, 28, 4]
 
 
 @pytest.mark.parametrize(
@@ -341,9 +327,9 @@ def test_the_corpus_is_made_where_it_is_missing(tmp_path):
 
 
 def test_options_that_nothing_reads_or_that_the_run_sets_itself_are_refused(tmp_path):
-    made, other = plan(tmp_path, CONFIG), plan(tmp_path, CONFIG + CONTROLS, controls=False)
+    made, other = plan(tmp_path, CONFIG), plan(tmp_path, CONFIG + CONTROLS, controls=False, num_cycles=2)
     made.own = {"control_plain": ["--seed=1"], "train": ["--dataset=x"]}
     with pytest.raises(UserError, match=r"(?s)--control_plain.seed.*--train.dataset"):
         made.check()
-    other.own = {"control_plain": ["--seed=1"], "natural_model": ["--init_from=scratch"]}
+    other.own = {"control_plain": ["--seed=1"], "natural_model": ["--init_from=scratch"], "train_grpo": ["--seed=8"]}
     other.check()

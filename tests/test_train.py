@@ -151,37 +151,19 @@ def test_an_evaluation_reads_a_fixed_subset_and_gives_its_interval(monkeypatch, 
     assert training["select_loss_low"] < training["select_loss"] < training["select_loss_high"]
 
 
-def test_an_evaluation_takes_no_more_rows_than_fit_in_memory(monkeypatch, options):
-    """nanoGPT's batch of 96 would need 24 GB of logits."""
-    rows, original = set(), train.text_log_probs
-
-    def noted(model, batches):
-        read = list(batches)
-        rows.update(len(x) for x, _ in read)
-        return original(model, read)
-
-    monkeypatch.setattr(train, "text_log_probs", noted)
-    for most, expected in ((3, 3), (99, MORE["batch_size"])):
-        rows.clear()
-        monkeypatch.setattr(train.GPT, "rows_at_a_time", lambda model, most=most: most)
-        succeed("train", **options, eval_only=True)
-        assert max(rows) == expected
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 30])
-def test_ranks_share_out_an_evaluation(monkeypatch, corpus, generator, num_ranks):
-    """Also more ranks than there are batches; every token is read once."""
+def test_ranks_share_out_an_evaluation_in_batches_that_fit(monkeypatch, corpus, generator, num_ranks):
+    """Every token is read once, also by more ranks than there are batches; rows of 16 tokens, 3 at a time."""
     parts: list[torch.Tensor] = []
     monkeypatch.setattr(Ranks, "collect", lambda ranks, part: parts.append(part) or [part])
     monkeypatch.setattr(Ranks, "on_main", lambda ranks, work: work())
-    model = build_model(load_checkpoint(generator), "generator", generator)
-    settings = train.TrainSettings(block_size=16, batch_size=8)
-    data = train.ckpt.open_corpus(str(corpus), 17, None)
+    monkeypatch.setattr(train.GPT, "rows_at_a_time", lambda model: 3)
+    model, data = build_model(load_checkpoint(generator), "generator"), train.ckpt.open_corpus(str(corpus), 17, None)
+    settings = train.TrainSettings(block_size=16, batch_size=96)
     for rank in range(num_ranks):
         train.measure(model, data, settings, Ranks(rank, num_ranks), torch.float32, "val_loss")
-    whole = train.text_log_probs(model, train.WholeSplitBatches(data.val, 16, 8))
-    assert len(parts) == num_ranks and torch.equal(torch.cat(parts), whole)
-    assert max(map(len, parts)) <= len(whole) / num_ranks + 8 * 16  # a batch more than an even share
+    assert torch.equal(torch.cat(parts), train.text_log_probs(model, train.WholeSplitBatches(data.val, 16, 3)))
+    assert max(map(len, parts)) <= len(data.val) / num_ranks + 3 * 16
 
 
 @pytest.mark.parametrize("how", [{}, WILD])
