@@ -114,7 +114,10 @@ class ValidationParts(NamedTuple):
 
     @staticmethod
     def of(num_blocks: int) -> "ValidationParts":
-        """Of a split's blocks 0 to 40 % select, 40 to 50 % (but at least 10) are the gate's, 50 to 100 % report."""
+        """Of a split's blocks 0 to 40 % select, 40 to 50 % are the gate's, 50 to 100 % report.
+
+        The gate has at least 10 blocks; with fewer than 22 in all, it has all of the first half but one.
+        """
         if num_blocks < 2:
             return ValidationParts(range(num_blocks), range(0), range(num_blocks))
         middle = num_blocks // 2

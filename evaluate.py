@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common.device import select_device, select_dtype
-from common.files import write_json
+from common.files import hold_output, write_json
 from common.log import counted, format_metrics, say
 from common.process import UserError, run_main
 from common.settings import Problems, Settings, parse_settings, setting
@@ -147,6 +147,8 @@ def main() -> None:
         quality = SampleQuality(corpus.train, tokens[half:], NGRAM_ORDER if is_char else 3, vocab_size)
     if settings.reward_model_path is not None:
         fresh = fresh_text(settings, corpus, tokens, device)
+    if settings.output_path is not None:
+        hold_output(settings.output_path)
     baseline, context, results = dict[str, Tensor](), 0, dict[str, dict[str, Any]]()
     for path in dict.fromkeys([settings.baseline or settings.checkpoints[0], *settings.checkpoints]):
         checkpoint = ckpt.load_checkpoint(path)

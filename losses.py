@@ -66,7 +66,8 @@ def text_log_probs(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Tens
     model: a module with a GPT's `trunk` and `logits`. No target may be -1.
     """
     with evaluating(model):
-        return torch.cat([token_log_probs(model.logits(model.trunk(x)), y).flatten().cpu() for x, y in batches])
+        parts = [token_log_probs(model.logits(model.trunk(x)), y).flatten().cpu() for x, y in batches]
+    return torch.cat([torch.empty(0), *parts])
 
 
 def perplexity(loss: float) -> float:

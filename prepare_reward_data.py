@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.device import random_stream, select_device, select_dtype
+from common.device import autocast, random_stream, select_device, select_dtype
 from common.distributed import Ranks, start_ranks
 from common.files import atomic_path, hold_output, read_json, write_json
 from common.log import counted, progress, say
@@ -61,9 +61,11 @@ def make_samples(
     blocks = np.stack([tokens[block * N : (block + 1) * N] for block in block_indices])  # (P, N)
     draws = [crossovers_and_uniforms(config, split, int(block), N) for block in block_indices]
     crossovers, uniforms = (np.stack(parts) for parts in zip(*draws, strict=True))  # (P, G), (P, G, N)
-    natural = torch.from_numpy(blocks.astype(np.int64)).to(next(completer.model.parameters()).device)
+    device = next(completer.model.parameters()).device
+    natural = torch.from_numpy(blocks.astype(np.int64)).to(device)
     sampling = Sampling(config.temperature, config.top_k)
-    completions = completer(natural, torch.from_numpy(crossovers), torch.from_numpy(uniforms), sampling)
+    with autocast(device, select_dtype("auto", device)):  # as train_grpo.py samples
+        completions = completer(natural, torch.from_numpy(crossovers), torch.from_numpy(uniforms), sampling)
     natural_tokens = crossovers.reshape(-1, 1).astype(np.float64)
     y = np.hstack((natural_tokens / N, (N - natural_tokens) / N)).astype(np.float32)
     return completions.ids.cpu().numpy().astype(np.uint16).reshape(-1, N), y
@@ -153,7 +155,7 @@ def main() -> None:
     model_path = str(config.model_path)
     say(f"Using device: {ranks.where}\nLoading base model from {model_path}")
     checkpoint = load_checkpoint(model_path)
-    model = build_model(checkpoint, "generator", model_path, ranks.device).to(select_dtype("auto", ranks.device))
+    model = build_model(checkpoint, "generator", model_path, ranks.device)
     say(f"Loaded model with {model.num_parameters() / 1e6:.2f}M parameters")
     if (N := model.config.block_size) < 2:
         raise UserError("ERROR: block_size=1: a crossover needs a block of at least 2 tokens")

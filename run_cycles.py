@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.device import select_device
-from common.files import atomic_path, hold_output, read_json
+from common.device import random_stream, select_device
+from common.files import atomic_path, beside, hold_output, read_json
 from common.log import say
 from common.process import UserError, run_child, run_main
 from common.settings import (
@@ -175,7 +175,18 @@ class Loop:
         return self.out / f"base_model_v{version}.pt"
 
     def stages(self, ledger: Ledger) -> Iterator[Stage]:
-        """Yield every stage; what follows one may depend on its figures. An empty ledger gives the whole plan."""
+        """Yield every stage; what follows one may depend on its figures. An empty ledger gives the whole plan.
+
+        From cycle 2 on a stage has a seed of that cycle, else it would draw the random numbers of the cycle before.
+        """
+        for stage in self._stages(ledger):
+            seed = getattr(self.sections.get(stage.section), "seed", None)
+            if seed is not None and stage.cycle > 1:
+                own = {"seed": int(random_stream(seed, "cycle", stage.cycle).integers(2**31))}
+                stage = replace(stage, options={**stage.options, **own})
+            yield stage
+
+    def _stages(self, ledger: Ledger) -> Iterator[Stage]:
         yield Stage("base", 0, "train", self.base(1), {**self.data, "init_from": self.sections["train"].init_from})
         trunk: dict[str, Any] = {"natural_model_path": self.natural} if self.natural else {}
         if self.sections["train_reward_model"].head == "likelihood" and not trunk:
@@ -251,7 +262,7 @@ class Loop:
             is_control = section in CONTROLS and section not in self.config
             way = f"The settings file has no section {section}: add it, or leave the option out"
             problems.require(not (words and is_control), f"--{section}.{words and words[0][2:]}: nothing reads it", way)
-            fixed = {name for stage in found for name in stage.given} - {"init_from", "max_iters"}
+            fixed = {name for stage in found for name in stage.given} - {"init_from", "max_iters", "seed"}
             for name in (word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words):
                 problems.require(name not in fixed, f"--{section}.{name}: this run sets it itself", "Leave it out")
         for stage in stages:
@@ -278,7 +289,7 @@ def prepare_corpus(folder: Path, config: list[str], section: str) -> None:
 
 def make(stage: Stage, ledger: Ledger, loop: Loop, config: list[str]) -> bool:
     """Make a stage and record it, unless that is done; returns whether it was made."""
-    name, now, state = stage.artefact.stem, stage.identity(loop.sections), stage.artefact.with_suffix(".resume")
+    name, now, state = stage.artefact.stem, stage.identity(loop.sections), beside(stage.artefact, ".resume")
     ledger.recall(name)
     then, difference = ledger.records.get(name, {}), ledger.difference(name, now)
     if then and not difference and "seconds" in then and stage.artefact.exists():

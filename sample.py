@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.device import autocast, select_device, select_dtype
-from common.files import write_text
+from common.files import hold_output, write_text
 from common.log import say
 from common.process import UserError, run_main
 from common.settings import Settings, parse_settings, setting
@@ -74,6 +74,8 @@ def main() -> None:
     model = build_model(checkpoint, "generator", path, device)
     prompt = torch.from_numpy(encode_start(tokenizer, settings.start, "start").astype("int64"))
     idx = prompt[None].repeat(settings.num_samples, 1).to(device)  # (B, T)
+    if settings.output_path is not None:
+        hold_output(settings.output_path)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     with autocast(device, select_dtype("auto", device)):
         generator = torch.Generator().manual_seed(settings.seed)

@@ -7,11 +7,11 @@ state from which `--init_from resume` goes on, and records. Option names are nan
 """
 
 import copy
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -204,7 +204,7 @@ def main() -> None:
     corpus = ckpt.open_corpus(settings.dataset, settings.block_size + 1, start)
     if given.eval_only and model is not None:
         for name in ("val_loss", "select_loss"):
-            say(format_metrics(ranks.on_main(partial(measure, model, corpus, settings, dtype, name))))
+            say(format_metrics(measure(model, corpus, settings, ranks, dtype, name)))
         return
 
     # run, model and optimizers; those of a resumed run are restored from its state
@@ -230,7 +230,7 @@ def main() -> None:
 
     def evaluate(made: int, **figures: Any) -> None:
         """Log the figures with select_loss, keep the best model, save the state, then the model if it is the best."""
-        losses = ranks.on_main(partial(measure, model, corpus, settings, dtype, "select_loss"))
+        losses = measure(model, corpus, settings, ranks, dtype, "select_loss")
         run.log(made, **figures, **losses)
         stopping.update(losses[settings.keep])
         noted = {"step": made, "batches": run.facts["first_batch"] + made, "settings": asdict(settings), **losses}
@@ -271,7 +271,7 @@ def main() -> None:
     say(f"Stopped at step {run.step} by {run.reason}")
     say(f"Best {settings.keep}: {best.value:.4f} (perplexity {perplexity(best.value):.3f}), at step {best.at}")
     best.restore(kept := copy.deepcopy(model))
-    val_loss = ranks.on_main(partial(measure, kept, corpus, settings, dtype, "val_loss"))
+    val_loss = measure(kept, corpus, settings, ranks, dtype, "val_loss")
     run.log(run.step, final=True, kept_step=best.at, **val_loss)
     ckpt.save_checkpoint(run.output, kept, corpus.tokenizer.to_record(), data, best.figures | val_loss)
     run.save(run.step, finished=True)
@@ -315,18 +315,31 @@ def new_model(settings: TrainSettings, tokenizer: TokenizationManager) -> GPT:
     return model
 
 
-def measure(model: GPT, corpus: ckpt.Corpus, settings: TrainSettings, dtype: torch.dtype, name: str) -> dict[str, Any]:
-    """val_loss, of the whole validation split, or select_loss, of windows of its select part; with its 95% interval."""
+def measure(
+    model: GPT, corpus: ckpt.Corpus, settings: TrainSettings, ranks: Ranks, dtype: torch.dtype, name: str
+) -> dict[str, Any]:
+    """val_loss, of the whole validation split, or select_loss, of windows of its select part; with its 95% interval.
+
+    Every rank reads its share of the batches.
+    """
     tokens, most, device = corpus.val, None, model.transformer.wte.weight.device
     if name == "select_loss":
         tokens, most = validation_part(tokens, settings.block_size, "select"), EVAL_TOKENS
-    batches = WholeSplitBatches(tokens, settings.block_size, settings.batch_size, device, most)
-    with autocast(device, dtype):
-        losses = -text_log_probs(model, counted(batches, len(batches), "Evaluating"))
-        figures: dict[str, Any] = bootstrap_blocks(name, losses, corpus.interval_tokens, settings.seed)
+    rows = min(settings.batch_size, model.rows_at_a_time())
+    batches = WholeSplitBatches(tokens, settings.block_size, rows, device, most)
+    share = ranks.share(len(batches))
+    own = itertools.islice(batches, share.start, share.stop)
+
+    def figures() -> dict[str, Any]:
+        found: dict[str, Any] = bootstrap_blocks(name, losses, corpus.interval_tokens, settings.seed)
         if name == "select_loss" and settings.keep == "calibrated_loss":
-            figures["calibrated_loss"] = fit_calibration(model, batches, corpus.unigram)[1]
-    return figures
+            found["calibrated_loss"] = fit_calibration(model, batches, corpus.unigram)[1]
+        return found
+
+    with autocast(device, dtype):
+        log_probs = text_log_probs(model, counted(own, share.stop - share.start, "Evaluating"))
+        losses = -torch.cat(ranks.collect(log_probs))
+        return ranks.on_main(figures)
 
 
 def batch_shape(step: int, settings: TrainSettings, horizon: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.device import autocast, select_device, select_dtype
 from common.distributed import Ranks, gradients_stay, parallel, start_ranks
+from common.files import beside, hold_output
 from common.log import check_finite, check_tracker, format_size, read_records, say
 from common.process import UserError, run_main, warn
 from common.settings import Problems, Settings, parse_settings, setting
@@ -160,6 +161,8 @@ def main() -> None:
     corpus = checkpoints.open_corpus(given.dataset, policy.config.block_size + 1, base)
     data = ranks.on_main(lambda: checkpoints.data_record(corpus.train, corpus.val))
     checkpoints.check_same_splits(base["data"], data, allow_mismatch=True)
+    if given.gate_path is not None and ranks.rank == 0:
+        hold_output(given.gate_path)
     if path is not None:
         skill = ranks.on_main(lambda: evaluation.skill_on_policy(completer, scorer, corpus.val, seed))
         if not evaluation.passes_gate(skill, path, given.allow_unpredictive_reward, given.gate_path):
@@ -384,8 +387,8 @@ def save_outcome(run: Run, kept: GPT, base: dict[str, Any], training: dict[str, 
     """Write the kept policy, with the generator's records and the training's, and the picture; print how it ended."""
     if run.ranks.rank == 0:
         checkpoints.save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
-        if (curves := grpo_curves(read_records(run.log_path), f"{run.output.stem}: GRPO")) is not None:
-            write_png(curves, run.output.with_suffix(".png"))
+        if (curves := grpo_curves(read_records(run.log_path), f"{beside(run.output, '').name}: GRPO")) is not None:
+            write_png(curves, beside(run.output, ".png"))
     step, reason, window = training["kept_step"], training["stop_reason"], training["reward_steps"]
     name = f"the policy of step {step}" if step else "the starting policy: no later one within the caps was better"
     say(f"\nStopped after {training['steps']} steps by {reason}; kept {name}")

@@ -18,7 +18,7 @@ from torch import Tensor
 import reward_dataset_loader as loader
 from common.device import autocast, random_stream, seed_step, select_device, select_dtype
 from common.distributed import Ranks, parallel, start_ranks
-from common.files import hash_bytes, hash_file, hold_output
+from common.files import beside, hash_bytes, hash_file, hold_output
 from common.log import RunLog, counted, format_size, say
 from common.process import Finished, UserError, run_main
 from common.settings import Problems, Settings, changeable, differing_settings, parse_settings, setting
@@ -117,6 +117,7 @@ def main() -> None:
     inputs = " ".join([*(hash_file(Path(settings.data_dir, name)) for name in files), *hashes])
     training = {"generator_sha256": base_sha256, "inputs_sha256": hash_bytes(inputs.encode())}
     output = Path(settings.output_path)
+    picture = beside(output, ".png")
     if ranks.rank == 0:
         hold_output(output)
     is_kept = output.exists() and not settings.overwrite
@@ -132,7 +133,7 @@ def main() -> None:
     # training, and P(natural) of blocks that selected nothing
     select_rows, report_rows, measured_on = loader.rows_by_part(val_set)
     parts = [(val_set.x[rows], val_set.y[rows]) for rows in (select_rows, report_rows)]
-    log = RunLog(output.with_suffix(".jsonl"))
+    log = RunLog(beside(output, ".jsonl"))
     if model.is_ratio:
         figures, prediction = ranks.on_main(lambda: fit_mixture(model, parts[0], parts[1], settings.loss_name))
         log.log(1, **figures)
@@ -144,13 +145,13 @@ def main() -> None:
     # outputs, the reward model last
     log.log(figures["epoch"], quiet=True, final=True, **skill)
     if ranks.rank == 0:
-        write_png(skill_picture(skill, f"{settings.head} head"), output.with_suffix(".png"))
+        write_png(skill_picture(skill, f"{settings.head} head"), picture)
         training_record = {"settings": asdict(settings), **training, **figures, "skill": skill}
         checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], training_record)
     say(f"\nSkill on {measured_on}:\n{describe_skill(skill)}")
     if not better_than_constant(skill["r2_low"]):
         say("NO BETTER THAN A CONSTANT as far as is shown: try --head likelihood, a better natural model, more data.")
-    say(f"Saved {output} and {output.with_suffix('.png')}")
+    say(f"Saved {output} and {picture}")
 
 
 def load_natural_model(path: str, base: Mapping, base_sha256: str, metadata: Mapping) -> GPT:

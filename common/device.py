@@ -50,9 +50,13 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of memory that a device has left; what it has in all if the system does not say."""
+    """Bytes of memory that a device has left; what it has in all if the system does not say.
+
+    Memory that torch's allocator holds for tensors to come is free too.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

@@ -2,7 +2,8 @@
 
     python -m torch.distributed.run --nproc_per_node=2 train.py --config config/train_shakespeare.py
 
-A process on its own is rank 0 of 1. Rank 0 evaluates and saves. An error on one rank ends all: torchrun stops them.
+A process on its own is rank 0 of 1. Rank 0 saves. Objects travel over the CPU: a GPU's memory is for the training.
+An error on one rank ends all: torchrun stops them.
 """
 
 import contextlib
@@ -41,8 +42,16 @@ class Ranks:
         if self.world_size == 1:
             return work()
         result: list[Any] = [work() if self.rank == 0 else None]
-        torch.distributed.broadcast_object_list(result, src=0, device=self.device)
+        torch.distributed.broadcast_object_list(result, src=0, device=CPU)
         return result[0]
+
+    def collect(self, value: T) -> list[T]:
+        """The values of all ranks, in the order of the ranks."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
 
     def share(self, count: int) -> slice:
         """This rank's part of `count` rows: contiguous, all parts alike where the number of ranks divides the count."""
@@ -72,7 +81,10 @@ class Ranks:
 
 
 def start_ranks(device: torch.device) -> Ranks:
-    """Join the processes that torchrun started, by gloo on the CPU, by nccl with a device for each of a machine."""
+    """Join the processes that torchrun started: gloo for the CPU's tensors and for objects, nccl for CUDA's.
+
+    On CUDA every process of a machine has a device of its own.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1:
         return Ranks(device=device)
@@ -83,7 +95,7 @@ def start_ranks(device: torch.device) -> Ranks:
         if device.index >= devices:
             raise UserError(f"ERROR: more processes than CUDA devices here: use --nproc_per_node {devices}")
         torch.cuda.set_device(device)
-    backend, waits = "nccl" if on_cuda else "gloo", timedelta(hours=2)  # while rank 0 evaluates for all
+    backend, waits = "cpu:gloo,cuda:nccl" if on_cuda else "gloo", timedelta(hours=2)  # while rank 0 works for all
     torch.distributed.init_process_group(backend, timeout=waits, device_id=device if on_cuda else None)
     return Ranks(torch.distributed.get_rank(), world_size, device)
 

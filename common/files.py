@@ -178,6 +178,15 @@ def hold_output(path: str | Path) -> None:
         raise UserError(f"ERROR: {path} is being written by another process: wait for it, or name another") from None
 
 
+def beside(output: str | Path, suffix: str) -> Path:
+    """The file of this suffix that belongs to an output: `x.jsonl` of `x.pt`, `x0.001.jsonl` of `x0.001`.
+
+    Only `.pt` gives way to the suffix; it is added to any other name, so that two outputs do not share a file.
+    """
+    output = Path(output)
+    return output.with_name(output.name.removesuffix(".pt") + suffix)
+
+
 def is_hub_name(name: str) -> bool:
     """Whether a name can be one of a model hub: OWNER/NAME, unless a folder OWNER lies here, or one of GPT2_NAMES."""
     is_owned = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not name.endswith(FILE_SUFFIXES)

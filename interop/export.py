@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import write_text
+from common.files import hold_output, write_text
 from common.log import say
 from common.process import UserError, run_main
 from common.settings import Settings, parse_settings, setting
@@ -30,6 +30,7 @@ class ExportSettings(Settings):
 def main() -> None:
     settings, transformers = parse_settings(ExportSettings, "export"), load_transformers()
     path, final = str(settings.checkpoint_path), Path(settings.output_dir).resolve()
+    hold_output(final)
     if final.exists():
         raise UserError(f"ERROR: output_dir={final} is there already: remove it, or name another")
     checkpoint = load_checkpoint(path)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from common.device import random_stream, select_dtype
-from common.files import read_json, write_json
+from common.files import hold_output, read_json, write_json
 from common.log import say
-from common.process import UserError, run_main
+from common.process import UserError, is_main_rank, run_main
 from common.settings import Problems, Settings, differing_settings, parse_settings, setting
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.huggingface import installed
@@ -74,6 +74,8 @@ class TrlSettings(Settings):
 def main() -> None:
     settings = parse_settings(TrlSettings, "train_trl")
     folder, given = Path(settings.output_dir), asdict(settings)
+    if is_main_rank():
+        hold_output(folder)
     record, free = folder / "settings.json", ("output_dir", "max_steps", "report_to")
     own = {name: str(value) for name, value in given.items() if name not in free}
     if record.exists() and (difference := differing_settings(read_json(record), own)):

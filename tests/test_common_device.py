@@ -64,6 +64,10 @@ def test_a_machine_with_two_cuda_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
     assert device.total_memory(torch.device("cuda", 1)) == 80 * 2**30
     assert device.total_memory(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
+    assert device.free_memory(torch.device("cuda", 1)) == 50  # with what the allocator holds unused
 
 
 def test_precision(monkeypatch):

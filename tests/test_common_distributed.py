@@ -4,11 +4,13 @@ import os
 import re
 import signal
 import time
+from unittest.mock import Mock
 
 import pytest
+import torch
 from helpers import ROOT, TINY_GRPO, TINY_TRAIN, as_arguments, assert_weights_near, run_ranks, start, succeed, weights
 
-from common.distributed import Ranks
+from common.distributed import Ranks, start_ranks
 from common.log import read_records
 from common.process import UserError
 
@@ -21,6 +23,18 @@ def test_shares_are_contiguous_and_whole():
             shares = [range(count)[Ranks(rank, world_size).share(count)] for rank in range(world_size)]
             assert [index for share in shares for index in share] == list(range(count))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_objects_of_ranks_on_cuda_travel_over_the_cpu(monkeypatch):
+    fake = Mock()
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    monkeypatch.setattr(torch, "cuda", Mock(device_count=lambda: 2))
+    monkeypatch.setattr(torch, "distributed", fake)
+    ranks = start_ranks(torch.device("cuda"))
+    ranks.on_main(dict)
+    assert ranks.device == torch.device("cuda", 1)
+    assert fake.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)
+    assert fake.broadcast_object_list.call_args.kwargs["device"] == torch.device("cpu")
 
 
 @pytest.fixture

@@ -3,10 +3,12 @@
 import os
 import pickle
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import start
+from filelock import FileLock
+from helpers import refuse_in_one_line, start
 
 from common import files
 from common.process import UserError, run_main
@@ -147,6 +149,30 @@ def test_one_process_writes_an_output(tmp_path, capsys):
     assert caught.value.code == 2 and "is being written by another process" in capsys.readouterr().err
     other.communicate("")
     run_main(lambda: files.hold_output(path))
+
+
+def test_every_script_locks_what_it_writes(tmp_path, corpus, generator, reward_model, monkeypatch):
+    monkeypatch.setattr("interop.export.load_transformers", lambda: None)
+    path = tmp_path / "output"
+    models = {"base_model_path": generator, "reward_model_path": reward_model}
+    commands = {
+        "evaluate": {"checkpoints": [generator], "dataset": corpus, "output_path": path},
+        "sample": {"checkpoint_path": generator, "output_path": path},
+        "train_grpo": {**models, "dataset": corpus, "gate_path": path},
+        "interop.export": {"checkpoint_path": generator, "output_dir": path},
+        "interop.train_trl": {"model": tmp_path, "natural_model": tmp_path, "text": corpus, "output_dir": path},
+    }
+    with FileLock(tmp_path / ".output.lock"):
+        for script, options in commands.items():
+            assert "output is being written by another process" in refuse_in_one_line(script, **options), script
+    assert not path.exists()
+
+
+def test_two_outputs_share_no_file_beside_them():
+    assert files.beside("logs/grpo_model.pt", ".jsonl") == Path("logs/grpo_model.jsonl")
+    assert files.beside("out/x0.001", ".jsonl") == Path("out/x0.001.jsonl")
+    assert files.beside("out/x0.0003", ".jsonl") == Path("out/x0.0003.jsonl")
+    assert files.beside("a.pt/model.ckpt", ".jsonl") == Path("a.pt/model.ckpt.jsonl")
 
 
 def test_names_of_a_hub(tmp_path, monkeypatch):

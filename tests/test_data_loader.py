@@ -169,6 +169,8 @@ def test_parts_are_all_blocks_in_order(num_blocks):
     assert len(parts.select) >= 1 and parts.report.start == num_blocks // 2
     if num_blocks >= 22:
         assert len(parts.gate) >= 10
+    else:
+        assert len(parts.gate) == num_blocks // 2 - 1 <= 9
     if num_blocks >= 100:
         assert parts.select.stop == num_blocks * 2 // 5
 

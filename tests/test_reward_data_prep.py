@@ -29,6 +29,9 @@ import prepare_reward_data as prep
 from common.files import write_json
 from common.process import UserError
 from data_loader import load_text, read_text
+from generation import completions
+from generation.completions import complete
+from generation.kv_cache import cache_dtype
 from model import GPT, GPTConfig
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
@@ -49,6 +52,20 @@ def splits(corpus):
 def options(tmp_path, corpus, generator):
     """Those of the shared dataset, in the test's own folder."""
     return prepare_options(corpus, generator, tmp_path / "out")
+
+
+def test_samples_are_drawn_as_grpo_draws_them(monkeypatch, options):
+    """Where passes are in bfloat16, as on CUDA: under autocast, by weights in float32."""
+    found = set()
+
+    def noted(model, *arguments):
+        found.add((model.lm_head.weight.dtype, cache_dtype(model)))
+        return complete(model, *arguments)
+
+    monkeypatch.setattr(prep, "select_dtype", lambda name, device: torch.bfloat16)
+    monkeypatch.setattr(completions, "complete", noted)
+    succeed("prepare_reward_data", **options)
+    assert found == {(torch.float32, torch.bfloat16)}
 
 
 def test_reward_data_loading(corpus, generator, reward_data, splits):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import (
     CONFIG,
@@ -33,7 +34,10 @@ from common.files import read_json
 from common.log import read_records
 from common.process import UserError
 from common.settings import parse_settings, read_config
+from grpo.policy_evaluation import draw_prompts
+from prepare_reward_data import crossovers_and_uniforms
 from reports.summary import Ledger, headline
+from reward_data_config import RewardDataConfig
 from run_cycles import SECTIONS, CycleSettings, Loop, Stage, hash_input
 
 NAMES = ["base_model_v1", "natural_model_v1", "reward_data_v1", "reward_model_v1", "gate_v1", "base_model_v2"]
@@ -226,6 +230,26 @@ def test_plan_of_two_cycles(tmp_path):
     ]
 
 
+def test_a_cycle_draws_other_numbers_than_the_one_before(tmp_path):
+    """K, text offsets and prompt lengths; those of cycle 1 are of the section's own seed."""
+
+    def crossovers(data):
+        config = RewardDataConfig(samples_per_chunk=3, seed=seeds[data])
+        return crossovers_and_uniforms(config, "train", 0, 100)[0].tolist()
+
+    def prompts(policy):
+        text, lengths, _ = draw_prompts(np.arange(1000), 100, 4, 1, seeds[policy], "rollout", 1)
+        return text[:, 0].tolist(), lengths.flatten().tolist()
+
+    made, seeds = plan(tmp_path, num_cycles=2), {}
+    for stage in made.stages(Ledger()):
+        seeds[stage.artefact.stem] = stage.identity(made.sections)["settings"].get("seed")
+    assert seeds["reward_data_v1"] == seeds["gate_v1"] == seeds["base_model_v2"] == 42
+    assert crossovers("reward_data_v1") == [7, 7, 91] != crossovers("reward_data_v2")
+    assert prompts("base_model_v2") == ([521, 12, 782, 739], [42, 43, 28, 4])
+    assert prompts("base_model_v3")[0] != [521, 12, 782, 739] and prompts("base_model_v3")[1] != [42, 43, 28, 4]
+
+
 @pytest.mark.parametrize(
     "text, changes, expected",
     [
@@ -316,9 +340,9 @@ def test_the_corpus_is_made_where_it_is_missing(tmp_path):
 
 
 def test_options_that_nothing_reads_or_that_the_run_sets_itself_are_refused(tmp_path):
-    made, other = plan(tmp_path, CONFIG), plan(tmp_path, CONFIG + CONTROLS, controls=False)
+    made, other = plan(tmp_path, CONFIG), plan(tmp_path, CONFIG + CONTROLS, controls=False, num_cycles=2)
     made.own = {"control_plain": ["--seed=1"], "train": ["--dataset=x"]}
     with pytest.raises(UserError, match=r"(?s)--control_plain.seed.*--train.dataset"):
         made.check()
-    other.own = {"control_plain": ["--seed=1"], "natural_model": ["--init_from=scratch"]}
+    other.own = {"control_plain": ["--seed=1"], "natural_model": ["--init_from=scratch"], "train_grpo": ["--seed=8"]}
     other.check()

@@ -20,6 +20,7 @@ from helpers import (
 
 import train
 from common.device import random_stream
+from common.distributed import Ranks
 from common.log import read_records
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
@@ -257,6 +258,21 @@ def test_an_evaluation_reads_a_fixed_subset_and_gives_its_interval(monkeypatch, 
     log_probs = model(windows[:, :-1], windows[:, 1:])[0].log_softmax(-1).gather(2, windows[:, 1:, None])
     assert training["select_loss"] == pytest.approx(-log_probs.mean().item(), abs=1e-6)
     assert training["select_loss_low"] < training["select_loss"] < training["select_loss_high"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 30])
+def test_ranks_share_out_an_evaluation_in_batches_that_fit(monkeypatch, corpus, generator, num_ranks):
+    """Every token is read once, also by more ranks than there are batches; rows of 16 tokens, 3 at a time."""
+    parts: list[torch.Tensor] = []
+    monkeypatch.setattr(Ranks, "collect", lambda ranks, part: parts.append(part) or [part])
+    monkeypatch.setattr(Ranks, "on_main", lambda ranks, work: work())
+    monkeypatch.setattr(train.GPT, "rows_at_a_time", lambda model: 3)
+    model, data = build_model(load_checkpoint(generator), "generator"), train.ckpt.open_corpus(str(corpus), 17, None)
+    settings = train.TrainSettings(block_size=16, batch_size=96)
+    for rank in range(num_ranks):
+        train.measure(model, data, settings, Ranks(rank, num_ranks), torch.float32, "val_loss")
+    assert torch.equal(torch.cat(parts), train.text_log_probs(model, train.WholeSplitBatches(data.val, 16, 3)))
+    assert max(map(len, parts)) <= len(data.val) / num_ranks + 3 * 16
 
 
 @pytest.mark.parametrize("how", [{}, WILD])

@@ -96,6 +96,13 @@ def test_a_second_command(tmp_path):
             begun(tmp_path / name)
 
 
+def test_names_with_a_dot_are_of_runs_of_their_own(tmp_path):
+    finish(tmp_path / "x0.001")
+    finish(tmp_path / "x0.0003")
+    names = {path.name for path in tmp_path.glob("x*")}
+    assert names == {f"{output}{end}" for output in ("x0.001", "x0.0003") for end in ("", ".resume", ".jsonl")}
+
+
 def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path):
     path = tmp_path / "model.pt"
     with pytest.raises(UserError, match=r"model\.resume not found"):

@@ -2,8 +2,9 @@
 
     python train.py --config config/train_shakespeare.py --init_from resume
 
-The state (`.resume`) and the records (`.jsonl`) lie beside the output. The state is saved at each evaluation and on
-Ctrl-C or SIGTERM after the step; a resumed run of the same settings and inputs ends in the same tensors.
+The state (`.resume`) and the records (`.jsonl`) lie beside the output and have its name. The state is saved at each
+evaluation and on Ctrl-C or SIGTERM after the step; a resumed run of the same settings and inputs ends in the same
+tensors.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import Ranks
-from common.files import hold_output, load_state, save_state
+from common.files import beside, hold_output, load_state, save_state
 from common.log import RunLog, Tracker, progress, say
 from common.process import Finished, UserError, flag_signals
 from common.settings import Settings, changeable, differing_settings
@@ -30,8 +31,8 @@ class Run:
 
     def __init__(self, output: str | Path, settings: Settings, ranks: Ranks, reads: Mapping[str, Any]) -> None:
         self.output, self.settings, self.ranks, self.reads = Path(output), settings, ranks, dict(reads)
-        self.path, self.log_path = self.output.with_suffix(".resume"), self.output.with_suffix(".jsonl")
-        if self.output in (self.path, self.log_path):
+        self.path, self.log_path = beside(output, ".resume"), beside(output, ".jsonl")
+        if self.output.suffix in (".resume", ".jsonl"):
             raise UserError(f"ERROR: {output}: the state (.resume) and records (.jsonl) lie beside it: name it .pt")
         self.step = 0  # steps made
         self.facts: dict[str, Any] = {}
@@ -77,10 +78,10 @@ class Run:
             if self.ranks.rank == 0:
                 self.path.unlink(missing_ok=True)
         kept, tracker = self.step if self.is_resumed else -1, None
-        names = {"tracker": "none", "wandb_project": "crossover", "wandb_run_name": self.output.stem}
+        names = {"tracker": "none", "wandb_project": "crossover", "wandb_run_name": beside(self.output, "").name}
         name, project, run = (getattr(self.settings, each, default) for each, default in names.items())
         if name != "none" and self.ranks.rank == 0:
-            folder = self.output.with_suffix(".tensorboard")
+            folder = beside(self.output, ".tensorboard")
             tracker = Tracker(name, project, run, asdict(self.settings), folder, kept)
         self.log = RunLog(self.log_path, kept, tracker).log
 
