@@ -44,6 +44,10 @@ FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "group_std")  # beside
 SAMPLED_ONLY = ("reward", "importance_level", "epsilon", "epsilon_high", "advantage_scale", "beta", "kl_estimator")
 
 LOSS_NOTE = "The loss is near 0 by construction: advantages are relative to their group. Watch reward and KL."
+NATURAL_NOTE = (
+    "Natural prefixes: a step samples no text, so neither reward_threshold nor a plateau ends the run. "
+    "Only evaluations check the limits, on the loss and on the KL to the start."
+)
 FLAT_NOTE = "the rewards of every group are equal: this step teaches nothing; use more completions, or finer rewards"
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # a loss () and metrics () without gradient
@@ -123,6 +127,8 @@ class GRPOSettings(Settings):
         problems.require(bool(function or model), "reward_model_path is required", either)
         unused = dict.fromkeys(SAMPLED_ONLY if exact else ("kl", "prefixes"), f"credit={self.credit}")
         unused |= {} if model else dict.fromkeys(("gate_path", "reward_threshold", "reward"), "a reward_function alone")
+        if self.prefixes == "natural":
+            unused["reward_threshold"] = "prefixes=natural, which samples no text to reward"
         for name, other in unused.items():
             is_default = getattr(self, name) == getattr(type(self), name)
             problems.require(is_default, f"{name}={getattr(self, name)} is ignored with {other}", f"Leave out {name}")
@@ -173,7 +179,7 @@ def main() -> None:
     hashes = {"base model": base_sha256, "reward model": path and checkpoints.hash_model(path), **data}
     run = Run(given.output_path, given, ranks, hashes | {"reward function": function and function.sha256})
     facts = {"max_steps": given.max_steps, "reward_threshold": given.reward_threshold}
-    run.begin(given.init_from == "resume", given.overwrite, **facts)
+    run.begin(given.init_from == "resume", given.overwrite, partial(check_schedule, given), **facts)
     draw = partial(sample, completer, corpus.train, (given.prompts_per_step, given.group_size), seed, ranks)
     training, best = train(run, settings, policy, draw, partial(select, completer), scorer)
 
@@ -207,7 +213,10 @@ def train(
     if not run.is_resumed:
         run.log(0, **evaluate(0))
         run.save(0)
-    say("" if exact else LOSS_NOTE)
+    if settings.prefixes == "natural":
+        say(NATURAL_NOTE)
+    elif not exact:
+        say(LOSS_NOTE)
     noted_flat = False
     for step in run.steps(settings.max_steps, stops.why):
         # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
@@ -290,6 +299,16 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
         use = "as a loss k1 has an expected gradient of 0; use --kl_estimator k3 or k2"
         raise UserError(f"ERROR: kl_estimator=k1 with beta={beta:g}: {use}")
     return replace(settings, credit=credit, beta=beta)
+
+
+def check_schedule(settings: GRPOSettings, facts: dict[str, Any]) -> None:
+    """Raise UserError if a resumed run would make steps beyond the end of its schedule, at a learning rate of 0."""
+    schedule = settings.lr_schedule
+    horizon = facts["max_steps"]  # with which the run began
+    if settings.max_steps > horizon and schedule != "constant":
+        finding = f"the learning rate of lr_schedule={schedule} is 0 from step {horizon} on"
+        way_out = f"use --max_steps {horizon}, or train anew with another --output_path"
+        raise UserError(f"ERROR: max_steps={settings.max_steps}: {finding}; {way_out}")
 
 
 def factor_at(step: int, schedule: str, horizon: int) -> float:

@@ -15,6 +15,7 @@ from helpers import (
     assert_same_weights,
     call,
     end_in_call,
+    folder_bytes,
     make_checkpoint,
     printed_lines,
     refuse,
@@ -109,6 +110,7 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(good,
         ({"credit": "exact", "epsilon": 0.1}, ["epsilon=0.1", "credit=exact"]),
         ({"credit": "exact", "reward_function": "mine.py:score"}, ["reward_function"]),
         ({"prefixes": "natural"}, ["prefixes=natural", "credit=auto"]),
+        ({**EXACT, "prefixes": "natural", "reward_threshold": 0.5}, ["reward_threshold=0.5", "prefixes=natural"]),
         ({"loss_type": "cispo"}, ["epsilon_high"]),
         ({"reward_model_path": None}, ["reward_model_path is required", "--reward_function"]),
         ({"reward_model_path": None, "reward_function": "mine.py:score", "gate_path": "gate.json"}, ["gate_path"]),
@@ -319,6 +321,33 @@ def test_the_schedules_by_hand():
     for schedule, expected in by_hand.items():
         assert [train_grpo.factor_at(step, schedule, 4) for step in range(5)] == pytest.approx(expected, abs=1e-6)
         assert [train_grpo.factor_at(step, schedule, 40) for step in range(2)] == pytest.approx([1 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_more_steps_than_the_schedule_has_are_refused(good, schedule):
+    """Steps beyond the end of a schedule that falls to 0 would change nothing."""
+    options = {**good, "max_steps": 2, "lr_schedule": schedule}
+    succeed("train_grpo", **options)
+    options |= {"init_from": "resume", "max_steps": 3}
+    if schedule == "constant":
+        succeed("train_grpo", **options)
+        assert [record["learning_rate"] for record in records_of(options) if "loss" in record] == [3e-4] * 3
+        return
+    before = folder_bytes(good["output_path"].parent)
+    line = refuse_in_one_line("train_grpo", **options)
+    assert f"max_steps=3: the learning rate of lr_schedule={schedule} is 0 from step 2 on" in line
+    assert "use --max_steps 2, or train anew" in line
+    assert folder_bytes(good["output_path"].parent) == before
+    succeed("train_grpo", **{**options, "max_steps": 2})
+
+
+def test_natural_prefixes_say_which_stopping_rules_they_have(good):
+    """Nothing is sampled in a step: no threshold and no plateau. Other runs do not say so."""
+    one_line = r"^Natural prefixes: .*reward_threshold.*plateau.*$"
+    options = {**good, **EXACT}
+    assert not re.search(one_line, succeed("train_grpo", **options), re.MULTILINE)
+    options |= {"prefixes": "natural", "overwrite": True}
+    assert re.search(one_line, succeed("train_grpo", **options), re.MULTILINE)
 
 
 @pytest.mark.parametrize("more", [{}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}], ids=str)
