@@ -247,7 +247,8 @@ def train(
 
         made = step + 1
         if is_evaluated := made % settings.eval_interval == 0 or made == settings.max_steps or bool(stops.why()):
-            if settings.updates_per_step == 1 and rollouts.old_log_probs is not None:
+            # A step that ended early has its KL in kl_update already.
+            if rollouts.old_log_probs is not None and record["updates"] == settings.updates_per_step:
                 record["kl_step"] = kl_of_step(policy, rollouts, scorer.dtype, ranks)
                 stops.note({"kl_step": record["kl_step"]})
             record |= evaluate(made)
