@@ -100,7 +100,7 @@ class GRPOSettings(Settings):
     importance_level: Literal["token", "sequence"] = "token"
     """ratios per token, or one per sequence (GSPO)"""
     epsilon: float = setting(0.2, above=0)
-    """the ratio is clipped below 1 - epsilon"""
+    """the ratio is clipped below 1 - epsilon; not for cispo"""
     epsilon_high: float | None = setting(None, above=0)
     """the ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo, the largest weight"""
     advantage_scale: Literal["group", "batch", "none"] = "group"
@@ -129,13 +129,15 @@ class GRPOSettings(Settings):
         unused |= {} if model else dict.fromkeys(("gate_path", "reward_threshold", "reward"), "a reward_function alone")
         if self.prefixes == "natural":
             unused["reward_threshold"] = "prefixes=natural, which samples no text to reward"
+        weighs = self.loss_type == "cispo"
+        if weighs:
+            unused["epsilon"] = "loss_type=cispo, which has no lower clip"
         for name, other in unused.items():
             is_default = getattr(self, name) == getattr(type(self), name)
             problems.require(is_default, f"{name}={getattr(self, name)} is ignored with {other}", f"Leave out {name}")
-        weighs = self.loss_type == "cispo"
         problems.require(not exact or not weighs, "loss_type=cispo weighs sampled tokens", "Use --loss_type dapo")
         problems.require(not exact or not function, "credit=exact takes no reward_function", "Use --credit token")
-        needs = self.loss_type == "cispo" and self.epsilon_high is None
+        needs = weighs and self.epsilon_high is None
         problems.require(not needs, "loss_type=cispo needs epsilon_high, the largest weight", "Add --epsilon_high 5.0")
         way_out = "Use --group_size 2 or more, or --credit exact, which compares nothing"
         problems.require(self.group_size > 1 or exact, "group_size=1: must be >= 2 (completions to compare)", way_out)
@@ -159,7 +161,8 @@ def main() -> None:
     completer = Completer(policy, policy.config.block_size)
     settings = with_choices_made(given, scorer)
     say(f"Policy: {base_path}, {format_size(policy.num_parameters())}, on {ranks.where} ({scorer.dtype})")
-    say(f"Reward: {path or 'no model'} and {f'{function.named} (executed)' if function else 'no function'}")
+    of_model = f"{path} ({settings.reward})" if path else "no model"
+    say(f"Reward: {of_model} and {f'{function.named} (executed)' if function else 'no function'}")
     say(f"Credit: {settings.credit}; weight of the KL to the start in the loss: {settings.beta:g}")
 
     # data: prompts from the training split; the validation split selects, gates and reports, each in its part
@@ -283,11 +286,14 @@ def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, 
 
 
 def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSettings:
-    """The settings with credit and beta decided by the reward model's head; UserError for what it does not know.
+    """The settings, with credit, reward and beta decided by the reward model's head; UserError if it lacks something.
 
-    Without a reward model `credit=auto` stays: the function's numbers decide.
+    Only a likelihood head has evidence; with another head the reward is P(natural). Without a reward model
+    `credit=auto` stays: the function's numbers decide.
     """
-    path, credit = settings.reward_model_path, settings.credit
+    path, credit, reward = settings.reward_model_path, settings.credit, settings.reward
+    if path is not None and not scorer.is_ratio:
+        reward = "natural"
     if path is not None and credit == "auto":
         credit = "token" if scorer.knows_tokens else "sequence"
     if not {"exact": scorer.is_ratio, "token": scorer.knows_tokens or path is None}.get(credit, True):
@@ -299,7 +305,7 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
     if beta and settings.kl_estimator == "k1":
         use = "as a loss k1 has an expected gradient of 0; use --kl_estimator k3 or k2"
         raise UserError(f"ERROR: kl_estimator=k1 with beta={beta:g}: {use}")
-    return replace(settings, credit=credit, beta=beta)
+    return replace(settings, credit=credit, reward=reward, beta=beta)
 
 
 def check_schedule(settings: GRPOSettings, facts: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ class Run:
         resume: bool,
         overwrite: bool = False,
         check: Callable[[dict[str, Any]], None] = lambda facts: None,
+        /,
         **facts: Any,
     ) -> None:
         """Lock the output; read the state of a run to resume, or make sure that a new one replaces nothing of value.
