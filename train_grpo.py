@@ -45,6 +45,10 @@ FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "group_std")  # beside
 SAMPLED_ONLY = ("reward", "importance_level", "epsilon", "epsilon_high", "advantage_scale", "beta", "kl_estimator")
 
 LOSS_NOTE = "The loss is near 0 by construction: advantages are relative to their group. Watch reward and KL."
+NATURAL_NOTE = (
+    "Natural prefixes: a step samples no text, so neither reward_threshold nor a plateau ends the run. "
+    "Only evaluations check the limits, on the loss and on the KL to the start."
+)
 FLAT_NOTE = "the rewards of every group are equal: this step teaches nothing; use more completions, or finer rewards"
 
 Loss = tuple[Tensor, dict[str, Tensor]]  # a loss () and metrics () without gradient
@@ -97,7 +101,7 @@ class GRPOSettings(Settings):
     importance_level: Literal["token", "sequence"] = "token"
     """ratios per token, or one per sequence (GSPO)"""
     epsilon: float = setting(0.2, above=0)
-    """the ratio is clipped below 1 - epsilon"""
+    """the ratio is clipped below 1 - epsilon; not for cispo"""
     epsilon_high: float | None = setting(None, above=0)
     """the ratio is clipped above 1 + epsilon_high; None: epsilon. For cispo, the largest weight"""
     advantage_scale: Literal["group", "batch", "none"] = "group"
@@ -124,13 +128,17 @@ class GRPOSettings(Settings):
         problems.require(bool(function or model), "reward_model_path is required", either)
         unused = dict.fromkeys(SAMPLED_ONLY if exact else ("kl", "prefixes"), f"credit={self.credit}")
         unused |= {} if model else dict.fromkeys(("gate_path", "reward_threshold", "reward"), "a reward_function alone")
+        if self.prefixes == "natural":
+            unused["reward_threshold"] = "prefixes=natural, which samples no text to reward"
+        weighs = self.loss_type == "cispo"
+        if weighs:
+            unused["epsilon"] = "loss_type=cispo, which has no lower clip"
         for name, other in unused.items():
             is_default = getattr(self, name) == getattr(type(self), name)
             problems.require(is_default, f"{name}={getattr(self, name)} is ignored with {other}", f"Leave out {name}")
-        weighs = self.loss_type == "cispo"
         problems.require(not exact or not weighs, "loss_type=cispo weighs sampled tokens", "Use --loss_type dapo")
         problems.require(not exact or not function, "credit=exact takes no reward_function", "Use --credit token")
-        needs = self.loss_type == "cispo" and self.epsilon_high is None
+        needs = weighs and self.epsilon_high is None
         problems.require(not needs, "loss_type=cispo needs epsilon_high, the largest weight", "Add --epsilon_high 5.0")
         way_out = "Use --group_size 2 or more, or --credit exact, which compares nothing"
         problems.require(self.group_size > 1 or exact, "group_size=1: must be >= 2 (completions to compare)", way_out)
@@ -154,7 +162,8 @@ def main() -> None:
     completer = Completer(policy, policy.config.block_size)
     settings = with_choices_made(given, scorer)
     say(f"Policy: {base_path}, {format_size(policy.num_parameters())}, on {ranks.where} ({scorer.dtype})")
-    say(f"Reward: {path or 'no model'} and {f'{function.named} (executed)' if function else 'no function'}")
+    of_model = f"{path} ({settings.reward})" if path else "no model"
+    say(f"Reward: {of_model} and {f'{function.named} (executed)' if function else 'no function'}")
     say(f"Credit: {settings.credit}; weight of the KL to the start in the loss: {settings.beta:g}")
 
     # data: prompts from the training split; the validation split selects, gates and reports, each in its part
@@ -176,7 +185,7 @@ def main() -> None:
     hashes = {"base model": base_sha256, "reward model": path and checkpoints.hash_model(path), **data}
     run = Run(given.output_path, given, ranks, hashes | {"reward function": function and function.sha256})
     facts = {"max_steps": given.max_steps, "reward_threshold": given.reward_threshold}
-    run.begin(given.init_from == "resume", given.overwrite, **facts)
+    run.begin(given.init_from == "resume", given.overwrite, partial(check_schedule, given), **facts)
     draw = partial(sample, completer, corpus.train, (given.prompts_per_step, given.group_size), seed, ranks)
     training, best = train(run, settings, policy, draw, partial(select, completer), scorer)
 
@@ -210,7 +219,10 @@ def train(
     if not run.is_resumed:
         run.log(0, **evaluate(0))
         run.save(0)
-    say("" if exact else LOSS_NOTE)
+    if settings.prefixes == "natural":
+        say(NATURAL_NOTE)
+    elif not exact:
+        say(LOSS_NOTE)
     noted_flat = False
     for step in run.steps(settings.max_steps, stops.why):
         # q ~ P(Q), o_1 .. o_G ~ pi_old(. | q); every rank completes its share of the prompts
@@ -241,7 +253,8 @@ def train(
 
         made = step + 1
         if is_evaluated := made % settings.eval_interval == 0 or made == settings.max_steps or bool(stops.why()):
-            if settings.updates_per_step == 1 and rollouts.old_log_probs is not None:
+            # A step that ended early has its KL in kl_update already.
+            if rollouts.old_log_probs is not None and record["updates"] == settings.updates_per_step:
                 record["kl_step"] = kl_of_step(policy, rollouts, scorer.dtype, ranks)
                 stops.note({"kl_step": record["kl_step"]})
             record |= evaluate(made)
@@ -276,11 +289,14 @@ def load_scorer(settings: GRPOSettings, base: dict[str, Any], base_sha256: str, 
 
 
 def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSettings:
-    """The settings with credit and beta decided by the reward model's head; UserError for what it does not know.
+    """The settings, with credit, reward and beta decided by the reward model's head; UserError if it lacks something.
 
-    Without a reward model `credit=auto` stays: the function's numbers decide.
+    Only a likelihood head has evidence; with another head the reward is P(natural). Without a reward model
+    `credit=auto` stays: the function's numbers decide.
     """
-    path, credit = settings.reward_model_path, settings.credit
+    path, credit, reward = settings.reward_model_path, settings.credit, settings.reward
+    if path is not None and not scorer.is_ratio:
+        reward = "natural"
     if path is not None and credit == "auto":
         credit = "token" if scorer.knows_tokens else "sequence"
     if not {"exact": scorer.is_ratio, "token": scorer.knows_tokens or path is None}.get(credit, True):
@@ -292,7 +308,17 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
     if beta and settings.kl_estimator == "k1":
         use = "as a loss k1 has an expected gradient of 0; use --kl_estimator k3 or k2"
         raise UserError(f"ERROR: kl_estimator=k1 with beta={beta:g}: {use}")
-    return replace(settings, credit=credit, beta=beta)
+    return replace(settings, credit=credit, reward=reward, beta=beta)
+
+
+def check_schedule(settings: GRPOSettings, facts: dict[str, Any]) -> None:
+    """Raise UserError if a resumed run would make steps beyond the end of its schedule, at a learning rate of 0."""
+    schedule = settings.lr_schedule
+    horizon = facts["max_steps"]  # with which the run began
+    if settings.max_steps > horizon and schedule != "constant":
+        finding = f"the learning rate of lr_schedule={schedule} is 0 from step {horizon} on"
+        way_out = f"use --max_steps {horizon}, or train anew with another --output_path"
+        raise UserError(f"ERROR: max_steps={settings.max_steps}: {finding}; {way_out}")
 
 
 def factor_at(step: int, schedule: str, horizon: int) -> float:

@@ -35,7 +35,8 @@ COMPLETIONS_SHOWN, COPIES_SOUGHT = 3, 16  # completions in the records, and thos
 REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
 PLATEAU_WINDOWS, PLATEAU_MIN_DELTA = 5, 0.001  # stop after so many windows without a rise of the objective by this
 # Stop above these, in nats a token: KL from the start (a step's completions, an evaluation's), KL from the policy
-# before the update, rise of the loss on natural text.
+# before the step, rise of the loss on natural text. Without a reward model the rise only warns: whoever rewards other
+# text expects it.
 CAPS = {"kl_start": 0.5, "kl_now": 0.5, "kl_step": 0.05, "loss_rise": 0.3}
 
 
@@ -218,13 +219,15 @@ class Stops:
     start: dict[str, Any] = field(default_factory=dict)  # figures of the starting policy, once evaluated
     rewards: list[float] = field(default_factory=list)  # mean of each step: P(natural), or a function's total
     objectives: list[float] = field(default_factory=list)  # mean of each step of what is optimised
-    cap: str = ""  # which cap the last step broke, or the policy evaluated after it
+    cap: str = ""  # the first cap that a step broke, or the policy evaluated after it
+    has_warned: bool = False  # of the rise of the loss
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("start", "rewards", "objectives", "cap")}
+        return {name: getattr(self, name) for name in ("start", "rewards", "objectives", "cap", "has_warned")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.start, self.cap = dict(state["start"]), str(state["cap"])
+        self.has_warned = bool(state["has_warned"])
         self.rewards, self.objectives = (list(map(float, state[name])) for name in ("rewards", "objectives"))
 
     def note(self, record: Mapping[str, Any]) -> None:
@@ -234,15 +237,27 @@ class Stops:
         self.objectives += [record["objective"]] if "objective" in record else []
         record = {"loss_rise": record.get("select_loss", 0.0) - self.start["select_loss"], **record}
         for name, cap in CAPS.items():
-            if record.get(name, 0.0) > cap:
-                self.cap = f"cap: {name} {record[name]:.3f} > {cap} nats a token; lower learning_rate"
+            if record.get(name, 0.0) <= cap:
+                continue
+            finding = f"{name} {record[name]:.3f} > {cap} nats a token"
+            if name != "loss_rise" or self.has_reward_model:
+                way_out = "lower learning_rate" if self.has_reward_model else "lower learning_rate or raise beta"
+                self.cap = self.cap or f"cap: {finding}; {way_out}"
+            elif not self.has_warned:
+                warn(f"{finding}: the loss on natural text rises; going on, as only your function is the reward")
+                self.has_warned = True
+
+    @property
+    def has_reward_model(self) -> bool:
+        """Whether there is P(natural), the reward model's, not only a user's function."""
+        return "natural_reward" in self.start
 
     def why(self) -> str | None:
         """The reason to stop, or None."""
         if self.cap or len(self.rewards) < self.window:
             return self.cap or None
         last, best, waited = float(np.mean(self.rewards[-self.window :])), -np.inf, 0
-        if "natural_reward" in self.start and last >= self.reward_threshold:
+        if self.has_reward_model and last >= self.reward_threshold:
             return f"reward threshold: {last:.3f} >= {self.reward_threshold}"
         for end in range(self.window, len(self.objectives) + 1, self.window):
             mean = float(np.mean(self.objectives[end - self.window : end]))

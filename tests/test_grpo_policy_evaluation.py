@@ -175,6 +175,30 @@ def test_each_cap(name, cap):
     assert "cap: " in stops_after([0.5], **{name: cap + 0.01}).why()
 
 
+def test_the_first_broken_cap_is_the_reason():
+    """The evaluation after the step that broke it finds another."""
+    stops = stops_after([0.5], kl_start=0.6)
+    stops.note({"select_loss": 2.5, "kl_now": 0.7})
+    assert re.match(r"cap: kl_start 0\.600 > 0\.5 ", stops.why())
+
+
+def test_with_only_a_function_a_rise_of_the_loss_warns_once(capsys):
+    """In the whole run, its parts together; the caps on the KL still end it."""
+    stops = evaluation.Stops(4, 0.9)
+    stops.note({"select_loss": 2.0, "kl_now": 0.0})
+    stops.note({"select_loss": 2.29})
+    assert capsys.readouterr().err == ""
+    stops.note({"select_loss": 2.31})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("WARNING: loss_rise 0.310 > 0.3 nats a token")
+    resumed = evaluation.Stops(4, 0.9)
+    resumed.load_state_dict(stops.state_dict())
+    resumed.note({"select_loss": 2.5})
+    assert resumed.why() is None and capsys.readouterr().err == ""
+    resumed.note({"kl_now": 0.6})
+    assert "cap: kl_now" in resumed.why()
+
+
 @pytest.mark.parametrize(("kl", "kept"), [("reverse", 20), ("forward", 10), (None, 30), ("function", 0)])
 def test_the_best_policy_by_what_the_reward_asks_for(kl, kept):
     """The start is a candidate, and of equals the first is kept."""

@@ -115,3 +115,15 @@ def test_an_update_that_moves_too_far_ends_the_run_or_with_several_a_step_the_up
     assert "cap: kl_step" in torch.load(tmp_path / "policy.pt")["training"]["stop_reason"]
     steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=3, updates_per_step=6)
     assert len(steps) == 3 and all(record["updates"] < 6 and record["kl_update"] > 1e-4 for record in steps)
+    assert "kl_step" not in steps[-1]
+
+
+def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):
+    """At an evaluation, and above the cap it ends the run. The first of the two updates is below the cap."""
+    steps, _ = grpo(share_of("e"), max_steps=1, updates_per_step=2)
+    (record,) = steps
+    assert 0 < record["kl_update"] < record["kl_step"]
+    cap = (record["kl_update"] + record["kl_step"]) / 2
+    steps, _ = grpo(share_of("e"), caps={"kl_step": cap}, max_steps=4, updates_per_step=2, eval_interval=1)
+    assert len(steps) == 1 and steps[0]["updates"] == 2
+    assert "cap: kl_step" in torch.load(tmp_path / "policy.pt")["training"]["stop_reason"]

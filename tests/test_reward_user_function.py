@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import refuse_in_one_line, succeed
+from helpers import call, refuse_in_one_line, succeed
 
 from common.distributed import Ranks
 from common.files import hash_file
@@ -160,6 +160,21 @@ def test_a_policy_learns_what_the_function_rewards(tmp_path, monkeypatch, corpus
     assert "reward model was" in refuse_in_one_line("train_grpo", **resumed, reward_model_path=reward_model)
     (tmp_path / "letters.py").write_text(LETTERS + "# another\n")
     assert "reward function was" in refuse_in_one_line("train_grpo", **resumed)
+
+
+def test_a_task_that_changes_the_text_is_learned_though_the_loss_rises(tmp_path, corpus, knowing):
+    """-2 for each letter e: the loss on natural text rises above its cap. One warning; a later policy is kept."""
+    (tmp_path / "letters.py").write_text("def no_e(completions): return [-2.0 * t.count('e') for t in completions]")
+    options = {"base_model_path": knowing, "dataset": corpus, "reward_function": f"{tmp_path}/letters.py:no_e"}
+    options |= {"output_path": tmp_path / "policy.pt", "learning_rate": 3e-3, "beta": 0.1, "device": "cpu"}
+    options |= {"max_steps": 24, "prompts_per_step": 8, "eval_interval": 4}
+    finished = call("train_grpo", **options)
+    assert finished.status == 0 and finished.err.count("WARNING: loss_rise") == 1, finished.err
+    training = load_checkpoint(options["output_path"])["training"]
+    assert training["steps"] == 24 and training["stop_reason"] == "step limit: 24"
+    assert training["kept_step"] > 0
+    assert training["select_loss"] > training["start_select_loss"] + policy_evaluation.CAPS["loss_rise"]
+    assert training["kept"]["fresh_function_reward"] > training["start"]["fresh_function_reward"] / 4
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from helpers import (
     assert_same_weights,
     call,
     end_in_call,
+    folder_bytes,
     make_checkpoint,
     printed_lines,
     refuse,
@@ -79,6 +80,7 @@ def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, 
     assert f"WARNING: {path} does not say against which generator" in finished.err
     settings = load_checkpoint(good["output_path"])["training"]["settings"]
     assert (settings["credit"], settings["beta"]) == ("sequence", 0.04)  # of a last head
+    assert settings["reward"] == "natural" and f"Reward: {path} (natural)" in finished.out
 
 
 def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, reward_model):
@@ -109,7 +111,9 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(good,
         ({"credit": "exact", "epsilon": 0.1}, ["epsilon=0.1", "credit=exact"]),
         ({"credit": "exact", "reward_function": "mine.py:score"}, ["reward_function"]),
         ({"prefixes": "natural"}, ["prefixes=natural", "credit=auto"]),
+        ({**EXACT, "prefixes": "natural", "reward_threshold": 0.5}, ["reward_threshold=0.5", "prefixes=natural"]),
         ({"loss_type": "cispo"}, ["epsilon_high"]),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, ["epsilon=0.1", "loss_type=cispo"]),
         ({"reward_model_path": None}, ["reward_model_path is required", "--reward_function"]),
         ({"reward_model_path": None, "reward_function": "mine.py:score", "gate_path": "gate.json"}, ["gate_path"]),
     ],
@@ -299,10 +303,15 @@ def test_rollouts_are_completions_or_rows_of_the_corpus_each_after_a_prompt_of_i
 
 @pytest.mark.parametrize("more", [{}, {"prefixes": "natural", "kl": "forward"}], ids=str)
 def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
-    """From one completion a prompt; there is no advantage, and no clip, to record."""
+    """From one completion a prompt; there is no advantage, and no clip, to record.
+
+    Natural prefixes have no threshold and no plateau, and one line says so.
+    """
     monkeypatch.setattr(policy_evaluation, "CAPS", {"kl_step": 9.0})
     options = {**good, **EXACT, **more, "max_steps": 8, "learning_rate": 1e-2, "eval_interval": 4}
-    succeed("train_grpo", **options)
+    lines = succeed("train_grpo", **options).splitlines()
+    said = [line for line in lines if line.startswith("Natural prefixes: ")]
+    assert len(said) == len({"prefixes"} & more.keys())
     steps = [record for record in records_of(options) if "loss" in record]
     assert len(steps) == 8 and steps[-1]["loss"] < 0.85 * steps[0]["loss"]
     looks = [record["kl_mixture"] for record in records_of(options) if "kl_mixture" in record]
@@ -319,6 +328,23 @@ def test_the_schedules_by_hand():
     for schedule, expected in by_hand.items():
         assert [train_grpo.factor_at(step, schedule, 4) for step in range(5)] == pytest.approx(expected, abs=1e-6)
         assert [train_grpo.factor_at(step, schedule, 40) for step in range(2)] == pytest.approx([1 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_more_steps_than_the_schedule_has_are_refused(good, schedule):
+    """Steps beyond the end of a schedule that falls to 0 would change nothing."""
+    options = {**good, "max_steps": 2, "lr_schedule": schedule}
+    succeed("train_grpo", **options)
+    options |= {"init_from": "resume", "max_steps": 3}
+    if schedule == "constant":
+        succeed("train_grpo", **options)
+        assert [record["learning_rate"] for record in records_of(options) if "loss" in record] == [3e-4] * 3
+        return
+    before = folder_bytes(good["output_path"].parent)
+    line = refuse_in_one_line("train_grpo", **options)
+    assert f"max_steps=3: the learning rate of lr_schedule={schedule} is 0 from step 2 on" in line
+    assert "use --max_steps 2, or train anew" in line
+    assert folder_bytes(good["output_path"].parent) == before
 
 
 @pytest.mark.parametrize("more", [{}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}], ids=str)

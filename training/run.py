@@ -42,9 +42,17 @@ class Run:
         self.is_resumed = False
         self.log: Callable[..., None]  # appends the record of a step, as RunLog.log
 
-    def begin(self, resume: bool, overwrite: bool = False, **facts: Any) -> None:
+    def begin(
+        self,
+        resume: bool,
+        overwrite: bool = False,
+        check: Callable[[dict[str, Any]], None] = lambda facts: None,
+        /,
+        **facts: Any,
+    ) -> None:
         """Lock the output; read the state of a run to resume, or make sure that a new one replaces nothing of value.
 
+        `check` takes the facts of a run to resume and may refuse to continue it; until then its files stay unchanged.
         Raises Finished where the same settings and inputs have already made the output; UserError for other obstacles.
         """
         if self.ranks.rank == 0:
@@ -61,6 +69,7 @@ class Run:
             self.saved, self.step, self.facts, self.is_resumed = state["parts"], state["step"], state["facts"], True
             with self.reading("facts"):
                 _ = [self.facts[name] for name in facts]
+            check(self.facts)
             say(f"Resuming {self.path} at step {self.step}")
         elif state is None and self.output.exists() and not overwrite:
             way = "name another output, or --overwrite True replaces it"
