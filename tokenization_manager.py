@@ -185,6 +185,7 @@ class TokenizationManager:
 
             self._library = made = tokenizers.Tokenizer.from_str(source)
             made.no_truncation()
+            made.no_padding()
             ids = dict(sorted(made.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
             self.vocab_size = max(made.get_vocab().values()) + 1
         except ImportError:
@@ -192,7 +193,8 @@ class TokenizationManager:
         except BaseException as error:  # a panic of the library is no Exception
             raise MetaFileError(f"{self.meta_path} is no {TOKENIZER_FILE}, or damaged: {error!s:.200}") from None
         kinds = [type(each).__name__ for each in (made.normalizer, made.pre_tokenizer, made.model)]
-        is_gpt2 = hash_bytes(json.dumps(ids).encode()) == BPE_FILES["encoder.json"]
+        added = {token.content for token in made.get_added_tokens_decoder().values()}
+        is_gpt2 = hash_bytes(json.dumps(ids).encode()) == BPE_FILES["encoder.json"] and added <= {"<|endoftext|>"}
         is_char = {*map(len, ids)} == {1} and list(ids.values()) == list(range(len(ids)))
         if kinds[:2] == ["NoneType", "ByteLevel"] and is_gpt2 and not made.pre_tokenizer.add_prefix_space:
             self._set({"method": "bpe"})

@@ -292,6 +292,27 @@ def test_a_tokenizer_of_characters_is_one_of_characters_and_no_other_is():
 
 
 @pytest.mark.interop
+def test_gpt2_with_an_added_token_keeps_it(bpe, tokenizers):
+    theirs = tokenizers.Tokenizer.from_str(bpe.to_tokenizer_json())
+    assert from_json(json.loads(theirs.to_str())).method == "bpe"
+    theirs.add_tokens(["<|mine|>"])
+    manager = from_json(json.loads(theirs.to_str()))
+    assert (manager.method, manager.vocab_size) == ("tokenizer", 50258)
+    ids = manager.encode("To be<|mine|>")
+    assert ids.tolist() == [*bpe.encode("To be"), 50257] and manager.decode(ids) == "To be<|mine|>"
+
+
+@pytest.mark.interop
+@pytest.mark.usefixtures("tokenizers")
+def test_texts_are_neither_padded_nor_cut():
+    padding = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 1, "pad_type_id": 0, "pad_token": "b"}
+    truncation = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    manager = from_json(SMALL_BPE, padding=padding, truncation=truncation)
+    assert manager.encode("ab a").tolist() == [2, 3, 0]
+
+
+@pytest.mark.interop
 @pytest.mark.usefixtures("tokenizers")
 def test_the_package_encodes_and_a_record_compares_meanings():
     manager = from_json(SMALL_BPE)
