@@ -1,5 +1,6 @@
 """common/process.py: exit statuses, one line an error, signals that wait.  `pytest tests/test_common_process.py`"""
 
+import io
 import os
 import signal
 from unittest.mock import Mock
@@ -47,6 +48,16 @@ def test_nothing_to_do_is_status_0_and_a_fault_of_the_program_keeps_its_tracebac
     assert ended_by(Mock(side_effect=Finished("model.pt is there.")), capsys) == (0, "model.pt is there.\n", "")
     with pytest.raises(RuntimeError, match="a bug"):
         ended_by(Mock(side_effect=RuntimeError("a bug")), capsys)
+
+
+@pytest.mark.parametrize(("encoding", "printed"), [("ascii", b"caf? ?\n"), ("latin-1", b"caf\xe9 ?\n")])
+def test_characters_outside_the_encoding_of_stdout_are_replaced(monkeypatch, encoding, printed):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", stdout)
+    before = signal.getsignal(signal.SIGTERM)
+    run_main(lambda: print("café ✅", flush=True))
+    signal.signal(signal.SIGTERM, before)
+    assert stdout.buffer.getvalue() == printed
 
 
 @pytest.mark.parametrize("error", [None, UserError("ERROR: no")])

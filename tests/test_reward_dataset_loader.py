@@ -213,6 +213,14 @@ def test_loaders(folder):
             create_reward_dataloaders(folder, **options)
 
 
+def test_a_worker_finds_a_relative_folder_from_another_directory(folder, monkeypatch, tmp_path_factory):
+    monkeypatch.chdir(folder.parent)
+    dataset = RewardDataset(folder.name)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    sent = pickle.loads(pickle.dumps(dataset))  # as a spawned worker of a DataLoader gets it
+    assert torch.equal(sent[7][0], dataset[7][0])
+
+
 def test_order_depends_on_the_seed_alone(folder):
     def order(seed: int) -> list[int]:
         return [row for x, _ in create_reward_dataloaders(folder, 4, seed=seed)[0] for row in x[:, 0].tolist()]
