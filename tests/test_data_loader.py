@@ -99,6 +99,20 @@ def test_bad_token_files_are_refused(tmp_path):
         open_token_file(path, "val", 9)
 
 
+@pytest.mark.parametrize("dtype", ["<u4", "<i8"])
+def test_token_files_of_wider_integers_are_refused(tmp_path, dtype):
+    np.arange(100, dtype=dtype).tofile(tmp_path / "train.bin")
+    with pytest.raises(BinaryFileError, match=r"^ERROR: .*train\.bin: every second token is 0, .*astype\('uint16'\)"):
+        open_token_file(tmp_path / "train.bin", "train", 100)
+
+
+@pytest.mark.parametrize("ids", [[7, 0] * 20, [0] * 500, [1, 0] * 500, [0, 1, 0, 2] * 500, [1, 2, 3, 0] * 500])
+def test_zeros_do_not_make_a_file_one_of_wider_integers(tmp_path, ids):
+    """Short, constant, of two ids in turn, or with zeros at other places."""
+    uint16(ids).tofile(tmp_path / "train.bin")
+    assert open_token_file(tmp_path / "train.bin", "train", 10).tolist() == ids
+
+
 def test_get_batch_gives_windows_and_the_next_tokens():
     tokens = uint16(range(100, 120))
     (x, y), again = (get_batch(tokens, 5, 64, np.random.default_rng(0)) for _ in range(2))
