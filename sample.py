@@ -14,7 +14,7 @@ import torch
 from common.device import autocast, select_device, select_dtype
 from common.files import write_text
 from common.log import say
-from common.process import UserError, run_main
+from common.process import UserError, run_main, warn
 from common.settings import Settings, parse_settings, setting
 from data_loader import read_text
 from generation.completions import generate
@@ -30,7 +30,7 @@ class SampleSettings(Settings):
     checkpoint_path: str | None = setting(None, model_file="required", common=True)
     """the generator (required)"""
     start: str = setting("\n", common=True)
-    """the text to continue, or FILE:path for the text in a file"""
+    """the text to continue, or FILE:path for a file's text; if the model has no newline: its token 0"""
     num_samples: int = setting(10, minimum=1, common=True)
     """texts to write"""
     max_new_tokens: int = setting(500, minimum=0, unit="tokens", common=True)
@@ -61,7 +61,21 @@ def encode_start(tokenizer: TokenizationManager, start: str, option: str) -> np.
     if not text or unknown:
         reason = f"has {unknown!r:.100}, which are no characters of the model's" if text else "is empty"
         raise UserError(f"ERROR: {option} {reason}: change --{option}")
-    return tokenizer.encode(text)
+    tokens = tokenizer.encode(text)
+    if len(tokens) == 0:
+        raise UserError(f"ERROR: {option}={text!r:.100} has no token of the model's: change --{option}")
+    return tokens
+
+
+def choose_start(tokenizer: TokenizationManager, start: str) -> np.ndarray:
+    """The tokens, uint16, of `start`; where that is the default and the model has no newline, its token 0."""
+    try:
+        return encode_start(tokenizer, start, "start")
+    except UserError:
+        if start != SampleSettings.start:
+            raise
+    warn(f"the model has no newline: the texts start with its token 0, {tokenizer.decode([0])!r} (see --start)")
+    return np.zeros(1, dtype=np.uint16)
 
 
 def main() -> None:
@@ -72,7 +86,7 @@ def main() -> None:
     is_unnamed = checkpoint["tokenization"] is None and settings.meta_path is None
     tokenizer = choose_tokenizer(checkpoint, path, "bpe" if is_unnamed else "auto", settings.meta_path)
     model = build_model(checkpoint, "generator", path, device)
-    prompt = torch.from_numpy(encode_start(tokenizer, settings.start, "start").astype("int64"))
+    prompt = torch.from_numpy(choose_start(tokenizer, settings.start).astype("int64"))
     idx = prompt[None].repeat(settings.num_samples, 1).to(device)  # (B, T)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     with autocast(device, select_dtype("auto", device)):
