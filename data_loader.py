@@ -93,16 +93,10 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
     if (token := tokens.max()) >= vocab_size:
         rule = f"but vocab_size={vocab_size} allows 0 to {vocab_size - 1}: {REMEDY}"
         raise BinaryFileError(f"Token range incompatible in {name} data: {path} holds token {token}, {rule}")
-    if is_widened(tokens[:HEAD]):
-        what = f"{path}: every second token is 0, as in a file of uint32 or int64 numbers"
-        raise BinaryFileError(f"ERROR: {what}; tokens are uint16: save them again, by numpy's astype('uint16').tofile")
+    low, high = tokens[:HEAD:2], tokens[1:HEAD:2]  # halves of wider integers, if they are such
+    if len(high) >= LEAST_WIDENED and not high.any() and low.min() < low.max():
+        raise BinaryFileError(f"ERROR: {path}: every second token is 0, as in uint32: save uint16")
     return tokens
-
-
-def is_widened(tokens: np.ndarray) -> bool:
-    """Whether tokens (n,) look like wider integers read as uint16: all high halves are 0, and the low halves differ."""
-    low, high = tokens[::2], tokens[1::2]
-    return len(high) >= LEAST_WIDENED and not high.any() and low.min() < low.max()
 
 
 def load_binary(train_bin: str | Path, val_bin: str | Path, vocab_size: int, block_size: int = 1) -> TokenSplits:

@@ -58,24 +58,13 @@ def encode_start(tokenizer: TokenizationManager, start: str, option: str) -> np.
     """
     text = read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start
     unknown = "" if tokenizer.chars is None else "".join(sorted(set(text) - set(tokenizer.chars)))
-    if not text or unknown:
-        reason = f"has {unknown!r:.100}, which are no characters of the model's" if text else "is empty"
+    if unknown:
+        reason = f"has {unknown!r:.100}, which are no characters of the model's"
         raise UserError(f"ERROR: {option} {reason}: change --{option}")
     tokens = tokenizer.encode(text)
     if len(tokens) == 0:
-        raise UserError(f"ERROR: {option}={text!r:.100} has no token of the model's: change --{option}")
+        raise UserError(f"ERROR: {option} is empty, or has no tokens: change --{option}")
     return tokens
-
-
-def choose_start(tokenizer: TokenizationManager, start: str) -> np.ndarray:
-    """The tokens, uint16, of `start`; where that is the default and the model has no newline, its token 0."""
-    try:
-        return encode_start(tokenizer, start, "start")
-    except UserError:
-        if start != SampleSettings.start:
-            raise
-    warn(f"the model has no newline: the texts start with its token 0, {tokenizer.decode([0])!r} (see --start)")
-    return np.zeros(1, dtype=np.uint16)
 
 
 def main() -> None:
@@ -86,12 +75,18 @@ def main() -> None:
     is_unnamed = checkpoint["tokenization"] is None and settings.meta_path is None
     tokenizer = choose_tokenizer(checkpoint, path, "bpe" if is_unnamed else "auto", settings.meta_path)
     model = build_model(checkpoint, "generator", path, device)
-    prompt = torch.from_numpy(choose_start(tokenizer, settings.start).astype("int64"))
-    idx = prompt[None].repeat(settings.num_samples, 1).to(device)  # (B, T)
+    try:
+        start = encode_start(tokenizer, settings.start, "start")
+    except UserError:
+        if settings.start != SampleSettings.start:
+            raise
+        start = np.zeros(1)
+        warn(f"the model has no newline: starts with token 0, {tokenizer.decode([0])!r} (see --start)")
+    idx = torch.from_numpy(start.astype("int64")).repeat(settings.num_samples, 1)  # (B, T)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     with autocast(device, select_dtype("auto", device)):
         generator = torch.Generator().manual_seed(settings.seed)
-        rows = generate(model, idx, settings.max_new_tokens, sampling, generator)
+        rows = generate(model, idx.to(device), settings.max_new_tokens, sampling, generator)
     texts = [tokenizer.decode(row.tolist()) for row in rows]
     say("".join(f"{text}\n---------------\n" for text in texts).removesuffix("\n"))
     if settings.output_path is not None:

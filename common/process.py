@@ -7,7 +7,6 @@ Every script runs its main() through `run_main`: bad input ends in one line and 
 
 import contextlib
 import ctypes
-import io
 import os
 import signal
 import subprocess
@@ -44,7 +43,7 @@ def terminate(number: int, frame: Any) -> None:
 def run_main(main: Callable[[], None], resume_hint: str = "Run the same command again.") -> None:
     """Run a script's main(); what a user can cause becomes one line and an exit status. Interruptions add the hint."""
     signal.signal(signal.SIGTERM, terminate)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a character outside its encoding is printed as ?, no error
+    if hasattr(sys.stdout, "reconfigure"):  # print ? for what it cannot encode
         sys.stdout.reconfigure(errors="replace")
     try:
         with until_main_ends:

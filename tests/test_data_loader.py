@@ -99,18 +99,16 @@ def test_bad_token_files_are_refused(tmp_path):
         open_token_file(path, "val", 9)
 
 
-@pytest.mark.parametrize("dtype", ["<u4", "<i8"])
-def test_token_files_of_wider_integers_are_refused(tmp_path, dtype):
-    np.arange(100, dtype=dtype).tofile(tmp_path / "train.bin")
-    with pytest.raises(BinaryFileError, match=r"^ERROR: .*train\.bin: every second token is 0, .*astype\('uint16'\)"):
-        open_token_file(tmp_path / "train.bin", "train", 100)
-
-
-@pytest.mark.parametrize("ids", [[7, 0] * 20, [0] * 500, [1, 0] * 500, [0, 1, 0, 2] * 500, [1, 2, 3, 0] * 500])
-def test_zeros_do_not_make_a_file_one_of_wider_integers(tmp_path, ids):
-    """Short, constant, of two ids in turn, or with zeros at other places."""
-    uint16(ids).tofile(tmp_path / "train.bin")
-    assert open_token_file(tmp_path / "train.bin", "train", 10).tolist() == ids
+def test_token_files_of_wider_integers_are_refused_and_zeros_are_not(tmp_path):
+    """Not refused: few tokens, zeros alone, two ids in turn."""
+    path = tmp_path / "train.bin"
+    for ids in ([7, 0, 8, 0] * 10, [0] * 500, [1, 0] * 500):
+        uint16(ids).tofile(path)
+        assert open_token_file(path, "train", 10).tolist() == ids
+    for dtype in ("<u4", "<i8"):
+        np.arange(100, dtype=dtype).tofile(path)
+        with pytest.raises(BinaryFileError, match=r"bin: every second token is 0, .* uint16$"):
+            open_token_file(path, "train", 100)
 
 
 def test_get_batch_gives_windows_and_the_next_tokens():

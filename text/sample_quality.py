@@ -18,10 +18,9 @@ from torch import Tensor
 MAX_TOKENS = 1 << 24  # of a corpus, that models are fitted to and copies are searched in
 GRAM = 4  # tokens of 16 bits by which copies are looked up
 COPIES_SOUGHT = 100  # samples that are searched for in the corpus
-# Unspaced scripts, without spaces between words, by the first word of their characters' names in Unicode: ideographs,
+# Unspaced scripts, without spaces between words, by how their characters' names in Unicode begin: ideographs,
 # kana, and the scripts in which only a dictionary can break lines (Unicode Standard Annex 14, class SA).
-UNSPACED = frozenset("CJK HIRAGANA KATAKANA BOPOMOFO THAI LAO KHMER MYANMAR TAI AHOM".split())
-JOINERS = "\u200c\u200d"  # stand within words of Persian and of Indian languages
+UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TAI ", "NEW TAI ")
 Starts = Sequence[int] | np.ndarray
 
 
@@ -144,8 +143,9 @@ def words_of(text: str) -> list[str]:
     text = text.lower()
     characters = sorted(set(text))
     marks = "".join(each for each in characters if unicodedata.category(each).startswith("M"))
-    unspaced = {each for each in characters if unicodedata.name(each, "").partition(" ")[0] in UNSPACED}
-    letters = rf"(?:[^\W\d_]+[{marks}{JOINERS}]*)+"
+    unspaced = {each for each in characters if unicodedata.name(each, "").startswith(UNSPACED)}
+    # Joiners (U+200C, U+200D) stand within words of Persian and of Indian languages.
+    letters = rf"(?:[^\W\d_]+[{marks}\u200c\u200d]*)+"
     words = re.findall(rf"{letters}(?:['\u2019]{letters})*", text)
     return [word for word in words if unspaced.isdisjoint(word)]
 

@@ -20,9 +20,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/campaign")]
 import bad_input  # noqa: E402
 import hostile  # noqa: E402
 import kills  # noqa: E402
+import token_files  # noqa: E402
 from world import BrokenPromiseError, World  # noqa: E402
 
-PARTS = {"bad_input": bad_input, "hostile": hostile, "kills": kills}
+PARTS = {"bad_input": bad_input, "hostile": hostile, "kills": kills, "token_files": token_files}
 
 
 def commit_seed() -> int:
