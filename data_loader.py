@@ -95,7 +95,7 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
         raise BinaryFileError(f"Token range incompatible in {name} data: {path} holds token {token}, {rule}")
     low, high = tokens[:HEAD:2], tokens[1:HEAD:2]  # halves of wider integers, if they are such
     if len(high) >= LEAST_WIDENED and not high.any() and low.min() < low.max():
-        raise BinaryFileError(f"ERROR: {path}: every second token is 0, as in uint32: save uint16")
+        raise BinaryFileError(f"ERROR: {path} is like uint32, every second id is 0: save uint16")
     return tokens
 
 

@@ -81,7 +81,7 @@ def main() -> None:
         if settings.start != SampleSettings.start:
             raise
         start = np.zeros(1)
-        warn(f"the model has no newline: starts with token 0, {tokenizer.decode([0])!r} (see --start)")
+        warn(f"no newline in the model: starts with token 0, {tokenizer.decode([0])!r}; see --start")
     idx = torch.from_numpy(start.astype("int64")).repeat(settings.num_samples, 1)  # (B, T)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     with autocast(device, select_dtype("auto", device)):

@@ -133,7 +133,7 @@ class TokenizationInfo:
 class TokenizationManager:
     """A tokenizer: `encode`, `decode`, `vocab_size`, `method`, and `meta_path`, its meta.pkl or tokenizer.json.
 
-    The method `ids` is that of a meta.pkl with a vocab_size only: the text of its tokens is their numbers, "17 4 3".
+    The method `ids` is that of a meta.pkl with a vocab_size only: the text of a token is its number and a space.
 
     With 'auto' the method is that of the file at meta_path, else what `detect_method` finds in the folder of
     `data_path`. A tokenizer.json of GPT-2's own encoding gives 'bpe', one of characters alone 'char'.
@@ -266,7 +266,7 @@ class TokenizationManager:
                 return ids.astype(np.uint16)
         except Exception as error:  # a word without a token; a million white spaces in a row
             reason = str(error).removeprefix("ERROR: ")
-            raise UserError(f"ERROR: the tokenizer cannot encode this text: {reason:.200}") from None
+            raise UserError(f"ERROR: the tokenizer cannot encode the text: {reason:.200}") from None
         ids = self._ids[np.minimum(_code_points(part), len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
             place = start + int(np.argmin(ids))
@@ -283,7 +283,7 @@ class TokenizationManager:
         if self.method == "bpe":
             return _gpt2_encoding().decode(ids.tolist())
         if self.method == "ids":
-            return " ".join(map(str, ids))
+            return "".join(f"{token} " for token in ids)
         if self.method == "tokenizer":
             return self._library.decode(ids.tolist(), skip_special_tokens=False)
         return self._code_points[ids].tobytes().decode("utf-32-le", "surrogatepass")

@@ -107,7 +107,7 @@ def test_token_files_of_wider_integers_are_refused_and_zeros_are_not(tmp_path):
         assert open_token_file(path, "train", 10).tolist() == ids
     for dtype in ("<u4", "<i8"):
         np.arange(100, dtype=dtype).tofile(path)
-        with pytest.raises(BinaryFileError, match=r"bin: every second token is 0, .* uint16$"):
+        with pytest.raises(BinaryFileError, match=r"bin is like uint32, .* is 0: save uint16$"):
             open_token_file(path, "train", 100)
 
 

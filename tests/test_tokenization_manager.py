@@ -246,7 +246,7 @@ def test_a_meta_file_with_only_a_size_is_of_ids(tmp_path):
     manager = TokenizationManager(data_path=tmp_path)
     assert manager.info().describe() == "ids (vocab_size=90)"
     assert manager.from_record(manager.to_record()).to_record() == manager.to_record()
-    assert manager.encode("17 4").tolist() == [17, 4] and manager.decode([17, 4]) == "17 4"
+    assert manager.encode("17 4").tolist() == [17, 4] and manager.decode([17, 4]) == "17 4 "
     with pytest.raises(UserError, match="token 90 is outside the vocabulary: 0 to 89"):
         manager.encode("90")
 
