@@ -20,6 +20,8 @@ from common.process import UserError
 from tokenization_manager import TokenizationManager
 
 TOKEN_DTYPE = np.dtype("<u2")
+HEAD = 1_000_000  # tokens of a file by which its type is checked
+LEAST_WIDENED = 32  # zeros at every second place that are no chance
 REMEDY = "make the files again with prepare_text.py, or choose the tokenization they were made with"
 Device = torch.device | str
 ALL = slice(None)
@@ -86,6 +88,9 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
     if (token := tokens.max()) >= vocab_size:
         rule = f"but vocab_size={vocab_size} allows 0 to {vocab_size - 1}: {REMEDY}"
         raise BinaryFileError(f"Token range incompatible in {name} data: {path} holds token {token}, {rule}")
+    low, high = tokens[:HEAD:2], tokens[1:HEAD:2]  # halves of wider integers, if they are such
+    if len(high) >= LEAST_WIDENED and not high.any() and low.min() < low.max():
+        raise BinaryFileError(f"ERROR: {path} is like uint32, every second id is 0: save uint16")
     return tokens
 
 

@@ -80,7 +80,8 @@ class RewardDataset(Dataset):
     ) -> None:
         if split not in SPLITS:
             raise UserError(f"ERROR: split={split!r}: must be 'train' or 'val'")
-        self.data_dir, self.split = Path(data_dir), split
+        # Absolute: a worker process opens it again, perhaps in another working directory.
+        self.data_dir, self.split = Path(data_dir).absolute(), split
         if not self.data_dir.is_dir():
             raise _error(data_dir, [f"Reward dataset not found: {data_dir}"])
         self.paths = [self.data_dir / f"{split}_{name}" for name in ("x.bin", "y.bin", "metadata.txt")]

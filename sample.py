@@ -14,7 +14,7 @@ import torch
 from common.device import autocast, select_device, select_dtype
 from common.files import hold_output, write_text
 from common.log import say
-from common.process import UserError, run_main
+from common.process import UserError, run_main, warn
 from common.settings import Settings, parse_settings, setting
 from data_loader import read_text
 from generation.completions import generate
@@ -30,7 +30,7 @@ class SampleSettings(Settings):
     checkpoint_path: str | None = setting(None, model_file="required", common=True)
     """the generator (required)"""
     start: str = setting("\n", common=True)
-    """the text to continue, or FILE:path for the text in a file"""
+    """the text to continue, or FILE:path for a file's text; if the model has no newline: its token 0"""
     num_samples: int = setting(10, minimum=1, common=True)
     """texts to write"""
     max_new_tokens: int = setting(500, minimum=0, unit="tokens", common=True)
@@ -58,10 +58,13 @@ def encode_start(tokenizer: TokenizationManager, start: str, option: str) -> np.
     """
     text = read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start
     unknown = "" if tokenizer.chars is None else "".join(sorted(set(text) - set(tokenizer.chars)))
-    if not text or unknown:
-        reason = f"has {unknown!r:.100}, which are no characters of the model's" if text else "is empty"
+    if unknown:
+        reason = f"has {unknown!r:.100}, which are no characters of the model's"
         raise UserError(f"ERROR: {option} {reason}: change --{option}")
-    return tokenizer.encode(text)
+    tokens = tokenizer.encode(text)
+    if len(tokens) == 0:
+        raise UserError(f"ERROR: {option} is empty, or has no tokens: change --{option}")
+    return tokens
 
 
 def main() -> None:
@@ -72,14 +75,21 @@ def main() -> None:
     is_unnamed = checkpoint["tokenization"] is None and settings.meta_path is None
     tokenizer = choose_tokenizer(checkpoint, path, "bpe" if is_unnamed else "auto", settings.meta_path)
     model = build_model(checkpoint, "generator", path, device)
-    prompt = torch.from_numpy(encode_start(tokenizer, settings.start, "start").astype("int64"))
-    idx = prompt[None].repeat(settings.num_samples, 1).to(device)  # (B, T)
     if settings.output_path is not None:
         hold_output(settings.output_path)
+    try:
+        start = encode_start(tokenizer, settings.start, "start")
+    except UserError:
+        if settings.start != SampleSettings.start:
+            raise
+        start = np.zeros(1)
+        warn(f"no newline in the model: starts with token 0, {tokenizer.decode([0])!r}; see --start")
+    idx = torch.from_numpy(start.astype("int64")).repeat(settings.num_samples, 1)  # (B, T)
+    idx = idx.to(device)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     with autocast(device, select_dtype("auto", device)):
         generator = torch.Generator().manual_seed(settings.seed)
-        rows = generate(model, idx, settings.max_new_tokens, sampling, generator)
+        rows = generate(model, idx.to(device), settings.max_new_tokens, sampling, generator)
     texts = [tokenizer.decode(row.tolist()) for row in rows]
     say("".join(f"{text}\n---------------\n" for text in texts).removesuffix("\n"))
     if settings.output_path is not None:

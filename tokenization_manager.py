@@ -32,7 +32,7 @@ PLAIN_OPCODES = (
     "BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 EMPTY_LIST LIST "
     "APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS"
 )
-TokenizationMethod = Literal["bpe", "char", "tokenizer"]
+TokenizationMethod = Literal["bpe", "char", "tokenizer", "ids"]
 
 
 class MetaFileError(UserError):
@@ -55,18 +55,25 @@ def _read(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
-def load_meta(path: str | Path) -> str:
-    """The characters of a meta.pkl in the order of their ids; MetaFileError for one that is damaged or inconsistent."""
+def load_meta(path: str | Path) -> dict[str, Any]:
+    """The record of a meta.pkl's tokenizer: characters in the order of their ids, or ids if it has only vocab_size.
+
+    Raises MetaFileError for a file that is damaged or inconsistent.
+    """
     data = _read(path)
     try:
         meta = _PlainUnpickler(io.BytesIO(data)).load()
+        if type(meta["vocab_size"]) is not int:
+            raise ValueError("its vocab_size is no whole number")
+        if not meta.keys() & {"stoi", "itos"}:  # nanoGPT's train.py needs no more
+            return {"method": "ids", "vocab_size": meta["vocab_size"]}
         chars = [meta["itos"][token] for token in range(len(meta["itos"]))]
         is_whole = 0 < len({each for each in chars if len(each) == 1}) == len(chars)
-        if not is_whole or type(meta["vocab_size"]) is not int or meta != meta | _meta(chars):
+        if not is_whole or meta != meta | _meta(chars):
             raise ValueError("its vocab_size, stoi and itos disagree")
     except Exception as error:  # damaged bytes can make the reader stumble in any way
         raise MetaFileError(f"{path} is damaged, or no plain data ({error!r:.200}): nothing was executed") from None
-    return "".join(chars)
+    return {"method": "char", "chars": "".join(chars)}
 
 
 def _meta(chars: Sequence[str]) -> dict[str, Any]:
@@ -82,9 +89,11 @@ def save_meta(path: str | Path, chars: Sequence[str]) -> None:
 def detect_method(folder: str | Path) -> str:
     """'char' of a folder that holds a meta.pkl, 'tokenizer' of one with a tokenizer.json, else by its own name."""
     folder = Path(os.path.abspath(folder))
-    if (folder / TOKENIZER_FILE).exists() and not (folder / "meta.pkl").exists():
+    if (folder / "meta.pkl").exists():
+        return "char"
+    if (folder / TOKENIZER_FILE).exists():
         return "tokenizer"
-    return "char" if (folder / "meta.pkl").exists() or "char" in folder.name else "bpe"
+    return "char" if "char" in folder.name else "bpe"
 
 
 @functools.cache
@@ -124,6 +133,8 @@ class TokenizationInfo:
 class TokenizationManager:
     """A tokenizer: `encode`, `decode`, `vocab_size`, `method`, and `meta_path`, its meta.pkl or tokenizer.json.
 
+    The method `ids` is that of a meta.pkl with a vocab_size only: the text of a token is its number and a space.
+
     With 'auto' the method is that of the file at meta_path, else what `detect_method` finds in the folder of
     `data_path`. A tokenizer.json of GPT-2's own encoding gives 'bpe', one of characters alone 'char'.
     """
@@ -145,7 +156,7 @@ class TokenizationManager:
         file = str(meta_path or folder / ("meta.pkl" if method == "char" else TOKENIZER_FILE))
         record: dict[str, Any] = {"method": method}
         if method == "char":
-            record |= {"meta_path": file, "chars": load_meta(file)}
+            record = {"meta_path": file, **load_meta(file)}
         elif method == "tokenizer":
             record |= {"meta_path": file, "tokenizer_json": _read(file).decode("utf-8", "replace")}
         self._set(record)
@@ -174,6 +185,8 @@ class TokenizationManager:
             # Code point to id; the entry past the highest known code point stands for all that lie beyond it.
             self._ids = np.full(int(self._code_points.max()) + 2, -1, dtype=np.int32)
             self._ids[self._code_points] = np.arange(self.vocab_size)
+        elif self.method == "ids":
+            self.vocab_size = int(record.get("vocab_size", 0))
         elif self.method != "bpe":
             raise UserError(f"ERROR: tokenization={self.method!r:.60}: must be auto, bpe, char or tokenizer, and whole")
         if record.get("vocab_size", self.info().vocab_size) != self.vocab_size:
@@ -185,6 +198,7 @@ class TokenizationManager:
 
             self._library = made = tokenizers.Tokenizer.from_str(source)
             made.no_truncation()
+            made.no_padding()
             ids = dict(sorted(made.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]))
             self.vocab_size = max(made.get_vocab().values()) + 1
         except ImportError:
@@ -193,6 +207,8 @@ class TokenizationManager:
             raise MetaFileError(f"{self.meta_path} is no {TOKENIZER_FILE}, or damaged: {error!s:.200}") from None
         kinds = [type(each).__name__ for each in (made.normalizer, made.pre_tokenizer, made.model)]
         is_gpt2 = hash_bytes(json.dumps(ids).encode()) == BPE_FILES["encoder.json"]
+        # <|endoftext|> is GPT-2's last id; other added tokens would be lost.
+        is_gpt2 = is_gpt2 and made.get_added_tokens_decoder().keys() <= {BPE_VOCAB_SIZE - 1}
         is_char = {*map(len, ids)} == {1} and list(ids.values()) == list(range(len(ids)))
         if kinds[:2] == ["NoneType", "ByteLevel"] and is_gpt2 and not made.pre_tokenizer.add_prefix_space:
             self._set({"method": "bpe"})
@@ -203,6 +219,8 @@ class TokenizationManager:
         """The text of a tokenizer.json that encodes and decodes alike, for transformers."""
         if self.tokenizer_json is not None:
             return self.tokenizer_json
+        if self.method == "ids":
+            raise UserError("ERROR: the ids have no text: name a corpus with a tokenizer.json")
         import tokenizers as library  # which transformers needs
 
         if self.chars is None:
@@ -242,8 +260,13 @@ class TokenizationManager:
                 return np.asarray(self._library.encode(part, add_special_tokens=False).ids, dtype=np.uint16)
             if self.method == "bpe":
                 return _gpt2_encoding().encode_to_numpy(part, disallowed_special=()).astype(np.uint16)
+            if self.method == "ids":
+                ids = np.array(part.split(), dtype=np.int64)
+                self.decode(ids)  # raises
+                return ids.astype(np.uint16)
         except Exception as error:  # a word without a token; a million white spaces in a row
-            raise UserError(f"ERROR: the tokenizer cannot encode this text: {error!s:.200}") from None
+            reason = str(error).removeprefix("ERROR: ")
+            raise UserError(f"ERROR: the tokenizer cannot encode the text: {reason:.200}") from None
         ids = self._ids[np.minimum(_code_points(part), len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
             place = start + int(np.argmin(ids))
@@ -259,6 +282,8 @@ class TokenizationManager:
             raise UserError(f"ERROR: token {wrong[0]} is outside the vocabulary: 0 to {self.vocab_size - 1}")
         if self.method == "bpe":
             return _gpt2_encoding().decode(ids.tolist())
+        if self.method == "ids":
+            return "".join(f"{token} " for token in ids)
         if self.method == "tokenizer":
             return self._library.decode(ids.tolist(), skip_special_tokens=False)
         return self._code_points[ids].tobytes().decode("utf-32-le", "surrogatepass")

@@ -43,6 +43,8 @@ def terminate(number: int, frame: Any) -> None:
 def run_main(main: Callable[[], None], resume_hint: str = "Run the same command again.") -> None:
     """Run a script's main(); what a user can cause becomes one line and an exit status. Interruptions add the hint."""
     signal.signal(signal.SIGTERM, terminate)
+    if hasattr(sys.stdout, "reconfigure"):  # print ? for what it cannot encode
+        sys.stdout.reconfigure(errors="replace")
     try:
         with until_main_ends:
             main()

@@ -1,5 +1,6 @@
 """common/process.py: exit statuses, one line an error, signals that wait.  `pytest tests/test_common_process.py`"""
 
+import io
 import os
 import signal
 from unittest.mock import Mock
@@ -47,6 +48,13 @@ def test_nothing_to_do_is_status_0_and_a_fault_of_the_program_keeps_its_tracebac
     assert ended_by(Mock(side_effect=Finished("model.pt is there.")), capsys) == (0, "model.pt is there.\n", "")
     with pytest.raises(RuntimeError, match="a bug"):
         ended_by(Mock(side_effect=RuntimeError("a bug")), capsys)
+
+
+def test_characters_outside_the_encoding_of_stdout_are_replaced(monkeypatch, capsys):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr("sys.stdout", stdout)
+    ended_by(lambda: print("café ✅", flush=True), capsys)
+    assert stdout.buffer.getvalue() == b"caf\xe9 ?\n"
 
 
 @pytest.mark.parametrize("error", [None, UserError("ERROR: no")])

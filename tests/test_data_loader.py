@@ -105,6 +105,18 @@ def test_bad_token_files_are_refused(tmp_path):
         open_token_file(path, "val", 9)
 
 
+def test_token_files_of_wider_integers_are_refused_and_zeros_are_not(tmp_path):
+    """Not refused: few tokens, zeros alone, two ids in turn."""
+    path = tmp_path / "train.bin"
+    for ids in ([7, 0, 8, 0] * 10, [0] * 500, [1, 0] * 500):
+        uint16(ids).tofile(path)
+        assert open_token_file(path, "train", 10).tolist() == ids
+    for dtype in ("<u4", "<i8"):
+        np.arange(100, dtype=dtype).tofile(path)
+        with pytest.raises(BinaryFileError, match=r"bin is like uint32, .* is 0: save uint16$"):
+            open_token_file(path, "train", 100)
+
+
 def test_get_batch_gives_windows_and_the_next_tokens():
     tokens = uint16(range(100, 120))
     (x, y), again = (get_batch(tokens, 5, 64, np.random.default_rng(0)) for _ in range(2))

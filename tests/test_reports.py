@@ -178,7 +178,8 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     for row in table(ledger):
         assert all(f"<td>{cell.replace('>', '&gt;')}</td>" in page for cell in row.values())
     assert "<b>To b</b>e at 1.9 &lt;/div&gt;&lt;script&gt;" in page and "<script" not in page
-    assert page.count('<b class="k">K</b>') > 1
+    assert page.count('<b class="k" dir="ltr">K</b>') > 1
+    assert page.count('class="text"') == page.count('class="text" dir="auto"') > 2
     assert all(0 <= float(share) <= 1 for share in re.findall(r"--p: ([\d.]+)", page)) and "--p: " in page
     assert page.count("data:image/png;base64,") == 1 and not re.search(r"(src|href)=\"?http", page)
     passages = read_passages(ledger.out / "reward_data_v1", ledger.out / "reward_model_v1.pt", CPU)

@@ -113,11 +113,13 @@ def test_binary_round_trip(tmp_path_factory, data):
     np.testing.assert_array_equal([stats["y_min"], stats["y_max"]], [wide.min(axis=0), wide.max(axis=0)])
 
 
-def test_tokens_are_not_read_into_memory_nor_pickled(tmp_path):
+def test_tokens_are_not_read_into_memory_nor_pickled(tmp_path, monkeypatch):
+    """A spawned worker of a DataLoader opens the files again, even from another working directory."""
+    monkeypatch.chdir(tmp_path)
     write_split(tmp_path, "train", *make_arrays(4000, 1024))
     tracemalloc.start()
     try:
-        dataset = RewardDataset(tmp_path)
+        dataset = RewardDataset(".")
         dataset.get_stats()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -125,6 +127,7 @@ def test_tokens_are_not_read_into_memory_nor_pickled(tmp_path):
     assert peak < 1_000_000 < (tmp_path / "train_x.bin").stat().st_size
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 5000
+    monkeypatch.chdir("/")
     assert torch.equal(pickle.loads(pickled)[7][0], dataset[7][0])
 
 

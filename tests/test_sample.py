@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers import TINY_MODEL, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
+from helpers import TINY_MODEL, call, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
 
 
 def test_texts_begin_with_the_start_and_depend_on_the_seed(tmp_path, generator):
@@ -47,6 +47,15 @@ def test_a_model_of_gpt2s_size_without_a_tokenizer_is_of_gpt2s(tmp_path):
     path = make_checkpoint(tmp_path / "model.pt", 50304, n_embd=4)
     out = succeed("sample", checkpoint_path=path, num_samples=1, max_new_tokens=2, device="cpu", start="To be")
     assert out.startswith("To be")
+
+
+def test_a_model_without_a_newline_starts_with_its_token_0_and_says_so(tmp_path):
+    path = make_checkpoint(tmp_path / "model.pt", 2, {"method": "char", "chars": "ab"})
+    options = {"checkpoint_path": path, "device": "cpu", "num_samples": 1, "max_new_tokens": 3}
+    finished = call("sample", **options)
+    assert finished.status == 0 and re.fullmatch("a[ab]{3}\n-+\n", finished.out)
+    assert re.fullmatch(r"WARNING: no newline .* token 0, 'a'.*--start\n", finished.err)
+    assert "'x'" in refuse_in_one_line("sample", start="x", **options)
 
 
 def test_starts_that_cannot_be_continued_are_refused(tmp_path, generator):

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from text import sample_quality
-from text.sample_quality import CopyFinder, NGramModel, SampleQuality, distinct_n, repetition
+from text.sample_quality import (
+    CopyFinder,
+    NGramModel,
+    SampleQuality,
+    distinct_n,
+    repetition,
+    unknown_words,
+    words_of,
+)
 
 
 def slow_probability(documents: list[list[int]], context: tuple[int, ...], token: int, vocab_size: int) -> float:
@@ -90,3 +98,25 @@ def test_the_longest_copy_is_that_of_trying_every_run(corpus, ids):
 def test_the_corpus_is_searched_up_to_a_bound(monkeypatch):
     monkeypatch.setattr(sample_quality, "MAX_TOKENS", 3)
     assert CopyFinder(np.arange(9)).longest_copy(np.arange(9)) == 3
+
+
+WORDS = {
+    "Don\u2019t stop, o'clock: x2y": "don\u2019t stop o'clock x y",
+    "हिन्दी, भाषा": "हिन्दी भाषा",  # marks stand within words
+    "e\u0301te\u0301 \u0301": "e\u0301te\u0301",
+    "می\u200cخواهم، تَعَلَّم": "می\u200cخواهم تَعَلَّم",
+    "한국어, 문장": "한국어 문장",
+    "你好世界今天天气很好": "",  # no spaces between words
+    "人々はゲーム。สวัสดีชาวโลก ສະບາຍດີ សួស្តី မင်္ဂလာပါ": "",
+    "GPT模型 is good": "is good",
+}
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_words_of_scripts(text):
+    assert words_of(text) == WORDS[text].split()
+
+
+def test_unknown_words_by_hand():
+    assert unknown_words(["cut one two three cut", "cut four cut"], {"one", "four"}) == 0.5
+    assert unknown_words(["你好，世界。今天，天气，很好。"], {"one"}) is None

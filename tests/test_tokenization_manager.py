@@ -156,7 +156,7 @@ def test_meta_round_trip(chars):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "meta.pkl")
         save_meta(path, chars)
-        assert load_meta(path) == "".join(chars)
+        assert load_meta(path)["chars"] == "".join(chars)
         ids = {character: token for token, character in enumerate(chars)}
         meta = pickle.loads(path.read_bytes())  # nanoGPT reads it, too
         assert meta == {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": ids}
@@ -177,7 +177,7 @@ def test_meta_files_of_every_protocol_are_read_and_hostile_ones_run_nothing(tmp_
     mark, path = tmp_path / "was_executed", tmp_path / "meta.pkl"
     meta = {"vocab_size": 2, "itos": {0: "a", 1: "ü"}, "stoi": {"a": 0, "ü": 1}, "note": ["made by hand", 1.5, None]}
     path.write_bytes(pickle.dumps(meta, protocol))
-    assert load_meta(path) == "aü"
+    assert load_meta(path)["chars"] == "aü"
     hostile = {"vocab_size": 1, "stoi": {"a": 0}, "itos": {0: "a"}, "extra": Hostile(f"touch {mark}")}
     data = pickle.dumps(hostile, protocol)
     path.write_bytes(data)
@@ -205,6 +205,7 @@ DAMAGED = [
 INCONSISTENT = [
     [1, 2],
     GOOD | {"vocab_size": "2"},
+    {"vocab_size": "2"},
     GOOD | {"vocab_size": 0, "itos": {}, "stoi": {}},
     GOOD | {"vocab_size": 3},
     GOOD | {"itos": {0: "a", 2: "b"}},
@@ -238,6 +239,16 @@ def test_no_bytes_give_anything_but_a_meta_file_error(data):
             path.write_bytes(content)
             with pytest.raises(MetaFileError):
                 load_meta(path)
+
+
+def test_a_meta_file_with_only_a_size_is_of_ids(tmp_path):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 90}))
+    manager = TokenizationManager(data_path=tmp_path)
+    assert manager.info().describe() == "ids (vocab_size=90)"
+    assert manager.from_record(manager.to_record()).to_record() == manager.to_record()
+    assert manager.encode("17 4").tolist() == [17, 4] and manager.decode([17, 4]) == "17 4 "
+    with pytest.raises(UserError, match="token 90 is outside the vocabulary: 0 to 89"):
+        manager.encode("90")
 
 
 CHARACTERS = "\n\r !'.ABCabcÄ\u0301😀"
@@ -289,6 +300,18 @@ def test_a_tokenizer_of_characters_is_one_of_characters_and_no_other_is():
     of_words = {"type": "WordLevel", "vocab": {"ab": 0}, "unk_token": ""}
     for parts in ({"normalizer": {"type": "Lowercase"}}, {"model": of_words}):
         assert from_json(OF_CHARACTERS, **parts).method == "tokenizer"
+
+
+@pytest.mark.interop
+def test_gpt2_with_an_added_token_keeps_it_and_texts_are_not_padded(bpe, tokenizers):
+    theirs = tokenizers.Tokenizer.from_str(bpe.to_tokenizer_json())
+    assert from_json(json.loads(theirs.to_str())).method == "bpe"
+    theirs.add_tokens(["<|mine|>"])
+    theirs.enable_padding(length=8)
+    manager = from_json(json.loads(theirs.to_str()))
+    assert (manager.method, manager.vocab_size) == ("tokenizer", 50258)
+    ids = manager.encode("To be<|mine|>")
+    assert ids.tolist() == [*bpe.encode("To be"), 50257] and manager.decode(ids) == "To be<|mine|>"
 
 
 @pytest.mark.interop

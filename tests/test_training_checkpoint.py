@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from helpers import write_token_files
 
 from common.process import UserError
 from data_loader import hash_tokens
@@ -199,3 +200,12 @@ WRONG = [
 @pytest.mark.parametrize(("value", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_what_does_not_fit_is_reported(tmp_path, value, message):
     assert message in refusal(tmp_path / "wrong.pt", value)
+
+
+def test_one_line_says_which_ids_are_assumed_without_a_vocabulary(tmp_path, corpus, capsys):
+    write_token_files(tmp_path, (range(50), range(50)))
+    assert ckpt.open_corpus(str(tmp_path), 1, None).tokenizer.vocab_size == 50257
+    said = capsys.readouterr().out
+    assert "50,257 ids assumed" in said and "meta.pkl with vocab_size" in said and said.count("\n") == 1
+    assert ckpt.open_corpus(str(corpus), 1, None).tokenizer.method == "char"
+    assert capsys.readouterr().out == ""

@@ -8,6 +8,7 @@ Pure functions of token ids. A text is (n,) token ids in which sequences (docume
 
 import functools
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from torch import Tensor
 MAX_TOKENS = 1 << 24  # of a corpus, that models are fitted to and copies are searched in
 GRAM = 4  # tokens of 16 bits by which copies are looked up
 COPIES_SOUGHT = 100  # samples that are searched for in the corpus
+# Unspaced scripts, without spaces between words, by how their characters' names in Unicode begin: ideographs,
+# kana, and the scripts in which only a dictionary can break lines (Unicode Standard Annex 14, class SA).
+UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TAI ", "NEW TAI ")
 Starts = Sequence[int] | np.ndarray
 
 
@@ -132,14 +136,24 @@ def repetition(ids: Tensor, n: int = 4) -> float:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, in lower case: letters, and apostrophes between them."""
-    return re.findall(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)*", text.lower())
+    """The words of a text, in lower case: letters with their combining marks, and apostrophes between them.
+
+    A word with a character of an unspaced script is left out: there only a dictionary could tell words apart.
+    """
+    text = text.lower()
+    characters = sorted(set(text))
+    marks = "".join(each for each in characters if unicodedata.category(each).startswith("M"))
+    unspaced = {each for each in characters if unicodedata.name(each, "").startswith(UNSPACED)}
+    # Joiners (U+200C, U+200D) stand within words of Persian and of Indian languages.
+    letters = rf"(?:[^\W\d_]+[{marks}\u200c\u200d]*)+"
+    words = re.findall(rf"{letters}(?:['\u2019]{letters})*", text)
+    return [word for word in words if unspaced.isdisjoint(word)]
 
 
 def unknown_words(texts: Iterable[str], known: Set[str]) -> float | None:
     """The share of the words in texts that are not known; the first and the last of each, perhaps cut, do not count.
 
-    None without any.
+    None without any, as for Chinese.
     """
     words = [word for text in texts for word in words_of(text)[1:-1]]
     return sum(word not in known for word in words) / len(words) if words else None

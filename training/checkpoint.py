@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from common.files import hash_bytes, hash_file, load_state, save_state
+from common.log import say
 from common.process import UserError, is_main_rank, warn
 from data_loader import dataset_folder, hash_tokens, open_token_file
 from generation.sampling import Sampling
@@ -25,7 +26,7 @@ from model import GPT, GPTConfig
 from reward.heads import REWARD_MODELS, RewardModel, make_reward_model, parts_of
 from reward_dataset_loader import RewardDataset
 from text.calibration import unigram_log_probs
-from tokenization_manager import TokenizationManager
+from tokenization_manager import TokenizationManager, detect_method
 
 MAX_SIZE = 2**24  # of anything that a config counts, and of the table of rotary positions, which no weights show
 INTERVAL_CHARACTERS = 2000  # losses within fewer are correlated: smaller blocks give too narrow an interval
@@ -244,6 +245,9 @@ def open_corpus(dataset: str, min_train_tokens: int, checkpoint: Record | None) 
         way += " from texts with prepare_text.py, or check --dataset"
     require((folder / "train.bin").is_file(), f"{folder}/train.bin not found: {way}")
     tokenizer = TokenizationManager(data_path=folder)
+    if detect_method(folder) == "bpe":
+        way = "write a meta.pkl with vocab_size if there are others"
+        say(f"{folder} has no meta.pkl or tokenizer.json: GPT-2's 50,257 ids assumed; {way}")
     if checkpoint is not None:
         check_tokenizer(checkpoint, tokenizer)
     train = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, min_train_tokens)

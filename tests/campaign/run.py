@@ -21,9 +21,16 @@ import bad_input  # noqa: E402
 import hostile  # noqa: E402
 import kills  # noqa: E402
 import odd_texts  # noqa: E402
+import token_files  # noqa: E402
 from world import BrokenPromiseError, World  # noqa: E402
 
-PARTS = {"bad_input": bad_input, "hostile": hostile, "kills": kills, "odd_texts": odd_texts}
+PARTS = {
+    "bad_input": bad_input,
+    "hostile": hostile,
+    "kills": kills,
+    "odd_texts": odd_texts,
+    "token_files": token_files,
+}
 
 
 def commit_seed() -> int:
