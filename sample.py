@@ -85,7 +85,6 @@ def main() -> None:
         start = np.zeros(1)
         warn(f"no newline in the model: starts with token 0, {tokenizer.decode([0])!r}; see --start")
     idx = torch.from_numpy(start.astype("int64")).repeat(settings.num_samples, 1)  # (B, T)
-    idx = idx.to(device)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     with autocast(device, select_dtype("auto", device)):
         generator = torch.Generator().manual_seed(settings.seed)
