@@ -1,12 +1,15 @@
 """reward/user_function.py: a user's reward function is loaded, called and checked; train_grpo.py trains with it."""
 
 import re
+import shutil
+import sys
 
 import numpy as np
 import pytest
 import torch
 from helpers import refuse_in_one_line, succeed
 
+import reward
 from common.distributed import Ranks
 from common.files import hash_file
 from common.log import read_records
@@ -74,6 +77,66 @@ def test_the_file_may_import_from_its_folder_and_is_run_as_no_script(made, tmp_p
     function = made(text + "if __name__ == '__main__': raise SystemExit\n")
     assert function(IDS, MASK).tolist() == [7, 7]
     assert function.sha256 == hash_file(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("score = max\n", "score is a builtin_function_or_method, whose arguments are not known"),
+        ("score = int\n", "score is a type, whose arguments are not known"),
+        ("async def score(ids): raise ValueError('late')\n", "ValueError at line 1 of .*: late"),
+    ],
+)
+def test_kinds_that_cannot_be_called(made, text, expected):
+    assert re.search(rf"mine\.py:score: .*{expected}", error_of(lambda: made(text)(IDS, MASK)))
+
+
+ASYNC = """
+import asyncio
+lock = asyncio.Lock()
+async def one(text):
+    async with lock:  # of one event loop for all calls
+        await asyncio.sleep(1e-3)
+        return len(text)
+async def score(completions):
+    return await asyncio.gather(*map(one, completions))
+"""
+PARTIAL = """
+import functools
+def lengths(completions, factor):
+    return [factor * len(text) for text in completions]
+score = functools.partial(lengths, factor=1)
+"""
+
+
+@pytest.mark.parametrize("text", [ASYNC, PARTIAL], ids=["async", "partial"])
+def test_kinds_that_can_be_called(made, recwarn, text):
+    function = made(text)
+    assert function(IDS, MASK).tolist() == function(IDS, MASK).tolist() == [2, 3]
+    assert not recwarn.list
+
+
+POOL = """
+import multiprocessing
+def length(text):
+    return len(text)
+def score(completions):
+    with multiprocessing.get_context("{method}").Pool(1) as pool:
+        return pool.map(length, completions)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.interop)])  # for its time
+def test_a_pool_imports_the_file_by_its_name(made, method):
+    assert made(POOL.format(method=method))(IDS, MASK).tolist() == [2, 3]
+
+
+def test_a_file_with_the_name_of_a_module_hides_none(made, tmp_path):
+    (tmp_path / "reward.py").write_text("def score(ids): return [5] * len(ids)\n")
+    assert RewardFunction(f"{tmp_path}/reward.py:score")(IDS, MASK).tolist() == [5, 5]
+    assert sys.modules["reward"].__file__ == reward.__file__
+    made("score = len\n")
+    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
 
 
 def test_the_arguments_are_those_of_trl_and_the_arrays(made):
@@ -160,6 +223,15 @@ def test_a_policy_learns_what_the_function_rewards(tmp_path, monkeypatch, corpus
     assert "reward model was" in refuse_in_one_line("train_grpo", **resumed, reward_model_path=reward_model)
     (tmp_path / "letters.py").write_text(LETTERS + "# another\n")
     assert "reward function was" in refuse_in_one_line("train_grpo", **resumed)
+
+
+def test_text_that_is_shorter_than_a_block_is_refused(tmp_path, corpus, generator):
+    (tmp_path / "letters.py").write_text(LETTERS)
+    few = shutil.copytree(corpus, tmp_path / "few_char")
+    np.fromfile(few / "val.bin", np.uint16)[:15].tofile(few / "val.bin")
+    options = {"base_model_path": generator, "dataset": few, "reward_function": f"{tmp_path}/letters.py:share"}
+    line = refuse_in_one_line("train_grpo", **options, output_path=tmp_path / "out/policy.pt", device="cpu")
+    assert "15 tokens" in line and "block_size=16" in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
