@@ -6,7 +6,19 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_TRAIN, assert_same_weights, make_checkpoint, make_corpus, make_text, refuse, succeed, weights
+from helpers import (
+    TINY_TRAIN,
+    assert_same_weights,
+    make_checkpoint,
+    make_corpus,
+    make_text,
+    printed_lines,
+    refuse,
+    refuse_in_one_line,
+    run,
+    succeed,
+    weights,
+)
 
 import train
 from common.device import random_stream
@@ -77,6 +89,8 @@ def test_a_start_is_cut_to_a_smaller_context_as_in_nanogpt(options, tmp_path, co
         ({"n_layer": 2}, "n_layer=2: {generator}, .*n_layer=1"),
         ({"block_size": 32}, "block_size=32: {generator}, .*block_size=16"),
         ({"init_from": "scratch", "short_contexts": 3}, "short_contexts: 3 .*block_size=128"),
+        ({"short_contexts": 0}, "short_contexts: 0 .*block_size=16"),
+        ({"short_contexts": [8, 24]}, "short_contexts: 24 .*block_size=16"),
         ({"init_from": "scratch", "n_head": 3}, "n_embd=128 is not a multiple of n_head=3"),
     ],
 )
@@ -173,6 +187,24 @@ def test_bfloat16_training_stays_near_float32(tmp_path, corpus, generator):
     ours, theirs = (records_of(folder, "select_loss") for folder in (tmp_path, generator.parent))
     assert ours == pytest.approx(theirs, rel=1e-2) and ours != theirs  # the option has an effect
     assert {weight.dtype for weight in weights(tmp_path / "model_checkpoint.pt").values()} == {torch.float32}
+
+
+def test_compiling_without_a_compiler_is_one_line(monkeypatch, options):
+    def fail(function):
+        raise RuntimeError("backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler found\n\nSet more")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    line = refuse_in_one_line("train", **options, compile=True)
+    assert "compile=True: " in line and "No working C++ compiler found: install g++" in line
+    assert not options["out_dir"].exists()
+
+
+@pytest.mark.interop  # for its time
+def test_compiling_with_a_compiler_that_is_not_there_is_one_line(monkeypatch, options):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    finished = run("train.py", **options, compile=True)
+    assert finished.status == 2 and len(printed_lines(finished.err)) == 1 and "/nonexistent" in finished.err
+    assert not options["out_dir"].exists()
 
 
 @pytest.mark.interop  # for its time, half a minute
