@@ -146,7 +146,7 @@ class TrainSettings(Settings):
             problems.require(length > 0 and self.block_size % length == 0, what, "Choose lengths that do")
 
     def shaped(self, config: GPTConfig) -> "TrainSettings":
-        """These settings with the shape of the model that a run has; UserError if they ask a start for another."""
+        """These settings with the shape of the model that a run has; UserError if they do not fit it."""
         problems = Problems()
         for name in SHAPE if self.start is not None else ():
             asked, has = getattr(self, name), getattr(config, name)

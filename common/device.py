@@ -55,8 +55,8 @@ def check_compiler(device: torch.device) -> None:
         torch.compile(lambda x: x.exp())(torch.zeros(1, device=device))
     except Exception as error:  # of the compiler, or of the packages that call it
         reason = " ".join(str(error).partition("\n\n")[0].split())
-        way_out = "install g++ or clang++ (on CUDA also gcc), or leave out --compile"
-        raise UserError(f"ERROR: compile=True: torch.compile fails here: {reason:.200}: {way_out}") from None
+        reason = f"ERROR: compile=True: torch.compile fails here: {reason:.200}"
+        raise UserError(f"{reason}: install g++ (for CUDA also gcc), or leave out --compile") from None
 
 
 def free_memory(device: torch.device) -> int:

@@ -47,8 +47,7 @@ def draw_prompts(
     They are a function of seed and purpose. Raises UserError for text of fewer than N tokens.
     """
     if len(tokens) < length:
-        need = f"a prompt with its completion takes block_size={length}"
-        raise UserError(f"ERROR: {len(tokens):,} tokens of text are too few, {need}: use more text, or a larger part")
+        raise UserError(f"ERROR: prompts of {length} tokens need more text than {len(tokens):,} tokens: use more data")
     draw = random_stream(seed, *purpose)
     offsets = draw.integers(0, len(tokens) - length + 1, size=num_prompts)
     lengths = draw.integers(1, max(1, length // 2) + 1, size=num_prompts)

@@ -45,6 +45,7 @@ class RewardFunction:
         _loaded.close()
         folder = str(self.path.resolve().parent)
         sys.path.append(folder)  # last: what lies there hides no other module
+        _loaded.enter_context(contextlib.suppress(ValueError))  # where it is no longer in the path
         _loaded.callback(sys.path.remove, folder)
         self.runner = _loaded.enter_context(asyncio.Runner())  # one event loop for all calls
         self.function = self._guarded(self._execute_file).get(name)
@@ -52,7 +53,7 @@ class RewardFunction:
             self._fail(f"{self.path} has no function {name!r}: name one that it has")
         try:
             self.parameters = inspect.signature(self.function).parameters
-        except (TypeError, ValueError):
+        except ValueError:
             kind = type(self.function).__name__
             self._fail(f"{name} is a {kind}, whose arguments are not known: write a function that calls it")
 
@@ -93,7 +94,7 @@ class RewardFunction:
         if name in sys.modules or spec is None or spec.origin != str(self.path.resolve()):
             return runpy.run_path(str(self.path))
         module = sys.modules[name] = module_from_spec(spec)
-        _loaded.callback(sys.modules.pop, name)
+        _loaded.callback(sys.modules.pop, name, None)
         exec(compile(self.path.read_bytes(), str(self.path), "exec"), vars(module))
         return vars(module)
 

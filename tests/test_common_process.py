@@ -35,11 +35,7 @@ def ended_by(main, capsys) -> tuple[int, str, str]:
         (MemoryError("Unable to allocate 9 TiB"), 2, "ERROR: out of memory: Unable to allocate 9 TiB "),
         (torch.OutOfMemoryError("out of memory: no 9 GiB\nmore"), 2, "ERROR: out of memory: "),
         (MemoryError(), 2, "ERROR: out of memory: MemoryError. "),
-        (
-            RuntimeError("[/x/gloo/gloo/tcp/pair.cc:5] Connection closed\nby"),
-            1,
-            "ERROR: another rank ended (",
-        ),
+        (RuntimeError("[/x/gloo/tcp/pair.cc:5] Connection closed\nby"), 1, "ERROR: another rank ended ([/x/gloo"),
         (torch.distributed.DistBackendError("NCCL error"), 1, "ERROR: another rank ended (NCCL error). Run"),
         (FileNotFoundError(2, "No such file", "/absent/file"), 2, "ERROR: No such file: /absent/file\n"),
         (OSError("only words"), 2, "ERROR: only words\n"),
@@ -52,10 +48,7 @@ def test_what_a_user_can_cause_is_one_line_and_a_status(capsys, error, status, m
     assert err.startswith(message) and len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("has_ranks", [False, True])
-def test_nothing_to_do_is_status_0_and_a_fault_of_the_program_keeps_its_traceback(capsys, monkeypatch, has_ranks):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: has_ranks)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+def test_nothing_to_do_is_status_0_and_a_fault_of_the_program_keeps_its_traceback(capsys):
     assert ended_by(Mock(side_effect=Finished("model.pt is there.")), capsys) == (0, "model.pt is there.\n", "")
     with pytest.raises(RuntimeError, match="a bug"):
         ended_by(Mock(side_effect=RuntimeError("a bug")), capsys)

@@ -1,7 +1,6 @@
 """reward/user_function.py: a user's reward function is loaded, called and checked; train_grpo.py trains with it."""
 
 import re
-import shutil
 import sys
 
 import numpy as np
@@ -65,6 +64,8 @@ def test_another_form_than_file_and_name(named):
         ("\nimport no_such_module\n", "ModuleNotFoundError at line 2 of"),
         ("import sys\nsys.exit('bye')\n", "SystemExit at line 2 of .*: bye"),
         ("score = 3\n", "has no function 'score'"),
+        ("score = max\n", "score is a builtin_function_or_method, whose arguments are not known"),
+        ("score = int\n", "score is a type, whose arguments are not known"),
     ],
 )
 def test_a_file_that_does_not_load(made, text, expected):
@@ -77,18 +78,6 @@ def test_the_file_may_import_from_its_folder_and_is_run_as_no_script(made, tmp_p
     function = made(text + "if __name__ == '__main__': raise SystemExit\n")
     assert function(IDS, MASK).tolist() == [7, 7]
     assert function.sha256 == hash_file(tmp_path / "mine.py")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("score = max\n", "score is a builtin_function_or_method, whose arguments are not known"),
-        ("score = int\n", "score is a type, whose arguments are not known"),
-        ("async def score(ids): raise ValueError('late')\n", "ValueError at line 1 of .*: late"),
-    ],
-)
-def test_kinds_that_cannot_be_called(made, text, expected):
-    assert re.search(rf"mine\.py:score: .*{expected}", error_of(lambda: made(text)(IDS, MASK)))
 
 
 ASYNC = """
@@ -131,12 +120,10 @@ def test_a_pool_imports_the_file_by_its_name(made, method):
     assert made(POOL.format(method=method))(IDS, MASK).tolist() == [2, 3]
 
 
-def test_a_file_with_the_name_of_a_module_hides_none(made, tmp_path):
+def test_a_file_with_the_name_of_a_module_hides_none(tmp_path):
     (tmp_path / "reward.py").write_text("def score(ids): return [5] * len(ids)\n")
     assert RewardFunction(f"{tmp_path}/reward.py:score")(IDS, MASK).tolist() == [5, 5]
-    assert sys.modules["reward"].__file__ == reward.__file__
-    made("score = len\n")
-    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
+    assert sys.modules["reward"] is reward
 
 
 def test_the_arguments_are_those_of_trl_and_the_arrays(made):
@@ -223,15 +210,6 @@ def test_a_policy_learns_what_the_function_rewards(tmp_path, monkeypatch, corpus
     assert "reward model was" in refuse_in_one_line("train_grpo", **resumed, reward_model_path=reward_model)
     (tmp_path / "letters.py").write_text(LETTERS + "# another\n")
     assert "reward function was" in refuse_in_one_line("train_grpo", **resumed)
-
-
-def test_text_that_is_shorter_than_a_block_is_refused(tmp_path, corpus, generator):
-    (tmp_path / "letters.py").write_text(LETTERS)
-    few = shutil.copytree(corpus, tmp_path / "few_char")
-    np.fromfile(few / "val.bin", np.uint16)[:15].tofile(few / "val.bin")
-    options = {"base_model_path": generator, "dataset": few, "reward_function": f"{tmp_path}/letters.py:share"}
-    line = refuse_in_one_line("train_grpo", **options, output_path=tmp_path / "out/policy.pt", device="cpu")
-    assert "15 tokens" in line and "block_size=16" in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ CONFIG = GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=8)
 TOKENIZATION = TokenizationManager.from_text("hello world").to_record()
 DATA = ckpt.data_record(np.arange(5, dtype=np.uint16), np.arange(3, dtype=np.uint16))
 IDX = torch.arange(10).view(2, 5)
-NANOGPT = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")  # what its config holds
 
 
 def tiny_model(seed: int = 0, **changes) -> GPT:
@@ -148,7 +147,8 @@ def test_nanogpt_s_checkpoints_load(tmp_path, prefix):
     named = {prefix + name: tensor for name, tensor in model.state_dict().items()}
     if prefix:
         named |= {f"{prefix}transformer.h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(2)}
-    theirs = {"model": named, "model_args": {name: getattr(model.config, name) for name in NANOGPT}, "iter_num": 2000}
+    names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+    theirs = {"model": named, "model_args": {name: getattr(model.config, name) for name in names}, "iter_num": 2000}
     theirs |= {"best_val_loss": torch.tensor(1.47), "optimizer": {"state": {}}, "config": {"out_dir": "out"}}
     torch.save(theirs, tmp_path / "ckpt.pt")
     loaded = ckpt.load_checkpoint(tmp_path / "ckpt.pt")
@@ -163,7 +163,7 @@ def test_embeddings_that_differ_are_both_kept(tmp_path, capsys, form):
     model, name = tiny_model(position="learned", bias=False), "lm_head.weight"
     file = {"model": model.state_dict(), "config": model.config}
     if form == "nanogpt":
-        file = {"model": model.state_dict(), "model_args": {each: getattr(model.config, each) for each in NANOGPT}}
+        file["model_args"] = vars(file.pop("config"))
     elif form == "likelihood":
         model, name = LikelihoodRewardModel(model, GPT(model.config)), "natural.lm_head.weight"
         file = {"model": model.state_dict(), "config": model.config, **parts_of(model)}
