@@ -107,8 +107,6 @@ def token_losses(model: GPT, batches: WholeSplitBatches, title: str) -> Tensor:
 def sample_figures(model: GPT, text: np.ndarray, quality: SampleQuality, num_samples: int) -> dict[str, float]:
     """Figures of a model's completions of prompts from `text`, and of their natural continuations (`natural_`...)."""
     N, device = model.config.block_size, next(model.parameters()).device
-    if len(text) < N:
-        raise UserError(f"ERROR: prompts of {N} tokens need more text than {len(text):,} tokens: use more data")
     natural, prefix_lengths, uniforms = draw_prompts(text, N, num_samples, 1, SEED, "samples")
     completer, ids = Completer(model, N), []
     for rows in counted(parts := torch.arange(num_samples).split(ROWS), len(parts), "Sampling", passing=False):
@@ -126,9 +124,6 @@ def fresh_text(settings: EvaluateSettings, corpus: ckpt.Corpus, tokens: np.ndarr
     reward_model = ckpt.build_model(scored_by, "reward", str(settings.reward_model_path), device)
     if scored_by["config"].mode != "reward":
         raise UserError(f"ERROR: {settings.reward_model_path} holds a generator: name a reward model's checkpoint")
-    if len(tokens) < reference.config.block_size:
-        need = f"{reference.config.block_size} tokens, more than {len(tokens):,}"
-        raise UserError(f"ERROR: prompts need text of {need}: use more data, or leave out reward_model_path")
     scorer, known = RewardScorer(reward_model, reference, select_dtype("auto", device)), None
     if settings.word_dataset is not None:
         read = ckpt.open_corpus(settings.word_dataset, 2, None)

@@ -282,9 +282,9 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
 
     def pad_vocabulary(self, vocab_size: int) -> None:
-        """Add padding ids, which are never used, up to `vocab_size`: so do models whose sizes are rounded up."""
+        """Add or remove padding ids, which are never used, so that there are `vocab_size` ids; tokens all stay."""
         added, config = vocab_size - self.config.vocab_size, self.config
-        if added > 0:
+        if added != 0 and vocab_size >= config.num_real_tokens:
             self.config = replace(config, vocab_size=vocab_size, num_tokens=config.num_real_tokens)
             self.lm_head.weight = nn.Parameter(F.pad(self.lm_head.weight.detach(), (0, 0, 0, added)))
             own = nn.Parameter(F.pad(self.transformer.wte.weight.detach(), (0, 0, 0, added)))

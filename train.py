@@ -17,7 +17,15 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from common.device import autocast, peak_memory_mb, random_stream, seed_step, select_device, select_dtype
+from common.device import (
+    autocast,
+    check_compiler,
+    peak_memory_mb,
+    random_stream,
+    seed_step,
+    select_device,
+    select_dtype,
+)
 from common.distributed import Ranks, gradients_stay, parallel, start_ranks
 from common.files import is_hub_name
 from common.log import check_tracker, counted, format_metrics, format_size, say
@@ -158,9 +166,8 @@ class TrainSettings(Settings):
         problems.require(known, what, "Check the path")
         plain = self.checkpoint_name == Path(self.checkpoint_name).name and self.checkpoint_name not in ("", "..")
         problems.require(plain, f"checkpoint_name={self.checkpoint_name}: must be a plain name", "Change --out_dir")
-        for length in self.short_contexts if self.init_from == "scratch" else ():
-            what = f"short_contexts: {length} does not divide block_size={self.block_size}"
-            problems.require(length > 0 and self.block_size % length == 0, what, "Choose lengths that do")
+        if self.init_from == "scratch":  # else the shape is the model's: see `shaped`
+            self.check_contexts(problems)
         missing = check_tracker(self.tracker)
         problems.require(not missing, missing)
         is_cosine = self.lr_schedule == "cosine"
@@ -183,15 +190,23 @@ class TrainSettings(Settings):
             notes.append(f"Not given, and by default not as in nanoGPT (in brackets): {', '.join(unlike)}")
         return notes
 
+    def check_contexts(self, problems: Problems) -> None:
+        """Note short contexts that do not divide the block size: a step could not have as many tokens as others."""
+        for length in self.short_contexts:
+            what = f"short_contexts: {length} does not divide block_size={self.block_size}"
+            problems.require(length > 0 and self.block_size % length == 0, what, "Choose lengths that do")
+
     def shaped(self, config: GPTConfig) -> "TrainSettings":
-        """These settings with the shape of the model that a run has; UserError if they ask a start for another."""
+        """These settings with the shape of the model that a run has; UserError if they do not fit it."""
         problems = Problems()
         for name in SHAPE if self.start is not None else ():
             asked, has = getattr(self, name), getattr(config, name)
             what = f"{name}={asked}: {self.start}, from which this run starts, has {name}={has}"
             problems.require(asked in (has, getattr(TrainSettings, name)), what, f"Leave out --{name}")
+        shaped = replace(self, **{name: getattr(config, name) for name in SHAPE})
+        shaped.check_contexts(problems)
         problems.raise_if_any()
-        return replace(self, **{name: getattr(config, name) for name in SHAPE})
+        return shaped
 
 
 def main() -> None:
@@ -199,6 +214,8 @@ def main() -> None:
     ranks = start_ranks(select_device(given.device))
     device, dtype = ranks.device, select_dtype(given.dtype, ranks.device)
     ranks.check_divides("batch_size", given.batch_size)
+    if given.compile and not given.eval_only:
+        check_compiler(device)
     start, model = load_start(given, device)
     settings = given if model is None else given.shaped(model.config)
     corpus = ckpt.open_corpus(settings.dataset, settings.block_size + 1, start)

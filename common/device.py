@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.process import UserError
 
@@ -49,6 +49,16 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_fast else torch.float32
 
 
+def check_compiler(device: torch.device) -> None:
+    """Raise UserError unless torch.compile works for a device; it needs a C++ compiler, on CUDA a C compiler."""
+    try:
+        torch.compile(lambda x: x.exp())(torch.zeros(1, device=device))
+    except Exception as error:  # of the compiler, or of the packages that call it
+        reason = " ".join(str(error).partition("\n\n")[0].split())
+        reason = f"ERROR: compile=True: torch.compile fails here: {reason:.200}"
+        raise UserError(f"{reason}: install g++ (for CUDA also gcc), or leave out --compile") from None
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes of memory that a device has left; what it has in all if the system does not say.
 
@@ -75,6 +85,11 @@ def peak_memory_mb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes there, kilobytes elsewhere
+
+
+def float64(values: Tensor) -> Tensor:
+    """The values in float64, on the CPU: Apple's devices have no float64."""
+    return values.cpu().double()
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:

@@ -61,6 +61,7 @@ class Ranks:
         """Each of the values, summed over the ranks, in float64."""
         if self.world_size == 1:
             return list(values)
+        # On the CPU or on CUDA: `start_ranks` refuses Apple's devices, which have no float64.
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(total)
         return total.tolist()

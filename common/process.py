@@ -7,6 +7,7 @@ Every script runs its main() through `run_main`: bad input ends in one line and 
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -45,6 +46,7 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     signal.signal(signal.SIGTERM, terminate)
     if hasattr(sys.stdout, "reconfigure"):  # print ? for what it cannot encode
         sys.stdout.reconfigure(errors="replace")
+    _end_forks_by_sigterm()
     try:
         with until_main_ends:
             main()
@@ -62,15 +64,21 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_BAD_INPUT)
     except (RuntimeError, MemoryError) as error:
+        reason = (str(error).partition("Error code")[0].splitlines() or [f"{type(error).__name__}."])[0]
         if lacks_memory(error):
-            reason = str(error).partition("Error code")[0].splitlines()[0]
             _exit(f"ERROR: out of memory: {reason} Use a smaller batch, model or dataset.", EXIT_BAD_INPUT)
-        if not torch.distributed.is_initialized():
+        if not comes_from_another_rank(error):
             raise
-        _exit(f"ERROR: another rank ended ({str(error).splitlines()[0]}). {resume_hint}", 1)
+        _exit(f"ERROR: another rank ended ({reason}). {resume_hint}", 1)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         _exit(f"ERROR: {error.strerror or error}{where}", EXIT_BAD_INPUT)
+
+
+@functools.cache
+def _end_forks_by_sigterm() -> None:
+    """Let SIGTERM end processes that are forked from now on: the workers of a user's pool have no state to save."""
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def run_child(name: str, command: list[str]) -> None:
@@ -105,6 +113,11 @@ def lacks_memory(error: BaseException) -> bool:
     """Whether an error says that there is too little memory, for which torch has a class on CUDA alone."""
     words = ("out of memory", "not enough memory", "can't allocate memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in str(error) for part in words)
+
+
+def comes_from_another_rank(error: BaseException) -> bool:
+    """Whether torch.distributed failed: NCCL's errors have a class, gloo's only name one of gloo's source files."""
+    return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
 
 
 def printable(message: str) -> str:

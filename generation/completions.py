@@ -109,9 +109,7 @@ class Completer:
             rows = min(rows, DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // bytes_per_row)
         self.rows = max(1, rows)
 
-    def __call__(
-        self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling
-    ) -> Completions:
+    def __call__(self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling) -> Completions:
         """Complete P prompts G times; see `complete` for the shapes."""
         prompts, group = prefix_lengths.shape
         rows = prefix_lengths.numel()
@@ -120,9 +118,7 @@ class Completer:
                 if self._cache is None or rows > self._cache.most_rows:
                     self._cache = None  # free the old one before the new one is made
                     self._cache = KVCache(self.model, rows, self.length)
-                return complete(
-                    self.model, natural, prefix_lengths, uniforms, sampling, self._cache
-                )
+                return complete(self.model, natural, prefix_lengths, uniforms, sampling, self._cache)
             except Exception as error:
                 if not lacks_memory(error):
                     raise
@@ -172,30 +168,22 @@ def generate(
     """
     config: Any = model.config
     if idx.ndim != 2 or idx.size(1) == 0:
-        raise UserError(
-            f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token"
-        )
+        raise UserError(f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token")
     check_ids(idx, config.num_real_tokens)
     length = config.block_size if max_new_tokens is None else idx.size(1) + max_new_tokens
     if length < idx.size(1):
         rule = f"must be >= 0, or None where block_size {config.block_size} holds the prompt"
         raise UserError(f"max_new_tokens={max_new_tokens} after {idx.size(1)} tokens: {rule}")
-    uniforms = torch.rand(
-        idx.size(0), length, generator=generator
-    )  # on the CPU: the same numbers for every device
+    uniforms = torch.rand(idx.size(0), length, generator=generator)  # on the CPU: the same numbers for every device
     within = min(length, config.block_size)
     if idx.size(1) < within:
         natural = F.pad(idx, (0, within - idx.size(1)))
         prefix_lengths = torch.full((idx.size(0), 1), idx.size(1))
-        idx = complete(
-            model, natural, prefix_lengths, uniforms[:, None, :within], sampling
-        ).ids.squeeze(1)
+        idx = complete(model, natural, prefix_lengths, uniforms[:, None, :within], sampling).ids.squeeze(1)
     with evaluating(model):
         for position in range(idx.size(1), length):
             logits, _ = model(idx[:, -config.block_size :])
-            drawn, _, log_probs = sample_tokens(
-                logits[:, -1], uniforms[:, position].to(idx.device), sampling
-            )
+            drawn, _, log_probs = sample_tokens(logits[:, -1], uniforms[:, position].to(idx.device), sampling)
             check_drawn(log_probs)
             idx = torch.cat((idx, drawn[:, None]), dim=1)
     return idx

@@ -37,11 +37,7 @@ class Context:
         """Undo `to_rows`."""
         return rows
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0) -> Tensor:
         """Return causal attention (B, H, T, D) of queries, keys and values (B, H, T, D) each."""
         is_causal = queries.size(2) > 1
-        return F.scaled_dot_product_attention(
-            queries, keys, values, dropout_p=dropout, is_causal=is_causal
-        )
+        return F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=is_causal)

@@ -59,9 +59,7 @@ class KVCache(Context):
         config: Any = model.config
         return 2 * config.n_layer * config.n_embd * length * cache_dtype(model).itemsize
 
-    def begin(
-        self, rows: int, shared: "KVCache | None" = None, source_rows: Tensor | None = None
-    ) -> None:
+    def begin(self, rows: int, shared: "KVCache | None" = None, source_rows: Tensor | None = None) -> None:
         """Start over with R = rows <= most_rows, empty or with the prefixes of another cache.
 
         With `shared`, row r continues row source_rows[r], source_rows (R,) int64, of that cache.
@@ -95,9 +93,7 @@ class KVCache(Context):
         # Indexing once here is faster than indexing in every layer's attention.
         self._keys_and_values = [layer.unbind() for layer in active]
 
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0
-    ) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0) -> Tensor:
         """Store keys and values (A, H, T, D); return the attention (A, H, T, D) to all stored ones."""
         self._new[layer, 0] = keys
         self._new[layer, 1] = values

@@ -45,8 +45,10 @@ def draw_prompts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Natural text (P, N) at uniform places, prompt lengths (P, G) uniform on [1, N / 2], and uniforms (P, G, N).
 
-    They are a function of seed and purpose.
+    They are a function of seed and purpose. Raises UserError for text of fewer than N tokens.
     """
+    if len(tokens) < length:
+        raise UserError(f"ERROR: prompts of {length} tokens need more text than {len(tokens):,} tokens: use more data")
     draw = random_stream(seed, *purpose)
     offsets = draw.integers(0, len(tokens) - length + 1, size=num_prompts)
     lengths = draw.integers(1, max(1, length // 2) + 1, size=num_prompts)

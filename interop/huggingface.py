@@ -24,6 +24,8 @@ from tokenization_manager import TokenizationManager
 CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM"}  # by model_type
 OURS = ("block_size", "n_layer", "n_head", "n_embd", "tied_embeddings")
 THEIRS = ("max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size", "tie_word_embeddings")
+# Their names of an activation, and ours; `gelu_new` and `gelu_pytorch_tanh` are one function.
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout")
 # Parts of GPT-NeoX's names of weights, and ours; GPT-2's names are ours.
 RENAMED = {
@@ -110,15 +112,16 @@ def our_config(theirs: Any, num_tokens: int) -> GPTConfig:
     is_rotary = theirs.model_type == "gpt_neox"
     values = {name: getattr(theirs, their_name) for name, their_name in zip(OURS, THEIRS, strict=True)}
     activation = theirs.hidden_act if is_rotary else theirs.activation_function
-    values |= {"activation": "gelu_tanh" if activation == "gelu_new" else activation, "position": "learned"}
+    values |= {"activation": ACTIVATIONS.get(activation, activation), "position": "learned"}
     if is_rotary:
         values |= {"position": "rope", "rotary_share": theirs.rope_parameters["partial_rotary_factor"]}
         values["parallel_residual"] = theirs.use_parallel_residual
     config = GPTConfig(vocab_size=theirs.vocab_size, num_tokens=num_tokens, **values)
     if problem := config.problem():
         raise UserError(problem)
+    also = {"n_inner": 4 * config.n_embd, "hidden_act": activation, "activation_function": activation}
     for name, value in their_settings(config).items():
-        if getattr(theirs, name) != value:
+        if getattr(theirs, name) not in (value, also.get(name, value)):
             raise UserError(f"{name}={getattr(theirs, name)!r:.60} is not supported, only {value}")
     return config
 

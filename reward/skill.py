@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.device import float64
 from common.process import UserError
 
 MIN_BLOCKS = 8  # resampling B blocks underestimates the variance by a share of 1/B: with fewer, too narrow an interval
@@ -25,7 +26,7 @@ Interval = tuple[float, float] | tuple[None, None]  # (low, high)
 
 def _pair(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Both as float64 vectors of one length: (n,) against (n, 1) would broadcast."""
-    prediction, target = (torch.as_tensor(x).double() for x in (prediction, target))
+    prediction, target = (float64(torch.as_tensor(x)) for x in (prediction, target))
     if prediction.shape != target.shape or prediction.dim() != 1 or len(target) == 0:
         shapes = f"{tuple(prediction.shape)} and {tuple(target.shape)}"
         raise UserError(f"ERROR: predictions and targets have shapes {shapes}: both must be (n,) with n >= 1")
@@ -42,28 +43,28 @@ def bootstrap_interval(statistic: Callable[[Tensor], Tensor | float], count: int
         return None, None
     generator = torch.Generator().manual_seed(seed)
     picks = (torch.randint(count, (count,), generator=generator) for _ in range(NUM_RESAMPLES))
-    figures = torch.tensor([float(statistic(pick)) for pick in picks], dtype=torch.float64)
-    if figures.isnan().double().mean() > TAILS[0]:
+    figures = torch.tensor([float(statistic(pick)) for pick in picks], dtype=torch.float64, device="cpu")
+    if float64(figures.isnan()).mean() > TAILS[0]:
         return None, None
-    low, high = figures.nanquantile(torch.tensor(TAILS, dtype=torch.float64)).tolist()
+    low, high = figures.nanquantile(torch.tensor(TAILS, dtype=torch.float64, device="cpu")).tolist()
     return low, high
 
 
 def bootstrap_mean(name: str, values: Tensor, seed: int) -> dict[str, float | None]:
     """The mean of independent values (n,), under `name`, and its `bootstrap_interval`, `name_low` and `name_high`."""
-    values = values.double()
+    values = float64(values)
     low, high = bootstrap_interval(lambda pick: values[pick].mean(), len(values), seed)
     return {name: values.mean().item(), f"{name}_low": low, f"{name}_high": high}
 
 
 def block_means(values: Tensor, block_size: int) -> Tensor:
     """Means (blocks,) float64 of whole blocks of consecutive values (n,)."""
-    return values[: len(values) // block_size * block_size].double().view(-1, block_size).mean(1)
+    return float64(values[: len(values) // block_size * block_size]).view(-1, block_size).mean(1)
 
 
 def bootstrap_blocks(name: str, values: Tensor, block_size: int, seed: int) -> dict[str, float | None]:
     """As `bootstrap_mean`, of consecutive tokens' values (n,), by whole blocks: neighbours are correlated."""
-    return bootstrap_mean(name, block_means(values, block_size), seed) | {name: values.double().mean().item()}
+    return bootstrap_mean(name, block_means(values, block_size), seed) | {name: float64(values).mean().item()}
 
 
 def bootstrap_r_squared(prediction: Tensor, target: Tensor, blocks: Tensor, seed: int) -> Interval:
@@ -75,7 +76,7 @@ def bootstrap_r_squared(prediction: Tensor, target: Tensor, blocks: Tensor, seed
     ids, block = torch.as_tensor(blocks).unique(return_inverse=True)
     centred = target - target.mean()  # keeps the digits of the sums of squares
     per_row = torch.stack([torch.ones_like(target), centred, centred**2, (prediction - target) ** 2], 1)
-    sums = torch.zeros(len(ids), 4, dtype=torch.float64).index_add(0, block, per_row)
+    sums = torch.zeros(len(ids), 4, dtype=torch.float64, device="cpu").index_add(0, block, per_row)
 
     def r2(pick: Tensor) -> Tensor:
         count, first, second, error = sums[pick].sum(0).unbind()
@@ -125,9 +126,9 @@ def area_under_curve(positive: Tensor, negative: Tensor) -> float | None:
     """Area under the ROC curve: P(one of `positive` (n,) > one of `negative` (m,)), ties half; None if one is empty."""
     if len(positive) == 0 or len(negative) == 0:
         return None
-    ordered = negative.double().sort().values
-    below, not_above = (torch.searchsorted(ordered, positive.double(), right=right) for right in (False, True))
-    return float((below + not_above).double().mean() / (2 * len(negative)))
+    ordered = float64(negative).sort().values
+    below, not_above = (torch.searchsorted(ordered, float64(positive), right=right) for right in (False, True))
+    return float(float64(below + not_above).mean() / (2 * len(negative)))
 
 
 def skill_figures(prediction: Tensor, target: Tensor, num_tokens: int) -> dict[str, float | None]:

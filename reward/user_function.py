@@ -3,11 +3,15 @@
 python train_grpo.py --base_model_path base_model_v1.pt --reward_function my_rewards.py:score
 """
 
+import asyncio
+import contextlib
 import inspect
 import runpy
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +24,8 @@ from common.process import Terminated, UserError
 
 LARGEST = 1e12  # of a reward: its square is still a float32
 RULE = f"return a finite number, at most {LARGEST:g}, for every sequence, or lists of one for each written token"
+
+_loaded = contextlib.ExitStack()  # undoes what the last file that was loaded changed in the interpreter
 
 
 class RewardFunction:
@@ -36,10 +42,20 @@ class RewardFunction:
         if not file.endswith(".py") or not self.path.is_file():
             self._fail("must be FILE.py:NAME, FILE.py an existing file")
         self.sha256 = hash_file(self.path)
-        sys.path.append(str(self.path.resolve().parent))  # last: what lies there hides no other module
-        self.function = self._guarded(lambda: runpy.run_path(str(self.path))).get(name)
+        _loaded.close()
+        folder = str(self.path.resolve().parent)
+        sys.path.append(folder)  # last: what lies there hides no other module
+        _loaded.enter_context(contextlib.suppress(ValueError))  # where it is no longer in the path
+        _loaded.callback(sys.path.remove, folder)
+        self.runner = _loaded.enter_context(asyncio.Runner())  # one event loop for all calls
+        self.function = self._guarded(self._execute_file).get(name)
         if not callable(self.function):
             self._fail(f"{self.path} has no function {name!r}: name one that it has")
+        try:
+            self.parameters = inspect.signature(self.function).parameters
+        except ValueError:
+            kind = type(self.function).__name__
+            self._fail(f"{name} is a {kind}, whose arguments are not known: write a function that calls it")
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -52,10 +68,9 @@ class RewardFunction:
         given: dict[str, Any] = {"prompt_ids": list(prompts), "completion_ids": list(completions)}
         given |= {"prompts": list(map(self.decode, prompts)), "completions": list(map(self.decode, completions))}
         given |= {"ids": np.array(rows, dtype=np.int64), "masks": np.array(mask.tolist(), dtype=bool)}  # copies
-        taken = inspect.signature(self.function).parameters
-        if all(each.kind != each.VAR_KEYWORD for each in taken.values()):
-            given = {name: value for name, value in given.items() if name in taken}
-        returned = self._guarded(lambda: [_plain(row) for row in _plain(self.function(**given))])
+        if all(each.kind != each.VAR_KEYWORD for each in self.parameters.values()):
+            given = {name: value for name, value in given.items() if name in self.parameters}
+        returned = self._guarded(lambda: [_plain(row) for row in _plain(self._call(given))])
         per_token = bool(returned) and isinstance(returned[0], list | tuple)
         lists = [row if isinstance(row, list | tuple) else [row] for row in returned]
         if per_token and all(len(row) == mask.size(1) for row in lists):  # arrays that are aligned with masks
@@ -68,6 +83,25 @@ class RewardFunction:
                 self._fail(f"returned {value!r:.40}; {RULE}")
         flat = torch.tensor(numbers, dtype=torch.float32, device=ids.device)
         return flat.new_zeros(mask.shape).masked_scatter(mask, flat) if per_token else flat
+
+    def _execute_file(self) -> dict[str, Any]:
+        """The names that the file defines.
+
+        The file becomes a module, which the worker processes of a pool can import, unless another has its name.
+        """
+        name = self.path.stem
+        spec = PathFinder.find_spec(name)
+        if name in sys.modules or spec is None or spec.origin != str(self.path.resolve()):
+            return runpy.run_path(str(self.path))
+        module = sys.modules[name] = module_from_spec(spec)
+        _loaded.callback(sys.modules.pop, name, None)
+        exec(compile(self.path.read_bytes(), str(self.path), "exec"), vars(module))
+        return vars(module)
+
+    def _call(self, given: dict[str, Any]) -> Any:
+        """What the function returns; one that is `async def` is awaited, as in TRL."""
+        returned = self.function(**given)
+        return self.runner.run(returned) if inspect.iscoroutine(returned) else returned
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """The result of `work`, which runs the user's code: whatever that raises becomes a UserError of one line."""

@@ -164,6 +164,15 @@ def test_an_import_of_what_is_drawn_above_would_be_noticed():
     assert upward("model", imported_modules(source)) == [".", "..z", "train"]
 
 
+ANY_DEVICE = re.compile(r'(?<!\.cpu\(\))\.double\(|torch\.(float64|double)\b(?!, device="cpu")')
+
+
+def test_float64_is_on_the_cpu():
+    """Apple's devices have none. `Ranks.sum` never runs there: `start_ranks` refuses them."""
+    lines = {line.strip() for path in CODE for line in path.read_text().splitlines() if ANY_DEVICE.search(line)}
+    assert sorted(line.partition(" = ")[0] for line in lines) == ["WEIGHT_DTYPES", "total"]
+
+
 @pytest.mark.parametrize("path", CODE, ids=name_of)
 def test_every_file_begins_with_purpose_and_command_and_does_no_work(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))

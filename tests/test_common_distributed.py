@@ -113,6 +113,16 @@ def test_when_a_rank_dies_all_end_and_nothing_is_half_written(tmp_path, corpus):
     assert f"Saved {tmp_path / 'out'}" in succeed("train", **longer)
 
 
+def test_a_fault_of_the_program_keeps_its_traceback(tmp_path):
+    lines = "import torch, common.distributed, common.process\ndef main():\n"
+    lines += "    ranks = common.distributed.start_ranks(torch.device('cpu'))\n    ranks.sum(1.0)\n"
+    lines += "    if ranks.rank == 1: raise RuntimeError('a bug')\n    ranks.sum(1.0)\n"
+    (tmp_path / "faulty.py").write_text(f"{lines}common.process.run_main(main)\n")
+    finished = run_ranks(2, tmp_path / "faulty.py")
+    assert finished.status == 1
+    assert finished.err.count("Traceback") == 1 and "RuntimeError: a bug" in finished.err
+
+
 def test_sigterm_to_torchrun_saves_on_rank_0(tmp_path, corpus):
     process, options, _ = start_ranks_and_wait(tmp_path / "out", corpus)
     process.terminate()

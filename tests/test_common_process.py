@@ -1,8 +1,10 @@
 """common/process.py: exit statuses, one line an error, signals that wait.  `pytest tests/test_common_process.py`"""
 
 import io
+import multiprocessing
 import os
 import signal
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -33,6 +35,9 @@ def ended_by(main, capsys) -> tuple[int, str, str]:
         (Terminated(), 143, "Terminated. Run the same"),
         (MemoryError("Unable to allocate 9 TiB"), 2, "ERROR: out of memory: Unable to allocate 9 TiB "),
         (torch.OutOfMemoryError("out of memory: no 9 GiB\nmore"), 2, "ERROR: out of memory: "),
+        (MemoryError(), 2, "ERROR: out of memory: MemoryError. "),
+        (RuntimeError("[/x/gloo/tcp/pair.cc:5] Connection closed\nby"), 1, "ERROR: another rank ended ([/x/gloo"),
+        (torch.distributed.DistBackendError("NCCL error"), 1, "ERROR: another rank ended (NCCL error). Run"),
         (FileNotFoundError(2, "No such file", "/absent/file"), 2, "ERROR: No such file: /absent/file\n"),
         (OSError("only words"), 2, "ERROR: only words\n"),
         (UserError("ERROR: \x1b[31mred\ud800"), 2, "ERROR: \\x1b[31mred\\ud800\n"),
@@ -79,6 +84,27 @@ def test_signals_wait_and_a_second_ctrl_c_does_not():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def say_and_sleep(queue):
+    queue.put("running")
+    time.sleep(10)
+
+
+def test_sigterm_ends_a_fork_at_once(capsys):
+    """Such as a worker of a user's pool, for whose end `Pool.terminate` waits."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    worker = context.Process(target=say_and_sleep, args=(queue,))
+
+    def main():
+        with flag_signals():
+            worker.start()
+            queue.get()
+            worker.terminate()
+            worker.join()
+
+    assert ended_by(main, capsys) == (0, "", "") and worker.exitcode == -signal.SIGTERM
 
 
 def test_only_rank_0_warns(monkeypatch, capsys):

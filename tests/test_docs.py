@@ -217,6 +217,15 @@ def test_the_records_give_a_published_contrast(monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in (ROOT / page).read_text(encoding="utf-8")
 
 
+def test_a_checkpoint_is_read_by_a_script_elsewhere(tmp_path):
+    (block,) = (each for each in read_page(REFERENCE)[0] if "torch.load" in each.text)
+    make_checkpoint(tmp_path / "model_checkpoint.pt", 11)
+    script = f"import sys, torch\n{block.text}\nGPT(checkpoint['config']).load_state_dict(checkpoint['model'])"
+    command = [sys.executable, "-c", script.replace("path/to/crossover", str(ROOT))]
+    finished = subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_are_as_the_scripts_take_them(name):
     for block in read_page(name)[0]:

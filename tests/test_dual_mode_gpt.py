@@ -219,6 +219,9 @@ def test_a_model_cropped_to_shorter_sequences_predicts_the_same(position):
     found, before = again(idx)[0].log_softmax(-1), whole(idx)[0].log_softmax(-1)
     torch.testing.assert_close(found[..., :-3], before)
     assert (found[..., -3:].exp() == 0).all()
+    model.pad_vocabulary(whole.config.vocab_size)  # without them again, but never without a token
+    model.pad_vocabulary(whole.config.vocab_size - 1)
+    assert torch.equal(model(idx)[0], whole(idx)[0])
 
 
 def test_dropout_works_in_training_only():

@@ -83,7 +83,7 @@ def test_the_test_split_is_for_models_of_the_same_split_alone(tmp_path, corpus, 
     assert "learned another corpus" in call("evaluate", **options).err
 
 
-def test_what_cannot_be_compared_or_asked_for_is_refused(tmp_path, corpus, generator):
+def test_what_cannot_be_compared_or_asked_for_is_refused(tmp_path, corpus, generator, predictive_reward_model):
     options = {"dataset": corpus, "device": "cpu"}
     record = TokenizationManager(data_path=corpus).to_record()
     other = make_checkpoint(tmp_path / "other.pt", record["vocab_size"], record, block_size=8)
@@ -95,6 +95,8 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(tmp_path, corpus, gener
     np.fromfile(corpus / "val.bin", np.uint16)[:30].tofile(tmp_path / "short/val.bin")
     options = {"checkpoints": [generator], "dataset": tmp_path / "short", "samples": 10, "device": "cpu"}
     assert "need more text" in refuse_in_one_line("evaluate", **options)
+    gate = {"part": "gate", "reward_model_path": predictive_reward_model, "baseline": generator}  # of no block
+    assert "need more text" in refuse_in_one_line("evaluate", **options, **gate)
     message = refuse("evaluate", split="train", part="gate", samples=1)
     for said in ("checkpoints is required", "part is ignored when split is 'train'", "samples=1"):
         assert f"ERROR: {said}" in message

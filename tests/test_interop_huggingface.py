@@ -87,11 +87,17 @@ def test_our_models_have_the_same_logits_and_come_back_as_they_were(tmp_path, tr
     assert contents["tokenization"] is contents["data"] is None
 
 
+GPT2 = {"n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
+
+
 @pytest.mark.interop
 @pytest.mark.parametrize(
     ("form", "options"),
     [
-        ("GPT2", {"n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}),
+        ("GPT2", GPT2),
+        ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh", "n_inner": 128}),
+        ("GPT2", {**GPT2, "tie_word_embeddings": False}),
+        ("GPTNeoX", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
         ("GPTNeoX", {"rotary_pct": 0.25, "use_parallel_residual": True, "tie_word_embeddings": False}),
         ("GPTNeoX", {"rotary_pct": 1.0, "use_parallel_residual": False, "tie_word_embeddings": True}),
     ],
@@ -103,6 +109,8 @@ def test_their_models_have_the_same_logits_here(tmp_path, transformers, form, op
     config = getattr(transformers, f"{form}Config")(vocab_size=61, **options)
     theirs = with_large_weights(getattr(transformers, CLASSES[form])(config))
     theirs.save_pretrained(tmp_path)
+    if form == "GPT2":  # which ties them, says this
+        change(tmp_path, tie_word_embeddings=True)
     model, ids = build_model(load_checkpoint(tmp_path), "generator", tmp_path), torch.randint(61, (3, 32))
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model, ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)

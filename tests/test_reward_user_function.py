@@ -1,12 +1,14 @@
 """reward/user_function.py: a user's reward function is loaded, called and checked; train_grpo.py trains with it."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 from helpers import call, refuse_in_one_line, succeed
 
+import reward
 from common.distributed import Ranks
 from common.files import hash_file
 from common.log import read_records
@@ -62,6 +64,8 @@ def test_another_form_than_file_and_name(named):
         ("\nimport no_such_module\n", "ModuleNotFoundError at line 2 of"),
         ("import sys\nsys.exit('bye')\n", "SystemExit at line 2 of .*: bye"),
         ("score = 3\n", "has no function 'score'"),
+        ("score = max\n", "score is a builtin_function_or_method, whose arguments are not known"),
+        ("score = int\n", "score is a type, whose arguments are not known"),
     ],
 )
 def test_a_file_that_does_not_load(made, text, expected):
@@ -74,6 +78,52 @@ def test_the_file_may_import_from_its_folder_and_is_run_as_no_script(made, tmp_p
     function = made(text + "if __name__ == '__main__': raise SystemExit\n")
     assert function(IDS, MASK).tolist() == [7, 7]
     assert function.sha256 == hash_file(tmp_path / "mine.py")
+
+
+ASYNC = """
+import asyncio
+lock = asyncio.Lock()
+async def one(text):
+    async with lock:  # of one event loop for all calls
+        await asyncio.sleep(1e-3)
+        return len(text)
+async def score(completions):
+    return await asyncio.gather(*map(one, completions))
+"""
+PARTIAL = """
+import functools
+def lengths(completions, factor):
+    return [factor * len(text) for text in completions]
+score = functools.partial(lengths, factor=1)
+"""
+
+
+@pytest.mark.parametrize("text", [ASYNC, PARTIAL], ids=["async", "partial"])
+def test_kinds_that_can_be_called(made, recwarn, text):
+    function = made(text)
+    assert function(IDS, MASK).tolist() == function(IDS, MASK).tolist() == [2, 3]
+    assert not recwarn.list
+
+
+POOL = """
+import multiprocessing
+def length(text):
+    return len(text)
+def score(completions):
+    with multiprocessing.get_context("{method}").Pool(1) as pool:
+        return pool.map(length, completions)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.interop)])  # for its time
+def test_a_pool_imports_the_file_by_its_name(made, method):
+    assert made(POOL.format(method=method))(IDS, MASK).tolist() == [2, 3]
+
+
+def test_a_file_with_the_name_of_a_module_hides_none(tmp_path):
+    (tmp_path / "reward.py").write_text("def score(ids): return [5] * len(ids)\n")
+    assert RewardFunction(f"{tmp_path}/reward.py:score")(IDS, MASK).tolist() == [5, 5]
+    assert sys.modules["reward"] is reward
 
 
 def test_the_arguments_are_those_of_trl_and_the_arrays(made):

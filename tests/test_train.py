@@ -91,6 +91,8 @@ def test_a_start_is_cut_to_a_smaller_context_as_in_nanogpt(options, tmp_path, co
         ({"bias": True}, "bias=True: {generator}, .*bias=False"),
         ({"lr_schedule": "linear", "min_lr": 1e-4}, "lr_schedule=linear: .*min_lr"),
         ({"lr_schedule": "cooldown", "decay_lr": False}, "lr_schedule=cooldown: decay_lr"),
+        ({"short_contexts": 0}, "short_contexts: 0 .*block_size=16"),
+        ({"short_contexts": [8, 24]}, "short_contexts: 24 .*block_size=16"),
         ({"init_from": "scratch", "n_head": 3}, "n_embd=128 is not a multiple of n_head=3"),
     ],
 )
@@ -298,6 +300,16 @@ def test_bfloat16_training_stays_near_float32(tmp_path, corpus, generator):
     ours, theirs = (records_of(folder, "select_loss") for folder in (tmp_path, generator.parent))
     assert ours == pytest.approx(theirs, rel=1e-2) and ours != theirs  # the option has an effect
     assert {weight.dtype for weight in weights(tmp_path / "model_checkpoint.pt").values()} == {torch.float32}
+
+
+def test_compiling_without_a_compiler_is_one_line(monkeypatch, options):
+    def fail(function):
+        raise RuntimeError("backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler found\n\nSet more")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    line = refuse_in_one_line("train", **options, compile=True)
+    assert "compile=True: " in line and "No working C++ compiler found: install g++" in line
+    assert not options["out_dir"].exists()
 
 
 @pytest.mark.interop  # for its time, half a minute

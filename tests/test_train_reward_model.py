@@ -196,13 +196,14 @@ def variant(path: Path, source: Path, tokenization: dict | None = None, **config
 
 @pytest.mark.parametrize(("head", "position"), [("likelihood", "rope"), ("position", "learned")])
 def test_a_model_of_longer_texts_is_cut_to_the_generator(good, tmp_path, generator, head, position):
-    """And may be deeper and wider. Its predictions for texts as short as the generator's stay the same."""
-    size = {"block_size": 40, "n_layer": 2, "n_embd": 24, "position": position}
+    """And may be deeper, wider and padded further. Its predictions for texts as short as the generator's stay."""
+    size = {"block_size": 40, "n_layer": 2, "n_embd": 24, "position": position, "vocab_size": 32, "num_tokens": 25}
     path = variant(tmp_path / "natural.pt", generator, **size)
     epochs = {"max_epochs": 1} if head == "position" else {}
     succeed("train_reward_model", **good, natural_model_path=path, head=head, **epochs)
     checkpoint, model = trained(good)
     assert (checkpoint["config"].block_size, checkpoint["config"].n_layer, checkpoint["config"].n_embd) == (16, 2, 24)
+    assert checkpoint["config"].vocab_size == 25
     ours = model.natural if head == "likelihood" else model
     theirs, idx = build_model(load_checkpoint(path), "generator", path), torch.arange(16)[None]
     assert torch.equal(ours.trunk(idx), theirs.trunk(idx))

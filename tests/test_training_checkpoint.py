@@ -6,12 +6,12 @@ import os
 import numpy as np
 import pytest
 import torch
-from helpers import write_token_files
+from helpers import assert_same_weights, write_token_files
 
 from common.process import UserError
 from data_loader import hash_tokens
 from model import GPT, GPTConfig
-from reward.heads import make_reward_model
+from reward.heads import LikelihoodRewardModel, make_reward_model, parts_of
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 
@@ -156,6 +156,22 @@ def test_nanogpt_s_checkpoints_load(tmp_path, prefix):
     assert torch.equal(ckpt.build_model(loaded, "generator", "ckpt.pt")(IDX)[0], model(IDX)[0])
     for bad in ({"model_args": {"n_layers": 2}}, {"model_args": {"position": "rope"}}, {"model": [1]}):
         refusal(tmp_path / "ckpt.pt", theirs | bad)
+
+
+@pytest.mark.parametrize("form", ["ours", "nanogpt", "likelihood"])
+def test_embeddings_that_differ_are_both_kept(tmp_path, capsys, form):
+    model, name = tiny_model(position="learned", bias=False), "lm_head.weight"
+    file = {"model": model.state_dict(), "config": model.config}
+    if form == "nanogpt":
+        file["model_args"] = vars(file.pop("config"))
+    elif form == "likelihood":
+        model, name = LikelihoodRewardModel(model, GPT(model.config)), "natural.lm_head.weight"
+        file = {"model": model.state_dict(), "config": model.config, **parts_of(model)}
+    file["model"][name] = file["model"][name] + 1
+    torch.save(file, tmp_path / "untied.pt")
+    loaded = ckpt.load_checkpoint(tmp_path / "untied.pt")
+    assert f"{name} differ" in capsys.readouterr().err and not loaded["config"].tied_embeddings
+    assert_same_weights(ckpt.build_model(loaded, loaded["config"].mode).state_dict(), file["model"])
 
 
 def state(**changes) -> dict:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.device import evaluating
+from common.device import evaluating, float64
 from common.files import CHUNK
 from losses import token_log_probs
 
@@ -47,7 +47,7 @@ def log_probs_at(model: Any, batches: Batches, temperatures: Sequence[float]) ->
             targets.append(y.flatten().cpu())
             logits = model.logits(model.trunk(x))  # (B, T, V)
             for parts, temperature in zip(found, temperatures, strict=True):
-                parts.append(token_log_probs(logits / temperature, y).flatten().double().cpu())
+                parts.append(float64(token_log_probs(logits / temperature, y).flatten()))
     return torch.stack([torch.cat(parts) for parts in found]), torch.cat(targets)
 
 

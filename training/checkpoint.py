@@ -79,9 +79,9 @@ def checked_contents(contents: dict[str, Any]) -> dict[str, Any]:
     hashes = ((data, "train_sha256", str), (data, "val_sha256", str), (training, "generator_sha256", str | None))
     for record, name, kind in (*hashes, (training, "batches", int | None)):
         require(record is None or isinstance(record.get(name), kind), f"impossible {name}")
-    config = contents["config"] = _checked_config(contents["config"], len(weights))
+    config = contents["config"] = _checked_config(contents["config"], weights, "", "natural.")
     if config.mode == "reward" and REWARD_MODELS[config.reward_head_type].is_ratio:
-        contents["generator_config"] = _checked_config(contents["generator_config"], len(weights))
+        contents["generator_config"] = _checked_config(contents["generator_config"], weights, "generator.")
         contents["sampling"] = Sampling(**(contents["sampling"] or {}))
     else:
         contents |= dict.fromkeys(LIKELIHOOD_PARTS)
@@ -90,8 +90,11 @@ def checked_contents(contents: dict[str, Any]) -> dict[str, Any]:
     return contents
 
 
-def _checked_config(config: Any, num_weights: int) -> GPTConfig:
-    """A new config from the fields of one in a file: onto that anything may have been hung, methods of its own too."""
+def _checked_config(config: Any, weights: Record, *parts: str) -> GPTConfig:
+    """A new config from the fields of one in a file: onto that anything may have been hung, methods of its own too.
+
+    A config that ties the embeddings is corrected where those of one of `parts` differ: both are kept.
+    """
     made = GPTConfig(**(config if isinstance(config, dict) else vars(config)))
     for each in fields(GPTConfig):
         value, also = getattr(made, each.name), {int} if each.name in ("dropout", "rotary_share", "num_tokens") else {}
@@ -99,9 +102,15 @@ def _checked_config(config: Any, num_weights: int) -> GPTConfig:
         rule = f"must be of type {type(each.default).__name__}, and at most {MAX_SIZE}"
         require(possible, f"impossible config: {each.name}: {rule}")
     require(not made.problem(), f"impossible config: {made.problem()}")
-    require(made.n_layer <= num_weights, f"impossible config: n_layer={made.n_layer}, but {num_weights} weights")
+    require(made.n_layer <= len(weights), f"impossible config: n_layer={made.n_layer}, but {len(weights)} weights")
     table = made.block_size * made.n_embd // made.n_head if made.position == "rope" else 0
     require(table <= MAX_SIZE, f"impossible config: block_size={made.block_size}: its positions would fill the memory")
+    for part in parts:
+        names = f"{part}transformer.wte.weight", f"{part}lm_head.weight"
+        embeddings = [weights[name] for name in names if name in weights]
+        if made.tied_embeddings and len(embeddings) == 2 and not torch.equal(*embeddings):
+            warn(f"{names[0]} and {names[1]} differ, although the config ties them: both are kept")
+            made.tied_embeddings = False
     return made
 
 

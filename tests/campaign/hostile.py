@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import make_corpus, make_text
+from helpers import make_corpus, make_text, run, weights
 from world import World, expect, expect_refusal
 
 
@@ -43,12 +43,31 @@ def harmful_checkpoint(source: Path, target: Path, marker: Path, draw: random.Ra
     torch.save(contents, target, _use_new_zipfile_serialization=draw.random() < 0.7)
 
 
+def differing_ties(source: Path, target: Path, draw: random.Random) -> dict[str, torch.Tensor]:
+    """Write a checkpoint, ours or in nanoGPT's form, whose embeddings differ; return its weights."""
+    contents = torch.load(source, weights_only=True)
+    name = draw.choice(["transformer.wte.weight", "lm_head.weight"])
+    contents["model"][name] = contents["model"][name] + draw.random()
+    if draw.random() < 0.5:
+        contents["model_args"] = vars(contents.pop("config"))
+    torch.save(contents, target)
+    return contents["model"]
+
+
 def attempt(world: World, draw: random.Random, folder: Path) -> None:
-    """One hostile file in the place of one that a script reads."""
+    """One hostile file in the place of one that a script reads, or a checkpoint with differing embeddings."""
     folder.mkdir()
     marker, bad, out = folder / "executed", folder / "bad", folder / "out"
     commands = world.commands(out)
-    kind = draw.choice(["checkpoint", "checkpoint", "checkpoint", "meta", "settings", "reward_data", "state"])
+    kinds = ["checkpoint", "checkpoint", "checkpoint", "meta", "settings", "reward_data", "state", "ties"]
+    kind = draw.choice(kinds)
+    if kind == "ties":
+        written = differing_ties(world.folder / "generator.pt", bad, draw)
+        finished = run("train.py", folder=folder, **{**commands["train"], "init_from": bad, "max_iters": 0})
+        expect(finished.status == 0, "ties:", finished.err[-500:])
+        found = weights(out / "generator.pt")
+        expect(all(torch.equal(found[name], written[name]) for name in written), "ties: weights were lost")
+        return
     if kind == "checkpoint":
         script, option = draw.choice(
             [
