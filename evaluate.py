@@ -1,4 +1,4 @@
-"""Measure the perplexity of checkpoints and, with --samples, the quality and diversity of their text.
+"""Measure the perplexity of checkpoints and, with --samples, the variety of their text.
 
     python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare
 
@@ -29,18 +29,18 @@ from model import GPT
 from reward.frozen_scorer import RewardScorer
 from reward.skill import block_means, bootstrap_blocks, format_figure
 from text.calibration import calibrated_losses, fit_calibration
-from text.sample_quality import MAX_TOKENS, CopyFinder, SampleQuality, words_of
+from text.sample_quality import MAX_TOKENS, CopyFinder, sample_figures, words_of
 from training import checkpoint as ckpt
 
 SEED = 42  # of intervals and samples
-NGRAM_ORDER = 6  # of characters; of other tokens 3
+COPIES_SOUGHT = 100  # samples that are searched for copies of the corpus
 ROWS = 1024  # samples at a time
 FRESH_PROMPTS = 128  # whose completions a reward model reads
 
 
 @dataclass
 class EvaluateSettings(Settings):
-    """Measure the perplexity of checkpoints, and the quality and diversity of their samples."""
+    """Measure the perplexity of checkpoints, and the variety of their samples."""
 
     checkpoints: tuple[str, ...] = setting((), model_file="required", common=True)
     """generators' checkpoints (required)"""
@@ -104,17 +104,22 @@ def token_losses(model: GPT, batches: WholeSplitBatches, title: str) -> Tensor:
     return losses
 
 
-def sample_figures(model: GPT, text: np.ndarray, quality: SampleQuality, num_samples: int) -> dict[str, float]:
-    """Figures of a model's completions of prompts from `text`, and of their natural continuations (`natural_`...)."""
-    N, device = model.config.block_size, next(model.parameters()).device
-    natural, prefix_lengths, uniforms = draw_prompts(text, N, num_samples, 1, SEED, "samples")
-    completer, ids = Completer(model, N), []
-    for rows in counted(parts := torch.arange(num_samples).split(ROWS), len(parts), "Sampling", passing=False):
-        drawn = natural[rows].to(device), prefix_lengths[rows], uniforms[rows], Sampling()
-        ids.append(completer(*drawn).ids.squeeze(1).cpu())
-    figures = quality.figures(torch.cat(ids), prefix_lengths[:, 0])
-    of_natural = quality.figures(natural, prefix_lengths[:, 0])
-    return figures | {f"natural_{name}": value for name, value in of_natural.items()}
+def figures_of_samples(model: GPT, text: np.ndarray, copies: CopyFinder, num_samples: int) -> dict[str, float]:
+    """Measure completions of prompts from `text`, and the natural text after these prompts (`natural_...`)."""
+    N = model.config.block_size
+    device = next(model.parameters()).device
+    natural, prompt_lengths, uniforms = draw_prompts(text, N, num_samples, 1, SEED, "samples")
+    completer = Completer(model, N)
+    parts = torch.arange(num_samples).split(ROWS)
+    ids = []
+    for rows in counted(parts, len(parts), "Sampling", passing=False):
+        completions = completer(natural[rows].to(device), prompt_lengths[rows], uniforms[rows], Sampling())
+        ids.append(completions.ids.squeeze(1).cpu())
+    figures = sample_figures(torch.cat(ids), prompt_lengths[:, 0], copies, COPIES_SOUGHT)
+    of_natural = sample_figures(natural, prompt_lengths[:, 0], copies, COPIES_SOUGHT)
+    for name, value in of_natural.items():
+        figures[f"natural_{name}"] = value
+    return figures
 
 
 def fresh_text(settings: EvaluateSettings, corpus: ckpt.Corpus, tokens: np.ndarray, device: Any) -> PolicyEvaluation:
@@ -135,15 +140,11 @@ def fresh_text(settings: EvaluateSettings, corpus: ckpt.Corpus, tokens: np.ndarr
 def main() -> None:
     settings = parse_settings(EvaluateSettings, "evaluate")
     device, corpus = select_device(settings.device), ckpt.open_corpus(settings.dataset, 2, None)
-    vocab_size, is_char = corpus.tokenizer.vocab_size, corpus.tokenizer.method == "char"
-    tokens = open_token_file(corpus.folder / f"{settings.split}.bin", settings.split, vocab_size, 2)
-    half, quality, fresh = len(tokens) // 2, None, None  # prompts are of the first half, reverse NLL is of the second
-    if settings.samples is not None:
-        quality = SampleQuality(corpus.train, tokens[half:], NGRAM_ORDER if is_char else 3, vocab_size)
+    tokens = open_token_file(corpus.folder / f"{settings.split}.bin", settings.split, corpus.tokenizer.vocab_size, 2)
+    copies = CopyFinder(corpus.train)
+    fresh = None
     if settings.reward_model_path is not None:
         fresh = fresh_text(settings, corpus, tokens, device)
-    if settings.output_path is not None:
-        hold_output(settings.output_path)
     baseline, context, results = dict[str, Tensor](), 0, dict[str, dict[str, Any]]()
     for path in dict.fromkeys([settings.baseline or settings.checkpoints[0], *settings.checkpoints]):
         checkpoint = ckpt.load_checkpoint(path)
@@ -151,6 +152,8 @@ def main() -> None:
         if settings.split == "test":  # which may have trained a model of another split
             ckpt.check_unseen(checkpoint["data"], ckpt.data_record(corpus.train, corpus.val), path)
         model = ckpt.build_model(checkpoint, "generator", path, device)
+        if settings.output_path is not None:
+            hold_output(settings.output_path)  # not earlier: a bad checkpoint leaves nothing behind
         if settings.baseline is not None:  # whose context all have
             context = context or model.config.block_size
             if model.config.block_size < context:
@@ -172,9 +175,10 @@ def main() -> None:
         figures |= {"perplexity": perplexity(figures["loss"]), "tokens": len(losses["loss"])}
         describe(path, figures, settings)
         if path in settings.checkpoints:
-            if quality is not None and settings.samples is not None:
-                figures |= (found := sample_figures(model, tokens[:half], quality, settings.samples))
-                say(f"  {format_metrics(found)}")
+            if settings.samples is not None:
+                samples = figures_of_samples(model, tokens[: len(tokens) // 2], copies, settings.samples)
+                say(f"  {format_metrics(samples)}")
+                figures.update(samples)
             if fresh is not None:
                 figures |= (found := fresh.of_completions(Completer(model, N)))
                 say(f"  fresh text: P(natural) {format_figure(found, 'fresh_reward')}, KL {found['kl_now']:.4f}")

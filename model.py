@@ -112,11 +112,11 @@ class CausalSelfAttention(nn.Module):
         qkv = context.to_rows(self.c_attn(x))  # (B, T, 3 C)
         B, T, C = qkv.size(0), qkv.size(1), x.size(-1)
         qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
-        queries_and_keys = qkv[:2]  # (2, B, H, T, D)
+        queries, keys = qkv[:2]  # (B, H, T, D) each
         if rotation is not None:
-            queries_and_keys = rotate(queries_and_keys, rotation)
+            queries, keys = rotate(qkv[:2], rotation)
         dropout = self.dropout if self.training else 0.0
-        y = context.attend(self.layer, *queries_and_keys, qkv[2], dropout)  # (B, H, T, D)
+        y = context.attend(self.layer, queries, keys, qkv[2], dropout)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(context.from_rows(y)))
 

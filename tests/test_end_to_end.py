@@ -20,7 +20,7 @@ def test_a_script_starts_from_any_folder(tmp_path, script):
 
 
 def test_a_settings_file_in_nanogpts_form(tmp_path, corpus):
-    """Options override it; what is a constant here is refused by its name."""
+    """Options override it; an unknown name is refused."""
     config = tmp_path / "nano.py"
     config.write_text(
         "# names of nanoGPT's config/train_shakespeare_char.py\n"
@@ -34,6 +34,6 @@ def test_a_settings_file_in_nanogpts_form(tmp_path, corpus):
     training = torch.load(tmp_path / "out" / "model_checkpoint.pt", weights_only=True)["training"]["settings"]
     assert (training["warmup_iters"], training["dropout"], training["n_embd"]) == (100, 0.2, 8)
     with open(config, "a") as file:
-        file.write("lr_decay_iters = 1\n")
+        file.write("lr_decay_steps = 1\n")
     line = refuse_in_one_line("train", str(config), **small, overwrite=True)
-    assert str(config) in line and "'lr_decay_iters'" in line
+    assert str(config) in line and "'lr_decay_steps'" in line

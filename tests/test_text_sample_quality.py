@@ -1,78 +1,26 @@
-"""text/sample_quality.py: n-gram probabilities by enumeration, figures of samples by hand."""
-
-import math
-from collections import Counter
+"""text/sample_quality.py: figures of samples by hand."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from text import sample_quality
 from text.sample_quality import (
     CopyFinder,
-    NGramModel,
-    SampleQuality,
     distinct_n,
     repetition,
+    sample_figures,
     unknown_words,
     words_of,
 )
 
 
-def slow_probability(documents: list[list[int]], context: tuple[int, ...], token: int, vocab_size: int) -> float:
-    """The Witten-Bell recursion, counted from the start for each context."""
-    after = Counter(
-        document[i]
-        for document in documents
-        for i in range(len(context), len(document))
-        if tuple(document[i - len(context) : i]) == context
-    )
-    below = slow_probability(documents, context[1:], token, vocab_size) if context else 1 / vocab_size
-    return (after[token] + len(after) * below) / (after.total() + len(after)) if after else below
-
-
-def as_text(documents: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Documents as tokens and starts."""
-    lengths = [len(document) for document in documents]
-    return np.concatenate(documents), np.cumsum([0, *lengths[:-1]])
-
-
-DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=4)
-
-
-@settings(max_examples=40)
-@given(DOCUMENTS, DOCUMENTS, st.integers(1, 4))
-def test_ngram_probabilities_are_those_of_the_slow_recursion(fitted, scored, order):
-    model = NGramModel(as_text(fitted)[0], order, 4, as_text(fitted)[1])
-    expected = [
-        slow_probability(fitted, tuple(document[max(0, i - order + 1) : i]), document[i], 4)
-        for document in scored
-        for i in range(len(document))
-    ]
-    np.testing.assert_allclose(np.exp(model.log_probs(*as_text(scored))), expected, rtol=1e-12)
-
-
-def test_ngram_probabilities_sum_to_1():
-    vocab_size = 50257  # 50257^6 exceeds int64
-    text = np.random.default_rng(0).integers(4, size=300) + vocab_size - 4
-    model = NGramModel(text, 6, vocab_size)
-    for context in (text[:5], text[:0], np.zeros(5, dtype=np.int64)):
-        rows = np.concatenate([np.append(context, token) for token in range(vocab_size)])
-        starts = np.arange(vocab_size) * (len(context) + 1)
-        assert np.exp(model.log_probs(rows, starts)[len(context) :: len(context) + 1]).sum() == pytest.approx(1)
-
-
 def test_figures_of_samples_by_hand():
-    """Unigrams: only the tokens after each prompt count; in the samples 0 is twice as frequent as 1."""
-    train, natural = np.array([0, 0, 0, 1]), np.array([0, 1])
+    """The last half of each sequence, and copies of what follows each prompt."""
     ids = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]])
-    figures = SampleQuality(train, natural, 1, 2).figures(ids, torch.tensor([1, 2]))
-    p = [(3 + 2 / 2) / 6, (1 + 2 / 2) / 6]  # under train
-    assert figures["forward_nll"] == pytest.approx(-(4 * math.log(p[0]) + math.log(p[1])) / 5)
-    q = [(4 + 2 / 2) / 7, (1 + 2 / 2) / 7]  # under the samples
-    assert figures["reverse_nll"] == pytest.approx(-(math.log(q[0]) + math.log(q[1])) / 2)
+    figures = sample_figures(ids, torch.tensor([1, 2]), CopyFinder(np.array([0, 0, 0, 1])), 2)
     assert figures["distinct_1"] == 2 / 4 and figures["distinct_2"] == 1.0
     assert figures["longest_copy"] == 3  # 0 0 1
 

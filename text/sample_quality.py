@@ -1,122 +1,43 @@
-"""Measure the quality and diversity of samples: n-gram likelihoods both ways, distinct n-grams, repetition, copies.
+"""Measure samples: distinct n-grams, repetition, copies of the corpus, unknown words.
 
     python evaluate.py --checkpoints logs/model_checkpoint.pt --samples 1000
 
-Pure functions of token ids. A text is (n,) token ids in which sequences (documents, samples) follow one another;
-`starts` has the place of each one's first token, and no context reaches across it. V ids, P samples of N tokens.
+Shapes: R completions of N tokens; B sequences of T tokens.
 """
 
 import functools
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Set
 
 import numpy as np
 from torch import Tensor
 
-MAX_TOKENS = 1 << 24  # of a corpus, that models are fitted to and copies are searched in
+MAX_TOKENS = 1 << 24  # tokens of a corpus that are searched for copies
 GRAM = 4  # tokens of 16 bits by which copies are looked up
-COPIES_SOUGHT = 100  # samples that are searched for in the corpus
 # Unspaced scripts, without spaces between words, by how their characters' names in Unicode begin: ideographs,
 # kana, and the scripts in which only a dictionary can break lines (Unicode Standard Annex 14, class SA).
 UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TAI ", "NEW TAI ")
-Starts = Sequence[int] | np.ndarray
 
 
-@dataclass(frozen=True)
-class _Contexts:
-    """The C contexts of one length in a text, by number, and the E pairs of one and its next token."""
+def sample_figures(ids: Tensor, prompt_lengths: Tensor, copies: "CopyFinder", copies_sought: int) -> dict[str, float]:
+    """Return distinct_1 to distinct_3, repetition and longest_copy of completions (R, N).
 
-    keys: np.ndarray  # (C,) int64, ascending: number of the context without its first token * V + that token
-    totals: np.ndarray  # (C,) occurrences
-    kinds: np.ndarray  # (C,) different next tokens
-    pairs: np.ndarray  # (E,) int64, ascending: number * V + next token
-    counts: np.ndarray  # (E,)
-
-
-class NGramModel:
-    """Interpolated n-gram model with Witten-Bell smoothing.
-
-    With c(h, w) occurrences of token w after context h, c(h) all of them, t(h) different tokens after h, and h' the
-    context without its first token: P(w | h) = (c(h, w) + t(h) P(w | h')) / (c(h) + t(h)), P(w | h') for a context that
-    did not occur, and 1 / V below the empty context (Witten and Bell 1991; Chen and Goodman 1999, section 2.4).
-    Contexts, of up to `order` - 1 tokens, have numbers by length, so that no key exceeds n V.
+    prompt_lengths: (R,) int64, at most N / 2. The first figures are of the last N / 2 tokens, all of
+    them written; copies are sought of what was written in `copies_sought` rows at most.
     """
-
-    def __init__(self, tokens: np.ndarray, order: int, vocab_size: int, starts: Starts = (0,)) -> None:
-        """Fit a text (n,), n >= 1."""
-        tokens, self.vocab_size = np.asarray(tokens, dtype=np.int64), vocab_size
-        self.levels: list[_Contexts] = []
-        room, numbers = _places(len(tokens), starts), np.zeros(len(tokens), dtype=np.int64)
-        known, inside = np.zeros(1, dtype=np.int64), np.arange(len(tokens))  # tokens with a context of the length
-        for length in range(order):
-            if length:
-                kept = room[inside] >= length
-                inside, numbers = inside[kept], numbers[kept]
-                known, numbers = np.unique(numbers * vocab_size + tokens[inside - length], return_inverse=True)
-            pairs, counts = np.unique(numbers * vocab_size + tokens[inside], return_counts=True)
-            of_pair = pairs // vocab_size
-            totals, kinds = np.bincount(of_pair, counts, len(known)), np.bincount(of_pair, minlength=len(known))
-            self.levels.append(_Contexts(known, totals, kinds, pairs, counts))
-
-    def log_probs(self, tokens: np.ndarray, starts: Starts = (0,)) -> np.ndarray:
-        """Log-probability (n,) float64, in nats, of each token of a text (n,) given those before it in its sequence."""
-        tokens = np.asarray(tokens, dtype=np.int64)
-        V, room = self.vocab_size, _places(len(tokens), starts)
-        inside, numbers = np.arange(len(tokens)), np.zeros(len(tokens), dtype=np.int64)
-        probabilities = np.full(len(tokens), 1 / V)
-        for length, level in enumerate(self.levels):
-            if length:
-                kept = room[inside] >= length
-                inside, numbers = inside[kept], numbers[kept]
-                numbers = _find(level.keys, numbers * V + tokens[inside - length])
-                inside, numbers = inside[numbers >= 0], numbers[numbers >= 0]
-            pairs = _find(level.pairs, numbers * V + tokens[inside])
-            counts = np.where(pairs >= 0, level.counts[pairs], 0)
-            kinds, totals = level.kinds[numbers], level.totals[numbers]
-            probabilities[inside] = (counts + kinds * probabilities[inside]) / (totals + kinds)
-        return np.log(probabilities)
-
-
-def _places(num_tokens: int, starts: Starts) -> np.ndarray:
-    """Tokens before each one (n,) in its sequence."""
-    starts = np.asarray(starts)
-    return np.arange(num_tokens) - np.repeat(starts, np.diff(starts, append=num_tokens))
-
-
-def _find(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Place of each key among ascending ones, -1 where it is none of them."""
-    if len(known) == 0:
-        return np.full(len(keys), -1)
-    places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-    return np.where(known[places] == keys, places, -1)
-
-
-class SampleQuality:
-    """Figures of samples beside a corpus: forward NLL is theirs under an n-gram model of `train` (n,).
-
-    Reverse NLL is that of `natural` (m,), held out, under a model of the samples; it rises with what they lack.
-    """
-
-    def __init__(self, train: np.ndarray, natural: np.ndarray, order: int, vocab_size: int) -> None:
-        self.natural, self.order, self.vocab_size = natural[:MAX_TOKENS], order, vocab_size
-        self.model, self.copies = NGramModel(train[:MAX_TOKENS], order, vocab_size), CopyFinder(train)
-
-    def figures(self, ids: Tensor, prefix_lengths: Tensor) -> dict[str, float]:
-        """Of the tokens that were written, in rows (P, N) after the first prefix_lengths (P,); NLLs in nats a token."""
-        rows, (P, N) = ids.numpy(), ids.shape
-        written = np.arange(N) >= prefix_lengths.numpy()[:, None]  # (P, N)
-        lengths = written.sum(1)
-        forward = -self.model.log_probs(rows.reshape(-1), np.arange(P) * N).reshape(P, N)[written].mean()
-        fitted = NGramModel(rows[written], self.order, self.vocab_size, np.cumsum(lengths) - lengths)
-        figures = {"forward_nll": forward, "reverse_nll": -fitted.log_probs(self.natural).mean()}
-        half = ids[:, -(N // 2) :]  # all of them written
-        figures |= {f"distinct_{n}": distinct_n(half, n) for n in (1, 2, 3)} | {"repetition": repetition(half)}
-        longest, sought = 0, min(COPIES_SOUGHT, P)
-        for row in np.arange(sought) * P // sought:
-            longest = self.copies.longest_copy(rows[row][written[row]], longest)
-        return {name: float(value) for name, value in figures.items()} | {"longest_copy": longest}
+    R, N = ids.shape
+    last_half = ids[:, -(N // 2) :]
+    figures = {f"distinct_{n}": distinct_n(last_half, n) for n in (1, 2, 3)}
+    figures["repetition"] = repetition(last_half)
+    longest = 0
+    sought = min(copies_sought, R)
+    for number in range(sought):
+        row = number * R // sought  # evenly spaced
+        written = ids[row, prompt_lengths[row] :].numpy()
+        longest = copies.longest_copy(written, longest)
+    figures["longest_copy"] = longest
+    return figures
 
 
 def distinct_n(ids: Tensor, n: int) -> float:
