@@ -1,17 +1,19 @@
 """The settings of reward-data preparation, checked.
 
-python -c "from reward_data_config import RewardDataConfig; print(RewardDataConfig().problems().errors)"
-"""
+python -c "from reward_data_config import RewardDataConfig;
+print(RewardDataConfig().errors().messages)" """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.settings import Problems, Settings, setting
+from common.settings import Errors, Settings, setting
 from data_loader import dataset_folder
 from tokenization_manager import TokenizationInfo, TokenizationMethod  # noqa: F401 (public here)
 
-PREPARE_CORPUS = "Make the corpus with data/shakespeare/prepare.py, or prepare_text.py for texts of your own"
+PREPARE_CORPUS = (
+    "Make the corpus with data/shakespeare/prepare.py, or prepare_text.py for texts of your own"
+)
 
 
 @dataclass
@@ -61,23 +63,45 @@ class RewardDataConfig(Settings):
             self.train_bin = self.train_bin or str(dataset_folder(self.dataset) / "train.bin")
             self.val_bin = self.val_bin or str(dataset_folder(self.dataset) / "val.bin")
 
-    def check_further(self, problems: Problems) -> None:
+    def check_settings(self, errors: Errors) -> None:
         """Note settings that the input mode ignores, and files that are missing."""
         is_text = self.input_mode == "text"
-        needed = {"data_path": "Data"} if is_text else {"train_bin": "Train binary", "val_bin": "Validation binary"}
-        for name in ("train_bin", "val_bin", "dataset") if is_text else ("data_path", "train_split"):
+        needed = (
+            {"data_path": "Data"}
+            if is_text
+            else {"train_bin": "Train binary", "val_bin": "Validation binary"}
+        )
+        for name in (
+            ("train_bin", "val_bin", "dataset") if is_text else ("data_path", "train_split")
+        ):
             is_default = getattr(self, name) == getattr(RewardDataConfig, name)
-            problems.require(is_default, f"{name} is ignored in {self.input_mode} mode", f"Remove --{name}")
+            errors.check(
+                is_default, f"{name} is ignored in {self.input_mode} mode", f"Remove --{name}"
+            )
         for name, title in needed.items():
             given = getattr(self, name)
             path = Path(given or "")
             path = path / "input.txt" if name == "data_path" and path.is_dir() else path
-            error = f"{title} file not found: {path}" if given else f"{name} is required in {self.input_mode} mode"
-            problems.require(bool(given) and path.is_file(), error, PREPARE_CORPUS if given else f"Specify --{name}")
+            error = (
+                f"{title} file not found: {path}"
+                if given
+                else f"{name} is required in {self.input_mode} mode"
+            )
+            errors.check(
+                bool(given) and path.is_file(),
+                error,
+                PREPARE_CORPUS if given else f"Specify --{name}",
+            )
         remedy = "Specify --meta_path when using character tokenization, or use --tokenization auto"
         is_named = self.tokenization in ("auto", "bpe") or bool(self.meta_path)
-        problems.require(is_named, f"meta_path is required when tokenization is {self.tokenization!r}", remedy)
+        errors.check(
+            is_named, f"meta_path is required when tokenization is {self.tokenization!r}", remedy
+        )
         is_read = self.tokenization != "bpe" or not self.meta_path
-        problems.require(is_read, "meta_path is ignored when tokenization is 'bpe'", "Remove --meta_path")
+        errors.check(
+            is_read, "meta_path is ignored when tokenization is 'bpe'", "Remove --meta_path"
+        )
         is_there = not self.meta_path or Path(self.meta_path).is_file()
-        problems.require(is_there, f"Meta file not found: {self.meta_path}", "Specify the correct --meta_path")
+        errors.check(
+            is_there, f"Meta file not found: {self.meta_path}", "Specify the correct --meta_path"
+        )

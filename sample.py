@@ -2,9 +2,8 @@
 
     python sample.py --checkpoint_path logs/model_checkpoint.pt --start "ROMEO:" --num_samples 2
 
-In: a generator's checkpoint, with its tokenizer in it; for one from elsewhere, nanoGPT's for instance, --meta_path
-names the tokenizer. Out: text, and a file of it with --output_path.
-"""
+In: a generator's checkpoint, with its tokenizer in it; for one from elsewhere, nanoGPT's for
+instance, --meta_path names the tokenizer. Out: text, and a file of it with --output_path."""
 
 from dataclasses import dataclass
 
@@ -12,15 +11,16 @@ import numpy as np
 import torch
 
 from common.device import autocast, select_device, select_dtype
-from common.files import hold_output, write_text
-from common.log import say
+from common.files import lock_output, write_text
+from common.log import print0
 from common.process import UserError, run_main, warn
 from common.settings import Settings, parse_settings, setting
 from data_loader import read_text
 from generation.completions import generate
 from generation.sampling import Sampling
 from tokenization_manager import TokenizationManager
-from training.checkpoint import build_model, choose_tokenizer, load_checkpoint
+from training.checkpoint import build_model, load_checkpoint
+from training.lineage import choose_tokenizer
 
 
 @dataclass
@@ -30,7 +30,8 @@ class SampleSettings(Settings):
     checkpoint_path: str | None = setting(None, model_file="required", common=True)
     """the generator (required)"""
     start: str = setting("\n", common=True)
-    """the text to continue, or FILE:path for a file's text; if the model has no newline: its token 0"""
+    """the text to continue, or FILE:path for a file's text; if the model has no newline: its token
+    0"""
     num_samples: int = setting(10, minimum=1, common=True)
     """texts to write"""
     max_new_tokens: int = setting(500, minimum=0, unit="tokens", common=True)
@@ -54,8 +55,8 @@ class SampleSettings(Settings):
 def encode_start(tokenizer: TokenizationManager, start: str, option: str) -> np.ndarray:
     """The tokens, uint16, of the text to continue, or of that in FILE:path.
 
-    Raises UserError, naming the option, where it is empty or has characters that the tokenizer lacks.
-    """
+    Raises UserError, naming the option, where it is empty or has characters that the tokenizer
+    lacks."""
     text = read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start
     unknown = "" if tokenizer.chars is None else "".join(sorted(set(text) - set(tokenizer.chars)))
     if unknown:
@@ -73,24 +74,28 @@ def main() -> None:
     device, path = select_device(settings.device), settings.checkpoint_path
     checkpoint = load_checkpoint(path)
     is_unnamed = checkpoint["tokenization"] is None and settings.meta_path is None
-    tokenizer = choose_tokenizer(checkpoint, path, "bpe" if is_unnamed else "auto", settings.meta_path)
+    tokenizer = choose_tokenizer(
+        checkpoint, path, "bpe" if is_unnamed else "auto", settings.meta_path
+    )
     model = build_model(checkpoint, "generator", path, device)
     if settings.output_path is not None:
-        hold_output(settings.output_path)
+        lock_output(settings.output_path)
     try:
         start = encode_start(tokenizer, settings.start, "start")
     except UserError:
         if settings.start != SampleSettings.start:
             raise
         start = np.zeros(1)
-        warn(f"no newline in the model: starts with token 0, {tokenizer.decode([0])!r}; see --start")
+        warn(
+            f"no newline in the model: starts with token 0, {tokenizer.decode([0])!r}; see --start"
+        )
     idx = torch.from_numpy(start.astype("int64")).repeat(settings.num_samples, 1)  # (B, T)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
     with autocast(device, select_dtype("auto", device)):
         generator = torch.Generator().manual_seed(settings.seed)
         rows = generate(model, idx.to(device), settings.max_new_tokens, sampling, generator)
     texts = [tokenizer.decode(row.tolist()) for row in rows]
-    say("".join(f"{text}\n---------------\n" for text in texts).removesuffix("\n"))
+    print0("".join(f"{text}\n---------------\n" for text in texts).removesuffix("\n"))
     if settings.output_path is not None:
         write_text(settings.output_path, "\n---------------\n".join(texts) + "\n")
 

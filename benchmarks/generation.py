@@ -1,11 +1,12 @@
-"""How fast text is written, against the ways a user would otherwise take: medians of interleaved runs, as ratios.
+"""How fast text is written, against the ways a user would otherwise take: medians of interleaved
+runs, as ratios.
 
     python benchmarks/generation.py --num_runs 3
 
-"The seeds" are the documents that the project comes from: their way to write text is the reference of the ratios, and
-their headline job took 150 s on their GPU. Untrained models, as speed does not depend on what they know; natural text
-is random. Hugging Face's `generate` is in the table where transformers is installed (requirements-bench.txt).
-"""
+"The seeds" are the documents that the project comes from: their way to write text is the reference
+of the ratios, and their headline job took 150 s on their GPU. Untrained models, as speed does not
+depend on what they know; natural text is random. Hugging Face's `generate` is in the table where
+transformers is installed (requirements-bench.txt)."""
 
 import multiprocessing
 import os
@@ -24,9 +25,9 @@ import torch
 from torch import Tensor
 
 from common.device import select_device, select_dtype
-from common.log import say
+from common.log import print0
 from common.process import run_main
-from common.settings import Problems, Settings, parse_settings, setting
+from common.settings import Errors, Settings, parse_settings, setting
 from generation.completions import Completer
 from generation.sampling import Sampling
 from model import GPT, GPTConfig
@@ -42,7 +43,8 @@ FEW_ROWS = 128  # a step of train_grpo.py, in groups of FEW_GROUP; of data prepa
 FEW_GROUP = 8
 HEADLINE_SHAPE = SHAPES["M"] | {"block_size": 1024}
 HEADLINE_BLOCKS, HEADLINE_GROUP, HEADLINE_SECONDS = 878 + 97, 20, 150
-GOALS = {"S": (80, 5, 30), "M": (130, 4, 45)}  # times the seeds' way, Hugging Face's best; percent of the product rate
+# times the seeds' way, Hugging Face's best; percent of the product rate
+GOALS = {"S": (80, 5, 30), "M": (130, 4, 45)}
 
 
 @dataclass
@@ -58,15 +60,23 @@ class GenerationSettings(Settings):
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     hf_batches: tuple[int, ...] = (64, 128, 256, 512)
-    """batches of which the one where Hugging Face is fastest, in one run of each, has a row of its own"""
+    """batches of which the one where Hugging Face is fastest, in one run of each, has a row of its
+    own"""
     num_processes: int | None = setting(None, minimum=1)
-    """processes of the row that has several, each with one thread; None: one a core; 1: without that row"""
+    """processes of the row that has several, each with one thread; None: one a core; 1: without
+    that row"""
 
-    def check_further(self, problems: Problems) -> None:
+    def check_settings(self, errors: Errors) -> None:
         """Note that no shape is named, and batches that cannot be."""
-        problems.require(bool(self.shapes), "shapes: none is named", f"Name some of {', '.join(SHAPES)}")
+        errors.check(
+            bool(self.shapes), "shapes: none is named", f"Name some of {', '.join(SHAPES)}"
+        )
         possible = bool(self.hf_batches) and min(self.hf_batches) > 0
-        problems.require(possible, f"hf_batches={self.hf_batches}: must be some numbers >= 1", "Use 64 128 256 512")
+        errors.check(
+            possible,
+            f"hf_batches={self.hf_batches}: must be some numbers >= 1",
+            "Use 64 128 256 512",
+        )
 
 
 def make_model(shape: dict[str, int], device: torch.device) -> GPT:
@@ -114,7 +124,8 @@ def batched_way(model: GPT, rows: int) -> Callable[[], int]:
 
 
 def hugging_face_way(model: GPT, rows: int) -> Callable[[], int] | None:
-    """Hugging Face's `generate` with its cache, a GPT-2 of the same shape, prompts of a token; None if not there."""
+    """Hugging Face's `generate` with its cache, a GPT-2 of the same shape, prompts of a token; None
+    if not there."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel, logging
     except ImportError:
@@ -137,7 +148,9 @@ def hugging_face_way(model: GPT, rows: int) -> Callable[[], int] | None:
 
     @torch.no_grad()
     def way() -> int:
-        written = gpt2.generate(natural[:, :1], max_new_tokens=new_tokens, do_sample=True, top_k=0, pad_token_id=0)
+        written = gpt2.generate(
+            natural[:, :1], max_new_tokens=new_tokens, do_sample=True, top_k=0, pad_token_id=0
+        )
         return written[:, 1:].numel()
 
     return way
@@ -156,9 +169,12 @@ def best_batch(model: GPT, batches: tuple[int, ...]) -> int:
 def engine_way(
     model: GPT, group: int = GROUP, blocks: int | None = None, of_a_token: bool = False
 ) -> Callable[[], int]:
-    """The engine, with as many blocks in flight as it takes by default; `of_a_token`: prompts as Hugging Face's."""
+    """The engine, with as many blocks in flight as it takes by default; `of_a_token`: prompts as
+    Hugging Face's."""
     completer = Completer(model, model.config.block_size)
-    natural, crossovers, uniforms = make_job(model, blocks or max(1, completer.rows // group), group)
+    natural, crossovers, uniforms = make_job(
+        model, blocks or max(1, completer.rows // group), group
+    )
     crossovers = torch.ones_like(crossovers) if of_a_token else crossovers
 
     def way() -> int:
@@ -201,9 +217,12 @@ def synchronise() -> None:
 
 
 def product_rate(device: torch.device, repetitions: int = 30) -> float:
-    """Floating-point operations a second of square matrix products, large enough not to be bound by their launches."""
+    """Floating-point operations a second of square matrix products, large enough not to be bound by
+    their launches."""
     size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device, dtype=select_dtype("auto", device)) for _ in range(2))
+    a, b = (
+        torch.randn(size, size, device=device, dtype=select_dtype("auto", device)) for _ in range(2)
+    )
     for _ in range(3):
         a @ b
     synchronise()
@@ -222,7 +241,10 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
     seeds, hugging_face = "one sequence, whole prefix again (the seeds)", "Hugging Face generate"
     rows = 4 if name == "M" else 64
     best = best_batch(model, settings.hf_batches)
-    at_best, at_few = f"{hugging_face}, its best batch, {best}", f"{hugging_face}, batch of {FEW_ROWS}"
+    at_best, at_few = (
+        f"{hugging_face}, its best batch, {best}",
+        f"{hugging_face}, batch of {FEW_ROWS}",
+    )
     engine, few = (
         f"engine, {Completer(model, model.config.block_size).rows:,} rows",
         f"engine, {FEW_ROWS} rows, prompts of a token too",
@@ -256,24 +278,26 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
     flops = 2 * (12 * c.n_layer * c.n_embd**2 + c.vocab_size * c.n_embd)
     bound = statistics.median(products) / flops
     medians = {title: statistics.median(values) for title, values in results.items()}
-    say(f"\n{name}: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, block {c.block_size}")
-    say(f"{'':<46} {'tokens/s':>10} {'x the seeds':>11} {'of products':>11}   all runs")
+    print0(f"\n{name}: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, block {c.block_size}")
+    print0(f"{'':<46} {'tokens/s':>10} {'x the seeds':>11} {'of products':>11}   all runs")
     for title, tokens in medians.items():
         runs = " ".join(f"{value:,.0f}" for value in results[title])
-        say(f"{title:<46} {tokens:>10,.0f} {tokens / medians[seeds]:>11.1f} {tokens / bound:>10.0%}   {runs}")
+        print0(
+            f"{title:<46} {tokens:>10,.0f} {tokens / medians[seeds]:>11.1f} {tokens / bound:>10.0%}   {runs}"
+        )
     title = f"every product at {statistics.median(products) / 1e9:,.0f} GFLOP/s"
-    say(f"{title:<46} {bound:>10,.0f} {bound / medians[seeds]:>11.1f} {1:>10.0%}")
+    print0(f"{title:<46} {bound:>10,.0f} {bound / medians[seeds]:>11.1f} {1:>10.0%}")
     if name not in GOALS:
         return
     goals, rival = GOALS[name], "transformers is not installed"
     if at_few in medians:
         rival = f"{medians[engine] / medians.get(at_best, medians[at_few]):.1f} times Hugging Face's best"
-    say(
+    print0(
         f"The engine: {medians[engine] / medians[seeds]:.0f} times the seeds' way (goal {goals[0]}), {rival} "
         f"(goal {goals[1]}), {medians[engine] / bound:.0%} of the product rate (goal {goals[2]}%)"
     )
     if at_few in medians:
-        say(f"At {FEW_ROWS} rows each: {medians[few] / medians[at_few]:.1f} times Hugging Face")
+        print0(f"At {FEW_ROWS} rows each: {medians[few] / medians[at_few]:.1f} times Hugging Face")
 
 
 def measure_headline(settings: GenerationSettings, device: torch.device) -> None:
@@ -282,11 +306,20 @@ def measure_headline(settings: GenerationSettings, device: torch.device) -> None
     blocks, group = settings.headline_blocks, HEADLINE_GROUP
     engine_way(model, group, 1)()  # the warm-up
     tokens_per_second = rate(engine_way(model, group, blocks))
-    # By tokens: the few crossovers drawn here may lie early or late. On the average half of a block is written.
+    # By tokens: the few crossovers drawn here may lie early or late. On the average half of a block
+    # is written.
     whole = HEADLINE_BLOCKS * group * model.config.block_size / 2 / tokens_per_second
-    part = "all of it" if blocks == HEADLINE_BLOCKS else f"{blocks} of its {HEADLINE_BLOCKS} blocks, extrapolated"
-    say(f"\nThe headline job ({model.num_parameters() / 1e6:.2f}M parameters, block 1024, 19,500 samples): {part}")
-    say(f"{tokens_per_second:,.0f} tokens/s; the whole takes {whole:,.0f} s (the seeds' GPU: {HEADLINE_SECONDS} s)")
+    part = (
+        "all of it"
+        if blocks == HEADLINE_BLOCKS
+        else f"{blocks} of its {HEADLINE_BLOCKS} blocks, extrapolated"
+    )
+    print0(
+        f"\nThe headline job ({model.num_parameters() / 1e6:.2f}M parameters, block 1024, 19,500 samples): {part}"
+    )
+    print0(
+        f"{tokens_per_second:,.0f} tokens/s; the whole takes {whole:,.0f} s (the seeds' GPU: {HEADLINE_SECONDS} s)"
+    )
 
 
 def main() -> None:
@@ -297,8 +330,12 @@ def main() -> None:
         machine = torch.cuda.get_device_name(device)
     else:
         machine = f"{platform.machine()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
-    say(f"torch {torch.__version__}, {machine}; median of {settings.num_runs} interleaved runs after a warm-up")
-    say(f"matrix products: {product_rate(device) / 1e9:,.0f} GFLOP/s in {select_dtype('auto', device)}")
+    print0(
+        f"torch {torch.__version__}, {machine}; median of {settings.num_runs} interleaved runs after a warm-up"
+    )
+    print0(
+        f"matrix products: {product_rate(device) / 1e9:,.0f} GFLOP/s in {select_dtype('auto', device)}"
+    )
     for name in settings.shapes:
         measure(name, settings, device)
     if settings.headline_blocks:

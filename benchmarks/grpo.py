@@ -2,12 +2,12 @@
 
     python benchmarks/grpo.py --num_runs 3
 
-The work: 128 completions in groups of 8, GPT-2's shape of 4 layers and 128 channels, block 128, one optimizer update a
-step; TRL's prompts have 32 tokens, ours 1 to 64, so that both write some 96 tokens a completion. Ours is train_grpo.py
-itself, in a process of its own, with two reward models: a last head, with the KL in the loss (beta 0.04) as TRL has it,
-and the default, a likelihood head. TRL's reward costs nothing. Models have learned for a few steps: speed does not
-depend on what they know. Without TRL (requirements-bench.txt) ours is timed alone.
-"""
+The work: 128 completions in groups of 8, GPT-2's shape of 4 layers and 128 channels, block 128, one
+optimizer update a step; TRL's prompts have 32 tokens, ours 1 to 64, so that both write some 96
+tokens a completion. Ours is train_grpo.py itself, in a process of its own, with two reward models:
+a last head, with the KL in the loss (beta 0.04) as TRL has it, and the default, a likelihood head.
+TRL's reward costs nothing. Models have learned for a few steps: speed does not depend on what they
+know. Without TRL (requirements-bench.txt) ours is timed alone."""
 
 import os
 import statistics
@@ -24,13 +24,15 @@ import numpy as np
 import torch
 
 from benchmarks.reward_models import ROOT, Pipeline
-from common.log import read_records, say
+from common.log import print0, read_records
 from common.process import UserError, run_main
 from common.settings import Settings, parse_settings, setting
 from model import GPTConfig
 from tokenization_manager import save_meta
 
-SHAPE = GPTConfig(block_size=128, vocab_size=67, n_layer=4, n_head=4, n_embd=128, position="learned")
+SHAPE = GPTConfig(
+    block_size=128, vocab_size=67, n_layer=4, n_head=4, n_embd=128, position="learned"
+)
 PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS = 16, 8, 32, 96
 BETA, LEARNING_RATE = 0.04, 1e-4
 GOALS = {"ours, last head": 1 / 3, "ours, likelihood head": 0.45}  # of TRL's seconds
@@ -58,15 +60,26 @@ class Ours:
         corpus.mkdir(exist_ok=True)
         draw = np.random.default_rng(0)
         for name, size in (("train", 2**16), ("val", 2**14)):
-            draw.integers(SHAPE.vocab_size, size=size).astype(np.uint16).tofile(corpus / f"{name}.bin")
-        save_meta(corpus / "meta.pkl", [chr(ord("0") + number) for number in range(SHAPE.vocab_size)])
-        shape = {name: getattr(SHAPE, name) for name in ("n_layer", "n_head", "n_embd", "block_size", "position")}
+            draw.integers(SHAPE.vocab_size, size=size).astype(np.uint16).tofile(
+                corpus / f"{name}.bin"
+            )
+        save_meta(
+            corpus / "meta.pkl", [chr(ord("0") + number) for number in range(SHAPE.vocab_size)]
+        )
+        shape = {
+            name: getattr(SHAPE, name)
+            for name in ("n_layer", "n_head", "n_embd", "block_size", "position")
+        }
         few = {"batch_size": 4, "warmup_iters": 0, "device": "cpu"}
         generator = pipeline.generator("generator", corpus, 2, **shape, **few)
-        data = pipeline.reward_data("data", generator, corpus, max_blocks=30, samples_per_chunk=2, device="cpu")
+        data = pipeline.reward_data(
+            "data", generator, corpus, max_blocks=30, samples_per_chunk=2, device="cpu"
+        )
         options = {"head": head, "device": "cpu"}
         if head == "likelihood":
-            options["natural_model_path"] = pipeline.generator("natural", corpus, 4, **shape, **few, seed=1)
+            options["natural_model_path"] = pipeline.generator(
+                "natural", corpus, 4, **shape, **few, seed=1
+            )
         else:
             options["max_epochs"] = 1
         reads = {"base_model_path": generator, "data_dir": data}
@@ -74,24 +87,34 @@ class Ours:
         pipeline.make(path.name, "train_reward_model", **reads, **options, output_path=path)
         self.output = folder / f"policy_{head}.pt"
         self.options = {"base_model_path": generator, "reward_model_path": path, "dataset": corpus}
-        self.options |= {"output_path": self.output, "prompts_per_step": prompts, "group_size": GROUP}
+        self.options |= {
+            "output_path": self.output,
+            "prompts_per_step": prompts,
+            "group_size": GROUP,
+        }
         self.options |= {"learning_rate": LEARNING_RATE, "device": "cpu", "overwrite": True}
         self.options |= {"allow_unpredictive_reward": True}
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each of so many steps, the first and the last, which is evaluated, not counted."""
+        """Seconds of each of so many steps, the first and the last, which is evaluated, not
+        counted."""
         options = self.options | {"max_steps": count + 2, "eval_interval": count + 2}
         words = [f"--{name}={value}" for name, value in options.items()]
-        done = subprocess.run([sys.executable, str(ROOT / "train_grpo.py"), *words], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train_grpo.py"), *words], capture_output=True, text=True
+        )
         if done.returncode:
-            raise UserError(f"ERROR: train_grpo.py ended with status {done.returncode}: {done.stderr[-500:]}")
+            raise UserError(
+                f"ERROR: train_grpo.py ended with status {done.returncode}: {done.stderr[-500:]}"
+            )
         records = read_records(self.output.with_suffix(".jsonl"))
         clock = {record["step"]: record["seconds"] for record in records if not record.get("final")}
         return [clock[step + 1] - clock[step] for step in range(1, count + 1)]
 
 
 class TRL:
-    """TRL's GRPOTrainer on the same shapes; every call of `steps` trains anew from the weights so far."""
+    """TRL's GRPOTrainer on the same shapes; every call of `steps` trains anew from the weights so
+    far."""
 
     def __init__(self, folder: str, num_prompts: int) -> None:
         import transformers
@@ -121,7 +144,8 @@ class TRL:
             attn_pdrop=0.0,
         )
         torch.manual_seed(0)
-        # TRL makes the reference of the KL from a folder: it loads the model a second time from there.
+        # TRL makes the reference of the KL from a folder: it loads the model a second time from
+        # there.
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
         draw = np.random.default_rng(0)
         texts = ["".join(draw.choice(characters, PROMPT_LENGTH)) for _ in range(1024)]
@@ -150,7 +174,8 @@ class TRL:
             generation_kwargs={"min_new_tokens": NEW_TOKENS},
             beta=BETA,
             learning_rate=LEARNING_RATE,
-            max_steps=count + 1,  # the first is not counted: the trainer prepares its batch before it begins
+            # the first is not counted: the trainer prepares its batch before it begins
+            max_steps=count + 1,
             loss_type="grpo",
             gradient_checkpointing=False,
             use_cpu=True,
@@ -176,25 +201,31 @@ def main() -> None:
     settings = parse_settings(GRPOBenchSettings, "grpo")
     with TemporaryDirectory() as folder:
         heads = zip(GOALS, ("last", "likelihood"), strict=True)
-        ways: dict[str, Ours | TRL] = {name: Ours(Path(folder), settings.prompts, head) for name, head in heads}
+        ways: dict[str, Ours | TRL] = {
+            name: Ours(Path(folder), settings.prompts, head) for name, head in heads
+        }
         if settings.trl:
             try:
                 ways["TRL"] = TRL(f"{folder}/trl", settings.prompts)
             except ImportError as error:
-                say(f"TRL is not timed: {error}; pip install -r requirements-bench.txt")
+                print0(f"TRL is not timed: {error}; pip install -r requirements-bench.txt")
         for way in ways.values():
             way.steps(1)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(settings.num_runs):
             for name, way in ways.items():
                 seconds[name].append(statistics.median(way.steps(settings.steps)))
-    say(f"{os.cpu_count()} processors, torch {torch.__version__}; medians of {settings.num_runs} rounds")
+    print0(
+        f"{os.cpu_count()} processors, torch {torch.__version__}; medians of {settings.num_runs} rounds"
+    )
     for name, own in seconds.items():
         line = f"{name:<21} {statistics.median(own):7.3f} s a step"
         if name in GOALS and "TRL" in seconds:
-            ratio = statistics.median(mine / theirs for mine, theirs in zip(own, seconds["TRL"], strict=True))
+            ratio = statistics.median(
+                mine / theirs for mine, theirs in zip(own, seconds["TRL"], strict=True)
+            )
             line += f", {ratio:.3f} of TRL's (goal: {GOALS[name]:.3f})"
-        say(line)
+        print0(line)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""How much faster binary mode loads a corpus than text mode: a ratio, the median of interleaved runs.
+"""How much faster binary mode loads a corpus than text mode: a ratio, the median of interleaved
+runs.
 
     python benchmarks/loading.py --data_dir data/shakespeare data/shakespeare_char
 
-In: folders that data/NAME/prepare.py has filled (input.txt, train.bin, val.bin, and meta.pkl for characters). Both
-modes are timed from file to checked tokens; tokenizers are made before, and one run of each mode is a warm-up.
-"""
+In: folders that data/NAME/prepare.py has filled (input.txt, train.bin, val.bin, and meta.pkl for
+characters). Both modes are timed from file to checked tokens; tokenizers are made before, and one
+run of each mode is a warm-up."""
 
 import statistics
 import sys
@@ -41,7 +42,8 @@ def seconds(load: Callable[[], TokenSplits]) -> float:
 
 
 def measure(folder: str, num_runs: int) -> tuple[str, int, float, float, float]:
-    """(method, tokens, median text seconds, median binary seconds, median of the runs' ratios) of one folder."""
+    """(method, tokens, median text seconds, median binary seconds, median of the runs' ratios) of
+    one folder."""
     tokenizer = TokenizationManager(data_path=folder)
     train_bin, val_bin = Path(folder, "train.bin"), Path(folder, "val.bin")
 
@@ -56,21 +58,35 @@ def measure(folder: str, num_runs: int) -> tuple[str, int, float, float, float]:
         np.array_equal(*pair)
         for pair in ((text_splits.train, binary_splits.train), (text_splits.val, binary_splits.val))
     ):
-        raise UserError(f"ERROR: {folder}: train.bin and val.bin are not of its input.txt: run its prepare.py again")
+        raise UserError(
+            f"ERROR: {folder}: train.bin and val.bin are not of its input.txt: run its prepare.py again"
+        )
     pairs = [(seconds(text_mode), seconds(binary_mode)) for _ in range(num_runs)]
     text_median, binary_median = (statistics.median(column) for column in zip(*pairs, strict=True))
     num_tokens = len(text_splits.train) + len(text_splits.val)
-    return tokenizer.method, num_tokens, text_median, binary_median, statistics.median(t / b for t, b in pairs)
+    return (
+        tokenizer.method,
+        num_tokens,
+        text_median,
+        binary_median,
+        statistics.median(t / b for t, b in pairs),
+    )
 
 
 def main() -> None:
     """Measure each folder and print a table."""
     settings = parse_settings(LoadingSettings, "loading")
     rows = [(folder, *measure(folder, settings.num_runs)) for folder in settings.data_dir]
-    print(f"{'data_dir':<28} {'method':<6} {'tokens':>10} {'text ms':>9} {'binary ms':>9} {'text/binary':>11}")
+    print(
+        f"{'data_dir':<28} {'method':<6} {'tokens':>10} {'text ms':>9} {'binary ms':>9} {'text/binary':>11}"
+    )
     for folder, method, num_tokens, text, binary, ratio in rows:
-        print(f"{folder:<28} {method:<6} {num_tokens:>10,} {text * 1e3:>9.2f} {binary * 1e3:>9.2f} {ratio:>10.1f}x")
-    print(f"Median of {settings.num_runs} interleaved runs after a warm-up; both modes give the same tokens.")
+        print(
+            f"{folder:<28} {method:<6} {num_tokens:>10,} {text * 1e3:>9.2f} {binary * 1e3:>9.2f} {ratio:>10.1f}x"
+        )
+    print(
+        f"Median of {settings.num_runs} interleaved runs after a warm-up; both modes give the same tokens."
+    )
 
 
 if __name__ == "__main__":

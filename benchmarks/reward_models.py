@@ -1,10 +1,11 @@
-"""How well reward models predict: every head by generator, size of the data, block size and corpus, as tables.
+"""How well reward models predict: every head by generator, size of the data, block size and corpus,
+as tables.
 
     python benchmarks/reward_models.py --strengths 1.89 1.55
 
-In: a corpus that data/NAME/prepare.py has made. Everything is made by the project's own scripts, in --out_dir; what is
-there is not made again. R2 with its 95% interval is of the validation blocks that report.
-"""
+In: a corpus that data/NAME/prepare.py has made. Everything is made by the project's own scripts, in
+--out_dir; what is there is not made again. R2 with its 95% interval is of the validation blocks
+that report."""
 
 import math
 import re
@@ -22,12 +23,13 @@ import numpy as np
 import torch
 
 from common.files import read_json, write_json
-from common.log import say
+from common.log import print0
 from common.process import UserError, run_main
-from common.settings import Problems, Settings, parse_settings, setting
+from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import dataset_folder, open_token_file
+from metrics.bootstrap import format_figure
+from metrics.reward_skill import measure_skill
 from reward.heads import REWARD_MODELS
-from reward.skill import format_figure, measure_skill
 from reward_dataset_loader import RewardDataset, rows_by_part
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
@@ -43,13 +45,24 @@ RECIPE = {
     "learning_rate": 6e-3,
     "weight_decay": 0.1,
 }
-# Steps after which the recipe's cosine ends; on tiny Shakespeare at about these validation losses, at block size 128.
+# Steps after which the recipe's cosine ends; on tiny Shakespeare at about these validation losses,
+# at block size 128.
 STRENGTHS = {"1.89": 230, "1.67": 700, "1.55": 1300}
 HEADS: dict[str, dict[str, Any]] = {
     "last, frozen (the seeds')": {"head": "last"},
-    "last, all unfrozen": {"head": "last", "unfreeze_layers": -1, "learning_rate": 3e-4, "max_epochs": 2},
+    "last, all unfrozen": {
+        "head": "last",
+        "unfreeze_layers": -1,
+        "learning_rate": 3e-4,
+        "max_epochs": 2,
+    },
     "position, frozen": {"head": "position", "max_epochs": 3},
-    "position, all unfrozen": {"head": "position", "unfreeze_layers": -1, "learning_rate": 3e-4, "max_epochs": 2},
+    "position, all unfrozen": {
+        "head": "position",
+        "unfreeze_layers": -1,
+        "learning_rate": 3e-4,
+        "max_epochs": 2,
+    },
     "position, all unfrozen, token": {
         "head": "position",
         "loss": "token",
@@ -92,21 +105,26 @@ class TableSettings(Settings):
     out_dir: str = "out/benchmarks/reward_models"
     """where everything is made"""
 
-    def check_further(self, problems: Problems) -> None:
+    def check_settings(self, errors: Errors) -> None:
         """Note names that are none."""
-        check_names(problems, "strengths", self.strengths, STRENGTHS)
-        check_names(problems, "heads", self.heads, HEADS)
+        check_names(errors, "strengths", self.strengths, STRENGTHS)
+        check_names(errors, "heads", self.heads, HEADS)
 
 
-def check_names(problems: Problems, option: str, names: tuple[str, ...], known: dict[str, Any]) -> None:
+def check_names(errors: Errors, option: str, names: tuple[str, ...], known: dict[str, Any]) -> None:
     """Note names that are not among those known."""
     for name in names:
-        problems.require(name in known, f"{option}={name}: must be one of {', '.join(known)}", f"Mend --{option}")
+        errors.check(
+            name in known, f"{option}={name}: must be one of {', '.join(known)}", f"Mend --{option}"
+        )
 
 
 def as_words(options: dict[str, Any]) -> list[str]:
     """Options as words of a command line."""
-    parts = ([f"--{n}", *map(str, v)] if isinstance(v, tuple | list) else [f"--{n}={v}"] for n, v in options.items())
+    parts = (
+        [f"--{n}", *map(str, v)] if isinstance(v, tuple | list) else [f"--{n}={v}"]
+        for n, v in options.items()
+    )
     return [word for part in parts for word in part]
 
 
@@ -117,11 +135,14 @@ class Pipeline:
         self.out = Path(out_dir)
 
     def make(self, artefact: str, script: str, **options: Any) -> Path:
-        """The artefact's path, made by `script`, which makes it once. Raises UserError where the script fails."""
+        """The artefact's path, made by `script`, which makes it once. Raises UserError where the
+        script fails."""
         path, notes = self.out / artefact, self.out / "seconds.json"
-        say(f"\n##### {artefact}: {script}.py")
+        print0(f"\n##### {artefact}: {script}.py")
         is_there, start = path.exists(), time.perf_counter()
-        status = subprocess.run([sys.executable, str(ROOT / f"{script}.py"), *as_words(options)]).returncode
+        status = subprocess.run(
+            [sys.executable, str(ROOT / f"{script}.py"), *as_words(options)]
+        ).returncode
         if status != 0:
             raise UserError(f"ERROR: {script}.py ended with status {status} while it made {path}")
         if not is_there:
@@ -137,30 +158,62 @@ class Pipeline:
         """A generator, trained on a corpus for so many steps and evaluated at the end."""
         checkpoint = f"{name}.pt"
         options |= {"max_iters": iters, "eval_interval": iters}
-        return self.make(checkpoint, "train", dataset=corpus, out_dir=self.out, checkpoint_name=checkpoint, **options)
+        return self.make(
+            checkpoint,
+            "train",
+            dataset=corpus,
+            out_dir=self.out,
+            checkpoint_name=checkpoint,
+            **options,
+        )
 
     def reward_data(self, name: str, generator: Path, corpus: Path, **options: Any) -> Path:
         """Reward data of a generator."""
         data = {"model_path": generator, "dataset": corpus, "output_dir": self.out / name}
         return self.make(name, "prepare_reward_data", **data, **options)
 
-    def natural_model(self, name: str, generator: Path, corpus: Path, iters: int, seed: int) -> Path:
+    def natural_model(
+        self, name: str, generator: Path, corpus: Path, iters: int, seed: int
+    ) -> Path:
         """The generator, trained further for so many steps."""
-        checkpoint, options = f"{name}.pt", {**FURTHER, "max_iters": iters, "warmup_iters": min(20, iters // 10)}
-        where = {"dataset": corpus, "out_dir": self.out, "checkpoint_name": checkpoint, "seed": seed}
+        checkpoint, options = (
+            f"{name}.pt",
+            {**FURTHER, "max_iters": iters, "warmup_iters": min(20, iters // 10)},
+        )
+        where = {
+            "dataset": corpus,
+            "out_dir": self.out,
+            "checkpoint_name": checkpoint,
+            "seed": seed,
+        }
         return self.make(checkpoint, "train", init_from=generator, **where, **options)
 
     def reward_model(
-        self, name: str, generator: Path, data: Path, corpus: Path, natural_iters: int = 0, **options: Any
+        self,
+        name: str,
+        generator: Path,
+        data: Path,
+        corpus: Path,
+        natural_iters: int = 0,
+        **options: Any,
     ) -> dict[str, Any]:
-        """A reward model's skill and `seconds`; with `natural_iters` a natural model is trained for so many steps."""
+        """A reward model's skill and `seconds`; with `natural_iters` a natural model is trained for
+        so many steps."""
         seconds = 0.0
         if natural_iters:
-            natural = self.natural_model(f"{name}_natural", generator, corpus, natural_iters, options["seed"])
+            natural = self.natural_model(
+                f"{name}_natural", generator, corpus, natural_iters, options["seed"]
+            )
             options["natural_model_path"], seconds = natural, self.seconds(natural.name)
-        reads = {"base_model_path": generator, "data_dir": data, "output_path": self.out / f"{name}.pt"}
+        reads = {
+            "base_model_path": generator,
+            "data_dir": data,
+            "output_path": self.out / f"{name}.pt",
+        }
         path = self.make(f"{name}.pt", "train_reward_model", **reads, **options)
-        return load_checkpoint(path)["training"]["skill"] | {"seconds": seconds + self.seconds(f"{name}.pt")}
+        return load_checkpoint(path)["training"]["skill"] | {
+            "seconds": seconds + self.seconds(f"{name}.pt")
+        }
 
 
 def val_loss(generator: Path) -> float:
@@ -172,7 +225,12 @@ def skill_cells(skill: dict[str, Any]) -> list[str]:
     """R2 with its interval, MAE in tokens, AUC and seconds, for a table."""
     auc = "" if skill["auc"] is None else f"{skill['auc']:.3f}"
     r2 = format_figure(skill, "r2", ".3f")
-    return [r2, f"{skill['mae_tokens']:.1f}", auc, f"{skill['seconds']:.0f}" if "seconds" in skill else ""]
+    return [
+        r2,
+        f"{skill['mae_tokens']:.1f}",
+        auc,
+        f"{skill['seconds']:.0f}" if "seconds" in skill else "",
+    ]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -186,21 +244,45 @@ def main() -> None:
     pipeline, rows = Pipeline(settings.out_dir), []
     for generator, data, corpus, name, about in prepared(settings, pipeline):
         if corpus.joinpath("meta.pkl").is_file():
-            rows.append([*about, "unknown words, linear fit", *skill_cells(unknown_words(data, corpus))])
-        rows.append([*about, "frozen trunk, mean pooling, ridge", *skill_cells(mean_pooling(data, generator))])
+            rows.append(
+                [*about, "unknown words, linear fit", *skill_cells(unknown_words(data, corpus))]
+            )
+        rows.append(
+            [
+                *about,
+                "frozen trunk, mean pooling, ridge",
+                *skill_cells(mean_pooling(data, generator)),
+            ]
+        )
         for head in settings.heads:
             options = {**HEADS[head], "seed": settings.seed}
             if settings.quick:
-                options |= {"natural_iters": 4} if REWARD_MODELS[options["head"]].is_ratio else {"max_epochs": 1}
+                options |= (
+                    {"natural_iters": 4}
+                    if REWARD_MODELS[options["head"]].is_ratio
+                    else {"max_epochs": 1}
+                )
             file_name = f"{name}_{re.sub('[^a-z0-9]+', '_', head)}"
             skill = pipeline.reward_model(file_name, generator, data, corpus, **options)
             rows.append([*about, head, *skill_cells(skill)])
-    header = ["generator's loss", "N", "samples", "reward model", "R² (95%)", "MAE, tokens", "AUC", "seconds"]
-    say("\n" + markdown(header, rows))
+    header = [
+        "generator's loss",
+        "N",
+        "samples",
+        "reward model",
+        "R² (95%)",
+        "MAE, tokens",
+        "AUC",
+        "seconds",
+    ]
+    print0("\n" + markdown(header, rows))
 
 
-def prepared(settings: TableSettings, pipeline: Pipeline) -> Iterator[tuple[Path, Path, Path, str, list[str]]]:
-    """Generators with their reward data: checkpoint, data, corpus, a name for files, and cells for the table."""
+def prepared(
+    settings: TableSettings, pipeline: Pipeline
+) -> Iterator[tuple[Path, Path, Path, str, list[str]]]:
+    """Generators with their reward data: checkpoint, data, corpus, a name for files, and cells for
+    the table."""
     corpus = dataset_folder(settings.dataset).resolve()
     quick = settings.quick
     for block_size in (16,) if quick else settings.block_sizes:
@@ -213,7 +295,11 @@ def prepared(settings: TableSettings, pipeline: Pipeline) -> Iterator[tuple[Path
                 name = f"{strength}_{block_size}_{samples}_{settings.seed}"
                 amount = {"samples_per_chunk": 4, "max_blocks": samples // 4, "seed": settings.seed}
                 data = pipeline.reward_data(f"data_{name}", generator, corpus, **amount)
-                about = [f"{val_loss(generator):.3f}", str(block_size), f"{len(RewardDataset(data)):,}"]
+                about = [
+                    f"{val_loss(generator):.3f}",
+                    str(block_size),
+                    f"{len(RewardDataset(data)):,}",
+                ]
                 yield generator, data, corpus, name, about
 
 
@@ -222,7 +308,8 @@ def prepared(settings: TableSettings, pipeline: Pipeline) -> Iterator[tuple[Path
 
 
 def fitted_skill(features: dict[str, np.ndarray], data: Path) -> dict[str, Any]:
-    """Skill of ridge regression from features (n, F) of both splits, its strength chosen on the selecting rows."""
+    """Skill of ridge regression from features (n, F) of both splits, its strength chosen on the
+    selecting rows."""
     train, val = RewardDataset(data, "train"), RewardDataset(data, "val")
     select, report, _ = rows_by_part(val)
     mean, std = features["train"].mean(0), features["train"].std(0) + 1e-8
@@ -247,7 +334,11 @@ def words(text: str) -> list[str]:
 def unknown_words(data: Path, corpus: Path) -> dict[str, Any]:
     """One number a sequence: the share of its whole words that the training text does not have."""
     tokenizer = TokenizationManager(data_path=corpus)
-    known = set(words(tokenizer.decode(open_token_file(corpus / "train.bin", "train", tokenizer.vocab_size))))
+    known = set(
+        words(
+            tokenizer.decode(open_token_file(corpus / "train.bin", "train", tokenizer.vocab_size))
+        )
+    )
     features = {}
     for split in ("train", "val"):
         shares = []

@@ -2,11 +2,11 @@
 
     python benchmarks/training.py --seeds 1337 1
 
-In: data/shakespeare_char/prepare.py has run. Ratios of one run on one machine. The recipes are of config/, both at
-block 64 and the fast one for --max_iters steps, run by train.py; training seconds leave evaluations out, and nothing is
-chosen by validation text. nanoGPT's own train.py (--nanogpt) and ours take turns, whole processes, start-up and
-evaluations included. The rest is timed in this process: medians, after a warm-up.
-"""
+In: data/shakespeare_char/prepare.py has run. Ratios of one run on one machine. The recipes are of
+config/, both at block 64 and the fast one for --max_iters steps, run by train.py; training seconds
+leave evaluations out, and nothing is chosen by validation text. nanoGPT's own train.py (--nanogpt)
+and ours take turns, whole processes, start-up and evaluations included. The rest is timed in this
+process: medians, after a warm-up."""
 
 import os
 import shutil
@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from benchmarks.reward_models import ROOT, Pipeline, markdown, val_loss
-from common.log import read_records, say
+from common.log import print0, read_records
 from common.process import UserError, run_main
-from common.settings import Problems, Settings, parse_settings, setting
+from common.settings import Errors, Settings, parse_settings, setting
 from data_loader import WholeSplitBatches, dataset_folder, open_token_file
 from losses import language_model_loss
 from model import GPT, GPTConfig
@@ -39,8 +39,22 @@ NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
 # Of nanoGPT's checkout, and the options that its README gives for a CPU.
 NANOGPT_FILES = ("train.py", "model.py", "configurator.py", "config/train_shakespeare_char.py")
 NANOGPT_OPTIONS = {
-    **{"device": "cpu", "compile": False, "eval_iters": 20, "log_interval": 1, "block_size": 64, "batch_size": 12},
-    **{"n_layer": 4, "n_head": 4, "n_embd": 128, "max_iters": 2000, "lr_decay_iters": 2000, "dropout": 0.0},
+    **{
+        "device": "cpu",
+        "compile": False,
+        "eval_iters": 20,
+        "log_interval": 1,
+        "block_size": 64,
+        "batch_size": 12,
+    },
+    **{
+        "n_layer": 4,
+        "n_head": 4,
+        "n_embd": 128,
+        "max_iters": 2000,
+        "lr_decay_iters": 2000,
+        "dropout": 0.0,
+    },
 }
 SHAPES = {
     "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
@@ -65,7 +79,8 @@ class TrainingBenchSettings(Settings):
     seeds: tuple[int, ...] = (1337, 1, 2)
     """seeds of the fast recipe, a row for each"""
     nanogpt: str | None = None
-    """checkout of nanoGPT, whose train.py is executed, in a copy, beside ours; None: that part is left out"""
+    """checkout of nanoGPT, whose train.py is executed, in a copy, beside ours; None: that part is
+    left out"""
     large_tokens: int = setting(500_000_000, minimum=10_000, unit="tokens")
     """tokens of the corpus that memory is measured with, two bytes each"""
     num_runs: int = setting(5, minimum=1)
@@ -73,16 +88,20 @@ class TrainingBenchSettings(Settings):
     out_dir: str = "out/benchmarks/training"
     """where models are made; what is there is not made again"""
 
-    def check_further(self, problems: Problems) -> None:
+    def check_settings(self, errors: Errors) -> None:
         """Note a checkout that lacks a file."""
         for name in () if self.nanogpt is None else NANOGPT_FILES:
             is_there = Path(self.nanogpt or "", name).is_file()
-            problems.require(is_there, f"nanogpt={self.nanogpt}: has no {name}", "Name a whole checkout")
+            errors.check(
+                is_there, f"nanogpt={self.nanogpt}: has no {name}", "Name a whole checkout"
+            )
 
 
 def main() -> None:
     settings = parse_settings(TrainingBenchSettings, "training")
-    say(f"{os.cpu_count()} processors, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print0(
+        f"{os.cpu_count()} processors, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
     measure = {
         "loss": time_to_loss,
         "nanogpt": beside_nanogpt,
@@ -114,25 +133,50 @@ def time_to_loss(settings: TrainingBenchSettings) -> None:
     pipeline, corpus = Pipeline(settings.out_dir), dataset_folder(settings.dataset).resolve()
     nanogpt_iters, fast_iters = (20, 10) if settings.quick else (2000, settings.max_iters)
     runs = [("nanoGPT's", "nanogpt_cpu", nanogpt_iters, 1337)]
-    runs += [("the fast one", "shakespeare_complete_cpu", fast_iters, seed) for seed in settings.seeds]
+    runs += [
+        ("the fast one", "shakespeare_complete_cpu", fast_iters, seed) for seed in settings.seeds
+    ]
     rows, reference = [], None
     for title, config, iters, seed in runs:
         options = {"config": ROOT / "config" / f"{config}.py", "seed": seed, "block_size": 64}
         path = pipeline.generator(f"{config}_{iters}_{seed}", corpus, iters, **options)
         records = read_records(path.with_suffix(".jsonl"))
         tokens = 64 * {"nanogpt_cpu": 12, "shakespeare_complete_cpu": 16}[config]  # of a step
-        seconds = sum(tokens / record["tokens_per_second"] for record in records if "tokens_per_second" in record)
+        seconds = sum(
+            tokens / record["tokens_per_second"]
+            for record in records
+            if "tokens_per_second" in record
+        )
         reference = reference or seconds
         reached = "yes" if val_loss(path) <= NANOGPT_LOSS + 0.0005 else "no"
-        figures = [str(iters), f"{val_loss(path):.4f}", reached, f"{seconds:.1f}", f"{seconds / reference:.3f}"]
+        figures = [
+            str(iters),
+            f"{val_loss(path):.4f}",
+            reached,
+            f"{seconds:.1f}",
+            f"{seconds / reference:.3f}",
+        ]
         rows.append([title, str(seed), *figures])
-    header = ["recipe", "seed", "steps", "validation loss", f"<= {NANOGPT_LOSS}", "training s", "of nanoGPT's time"]
-    say("\n" + markdown(header, rows) + "\nGoal: 0.125")
+    header = [
+        "recipe",
+        "seed",
+        "steps",
+        "validation loss",
+        f"<= {NANOGPT_LOSS}",
+        "training s",
+        "of nanoGPT's time",
+    ]
+    print0("\n" + markdown(header, rows) + "\nGoal: 0.125")
 
 
 def throughput(settings: TrainingBenchSettings) -> None:
-    """Floating-point operations of passes and step over the machine's rate in matrix products, as a table."""
-    size, shapes = (512, (("S", 4),)) if settings.quick else (2048, (("S", 16), ("S", 64), ("M", 4), ("M", 16)))
+    """Floating-point operations of passes and step over the machine's rate in matrix products, as a
+    table."""
+    size, shapes = (
+        (512, (("S", 4),))
+        if settings.quick
+        else (2048, (("S", 16), ("S", 64), ("M", 4), ("M", 16)))
+    )
     a = torch.randn(size, size)
     rate = 2 * size**3 / median_seconds(lambda: a @ a, settings.num_runs)
     rows = []
@@ -147,7 +191,8 @@ def throughput(settings: TrainingBenchSettings) -> None:
             take_step(model, optimizers, 1.0, torch.amp.GradScaler("cpu", enabled=False))
 
         seconds = median_seconds(step, settings.num_runs)
-        # Of every weight 2 forward and 4 backward for each token, and of attention's products (Chowdhery et al. 2022).
+        # Of every weight 2 forward and 4 backward for each token, and of attention's products
+        # (Chowdhery et al. 2022).
         attention = 12 * model.config.n_layer * model.config.n_embd * N
         operations = (6 * sum(p.numel() for p in model.parameters()) + attention) * x.numel()
         figures = [
@@ -156,14 +201,17 @@ def throughput(settings: TrainingBenchSettings) -> None:
             f"{operations / seconds / rate:.0%}",
         ]
         rows.append([name, str(batch_size), *figures])
-    say(f"\nMatrix products: {rate / 1e9:.0f} GFLOP/s")
-    say(markdown(["model", "batch", "tokens/s", "GFLOP/s", "of the rate (goal 60%)"], rows))
+    print0(f"\nMatrix products: {rate / 1e9:.0f} GFLOP/s")
+    print0(markdown(["model", "batch", "tokens/s", "GFLOP/s", "of the rate (goal 60%)"], rows))
 
 
 def beside_nanogpt(settings: TrainingBenchSettings) -> None:
-    """Seconds of nanoGPT's own train.py and of ours, whole processes in turns, and both models' losses, as a table."""
+    """Seconds of nanoGPT's own train.py and of ours, whole processes in turns, and both models'
+    losses, as a table."""
     if settings.nanogpt is None:
-        say("\nnanoGPT's own train.py is not timed: name a checkout of nanoGPT with --nanogpt PATH")
+        print0(
+            "\nnanoGPT's own train.py is not timed: name a checkout of nanoGPT with --nanogpt PATH"
+        )
         return
     corpus = dataset_folder(settings.dataset).resolve()
     with TemporaryDirectory() as folder:
@@ -172,14 +220,29 @@ def beside_nanogpt(settings: TrainingBenchSettings) -> None:
         def theirs(iters: int) -> list[str]:
             options = NANOGPT_OPTIONS | {"max_iters": iters, "lr_decay_iters": iters}
             if iters < NANOGPT_OPTIONS["max_iters"]:
-                options["eval_interval"] = iters  # of its settings file 250; it saves at an evaluation
-            return ["train.py", NANOGPT_FILES[-1], *(f"--{name}={value}" for name, value in options.items())]
+                # of its settings file 250; it saves at an evaluation
+                options["eval_interval"] = iters
+            return [
+                "train.py",
+                NANOGPT_FILES[-1],
+                *(f"--{name}={value}" for name, value in options.items()),
+            ]
 
         def ours(iters: int) -> list[str]:
             config = str(ROOT / "config/shakespeare_complete_cpu.py")
-            options = {"dataset": corpus, "out_dir": "out", "block_size": 64, "device": "cpu", "max_iters": iters}
+            options = {
+                "dataset": corpus,
+                "out_dir": "out",
+                "block_size": 64,
+                "device": "cpu",
+                "max_iters": iters,
+            }
             options["eval_interval"] = iters
-            return [str(ROOT / "train.py"), config, *(f"--{name}={value}" for name, value in options.items())]
+            return [
+                str(ROOT / "train.py"),
+                config,
+                *(f"--{name}={value}" for name, value in options.items()),
+            ]
 
         ways = {"nanoGPT's own": (theirs, 2000, "out-shakespeare-char/ckpt.pt")}
         ways["ours"] = (ours, settings.max_iters, "out/model_checkpoint.pt")
@@ -190,18 +253,31 @@ def beside_nanogpt(settings: TrainingBenchSettings) -> None:
                 start = time.perf_counter()
                 run_quietly([sys.executable, *command(min(iters, 10 if few else iters))], folder)
                 seconds[name] += [time.perf_counter() - start] if number else []
-        losses = {name: whole_split_loss(Path(folder, path), corpus) for name, (_, _, path) in ways.items()}
+        losses = {
+            name: whole_split_loss(Path(folder, path), corpus)
+            for name, (_, _, path) in ways.items()
+        }
     reference = seconds["nanoGPT's own"]
     rows = []
     for name, (_, iters, _) in ways.items():
-        ratio = statistics.median(own / other for own, other in zip(seconds[name], reference, strict=True))
+        ratio = statistics.median(
+            own / other for own, other in zip(seconds[name], reference, strict=True)
+        )
         median = statistics.median(seconds[name])
         rows.append(
-            [name, str(10 if settings.quick else iters), f"{losses[name]:.4f}", f"{median:.1f}", f"{ratio:.3f}"]
+            [
+                name,
+                str(10 if settings.quick else iters),
+                f"{losses[name]:.4f}",
+                f"{median:.1f}",
+                f"{ratio:.3f}",
+            ]
         )
     header = ["train.py", "steps", "validation loss", "s, start to end", "of nanoGPT's time"]
     reached = "reached" if losses["ours"] <= losses["nanoGPT's own"] else "not reached"
-    say(f"\n{markdown(header, rows)}\nGoal: {1 / 6:.3f}, at nanoGPT's loss or below, which is {reached}")
+    print0(
+        f"\n{markdown(header, rows)}\nGoal: {1 / 6:.3f}, at nanoGPT's loss or below, which is {reached}"
+    )
 
 
 def copy_nanogpt(checkout: Path, corpus: Path, folder: Path) -> None:
@@ -215,10 +291,13 @@ def copy_nanogpt(checkout: Path, corpus: Path, folder: Path) -> None:
 
 
 def run_quietly(command: list[str], folder: str) -> str:
-    """Run a command to its end; returns what it printed. Raises UserError with its last lines if it fails."""
+    """Run a command to its end; returns what it printed. Raises UserError with its last lines if it
+    fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"ERROR: {' '.join(command[1:3])} ended with status {done.returncode}: {done.stderr[-500:]}")
+        raise UserError(
+            f"ERROR: {' '.join(command[1:3])} ended with status {done.returncode}: {done.stderr[-500:]}"
+        )
     return done.stdout
 
 
@@ -226,7 +305,9 @@ def whole_split_loss(path: Path, corpus: Path) -> float:
     """Loss of a checkpoint, ours or nanoGPT's, on the whole validation split, in nats a token."""
     model = build_model(load_checkpoint(path), "generator", path)
     tokens = open_token_file(corpus / "val.bin", "val", model.config.vocab_size)
-    return language_model_loss(model, WholeSplitBatches(tokens, model.config.block_size, 64, torch.device("cpu")))
+    return language_model_loss(
+        model, WholeSplitBatches(tokens, model.config.block_size, 64, torch.device("cpu"))
+    )
 
 
 def memory(settings: TrainingBenchSettings) -> None:
@@ -238,12 +319,23 @@ def memory(settings: TrainingBenchSettings) -> None:
             corpus = Path(folder, str(num_tokens))
             corpus.mkdir()
             draw = np.random.default_rng(0)
-            tokens = np.lib.format.open_memmap(corpus / "tokens.npy", "w+", np.uint16, (num_tokens,))
+            tokens = np.lib.format.open_memmap(
+                corpus / "tokens.npy", "w+", np.uint16, (num_tokens,)
+            )
             for first in range(0, num_tokens, 10_000_000):
-                tokens[first : first + 10_000_000] = draw.integers(50257, size=len(tokens[first : first + 10_000_000]))
+                tokens[first : first + 10_000_000] = draw.integers(
+                    50257, size=len(tokens[first : first + 10_000_000])
+                )
             tokens[: num_tokens * 9 // 10].tofile(corpus / "train.bin")
             tokens[num_tokens * 9 // 10 :].tofile(corpus / "val.bin")
-            options = ["--dataset", str(corpus), "--out_dir", str(corpus / "out"), "--device", "cpu"]
+            options = [
+                "--dataset",
+                str(corpus),
+                "--out_dir",
+                str(corpus / "out"),
+                "--device",
+                "cpu",
+            ]
             options += [
                 "--max_iters=3",
                 "--eval_interval=3",
@@ -253,17 +345,21 @@ def memory(settings: TrainingBenchSettings) -> None:
                 "--n_embd=32",
             ]
             process = subprocess.Popen(
-                [sys.executable, str(ROOT / "train.py"), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                [sys.executable, str(ROOT / "train.py"), *options],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
             peak = 0
             while process.poll() is None:
                 peak = max(peak, anonymous_kib(process.pid))
                 time.sleep(0.01)
             if process.returncode:
-                say(f"train.py ended with status {process.returncode} on {num_tokens:,} tokens")
+                print0(f"train.py ended with status {process.returncode} on {num_tokens:,} tokens")
             peaks[num_tokens] = peak
-    shown = ", ".join(f"{count * 2 / 1e9:.2f} GB of tokens {kib / 1024:,.0f} MiB" for count, kib in peaks.items())
-    say(f"\nPeak anonymous memory (RssAnon) of train.py: {shown}")
+    shown = ", ".join(
+        f"{count * 2 / 1e9:.2f} GB of tokens {kib / 1024:,.0f} MiB" for count, kib in peaks.items()
+    )
+    print0(f"\nPeak anonymous memory (RssAnon) of train.py: {shown}")
 
 
 def anonymous_kib(pid: int) -> int:
@@ -282,7 +378,9 @@ def anonymous_kib(pid: int) -> int:
 def start_up(settings: TrainingBenchSettings) -> None:
     """Seconds of `--help` of each trainer beyond `import torch`, as a table."""
     bare, trainers = "import torch", ("train.py", "train_reward_model.py", "train_grpo.py")
-    ways = {bare: ["-c", bare]} | {f"{name} --help": [str(ROOT / name), "--help"] for name in trainers}
+    ways = {bare: ["-c", bare]} | {
+        f"{name} --help": [str(ROOT / name), "--help"] for name in trainers
+    }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range((1 if settings.quick else settings.num_runs) + 1):
         for name, arguments in ways.items():
@@ -293,7 +391,7 @@ def start_up(settings: TrainingBenchSettings) -> None:
     for name, own in seconds.items():
         more = statistics.median(one - other for one, other in zip(own, seconds[bare], strict=True))
         rows.append([name, f"{statistics.median(own):.2f}", f"{more:.2f}"])
-    say("\n" + markdown(["start", "s", "beyond the import, s"], rows))
+    print0("\n" + markdown(["start", "s", "beyond the import, s"], rows))
 
 
 if __name__ == "__main__":

@@ -21,18 +21,29 @@ from common.process import UserError
 
 
 def select_device(name: str) -> torch.device:
-    """'auto' (cuda, else mps, else cpu) or a device name; raises UserError for a device this machine lacks.
+    """'auto' (cuda, else mps, else cpu) or a device name; raises UserError for a device this
+    machine lacks.
 
     With CUDA, float32 matrix products from then on take TF32: factors of 11 bits, sums in float32.
     """
-    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}
+    counts = {
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+        "cpu": 1,
+    }
     try:
-        device = torch.device(next(kind for kind in counts if counts[kind]) if name == "auto" else name)
+        device = torch.device(
+            next(kind for kind in counts if counts[kind]) if name == "auto" else name
+        )
     except RuntimeError:
-        raise UserError(f"ERROR: device={name!r} is no device name: use auto, cpu, cuda, cuda:N or mps") from None
+        raise UserError(
+            f"ERROR: device={name!r} is no device name: use auto, cpu, cuda, cuda:N or mps"
+        ) from None
     if (device.index or 0) >= counts.get(device.type, 0):
         there = f"{counts['cuda']} usable CUDA and {counts['mps']} MPS device(s)"
-        raise UserError(f"ERROR: device={name!r}, but this machine has {there}: use --device cpu or auto")
+        raise UserError(
+            f"ERROR: device={name!r}, but this machine has {there}: use --device cpu or auto"
+        )
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     return device
@@ -50,13 +61,16 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError unless torch.compile works for a device; it needs a C++ compiler, on CUDA a C compiler."""
+    """Raise UserError unless torch.compile works for a device; it needs a C++ compiler, on CUDA a C
+    compiler."""
     try:
         torch.compile(lambda x: x.exp())(torch.zeros(1, device=device))
     except Exception as error:  # of the compiler, or of the packages that call it
         reason = " ".join(str(error).partition("\n\n")[0].split())
         reason = f"ERROR: compile=True: torch.compile fails here: {reason:.200}"
-        raise UserError(f"{reason}: install g++ (for CUDA also gcc), or leave out --compile") from None
+        raise UserError(
+            f"{reason}: install g++ (for CUDA also gcc), or leave out --compile"
+        ) from None
 
 
 def free_memory(device: torch.device) -> int:
@@ -69,7 +83,9 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + held
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+            return next(
+                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")
+            )
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -80,7 +96,8 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """The most memory, in MiB, that this process has had so far: of a CUDA device, else in all, mapped files too."""
+    """The most memory, in MiB, that this process has had so far: of a CUDA device, else in all,
+    mapped files too."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -93,14 +110,16 @@ def float64(values: Tensor) -> Tensor:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Mixed precision, none in float32; casts of weights are kept: begin another after a step, and for gradients."""
+    """Mixed precision, none in float32; casts of weights are kept: begin another after a step, and
+    for gradients."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device_type=device.type, dtype=dtype)
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
-    """The parts of a forward pass that mixed precision leaves out: operations keep the dtype of their inputs."""
+    """The parts of a forward pass that mixed precision leaves out: operations keep the dtype of
+    their inputs."""
     return torch.autocast(device_type=device.type, enabled=False)
 
 
@@ -117,7 +136,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def random_stream(seed: int, *purpose: str | int) -> np.random.Generator:
-    """A NumPy generator that depends on the seed and its purpose alone: that of a step needs none before it."""
+    """A NumPy generator that depends on the seed and its purpose alone: that of a step needs none
+    before it."""
     key = np.frombuffer(_digest(seed, purpose)[:16], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 

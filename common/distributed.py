@@ -2,9 +2,8 @@
 
     python -m torch.distributed.run --nproc_per_node=2 train.py --config config/train_shakespeare.py
 
-A process on its own is rank 0 of 1. Rank 0 saves. Objects travel over the CPU: a GPU's memory is for the training.
-An error on one rank ends all: torchrun stops them.
-"""
+A process on its own is rank 0 of 1. Rank 0 saves. Objects travel over the CPU: a GPU's memory is
+for the training. An error on one rank ends all: torchrun stops them."""
 
 import contextlib
 import os
@@ -26,7 +25,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among those that torchrun started; a process on its own is rank 0 of 1."""
+    """This process's place among those that torchrun started; a process on its own is rank 0 of
+    1."""
 
     rank: int = 0
     world_size: int = 1
@@ -37,7 +37,7 @@ class Ranks:
         """Device and number of ranks, for people."""
         return str(self.device) + (f" on {self.world_size} ranks" if self.world_size > 1 else "")
 
-    def on_main(self, work: Callable[[], T]) -> T:
+    def run_on_rank0(self, work: Callable[[], T]) -> T:
         """The result of `work`, done on rank 0 alone and sent to all."""
         if self.world_size == 1:
             return work()
@@ -54,8 +54,11 @@ class Ranks:
         return values
 
     def share(self, count: int) -> slice:
-        """This rank's part of `count` rows: contiguous, all parts alike where the number of ranks divides the count."""
-        return slice(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
+        """This rank's part of `count` rows: contiguous, all parts alike where the number of ranks
+        divides the count."""
+        return slice(
+            self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size
+        )
 
     def sum(self, *values: float) -> list[float]:
         """Each of the values, summed over the ranks, in float64."""
@@ -67,7 +70,8 @@ class Ranks:
         return total.tolist()
 
     def gather(self, part: Tensor) -> Tensor:
-        """(world_size n, ...) of the ranks' tensors (n, ...), which must be of one shape, in the order of the ranks."""
+        """(world_size n, ...) of the ranks' tensors (n, ...), which must be of one shape, in the
+        order of the ranks."""
         if self.world_size == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.world_size)]
@@ -78,11 +82,14 @@ class Ranks:
         """Raise UserError unless every rank gets an equal part of a setting's count."""
         if rest := count % self.world_size:
             way = f"choose a multiple, for instance --{name} {count - rest + self.world_size}"
-            raise UserError(f"ERROR: {name}={count} cannot be shared out to {self.world_size} ranks: {way}")
+            raise UserError(
+                f"ERROR: {name}={count} cannot be shared out to {self.world_size} ranks: {way}"
+            )
 
 
 def start_ranks(device: torch.device) -> Ranks:
-    """Join the processes that torchrun started: gloo for the CPU's tensors and for objects, nccl for CUDA's.
+    """Join the processes that torchrun started: gloo for the CPU's tensors and for objects, nccl
+    for CUDA's.
 
     On CUDA every process of a machine has a device of its own.
     """
@@ -90,14 +97,24 @@ def start_ranks(device: torch.device) -> Ranks:
     if world_size == 1:
         return Ranks(device=device)
     if device.type == "mps":
-        raise UserError("ERROR: torchrun shares work out on CPUs and CUDA devices: use --device cpu")
+        raise UserError(
+            "ERROR: torchrun shares work out on CPUs and CUDA devices: use --device cpu"
+        )
     if on_cuda := device.type == "cuda":
-        device, devices = torch.device("cuda", int(os.environ["LOCAL_RANK"])), torch.cuda.device_count()
+        device, devices = (
+            torch.device("cuda", int(os.environ["LOCAL_RANK"])),
+            torch.cuda.device_count(),
+        )
         if device.index >= devices:
-            raise UserError(f"ERROR: more processes than CUDA devices here: use --nproc_per_node {devices}")
+            raise UserError(
+                f"ERROR: more processes than CUDA devices here: use --nproc_per_node {devices}"
+            )
         torch.cuda.set_device(device)
-    backend, waits = "cpu:gloo,cuda:nccl" if on_cuda else "gloo", timedelta(hours=2)  # while rank 0 works for all
-    torch.distributed.init_process_group(backend, timeout=waits, device_id=device if on_cuda else None)
+    # while rank 0 works for all
+    backend, waits = "cpu:gloo,cuda:nccl" if on_cuda else "gloo", timedelta(hours=2)
+    torch.distributed.init_process_group(
+        backend, timeout=waits, device_id=device if on_cuda else None
+    )
     return Ranks(torch.distributed.get_rank(), world_size, device)
 
 
@@ -113,8 +130,11 @@ class _Computation(nn.Module):
             return compute(self.model, *inputs)
 
 
-def parallel(model: nn.Module, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
-    """A function of `compute` and inputs: `compute(model, *inputs)` in mixed precision of that dtype.
+def parallel(
+    model: nn.Module, ranks: Ranks, dtype: torch.dtype = torch.float32
+) -> Callable[..., Any]:
+    """A function of `compute` and inputs: `compute(model, *inputs)` in mixed precision of that
+    dtype.
 
     Over several ranks DDP averages its gradients; all begin with rank 0's weights.
     """
@@ -124,8 +144,9 @@ def parallel(model: nn.Module, ranks: Ranks, dtype: torch.dtype = torch.float32)
     return DistributedDataParallel(computation, gradient_as_bucket_view=True)
 
 
-def gradients_stay(forward: Callable[..., Any], last: bool) -> contextlib.AbstractContextManager:
-    """Gradients of a `parallel` computation within stay on their rank, unless these are the last to be added up."""
+def no_sync(forward: Callable[..., Any], last: bool) -> contextlib.AbstractContextManager:
+    """Gradients of a `parallel` computation within stay on their rank, unless these are the last to
+    be added up."""
     if last or not isinstance(forward, DistributedDataParallel):
         return contextlib.nullcontext()
     return forward.no_sync()

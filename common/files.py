@@ -1,9 +1,10 @@
-"""Files that are written whole or not at all, and read as data; one writer of an output at a time; hashes.
+"""Files that are written whole or not at all, and read as data; one writer of an output at a time;
+hashes.
 
     python -c "from common.files import hash_file; print(hash_file('README.md'))"
 
-A file is written beside its place, brought to the disk, and renamed. Nothing that is read is executed.
-"""
+A file is written beside its place, brought to the disk, and renamed. Nothing that is read is
+executed."""
 
 import codecs
 import contextlib
@@ -26,14 +27,27 @@ import torch
 from common.process import UserError, until_main_ends
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".jsonl", ".pkl", ".resume", ".py", ".txt")
+FILE_SUFFIXES = (
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".bin",
+    ".safetensors",
+    ".json",
+    ".jsonl",
+    ".pkl",
+    ".resume",
+    ".py",
+    ".txt",
+)
 
 CHUNK = 1 << 20  # characters of a text, or tokens, that are read at a time
 
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; on success fsync it and rename it to `path`, else remove it."""
+    """Yield a path beside `path` to write to; on success fsync it and rename it to `path`, else
+    remove it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -53,7 +67,8 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the partial files of `path`, and of files named after it, whose processes were killed."""
+    """Remove the partial files of `path`, and of files named after it, whose processes were
+    killed."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         pid = left.name.split(".")[-2]
         try:
@@ -89,12 +104,14 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write `value` as strict JSON to `path`, whole or not at all; ValueError for NaN and infinities."""
+    """Write `value` as strict JSON to `path`, whole or not at all; ValueError for NaN and
+    infinities."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: str | os.PathLike) -> Any:
-    """The value in a JSON file; raises UserError where it is unreadable, or has NaN or infinities."""
+    """The value in a JSON file; raises UserError where it is unreadable, or has NaN or
+    infinities."""
     try:
         return from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -113,8 +130,10 @@ def from_json(text: str) -> Any:
 
 
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
-    """torch.save to `path`, whole or not at all; raises UserError where it cannot be written (a full disk)."""
-    with atomic_path(path) as partial, open(partial, "wb") as file:  # Python's file: torch's own hides the reason
+    """torch.save to `path`, whole or not at all; raises UserError where it cannot be written (a
+    full disk)."""
+    # Python's file: torch's own hides the reason
+    with atomic_path(path) as partial, open(partial, "wb") as file:
         try:
             torch.save(dict(contents), file)
         except RuntimeError as error:  # torch's writer raises its own error for a failed write
@@ -135,13 +154,19 @@ def load_state(path: str | Path, way: str = "name another file") -> dict[str, An
             with zipfile.ZipFile(path) as archive:
                 if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
                     raise ValueError("its records are said to be larger than the file")
-                if wrong := archive.testzip():  # torch.load does not compare the CRC-32 of its own format
+                # torch.load does not compare the CRC-32 of its own format
+                if wrong := archive.testzip():
                     raise ValueError(f"the CRC-32 of {wrong} differs")
         with warnings.catch_warnings(action="ignore"):  # torch's remarks on foreign files
             contents = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = next(
-            (line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), ""
+            (
+                line.strip()
+                for line in str(error).splitlines()
+                if "Unsupported" in line or "GLOBAL" in line
+            ),
+            "",
         )
         what = "holds something else than tensors and settings; nothing was executed"
         raise UserError(f"ERROR: {path} {what}. {found} ({way})") from None
@@ -151,12 +176,15 @@ def load_state(path: str | Path, way: str = "name another file") -> dict[str, An
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"ERROR: {path} is damaged or no checkpoint: {reason}; {way}") from None
     if not isinstance(contents, dict):
-        raise UserError(f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint; {way}")
+        raise UserError(
+            f"ERROR: {path} holds a {type(contents).__name__}, not the dict of a checkpoint; {way}"
+        )
     return contents
 
 
 def check_writable(path: str | os.PathLike, is_file: bool = False) -> str:
-    """The obstacle to creating or replacing `path`, a folder or a file, as a sentence; empty without one."""
+    """The obstacle to creating or replacing `path`, a folder or a file, as a sentence; empty
+    without one."""
     path = Path(path).absolute()
     if is_file and path.exists() and not path.is_file():
         return f"{path} is no file"
@@ -166,7 +194,7 @@ def check_writable(path: str | os.PathLike, is_file: bool = False) -> str:
     return "" if os.access(ancestor, os.W_OK) else f"no permission to write to {ancestor}"
 
 
-def hold_output(path: str | Path) -> None:
+def lock_output(path: str | Path) -> None:
     """Lock an output until main() ends; raises UserError where another process writes it."""
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,22 +203,28 @@ def hold_output(path: str | Path) -> None:
         until_main_ends.enter_context(lock)
         remove_leftovers(path)
     except filelock.Timeout:
-        raise UserError(f"ERROR: {path} is being written by another process: wait for it, or name another") from None
+        raise UserError(
+            f"ERROR: {path} is being written by another process: wait for it, or name another"
+        ) from None
 
 
 def beside(output: str | Path, suffix: str) -> Path:
-    """The file of this suffix that belongs to an output: `x.jsonl` of `x.pt`, `x0.001.jsonl` of `x0.001`.
+    """The file of this suffix that belongs to an output: `x.jsonl` of `x.pt`, `x0.001.jsonl` of
+    `x0.001`.
 
-    Only `.pt` gives way to the suffix; it is added to any other name, so that two outputs do not share a file.
-    """
+    Only `.pt` gives way to the suffix; it is added to any other name, so that two outputs do not
+    share a file."""
     output = Path(output)
     return output.with_name(output.name.removesuffix(".pt") + suffix)
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name can be one of a model hub: OWNER/NAME, unless a folder OWNER lies here, or one of GPT2_NAMES."""
+    """Whether a name can be one of a model hub: OWNER/NAME, unless a folder OWNER lies here, or one
+    of GPT2_NAMES."""
     is_owned = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not name.endswith(FILE_SUFFIXES)
-    return not Path(name).exists() and (name in GPT2_NAMES or (bool(is_owned) and not Path(name).parent.exists()))
+    return not Path(name).exists() and (
+        name in GPT2_NAMES or (bool(is_owned) and not Path(name).parent.exists())
+    )
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> str:

@@ -1,6 +1,7 @@
 """A printed line and a JSON record for each step, progress bars, and trackers.
 
-    python -c "from common.log import read_records; print(read_records('out/model_checkpoint.jsonl')[-1])"
+    python -c "from common.log import read_records;
+    print(read_records('out/model_checkpoint.jsonl')[-1])"
 
 A record is one line of JSON, a dict with `step`.
 """
@@ -21,19 +22,40 @@ from common.files import from_json, write_text
 from common.process import UserError, is_main_rank
 
 T = TypeVar("T")
-# By what a person follows a run, in this order; of the two KL the first that there is. Records have every figure.
-SHOWN = ["train_loss", "reward", "kl_mixture", "kl_start", "group_std", "val_loss", "select_loss", "calibrated_loss"]
+# By what a person follows a run, in this order; of the two KL the first that there is. Records have
+# every figure.
+SHOWN = [
+    "train_loss",
+    "reward",
+    "kl_mixture",
+    "kl_start",
+    "group_std",
+    "val_loss",
+    "select_loss",
+    "calibrated_loss",
+]
 SHOWN += ["report_loss", "mae", "auc"]
 
 
-def progress(total: int, description: str, unit: str = "it", initial: int = 0, passing: bool = False) -> tqdm:
-    """A progress bar with rate and time left; a `passing` one shows only if it lasts, and leaves nothing behind."""
-    interval, off = 0.1 if sys.stderr.isatty() else 30, not is_main_rank()  # seconds; a log file gets few lines
-    shown = {"mininterval": interval, "delay": interval if passing else 0, "leave": not passing, "dynamic_ncols": True}
+def progress(
+    total: int, description: str, unit: str = "it", initial: int = 0, passing: bool = False
+) -> tqdm:
+    """A progress bar with rate and time left; a `passing` one shows only if it lasts, and leaves
+    nothing behind."""
+    # seconds; a log file gets few lines
+    interval, off = 0.1 if sys.stderr.isatty() else 30, not is_main_rank()
+    shown = {
+        "mininterval": interval,
+        "delay": interval if passing else 0,
+        "leave": not passing,
+        "dynamic_ncols": True,
+    }
     return tqdm(total=total, desc=description, unit=unit, initial=initial, disable=off, **shown)
 
 
-def counted(batches: Iterable[T], total: int, description: str, passing: bool = True) -> Iterator[T]:
+def counted(
+    batches: Iterable[T], total: int, description: str, passing: bool = True
+) -> Iterator[T]:
     """The batches of an evaluation, each of which moves a progress bar when it is done."""
     with progress(total, description, "batch", passing=passing) as bar:
         for batch in batches:
@@ -41,7 +63,7 @@ def counted(batches: Iterable[T], total: int, description: str, passing: bool = 
             bar.update()
 
 
-def say(line: str = "") -> None:
+def print0(line: str = "") -> None:
     """Print a line, from rank 0 alone, without breaking a progress bar that is on the screen."""
     if is_main_rank():
         tqdm.write(line)
@@ -49,20 +71,27 @@ def say(line: str = "") -> None:
 
 def format_size(num_parameters: int) -> str:
     """`10.65M parameters`; below a million `803.1K parameters`."""
-    size = f"{num_parameters / 1e6:.2f}M" if num_parameters >= 1e6 else f"{num_parameters / 1e3:.1f}K"
+    size = (
+        f"{num_parameters / 1e6:.2f}M" if num_parameters >= 1e6 else f"{num_parameters / 1e3:.1f}K"
+    )
     return f"{size} parameters"
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """`name value` pairs, floats to four significant digits; texts and tables are for the records."""
-    shown = {name: value for name, value in metrics.items() if not isinstance(value, str | list | dict)}
+    """`name value` pairs, floats to four significant digits; texts and tables are for the
+    records."""
+    shown = {
+        name: value for name, value in metrics.items() if not isinstance(value, str | list | dict)
+    }
     return " | ".join(
-        f"{name} {f'{value:.4g}' if isinstance(value, float) else value}" for name, value in shown.items()
+        f"{name} {f'{value:.4g}' if isinstance(value, float) else value}"
+        for name, value in shown.items()
     )
 
 
 def step_line(record: Mapping[str, Any]) -> str:
-    """A record as a line of at most 100 characters: `step 100 | train_loss 1.648 | select_loss 2.206 | 41 s`."""
+    """A record as a line of at most 100 characters: `step 100 | train_loss 1.648 | select_loss
+    2.206 | 41 s`."""
     shown = {name: record[name] for name in SHOWN if name in record}
     if "kl_mixture" in shown:
         shown.pop("kl_start", None)
@@ -82,7 +111,8 @@ def check_finite(metrics: Mapping[str, Any]) -> None:
 
 
 class RunLog:
-    """Writes a run's numbers, from rank 0 alone. Records of steps up to `kept`, which is -1 in a new run, stay."""
+    """Writes a run's numbers, from rank 0 alone. Records of steps up to `kept`, which is -1 in a
+    new run, stay."""
 
     def __init__(self, path: str | Path, kept: int = -1, tracker: "Tracker | None" = None) -> None:
         self.path, self.tracker, self.start = Path(path), tracker, time.monotonic()
@@ -92,7 +122,8 @@ class RunLog:
             write_text(self.path, "".join(json.dumps(each) + "\n" for each in records))
 
     def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
-        """Append the record of a step and, unless `quiet`, print its line; UserError for a value that is not finite."""
+        """Append the record of a step and, unless `quiet`, print its line; UserError for a value
+        that is not finite."""
         check_finite(metrics)
         if not is_main_rank():
             return
@@ -102,7 +133,7 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.log(record)
         if not quiet:
-            say(step_line(record))
+            print0(step_line(record))
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
@@ -116,12 +147,15 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
             records.append({**record, "step": int(record["step"])})
         except (ValueError, TypeError, KeyError, RecursionError):
             if number < len(lines):
-                raise UserError(f"ERROR: {path}, line {number} is no record: move the file away and go on") from None
+                raise UserError(
+                    f"ERROR: {path}, line {number} is no record: move the file away and go on"
+                ) from None
     return records
 
 
 def check_tracker(name: str) -> str:
-    """How to install a tracker's package, or go on without it; empty where it is installed, or none is asked for."""
+    """How to install a tracker's package, or go on without it; empty where it is installed, or none
+    is asked for."""
     if name == "none" or importlib.util.find_spec(name) is not None:
         return ""
     way = f"pip install {name}, or go without it (--tracker none, for train.py --wandb_log False)"
@@ -129,12 +163,15 @@ def check_tracker(name: str) -> str:
 
 
 class Tracker:
-    """A further place for records: Weights & Biases, trackio (the same interface), or TensorBoard's files.
+    """A further place for records: Weights & Biases, trackio (the same interface), or TensorBoard's
+    files.
 
     TensorBoard forgets what an earlier run wrote after the step `kept`.
     """
 
-    def __init__(self, name: str, project: str, run: str, settings: dict[str, Any], folder: Path, kept: int) -> None:
+    def __init__(
+        self, name: str, project: str, run: str, settings: dict[str, Any], folder: Path, kept: int
+    ) -> None:
         self.is_tensorboard = name == "tensorboard"
         module = importlib.import_module("torch.utils.tensorboard" if self.is_tensorboard else name)
         try:
@@ -147,7 +184,11 @@ class Tracker:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Take the numbers of a record."""
-        numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if isinstance(value, int | float) and name != "step"
+        }
         if not self.is_tensorboard:
             self.run.log(numbers, step=record["step"])
             return

@@ -1,12 +1,13 @@
-"""Settings of a script: one dataclass becomes its command line, its settings file, its help and its checks.
+"""Settings of a script: one dataclass becomes its command line, its settings file, its help and its
+checks.
 
     python train.py --help
 
-A field is `name: type = setting(default, minimum=1)` with its help as the string below it. A settings file has
-nanoGPT's form, plain assignments, and is read as data: nothing in it is executed. A dict named after a script
-(`train = dict(max_iters=300)`) is for that script alone; `--section NAME` reads the section of another name instead.
-Everything wrong with names, values and ranges, in the file and on the command line, is one report.
-"""
+A field is `name: type = setting(default, minimum=1)` with its help as the string below it. A
+settings file has nanoGPT's form, plain assignments, and is read as data: nothing in it is executed.
+A dict named after a script (`train = dict(max_iters=300)`) is for that script alone; `--section
+NAME` reads the section of another name instead. Everything wrong with names, values and ranges, in
+the file and on the command line, is one report."""
 
 import argparse
 import ast
@@ -26,7 +27,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import tyro
 
 from common.files import check_writable, is_hub_name, read_pieces
-from common.log import say
+from common.log import print0
 from common.process import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,17 +49,18 @@ ARITHMETIC = {
 S = TypeVar("S", bound="Settings")
 
 
-class Problems:
-    """Collects everything that is wrong with some settings, so that all of it is reported at once."""
+class Errors:
+    """Collects everything that is wrong with some settings, so that all of it is reported at
+    once."""
 
     def __init__(self) -> None:
-        self.errors: list[str] = []
+        self.messages: list[str] = []
         self.suggestions: list[str] = []
 
-    def require(self, holds: bool, error: str, suggestion: str = "") -> None:
+    def check(self, holds: bool, error: str, suggestion: str = "") -> None:
         """Note `error`, and what would mend it, unless `holds`."""
         if not holds:
-            self.errors.append(error)
+            self.messages.append(error)
             if suggestion and suggestion not in self.suggestions:
                 self.suggestions.append(suggestion)
 
@@ -67,12 +69,16 @@ class Problems:
 
         A single problem without a suggestion is one line.
         """
-        if len(self.errors) == 1 and not self.suggestions:
-            raise UserError(f"ERROR: {self.errors[0]}")
-        if self.errors:
-            lines = ["Validation Errors:", *(f"  ERROR: {error}" for error in self.errors)]
+        if len(self.messages) == 1 and not self.suggestions:
+            raise UserError(f"ERROR: {self.messages[0]}")
+        if self.messages:
+            lines = ["Validation Errors:", *(f"  ERROR: {error}" for error in self.messages)]
             if self.suggestions:
-                lines += ["", "Suggested fixes:", *(f"  SUGGESTION: {suggestion}" for suggestion in self.suggestions)]
+                lines += [
+                    "",
+                    "Suggested fixes:",
+                    *(f"  SUGGESTION: {suggestion}" for suggestion in self.suggestions),
+                ]
             raise UserError("\n".join(lines))
 
 
@@ -84,11 +90,19 @@ NO_ARGUMENT = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # what os.fsencode a
 def setting(default: Any, **rules: Any) -> Any:
     """A field of Settings with its default and its rules.
 
-    minimum, maximum, above, below, unit: the range of a number. common: what a first-time user sets, first in the help.
-    model_file ('required', 'optional'): names a model, or several, that must exist. output ('file', 'folder'): names a
-    place to write to. changeable: a resumed run may have another value. positional: given without its name.
-    """
-    assert rules.keys() <= {*BOUNDS, "unit", "common", "model_file", "output", "changeable", "positional"}
+    minimum, maximum, above, below, unit: the range of a number. common: what a first-time user
+    sets, first in the help. model_file ('required', 'optional'): names a model, or several, that
+    must exist. output ('file', 'folder'): names a place to write to. changeable: a resumed run may
+    have another value. positional: given without its name."""
+    assert rules.keys() <= {
+        *BOUNDS,
+        "unit",
+        "common",
+        "model_file",
+        "output",
+        "changeable",
+        "positional",
+    }
     return field(default=default, metadata=rules)
 
 
@@ -107,9 +121,10 @@ class Settings:
             if name in self.without_effect
         ]
 
-    def problems(self) -> Problems:
-        """Everything that is wrong with the settings, as far as it shows without reading the files."""
-        problems = Problems()
+    def errors(self) -> Errors:
+        """Everything that is wrong with the settings, as far as it shows without reading the
+        files."""
+        errors = Errors()
         for each in fields(self):
             rules, name, value = each.metadata, each.name, getattr(self, each.name)
             if isinstance(value, int | float):
@@ -118,28 +133,36 @@ class Settings:
                 holds = holds and all(compare(value, bound) for _, compare, bound in bounds)
                 rule = " and ".join(f"{sign} {bound:g}" for sign, _, bound in bounds) or "finite"
                 rule += " and < 2**63" if isinstance(value, int) and value >= 2**63 else ""
-                error = f"{name}={value}: must be {rule}" + (f" ({rules['unit']})" if "unit" in rules else "")
-                problems.require(holds, error, f"Leave out {name} for its default, {each.default}")
+                error = f"{name}={value}: must be {rule}" + (
+                    f" ({rules['unit']})" if "unit" in rules else ""
+                )
+                errors.check(holds, error, f"Leave out {name} for its default, {each.default}")
             if rules.get("model_file") == "required":
-                problems.require(bool(value), f"{name} is required", f"Name the checkpoint with --{name}")
+                errors.check(
+                    bool(value), f"{name} is required", f"Name the checkpoint with --{name}"
+                )
             if rules.get("model_file"):
-                option = "" if name == "model_path" else f" (--{name})"  # without, as the reward-data documents have it
+                # without, as the reward-data documents have it
+                option = "" if name == "model_path" else f" (--{name})"
                 for path in value if isinstance(value, tuple) else (value,) if value else ():
                     error = f"Model file not found: {path}{option}"
                     remedy = "Check that the model checkpoint file exists and the path is correct"
-                    problems.require(Path(path).exists() or is_hub_name(path), error, remedy)
+                    errors.check(Path(path).exists() or is_hub_name(path), error, remedy)
             if "output" in rules and value is not None:
                 obstacle = check_writable(value, rules["output"] == "file")
-                problems.require(not obstacle, obstacle, f"Choose a place you may write to with --{name}")
-        self.check_further(problems)
-        return problems
+                errors.check(
+                    not obstacle, obstacle, f"Choose a place you may write to with --{name}"
+                )
+        self.check_settings(errors)
+        return errors
 
-    def check_further(self, problems: Problems) -> None:
+    def check_settings(self, errors: Errors) -> None:
         """Note what is wrong beyond the rules of the fields."""
 
 
 def changeable(settings_class: type[Settings]) -> set[str]:
-    """Names of the settings that a resumed run may change; with another value of the rest it is another run."""
+    """Names of the settings that a resumed run may change; with another value of the rest it is
+    another run."""
     return {each.name for each in fields(settings_class) if each.metadata.get("changeable")}
 
 
@@ -149,19 +172,23 @@ def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
 
 
-def parse_settings(settings_class: type[S], script: str, argv: list[str] | None = None, check: bool = True) -> S:
-    """The settings of a script, named without .py, from its command line and settings file; UserError for faults.
+def parse_settings(
+    settings_class: type[S], script: str, argv: list[str] | None = None, check: bool = True
+) -> S:
+    """The settings of a script, named without .py, from its command line and settings file;
+    UserError for faults.
 
-    The settings file comes by --config, or first where the script has no positional setting. With `check`, ranges are
-    checked too, and it is said which of the given settings have no effect.
-    """
+    The settings file comes by --config, or first where the script has no positional setting. With
+    `check`, ranges are checked too, and it is said which of the given settings have no effect."""
     argv = list(sys.argv[1:] if argv is None else argv)
     options = [each.name for each in fields(settings_class) if not each.metadata.get("positional")]
     known = [*options, *settings_class.without_effect]
-    config, section, argv = split_config(argv, file_first=len(options) == len(fields(settings_class)))
-    problems = Problems()
+    config, section, argv = split_config(
+        argv, file_first=len(options) == len(fields(settings_class))
+    )
+    errors = Errors()
     if config is not None:
-        argv = _options_of_file(config, section or script, known, script, problems) + argv
+        argv = _options_of_file(config, section or script, known, script, errors) + argv
     given: dict[str, list[str]] = {}  # the words of every option; '': those before the first
     name = ""
     for word in argv:
@@ -170,24 +197,25 @@ def parse_settings(settings_class: type[S], script: str, argv: list[str] | None 
         if word.startswith("--"):
             name = word.partition("=")[0].removeprefix("--").replace("-", "_")
             is_known = name in (*known, "help")
-            problems.require(is_known, f"{script}.py has no option --{name}{_nearest(name, known)}")
+            errors.check(is_known, f"{script}.py has no option --{name}{_nearest(name, known)}")
         given.setdefault(name, []).append(word)
     used = {name: words for name, words in given.items() if name in ("", "help", *options)}
-    settings = settings_class(**_parse_each(settings_class, script, used, problems))
+    settings = settings_class(**_parse_each(settings_class, script, used, errors))
     if check:
-        found = settings.problems()
-        problems.errors += found.errors
-        problems.suggestions += found.suggestions
-    problems.raise_if_any()
+        found = settings.errors()
+        errors.messages += found.messages
+        errors.suggestions += found.suggestions
+    errors.raise_if_any()
     for line in settings.notes(given) if check else ():
-        say(line)
+        print0(line)
     return settings
 
 
 def _parse_each(
-    settings_class: type[Settings], script: str, given: Mapping[str, list[str]], problems: Problems
+    settings_class: type[Settings], script: str, given: Mapping[str, list[str]], errors: Errors
 ) -> dict[str, Any]:
-    """The values that `_parse` reads from the words of the options; wrong options are noted and left out."""
+    """The values that `_parse` reads from the words of the options; wrong options are noted and
+    left out."""
     try:
         return _parse(settings_class, script, [word for words in given.values() for word in words])
     except UserError:
@@ -197,22 +225,33 @@ def _parse_each(
                 _parse(settings_class, script, words)
                 right += words
             except UserError as error:
-                problems.errors.append(str(error).removeprefix("ERROR: "))
+                errors.messages.append(str(error).removeprefix("ERROR: "))
         return _parse(settings_class, script, right)
 
 
 def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> dict[str, Any]:
-    """The values that tyro reads, in two groups, `common` and `further`; its complaint becomes one line."""
-    changed: dict[str, list[Any]] = {"common": [], "further": []}  # fields: each group has all, the other's fixed
+    """The values that tyro reads, in two groups, `common` and `further`; its complaint becomes one
+    line."""
+    # fields: each group has all, the other's fixed
+    changed: dict[str, list[Any]] = {"common": [], "further": []}
     for each in fields(settings_class):
-        fixed, positional = (Annotated[(each.type, mark)] for mark in (tyro.conf.Fixed, tyro.conf.Positional))
+        fixed, positional = (
+            Annotated[(each.type, mark)] for mark in (tyro.conf.Fixed, tyro.conf.Positional)
+        )
         if "positional" in each.metadata:
             changed["common"].append((each.name, positional, field(default=each.default)))
         other = "further" if {"common", "positional"} & each.metadata.keys() else "common"
         changed[other].append((each.name, fixed, field(default=each.default)))
-    bases, raw = (settings_class,), {"__post_init__": lambda self: None}  # only the whole settings derive values
-    kinds = {name: make_dataclass(name, members, bases=bases, namespace=raw) for name, members in changed.items()}
-    parts = [(name, kind, field(default_factory=kind, metadata={"help": ""})) for name, kind in kinds.items()]
+    # only the whole settings derive values
+    bases, raw = (settings_class,), {"__post_init__": lambda self: None}
+    kinds = {
+        name: make_dataclass(name, members, bases=bases, namespace=raw)
+        for name, members in changed.items()
+    }
+    parts = [
+        (name, kind, field(default_factory=kind, metadata={"help": ""}))
+        for name, kind in kinds.items()
+    ]
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -228,14 +267,19 @@ def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> dict
         if not exit.code:
             raise  # --help
         lines = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
-        reason = " ".join(lines[: next((n for n, line in enumerate(lines) if line.startswith("──")), None)])
+        reason = " ".join(
+            lines[: next((n for n, line in enumerate(lines) if line.startswith("──")), None)]
+        )
         raise UserError(f"ERROR: {reason.rstrip('.')}; see {script}.py --help") from None
     common = {name: getattr(found.common, name) for name, *_ in changed["further"]}
     return vars(found.further) | common
 
 
-def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, str | None, list[str]]:
-    """The settings file of a command line, first or by --config, or None; the --section, or None; the other words."""
+def split_config(
+    argv: list[str], file_first: bool = True
+) -> tuple[str | None, str | None, list[str]]:
+    """The settings file of a command line, first or by --config, or None; the --section, or None;
+    the other words."""
     if file_first and argv and not argv[0].startswith("-"):
         argv = [f"--config={argv[0]}", *argv[1:]]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -244,12 +288,17 @@ def split_config(argv: list[str], file_first: bool = True) -> tuple[str | None, 
     try:
         found, others = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise UserError(f"ERROR: {error}: name a file with --config, a section of it with --section") from None
+        raise UserError(
+            f"ERROR: {error}: name a file with --config, a section of it with --section"
+        ) from None
     return found.config, found.section, others
 
 
-def options_of_stages(argv: Sequence[str], sections: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The words of a command line without `--SECTION.NAME VALUE`, and those by section, as `--NAME VALUE`."""
+def options_of_stages(
+    argv: Sequence[str], sections: Sequence[str]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """The words of a command line without `--SECTION.NAME VALUE`, and those by section, as `--NAME
+    VALUE`."""
     own: dict[str, list[str]] = {}
     others: list[str] = []
     words = others
@@ -266,17 +315,22 @@ def options_of_stages(argv: Sequence[str], sections: Sequence[str]) -> tuple[lis
     return others, own
 
 
-def _options_of_file(path: str, section: str, known: list[str], script: str, problems: Problems) -> list[str]:
-    """The settings file's values as options, so that one parser checks the types of both; faults are noted."""
-    config, sections = _read(path, problems), SECTIONS | {file.stem for file in ROOT.glob("*.py")}
+def _options_of_file(
+    path: str, section: str, known: list[str], script: str, errors: Errors
+) -> list[str]:
+    """The settings file's values as options, so that one parser checks the types of both; faults
+    are noted."""
+    config, sections = _read(path, errors), SECTIONS | {file.stem for file in ROOT.glob("*.py")}
     if section not in sections:
-        raise UserError(f"ERROR: --section={section}: {path} has no such section{_nearest(section, list(config))}")
+        raise UserError(
+            f"ERROR: --section={section}: {path} has no such section{_nearest(section, list(config))}"
+        )
     rule = f"sections are dicts, NAME = dict(...), and named {', '.join(sorted(sections))}"
     values: dict[str, Any] = {}
     own: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict) != (name in sections):
-            problems.errors.append(f"{path}: {name} is no section: {rule}")
+            errors.messages.append(f"{path}: {name} is no section: {rule}")
         elif name == section:
             own = value
         elif name not in sections:
@@ -284,8 +338,11 @@ def _options_of_file(path: str, section: str, known: list[str], script: str, pro
     arguments = []
     for name, value in {**values, **own}.items():
         if name not in known:
-            problems.errors.append(f"{path}: {script}.py has no setting {name!r}{_nearest(str(name), known)}")
-        # One word `--name=value`, so that a value may begin with dashes; several values need words of their own.
+            errors.messages.append(
+                f"{path}: {script}.py has no setting {name!r}{_nearest(str(name), known)}"
+            )
+        # One word `--name=value`, so that a value may begin with dashes; several values need words
+        # of their own.
         elif isinstance(value, list | tuple):
             arguments += [f"--{name}", *map(str, value)]
         elif isinstance(value, float) and value.is_integer():
@@ -302,20 +359,25 @@ def _nearest(name: str, known: list[str]) -> str:
 
 def read_config(path: str) -> dict[str, Any]:
     """The assignments of a settings file, as `_evaluate` reads them; else UserError."""
-    problems = Problems()
-    values = _read(path, problems)
-    problems.raise_if_any()
+    errors = Errors()
+    values = _read(path, errors)
+    errors.raise_if_any()
     return values
 
 
-def _read(path: str, problems: Problems) -> dict[str, Any]:
-    """The assignments of a settings file; those that cannot be read are noted, `import NAME` is passed over."""
+def _read(path: str, errors: Errors) -> dict[str, Any]:
+    """The assignments of a settings file; those that cannot be read are noted, `import NAME` is
+    passed over."""
     try:
         tree = ast.parse("".join(read_pieces(path)))
     except UserError:
         raise
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "nested too deep"
+        reason = (
+            (error.strerror if isinstance(error, OSError) else None)
+            or str(error)
+            or "nested too deep"
+        )
         raise UserError(f"ERROR: cannot read settings file {path}: {reason}") from None
     values: dict[str, Any] = {}
     for statement in tree.body:
@@ -326,17 +388,33 @@ def _read(path: str, problems: Problems) -> dict[str, Any]:
                 case ast.Import() | ast.Expr(ast.Constant()):
                     pass  # time, for str(time.time()); a docstring
                 case _:
-                    raise ValueError("only plain assignments `name = value` are read, none twice; nothing is executed")
-        except (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
-            reason = str(error) if "malformed" not in str(error) else "a value must be a literal; nothing is executed"
-            problems.errors.append(f"settings file {path}, line {statement.lineno}: {reason:.200}")
+                    raise ValueError(
+                        "only plain assignments `name = value` are read, none twice; nothing is executed"
+                    )
+        except (
+            ValueError,
+            TypeError,
+            SyntaxError,
+            ArithmeticError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            reason = (
+                str(error)
+                if "malformed" not in str(error)
+                else "a value must be a literal; nothing is executed"
+            )
+            errors.messages.append(f"settings file {path}, line {statement.lineno}: {reason:.200}")
     return values
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """The value of a literal, dict(NAME=VALUE, ...), arithmetic, texts joined by +, str(VALUE) and time.time()."""
+    """The value of a literal, dict(NAME=VALUE, ...), arithmetic, texts joined by +, str(VALUE) and
+    time.time()."""
     match node:
-        case ast.Call(ast.Name("dict"), [], named) if len({each.arg for each in named} - {None}) == len(named):
+        case ast.Call(ast.Name("dict"), [], named) if len(
+            {each.arg for each in named} - {None}
+        ) == len(named):
             return {each.arg: _evaluate(each.value) for each in named}
         case ast.Call(ast.Name("str"), [value], []):
             return str(_evaluate(value))
@@ -348,6 +426,8 @@ def _evaluate(node: ast.expr) -> Any:
             is_small = all(isinstance(each, int | float) and abs(each) < 2**64 for each in pair)
             is_huge = is_small and isinstance(operation, ast.Pow) and abs(pair[1]) > 64
             if is_huge or not (is_text or is_small):
-                raise ValueError("+ - * / ** are for numbers below 2**64, exponents up to 64, and + for texts")
+                raise ValueError(
+                    "+ - * / ** are for numbers below 2**64, exponents up to 64, and + for texts"
+                )
             return ARITHMETIC[type(operation)](*pair)
     return ast.literal_eval(node)

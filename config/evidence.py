@@ -1,31 +1,57 @@
-# The experiment of benchmarks/evidence.py: works, seeds, arms and contrasts. docs/results.md has the protocol.
-#
-#     python benchmarks/evidence.py
+# The experiment of benchmarks/evidence.py: works, seeds, arms and contrasts. docs/results.md has
+# the protocol.  python benchmarks/evidence.py
 
-base = "config/shakespeare_library_cpu.py"  # sections of the models, and the works of the natural model
+# sections of the models, and the works of the natural model
+base = "config/shakespeare_library_cpu.py"
 
-# The eight that the base reads nowhere. Seed 6 has the first for its own, the second to validate, the third to test,
-# its judge the rest; each further seed begins one work later.
-works = ("HAMLET", "OTHELLO", "AS YOU LIKE IT", "MUCH ADO", "KING JOHN", "JULIUS CAESAR", "PERICLES", "TIMON")
+# The eight that the base reads nowhere. Seed 6 has the first for its own, the second to validate,
+# the third to test, its judge the rest; each further seed begins one work later.
+works = (
+    "HAMLET",
+    "OTHELLO",
+    "AS YOU LIKE IT",
+    "MUCH ADO",
+    "KING JOHN",
+    "JULIUS CAESAR",
+    "PERICLES",
+    "TIMON",
+)
 seeds = (6, 7, 8, 9, 10)
 
 judge_model = dict(max_iters=400, eval_interval=100, seed=2024)  # less the section natural_model
 own_natural_model = dict(max_iters=300, eval_interval=100, dropout=0.1)  # the same
 
-# Options of train_grpo.py, in GRPO's seconds; `exchange` and the names before it are the script's. Rates of the pilot.
+# Options of train_grpo.py, in GRPO's seconds; `exchange` and the names before it are the script's.
+# Rates of the pilot.
 arms = dict(
     generator=dict(),
     natural=dict(),
     plain=dict(cells=({"dropout": 0.05, "max_iters": 9000}, {"dropout": 0.1, "max_iters": 9000})),
     grpo=dict(max_steps=80, learning_rate=4e-3),
-    exact=dict(credit="exact", prompts_per_step=128, group_size=1, max_steps=66, learning_rate=2e-3),
+    exact=dict(
+        credit="exact", prompts_per_step=128, group_size=1, max_steps=66, learning_rate=2e-3
+    ),
     off_policy=dict(credit="exact", prefixes="natural", max_steps=84, learning_rate=2e-3),
-    mixed=dict(exchange="mixed", credit="exact", prompts_per_step=128, group_size=1, max_steps=75, learning_rate=2e-3),
+    mixed=dict(
+        exchange="mixed",
+        credit="exact",
+        prompts_per_step=128,
+        group_size=1,
+        max_steps=75,
+        learning_rate=2e-3,
+    ),
     supervised=dict(exchange="teacher", max_steps=42, learning_rate=1e-3),
     placebo=dict(exchange="placebo", max_steps=80, learning_rate=4e-3),
-    off_forward=dict(credit="exact", prefixes="natural", kl="forward", max_steps=84, learning_rate=2e-3),
+    off_forward=dict(
+        credit="exact", prefixes="natural", kl="forward", max_steps=84, learning_rate=2e-3
+    ),
     exact_forward=dict(
-        credit="exact", kl="forward", prompts_per_step=128, group_size=1, max_steps=66, learning_rate=1e-3
+        credit="exact",
+        kl="forward",
+        prompts_per_step=128,
+        group_size=1,
+        max_steps=66,
+        learning_rate=1e-3,
     ),
     corrected=dict(exchange="head", max_steps=80, learning_rate=4e-3),
     refreshed=dict(exchange="head", refresh=20, max_steps=80, learning_rate=4e-3),
@@ -35,7 +61,9 @@ arms = dict(
 
 temperatures = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5)
 figures = ("calibrated_loss", "share_of_ceiling", "judge_loss", "auc", "unknown_words", "seconds")
-curves = dict(plain="s--", grpo="o-", exact="^-", off_policy="v-", supervised="p-", placebo="x:", natural="D:")
+curves = dict(
+    plain="s--", grpo="o-", exact="^-", off_policy="v-", supervised="p-", placebo="x:", natural="D:"
+)
 
 contrasts = dict(
     main=(

@@ -1,14 +1,14 @@
-# The reward of the project's first documents, on two CPU cores: one P(natural) a sequence, group-relative advantages of
-# whole completions, and the KL to the start in the loss. Corpora and models are those of shakespeare_library_cpu.py.
-#
-#     python run_cycles.py --config config/seeds_literal.py
-#
-# Named in those documents: P(natural) of the sequence as reward, 10 samples of a block, temperature 1, the threshold of
-# 0.9. Chosen here: models that make the reward predict, rate, groups and the weight of the KL (docs/results.md, One
-# P(natural) a sequence, says what this form does and what it does not). A frozen trunk with a head on its last token,
-# which they have too, does not predict K/N: --train_reward_model.head last shows how the gate refuses it.
+# The reward of the project's first documents, on two CPU cores: one P(natural) a sequence,
+# group-relative advantages of whole completions, and the KL to the start in the loss. Corpora and
+# models are those of shakespeare_library_cpu.py.  python run_cycles.py --config
+# config/seeds_literal.py  Named in those documents: P(natural) of the sequence as reward, 10
+# samples of a block, temperature 1, the threshold of 0.9. Chosen here: models that make the reward
+# predict, rate, groups and the weight of the KL (docs/results.md, One P(natural) a sequence, says
+# what this form does and what it does not). A frozen trunk with a head on its last token, which
+# they have too, does not predict K/N: --train_reward_model.head last shows how the gate refuses it.
 
-# All works are in the text, so that both corpora have the same characters; what is not named is in no part.
+# All works are in the text, so that both corpora have the same characters; what is not named is in
+# no part.
 prepare = dict(
     source="complete",
     train_documents=("TWELFTH NIGHT",),
@@ -16,7 +16,8 @@ prepare = dict(
     test_documents=("TEMPEST",),
 )
 
-# Read by nothing: Hamlet, Othello, As You Like It, Much Ado, King John, Julius Caesar, Pericles, Timon, short poems.
+# Read by nothing: Hamlet, Othello, As You Like It, Much Ado, King John, Julius Caesar, Pericles,
+# Timon, short poems.
 prepare_natural = dict(
     source="complete",
     train_documents=(
@@ -58,7 +59,8 @@ run_cycles = dict(
     natural_dataset="shakespeare_library_char",
 )
 
-# Dropout, rate and steps of the grid in docs/results.md with the lowest calibrated loss of the selection part.
+# Dropout, rate and steps of the grid in docs/results.md with the lowest calibrated loss of the
+# selection part.
 train = dict(
     dataset="shakespeare_play_char",
     n_layer=2,

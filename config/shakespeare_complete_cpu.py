@@ -1,11 +1,10 @@
-# The complete works of Shakespeare by characters on two CPU cores: two cycles of GRPO, stage by stage, no controls.
-# Plain training of this generator is far from exhausted and lowers the loss more than GRPO.
-# (A text that is in data/shakespeare_char already is used as it is: prepare.py alone takes tiny Shakespeare if it can.)
-#
-#     python run_cycles.py --config config/shakespeare_complete_cpu.py
-#     python train.py --config config/shakespeare_complete_cpu.py        (its first stage alone)
-#
-# Each script reads the section named after it; train.py --section natural_model reads that one.
+# The complete works of Shakespeare by characters on two CPU cores: two cycles of GRPO, stage by
+# stage, no controls. Plain training of this generator is far from exhausted and lowers the loss
+# more than GRPO. (A text that is in data/shakespeare_char already is used as it is: prepare.py
+# alone takes tiny Shakespeare if it can.)  python run_cycles.py --config
+# config/shakespeare_complete_cpu.py python train.py --config config/shakespeare_complete_cpu.py
+# (its first stage alone)  Each script reads the section named after it; train.py --section
+# natural_model reads that one.
 
 prepare = dict(
     source="complete",

@@ -1,7 +1,7 @@
-# GPT-2's size, 124M parameters, by GPT-2 tokens on GPUs: 491,520 tokens a step, as nanoGPT. `dataset` is a folder with
-# train.bin and val.bin of a large corpus; nanoGPT's data/openwebtext/prepare.py writes them in this form. On 8 GPUs:
-#
-#     torchrun --standalone --nproc_per_node=8 train.py --config config/train_gpt2.py
+# GPT-2's size, 124M parameters, by GPT-2 tokens on GPUs: 491,520 tokens a step, as nanoGPT.
+# `dataset` is a folder with train.bin and val.bin of a large corpus; nanoGPT's
+# data/openwebtext/prepare.py writes them in this form. On 8 GPUs:  torchrun --standalone
+# --nproc_per_node=8 train.py --config config/train_gpt2.py
 
 out_dir = "out/gpt2"
 dataset = "openwebtext"

@@ -1,13 +1,15 @@
-"""Heal a pruned language model by the whole one: no labels, and none of the text that the whole one was trained on.
+"""Heal a pruned language model by the whole one: no labels, and none of the text that the whole one
+was trained on.
 
-    python -m examples.heal_pruned_model --whole smollm2/ --gguf_file SmolLM2-135M-Instruct.Q4_1.gguf --arm crossover
+    python -m examples.heal_pruned_model --whole smollm2/ --gguf_file
+    SmolLM2-135M-Instruct.Q4_1.gguf --arm crossover
 
-Some layers of a Hugging Face model of Llama's form are dropped, supervised training brings the rest to a floor, and
-from there one arm goes on: `supervised` (more of the same), `crossover` (CrossoverTrainer, token credit), `sequence`
-(that reward as one number a sequence, in plain GRPOTrainer), `distillation` (TRL's DistillationTrainer: all tokens'
-probabilities) or `constant` (GRPOTrainer with nothing to learn, for its seconds). Each arm adds its figures to
-results.json in out_dir. Text: English paragraphs of the descriptions of the installed packages, or --text.
-"""
+Some layers of a Hugging Face model of Llama's form are dropped, supervised training brings the rest
+to a floor, and from there one arm goes on: `supervised` (more of the same), `crossover`
+(CrossoverTrainer, token credit), `sequence` (that reward as one number a sequence, in plain
+GRPOTrainer), `distillation` (TRL's DistillationTrainer: all tokens' probabilities) or `constant`
+(GRPOTrainer with nothing to learn, for its seconds). Each arm adds its figures to results.json in
+out_dir. Text: English paragraphs of the descriptions of the installed packages, or --text."""
 
 import resource
 import shutil
@@ -23,28 +25,39 @@ import torch
 from torch import Tensor
 
 from common.files import read_json, write_json
-from common.log import counted, say
+from common.log import counted, print0
 from common.process import UserError, run_main
-from common.settings import Problems, Settings, differing_settings, parse_settings, setting
+from common.settings import Errors, Settings, differing_settings, parse_settings, setting
+from corpus.encode import find_texts
 from data_loader import read_text
 from interop.crossover_reward import CrossoverReward, complete, load_model, load_tokenizer, loaded
+from metrics.bootstrap import bootstrap_mean, format_figure
 from reports.figures import write_png
-from reward.skill import bootstrap_mean, format_figure
-from text.encode_texts import find_texts
 
 try:
     import transformers
     from datasets import Dataset
-    from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+    from trl import (
+        DistillationConfig,
+        DistillationTrainer,
+        GRPOConfig,
+        GRPOTrainer,
+        SFTConfig,
+        SFTTrainer,
+    )
 
     from interop.crossover_trainer import CrossoverTrainer
 except ImportError as missing:
-    print(f"ERROR: this needs {missing.name}: pip install -r requirements-interop.txt", file=sys.stderr)
+    print(
+        f"ERROR: this needs {missing.name}: pip install -r requirements-interop.txt",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 ROWS, SHOWN = 8, 3  # sequences read at a time; completions in the picture
 TEMPERATURES = torch.linspace(0.8, 2.0, 13)
-PROMPT, COMPLETION, GROUP = 32, 32, 4  # tokens of a prompt and of a completion; completions of a prompt
+# tokens of a prompt and of a completion; completions of a prompt
+PROMPT, COMPLETION, GROUP = 32, 32, 4
 LENGTH = PROMPT + COMPLETION
 
 
@@ -56,7 +69,9 @@ class HealSettings(Settings):
     """folder of the whole model, safetensors or, with gguf_file, GGUF"""
     gguf_file: str | None = setting(None, common=True)
     """name of the GGUF file in that folder (needs the package gguf)"""
-    arm: Literal["supervised", "crossover", "sequence", "distillation", "constant"] = setting("crossover", common=True)
+    arm: Literal["supervised", "crossover", "sequence", "distillation", "constant"] = setting(
+        "crossover", common=True
+    )
     """how training goes on from the floor"""
     text: tuple[str, ...] = setting((), common=True)
     """UTF-8 text files; without any, the descriptions of the installed packages"""
@@ -81,17 +96,24 @@ class HealSettings(Settings):
     seed: int = setting(42, minimum=0)
     """seed of everything drawn"""
 
-    def check_further(self, problems: Problems) -> None:
+    def check_settings(self, errors: Errors) -> None:
         """Note a number of prompts whose completions do not fill batches."""
-        problems.require(self.prompts % 2 == 0, f"prompts={self.prompts}: must be even, to fill batches of {ROWS}")
+        errors.check(
+            self.prompts % 2 == 0,
+            f"prompts={self.prompts}: must be even, to fill batches of {ROWS}",
+        )
 
 
 def main() -> None:
     settings = parse_settings(HealSettings, "heal_pruned_model")
     out, free = Path(settings.out_dir), ("arm", "steps", "weight", "out_dir", "allow_unpredictive")
     own = {name: str(value) for name, value in asdict(settings).items() if name not in free}
-    if (record := out / "settings.json").exists() and (difference := differing_settings(read_json(record), own)):
-        raise UserError(f"ERROR: {out} is of another experiment ({difference}): name another out_dir")
+    if (record := out / "settings.json").exists() and (
+        difference := differing_settings(read_json(record), own)
+    ):
+        raise UserError(
+            f"ERROR: {out} is of another experiment ({difference}): name another out_dir"
+        )
     write_json(record, own)
     whole = make_whole(settings, out / "whole")
     if not (out / "pruned").exists():
@@ -100,26 +122,58 @@ def main() -> None:
     train, held_out = split_blocks(settings, tokenizer)
     if not (out / "floor").exists():
         floor = load_model(str(out / "pruned"), dtype=torch.float32)
-        run("supervised", floor, settings.floor_steps, settings.learning_rate, settings, whole, tokenizer, train)
+        run(
+            "supervised",
+            floor,
+            settings.floor_steps,
+            settings.learning_rate,
+            settings,
+            whole,
+            tokenizer,
+            train,
+        )
         save(floor, out, "floor")
     reward = CrossoverReward(whole, load_model(str(out / "floor")), tokenizer=tokenizer)
     skill = reward.fit(held_out[::2], settings.seed, settings.allow_unpredictive)
     reward.set_weight(settings.weight or skill["mixture"])
     policy, started = load_model(str(out / "floor"), dtype=torch.float32), time.perf_counter()
-    run(settings.arm, policy, settings.steps, settings.learning_rate / 2, settings, whole, tokenizer, train, reward)
-    cost = {"seconds": time.perf_counter() - started, "steps": settings.steps, "peak_gib": peak_memory()}
+    run(
+        settings.arm,
+        policy,
+        settings.steps,
+        settings.learning_rate / 2,
+        settings,
+        whole,
+        tokenizer,
+        train,
+        reward,
+    )
+    cost = {
+        "seconds": time.perf_counter() - started,
+        "steps": settings.steps,
+        "peak_gib": peak_memory(),
+    }
     reward.set_weight(skill["mixture"])
     save(policy, out, settings.arm)
 
     path = out / "results.json"
     results = read_json(path) if path.exists() else {}
-    for name, model in {"pruned": None, "floor": None, "whole": whole, settings.arm: policy}.items():
+    for name, model in {
+        "pruned": None,
+        "floor": None,
+        "whole": whole,
+        settings.arm: policy,
+    }.items():
         if name not in results or model is policy:
             model = model or load_model(str(out / name))
-            results[name] = measure(model, whole, reward, held_out, settings.seed, out / f"{name}.png")
+            results[name] = measure(
+                model, whole, reward, held_out, settings.seed, out / f"{name}.png"
+            )
     results[settings.arm] |= cost
     for name in ("kl", "calibrated_nll"):
-        own, start = (torch.tensor(results[each]["by_block"][name]) for each in (settings.arm, "floor"))
+        own, start = (
+            torch.tensor(results[each]["by_block"][name]) for each in (settings.arm, "floor")
+        )
         results[settings.arm] |= bootstrap_mean(f"{name}_minus_floor", own - start, settings.seed)
     results["reward"] = {name: skill[name] for name in ("mixture", "r2", "r2_low", "r2_high")}
     write_json(path, results)
@@ -127,15 +181,24 @@ def main() -> None:
 
 
 def make_whole(settings: HealSettings, folder: Path) -> Any:
-    """The whole model in float32; what GGUF holds is copied into a fresh model, which can be saved."""
+    """The whole model in float32; what GGUF holds is copied into a fresh model, which can be
+    saved."""
     if not folder.exists():
         options = {"gguf_file": settings.gguf_file, "trust_remote_code": False}
         only = {"dtype": torch.float32, "use_safetensors": None if settings.gguf_file else True}
         read = loaded(transformers.AutoModelForCausalLM, settings.whole, **options, **only)
-        config = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
-        model = transformers.AutoModelForCausalLM.from_config(type(read.config)(**config), dtype=torch.float32)
+        config = {
+            name: value
+            for name, value in read.config.to_dict().items()
+            if name != "quantization_config"
+        }
+        model = transformers.AutoModelForCausalLM.from_config(
+            type(read.config)(**config), dtype=torch.float32
+        )
         model.load_state_dict(read.state_dict())
-        loaded(transformers.AutoTokenizer, settings.whole, **options).save_pretrained(folder.with_name("tokenizer"))
+        loaded(transformers.AutoTokenizer, settings.whole, **options).save_pretrained(
+            folder.with_name("tokenizer")
+        )
         save(model, folder.parent, folder.name)
     return load_model(str(folder), dtype=torch.float32).requires_grad_(False)
 
@@ -153,10 +216,14 @@ def prune(whole: Any, drop: tuple[int, ...]) -> Any:
     """A copy of the whole model without some of its layers."""
     config, count = whole.config.to_dict(), whole.config.num_hidden_layers
     if not set(drop) < set(range(count)):
-        raise UserError(f"ERROR: drop={drop}: must be some, not all, of the layers 0 to {count - 1}")
+        raise UserError(
+            f"ERROR: drop={drop}: must be some, not all, of the layers 0 to {count - 1}"
+        )
     kept = [layer for layer in range(count) if layer not in drop]
     config |= {"num_hidden_layers": len(kept), "layer_types": None}
-    pruned = transformers.AutoModelForCausalLM.from_config(type(whole.config)(**config), dtype=torch.float32)
+    pruned = transformers.AutoModelForCausalLM.from_config(
+        type(whole.config)(**config), dtype=torch.float32
+    )
     state = whole.state_dict()
     for name, target in pruned.state_dict().items():
         first, found, rest = name.partition(".layers.")
@@ -169,23 +236,44 @@ def paragraphs() -> list[str]:
     """English paragraphs of the descriptions of the installed packages: of words, without code."""
     found = set()
     for package in distributions():
-        for part in str(package.metadata.get_payload() or package.metadata.get("Description", "")).split("\n\n"):
+        for part in str(
+            package.metadata.get_payload() or package.metadata.get("Description", "")
+        ).split("\n\n"):
             words, text = part.split(), " ".join(part.split())
             plain = sum(word.strip(".,;:()'\"`*[]").isalpha() for word in words)
-            if len(words) >= 20 and plain > 0.8 * len(words) and text.isascii() and not set(text) & set("|<>=#"):
+            if (
+                len(words) >= 20
+                and plain > 0.8 * len(words)
+                and text.isascii()
+                and not set(text) & set("|<>=#")
+            ):
                 found.add(text)
     return sorted(found)
 
 
 def split_blocks(settings: HealSettings, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Blocks (n, LENGTH) int64 for training, and those held out, of other paragraphs."""
-    texts = [read_text(path) for path in find_texts(settings.text).values()] if settings.text else paragraphs()
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(settings.seed)).tolist()
-    ids = [token for number in order for token in [*tokenizer(text=texts[number])["input_ids"], tokenizer.eos_token_id]]
+    texts = (
+        [read_text(path) for path in find_texts(settings.text).values()]
+        if settings.text
+        else paragraphs()
+    )
+    order = torch.randperm(
+        len(texts), generator=torch.Generator().manual_seed(settings.seed)
+    ).tolist()
+    ids = [
+        token
+        for number in order
+        for token in [*tokenizer(text=texts[number])["input_ids"], tokenizer.eos_token_id]
+    ]
     count, least = len(ids) // LENGTH, 2 * settings.num_blocks
     if count < least:
-        raise UserError(f"ERROR: {count} blocks of {LENGTH} tokens: {least} at least are needed, add --text")
-    say(f"{len(texts)} texts, {count - settings.num_blocks} blocks of {LENGTH} tokens to train on")
+        raise UserError(
+            f"ERROR: {count} blocks of {LENGTH} tokens: {least} at least are needed, add --text"
+        )
+    print0(
+        f"{len(texts)} texts, {count - settings.num_blocks} blocks of {LENGTH} tokens to train on"
+    )
     blocks = torch.tensor(ids[: count * LENGTH]).view(count, LENGTH)
     return blocks[: -settings.num_blocks], blocks[-settings.num_blocks :]
 
@@ -201,16 +289,33 @@ def run(
     blocks: Tensor,
     reward: CrossoverReward | None = None,
 ) -> None:
-    """Train all weights of a model but the embeddings, by one arm; every step sees prompts * GROUP sequences."""
+    """Train all weights of a model but the embeddings, by one arm; every step sees prompts * GROUP
+    sequences."""
     model.get_input_embeddings().requires_grad_(False)
-    common: dict[str, Any] = {"max_steps": steps, "learning_rate": learning_rate, "seed": settings.seed}
-    common |= {"per_device_train_batch_size": ROWS, "report_to": "none", "logging_steps": 1, "save_strategy": "no"}
+    common: dict[str, Any] = {
+        "max_steps": steps,
+        "learning_rate": learning_rate,
+        "seed": settings.seed,
+    }
+    common |= {
+        "per_device_train_batch_size": ROWS,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
     common |= {"gradient_accumulation_steps": settings.prompts * GROUP // ROWS}
     common |= {"bf16": model.device.type == "cuda", "use_cpu": model.device.type == "cpu"}
-    out, prompts = str(Path(settings.out_dir, ".trainer")), tokenizer.batch_decode(blocks[:, :PROMPT].tolist())
+    out, prompts = (
+        str(Path(settings.out_dir, ".trainer")),
+        tokenizer.batch_decode(blocks[:, :PROMPT].tolist()),
+    )
     data = {"input_ids": blocks.tolist()} if arm == "supervised" else {"prompt": prompts}
     shared = {"train_dataset": Dataset.from_dict(data), "processing_class": tokenizer}
-    common |= {} if arm == "supervised" else {"max_completion_length": COMPLETION, "disable_dropout": True}
+    common |= (
+        {}
+        if arm == "supervised"
+        else {"max_completion_length": COMPLETION, "disable_dropout": True}
+    )
     if arm == "supervised":
         trainer = SFTTrainer(model, args=SFTConfig(out, max_length=None, **common), **shared)
     elif arm == "distillation":
@@ -221,7 +326,9 @@ def run(
         kind, function = CrossoverTrainer if arm == "crossover" else GRPOTrainer, reward
         if arm == "constant":
             function = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
-        trainer = kind(model, function, args=GRPOConfig(out, num_generations=GROUP, **common), **shared)
+        trainer = kind(
+            model, function, args=GRPOConfig(out, num_generations=GROUP, **common), **shared
+        )
     trainer.train()
 
 
@@ -229,20 +336,27 @@ def run(
 def measure(
     model: Any, whole: Any, reward: CrossoverReward, held_out: Tensor, seed: int, picture: Path
 ) -> dict[str, Any]:
-    """Figures of a model on held-out blocks and of its completions of their prompts; intervals over blocks.
+    """Figures of a model on held-out blocks and of its completions of their prompts; intervals over
+    blocks.
 
-    `nll`, and `calibrated_nll` with the one temperature that is best on the other half, in nats a token; `kl` to the
-    whole model, over the vocabulary at each token of fresh text; `natural`: its P(natural).
-    """
+    `nll`, and `calibrated_nll` with the one temperature that is best on the other half, in nats a
+    token; `kl` to the whole model, over the vocabulary at each token of fresh text; `natural`: its
+    P(natural)."""
     model, fitted, report = model.eval(), held_out[::2], held_out[1::2]
     best = float(TEMPERATURES[block_losses(model, fitted, TEMPERATURES).mean(1).argmin()])
     raw, calibrated = block_losses(model, report, torch.tensor([1.0, best]))
     written = complete(model, report, torch.full((len(report),), PROMPT), seed)
-    kl = [block_kl(model, whole, part) for part in counted(written.split(ROWS), -(-len(written) // ROWS), "KL")]
+    kl = [
+        block_kl(model, whole, part)
+        for part in counted(written.split(ROWS), -(-len(written) // ROWS), "KL")
+    ]
     natural = reward.token_probabilities(written.tolist()).cpu()
     means = natural[:, PROMPT:].mean(1)
     by_block = {"nll": raw, "calibrated_nll": calibrated, "kl": torch.cat(kl), "natural": means}
-    figures = {"temperature": best, "by_block": {name: values.tolist() for name, values in by_block.items()}}
+    figures = {
+        "temperature": best,
+        "by_block": {name: values.tolist() for name, values in by_block.items()},
+    }
     for name, values in by_block.items():
         figures |= bootstrap_mean(name, values, seed)
     draw(picture, reward.tokenizer, written[:SHOWN], natural[:SHOWN])
@@ -250,7 +364,8 @@ def measure(
 
 
 def block_losses(model: Any, blocks: Tensor, temperatures: Tensor) -> Tensor:
-    """Mean losses (t, n) in nats a token of blocks (n, T), the logits divided by each of t temperatures."""
+    """Mean losses (t, n) in nats a token of blocks (n, T), the logits divided by each of t
+    temperatures."""
     parts = []
     for part in blocks.to(model.device).split(ROWS):
         logits = model(input_ids=part).logits[:, :-1].float()  # (b, T - 1, V)
@@ -263,12 +378,16 @@ def block_losses(model: Any, blocks: Tensor, temperatures: Tensor) -> Tensor:
 def block_kl(model: Any, whole: Any, ids: Tensor) -> Tensor:
     """KL(model || whole) (n,) in nats a token of the written tokens of ids (n, T)."""
     ids = ids.to(model.device)
-    own, other = (each(input_ids=ids).logits[:, PROMPT - 1 : -1].float().log_softmax(-1) for each in (model, whole))
+    own, other = (
+        each(input_ids=ids).logits[:, PROMPT - 1 : -1].float().log_softmax(-1)
+        for each in (model, whole)
+    )
     return (own.exp() * (own - other)).sum(-1).mean(1).cpu()
 
 
 def draw(path: Path, tokenizer: Any, rows: Tensor, natural: Tensor) -> None:
-    """A picture of prompts (grey) and completions, each token's colour its P(natural): red written, green natural."""
+    """A picture of prompts (grey) and completions, each token's colour its P(natural): red written,
+    green natural."""
     figure, axes = plt.subplots(len(rows), figsize=(11, 1.5 * len(rows)))
     for axis, row, shares in zip(axes, rows.tolist(), natural.tolist(), strict=True):
         axis.set_axis_off()
@@ -279,7 +398,9 @@ def draw(path: Path, tokenizer: Any, rows: Tensor, natural: Tensor) -> None:
                 x, y = 0, y + 1
             colour = "lightgrey" if number < PROMPT else plt.cm.RdYlGn(share)
             box = {"facecolor": colour, "edgecolor": "none", "pad": 0.8}
-            axis.text(x / 110, 1 - y / 4.5, text, family="monospace", fontsize=9, va="top", bbox=box)
+            axis.text(
+                x / 110, 1 - y / 4.5, text, family="monospace", fontsize=9, va="top", bbox=box
+            )
             x += len(text)
     write_png(figure, path)
 
@@ -293,14 +414,24 @@ def peak_memory() -> float:
 
 def print_table(results: dict[str, Any]) -> None:
     """The figures of every arm so far, a line each; the last two are paired by blocks."""
-    names = {"kl": "KL to the whole", "nll": "NLL", "calibrated_nll": "calibrated NLL", "natural": "P(natural)"}
-    names |= {"kl_minus_floor": "KL - floor's", "calibrated_nll_minus_floor": "calibrated NLL - floor's"}
-    say(f"\n{'model':14}" + "".join(f"{name:26}" for name in names.values()) + "seconds")
+    names = {
+        "kl": "KL to the whole",
+        "nll": "NLL",
+        "calibrated_nll": "calibrated NLL",
+        "natural": "P(natural)",
+    }
+    names |= {
+        "kl_minus_floor": "KL - floor's",
+        "calibrated_nll_minus_floor": "calibrated NLL - floor's",
+    }
+    print0(f"\n{'model':14}" + "".join(f"{name:26}" for name in names.values()) + "seconds")
     for arm, figures in results.items():
         if "kl" in figures:
-            shown = [format_figure(figures, name, ".3f") if name in figures else "" for name in names]
+            shown = [
+                format_figure(figures, name, ".3f") if name in figures else "" for name in names
+            ]
             seconds = f"{figures['seconds']:.0f}" if "seconds" in figures else ""
-            say(f"{arm:14}" + "".join(f"{text:26}" for text in shown) + seconds)
+            print0(f"{arm:14}" + "".join(f"{text:26}" for text in shown) + seconds)
 
 
 if __name__ == "__main__":

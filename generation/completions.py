@@ -1,10 +1,12 @@
-"""Completions of prompts: by their crossovers, for any number of rows, and beyond the model's block.
+"""Completions of prompts: by their crossovers, for any number of rows, and beyond the model's
+block.
 
-    python -c "import torch, model; print(model.GPT(model.GPTConfig(n_layer=1)).generate(torch.zeros(1, 1).long(), 9))"
+    python -c "import torch, model;
+    print(model.GPT(model.GPTConfig(n_layer=1)).generate(torch.zeros(1, 1).long(), 9))"
 
-Rows are sorted by K, the tokens that they keep: at position t those with K <= t are one slice, without masks.
-Shapes: P prompts (natural blocks), G completions of each, R = P * G rows, N positions, V token ids.
-"""
+Rows are sorted by K, the tokens that they keep: at position t those with K <= t are one slice,
+without masks. Shapes: P prompts (natural blocks), G completions of each, R = P * G rows, N
+positions, V token ids."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -41,12 +43,12 @@ def complete(
     sampling: Sampling,
     cache: KVCache | None = None,
 ) -> Completions:
-    """Keep the first K tokens of natural text and let the model write the rest, G times for every block.
+    """Keep the first K tokens of natural text and let the model write the rest, G times for every
+    block.
 
-    natural: (P, N) int64; prefix_lengths: (P, G) int64, 1 <= K <= N; uniforms: (P, G, N) float32 in [0, 1), of which
-    entry t decides the token at position t; a `cache` to use again has at least R rows and N positions. UserError for
-    wrong lengths or logits of NaN.
-    """
+    natural: (P, N) int64; prefix_lengths: (P, G) int64, 1 <= K <= N; uniforms: (P, G, N) float32 in
+    [0, 1), of which entry t decides the token at position t; a `cache` to use again has at least R
+    rows and N positions. UserError for wrong lengths or logits of NaN."""
     config: Any = model.config
     prompts, length = natural.shape
     group = prefix_lengths.size(1)
@@ -109,7 +111,9 @@ class Completer:
             rows = min(rows, DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // bytes_per_row)
         self.rows = max(1, rows)
 
-    def __call__(self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling) -> Completions:
+    def __call__(
+        self, natural: Tensor, prefix_lengths: Tensor, uniforms: Tensor, sampling: Sampling
+    ) -> Completions:
         """Complete P prompts G times; see `complete` for the shapes."""
         prompts, group = prefix_lengths.shape
         rows = prefix_lengths.numel()
@@ -118,7 +122,9 @@ class Completer:
                 if self._cache is None or rows > self._cache.most_rows:
                     self._cache = None  # free the old one before the new one is made
                     self._cache = KVCache(self.model, rows, self.length)
-                return complete(self.model, natural, prefix_lengths, uniforms, sampling, self._cache)
+                return complete(
+                    self.model, natural, prefix_lengths, uniforms, sampling, self._cache
+                )
             except Exception as error:
                 if not lacks_memory(error):
                     raise
@@ -161,29 +167,37 @@ def generate(
     sampling: Sampling = PLAIN,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue every row of `idx` (B, T) int64 by `max_new_tokens` (None: up to block_size); returns (B, T + new).
+    """Continue every row of `idx` (B, T) int64 by `max_new_tokens` (None: up to block_size);
+    returns (B, T + new).
 
-    Beyond the block the oldest tokens leave the window, and the whole window is computed again for every token.
-    UserError for an empty prompt, unknown ids, a number or a prompt that is out of range, or logits of NaN.
-    """
+    Beyond the block the oldest tokens leave the window, and the whole window is computed again for
+    every token. UserError for an empty prompt, unknown ids, a number or a prompt that is out of
+    range, or logits of NaN."""
     config: Any = model.config
     if idx.ndim != 2 or idx.size(1) == 0:
-        raise UserError(f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token")
+        raise UserError(
+            f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token"
+        )
     check_ids(idx, config.num_real_tokens)
     length = config.block_size if max_new_tokens is None else idx.size(1) + max_new_tokens
     if length < idx.size(1):
         rule = f"must be >= 0, or None where block_size {config.block_size} holds the prompt"
         raise UserError(f"max_new_tokens={max_new_tokens} after {idx.size(1)} tokens: {rule}")
-    uniforms = torch.rand(idx.size(0), length, generator=generator)  # on the CPU: the same numbers for every device
+    # on the CPU: the same numbers for every device
+    uniforms = torch.rand(idx.size(0), length, generator=generator)
     within = min(length, config.block_size)
     if idx.size(1) < within:
         natural = F.pad(idx, (0, within - idx.size(1)))
         prefix_lengths = torch.full((idx.size(0), 1), idx.size(1))
-        idx = complete(model, natural, prefix_lengths, uniforms[:, None, :within], sampling).ids.squeeze(1)
+        idx = complete(
+            model, natural, prefix_lengths, uniforms[:, None, :within], sampling
+        ).ids.squeeze(1)
     with evaluating(model):
         for position in range(idx.size(1), length):
             logits, _ = model(idx[:, -config.block_size :])
-            drawn, _, log_probs = sample_tokens(logits[:, -1], uniforms[:, position].to(idx.device), sampling)
+            drawn, _, log_probs = sample_tokens(
+                logits[:, -1], uniforms[:, position].to(idx.device), sampling
+            )
             check_drawn(log_probs)
             idx = torch.cat((idx, drawn[:, None]), dim=1)
     return idx

@@ -1,6 +1,8 @@
-"""What attention reads: whole sequences here; a KV cache or shared prompts in the files beside this one.
+"""What attention reads: whole sequences here; a KV cache or shared prompts in the files beside this
+one.
 
-    python -c "import torch; from generation.context import Context; print(Context(torch.ones(1, 4)).length)"
+    python -c "import torch; from generation.context import Context; print(Context(torch.ones(1,
+    4)).length)"
 
 A GPT computes embeddings, norms and linear layers for the tokens that it is given. Attention works
 on rows. A context says how the two correspond, and what each row attends to.
@@ -37,7 +39,11 @@ class Context:
         """Undo `to_rows`."""
         return rows
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0) -> Tensor:
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0
+    ) -> Tensor:
         """Return causal attention (B, H, T, D) of queries, keys and values (B, H, T, D) each."""
         is_causal = queries.size(2) > 1
-        return F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=is_causal)
+        return F.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=dropout, is_causal=is_causal
+        )

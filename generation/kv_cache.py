@@ -1,6 +1,7 @@
 """Keys and values of earlier tokens, kept between the forward passes of generation.
 
-    python -c "import generation.kv_cache as k, model as m; print(k.KVCache(m.GPT(m.GPTConfig()), 1, 9).memory)"
+    python -c "import generation.kv_cache as k, model as m; print(k.KVCache(m.GPT(m.GPTConfig()), 1,
+    9).memory)"
 
 Shapes: R rows, of which the first A are active; H heads of D channels; L layers; T new positions;
 S stored positions.
@@ -59,7 +60,9 @@ class KVCache(Context):
         config: Any = model.config
         return 2 * config.n_layer * config.n_embd * length * cache_dtype(model).itemsize
 
-    def begin(self, rows: int, shared: "KVCache | None" = None, source_rows: Tensor | None = None) -> None:
+    def begin(
+        self, rows: int, shared: "KVCache | None" = None, source_rows: Tensor | None = None
+    ) -> None:
         """Start over with R = rows <= most_rows, empty or with the prefixes of another cache.
 
         With `shared`, row r continues row source_rows[r], source_rows (R,) int64, of that cache.
@@ -93,13 +96,17 @@ class KVCache(Context):
         # Indexing once here is faster than indexing in every layer's attention.
         self._keys_and_values = [layer.unbind() for layer in active]
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0) -> Tensor:
-        """Store keys and values (A, H, T, D); return the attention (A, H, T, D) to all stored ones."""
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0
+    ) -> Tensor:
+        """Store keys and values (A, H, T, D); return the attention (A, H, T, D) to all stored
+        ones."""
         self._new[layer, 0] = keys
         self._new[layer, 1] = values
         all_keys, all_values = self._keys_and_values[layer]
         if self._is_single:
-            # For one query per row, two batched products take two thirds of the fused kernel's time.
+            # For one query per row, two batched products take two thirds of the fused kernel's
+            # time.
             head_size = queries.size(-1)
             scaled = (queries * head_size**-0.5).view(-1, 1, head_size)  # (A H, 1, D)
             scores = torch.baddbmm(self._mask, scaled, all_keys.transpose(1, 2))  # (A H, 1, S)

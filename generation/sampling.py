@@ -1,6 +1,8 @@
-"""Temperature, top-k, top-p, and tokens drawn from logits by inverting the distribution function at given uniforms.
+"""Temperature, top-k, top-p, and tokens drawn from logits by inverting the distribution function at
+given uniforms.
 
-    python -c "import torch, generation.sampling as s; print(s.sampling_distribution(torch.ones(1, 4), s.Sampling()))"
+    python -c "import torch, generation.sampling as s; print(s.sampling_distribution(torch.ones(1,
+    4), s.Sampling()))"
 
 Shapes: R rows, V token ids.
 """
@@ -24,7 +26,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature}: must be finite and >= 0 (0 is greedy)")
+            raise UserError(
+                f"temperature={self.temperature}: must be finite and >= 0 (0 is greedy)"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k}: must be >= 1, or None for no limit")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -59,7 +63,9 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+def sample_tokens(
+    logits: Tensor, uniforms: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw ids (R,) int64 from logits (R, V) at uniforms (R,) in [0, 1).
 
     Also return their log-probabilities (R,) twice: under the distribution sampled from, and under
@@ -93,7 +99,9 @@ def check_drawn(model_log_probs: Tensor) -> None:
     """Raise UserError if the log-probabilities of drawn tokens are NaN or infinite."""
     if not bool(model_log_probs.isfinite().all()):
         remedy = "take an earlier checkpoint, or another dtype"
-        raise UserError(f"ERROR: the model's logits are NaN or infinite: it diverged, or overflows float16; {remedy}")
+        raise UserError(
+            f"ERROR: the model's logits are NaN or infinite: it diverged, or overflows float16; {remedy}"
+        )
 
 
 def check_ids(ids: Tensor, num_tokens: int) -> None:

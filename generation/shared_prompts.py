@@ -43,7 +43,8 @@ class SharedPrompts(Context):
         self.predicts = is_leader | (columns >= prompt_ends - 1)
 
     def to_rows(self, tokens: Tensor) -> Tensor:
-        """Repeat tokens (n, C) as rows (R, T, C). The gradient is always summed in the same order."""
+        """Repeat tokens (n, C) as rows (R, T, C). The gradient is always summed in the same
+        order."""
         if self._is_shared:
             return F.embedding(self.index, tokens)
         return tokens.view(*self.index.shape, -1)
@@ -55,7 +56,8 @@ class SharedPrompts(Context):
         return rows.flatten(0, 1)
 
     def at(self, wanted: Tensor, tokens: Tensor) -> Tensor:
-        """Take from tokens (n, C) those at the m places where wanted (R, T') bool is set, T' <= T."""
+        """Take from tokens (n, C) those at the m places where wanted (R, T') bool is set, T' <=
+        T."""
         return F.embedding(self.index[:, : wanted.size(1)][wanted], tokens)
 
     def spread(self, values: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ class SharedPrompts(Context):
         return torch.where(self.predicts, values, values[self._leaders])
 
 
-def put(values: Tensor, places: Tensor) -> Tensor:
+def scatter_to_mask(values: Tensor, places: Tensor) -> Tensor:
     """Return (R, T) with values (m,) at the m places where places (R, T) bool is set, else 0."""
     return values.new_zeros(places.shape).masked_scatter(places, values)
 

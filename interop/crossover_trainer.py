@@ -1,9 +1,10 @@
-"""TRL's GRPOTrainer with an advantage for every token: its evidence less the KL to the start, against its group's mean.
+"""TRL's GRPOTrainer with an advantage for every token: its evidence less the KL to the start,
+against its group's mean.
 
     python -c "from interop.crossover_trainer import CrossoverTrainer; help(CrossoverTrainer)"
 
-Shapes: B completions of a process, at most C tokens each; R completions of all processes; G of one prompt.
-"""
+Shapes: B completions of a process, at most C tokens each; R completions of all processes; G of one
+prompt."""
 
 from typing import Any
 
@@ -31,29 +32,38 @@ MOST_DIFFERENCE = 0.1  # nats a token, of one model's log-probabilities in two p
 class CrossoverTrainer(GRPOTrainer):
     """GRPO with token credit: the reward of a token is log(m/q) - log(pi/q), as in train_grpo.py.
 
-    The reward's generator q is the policy's start. With LoRA give reward and trainer one and the same loaded model: q
-    is that with the adapters off. There is no dropout, which the sampled policy had not. UserError for other sampling
-    than plain, which the formulas score, for a policy that does not start as the reward's generator, and for prompts of
-    several lengths to a model without rotary positions, which TRL would read at other places than it was sampled at.
-    """
+    The reward's generator q is the policy's start. With LoRA give reward and trainer one and the
+    same loaded model: q is that with the adapters off. There is no dropout, which the sampled
+    policy had not. UserError for other sampling than plain, which the formulas score, for a policy
+    that does not start as the reward's generator, and for prompts of several lengths to a model
+    without rotary positions, which TRL would read at other places than it was sampled at."""
 
-    def __init__(self, model: Any, reward: CrossoverReward, args: GRPOConfig | None = None, **further: Any) -> None:
+    def __init__(
+        self, model: Any, reward: CrossoverReward, args: GRPOConfig | None = None, **further: Any
+    ) -> None:
         args = args or GRPOConfig("trl_model")
         for name, plain in PLAIN.items():
             if (value := getattr(args, name)) not in plain:
-                raise UserError(f"ERROR: {name}={value}: must be {plain[0]}, the sampling that the formulas score")
+                raise UserError(
+                    f"ERROR: {name}={value}: must be {plain[0]}, the sampling that the formulas score"
+                )
         args.disable_dropout = True
         super().__init__(model=model, reward_funcs=reward, args=args, **further)
         self.reward, policy = reward, self.accelerator.unwrap_model(self.model)
         reward.max_completion_length = args.max_completion_length
         reward.chat_template_kwargs = args.chat_template_kwargs or {}
-        reward.head.mixture.data = broadcast(reward.head.mixture.data)  # fitted by every process for itself
+        # fitted by every process for itself
+        reward.head.mixture.data = broadcast(reward.head.mixture.data)
         if is_peft_model(policy):
             if policy.get_base_model() is not reward.head.generator.model:
-                raise UserError("ERROR: with LoRA, give reward and trainer one and the same loaded model")
+                raise UserError(
+                    "ERROR: with LoRA, give reward and trainer one and the same loaded model"
+                )
             reward.head.generator.model = policy  # read with its adapters off
         elif policy is reward.head.generator.model:
-            raise UserError("ERROR: the reward holds the model that is trained: name its folder, or train with LoRA")
+            raise UserError(
+                "ERROR: the reward holds the model that is trained: name its folder, or train with LoRA"
+            )
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with advantages (B, C) of tokens."""
@@ -83,18 +93,33 @@ class CrossoverTrainer(GRPOTrainer):
         return self.accelerator.gather(self.accelerator.pad_across_processes(values, dim=1))
 
     def _frozen_log_probs(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (B, C) of the completions' tokens under the natural model and under the start."""
+        """Log-probabilities (B, C) of the completions' tokens under the natural model and under the
+        start."""
         assert self.reward.read is not None  # TRL has called the reward
         prompts, *read = self.reward.read
-        lengths, masks = torch.tensor([len(prompt) for prompt in prompts]), batch["prompt_mask"].bool()
-        if prompts != [ids[mask].tolist() for ids, mask in zip(batch["prompt_ids"], masks, strict=True)]:
-            raise UserError("ERROR: processing_class makes other tokens of the prompts than the reward's tokenizer")
-        is_rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) is not None
+        lengths, masks = (
+            torch.tensor([len(prompt) for prompt in prompts]),
+            batch["prompt_mask"].bool(),
+        )
+        if prompts != [
+            ids[mask].tolist() for ids, mask in zip(batch["prompt_ids"], masks, strict=True)
+        ]:
+            raise UserError(
+                "ERROR: processing_class makes other tokens of the prompts than the reward's tokenizer"
+            )
+        is_rotary = (
+            getattr(self.model.config.get_text_config(), "rope_parameters", None) is not None
+        )
         if not is_rotary and not masks.all():
-            raise UserError("ERROR: prompts of several lengths, and no rotary positions: use prompts of as many tokens")
+            raise UserError(
+                "ERROR: prompts of several lengths, and no rotary positions: use prompts of as many tokens"
+            )
         C, device = batch["completion_ids"].size(1), batch["completion_ids"].device
-        places = (lengths[:, None] - 1 + torch.arange(C)).to(device)  # (B, C): the first token has no log-probability
-        natural, start = (part.to(device).gather(1, places.clamp(max=part.size(1) - 1)) for part in read)
+        # (B, C): the first token has no log-probability
+        places = (lengths[:, None] - 1 + torch.arange(C)).to(device)
+        natural, start = (
+            part.to(device).gather(1, places.clamp(max=part.size(1) - 1)) for part in read
+        )
         return natural, start
 
     @torch.no_grad()
@@ -102,8 +127,15 @@ class CrossoverTrainer(GRPOTrainer):
         """Log-probabilities (B, C) of the completions' tokens under the policy that wrote them."""
         if (known := batch.get("old_per_token_logps")) is not None:
             return known
-        ids, seen = (torch.cat((batch[f"prompt_{name}"], batch[f"completion_{name}"]), 1) for name in ("ids", "mask"))
+        ids, seen = (
+            torch.cat((batch[f"prompt_{name}"], batch[f"completion_{name}"]), 1)
+            for name in ("ids", "mask")
+        )
         with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             return self._get_per_token_logps_and_entropies(
-                self.model, ids, seen, batch["completion_ids"].size(1), self.args.per_device_train_batch_size
+                self.model,
+                ids,
+                seen,
+                batch["completion_ids"].size(1),
+                self.args.per_device_train_batch_size,
             )[0]

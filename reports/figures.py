@@ -2,8 +2,8 @@
 
     python -c "import reports.figures; help(reports.figures.skill_picture)"
 
-One quantity to a panel; 95% intervals as bands. matplotlib takes half a second to import: where something is drawn.
-"""
+One quantity to a panel; 95% intervals as bands. matplotlib takes half a second to import: where
+something is drawn."""
 
 import contextlib
 import functools
@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from common.files import atomic_path
-from reward.skill import format_figure
+from metrics.bootstrap import format_figure
 
-# The colours of Okabe and Ito, "Color Universal Design" (2008): distinct with deficient colour vision, too.
+# The colours of Okabe and Ito, "Color Universal Design" (2008): distinct with deficient colour
+# vision, too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73")
 GREY = "#555555"
 COLUMNS = 3
-STYLE = {"font.size": 8.5, "axes.grid": True, "grid.color": "#d8d8d8", "text.parse_math": False}  # a dollar is one
+# a dollar is one
+STYLE = {"font.size": 8.5, "axes.grid": True, "grid.color": "#d8d8d8", "text.parse_math": False}
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,35 @@ class Panel:
 
 
 TRAINING = (
-    Panel("Cross-entropy", "nats per token", {"train_loss": "training batches", "select_loss": "select part"}),
+    Panel(
+        "Cross-entropy",
+        "nats per token",
+        {"train_loss": "training batches", "select_loss": "select part"},
+    ),
     Panel("Learning rate", "AdamW's rate", {"learning_rate": ""}),
     Panel("Gradient norm", "2-norm before clipping", {"gradient_norm": ""}),
     Panel("Throughput", "tokens per second", {"tokens_per_second": ""}),
 )
 GRPO = (
-    Panel("Reward", "P(natural)", {"reward": "training prompts", "fresh_reward": "select part"}, "natural_reward"),
-    Panel("Reward function", "its number", {"function_reward": "training prompts"}, "natural_function_reward"),
+    Panel(
+        "Reward",
+        "P(natural)",
+        {"reward": "training prompts", "fresh_reward": "select part"},
+        "natural_reward",
+    ),
+    Panel(
+        "Reward function",
+        "its number",
+        {"function_reward": "training prompts"},
+        "natural_function_reward",
+    ),
     Panel("KL to the mixture", "nats per token", {"kl_mixture": ""}),
     Panel("Loss on natural text", "nats per token", {"select_loss": ""}),
-    Panel("KL to the start", "nats per token", {"kl_start": "training prompts", "kl_now": "select part"}),
+    Panel(
+        "KL to the start",
+        "nats per token",
+        {"kl_start": "training prompts", "kl_now": "select part"},
+    ),
     Panel("Entropy", "nats per token", {"entropy": ""}),
     Panel("Distinct 3-grams", "share of 3-grams", {"distinct_3": ""}),
     Panel("Repetition", "share of 4-grams", {"repetition": ""}),
@@ -61,7 +81,8 @@ def _style() -> Iterator[None]:
 
 @_style()
 def _curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """A picture of records: the panels with two points, in rows of COLUMNS, without the final one, of another part."""
+    """A picture of records: the panels with two points, in rows of COLUMNS, without the final one,
+    of another part."""
     steps = [record for record in records if "final" not in record]
     shown = [panel for panel in panels if any(len(_points(steps, key)) > 1 for key in panel.curves)]
     if not shown:
@@ -75,8 +96,12 @@ def _curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title
             name = f"{panel.curves[key] or 'last'} {values[-1]:.4g}"
             axes.plot(at, values, ".-" if len(points) <= 16 else "-", color=colour, label=name)
             if bounded := _points(points, f"{key}_low"):
-                lows, highs = ([point[f"{key}_{end}"] for point in bounded] for end in ("low", "high"))
-                axes.fill_between([point["step"] for point in bounded], lows, highs, color=colour, alpha=0.2)
+                lows, highs = (
+                    [point[f"{key}_{end}"] for point in bounded] for end in ("low", "high")
+                )
+                axes.fill_between(
+                    [point["step"] for point in bounded], lows, highs, color=colour, alpha=0.2
+                )
         if natural := _points(steps, panel.natural):
             value = natural[-1][panel.natural]
             axes.axhline(value, color=GREY, linestyle="--", label=f"natural text {value:.4g}")
@@ -99,20 +124,42 @@ grpo_curves = functools.partial(_curves, GRPO)
 
 @_style()
 def skill_picture(skill: Mapping[str, Any], title: str) -> Any:
-    """Draw the figures of `reward.skill.measure_skill`: calibration, mean prediction and error by crossover."""
+    """Draw the figures of `metrics.reward_skill.measure_skill`: calibration, mean prediction and
+    error by crossover."""
     table, by_crossover = skill["calibration"], skill["by_crossover"]
-    figure, (left, middle, right) = _figure(f"{title}: R² {format_figure(skill, 'r2', '.3f')}", 1, 3)
+    figure, (left, middle, right) = _figure(
+        f"{title}: R² {format_figure(skill, 'r2', '.3f')}", 1, 3
+    )
     areas = [15 + 250 * row["count"] / skill["num_sequences"] for row in table]
-    predicted, true = [row["mean_prediction"] for row in table], [row["mean_target"] for row in table]
+    predicted, true = (
+        [row["mean_prediction"] for row in table],
+        [row["mean_target"] for row in table],
+    )
     left.scatter(predicted, true, s=areas, color=COLOURS[0], label="a bin; area: its share")
-    left.set(title="Calibration", xlabel="predicted P(natural), mean of the bin", ylabel="true K/N, mean of the bin")
+    left.set(
+        title="Calibration",
+        xlabel="predicted P(natural), mean of the bin",
+        ylabel="true K/N, mean of the bin",
+    )
     centres = [(row["lower"] + row["upper"]) / 2 for row in by_crossover]
-    means, errors = [row["mean_prediction"] for row in by_crossover], [row["mae_tokens"] for row in by_crossover]
+    means, errors = (
+        [row["mean_prediction"] for row in by_crossover],
+        [row["mae_tokens"] for row in by_crossover],
+    )
     middle.plot(centres, means, color=COLOURS[0], marker="o", label="predicted")
-    middle.set(title="Prediction by crossover", xlabel="true K/N", ylabel="predicted P(natural), mean")
+    middle.set(
+        title="Prediction by crossover", xlabel="true K/N", ylabel="predicted P(natural), mean"
+    )
     right.plot(centres, errors, color=COLOURS[1], marker="s", label="at this K/N")
-    right.axhline(skill["mae_tokens"], color=GREY, linestyle="--", label=f"all {skill['mae_tokens']:.1f}")
-    right.set(title="Error by crossover", xlabel="true K/N", ylabel="mean absolute error, tokens", xlim=(0, 1))
+    right.axhline(
+        skill["mae_tokens"], color=GREY, linestyle="--", label=f"all {skill['mae_tokens']:.1f}"
+    )
+    right.set(
+        title="Error by crossover",
+        xlabel="true K/N",
+        ylabel="mean absolute error, tokens",
+        xlim=(0, 1),
+    )
     right.set_ylim(bottom=0)
     for axes in (left, middle):
         axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", label="perfect")
@@ -127,7 +174,9 @@ def _figure(title: str, rows: int, columns: int) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.5 * columns, 2.6 * rows + 0.4), layout="constrained")
-    figure.suptitle("".join(sign if sign.isprintable() else "\ufffd" for sign in title), fontweight="bold")
+    figure.suptitle(
+        "".join(sign if sign.isprintable() else "\ufffd" for sign in title), fontweight="bold"
+    )
     return figure, figure.subplots(rows, columns, squeeze=False).flatten()
 
 

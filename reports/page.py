@@ -1,6 +1,8 @@
-"""Writes the page of a run of run_cycles.py: table, a prompt's completions, passages with P(natural), pictures.
+"""Writes the page of a run of run_cycles.py: table, a prompt's completions, passages with
+P(natural), pictures.
 
-    python -c "from reports.page import *; write_page(Ledger(Path('out/shakespeare_library_cpu')), torch.device('cpu'))"
+    python -c "from reports.page import *; write_page(Ledger(Path('out/shakespeare_library_cpu')),
+    torch.device('cpu'))"
 
 report.html is one file that loads nothing else.
 """
@@ -21,11 +23,14 @@ from reports.summary import HEADS, Ledger, completions, headline, notes, table
 
 CURVES: dict[str, Any] = {"policy": grpo_curves, "control_distil": grpo_curves}
 CURVES |= dict.fromkeys(("base", "natural_model", "control_plain"), training_curves)
-read_once = functools.lru_cache(maxsize=8)(lambda data, model, device, modified: read_passages(data, model, device))
+read_once = functools.lru_cache(maxsize=8)(
+    lambda data, model, device, modified: read_passages(data, model, device)
+)
 
 
 def write_page(ledger: Ledger, device: torch.device) -> Path:
-    """Write report.html, whole or not at all; where that fails, warn: the loop goes on. Returns its path."""
+    """Write report.html, whole or not at all; where that fails, warn: the loop goes on. Returns its
+    path."""
     path = ledger.out / "report.html"
     try:
         write_text(path, make_page(ledger, device))
@@ -38,27 +43,50 @@ def write_page(ledger: Ledger, device: torch.device) -> Path:
 
 def make_page(ledger: Ledger, device: torch.device) -> str:
     """The page's HTML, in which every text is escaped; what has no file any more is left out."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here: a command line's help needs none
+    # here: a command line's help needs none
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    parts: dict[str, Any] = {"headline": headline(ledger), "notes": notes(ledger), "name": ledger.out.resolve().name}
-    parts |= {"completions": completions(ledger), "heads": HEADS, "rows": table(ledger), "passages": {}, "pictures": {}}
-    for record in (each for each in ledger.records.values() if "seconds" in each and each["script"]):
+    parts: dict[str, Any] = {
+        "headline": headline(ledger),
+        "notes": notes(ledger),
+        "name": ledger.out.resolve().name,
+    }
+    parts |= {
+        "completions": completions(ledger),
+        "heads": HEADS,
+        "rows": table(ledger),
+        "passages": {},
+        "pictures": {},
+    }
+    for record in (
+        each for each in ledger.records.values() if "seconds" in each and each["script"]
+    ):
         name, kind, stem = record["name"], record["kind"], ledger.out / record["name"]
         model = stem.with_suffix(".pt")
-        if kind == "reward_model" and (data := ledger.out / f"reward_data_v{record['cycle']}").is_dir():
+        if (
+            kind == "reward_model"
+            and (data := ledger.out / f"reward_data_v{record['cycle']}").is_dir()
+        ):
             parts["passages"][name] = read_once(data, model, device, model.stat().st_mtime_ns)
         if picture := picture_of(stem, kind):
             parts["pictures"][name] = picture
-    page = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
+    page = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    )
     return page.get_template("page.html").render(**parts)
 
 
 def picture_of(stem: Path, kind: str) -> str:
-    """A stage's picture as a data URI: the .png that its script left, or its curves, drawn once; empty without any."""
+    """A stage's picture as a data URI: the .png that its script left, or its curves, drawn once;
+    empty without any."""
     log, png = stem.with_suffix(".jsonl"), stem.with_suffix(".png")
     is_drawn = png.is_file() and (not log.is_file() or png.stat().st_mtime >= log.stat().st_mtime)
     if kind in CURVES and log.is_file() and not is_drawn:
         if (figure := CURVES[kind](read_records(log), stem.name)) is None:
             return ""
         write_png(figure, png)
-    return f"data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}" if png.is_file() else ""
+    return (
+        f"data:image/png;base64,{base64.b64encode(png.read_bytes()).decode()}"
+        if png.is_file()
+        else ""
+    )

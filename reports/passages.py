@@ -27,7 +27,8 @@ class Passage:
     tokens: list[str]
     crossover: int
     predicted: float  # the reward model's E[K], in tokens
-    natural: list[float] | None  # P(token is natural); None: the head gives one number for the sequence
+    # P(token is natural); None: the head gives one number for the sequence
+    natural: list[float] | None
 
 
 @torch.no_grad()
@@ -45,14 +46,18 @@ def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -
     crossovers = np.round(dataset.y[rows, 0] * N).astype(int).tolist()
     return [
         Passage(pieces(tokenizer, dataset.x[row]), crossover, share * N, probabilities)
-        for row, crossover, share, probabilities in zip(rows, crossovers, shares, natural, strict=True)
+        for row, crossover, share, probabilities in zip(
+            rows, crossovers, shares, natural, strict=True
+        )
     ]
 
 
 def pieces(tokenizer: TokenizationManager, ids: np.ndarray) -> list[str]:
-    """The text of each token, which together are the whole text; of tokens that share a character the last has it."""
+    """The text of each token, which together are the whole text; of tokens that share a character
+    the last has it."""
     texts = [""]
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:end])
-        texts.append(texts[-1] if text.endswith("\ufffd") and end < len(ids) else text)  # within a character's bytes
+        # within a character's bytes
+        texts.append(texts[-1] if text.endswith("\ufffd") and end < len(ids) else text)
     return [text[len(before) :] for before, text in pairwise(texts)]

@@ -4,19 +4,19 @@
 
 A head is a class here, and a name in REWARD_MODELS. All of them have:
 
-    losses         names of the losses it can be trained with; the first is the default
-    knows_tokens   whether it has evidence of single tokens, and so `token_probabilities(idx)` (B, T)
-    is_ratio       whether evidence is a log-ratio of two models' probabilities, not a score learned from labels
-    forward(idx, targets=None) -> probabilities (B, 2) [P(natural), P(synthetic)], mean squared error () or None
-    output(idx)                -> input of `loss` and `share`: evidence (B, T), or scores (B, 2) before the softmax
-    loss(output, targets, name) -> (); targets (B, 2) [K/T, (T-K)/T]
-    share(output)              -> P(natural) (B,)
+    losses         names of the losses it can be trained with; the first is the default knows_tokens
+    whether it has evidence of single tokens, and so `token_probabilities(idx)` (B, T) is_ratio
+    whether evidence is a log-ratio of two models' probabilities, not a score learned from labels
+    forward(idx, targets=None) -> probabilities (B, 2) [P(natural), P(synthetic)], mean squared
+    error () or None output(idx)                -> input of `loss` and `share`: evidence (B, T), or
+    scores (B, 2) before the softmax loss(output, targets, name) -> (); targets (B, 2) [K/T,
+    (T-K)/T] share(output)              -> P(natural) (B,)
 
 With a uniform crossover K, P(K | x) is proportional to the product over the natural tokens t < K of
-p(x_t | x_<t) / q(x_t | x_<t): p natural text, q the generator (the posterior of a change point with known distributions
-on both sides; A. F. M. Smith, "A Bayesian approach to inference about a change-point in a sequence of random
-variables", Biometrika 62, 1975, section 2). Shapes: B sequences of T tokens, C = n_embd channels.
-"""
+p(x_t | x_<t) / q(x_t | x_<t): p natural text, q the generator (the posterior of a change point with
+known distributions on both sides; A. F. M. Smith, "A Bayesian approach to inference about a
+change-point in a sequence of random variables", Biometrika 62, 1975, section 2). Shapes: B
+sequences of T tokens, C = n_embd channels."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -36,7 +36,8 @@ from reward.posterior import crossover_loss, natural_probabilities, natural_shar
 
 
 class TrunkRewardModel(GPT):
-    """A head that learns from labels: `score` is its output of the hidden states that `pool` takes of the trunk's."""
+    """A head that learns from labels: `score` is its output of the hidden states that `pool` takes
+    of the trunk's."""
 
     is_ratio: ClassVar[Literal[False]] = False
     knows_tokens: ClassVar[bool]
@@ -46,7 +47,8 @@ class TrunkRewardModel(GPT):
         return hidden if self.knows_tokens else hidden[:, -1]
 
     def score(self, pooled: Tensor) -> Tensor:
-        """Scores (B, 2) of [natural, synthetic] before the softmax, or evidence (B, T); float32 under autocast too."""
+        """Scores (B, 2) of [natural, synthetic] before the softmax, or evidence (B, T); float32
+        under autocast too."""
         with full_precision(pooled.device):
             return self.reward_head[:3](pooled.to(self.transformer.wte.weight.dtype)).squeeze(-1)
 
@@ -81,7 +83,8 @@ class TokenEvidence(nn.Module):
         return natural_probabilities(self.output(idx))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(probabilities, loss) as GPT's in reward mode: (B, 2) [P(natural), P(synthetic)], mean squared error."""
+        """(probabilities, loss) as GPT's in reward mode: (B, 2) [P(natural), P(synthetic)], mean
+        squared error."""
         share = natural_share(self.output(idx))
         probabilities = torch.stack((share, 1 - share), -1)
         return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
@@ -99,11 +102,12 @@ class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc
 
 
 class LikelihoodRewardModel(TokenEvidence):
-    """Two generators as one reward model: `natural` (p, trained on natural text alone) and `generator` (q, frozen).
+    """Two generators as one reward model: `natural` (p, trained on natural text alone) and
+    `generator` (q, frozen).
 
-    Evidence is log(m / q) with the mixture m = w p + (1 - w) q, w learned: two models of the same text predict it
-    better together than each alone, and evidence cannot fall below log(1 - w). `sampling` is how q's text was sampled.
-    UserError for models that do not read the same tokens.
+    Evidence is log(m / q) with the mixture m = w p + (1 - w) q, w learned: two models of the same
+    text predict it better together than each alone, and evidence cannot fall below log(1 - w).
+    `sampling` is how q's text was sampled. UserError for models that do not read the same tokens.
     """
 
     head_type = "likelihood"
@@ -111,7 +115,9 @@ class LikelihoodRewardModel(TokenEvidence):
 
     def __init__(self, natural: GPT, generator: GPT, sampling: Sampling | None = None) -> None:
         super().__init__()
-        check_same_fields(natural.config, generator.config, "the model of natural text", "the generator")
+        check_same_fields(
+            natural.config, generator.config, "the model of natural text", "the generator"
+        )
         self.natural, self.generator = natural, generator.requires_grad_(False)
         self.sampling = sampling or Sampling()
         self.mixture = nn.Parameter(torch.tensor(2.0))  # w = sigmoid(mixture)
@@ -126,30 +132,36 @@ class LikelihoodRewardModel(TokenEvidence):
         return self.natural.rows_at_a_time()
 
     def hidden_states(self, idx: Tensor, context: Context | None = None) -> tuple[Tensor, ...]:
-        """Hidden states of p and of q, (B, T, C) or (n, C) each with a C of its own: see GPT.trunk."""
+        """Hidden states of p and of q, (B, T, C) or (n, C) each with a C of its own: see
+        GPT.trunk."""
         return self.natural.trunk(idx, context), self.generator.trunk(idx, context)
 
     def written_logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of q as it was sampled, from its hidden states (..., C)."""
         logits = self.generator.logits(hidden)
-        return logits if self.sampling == Sampling() else sampling_distribution(logits, self.sampling)
+        return (
+            logits if self.sampling == Sampling() else sampling_distribution(logits, self.sampling)
+        )
 
     @torch.no_grad()
     def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Evidence log(m/q) and log q (..., V) float32 of every next token, from `hidden_states` (..., C).
+        """Evidence log(m/q) and log q (..., V) float32 of every next token, from `hidden_states`
+        (..., C).
 
-        log m is their sum. Where p is more than e^MAX_LOG_RATIO times q, the probabilities of m sum to less than 1.
-        """
+        log m is their sum. Where p is more than e^MAX_LOG_RATIO times q, the probabilities of m sum
+        to less than 1."""
         natural = self.natural.logits(hidden[0]).float().log_softmax(-1)
         written = self.written_logits(hidden[1]).float().log_softmax(-1)
         return self.over_generator(natural - written), written
 
     def log_probs(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (B, T - 1) float32 of all tokens but the first, under p and under q as it was sampled."""
+        """Log-probabilities (B, T - 1) float32 of all tokens but the first, under p and under q as
+        it was sampled."""
         return self.read_hidden(self.hidden_states(idx[:, :-1]), idx[:, 1:])
 
     def read_hidden(self, hidden: tuple[Tensor, ...], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (...) float32 of next tokens (...) under p and under q, from `hidden_states` (..., C)."""
+        """Log-probabilities (...) float32 of next tokens (...) under p and under q, from
+        `hidden_states` (..., C)."""
         natural = token_log_probs(self.natural.logits(hidden[0]), tokens)
         return natural, token_log_probs(self.written_logits(hidden[1]), tokens)
 
@@ -178,7 +190,8 @@ REWARD_MODELS: dict[str, type[RewardModel]] = {
 def make_reward_model(
     config: GPTConfig, generator_config: GPTConfig | None = None, sampling: Sampling | None = None
 ) -> RewardModel:
-    """The reward model that a config describes, its weights new. `parts_of` gives the other arguments."""
+    """The reward model that a config describes, its weights new. `parts_of` gives the other
+    arguments."""
     kind = REWARD_MODELS[config.reward_head_type]
     if not kind.is_ratio:
         return kind(config)

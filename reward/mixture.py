@@ -1,4 +1,5 @@
-"""The weight of a likelihood head's mixture, fitted to labels, and the batches of a split that all heads read.
+"""The weight of a likelihood head's mixture, fitted to labels, and the batches of a split that all
+heads read.
 
     python -c "from reward.mixture import fit_mixture; help(fit_mixture)"
 
@@ -18,7 +19,8 @@ from reward.heads import LikelihoodRewardModel, RewardModel
 
 MAX_MIXTURE = 20.0  # logit of the weight w of p
 
-Split = tuple[np.ndarray | Tensor, np.ndarray]  # token ids (n, N) or hidden states (n, ...), and labels (n, 2)
+# token ids (n, N) or hidden states (n, ...), and labels (n, 2)
+Split = tuple[np.ndarray | Tensor, np.ndarray]
 LogProbs = tuple[Tensor, Tensor, Tensor]  # of p and q (n, N - 1); which tokens are natural
 
 
@@ -28,14 +30,18 @@ def batch_of(x: np.ndarray | Tensor, rows: np.ndarray | slice, model: RewardMode
     return (part.long() if part.dtype == torch.uint16 else part).to(next(model.parameters()).device)
 
 
-def batches_of(split: Split, model: RewardModel, description: str) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(
+    split: Split, model: RewardModel, description: str
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and labels of a split on the model's device, as many sequences at a time as fit."""
     parts = np.array_split(np.arange(len(split[1])), -(-len(split[1]) // model.rows_at_a_time()))
     for rows in counted(parts, len(parts), description):
         yield batch_of(split[0], rows, model), batch_of(split[1], rows, model)
 
 
-def fit_mixture(model: LikelihoodRewardModel, select: Split, report: Split, loss_name: str) -> tuple[dict, Tensor]:
+def fit_mixture(
+    model: LikelihoodRewardModel, select: Split, report: Split, loss_name: str
+) -> tuple[dict, Tensor]:
     """Fit w to the labels; figures, and P(natural) (n,) of the report rows."""
     natural, written, _ = log_probs = log_probs_of_split(model, select)
     ratios = batch_of(natural - written, slice(None), model)
@@ -56,7 +62,9 @@ def fit_mixture(model: LikelihoodRewardModel, select: Split, report: Split, loss
     natural, written, _ = log_probs = log_probs_of_split(model, report)
     figures |= {f"report_{name}": loss for name, loss in natural_losses(log_probs, w).items()}
     evidence = model.calibrated(batch_of(natural - written, slice(None), model)).detach()
-    return figures, torch.cat([model.share(part).cpu() for part in evidence.split(model.rows_at_a_time())])
+    return figures, torch.cat(
+        [model.share(part).cpu() for part in evidence.split(model.rows_at_a_time())]
+    )
 
 
 @torch.no_grad()
@@ -73,7 +81,11 @@ def log_probs_of_split(model: LikelihoodRewardModel, split: Split) -> LogProbs:
 def natural_losses(log_probs: LogProbs, w: float) -> dict[str, float | None]:
     """Mean losses in nats on natural tokens: of p, q and w p + (1 - w) q; None if infinite."""
     natural, written, is_natural = log_probs
-    p, q, (log_w, log_rest) = natural[is_natural], written[is_natural], torch.tensor([w, 1 - w]).log()
+    p, q, (log_w, log_rest) = (
+        natural[is_natural],
+        written[is_natural],
+        torch.tensor([w, 1 - w]).log(),
+    )
     mixed = {"natural": p, "generator": q, "mixture": torch.logaddexp(p + log_w, q + log_rest)}
     means = {f"{name}_loss": -values.mean().item() for name, values in mixed.items()}
     return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}

@@ -1,7 +1,8 @@
-"""What the tests share: the order they run in, and the artefacts of one tiny run of every stage.  `pytest --fixtures`
+"""What the tests share: the order they run in, and the artefacts of one tiny run of every stage.
+`pytest --fixtures`
 
-CROSSOVER_TEST_SEED=7 shuffles modules, and tests within a module, by that seed, and gives torch two threads.
-"""
+CROSSOVER_TEST_SEED=7 shuffles modules, and tests within a module, by that seed, and gives torch two
+threads."""
 
 import importlib.util
 import signal
@@ -24,7 +25,7 @@ from helpers import (
 )
 
 from common.process import UserError
-from text.shakespeare import ensure_gpt2_bpe_files
+from corpus.shakespeare import ensure_gpt2_bpe_files
 from tokenization_manager import TokenizationManager
 
 hypothesis.settings.register_profile("crossover", deadline=None)  # a busy machine is no failure
@@ -38,7 +39,9 @@ HAS_BENCH = all(importlib.util.find_spec(name) for name in ("transformers", "trl
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs other packages, and shuffle if asked to."""
     if not HAS_BENCH:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("interop")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("interop")]
+        )
         items[:] = [item for item in items if not item.get_closest_marker("interop")]
     if SEED is not None:
         items[:] = shuffled(items, SEED)
@@ -47,14 +50,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what was left out, and the seed of the order, so that a failure can be reproduced."""
     if not HAS_BENCH:
-        terminalreporter.write_line("Tests that need requirements-bench.txt were left out: make test-interop")
+        terminalreporter.write_line(
+            "Tests that need requirements-bench.txt were left out: make test-interop"
+        )
     if SEED is not None:
         terminalreporter.write_line(f"CROSSOVER_TEST_SEED={SEED}")
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Callable[[Path], object]], Path]:
-    """Make a folder of that name by a function, once for all workers. A test that changes a file copies it first."""
+def once(
+    tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Make a folder of that name by a function, once for all workers. A test that changes a file
+    copies it first."""
     base = tmp_path_factory.getbasetemp()
     base = base if worker_id == "master" else base.parent
 
@@ -84,7 +92,13 @@ def generator(once, corpus) -> Path:
 @pytest.fixture(scope="session")
 def knowing(once, corpus) -> Path:
     """A model of the corpus that knows far more of it than the generator does."""
-    more = {"max_iters": 200, "eval_interval": 100, "batch_size": 32, "learning_rate": 2e-2, "optimizer": "muon"}
+    more = {
+        "max_iters": 200,
+        "eval_interval": 100,
+        "batch_size": 32,
+        "learning_rate": 2e-2,
+        "optimizer": "muon",
+    }
     return once("knowing", lambda folder: train(folder, corpus, **more)) / "model_checkpoint.pt"
 
 
@@ -98,22 +112,36 @@ def natural_model(once, corpus, generator) -> Path:
 @pytest.fixture(scope="session")
 def reward_data(once, corpus, generator) -> Path:
     """A reward dataset of the generator: 4 samples a block."""
-    return once("reward_data", lambda out: succeed("prepare_reward_data", **prepare_options(corpus, generator, out)))
+    return once(
+        "reward_data",
+        lambda out: succeed("prepare_reward_data", **prepare_options(corpus, generator, out)),
+    )
 
 
 @pytest.fixture(scope="session")
 def reward_model(once, generator, reward_data) -> Path:
     """A reward model of the generator."""
     options = {"base_model_path": generator, "data_dir": reward_data, **TINY_REWARD}
-    made = once("last", lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options))
+    made = once(
+        "last",
+        lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options),
+    )
     return made / "reward_model.pt"
 
 
 @pytest.fixture(scope="session")
 def predictive_reward_model(once, generator, reward_data, knowing) -> Path:
     """A reward model of the generator that predicts: a likelihood head on the knowing trunk."""
-    options = {"base_model_path": generator, "data_dir": reward_data, "natural_model_path": knowing, "device": "cpu"}
-    made = once("predictive", lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options))
+    options = {
+        "base_model_path": generator,
+        "data_dir": reward_data,
+        "natural_model_path": knowing,
+        "device": "cpu",
+    }
+    made = once(
+        "predictive",
+        lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options),
+    )
     return made / "reward_model.pt"
 
 

@@ -2,10 +2,9 @@
 
     python -m pytest tests/test_end_to_end.py
 
-The artefacts of one tiny run, as fixtures, are in conftest.py. CROSSOVER_TEST_SEED=7 gives torch two threads, in this
-process and in those that tests start, and conftest.py an order of the tests by that seed; without it torch has one
-thread, with which tests of tiny models are fastest.
-"""
+The artefacts of one tiny run, as fixtures, are in conftest.py. CROSSOVER_TEST_SEED=7 gives torch
+two threads, in this process and in those that tests start, and conftest.py an order of the tests by
+that seed; without it torch has one thread, with which tests of tiny models are fastest."""
 
 import atexit
 import contextlib
@@ -39,7 +38,14 @@ from training.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_MODEL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
-TINY_TRAIN = {**TINY_MODEL, "batch_size": 8, "max_iters": 20, "eval_interval": 5, "warmup_iters": 2, "device": "cpu"}
+TINY_TRAIN = {
+    **TINY_MODEL,
+    "batch_size": 8,
+    "max_iters": 20,
+    "eval_interval": 5,
+    "warmup_iters": 2,
+    "device": "cpu",
+}
 TINY_REWARD = {"head": "last", "max_epochs": 2, "device": "cpu"}
 TINY_GRPO = {
     "prompts_per_step": 4,
@@ -62,7 +68,8 @@ control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0, max_iters=6)
 control_distil = dict(credit='exact', prefixes='natural', prompts_per_step=4, max_steps=2)
 """
 
-# The sums of a test are the same in this process and in one that it starts, which inherits the variables.
+# The sums of a test are the same in this process and in one that it starts, which inherits the
+# variables.
 SEED = os.environ.get("CROSSOVER_TEST_SEED")
 NUM_THREADS = 1 if SEED is None else 2
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(NUM_THREADS))
@@ -86,12 +93,16 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
     """`--name value` for every option; a list gives several values."""
     arguments = []
     for name, value in options.items():
-        arguments += [f"--{name}", *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+        arguments += [
+            f"--{name}",
+            *(map(str, value) if isinstance(value, list | tuple) else [str(value)]),
+        ]
     return arguments
 
 
 def call(script: str, *arguments: str, **options: Any) -> Finished:
-    """Run a script's main() in this process, as `python script.py ...` would but for the start of Python."""
+    """Run a script's main() in this process, as `python script.py ...` would but for the start of
+    Python."""
     module = importlib.import_module(script)
     out, err = io.StringIO(), io.StringIO()
     argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
@@ -99,7 +110,9 @@ def call(script: str, *arguments: str, **options: Any) -> Finished:
     try:
         sys.argv = [f"{script}.py", *arguments, *as_arguments(options)]
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            module.run_main(module.main, getattr(module, "RESUME_HINT", "Run the same command again."))
+            module.run_main(
+                module.main, getattr(module, "RESUME_HINT", "Run the same command again.")
+            )
     except SystemExit as end:
         status = end.code or 0
     finally:
@@ -109,12 +122,15 @@ def call(script: str, *arguments: str, **options: Any) -> Finished:
 
 
 class InThisProcess:
-    """Stand-in for subprocess.Popen: each script runs at once, in this process; `started` lists them."""
+    """Stand-in for subprocess.Popen: each script runs at once, in this process; `started` lists
+    them."""
 
     started: ClassVar[list[str]] = []
     run = staticmethod(call)
 
-    def __init__(self, command: list[str], env: Mapping[str, str] | None = None, **keywords: Any) -> None:
+    def __init__(
+        self, command: list[str], env: Mapping[str, str] | None = None, **keywords: Any
+    ) -> None:
         assert command[0] == sys.executable
         script = Path(command[1]).stem
         self.started.append(script)
@@ -148,7 +164,11 @@ def refuse(script: str, *arguments: str, **options: Any) -> str:
 def printed_lines(err: str) -> list[str]:
     """What is said on stderr, progress bars and torch's warnings aside."""
     lines = [line for line in err.splitlines() if line.strip()]
-    return [line for line in lines if "it/s" not in line and "%|" not in line and not line.startswith("WARNING")]
+    return [
+        line
+        for line in lines
+        if "it/s" not in line and "%|" not in line and not line.startswith("WARNING")
+    ]
 
 
 def refuse_in_one_line(script: str, *arguments: str, **options: Any) -> str:
@@ -173,8 +193,11 @@ def start(*command: Any, **keywords: Any) -> subprocess.Popen:
     )
 
 
-def end_in_call(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, end: Callable[[], None]) -> None:
-    """Have `end` called, once, before the call of that number of a function of a module or class."""
+def end_in_call(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, end: Callable[[], None]
+) -> None:
+    """Have `end` called, once, before the call of that number of a function of a module or
+    class."""
     original, calls = getattr(owner, name), []
 
     def ended(*arguments: Any, **keywords: Any) -> Any:
@@ -196,8 +219,11 @@ def press_ctrl_c() -> None:
     raise KeyboardInterrupt
 
 
-def kill_once_saved(script: str, function: str, seconds: float, state: Path, **options: Any) -> None:
-    """Run a script, whose `function` takes so much longer, and kill it without warning once `state` is there."""
+def kill_once_saved(
+    script: str, function: str, seconds: float, state: Path, **options: Any
+) -> None:
+    """Run a script, whose `function` takes so much longer, and kill it without warning once `state`
+    is there."""
     slow = f"import time, {script}; from common import process; original = {script}.{function}\n"
     slow += f"def slow(*a): time.sleep({seconds}); return original(*a)\n"
     slow += f"{script}.{function} = slow; process.run_main({script}.main)"
@@ -210,30 +236,40 @@ def kill_once_saved(script: str, function: str, seconds: float, state: Path, **o
 
 
 def run(script: str, *arguments: Any, folder: Path = ROOT, **options: Any) -> Finished:
-    """Run a script in a process of its own, a fork; tests/test_end_to_end.py also starts each script without one."""
+    """Run a script in a process of its own, a fork; tests/test_end_to_end.py also starts each
+    script without one."""
     return run_forked(script, [*map(str, arguments), *as_arguments(options)], [{}], folder)
 
 
 def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
-    """Run a script in several processes on this machine, with the variables and the store that torchrun gives them."""
+    """Run a script in several processes on this machine, with the variables and the store that
+    torchrun gives them."""
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    together = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "TORCHELASTIC_USE_AGENT_STORE": True}
+    together = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
     together |= {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
     ranks = [{**together, "RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
     variables = [{name: str(value) for name, value in rank.items()} for rank in ranks]
     return run_forked(script, as_arguments(options), variables)
 
 
-def run_forked(script: str, arguments: list[str], variables: list[dict[str, str]], where: Path = ROOT) -> Finished:
-    """Run a script, in the folder `where`, in one process for each of `variables`, set in its environment.
+def run_forked(
+    script: str, arguments: list[str], variables: list[dict[str, str]], where: Path = ROOT
+) -> Finished:
+    """Run a script, in the folder `where`, in one process for each of `variables`, set in its
+    environment.
 
-    Once one fails the others are ended; the status is that of the first to fail. The processes are forks of one that
-    has imported the scripts, which takes longer than most of these runs (on macOS, where a fork of such a process
-    is not safe, new ones).
-    """
+    Once one fails the others are ended; the status is that of the first to fail. The processes are
+    forks of one that has imported the scripts, which takes longer than most of these runs (on
+    macOS, where a fork of such a process is not safe, new ones)."""
     context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
-    context.set_forkserver_preload(["helpers", "run_cycles", "prepare_reward_data"])  # the first imports the others
-    with pytest.MonkeyPatch.context() as patch:  # the server needs the path, what it starts does not
+    # the first imports the others
+    context.set_forkserver_preload(["helpers", "run_cycles", "prepare_reward_data"])
+    # the server needs the path, what it starts does not
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
         forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
@@ -247,7 +283,11 @@ def run_forked(script: str, arguments: list[str], variables: list[dict[str, str]
                 processes[-1].start()
             while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
                 time.sleep(0.02)
-                if not status and (status := next((process.exitcode for process in processes if process.exitcode), 0)):
+                if not status and (
+                    status := next(
+                        (process.exitcode for process in processes if process.exitcode), 0
+                    )
+                ):
                     deadline = min(deadline, time.monotonic() + 30)
                     for process in processes:
                         process.terminate()
@@ -257,21 +297,30 @@ def run_forked(script: str, arguments: list[str], variables: list[dict[str, str]
                 process.kill()
                 process.join()
         paths = sorted(Path(folder).iterdir())
-        out, err = ("".join(path.read_text() for path in paths if path.suffix == end) for end in (".out", ".err"))
+        out, err = (
+            "".join(path.read_text() for path in paths if path.suffix == end)
+            for end in (".out", ".err")
+        )
     assert not is_late, f"{script} takes too long: {err}"
     status = status or next((process.exitcode for process in processes if process.exitcode), 0)
     return Finished(status, out, err)
 
 
-def be_script(script: Path, arguments: list[str], environment: dict[str, str], files: list[Path], where: Path) -> None:
-    """Run a script in this process, with its own environment, working directory and files for what it prints."""
+def be_script(
+    script: Path, arguments: list[str], environment: dict[str, str], files: list[Path], where: Path
+) -> None:
+    """Run a script in this process, with its own environment, working directory and files for what
+    it prints."""
     for path, number in zip(files, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ |= environment
     os.chdir(where)
     sys.argv = [str(script), *arguments]
-    sys.path[:] = [str(script.parent), *(path for path in sys.path if Path(path) not in (ROOT, ROOT / "tests"))]
+    sys.path[:] = [
+        str(script.parent),
+        *(path for path in sys.path if Path(path) not in (ROOT, ROOT / "tests")),
+    ]
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:
@@ -279,7 +328,8 @@ def be_script(script: Path, arguments: list[str], environment: dict[str, str], f
 
 
 def shuffled(items: list[Any], seed: str) -> list[Any]:
-    """Collected tests in an order of that seed; those of a module stay together, as its fixtures are made once."""
+    """Collected tests in an order of that seed; those of a module stay together, as its fixtures
+    are made once."""
     draw, modules = random.Random(seed), {}
     for item in items:
         modules.setdefault(item.path, []).append(item)
@@ -292,7 +342,8 @@ def shuffled(items: list[Any], seed: str) -> list[Any]:
 
 
 def make_text(num_words: int, seed: int = 0) -> str:
-    """Lines of made-up words: few characters, and enough order for a tiny model to learn some of it."""
+    """Lines of made-up words: few characters, and enough order for a tiny model to learn some of
+    it."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("aehilmnorst", k=draw.randint(2, 6))) for _ in range(30)]
     lines = [" ".join(draw.choices(words, k=7)).capitalize() + ".\n" for _ in range(num_words // 7)]
@@ -326,7 +377,9 @@ def works_archive(works):
     return buffer.getvalue()
 
 
-def make_checkpoint(path: Path, vocab_size: int, tokenization: dict | None = None, **config: Any) -> Path:
+def make_checkpoint(
+    path: Path, vocab_size: int, tokenization: dict | None = None, **config: Any
+) -> Path:
     """An untrained model's checkpoint, without a record of training data."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=vocab_size, **{**TINY_MODEL, **config}))
@@ -336,7 +389,11 @@ def make_checkpoint(path: Path, vocab_size: int, tokenization: dict | None = Non
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by its relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -347,7 +404,10 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def untimed(path: Path) -> list[dict[str, Any]]:
     """The records of a log without what another run of the same would not repeat."""
     timings = ("seconds", "val_seconds", "tokens_per_second", "peak_memory_mb")
-    return [{name: record[name] for name in record if name not in timings} for record in read_records(path)]
+    return [
+        {name: record[name] for name in record if name not in timings}
+        for record in read_records(path)
+    ]
 
 
 def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -359,15 +419,17 @@ def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
 def assert_weights_near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     """Ends of two trainings that differ in the order of their sums alone: 1e-5 apart on average.
 
-    No bound holds for each weight: Adam divides a gradient by its size, so that one which is all rounding moves its
-    weight by the learning rate, either way. Trainings on other batches end some 1e-3 apart, a learning rate.
-    """
+    No bound holds for each weight: Adam divides a gradient by its size, so that one which is all
+    rounding moves its weight by the learning rate, either way. Trainings on other batches end some
+    1e-3 apart, a learning rate."""
     assert one.keys() == other.keys()
     apart = torch.cat([(one[name] - other[name]).abs().flatten() for name in one])
     assert apart.mean() < 1e-5, (apart.mean(), apart.max())
 
 
-def prepare_options(corpus: Path, generator: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
+def prepare_options(
+    corpus: Path, generator: Path, output_dir: Path, **changes: Any
+) -> dict[str, Any]:
     """Options of prepare_reward_data.py in text mode; a change to None leaves an option out."""
     options = {"model_path": generator, "data_path": corpus / "input.txt", "output_dir": output_dir}
     options |= {"samples_per_chunk": 4, "device": "cpu", **changes}

@@ -21,13 +21,22 @@ from common.settings import Settings  # noqa: E402
 NAMES = "reference", "reward_model_training_infrastructure", "reward_model_training3"
 PAGES = [ROOT / f"docs/{name}.md" for name in NAMES]
 TABLE = re.compile(r"(<!-- options of (\S+) -->\n)(?:\|.*\n)*")
-ELSEWHERE = {"data/shakespeare/prepare": "text/encode_texts", "prepare_reward_data": "reward_data_config"}
+ELSEWHERE = {
+    "data/shakespeare/prepare": "corpus/encode",
+    "prepare_reward_data": "reward_data_config",
+}
 
 
 def settings_of(script: str) -> type[Settings]:
     """The settings of a script, wherever they are defined."""
-    module = importlib.import_module(ELSEWHERE.get(script.replace("_char", ""), script).replace("/", "."))
-    kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Settings)]
+    module = importlib.import_module(
+        ELSEWHERE.get(script.replace("_char", ""), script).replace("/", ".")
+    )
+    kinds = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Settings)
+    ]
     return next(kind for kind in kinds if kind.__module__ == module.__name__)
 
 
@@ -35,12 +44,15 @@ def options_of(kind: type[Settings]) -> list[list[str]]:
     """Name, default and help of each option, in order; the help is the string below the field."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
     pairs = [each for each in itertools.pairwise(body) if isinstance(each[0], ast.AnnAssign)]
-    helps = {field.target.id: text.value.value for field, text in pairs if isinstance(text, ast.Expr)}
+    helps = {
+        field.target.id: text.value.value for field, text in pairs if isinstance(text, ast.Expr)
+    }
     rows = []
     for field in dataclasses.fields(kind):
-        default = "none" if field.default == () else ascii(str(field.default))[1:-1]  # a newline written out
+        # a newline written out
+        default = "none" if field.default == () else ascii(str(field.default))[1:-1]
         name = field.name if "positional" in field.metadata else f"--{field.name}"
-        rows.append([f"`{name}`", default, helps[field.name].replace("|", "\\|")])
+        rows.append([f"`{name}`", default, " ".join(helps[field.name].split()).replace("|", "\\|")])
     return rows
 
 

@@ -1,10 +1,10 @@
-"""Bad input ends every script in clear words and exit status 2 (Ctrl-C in 130), and leaves nothing half-written.
+"""Bad input ends every script in clear words and exit status 2 (Ctrl-C in 130), and leaves nothing
+half-written.
 
     pytest tests/test_bad_input.py
 
-Here: what the scripts do. All that can be wrong with a checkpoint: test_training_checkpoint.py; with token files:
-test_data_loader.py; with settings: test_common_settings.py.
-"""
+Here: what the scripts do. All that can be wrong with a checkpoint: test_training_checkpoint.py;
+with token files: test_data_loader.py; with settings: test_common_settings.py."""
 
 import errno
 import os
@@ -41,10 +41,16 @@ import train_reward_model
 from common.files import from_json
 from training.checkpoint import load_checkpoint
 
-MODEL_OPTION = {"prepare_reward_data": "model_path", "evaluate": "checkpoints", "sample": "checkpoint_path"}
+MODEL_OPTION = {
+    "prepare_reward_data": "model_path",
+    "evaluate": "checkpoints",
+    "sample": "checkpoint_path",
+}
 MODEL_OPTION |= dict.fromkeys(("train_reward_model", "train_grpo"), "base_model_path")
 OUTPUT_OPTION = {"train": "out_dir", "prepare_reward_data": "output_dir", "run_cycles": "out_dir"}
-OUTPUT_OPTION |= dict.fromkeys(("train_reward_model", "train_grpo", "evaluate", "sample"), "output_path")
+OUTPUT_OPTION |= dict.fromkeys(
+    ("train_reward_model", "train_grpo", "evaluate", "sample"), "output_path"
+)
 
 
 @pytest.fixture
@@ -55,14 +61,27 @@ def good(tmp_path, corpus, generator, reward_data, reward_model):
         "train": {**TINY_TRAIN, "dataset": corpus, "out_dir": out},
         "prepare_reward_data": prepare_options(corpus, generator, out),
         "train_reward_model": {
-            **{"base_model_path": generator, "data_dir": reward_data, "output_path": out / "reward.pt"},
+            **{
+                "base_model_path": generator,
+                "data_dir": reward_data,
+                "output_path": out / "reward.pt",
+            },
             **{**TINY_REWARD, "max_epochs": 1},
         },
         "train_grpo": {
-            **{"base_model_path": generator, "reward_model_path": reward_model, "output_path": out / "policy.pt"},
+            **{
+                "base_model_path": generator,
+                "reward_model_path": reward_model,
+                "output_path": out / "policy.pt",
+            },
             **{"dataset": corpus, "max_steps": 1, **TINY_GRPO},
         },
-        "evaluate": {"checkpoints": [generator], "dataset": corpus, "output_path": out / "e.json", "device": "cpu"},
+        "evaluate": {
+            "checkpoints": [generator],
+            "dataset": corpus,
+            "output_path": out / "e.json",
+            "device": "cpu",
+        },
         "sample": {
             **{"checkpoint_path": generator, "num_samples": 1, "max_new_tokens": 5, "start": "a"},
             **{"output_path": out / "s.txt", "device": "cpu"},
@@ -75,7 +94,10 @@ def good(tmp_path, corpus, generator, reward_data, reward_model):
 def test_options_that_cannot_be(script, good, tmp_path):
     (tmp_path / "file").write_text("mine")
     below_a_file = {OUTPUT_OPTION[script]: tmp_path / "file" / "out"}
-    for wrong, said in (({"device": "cuda:99"}, "device='cuda:99'"), (below_a_file, "is a file, not a folder")):
+    for wrong, said in (
+        ({"device": "cuda:99"}, "device='cuda:99'"),
+        (below_a_file, "is a file, not a folder"),
+    ):
         assert said in refuse(script, **{**good[script], **wrong})
     assert "no_such_option" in refuse_in_one_line(script, **good[script], no_such_option=1)
     assert [*folder_bytes(tmp_path)] == ["file"]
@@ -84,12 +106,45 @@ def test_options_that_cannot_be(script, good, tmp_path):
 @pytest.mark.parametrize(
     ("script", "wrong"),
     [
-        ("train", {"batch_size": 0, "dropout": 1.0, "learning_rate": "nan", "n_head": 0, "checkpoint_name": "a/b"}),
-        ("prepare_reward_data", {"seed": -1, "train_split": 1.0, "temperature": "nan", "top_k": 0, "max_blocks": 0}),
-        ("train_reward_model", {"batch_size": 0, "learning_rate": "nan", "unfreeze_layers": -2, "patience": 0}),
-        ("train_grpo", {"group_size": 1, "beta": "nan", "epsilon": 0.0, "reward_threshold": 1.5, "max_steps": 0}),
+        (
+            "train",
+            {
+                "batch_size": 0,
+                "dropout": 1.0,
+                "learning_rate": "nan",
+                "n_head": 0,
+                "checkpoint_name": "a/b",
+            },
+        ),
+        (
+            "prepare_reward_data",
+            {"seed": -1, "train_split": 1.0, "temperature": "nan", "top_k": 0, "max_blocks": 0},
+        ),
+        (
+            "train_reward_model",
+            {"batch_size": 0, "learning_rate": "nan", "unfreeze_layers": -2, "patience": 0},
+        ),
+        (
+            "train_grpo",
+            {
+                "group_size": 1,
+                "beta": "nan",
+                "epsilon": 0.0,
+                "reward_threshold": 1.5,
+                "max_steps": 0,
+            },
+        ),
         ("evaluate", {"samples": 1, "checkpoints": ["nowhere.pt"]}),
-        ("sample", {"num_samples": 0, "temperature": "inf", "top_k": 0, "top_p": 0.0, "max_new_tokens": -1}),
+        (
+            "sample",
+            {
+                "num_samples": 0,
+                "temperature": "inf",
+                "top_k": 0,
+                "top_p": 0.0,
+                "max_new_tokens": -1,
+            },
+        ),
         ("run_cycles", {"num_cycles": 0, "perplexity_patience": 0}),
     ],
 )
@@ -114,12 +169,15 @@ class Harm:
 
 @pytest.mark.parametrize("script", MODEL_OPTION)
 def test_bad_checkpoints(script, good, tmp_path, generator, reward_model):
-    """Missing, cut short, not finite, of the wrong kind, hostile: one line, no folder made, nothing executed."""
+    """Missing, cut short, not finite, of the wrong kind, hostile: one line, no folder made, nothing
+    executed."""
     path, harm = tmp_path / "bad.pt", tmp_path / "harm"
     options = {**good[script], MODEL_OPTION[script]: path}
     assert f"Model file not found: {path}" in refuse(script, **options)
     unnamed = {name: value for name, value in options.items() if value != path}
-    assert script == "sample" or f"ERROR: {MODEL_OPTION[script]} is required" in refuse(script, **unnamed)
+    assert script == "sample" or f"ERROR: {MODEL_OPTION[script]} is required" in refuse(
+        script, **unnamed
+    )
     contents = torch.load(generator, weights_only=True)
     torch.save({**contents, "training": Harm(harm)}, path)
     assert "nothing was executed" in refuse_in_one_line(script, **options)
@@ -139,14 +197,19 @@ def test_other_hostile_files_run_nothing(good, tmp_path, corpus, generator):
     hostile = {**torch.load(generator, weights_only=True), "training": Harm(harm)}
     out.mkdir()
     torch.save(hostile, out / "model_checkpoint.resume")
-    assert "nothing was executed" in refuse_in_one_line("train", **good["train"], init_from="resume")
+    assert "nothing was executed" in refuse_in_one_line(
+        "train", **good["train"], init_from="resume"
+    )
     torch.save(hostile, path := tmp_path / "reward_model.pt")
     assert "nothing was executed" in refuse_in_one_line(
         "train_grpo", **{**good["train_grpo"], "reward_model_path": path}
     )
     meta = shutil.copytree(corpus, tmp_path / "hostile_char") / "meta.pkl"
     meta.write_bytes(pickle.dumps({"vocab_size": Harm(harm), "stoi": {}, "itos": {}}))
-    for script, option in (("train", {"dataset": meta.parent}), ("prepare_reward_data", {"data_path": meta.parent})):
+    for script, option in (
+        ("train", {"dataset": meta.parent}),
+        ("prepare_reward_data", {"data_path": meta.parent}),
+    ):
         assert str(meta) in refuse_in_one_line(script, **{**good[script], **option})
     assert not harm.exists()
     torch.load(path, weights_only=False)
@@ -164,7 +227,9 @@ def test_models_that_do_not_fit_together(good, tmp_path, generator, reward_model
     assert [*folder_bytes(tmp_path)] == ["other.pt"]
 
 
-@pytest.mark.parametrize("script", ["train", "prepare_reward_data", "train_grpo", "evaluate", "run_cycles"])
+@pytest.mark.parametrize(
+    "script", ["train", "prepare_reward_data", "train_grpo", "evaluate", "run_cycles"]
+)
 def test_bad_token_files(script, good, tmp_path, corpus):
     bad = shutil.copytree(corpus, tmp_path / "bad_char")
     path, options = bad / "train.bin", {**good[script], "dataset": bad}
@@ -201,7 +266,9 @@ def test_a_missing_corpus_is_to_be_made_only_where_that_can_be_done(good, tmp_pa
         ("train_x.bin", 3 * 32, b"\x19\0", r"\b1 train .*vocab_size=25\b.* row 3 .*\b25\b"),
     ],
 )
-def test_reward_data_are_checked_before_training(good, tmp_path, reward_data, name, place, new, said):
+def test_reward_data_are_checked_before_training(
+    good, tmp_path, reward_data, name, place, new, said
+):
     path = shutil.copytree(reward_data, tmp_path / "bad") / name
     options, data = {**good["train_reward_model"], "data_dir": tmp_path / "bad"}, path.read_bytes()
     for bad, what in ((data[:place] + new + data[place + len(new) :], said), (data[:-6], name)):
@@ -213,15 +280,22 @@ def test_reward_data_are_checked_before_training(good, tmp_path, reward_data, na
 
 
 def test_learning_that_diverges(good, tmp_path):
-    """A learning rate beyond all reason: one line, and no file that pretends to be a model that learned."""
-    options, out = {script: {**good[script], "learning_rate": 1e30} for script in good}, tmp_path / "out"
+    """A learning rate beyond all reason: one line, and no file that pretends to be a model that
+    learned."""
+    options, out = (
+        {script: {**good[script], "learning_rate": 1e30} for script in good},
+        tmp_path / "out",
+    )
     assert "not finite" in refuse_in_one_line("train", **{**options["train"], "eval_interval": 1})
-    assert "not finite" in refuse_in_one_line("train_grpo", **{**options["train_grpo"], "max_steps": 4})
+    assert "not finite" in refuse_in_one_line(
+        "train_grpo", **{**options["train_grpo"], "max_steps": 4}
+    )
     assert "not finite" in refuse_in_one_line("train_reward_model", **options["train_reward_model"])
     assert not {"policy.pt", "reward.pt"} & folder_bytes(out).keys()
     assert load_checkpoint(out / "model_checkpoint.pt")["training"]["step"] == 0
     for path in out.glob("*.jsonl"):
-        assert [from_json(line) for line in path.read_text().splitlines()] or path.stem == "reward"  # NaN is no JSON
+        # NaN is no JSON
+        assert [from_json(line) for line in path.read_text().splitlines()] or path.stem == "reward"
 
 
 @pytest.mark.parametrize(
@@ -234,9 +308,11 @@ def test_learning_that_diverges(good, tmp_path):
     ],
 )
 def test_a_full_disk_and_ctrl_c(monkeypatch, script, module, name, calls, good, tmp_path):
-    """Each leaves whole files or none, and afterwards the command, resumed where it says so, ends well."""
+    """Each leaves whole files or none, and afterwards the command, resumed where it says so, ends
+    well."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # a larger file fails as on a full disk
+    # a larger file fails as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
     try:
         message = refuse(script, **good[script])
     finally:
@@ -246,16 +322,25 @@ def test_a_full_disk_and_ctrl_c(monkeypatch, script, module, name, calls, good, 
     with monkeypatch.context() as patch:
         end_in_call(patch, module, name, calls, press_ctrl_c)
         finished = call(script, **good[script])
-    assert finished.status == 130 and "Interrupted" in finished.err and "Traceback" not in finished.err
+    assert (
+        finished.status == 130 and "Interrupted" in finished.err and "Traceback" not in finished.err
+    )
     for path in tmp_path.rglob("*.pt"):
         load_checkpoint(path)  # that of an evaluation is whole
-    succeed(script, **good[script], **({"init_from": "resume"} if "--init_from resume" in finished.err else {}))
+    succeed(
+        script,
+        **good[script],
+        **({"init_from": "resume"} if "--init_from resume" in finished.err else {}),
+    )
     assert not any("partial" in file for file in folder_bytes(tmp_path))
 
 
 def test_a_reader_that_goes_away(good):
     """`python sample.py | head -1`: no traceback."""
-    process = start(ROOT / "sample.py", *as_arguments({**good["sample"], "num_samples": 200, "max_new_tokens": 300}))
+    process = start(
+        ROOT / "sample.py",
+        *as_arguments({**good["sample"], "num_samples": 200, "max_new_tokens": 300}),
+    )
     process.stdout.close()
     errors = process.stderr.read()
     assert process.wait(timeout=60) == 2

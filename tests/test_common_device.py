@@ -15,7 +15,9 @@ from common.process import UserError
 PURPOSES = st.lists(st.text(max_size=5) | st.integers(0, 2**40), max_size=3).map(tuple)
 
 
-@given(seed=st.integers(0, 2**64), purpose=PURPOSES, other_seed=st.integers(0, 2**64), other=PURPOSES)
+@given(
+    seed=st.integers(0, 2**64), purpose=PURPOSES, other_seed=st.integers(0, 2**64), other=PURPOSES
+)
 def test_streams_depend_on_seed_and_purpose_alone(seed, purpose, other_seed, other):
     numbers = device.random_stream(seed, *purpose).random(4)
     np.random.seed(7)  # nothing global matters
@@ -25,9 +27,16 @@ def test_streams_depend_on_seed_and_purpose_alone(seed, purpose, other_seed, oth
 
 
 def test_streams_are_independent_and_the_same_on_every_machine_and_day():
-    # Figures of this implementation: data sets made by an earlier version can be made again only while they hold.
-    assert device.random_stream(42, "train", 3).integers(10**6, size=3).tolist() == [352708, 741452, 994815]
-    draws = np.stack([device.random_stream(1, "train", step).standard_normal(2000) for step in range(20)])
+    # Figures of this implementation: data sets made by an earlier version can be made again only
+    # while they hold.
+    assert device.random_stream(42, "train", 3).integers(10**6, size=3).tolist() == [
+        352708,
+        741452,
+        994815,
+    ]
+    draws = np.stack(
+        [device.random_stream(1, "train", step).standard_normal(2000) for step in range(20)]
+    )
     correlations = np.corrcoef(draws)[~np.eye(20, dtype=bool)]
     assert np.abs(correlations).max() < 5 / np.sqrt(2000)
     assert abs(draws.mean()) < 4 / np.sqrt(draws.size) and abs(draws.std() - 1) < 0.02
@@ -57,11 +66,14 @@ def test_a_machine_with_two_cuda_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     precisions: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
-    assert device.select_device("cpu") == torch.device("cpu") and precisions == []  # a CPU's bytes stay as they are
+    # a CPU's bytes stay as they are
+    assert device.select_device("cpu") == torch.device("cpu") and precisions == []
     assert device.select_device("auto") == torch.device("cuda") and precisions == ["high"]
     assert device.select_device("cuda:1") == torch.device("cuda", 1)
     assert "2 usable CUDA" in refused("cuda:2")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30)
+    )
     assert device.total_memory(torch.device("cuda", 1)) == 80 * 2**30
     assert device.total_memory(torch.device("cpu")) is None
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20, 80))
@@ -72,9 +84,14 @@ def test_a_machine_with_two_cuda_devices(monkeypatch):
 
 def test_precision(monkeypatch):
     cpu, cuda, ones = torch.device("cpu"), torch.device("cuda"), torch.ones(2, 2)
-    assert device.select_dtype("auto", cpu) == torch.float32 and device.select_dtype("float16", cpu) == torch.float16
+    assert (
+        device.select_dtype("auto", cpu) == torch.float32
+        and device.select_dtype("float16", cpu) == torch.float16
+    )
     for bfloat16, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, bfloat16=bfloat16: bfloat16)
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, bfloat16=bfloat16: bfloat16
+        )
         assert device.select_dtype("auto", cuda) == expected
     with device.autocast(cpu, torch.bfloat16):
         with device.full_precision(cpu):

@@ -1,4 +1,5 @@
-"""common/distributed.py: two ranks do what one does, and end together.  `pytest tests/test_common_distributed.py`"""
+"""common/distributed.py: two ranks do what one does, and end together.  `pytest
+tests/test_common_distributed.py`"""
 
 import os
 import re
@@ -8,7 +9,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import ROOT, TINY_GRPO, TINY_TRAIN, as_arguments, assert_weights_near, run_ranks, start, succeed, weights
+from helpers import (
+    ROOT,
+    TINY_GRPO,
+    TINY_TRAIN,
+    as_arguments,
+    assert_weights_near,
+    run_ranks,
+    start,
+    succeed,
+    weights,
+)
 
 from common.distributed import Ranks, start_ranks
 from common.log import read_records
@@ -20,7 +31,9 @@ NEAR = {"abs": 1e-4, "rel": 1e-4}  # ranks add float32 gradients up in another o
 def test_shares_are_contiguous_and_whole():
     for world_size in (1, 2, 3, 5):
         for count in (0, 1, 5, 6, 60):
-            shares = [range(count)[Ranks(rank, world_size).share(count)] for rank in range(world_size)]
+            shares = [
+                range(count)[Ranks(rank, world_size).share(count)] for rank in range(world_size)
+            ]
             assert [index for share in shares for index in share] == list(range(count))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -31,7 +44,7 @@ def test_objects_of_ranks_on_cuda_travel_over_the_cpu(monkeypatch):
     monkeypatch.setattr(torch, "cuda", Mock(device_count=lambda: 2))
     monkeypatch.setattr(torch, "distributed", fake)
     ranks = start_ranks(torch.device("cuda"))
-    ranks.on_main(dict)
+    ranks.run_on_rank0(dict)
     assert ranks.device == torch.device("cuda", 1)
     assert fake.init_process_group.call_args.args == ("cpu:gloo,cuda:nccl",)
     assert fake.broadcast_object_list.call_args.kwargs["device"] == torch.device("cpu")
@@ -41,13 +54,28 @@ def test_objects_of_ranks_on_cuda_travel_over_the_cpu(monkeypatch):
 def trainers(corpus, generator, reward_data, predictive_reward_model):
     """Options of each trainer, and what its records must have in common, up to rounding."""
     # The last batch of an epoch is smaller, and odd.
-    data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu", "batch_size": 50}
+    data = {
+        "base_model_path": generator,
+        "data_dir": reward_data,
+        "device": "cpu",
+        "batch_size": 50,
+    }
     position = {"head": "position", "unfreeze_layers": -1, "max_epochs": 2}
-    grpo = {"base_model_path": generator, "reward_model_path": predictive_reward_model, "dataset": corpus, **TINY_GRPO}
+    grpo = {
+        "base_model_path": generator,
+        "reward_model_path": predictive_reward_model,
+        "dataset": corpus,
+        **TINY_GRPO,
+    }
     step_one = {**grpo, "max_steps": 1, "eval_interval": 1}
     return {
         "train": (
-            {**TINY_TRAIN, "dataset": corpus, "gradient_accumulation_steps": 2, "short_contexts": [8]},
+            {
+                **TINY_TRAIN,
+                "dataset": corpus,
+                "gradient_accumulation_steps": 2,
+                "short_contexts": [8],
+            },
             ("train_loss", "select_loss", "val_loss", "gradient_norm"),
         ),
         "train_reward_model": ({**data, **position}, ("train_loss", "val_loss")),
@@ -55,7 +83,10 @@ def trainers(corpus, generator, reward_data, predictive_reward_model):
             {**step_one, "advantage_scale": "batch", "loss_type": "dapo"},
             ("reward", "loss", "gradient_norm"),
         ),
-        "train_grpo, exact": ({**step_one, "credit": "exact", "group_size": 1}, ("reward", "loss", "gradient_norm")),
+        "train_grpo, exact": (
+            {**step_one, "credit": "exact", "group_size": 1},
+            ("reward", "loss", "gradient_norm"),
+        ),
     }
 
 
@@ -82,19 +113,26 @@ def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, trainers,
 def test_a_batch_that_cannot_be_shared_out_is_refused(tmp_path, corpus):
     with pytest.raises(UserError, match=r"batch_size=7 .*2 ranks: .*--batch_size 8"):
         Ranks(1, 2).check_divides("batch_size", 7)
-    finished = run_ranks(2, "train.py", **{**TINY_TRAIN, "batch_size": 7}, dataset=corpus, out_dir=tmp_path / "out")
+    finished = run_ranks(
+        2, "train.py", **{**TINY_TRAIN, "batch_size": 7}, dataset=corpus, out_dir=tmp_path / "out"
+    )
     assert finished.status == 2
     assert "ERROR: batch_size=7 " in finished.err and "Traceback" not in finished.err
     assert not (tmp_path / "out").exists()
 
 
 def start_ranks_and_wait(folder, corpus):
-    """Two ranks that train for a long time, once they have made a step, and the processes' numbers."""
+    """Two ranks that train for a long time, once they have made a step, and the processes'
+    numbers."""
     options = {**TINY_TRAIN, "max_iters": 10**6, "dataset": corpus, "out_dir": folder}
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process, records = start(*launch, ROOT / "train.py", *as_arguments(options)), folder / "model_checkpoint.jsonl"
+    process, records = (
+        start(*launch, ROOT / "train.py", *as_arguments(options)),
+        folder / "model_checkpoint.jsonl",
+    )
     deadline = time.monotonic() + 60
-    while not records.exists() or len(records.read_text().splitlines()) < 2:  # both have made a step
+    # both have made a step
+    while not records.exists() or len(records.read_text().splitlines()) < 2:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:
@@ -108,7 +146,9 @@ def test_when_a_rank_dies_all_end_and_nothing_is_half_written(tmp_path, corpus):
     assert process.returncode == 1  # torchrun's own
     left = [path for path in (tmp_path / "out").iterdir() if path.suffix != ".lock"]
     assert sorted(path.suffix for path in left) == [".jsonl", ".pt", ".resume"]
-    step = max(record["step"] for record in read_records(tmp_path / "out" / "model_checkpoint.jsonl"))
+    step = max(
+        record["step"] for record in read_records(tmp_path / "out" / "model_checkpoint.jsonl")
+    )
     longer = {**options, "max_iters": step + 5, "init_from": "resume"}
     assert f"Saved {tmp_path / 'out'}" in succeed("train", **longer)
 

@@ -1,4 +1,5 @@
-"""common/files.py: whole files or none, nothing executed, one writer.  `pytest tests/test_common_files.py`"""
+"""common/files.py: whole files or none, nothing executed, one writer.  `pytest
+tests/test_common_files.py`"""
 
 import os
 import pickle
@@ -34,11 +35,12 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path):
-    """Those of running processes, and of files with other names, stay. No process has the id 9,999,999."""
+    """Those of running processes, and of files with other names, stay. No process has the id
+    9,999,999."""
     stay = [".x.pt.1.partial", ".x.pt.note.partial", ".y.pt.9999999.partial"]
     for name in (".x.pt.9999999.partial", ".x.pt.resume.9999999.partial", *stay):
         (tmp_path / name).touch()
-    run_main(lambda: files.hold_output(tmp_path / "x.pt"))
+    run_main(lambda: files.lock_output(tmp_path / "x.pt"))
     assert sorted(os.listdir(tmp_path)) == sorted([".x.pt.lock", *stay])
     files.write_text(tmp_path / "y.pt", "text")
     assert sorted(os.listdir(tmp_path)) == sorted([".x.pt.lock", *stay[:2], "y.pt"])
@@ -76,9 +78,9 @@ def test_a_state_comes_back_and_equal_states_are_equal_bytes(tmp_path):
     assert found == {"step": 3, "names": ["a"], "none": None}
     assert files.hash_file(tmp_path / "a.pt") == files.hash_file(tmp_path / "b.pt")
     (tmp_path / "x").write_bytes(b"abc")
-    assert files.hash_file(tmp_path / "x") == files.hash_bytes(b"abc") and files.hash_bytes(b"abc").startswith(
-        "ba7816bf"
-    )
+    assert files.hash_file(tmp_path / "x") == files.hash_bytes(b"abc") and files.hash_bytes(
+        b"abc"
+    ).startswith("ba7816bf")
 
 
 class Harmful:
@@ -114,7 +116,13 @@ def test_a_damaged_state_is_one_line(tmp_path):
     whole = path.read_bytes()
     at = whole.index(weights.numpy().tobytes()) + 1234
     flipped = whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]
-    for data in (b"", b"text", whole[: len(whole) // 2], whole[:100] + b"\0" * 500 + whole[600:], flipped):
+    for data in (
+        b"",
+        b"text",
+        whole[: len(whole) // 2],
+        whole[:100] + b"\0" * 500 + whole[600:],
+        flipped,
+    ):
         path.write_bytes(data)
         with pytest.raises(UserError, match=r"x\.pt is damaged") as caught:
             files.load_state(path)
@@ -133,22 +141,28 @@ def test_obstacles_are_found_beforehand(tmp_path):
     (tmp_path / "file").write_text("")
     assert files.check_writable(tmp_path / "new" / "folder") == ""
     assert files.check_writable(tmp_path / "new" / "x.pt", is_file=True) == ""
-    assert "is a file, not a folder" in files.check_writable(tmp_path / "file" / "x.pt", is_file=True)
+    assert "is a file, not a folder" in files.check_writable(
+        tmp_path / "file" / "x.pt", is_file=True
+    )
     assert "is no file" in files.check_writable(tmp_path, is_file=True)
     assert files.check_writable("/dev/null", is_file=True)
 
 
 def test_one_process_writes_an_output(tmp_path, capsys):
     path = tmp_path / "model.pt"
-    lines = "from common.files import hold_output; from common.process import run_main; import sys\n"
-    lines += f"def main():\n    hold_output({str(path)!r}); print('held', flush=True); sys.stdin.read()\nrun_main(main)"
+    lines = (
+        "from common.files import lock_output; from common.process import run_main; import sys\n"
+    )
+    lines += f"def main():\n    lock_output({str(path)!r}); print('held', flush=True); sys.stdin.read()\nrun_main(main)"
     other = start("-c", lines, stdin=-1)
     assert other.stdout.readline() == "held\n"
     with pytest.raises(SystemExit) as caught:
-        run_main(lambda: files.hold_output(path))
-    assert caught.value.code == 2 and "is being written by another process" in capsys.readouterr().err
+        run_main(lambda: files.lock_output(path))
+    assert (
+        caught.value.code == 2 and "is being written by another process" in capsys.readouterr().err
+    )
     other.communicate("")
-    run_main(lambda: files.hold_output(path))
+    run_main(lambda: files.lock_output(path))
 
 
 def test_every_script_locks_what_it_writes(tmp_path, corpus, generator, reward_model, monkeypatch):
@@ -160,11 +174,18 @@ def test_every_script_locks_what_it_writes(tmp_path, corpus, generator, reward_m
         "sample": {"checkpoint_path": generator, "output_path": path},
         "train_grpo": {**models, "dataset": corpus, "gate_path": path},
         "interop.export": {"checkpoint_path": generator, "output_dir": path},
-        "interop.train_trl": {"model": tmp_path, "natural_model": tmp_path, "text": corpus, "output_dir": path},
+        "interop.train_trl": {
+            "model": tmp_path,
+            "natural_model": tmp_path,
+            "text": corpus,
+            "output_dir": path,
+        },
     }
     with FileLock(tmp_path / ".output.lock"):
         for script, options in commands.items():
-            assert "output is being written by another process" in refuse_in_one_line(script, **options), script
+            assert "output is being written by another process" in refuse_in_one_line(
+                script, **options
+            ), script
     assert not path.exists()
 
 

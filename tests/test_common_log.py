@@ -1,4 +1,5 @@
-"""common/log.py: records of steps, those of resumed runs, progress bars.  `pytest tests/test_common_log.py`"""
+"""common/log.py: records of steps, those of resumed runs, progress bars.  `pytest
+tests/test_common_log.py`"""
 
 import json
 import math
@@ -46,12 +47,26 @@ def test_what_is_logged_is_read_back(logged, tmp_path_factory):
 
 def test_a_line_for_people_unless_quiet(tmp_path, capsys):
     log = RunLog(tmp_path / "log.jsonl")
-    log.log(3, select_loss=0.123456, reward=1e-9, kl_mixture=0.5, kl_start=0.1, tokens=5000000, sample="To be")
+    log.log(
+        3,
+        select_loss=0.123456,
+        reward=1e-9,
+        kl_mixture=0.5,
+        kl_start=0.1,
+        tokens=5000000,
+        sample="To be",
+    )
     log.log(4, quiet=True, reward=9.0)
-    assert capsys.readouterr().out == "step 3 | reward 1e-09 | kl_mixture 0.5 | select_loss 0.1235 | 0 s\n"
-    assert read_records(tmp_path / "log.jsonl")[0]["select_loss"] == 0.123456  # records have all, not rounded
+    assert (
+        capsys.readouterr().out
+        == "step 3 | reward 1e-09 | kl_mixture 0.5 | select_loss 0.1235 | 0 s\n"
+    )
+    # records have all, not rounded
+    assert read_records(tmp_path / "log.jsonl")[0]["select_loss"] == 0.123456
     sizes = {3_410: "3.4K", 999_949: "999.9K", 1_000_000: "1.00M", 10_650_000: "10.65M"}
-    assert [format_size(count) for count in sizes] == [f"{said} parameters" for said in sizes.values()]
+    assert [format_size(count) for count in sizes] == [
+        f"{said} parameters" for said in sizes.values()
+    ]
 
 
 @pytest.mark.parametrize(("kept", "steps"), [(-1, []), (0, []), (2, [1, 2]), (99, [1, 2, 3, 4])])
@@ -101,7 +116,8 @@ def test_a_figure_that_is_not_finite_is_refused_and_no_record_is_written(tmp_pat
 
 @pytest.mark.parametrize("slow", [True, False])
 def test_progress_and_a_pause_that_lasts_has_a_bar_of_its_own(monkeypatch, capsys, slow):
-    """An evaluation within a training shows its bar once it takes longer than the bar's interval, and takes it back."""
+    """An evaluation within a training shows its bar once it takes longer than the bar's interval,
+    and takes it back."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with progress(10, "Training", "step", initial=4) as bar:
         batches = counted((time.sleep(0.15 * slow) or n for n in range(3)), 3, "Evaluating")

@@ -1,4 +1,5 @@
-"""common/process.py: exit statuses, one line an error, signals that wait.  `pytest tests/test_common_process.py`"""
+"""common/process.py: exit statuses, one line an error, signals that wait.  `pytest
+tests/test_common_process.py`"""
 
 import io
 import multiprocessing
@@ -33,12 +34,28 @@ def ended_by(main, capsys) -> tuple[int, str, str]:
         (UserError("ERROR: K=0: must be >= 1"), 2, "ERROR: K=0: must be >= 1\n"),
         (KeyboardInterrupt(), 130, "Interrupted. Run the same"),
         (Terminated(), 143, "Terminated. Run the same"),
-        (MemoryError("Unable to allocate 9 TiB"), 2, "ERROR: out of memory: Unable to allocate 9 TiB "),
+        (
+            MemoryError("Unable to allocate 9 TiB"),
+            2,
+            "ERROR: out of memory: Unable to allocate 9 TiB ",
+        ),
         (torch.OutOfMemoryError("out of memory: no 9 GiB\nmore"), 2, "ERROR: out of memory: "),
         (MemoryError(), 2, "ERROR: out of memory: MemoryError. "),
-        (RuntimeError("[/x/gloo/tcp/pair.cc:5] Connection closed\nby"), 1, "ERROR: another rank ended ([/x/gloo"),
-        (torch.distributed.DistBackendError("NCCL error"), 1, "ERROR: another rank ended (NCCL error). Run"),
-        (FileNotFoundError(2, "No such file", "/absent/file"), 2, "ERROR: No such file: /absent/file\n"),
+        (
+            RuntimeError("[/x/gloo/tcp/pair.cc:5] Connection closed\nby"),
+            1,
+            "ERROR: another rank ended ([/x/gloo",
+        ),
+        (
+            torch.distributed.DistBackendError("NCCL error"),
+            1,
+            "ERROR: another rank ended (NCCL error). Run",
+        ),
+        (
+            FileNotFoundError(2, "No such file", "/absent/file"),
+            2,
+            "ERROR: No such file: /absent/file\n",
+        ),
         (OSError("only words"), 2, "ERROR: only words\n"),
         (UserError("ERROR: \x1b[31mred\ud800"), 2, "ERROR: \\x1b[31mred\\ud800\n"),
     ],
@@ -50,7 +67,11 @@ def test_what_a_user_can_cause_is_one_line_and_a_status(capsys, error, status, m
 
 
 def test_nothing_to_do_is_status_0_and_a_fault_of_the_program_keeps_its_traceback(capsys):
-    assert ended_by(Mock(side_effect=Finished("model.pt is there.")), capsys) == (0, "model.pt is there.\n", "")
+    assert ended_by(Mock(side_effect=Finished("model.pt is there.")), capsys) == (
+        0,
+        "model.pt is there.\n",
+        "",
+    )
     with pytest.raises(RuntimeError, match="a bug"):
         ended_by(Mock(side_effect=RuntimeError("a bug")), capsys)
 

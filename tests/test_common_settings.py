@@ -1,4 +1,5 @@
-"""common/settings.py: command lines, settings files, checks.  `pytest tests/test_common_settings.py`"""
+"""common/settings.py: command lines, settings files, checks.  `pytest
+tests/test_common_settings.py`"""
 
 import time
 from dataclasses import dataclass, fields
@@ -35,8 +36,8 @@ class Tiny(Settings):
     run_name: str = "tiny"
     without_effect: ClassVar = {"eval_iters": "all is evaluated"}
 
-    def check_further(self, problems):
-        problems.require(self.batch_size != 13, "batch_size=13: unlucky", "Use 12")
+    def check_settings(self, errors):
+        errors.check(self.batch_size != 13, "batch_size=13: unlucky", "Use 12")
 
 
 def parse(*argv, **keywords):
@@ -56,9 +57,13 @@ def written(tmp_path, text):
 
 
 def test_options_in_every_form():
-    settings = parse("--batch_size=4", "--learning-rate", "2e-3", "--compile", "True", "--min_lr", "None")
+    settings = parse(
+        "--batch_size=4", "--learning-rate", "2e-3", "--compile", "True", "--min_lr", "None"
+    )
     assert settings == Tiny(batch_size=4, learning_rate=2e-3, compile=True)
-    assert parse("--contexts", "8", "16", "--optimizer=muon") == Tiny(contexts=(8, 16), optimizer="muon")
+    assert parse("--contexts", "8", "16", "--optimizer=muon") == Tiny(
+        contexts=(8, 16), optimizer="muon"
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,10 @@ def test_options_in_every_form():
         (["--compile"], "Missing value for argument '--compile'"),
         (["--contexts", "8", "x"], "['8', 'x']"),
         (["--config"], "argument --config: expected one argument"),
-        (["--model_path", "a\0b", "--optimizer", "\ud800"], "'a\\x00b': no argument and no path can hold"),
+        (
+            ["--model_path", "a\0b", "--optimizer", "\ud800"],
+            "'a\\x00b': no argument and no path can hold",
+        ),
         (["absent.py"], "cannot read settings file absent.py: No such file"),
     ],
 )
@@ -92,13 +100,23 @@ def test_all_faults_are_reported_at_once():
         "  SUGGESTION: Leave out learning_rate for its default, 0.001",
         "  SUGGESTION: Check that the model checkpoint file exists and the path is correct",
     ]
-    for value, said in ((65, "<= 64"), (99999999999999999999, "<= 64 and < 2**63"), (13, "unlucky")):
+    for value, said in (
+        (65, "<= 64"),
+        (99999999999999999999, "<= 64 and < 2**63"),
+        (13, "unlucky"),
+    ):
         assert said in refused(f"--batch_size={value}")
-    assert parse("--batch_size=64").batch_size == 64 and parse("--batch_size=13", check=False).batch_size == 13
+    assert (
+        parse("--batch_size=64").batch_size == 64
+        and parse("--batch_size=13", check=False).batch_size == 13
+    )
 
 
 def test_faults_of_file_and_command_line_are_one_report(tmp_path):
-    path = written(tmp_path, "batchsize = 3\nlearning_rate = 'fast'\nbatch_size = 65\nx = open('y')\ntrain = {1: 2}\n")
+    path = written(
+        tmp_path,
+        "batchsize = 3\nlearning_rate = 'fast'\nbatch_size = 65\nx = open('y')\ntrain = {1: 2}\n",
+    )
     message = refused(path, "--optimizer", "sgd", "--optimiser=muon", "--compile=maybe")
     errors = [line for line in message.splitlines() if "ERROR" in line]
     said = [
@@ -107,13 +125,23 @@ def test_faults_of_file_and_command_line_are_one_report(tmp_path):
         "no setting 1; ",
         "--optimiser; did you",
     ]
-    said += ["--learning_rate: could not convert", "'sgd'", "'maybe'", "batch_size=65: must be >= 1"]
-    assert len(errors) == len(said) and all(any(part in line for line in errors) for part in said), message
+    said += [
+        "--learning_rate: could not convert",
+        "'sgd'",
+        "'maybe'",
+        "batch_size=65: must be >= 1",
+    ]
+    assert len(errors) == len(said) and all(
+        any(part in line for line in errors) for part in said
+    ), message
 
 
-@pytest.mark.parametrize("argv", [["--eval_iters=20"], ["--eval-iters", "20"], ["--eval_iters=1", "--eval_iters=20"]])
+@pytest.mark.parametrize(
+    "argv", [["--eval_iters=20"], ["--eval-iters", "20"], ["--eval_iters=1", "--eval_iters=20"]]
+)
 def test_a_name_without_effect_is_accepted_and_said_once(argv, tmp_path, capsys):
-    """In a settings file too, which the command line overrides; without checks nothing is printed."""
+    """In a settings file too, which the command line overrides; without checks nothing is
+    printed."""
     path = written(tmp_path, "eval_iters = 200\nbatch_size = 4\n")
     assert parse(path, *argv, check=False) == Tiny(batch_size=4) and capsys.readouterr().out == ""
     assert parse(path, *argv, "--compile=True") == Tiny(batch_size=4, compile=True)
@@ -127,16 +155,24 @@ def test_the_help_shows_common_options_first(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = capsys.readouterr().out
-    places = [text.index(part) for part in ("common options", "--out_dir", "further options", "--compile")]
+    places = [
+        text.index(part) for part in ("common options", "--out_dir", "further options", "--compile")
+    ]
     assert places == sorted(places)
     assert "sequences in a batch (default: 8)" in text
 
 
 def test_a_settings_file_gives_defaults(tmp_path):
-    path = written(tmp_path, "'''doc'''\nlearning_rate = 5 * 1e-4\nmin_lr = None\ntrain = dict(batch_size=2 * 8 + 4)\n")
+    path = written(
+        tmp_path,
+        "'''doc'''\nlearning_rate = 5 * 1e-4\nmin_lr = None\ntrain = dict(batch_size=2 * 8 + 4)\n",
+    )
     assert parse(path) == parse("--config", path) == parse(f"--config={path}")
     assert parse(path, "--batch_size", "3") == Tiny(learning_rate=5e-4, batch_size=3)
-    path = written(tmp_path, "train = dict(contexts=(8, 16))\nnatural_model = dict(batch_size=2, contexts=[4])\n")
+    path = written(
+        tmp_path,
+        "train = dict(contexts=(8, 16))\nnatural_model = dict(batch_size=2, contexts=[4])\n",
+    )
     assert parse(path).contexts == (8, 16)
     assert parse(path, "--section", "natural_model") == Tiny(batch_size=2, contexts=(4,))
     assert split_config(["x.py", "--a=1"]) == ("x.py", None, ["--a=1"])
@@ -150,7 +186,9 @@ def test_a_settings_file_in_nanogpts_form(tmp_path):
     path = tmp_path / "settings.py"
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     before, settings, after = time.time(), parse(str(path)), time.time()
-    assert settings == Tiny(batch_size=20, learning_rate=0.3125, min_lr=2**0.5, run_name=settings.run_name)
+    assert settings == Tiny(
+        batch_size=20, learning_rate=0.3125, min_lr=2**0.5, run_name=settings.run_name
+    )
     name, when, power = settings.run_name.split("-")
     assert (name, power) == ("ft", "16") and before <= float(when) <= after
 
@@ -180,5 +218,8 @@ def test_a_settings_file_is_data(tmp_path, text, said):
 
 def test_what_a_resumed_run_may_change():
     assert changeable(Tiny) == {"out_dir"} <= {each.name for each in fields(Tiny)}
-    assert differing_settings({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == "b was 2, now 3; c was None, now 4"
+    assert (
+        differing_settings({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4})
+        == "b was 2, now 3; c was None, now 4"
+    )
     assert differing_settings({"a": 1}, {"a": 1}) == ""

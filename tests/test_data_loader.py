@@ -1,4 +1,5 @@
-"""data_loader.py: one split rule, token files, bad files refused, whole batches.  `pytest tests/test_data_loader.py`"""
+"""data_loader.py: one split rule, token files, bad files refused, whole batches.  `pytest
+tests/test_data_loader.py`"""
 
 import hashlib
 import tempfile
@@ -37,7 +38,12 @@ def test_texts_are_read_or_refused(tmp_path):
     with pytest.raises(UserError, match=r"not found: .*input\.txt"):
         read_text(tmp_path)
     (tmp_path / "input.txt").write_text("words")
-    assert read_text(tmp_path) == read_text(tmp_path / "input.txt") == read_text(str(tmp_path)) == "words"
+    assert (
+        read_text(tmp_path)
+        == read_text(tmp_path / "input.txt")
+        == read_text(str(tmp_path))
+        == "words"
+    )
     for contents, said in (
         (b"", "is empty"),
         (b"voil\xe0", "is not UTF-8 .* iconv -f LATIN1 -t UTF-8 "),
@@ -69,7 +75,8 @@ def test_splits_out_of_range_and_unknown_characters_are_refused():
     for train_split in (0.0, 1.0, float("nan")):
         with pytest.raises(UserError, match=f"^ERROR: train_split={train_split}"):
             split_and_encode("abc\n" * 10, tokenizer, train_split)
-    with pytest.raises(UserError, match="line 11, column 3"):  # in the second part, but counted from the start
+    # in the second part, but counted from the start
+    with pytest.raises(UserError, match="line 11, column 3"):
         split_and_encode("abc\n" * 10 + "ab!\n", tokenizer)
 
 
@@ -80,7 +87,9 @@ def test_token_files_round_trip(train, val):
         write_token_files(Path(folder), (train, val))
         loaded = load_binary(Path(folder, "train.bin"), Path(folder, "val.bin"), vocab_size=65536)
         assert (loaded.train.tolist(), loaded.val.tolist()) == (train, val)
-        assert Path(folder, "train.bin").read_bytes() == b"".join(token.to_bytes(2, "little") for token in train)
+        assert Path(folder, "train.bin").read_bytes() == b"".join(
+            token.to_bytes(2, "little") for token in train
+        )
 
 
 def test_bad_token_files_are_refused(tmp_path):
@@ -139,7 +148,9 @@ def test_batches_of_the_fewest_tokens_and_of_fewer():
 
 
 @given(st.integers(2, 200), st.integers(1, 30), st.integers(1, 9))
-def test_whole_split_batches_predict_every_token_but_the_first_once(num_tokens, block_size, batch_size):
+def test_whole_split_batches_predict_every_token_but_the_first_once(
+    num_tokens, block_size, batch_size
+):
     tokens = uint16(np.arange(num_tokens))
     batches = WholeSplitBatches(tokens, block_size, batch_size)
     for _ in range(2):  # again and again
@@ -147,12 +158,17 @@ def test_whole_split_batches_predict_every_token_but_the_first_once(num_tokens, 
         assert len(pairs) == len(batches)
         assert torch.cat([y.flatten() for _, y in pairs]).tolist() == list(range(1, num_tokens))
         assert torch.cat([x.flatten() for x, _ in pairs]).tolist() == list(range(num_tokens - 1))
-        assert all(x.shape == y.shape and x.shape[0] <= batch_size and x.shape[1] <= block_size for x, y in pairs)
+        assert all(
+            x.shape == y.shape and x.shape[0] <= batch_size and x.shape[1] <= block_size
+            for x, y in pairs
+        )
         assert all(x.dtype == y.dtype == torch.int64 for x, y in pairs)
 
 
 @given(st.integers(2, 300), st.integers(1, 20), st.integers(1, 9), st.integers(1, 400))
-def test_a_subset_of_a_split_is_fixed_evenly_spaced_and_whole_where_it_fits(num_tokens, block_size, batch_size, most):
+def test_a_subset_of_a_split_is_fixed_evenly_spaced_and_whole_where_it_fits(
+    num_tokens, block_size, batch_size, most
+):
     tokens = uint16(np.arange(num_tokens))
     batches = WholeSplitBatches(tokens, block_size, batch_size, most=most)
     pairs, whole = list(batches), list(WholeSplitBatches(tokens, block_size, batch_size))
@@ -167,8 +183,10 @@ def test_a_subset_of_a_split_is_fixed_evenly_spaced_and_whole_where_it_fits(num_
     gaps = starts.diff() // block_size
     assert (starts % block_size == 0).all() and (gaps >= 1).all()
     assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
-    assert total - starts[-1] // block_size <= -(-total // len(starts))  # the last is as far from the end
-    assert torch.equal(torch.cat([x for x, _ in batches]), torch.cat([x for x, _ in pairs]))  # again
+    # the last is as far from the end
+    assert total - starts[-1] // block_size <= -(-total // len(starts))
+    # again
+    assert torch.equal(torch.cat([x for x, _ in batches]), torch.cat([x for x, _ in pairs]))
 
 
 @given(st.integers(0, 5000))

@@ -1,11 +1,12 @@
-"""README and docs hold: their commands and code run, their links, files and options exist, their figures are defined.
+"""README and docs hold: their commands and code run, their links, files and options exist, their
+figures are defined.
 
 `pytest tests/test_docs.py`
 
-README and the guide, in this order, and the pages of RUN are run from top to bottom, in this process, in a folder with
-the settings files and two small corpora. A command is first parsed as it is printed, then run, once, with further
-options that make it small. Run are blocks of bash and Python; others are only parsed.
-"""
+README and the guide, in this order, and the pages of RUN are run from top to bottom, in this
+process, in a folder with the settings files and two small corpora. A command is first parsed as it
+is printed, then run, once, with further options that make it small. Run are blocks of bash and
+Python; others are only parsed."""
 
 import contextlib
 import dataclasses
@@ -30,11 +31,15 @@ import tokenization_manager
 from common.log import read_records
 from common.process import UserError
 from common.settings import SECTIONS, options_of_stages, parse_settings
+from corpus.shakespeare import ensure_gpt2_bpe_files
 from reward_dataset_loader import RewardDataset
-from text.shakespeare import ensure_gpt2_bpe_files
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
+NAMES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md"))),
+]
 GUIDE, REFERENCE = "docs/guide.md", "docs/reference.md"
 RUN = "docs/reward_model_training_infrastructure.md", "docs/reward_model_training3.md"
 # Options that make a run small, by script.
@@ -50,10 +55,30 @@ SHRINK = {
     "benchmarks/loading": "--num_runs 1",
 }
 # Options of launchers and the campaign, and those of every script.
-KNOWN_OPTIONS = {"config", "section", "help", "standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"}
-KNOWN_OPTIONS |= {"master_port", "num_processes", "parts", "minutes", "kills", "train", "train_grpo", *SECTIONS}
-KNOWN_OPTIONS |= {"config_file", "whole", "gguf_file", "arm", "steps"}  # of accelerate, and of the example
-# The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are printed.
+KNOWN_OPTIONS = {
+    "config",
+    "section",
+    "help",
+    "standalone",
+    "nproc_per_node",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+}
+KNOWN_OPTIONS |= {
+    "master_port",
+    "num_processes",
+    "parts",
+    "minutes",
+    "kills",
+    "train",
+    "train_grpo",
+    *SECTIONS,
+}
+# of accelerate, and of the example
+KNOWN_OPTIONS |= {"config_file", "whole", "gguf_file", "arm", "steps"}
+# The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are
+# printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -77,7 +102,10 @@ def read_page(name: str) -> tuple[list[Block], str]:
             fence = (mark[2], number, len(mark[1]), [])
         elif fence is None:
             prose += line + "\n"
-            blocks += [Block("line", command, number) for command in re.findall(r"`((?:python|make) [^`]+)`", line)]
+            blocks += [
+                Block("line", command, number)
+                for command in re.findall(r"`((?:python|make) [^`]+)`", line)
+            ]
         elif mark:
             blocks.append(Block(fence[0], "\n".join(fence[3]), fence[1]))
             fence = None
@@ -88,10 +116,13 @@ def read_page(name: str) -> tuple[list[Block], str]:
 
 
 def check_command(line: str) -> list[str]:
-    """Assert that a command's script or target exists and takes its options; the words, if it is a script's."""
+    """Assert that a command's script or target exists and takes its options; the words, if it is a
+    script's."""
     words = shlex.split(line.replace("-m interop.", "interop/"), comments=True)
     if words[:1] == ["make"]:
-        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        targets = re.findall(
+            r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
         assert {word for word in words[1:] if "=" not in word} <= set(targets), words
     elif words[1:3] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in words[3:] if not word.startswith("-")), words
@@ -108,17 +139,31 @@ def check_command(line: str) -> list[str]:
 def run_script(script: str, arguments: list[str]) -> None:
     """Run a script in this process as `python script arguments` would, made small."""
     name = script.removeprefix(f"{ROOT}/").removesuffix(".py")
-    argv, path, handler, printed = sys.argv, list(sys.path), signal.getsignal(signal.SIGTERM), io.StringIO()
+    argv, path, handler, printed = (
+        sys.argv,
+        list(sys.path),
+        signal.getsignal(signal.SIGTERM),
+        io.StringIO(),
+    )
     few = ["--samples", "40"] if "--samples" in arguments else []
-    has_gate = name == "train_grpo" and any(word.startswith("--reward_model_path") for word in arguments)
+    has_gate = name == "train_grpo" and any(
+        word.startswith("--reward_model_path") for word in arguments
+    )
     few += ["--allow_unpredictive_reward", "True"] if has_gate else []
     try:
         sys.argv = [script, *arguments, *few, *shlex.split(SHRINK.get(name, ""))]
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            runpy.run_path(script if name.startswith("data/") else str(ROOT / f"{name}.py"), run_name="__main__")
+            runpy.run_path(
+                script if name.startswith("data/") else str(ROOT / f"{name}.py"),
+                run_name="__main__",
+            )
     except SystemExit as end:
-        lacks_package = name.startswith("interop/") and importlib.util.find_spec("transformers") is None
-        assert end.code in ({2} if lacks_package else {None, 0}), f"{sys.argv}\n{printed.getvalue()[-2000:]}"
+        lacks_package = (
+            name.startswith("interop/") and importlib.util.find_spec("transformers") is None
+        )
+        assert end.code in ({2} if lacks_package else {None, 0}), (
+            f"{sys.argv}\n{printed.getvalue()[-2000:]}"
+        )
     finally:
         sys.argv, sys.path[:] = argv, path
         signal.signal(signal.SIGTERM, handler)
@@ -132,7 +177,8 @@ def run_stage(command: list[str], **_: object) -> SimpleNamespace:
 
 @pytest.fixture(scope="module", autouse=True)
 def bpe_files():
-    """GPT-2's BPE, or where its files cannot be had a stand-in that takes the bytes of the text for its tokens."""
+    """GPT-2's BPE, or where its files cannot be had a stand-in that takes the bytes of the text for
+    its tokens."""
 
     class Bytes:
         def encode_to_numpy(self, text, disallowed_special=()):
@@ -155,21 +201,33 @@ def make_folder(folder: Path) -> Path:
         target = folder / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         # The small corpus has no plays to choose from.
-        text = re.sub(r"^prepare\w* = dict\(\n.*?^\)\n", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        text = re.sub(
+            r"^prepare\w* = dict\(\n.*?^\)\n", "", path.read_text(), flags=re.DOTALL | re.MULTILINE
+        )
         target.write_text(re.sub("shakespeare_(play|library)_char", "shakespeare_char", text))
     lines = make_text(1500)
     text = lines[: len(lines) // 2] + CHARACTERS + lines[len(lines) // 2 :]
     (folder / "other_novels").mkdir()
-    for path in ("shakespeare/input.txt", "shakespeare_char/input.txt", "../my_novel.txt", "../other_novels/a.txt"):
+    for path in (
+        "shakespeare/input.txt",
+        "shakespeare_char/input.txt",
+        "../my_novel.txt",
+        "../other_novels/a.txt",
+    ):
         (folder / "data" / path).write_text(text * (4 if "my" in path else 1), encoding="utf-8")
-    (folder / "my_rewards.py").write_text("def score(completions, **_):\n    return [-len(c) for c in completions]\n")
+    (folder / "my_rewards.py").write_text(
+        "def score(completions, **_):\n    return [-len(c) for c in completions]\n"
+    )
     (folder / "out-shakespeare-char").mkdir()
-    make_checkpoint(folder / "out-shakespeare-char/ckpt.pt", len(CHARACTERS), n_layer=2, position="learned")
+    make_checkpoint(
+        folder / "out-shakespeare-char/ckpt.pt", len(CHARACTERS), n_layer=2, position="learned"
+    )
     return folder
 
 
 def run_pages(folder: Path, names: tuple[str, ...]) -> Path:
-    """Run what stands on the pages; returns the folder. Raises what the first failing block does."""
+    """Run what stands on the pages; returns the folder. Raises what the first failing block
+    does."""
     done = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -178,7 +236,10 @@ def run_pages(folder: Path, names: tuple[str, ...]) -> Path:
             for block in read_page(name)[0]:
                 if block.language == "python":
                     with contextlib.redirect_stdout(io.StringIO()):
-                        exec(compile(block.text, f"{name}, line {block.line}", "exec"), {"__name__": "__main__"})
+                        exec(
+                            compile(block.text, f"{name}, line {block.line}", "exec"),
+                            {"__name__": "__main__"},
+                        )
                 for line in block.commands("bash"):
                     words = check_command(line)
                     if words and tuple(words) not in done:
@@ -222,7 +283,9 @@ def test_a_checkpoint_is_read_by_a_script_elsewhere(tmp_path):
     make_checkpoint(tmp_path / "model_checkpoint.pt", 11)
     script = f"import sys, torch\n{block.text}\nGPT(checkpoint['config']).load_state_dict(checkpoint['model'])"
     command = [sys.executable, "-c", script.replace("path/to/crossover", str(ROOT))]
-    finished = subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True)
+    finished = subprocess.run(
+        command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True
+    )
     assert finished.returncode == 0, finished.stderr
 
 
@@ -240,24 +303,40 @@ def test_links_and_files_exist(name):
         target, _, anchor = link.partition("#")
         path = ((ROOT / name).parent / target).resolve() if target else ROOT / name
         assert path.exists(), f"{name}: {link}"
-        headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
-        anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        headings = (
+            re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            if anchor
+            else []
+        )
+        anchors = [
+            re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+        ]
         assert not anchor or anchor in anchors, f"{name}: {link}: no such heading"
     for span in re.findall(r"`([\w/.-]+\.(?:py|md|json|html|svg))`", prose):
-        is_made = span.startswith(("out/", "data/")) or ("/" not in span and not span.endswith((".py", ".md")))
-        is_example = span in ("my_rewards.py", "NAME.py", "FOLDER/NAME.py", "prepare.py") or "NAME" in span
+        is_made = span.startswith(("out/", "data/")) or (
+            "/" not in span and not span.endswith((".py", ".md"))
+        )
+        is_example = (
+            span in ("my_rewards.py", "NAME.py", "FOLDER/NAME.py", "prepare.py") or "NAME" in span
+        )
         assert is_made or is_example or any(ROOT.glob(f"**/{span}")), f"{name}: {span}"
 
 
 def test_options_in_the_text_exist():
     paths = [path for part in ("", "interop/", "benchmarks/") for path in ROOT.glob(f"{part}*.py")]
-    names = [str(path.relative_to(ROOT).with_suffix("")) for path in paths if "parse_settings(" in path.read_text()]
+    names = [
+        str(path.relative_to(ROOT).with_suffix(""))
+        for path in paths
+        if "parse_settings(" in path.read_text()
+    ]
     kinds = map(settings_of, ["data/shakespeare_char/prepare", *names])
     known = {*KNOWN_OPTIONS}
     for kind in kinds:
         known.update([each.name for each in dataclasses.fields(kind)], kind.without_effect)
     for name in NAMES:
-        for option in re.findall(r"(?<![\w-])--([A-Za-z]\w*)", (ROOT / name).read_text(encoding="utf-8")):
+        for option in re.findall(
+            r"(?<![\w-])--([A-Za-z]\w*)", (ROOT / name).read_text(encoding="utf-8")
+        ):
             assert option in known, f"{name}: --{option}"
 
 
@@ -273,6 +352,7 @@ def test_every_logged_figure_and_metadata_key_is_defined(ran):
     records = [record for path in ran.rglob("*.jsonl") for record in read_records(path)]
     logged = {name for record in records for name in record}
     assert {"val_loss", "r2_low", "kl_start", "select_loss"} <= logged  # all stages were seen
-    assert {re.sub("_(low|high)$", "", name) for name in logged} <= defined | {"kept", "start"}  # ends of intervals
+    # ends of intervals
+    assert {re.sub("_(low|high)$", "", name) for name in logged} <= defined | {"kept", "start"}
     dataset = RewardDataset(ran / "out/by_hand/reward_data_v1")
     assert dataset.metadata.keys() | dataset.get_stats().keys() <= defined

@@ -1,4 +1,5 @@
-"""Tests of model.py: both heads against a forward pass by hand, configs, padding ids, initialisation."""
+"""Tests of model.py: both heads against a forward pass by hand, configs, padding ids,
+initialisation."""
 
 import dataclasses
 import math
@@ -66,14 +67,23 @@ def test_config_fields_and_defaults_of_the_seeds_come_first():
 def test_configurable_reward_head_hidden_dim(hidden):
     changes = {} if hidden is None else {"reward_head_hidden_dim": hidden}
     model, width = tiny_model(mode="reward", **changes), hidden or 256
-    shapes = {name: tuple(p.shape) for name, p in model.state_dict().items() if name.startswith("reward_head")}
+    shapes = {
+        name: tuple(p.shape)
+        for name, p in model.state_dict().items()
+        if name.startswith("reward_head")
+    }
     assert shapes == {
         "reward_head.0.weight": (width, 8),
         "reward_head.0.bias": (width,),
         "reward_head.2.weight": (2, width),
         "reward_head.2.bias": (2,),
     }
-    assert [type(layer).__name__ for layer in model.reward_head] == ["Linear", "ReLU", "Linear", "Softmax"]
+    assert [type(layer).__name__ for layer in model.reward_head] == [
+        "Linear",
+        "ReLU",
+        "Linear",
+        "Softmax",
+    ]
     probabilities, _ = model(some_ids(3, 5))
     assert probabilities.shape == (3, 2)
 
@@ -111,8 +121,12 @@ def test_num_parameters_counts_tied_weights_once_and_positions_never():
 
 
 def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
-    """The trunk's output in float64, position by position and head by head; rotary positions as complex numbers."""
-    config, weights = model.config, {name: tensor.double() for name, tensor in model.state_dict().items()}
+    """The trunk's output in float64, position by position and head by head; rotary positions as
+    complex numbers."""
+    config, weights = (
+        model.config,
+        {name: tensor.double() for name, tensor in model.state_dict().items()},
+    )
     head_dim, T = config.n_embd // config.n_head, idx.size(1)
 
     def linear(name, x):
@@ -120,7 +134,9 @@ def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
         return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
     def norm(name, x):
-        x = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
+        x = (x - x.mean(-1, keepdim=True)) / torch.sqrt(
+            x.var(-1, unbiased=False, keepdim=True) + 1e-5
+        )
         x = x * weights[f"{name}.weight"]
         return x + weights[f"{name}.bias"] if f"{name}.bias" in weights else x
 
@@ -135,14 +151,19 @@ def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
         x = x + weights["transformer.wpe.weight"][:T]
     for layer in range(config.n_layer):
         name = f"transformer.h.{layer}"
-        q, k, v = linear(f"{name}.attn.c_attn", norm(f"{name}.ln_1", x)).split(config.n_embd, dim=-1)
+        q, k, v = linear(f"{name}.attn.c_attn", norm(f"{name}.ln_1", x)).split(
+            config.n_embd, dim=-1
+        )
         y = torch.zeros_like(x)
         for head in range(config.n_head):
             part = slice(head * head_dim, (head + 1) * head_dim)
             for t in range(T):
                 place = turned if config.position == "rope" else lambda vector, _: vector
                 query = place(q[:, t, part], t)
-                scores = [(query * place(k[:, s, part], s)).sum(-1) / math.sqrt(head_dim) for s in range(t + 1)]
+                scores = [
+                    (query * place(k[:, s, part], s)).sum(-1) / math.sqrt(head_dim)
+                    for s in range(t + 1)
+                ]
                 attention = torch.stack(scores, dim=1).softmax(dim=1)  # (B, t + 1)
                 y[:, t, part] = (attention[:, :, None] * v[:, : t + 1, part]).sum(1)
         x = x + linear(f"{name}.attn.c_proj", y)
@@ -154,7 +175,11 @@ def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("position", ["rope", "learned"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_generator_equals_the_forward_pass_by_hand(position, bias):
-    model, idx, targets = tiny_model(lively=True, position=position, bias=bias), some_ids(3, 9), some_ids(3, 9, seed=2)
+    model, idx, targets = (
+        tiny_model(lively=True, position=position, bias=bias),
+        some_ids(3, 9),
+        some_ids(3, 9, seed=2),
+    )
     targets[1, 4:] = -1
     expected = hidden_states_by_hand(model, idx) @ model.lm_head.weight.double().T
     log_probs = expected.log_softmax(-1)
@@ -183,7 +208,14 @@ def test_reward_model_equals_the_forward_pass_by_hand(position):
     assert no_loss is None
     torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-4)
     targets = torch.tensor([[0.25, 0.75], [1.0, 0.0], [0.5, 0.5]])
-    by_hand = sum((probabilities[b, c].item() - targets[b, c].item()) ** 2 for b in range(3) for c in range(2)) / 6
+    by_hand = (
+        sum(
+            (probabilities[b, c].item() - targets[b, c].item()) ** 2
+            for b in range(3)
+            for c in range(2)
+        )
+        / 6
+    )
     assert model(idx, targets)[1].item() == pytest.approx(by_hand, rel=1e-5)
     assert probabilities.std(0).min() > 1e-3  # it does read its input
 
@@ -233,8 +265,13 @@ def test_dropout_works_in_training_only():
 
 @pytest.mark.parametrize("num_tokens", [None, 9])
 def test_logits_are_float32_in_mixed_precision(num_tokens):
-    """Those that are compared; those of the loss are not. Without autocast both are the same numbers."""
-    model, idx, targets = tiny_model(lively=True, num_tokens=num_tokens), some_ids(2, 6) % 9, some_ids(2, 6, seed=2) % 9
+    """Those that are compared; those of the loss are not. Without autocast both are the same
+    numbers."""
+    model, idx, targets = (
+        tiny_model(lively=True, num_tokens=num_tokens),
+        some_ids(2, 6) % 9,
+        some_ids(2, 6, seed=2) % 9,
+    )
     hidden = model.trunk(idx)
     plain, loss = model(idx, targets)
     assert torch.equal(model.logits(hidden), plain)
@@ -252,7 +289,8 @@ MANY_TOKENS = GPTConfig(block_size=1024, vocab_size=5000, n_layer=1, n_head=1, n
 @pytest.mark.parametrize(
     ("config", "gib", "rows"),
     [
-        *((GPTConfig(), None, 1), (SMALL, None, 64), (MANY_TOKENS, None, 10)),  # they decide the order of sums
+        # they decide the order of sums
+        *((GPTConfig(), None, 1), (SMALL, None, 64), (MANY_TOKENS, None, 10)),
         *((GPTConfig(), 1, 1), (GPTConfig(), 80, 6), (SMALL, 80, 1024)),
     ],
 )
@@ -282,7 +320,15 @@ def test_padding_ids_have_no_probability_and_change_nothing_else():
 @pytest.mark.parametrize("mode", ["generator", "reward"])
 def test_initialisation(mode):
     torch.manual_seed(0)
-    config = GPTConfig(block_size=64, vocab_size=200, n_layer=3, n_head=4, n_embd=128, mode=mode, position="learned")
+    config = GPTConfig(
+        block_size=64,
+        vocab_size=200,
+        n_layer=3,
+        n_head=4,
+        n_embd=128,
+        mode=mode,
+        position="learned",
+    )
     model = GPT(config)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -314,7 +360,10 @@ def test_initialisation(mode):
         ({"num_tokens": 12}, "num_tokens=12"),
         ({"n_layer": 2.0}, "n_layer=2.0: must be a whole number"),
         ({"dropout": "0.1"}, "dropout='0.1'"),
-        ({"reward_head_type": "linear"}, "reward_head_type='linear': must be one of last, position, likelihood"),
+        (
+            {"reward_head_type": "linear"},
+            "reward_head_type='linear': must be one of last, position, likelihood",
+        ),
     ],
 )
 def test_impossible_configs_are_reported(changes, message):

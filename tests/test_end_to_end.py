@@ -1,4 +1,5 @@
-"""Every script as people start it, on a corpus of a few kilobytes.  `pytest tests/test_end_to_end.py`"""
+"""Every script as people start it, on a corpus of a few kilobytes.  `pytest
+tests/test_end_to_end.py`"""
 
 import os
 import subprocess
@@ -9,12 +10,16 @@ import torch
 from helpers import ROOT, refuse_in_one_line, succeed
 
 
-@pytest.mark.parametrize("script", ["evaluate", "data/shakespeare/prepare", "data/shakespeare_char/prepare"])
+@pytest.mark.parametrize(
+    "script", ["evaluate", "data/shakespeare/prepare", "data/shakespeare_char/prepare"]
+)
 def test_a_script_starts_from_any_folder(tmp_path, script):
     """As people start it, with nothing imported beforehand and no PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, ROOT / f"{script}.py", "--help"]
-    printed = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=120)
+    printed = subprocess.run(
+        command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=120
+    )
     assert printed.returncode == 0, printed.stderr
     assert "usage: " in printed.stdout and os.listdir(tmp_path) == []
 
@@ -29,9 +34,19 @@ def test_a_settings_file_in_nanogpts_form(tmp_path, corpus):
         "gradient_accumulation_steps = 1\nbatch_size = 64\nblock_size = 256\nn_layer = 6\nn_head = 6\nn_embd = 384\n"
         "dropout = 0.2\nlearning_rate = 1e-3\nmax_iters = 5000\nwarmup_iters = 5 * 20\n"
     )
-    small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_size": 2, "max_iters": 3, "device": "cpu"}
+    small = {
+        "n_layer": 1,
+        "n_head": 1,
+        "n_embd": 8,
+        "block_size": 8,
+        "batch_size": 2,
+        "max_iters": 3,
+        "device": "cpu",
+    }
     succeed("train", str(config), **small)
-    training = torch.load(tmp_path / "out" / "model_checkpoint.pt", weights_only=True)["training"]["settings"]
+    training = torch.load(tmp_path / "out" / "model_checkpoint.pt", weights_only=True)["training"][
+        "settings"
+    ]
     assert (training["warmup_iters"], training["dropout"], training["n_embd"]) == (100, 0.2, 8)
     with open(config, "a") as file:
         file.write("lr_decay_steps = 1\n")

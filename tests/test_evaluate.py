@@ -1,4 +1,5 @@
-"""evaluate.py: losses and their differences, splits, figures of samples.  `pytest tests/test_evaluate.py`"""
+"""evaluate.py: losses and their differences, splits, figures of samples.  `pytest
+tests/test_evaluate.py`"""
 
 import math
 import shutil
@@ -10,12 +11,13 @@ from helpers import call, make_checkpoint, refuse, refuse_in_one_line, succeed
 from torch.nn import functional as F
 
 from common.files import read_json
+from corpus import corpus as corpus_module
+from corpus.corpus import open_corpus
 from data_loader import WholeSplitBatches, validation_part
 from evaluate import calculate_perplexity
 from losses import text_log_probs
 from tokenization_manager import TokenizationManager
-from training import checkpoint
-from training.checkpoint import build_model, load_checkpoint, open_corpus
+from training.checkpoint import build_model, load_checkpoint
 
 
 def evaluate(tmp_path, **options) -> dict:
@@ -25,7 +27,8 @@ def evaluate(tmp_path, **options) -> dict:
 
 
 def test_perplexity_by_hand(generator):
-    """All targets weigh the same, in batches of other sizes too; -1 is none, and the mode is as before."""
+    """All targets weigh the same, in batches of other sizes too; -1 is none, and the mode is as
+    before."""
     model = build_model(load_checkpoint(generator), "generator", generator).train()
     x, y = torch.randint(10, (5, 8)), torch.randint(10, (5, 8))
     y[0, :3] = -1
@@ -33,28 +36,34 @@ def test_perplexity_by_hand(generator):
         logits = model.eval().logits(model.trunk(x))
     expected = math.exp(F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1))
     model.train()
-    assert calculate_perplexity(model, [(x[:1], y[:1]), (x[1:], y[1:])], "cpu") == pytest.approx(expected, rel=1e-5)
+    assert calculate_perplexity(model, [(x[:1], y[:1]), (x[1:], y[1:])], "cpu") == pytest.approx(
+        expected, rel=1e-5
+    )
     assert model.training
     assert calculate_perplexity(model, [], "cpu") == math.inf
 
 
 def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_model, monkeypatch):
-    monkeypatch.setattr(checkpoint, "INTERVAL_CHARACTERS", 16)
+    monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 16)
     options = {"checkpoints": [natural_model, generator], "baseline": generator, "dataset": corpus}
     found, losses = evaluate(tmp_path, **options, part="report", calibrate=True), {}
     figures = found[str(natural_model)]
     for path in (generator, natural_model):
         model = build_model(load_checkpoint(path), "generator", path)
-        tokens = validation_part(open_corpus(str(corpus), 2, None).val, 16, "report")
+        tokens = validation_part(open_corpus(str(corpus), 2).val, 16, "report")
         losses[path] = -text_log_probs(model, WholeSplitBatches(tokens, 16, 7))
     assert figures["tokens"] == len(losses[generator])
     assert figures["loss"] == pytest.approx(losses[natural_model].mean().item(), abs=1e-6)
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
-    assert figures["difference"] == pytest.approx((losses[natural_model] - losses[generator]).mean().item(), abs=1e-6)
+    assert figures["difference"] == pytest.approx(
+        (losses[natural_model] - losses[generator]).mean().item(), abs=1e-6
+    )
     for name in ("loss", "difference", "calibrated_loss", "calibrated_difference"):
         assert figures[f"{name}_low"] < figures[name] < figures[f"{name}_high"]
     assert found[str(generator)]["difference"] == 0  # a baseline may be a checkpoint too
-    assert figures["temperature"] != 1 and "--split test" in refuse("evaluate", **options, calibrate=True)
+    assert figures["temperature"] != 1 and "--split test" in refuse(
+        "evaluate", **options, calibrate=True
+    )
     (train,) = evaluate(tmp_path, checkpoints=[generator], dataset=corpus, split="train").values()
     assert train["tokens"] > figures["tokens"] and "difference" not in train
 
@@ -82,19 +91,31 @@ def test_the_test_split_is_for_models_of_the_same_split_alone(tmp_path, corpus, 
     assert "learned another corpus" in call("evaluate", **options).err
 
 
-def test_what_cannot_be_compared_or_asked_for_is_refused(tmp_path, corpus, generator, predictive_reward_model):
+def test_what_cannot_be_compared_or_asked_for_is_refused(
+    tmp_path, corpus, generator, predictive_reward_model
+):
     options = {"dataset": corpus, "device": "cpu"}
     record = TokenizationManager(data_path=corpus).to_record()
     other = make_checkpoint(tmp_path / "other.pt", record["vocab_size"], record, block_size=8)
-    assert "block_size is 8" in refuse_in_one_line("evaluate", checkpoints=[other], baseline=generator, **options)
+    assert "block_size is 8" in refuse_in_one_line(
+        "evaluate", checkpoints=[other], baseline=generator, **options
+    )
     record = TokenizationManager.from_text("abc").to_record()
     strange = make_checkpoint(tmp_path / "strange.pt", 3, record)
-    assert "the model reads char (vocab_size=3)" in refuse_in_one_line("evaluate", checkpoints=[strange], **options)
+    assert "the model reads char (vocab_size=3)" in refuse_in_one_line(
+        "evaluate", checkpoints=[strange], **options
+    )
     shutil.copytree(corpus, tmp_path / "short", ignore=shutil.ignore_patterns("sha256sums.txt"))
     np.fromfile(corpus / "val.bin", np.uint16)[:30].tofile(tmp_path / "short/val.bin")
-    options = {"checkpoints": [generator], "dataset": tmp_path / "short", "samples": 10, "device": "cpu"}
+    options = {
+        "checkpoints": [generator],
+        "dataset": tmp_path / "short",
+        "samples": 10,
+        "device": "cpu",
+    }
     assert "need more text" in refuse_in_one_line("evaluate", **options)
-    gate = {"part": "gate", "reward_model_path": predictive_reward_model, "baseline": generator}  # of no block
+    # of no block
+    gate = {"part": "gate", "reward_model_path": predictive_reward_model, "baseline": generator}
     assert "need more text" in refuse_in_one_line("evaluate", **options, **gate)
     message = refuse("evaluate", split="train", part="gate", samples=1)
     for said in ("checkpoints is required", "part is ignored when split is 'train'", "samples=1"):

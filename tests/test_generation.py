@@ -1,4 +1,5 @@
-"""Tests of generation/: the cache against no cache, draws against exact probabilities, row limits, errors."""
+"""Tests of generation/: the cache against no cache, draws against exact probabilities, row limits,
+errors."""
 
 import math
 
@@ -32,7 +33,14 @@ SAMPLINGS = [
 def tiny_model(position: str = "rope", scale: float = 0.3, **changes) -> GPT:
     """A model whose distributions are far from uniform."""
     torch.manual_seed(3)
-    shape = {"block_size": N, "vocab_size": V, "n_layer": 2, "n_head": 2, "n_embd": 16, "position": position}
+    shape = {
+        "block_size": N,
+        "vocab_size": V,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "position": position,
+    }
     model = GPT(GPTConfig(**{**shape, **changes})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -54,7 +62,8 @@ def lengths(prompts: int, group: int, purpose: str = "lengths") -> torch.Tensor:
 
 
 def exact_distribution(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
-    """What `sampling` draws from, token by token in plain float64 Python: (V,) logits -> (V,) probabilities."""
+    """What `sampling` draws from, token by token in plain float64 Python: (V,) logits -> (V,)
+    probabilities."""
     logits = logits.detach().double().numpy()
     if sampling.temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
@@ -88,10 +97,15 @@ def complete_without_cache(model, natural, prefixes, uniforms, sampling):
 
 def assert_cache_changes_nothing(model, natural, prefixes, sampling=GREEDY):
     uniforms = draws(*prefixes.shape, natural.size(1))
-    results = [way(model, natural, prefixes, uniforms, sampling) for way in (complete, complete_without_cache)]
+    results = [
+        way(model, natural, prefixes, uniforms, sampling)
+        for way in (complete, complete_without_cache)
+    ]
     assert torch.equal(results[0].ids, results[1].ids)
     torch.testing.assert_close(results[0].log_probs, results[1].log_probs, rtol=0, atol=1e-4)
-    torch.testing.assert_close(results[0].model_log_probs, results[1].model_log_probs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        results[0].model_log_probs, results[1].model_log_probs, rtol=0, atol=1e-4
+    )
     return results[0]
 
 
@@ -100,7 +114,9 @@ def assert_cache_changes_nothing(model, natural, prefixes, sampling=GREEDY):
 def test_cached_equals_uncached_for_mixed_crossovers_and_odd_sizes(position, prompts, group):
     model = tiny_model(position)
     assert_cache_changes_nothing(model, blocks(prompts), lengths(prompts, group))
-    assert_cache_changes_nothing(model, blocks(prompts), lengths(prompts, group), Sampling(temperature=0.8, top_k=6))
+    assert_cache_changes_nothing(
+        model, blocks(prompts), lengths(prompts, group), Sampling(temperature=0.8, top_k=6)
+    )
 
 
 @pytest.mark.parametrize("length", [1, N])
@@ -113,7 +129,8 @@ def test_a_whole_natural_block_stays_as_it_is(length):
 
 @pytest.mark.parametrize("length", [kv_cache.GROWTH, 2 * kv_cache.GROWTH + 6])
 def test_rows_of_a_cache_that_grow_keep_their_prefixes_and_read_nothing_else(length):
-    """Prefixes end before, at and beyond the ends of the room; the memory holds NaN where nothing was written."""
+    """Prefixes end before, at and beyond the ends of the room; the memory holds NaN where nothing
+    was written."""
     model, natural = tiny_model(block_size=length), blocks(3, length)
     ends = [k for end in range(0, length, kv_cache.GROWTH) for k in (end + 1, end + 2, end + 3)]
     prefixes = torch.tensor([[k for k in (*ends, 20, length) if k <= length]] * 3)
@@ -125,8 +142,11 @@ def test_rows_of_a_cache_that_grow_keep_their_prefixes_and_read_nothing_else(len
         expected = complete_without_cache(model, natural, prefixes, uniforms, Sampling())
         assert torch.equal(found.ids, expected.ids)
         torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=0, atol=1e-4)
-    found = complete(model, natural, prefixes.clamp(max=1), uniforms, Sampling(), cache)  # no prefixes at all
-    assert torch.equal(found.ids, complete(model, natural, prefixes.clamp(max=1), uniforms, Sampling()).ids)
+    # no prefixes at all
+    found = complete(model, natural, prefixes.clamp(max=1), uniforms, Sampling(), cache)
+    assert torch.equal(
+        found.ids, complete(model, natural, prefixes.clamp(max=1), uniforms, Sampling()).ids
+    )
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS])
@@ -142,7 +162,9 @@ def test_prefixes_are_natural_and_log_probs_are_a_fresh_pass_s(sampling):
     for row, k in enumerate(prefixes.flatten().tolist()):
         p, g = divmod(row, 3)
         assert torch.equal(result.ids[p, g, :k], natural[p, :k])
-        assert (result.log_probs[p, g, :k] == 0).all() and (result.model_log_probs[p, g, :k] == 0).all()
+        assert (result.log_probs[p, g, :k] == 0).all() and (
+            result.model_log_probs[p, g, :k] == 0
+        ).all()
         for t in range(k, N):
             token = rows[row, t]
             exact = exact_distribution(logits[row, t - 1], sampling)[token]
@@ -154,10 +176,17 @@ def test_prefixes_are_natural_and_log_probs_are_a_fresh_pass_s(sampling):
 
 
 def test_dropout_is_off_meanwhile():
-    model, natural, prefixes, uniforms = tiny_model(dropout=0.5), blocks(3), lengths(3, 2), draws(3, 2, N)
+    model, natural, prefixes, uniforms = (
+        tiny_model(dropout=0.5),
+        blocks(3),
+        lengths(3, 2),
+        draws(3, 2, N),
+    )
     still = complete(model, natural, prefixes, uniforms, Sampling())
     result = complete(model.train(), natural, prefixes, uniforms, Sampling())
-    assert model.training and torch.equal(still.ids, result.ids) and not result.log_probs.requires_grad
+    assert (
+        model.training and torch.equal(still.ids, result.ids) and not result.log_probs.requires_grad
+    )
 
 
 def test_rows_follow_from_the_free_memory(monkeypatch):
@@ -178,13 +207,18 @@ def test_half_the_rows_where_memory_runs_out(monkeypatch, capsys):
 
     def of_few_rows(self, model, rows, length):
         if rows > most:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+            )
         make(self, model, rows, length)
 
     monkeypatch.setattr(KVCache, "__init__", of_few_rows)
     completer = Completer(model, N)
     assert torch.equal(completer(natural, prefixes, uniforms, Sampling()).ids, expected)
-    assert completer.rows == 2 and "out of memory with 12 samples at a time; going on with 6" in capsys.readouterr().err
+    assert (
+        completer.rows == 2
+        and "out of memory with 12 samples at a time; going on with 6" in capsys.readouterr().err
+    )
     most = 0
     with pytest.raises(UserError, match="memory does not suffice for a single sample"):
         Completer(model, N)(natural, prefixes, uniforms, Sampling())
@@ -220,14 +254,20 @@ def test_the_ends_of_the_temperature_scale(dtype, temperature, top):
     """The smallest is greedy, the largest uniform; neither is NaN, nor draws padding."""
     logits = torch.tensor([[-2.0, 3.0, 2.0, 1.0, 1e4, 1e4]]).to(dtype).repeat(200, 1)
     logits[:, 4:] = torch.finfo(dtype).min  # as GPT.logits marks padding
-    ids, log_probs, model_log_probs = sample_tokens(logits, torch.arange(200) / 200, Sampling(temperature, **top))
+    ids, log_probs, model_log_probs = sample_tokens(
+        logits, torch.arange(200) / 200, Sampling(temperature, **top)
+    )
     assert ids.unique().tolist() == ([1] if temperature < 1 else [0, 1, 2, 3])
-    torch.testing.assert_close(log_probs, torch.full((200,), 0.0 if temperature < 1 else math.log(1 / 4)))
+    torch.testing.assert_close(
+        log_probs, torch.full((200,), 0.0 if temperature < 1 else math.log(1 / 4))
+    )
     assert model_log_probs.isfinite().all()
 
 
 def test_ties_do_not_let_more_than_top_k_in_and_top_p_keeps_the_token_that_crosses_it():
-    ids, log_probs, _ = sample_tokens(torch.zeros(200, 8), torch.arange(200) / 200, Sampling(top_k=3))
+    ids, log_probs, _ = sample_tokens(
+        torch.zeros(200, 8), torch.arange(200) / 200, Sampling(top_k=3)
+    )
     assert len(ids.unique()) == 3
     torch.testing.assert_close(log_probs, torch.full((200,), math.log(1 / 3)))
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(1000, 1)
@@ -237,7 +277,13 @@ def test_ties_do_not_let_more_than_top_k_in_and_top_p_keeps_the_token_that_cross
 
 
 @pytest.mark.parametrize(
-    "sampling", [GREEDY, Sampling(), Sampling(temperature=1e38), Sampling(temperature=1e38, top_k=16, top_p=1.0)]
+    "sampling",
+    [
+        GREEDY,
+        Sampling(),
+        Sampling(temperature=1e38),
+        Sampling(temperature=1e38, top_k=16, top_p=1.0),
+    ],
 )
 def test_padding_ids_are_never_drawn(sampling):
     model = tiny_model(vocab_size=16, num_tokens=5)
@@ -290,16 +336,22 @@ def continued_by_hand(model, idx, new, sampling, uniforms):
         for _ in range(new):
             logits = model(torch.tensor([ids[-model.config.block_size :]]))[0][0, 0]
             cumulative = exact_distribution(logits, sampling).cumsum()
-            ids.append(int(np.searchsorted(cumulative, float(uniforms[row, len(ids)]), side="right")))
+            ids.append(
+                int(np.searchsorted(cumulative, float(uniforms[row, len(ids)]), side="right"))
+            )
     return torch.tensor(rows)
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(temperature=0.7, top_k=4, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(), Sampling(temperature=0.7, top_k=4, top_p=0.9)]
+)
 @pytest.mark.parametrize(("start", "new"), [(3, 7), (4, 15), (13, 4)])
 def test_generate_within_the_block_and_sliding_beyond_it(position, sampling, start, new):
     model, idx = tiny_model(position), blocks(3, start)
-    result = model.generate(idx, new, sampling.temperature, sampling.top_k, sampling.top_p, generator())
+    result = model.generate(
+        idx, new, sampling.temperature, sampling.top_k, sampling.top_p, generator()
+    )
     uniforms = torch.rand(3, start + new, generator=generator())
     assert torch.equal(result, continued_by_hand(model, idx, new, sampling, uniforms))
 
@@ -311,7 +363,9 @@ def test_generate_fills_the_block_when_no_number_is_given():
     assert torch.equal(filled, model.generate(idx, N - 4, generator=generator()))
     assert torch.equal(filled, generate(model, idx, generator=generator()))
     assert not torch.equal(filled, model.generate(idx, generator=generator(1)))
-    assert torch.equal(model.generate(blocks(2)), blocks(2)) and torch.equal(model.generate(idx, 0), idx)
+    assert torch.equal(model.generate(blocks(2)), blocks(2)) and torch.equal(
+        model.generate(idx, 0), idx
+    )
 
 
 @pytest.mark.parametrize(

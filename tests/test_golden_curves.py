@@ -1,11 +1,12 @@
-"""Thirty steps of each trainer against curves that an earlier version drew: a change of structure changes no number.
+"""Thirty steps of each trainer against curves that an earlier version drew: a change of structure
+changes no number.
 
     pytest tests/test_golden_curves.py
 
-tests/data/golden_curves.json holds the curves. A change that is meant to alter them makes them anew, with
-CROSSOVER_NEW_CURVES=1, and dev/LOG.md says why. Processors round otherwise: 1e-7 of a loss, which thirty steps of
-Adam make at most some 1e-5; a single draw of a token that falls the other way would show as more.
-"""
+tests/data/golden_curves.json holds the curves. A change that is meant to alter them makes them
+anew, with CROSSOVER_NEW_CURVES=1, and dev/LOG.md says why. Processors round otherwise: 1e-7 of a
+loss, which thirty steps of Adam make at most some 1e-5; a single draw of a token that falls the
+other way would show as more."""
 
 import json
 import os
@@ -16,7 +17,7 @@ from helpers import TINY_GRPO, TINY_TRAIN, succeed
 
 import train_grpo
 from common.log import read_records
-from grpo import policy_evaluation
+from grpo import stopping
 from model import GPT
 from training import optimizers
 
@@ -34,12 +35,21 @@ FIGURES = {
 
 @pytest.fixture(scope="module")
 def knowing(tmp_path_factory, corpus):
-    """The natural model with which the curves were drawn: its Muon had settings that are constants now."""
+    """The natural model with which the curves were drawn: its Muon had settings that are constants
+    now."""
     own, out = optimizers.Muon, tmp_path_factory.mktemp("knowing")
-    more = {"max_iters": 200, "eval_interval": 100, "batch_size": 32, "learning_rate": 2e-2, "optimizer": "muon"}
+    more = {
+        "max_iters": 200,
+        "eval_interval": 100,
+        "batch_size": 32,
+        "learning_rate": 2e-2,
+        "optimizer": "muon",
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            optimizers, "Muon", lambda weights, lr, weight_decay, momentum: own(weights, lr / 5, weight_decay)
+            optimizers,
+            "Muon",
+            lambda weights, lr, weight_decay, momentum: own(weights, lr / 5, weight_decay),
         )
         patch.setattr(GPT, "init_orthogonal", lambda model: None)
         succeed("train", dataset=corpus, out_dir=out, **{**TINY_TRAIN, **more})
@@ -50,7 +60,12 @@ def knowing(tmp_path_factory, corpus):
 def likelihood_model(tmp_path_factory, generator, reward_data, knowing):
     """The reward model of the curves: a likelihood head."""
     path = tmp_path_factory.mktemp("likelihood") / "reward_model.pt"
-    options = {"base_model_path": generator, "data_dir": reward_data, "output_path": path, "device": "cpu"}
+    options = {
+        "base_model_path": generator,
+        "data_dir": reward_data,
+        "output_path": path,
+        "device": "cpu",
+    }
     succeed("train_reward_model", **options, natural_model_path=knowing)
     return path
 
@@ -61,25 +76,37 @@ def options(corpus, generator, reward_data, likelihood_model) -> dict[str, dict]
     data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu"}
     head = {"head": "position", "unfreeze_layers": -1, "max_epochs": STEPS, "patience": STEPS}
     head["batch_size"] = 10**4  # one step an epoch
-    grpo = {"base_model_path": generator, "reward_model_path": likelihood_model, "dataset": corpus, **TINY_GRPO}
+    grpo = {
+        "base_model_path": generator,
+        "reward_model_path": likelihood_model,
+        "dataset": corpus,
+        **TINY_GRPO,
+    }
     grpo |= {"max_steps": STEPS, "eval_interval": 5}
     return {
         "train": {**TINY_TRAIN, "max_iters": STEPS, "dataset": corpus},
         "train_reward_model": data | head,
         "train_grpo, token credit": grpo | {"credit": "token"},
-        "train_grpo, sequence credit": grpo | {"credit": "sequence", "beta": 0.04, "reward": "natural"},
+        "train_grpo, sequence credit": grpo
+        | {"credit": "sequence", "beta": 0.04, "reward": "natural"},
     }
 
 
 @pytest.mark.parametrize("curve", FIGURES)
 def test_the_curve_is_the_one_of_before(monkeypatch, tmp_path, options, curve):
-    monkeypatch.setattr(policy_evaluation, "PLATEAU_WINDOWS", STEPS)  # all steps are to be made
+    monkeypatch.setattr(stopping, "PLATEAU_WINDOWS", STEPS)  # all steps are to be made
     monkeypatch.setattr(train_grpo, "WARMUP", 0)
     script, path = curve.partition(",")[0], tmp_path / "model.pt"
-    where = {"out_dir": tmp_path, "checkpoint_name": path.name} if script == "train" else {"output_path": path}
+    where = (
+        {"out_dir": tmp_path, "checkpoint_name": path.name}
+        if script == "train"
+        else {"output_path": path}
+    )
     succeed(script, **options[curve], **where)
     records = read_records(path.with_suffix(".jsonl"))
-    curves = {name: [record[name] for record in records if name in record] for name in FIGURES[curve]}
+    curves = {
+        name: [record[name] for record in records if name in record] for name in FIGURES[curve]
+    }
     assert len(curves[FIGURES[curve][0]]) == STEPS
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}
     if os.environ.get("CROSSOVER_NEW_CURVES"):

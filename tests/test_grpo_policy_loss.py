@@ -1,4 +1,5 @@
-"""grpo/policy_loss.py: hand-computed values, TRL's figures (tests/data/grpo_losses.json), finite differences."""
+"""grpo/policy_loss.py: hand-computed values, TRL's figures (tests/data/grpo_losses.json), finite
+differences."""
 
 import ast
 import json
@@ -11,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.process import UserError
-from grpo.policy_loss import LOSS_TYPES, divergence, group_advantages, kl_estimate, policy_loss, token_advantages
+from grpo.policy_loss import (
+    LOSS_TYPES,
+    divergence,
+    group_advantages,
+    kl_estimate,
+    policy_loss,
+    token_advantages,
+)
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "grpo_losses.json").read_text())
 INPUTS = REFERENCE["inputs"]
@@ -27,29 +35,45 @@ def reference_tensors(dtype=torch.float32):
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_equal_the_reference(scale):
     ours = group_advantages(torch.tensor(INPUTS["rewards"]), INPUTS["G"], scale)
-    torch.testing.assert_close(ours, torch.tensor(REFERENCE[f"advantages/{scale}"]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        ours, torch.tensor(REFERENCE[f"advantages/{scale}"]), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_groups_without_spread_get_exactly_zero(scale):
     """Rounding noise is no spread: the deviation of 8 copies of a float32 like 0.1 may not be 0."""
-    rewards = torch.cat([torch.full((8,), 0.1), torch.linspace(0, 1, 8), torch.tensor([0.5, 0.5 + 6e-8] * 4)])
+    rewards = torch.cat(
+        [torch.full((8,), 0.1), torch.linspace(0, 1, 8), torch.tensor([0.5, 0.5 + 6e-8] * 4)]
+    )
     advantages = group_advantages(rewards, 8, scale).view(3, 8)
     assert advantages[0].abs().max() == 0 and advantages[2].abs().max() == 0
     assert advantages[1].abs().min() > 0
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 4), st.integers(2, 9), st.integers(0, 2**31), st.sampled_from(["group", "batch", "none"]))
+@given(
+    st.integers(1, 4),
+    st.integers(2, 9),
+    st.integers(0, 2**31),
+    st.sampled_from(["group", "batch", "none"]),
+)
 def test_advantages_have_mean_zero_and_do_not_see_a_constant(num_prompts, group_size, seed, scale):
-    rewards = torch.rand(num_prompts * group_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rewards = torch.rand(
+        num_prompts * group_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     advantages = group_advantages(rewards, group_size, scale)
-    torch.testing.assert_close(advantages.view(-1, group_size).mean(1), torch.zeros(num_prompts).double())
-    torch.testing.assert_close(group_advantages(rewards + 3, group_size, scale), advantages, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        advantages.view(-1, group_size).mean(1), torch.zeros(num_prompts).double()
+    )
+    torch.testing.assert_close(
+        group_advantages(rewards + 3, group_size, scale), advantages, rtol=1e-7, atol=1e-9
+    )
 
 
 def test_token_advantages_by_hand():
-    """Against the group's mean at the same token; over the deviation of the group, of the batch, or nothing."""
+    """Against the group's mean at the same token; over the deviation of the group, of the batch, or
+    nothing."""
     rewards = torch.tensor([[9.0, 1.0, 4.0], [7.0, 3.0, 0.0], [5.0, 5.0, 5.0], [5.0, 5.0, 5.0]])
     mask = torch.tensor([[False, True, True]] * 2 + [[True, True, True]] * 2)
     plain = token_advantages(rewards, mask, 2, "none")
@@ -65,7 +89,8 @@ def test_kl_estimates_by_hand():
     by_hand = {"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": 0.5 - 1 + math.log(2)}
     for estimator, expected in by_hand.items():
         assert kl_estimate(policy, reference, estimator).item() == pytest.approx(expected, rel=1e-5)
-    small = kl_estimate(torch.tensor([-1e-4]), torch.tensor([0.0]))  # by default k3, which keeps its digits
+    # by default k3, which keeps its digits
+    small = kl_estimate(torch.tensor([-1e-4]), torch.tensor([0.0]))
     assert small.item() == pytest.approx(0.5e-8, rel=1e-2)
 
 
@@ -79,14 +104,17 @@ def test_k3_is_finite_and_never_negative(log_prob, reference):
 
 
 # of exact divergences over the vocabulary
-STUDENT = torch.tensor([[[0.5, -1.0, 2.0, 0.0], [1.0, 1.0, -3.0, 0.25]]], dtype=torch.float64)  # logits
+# logits
+STUDENT = torch.tensor([[[0.5, -1.0, 2.0, 0.0], [1.0, 1.0, -3.0, 0.25]]], dtype=torch.float64)
 TEACHER = torch.tensor([[[1.5, 0.0, -1.0, 0.5], [0.0, 2.0, -1.0, 1.0]]], dtype=torch.float64)
 START = TEACHER.log_softmax(-1).roll(1, -1)
 # generalized_jsd_loss(STUDENT, TEACHER, labels=[[0, 0]], beta) of TRL 1.16.0, at beta 0 and 1
 JSD_OF_TRL = {"forward": 0.6462019427889955, "reverse": 0.9657307377089664}
 
 
-def from_start(log_probs: torch.Tensor, target: torch.Tensor, start: torch.Tensor, kl: str) -> torch.Tensor:
+def from_start(
+    log_probs: torch.Tensor, target: torch.Tensor, start: torch.Tensor, kl: str
+) -> torch.Tensor:
     """The divergence from a target that is given as its evidence against a start."""
     return divergence(log_probs, target - start, start, kl)
 
@@ -96,13 +124,19 @@ def test_divergence_has_trl_s_figures_and_its_gradient_is_that_of_finite_differe
     """Padding, whose logits are the lowest number, neither counts nor breaks the gradient."""
     target, logits = TEACHER.log_softmax(-1), STUDENT.clone().requires_grad_()
     values = from_start(logits.log_softmax(-1), target, START, kl)
-    assert values.shape == (1, 2) and values.mean().item() == pytest.approx(JSD_OF_TRL[kl], rel=1e-12)
+    assert values.shape == (1, 2) and values.mean().item() == pytest.approx(
+        JSD_OF_TRL[kl], rel=1e-12
+    )
     assert from_start(target, target, START, kl).abs().max() < 1e-12
-    assert torch.autograd.gradcheck(lambda at: from_start(at.log_softmax(-1), target, START, kl), logits)
+    assert torch.autograd.gradcheck(
+        lambda at: from_start(at.log_softmax(-1), target, START, kl), logits
+    )
     lowest = torch.full((1, 2, 3), torch.finfo(torch.float32).min)
     padded, padded_target = (torch.cat([part.float(), lowest], -1) for part in (STUDENT, TEACHER))
     start = torch.cat([START.float().exp(), torch.zeros(1, 2, 3)], -1).clamp(min=1e-30).log()
-    found = from_start(padded.requires_grad_().log_softmax(-1), padded_target.log_softmax(-1), start, kl)
+    found = from_start(
+        padded.requires_grad_().log_softmax(-1), padded_target.log_softmax(-1), start, kl
+    )
     torch.testing.assert_close(found, values.float())
     found.sum().backward()
     assert padded.grad.isfinite().all() and not padded.grad[..., 4:].any()
@@ -111,7 +145,9 @@ def test_divergence_has_trl_s_figures_and_its_gradient_is_that_of_finite_differe
 def loss_of(tensors, rows=slice(None), beta=0.04, **options):
     """The policy loss of some rows of (log_probs, old, ref, mask, advantages), and its metrics."""
     log_probs, old, ref, mask, advantages = (tensor[rows] for tensor in tensors)
-    return policy_loss(log_probs, old, advantages, mask, reference_log_probs=ref, beta=beta, **options)
+    return policy_loss(
+        log_probs, old, advantages, mask, reference_log_probs=ref, beta=beta, **options
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -120,17 +156,24 @@ def test_policy_loss_equals_the_reference(name):
     expected, tensors = REFERENCE[name], reference_tensors()
     length = INPUTS["max_completion_length"]
     tensors[0].requires_grad_()
-    loss, metrics = loss_of(tensors, loss_type=loss_type, max_completion_length=length, **ast.literal_eval(options))
+    loss, metrics = loss_of(
+        tensors, loss_type=loss_type, max_completion_length=length, **ast.literal_eval(options)
+    )
     loss.backward()
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(tensors[0].grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        tensors[0].grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-6
+    )
     clipped = expected["metrics"].get("clip_ratio/region_mean")
     if clipped is not None:
         assert metrics["clip_share"].item() == pytest.approx(clipped, rel=1e-5, abs=1e-6)
 
 
-def plain_loss(log_probs, held, old, ref, mask, advantages, loss_type, low, high, level, beta, estimator):
-    """The formulas again, token by token in plain Python; `held` is log_probs where gradients are stopped."""
+def plain_loss(
+    log_probs, held, old, ref, mask, advantages, loss_type, low, high, level, beta, estimator
+):
+    """The formulas again, token by token in plain Python; `held` is log_probs where gradients are
+    stopped."""
     num_sequences, length = mask.shape
     per_sequence = []
     for b in range(num_sequences):
@@ -150,7 +193,9 @@ def plain_loss(log_probs, held, old, ref, mask, advantages, loss_type, low, high
             else:
                 term = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
             d = float(ref[b, t]) - log_prob
-            terms.append(term + beta * {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[estimator])
+            terms.append(
+                term + beta * {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[estimator]
+            )
         per_sequence.append(terms)
     total = sum(map(sum, per_sequence))
     if loss_type == "grpo":
@@ -160,15 +205,29 @@ def plain_loss(log_probs, held, old, ref, mask, advantages, loss_type, low, high
 
 @pytest.mark.parametrize(
     ("level", "estimator", "per_token_advantages"),
-    [("token", "k3", False), ("token", "k1", True), ("sequence", "k3", False), ("sequence", "k2", True)],
+    [
+        ("token", "k3", False),
+        ("token", "k1", True),
+        ("sequence", "k3", False),
+        ("sequence", "k2", True),
+    ],
 )
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_policy_loss_and_gradient_by_finite_differences(loss_type, estimator, level, per_token_advantages):
+def test_policy_loss_and_gradient_by_finite_differences(
+    loss_type, estimator, level, per_token_advantages
+):
     log_probs, old, ref, mask, advantages = reference_tensors(torch.float64)
     if per_token_advantages:
-        advantages = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        advantages = torch.randn(
+            4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        )
     low, high = 0.2, 1.2 if loss_type == "cispo" else 0.28
-    options = {"loss_type": loss_type, "importance_level": level, "epsilon_low": low, "epsilon_high": high}
+    options = {
+        "loss_type": loss_type,
+        "importance_level": level,
+        "epsilon_low": low,
+        "epsilon_high": high,
+    }
     options |= {"kl_estimator": estimator, "max_completion_length": 8}
     loss, _ = loss_of((log_probs.requires_grad_(), old, ref, mask, advantages), **options)
     loss.backward()
@@ -176,7 +235,9 @@ def test_policy_loss_and_gradient_by_finite_differences(loss_type, estimator, le
     every = advantages if per_token_advantages else advantages[:, None].expand(4, 5)
 
     def value(at):
-        return plain_loss(at, held, old, ref, mask, every, loss_type, low, high, level, 0.04, estimator)
+        return plain_loss(
+            at, held, old, ref, mask, every, loss_type, low, high, level, 0.04, estimator
+        )
 
     assert loss.item() == pytest.approx(value(held), abs=1e-12)
     h, numeric = 1e-6, torch.zeros(4, 5, dtype=torch.float64)
@@ -191,8 +252,16 @@ def test_policy_loss_and_gradient_by_finite_differences(loss_type, estimator, le
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_micro_batches_add_up(loss_type, level):
     tensors = reference_tensors(torch.float64)
-    options = {"loss_type": loss_type, "importance_level": level, "epsilon_high": 3.0, "max_completion_length": 8}
-    halves, totals = (slice(0, 2), slice(2, 4)), {"num_sequences": 4, "num_tokens": tensors[3].sum()}
+    options = {
+        "loss_type": loss_type,
+        "importance_level": level,
+        "epsilon_high": 3.0,
+        "max_completion_length": 8,
+    }
+    halves, totals = (
+        (slice(0, 2), slice(2, 4)),
+        {"num_sequences": 4, "num_tokens": tensors[3].sum()},
+    )
     parts = sum(loss_of(tensors, rows, **options, **totals)[0] for rows in halves)
     whole = loss_of(tensors, **options)[0]
     if loss_type == "bnpo":  # the mean over its own tokens is what bnpo is
@@ -208,7 +277,9 @@ def test_metrics_by_hand():
     assert loss.item() == pytest.approx((-(1.2 + 1) / 2 + 0.8) / 2, rel=1e-5)
     kl_update = (0.5 - math.log(1.5) + 0.0 - 0.5 - math.log(0.5)) / 3
     by_hand = {"ratio_mean": 1.0, "kl_update": kl_update, "clip_share": 2 / 3}
-    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(by_hand, rel=1e-5)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        by_hand, rel=1e-5
+    )
     # By sequences: exp(log 1.5 / 2) = 1.22 is clipped above, 0.5 below.
     _, metrics = policy_loss(log_probs, old, advantages, mask, importance_level="sequence")
     assert metrics["clip_share"] == 1
@@ -222,16 +293,28 @@ def test_metrics_by_hand():
 def test_what_is_masked_does_not_matter(loss_type, level):
     log_probs, old, ref, mask, advantages = reference_tensors()
     mask[2] = 0  # and a sequence without any token
-    options = {"loss_type": loss_type, "importance_level": level, "epsilon_high": 2.0, "max_completion_length": 8}
+    options = {
+        "loss_type": loss_type,
+        "importance_level": level,
+        "epsilon_high": 2.0,
+        "max_completion_length": 8,
+    }
     results = []
     for filling in (0.0, math.nan, -math.inf):
         leaf, *others = (x.masked_fill(mask == 0, filling) for x in (log_probs, old, ref))
         loss, metrics = loss_of((leaf.requires_grad_(), *others, mask, advantages), **options)
         loss.backward()
-        results.append(torch.cat([loss.detach()[None], leaf.grad.flatten(), torch.stack(list(metrics.values()))]))
+        results.append(
+            torch.cat(
+                [loss.detach()[None], leaf.grad.flatten(), torch.stack(list(metrics.values()))]
+            )
+        )
     assert results[0].isfinite().all()
     assert results[0].equal(results[1]) and results[0].equal(results[2])
-    assert loss_of((log_probs, old, ref, torch.zeros_like(mask), advantages), **options, beta=0)[0] == 0
+    assert (
+        loss_of((log_probs, old, ref, torch.zeros_like(mask), advantages), **options, beta=0)[0]
+        == 0
+    )
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

@@ -1,4 +1,5 @@
-"""train_grpo.py on tasks with a known answer: a letter to write, a policy held and one let loose."""
+"""train_grpo.py on tasks with a known answer: a letter to write, a policy held and one let
+loose."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from helpers import assert_same_weights, succeed, weights
 
 import train_grpo
 from common.log import read_records
-from grpo import policy_evaluation
+from grpo import stopping
 from losses import token_log_probs
-from reward.frozen_scorer import Scores
+from reward.scorer import Scores
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model
 
@@ -29,23 +30,37 @@ class TaskScorer:
 
     @torch.no_grad()
     def __call__(self, ids: torch.Tensor, *_, **__) -> Scores:
-        log_probs = token_log_probs(self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:])
+        log_probs = token_log_probs(
+            self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:]
+        )
         return Scores(self.reward(ids), None, None, log_probs)
 
 
 @pytest.fixture
 def grpo(monkeypatch, tmp_path, corpus, generator):
-    """Runs train_grpo.py with a reward of ids (R, N), without caps but those given; its records: steps, evaluations."""
+    """Runs train_grpo.py with a reward of ids (R, N), without caps but those given; its records:
+    steps, evaluations."""
 
-    def train(reward, caps: dict[str, float] | None = None, **options: Any) -> tuple[list[dict], list[dict]]:
+    def train(
+        reward, caps: dict[str, float] | None = None, **options: Any
+    ) -> tuple[list[dict], list[dict]]:
         def load_scorer(settings, contents, *_):
             return TaskScorer(build_model(contents, "generator", settings.base_model_path), reward)
 
         monkeypatch.setattr(train_grpo, "load_scorer", load_scorer)
-        monkeypatch.setattr(policy_evaluation, "CAPS", {"kl_step": 1.0} | (caps or {}))
-        monkeypatch.setattr(policy_evaluation, "PLATEAU_WINDOWS", 1000)
-        common = {"base_model_path": generator, "reward_model_path": generator, "dataset": corpus, "device": "cpu"}
-        common |= {"output_path": tmp_path / "policy.pt", "overwrite": True, "allow_unpredictive_reward": True}
+        monkeypatch.setattr(stopping, "CAPS", {"kl_step": 1.0} | (caps or {}))
+        monkeypatch.setattr(stopping, "PLATEAU_WINDOWS", 1000)
+        common = {
+            "base_model_path": generator,
+            "reward_model_path": generator,
+            "dataset": corpus,
+            "device": "cpu",
+        }
+        common |= {
+            "output_path": tmp_path / "policy.pt",
+            "overwrite": True,
+            "allow_unpredictive_reward": True,
+        }
         common |= {"prompts_per_step": 8, "group_size": 8, "reward_threshold": 1.0, "beta": 0.0}
         common |= {"learning_rate": 1e-2, "eval_interval": 10}
         succeed("train_grpo", **{**common, **options})
@@ -67,17 +82,21 @@ def share_of(corpus: Path):
 
 
 @pytest.mark.parametrize(
-    "loss", [{}, {"loss_type": "cispo", "epsilon_high": 5.0}, {"importance_level": "sequence"}], ids=str
+    "loss",
+    [{}, {"loss_type": "cispo", "epsilon_high": 5.0}, {"importance_level": "sequence"}],
+    ids=str,
 )
 def test_every_loss_learns_to_write_a_letter(grpo, share_of, loss):
-    """The mean reward passes 90 percent of its maximum, 1, within 100 steps; the threshold ends the run."""
+    """The mean reward passes 90 percent of its maximum, 1, within 100 steps; the threshold ends the
+    run."""
     steps, _ = grpo(share_of("e"), max_steps=100, updates_per_step=2, reward_threshold=0.92, **loss)
     rewards = [record["reward"] for record in steps]
     assert rewards[0] < 0.2 and max(rewards) > 0.9 and len(rewards) < 100
 
 
 def test_a_collapse_shows_in_the_figures_and_a_large_beta_holds_the_policy(grpo, share_of):
-    """No KL and no cap: natural loss and repetition rise, variety falls, and completions beat natural text."""
+    """No KL and no cap: natural loss and repetition rise, variety falls, and completions beat
+    natural text."""
     steps, looks = grpo(share_of("e"), max_steps=40, eval_interval=20)
     first, last = looks[0], looks[-1]
     assert last["select_loss"] > first["select_loss"] + 1
@@ -95,10 +114,14 @@ def test_the_policy_nearest_to_natural_text_is_kept(grpo, share_of, tmp_path):
     distances = {look["step"]: abs(look["fresh_reward"] - look["natural_reward"]) for look in looks}
     kept = min(distances, key=distances.__getitem__)
     assert training["kept_step"] == kept and 0 < kept < 12
-    assert training["select_loss"] == next(look["select_loss"] for look in looks if look["step"] == kept)
+    assert training["select_loss"] == next(
+        look["select_loss"] for look in looks if look["step"] == kept
+    )
 
 
-def test_a_policy_that_broke_a_cap_ends_the_run_and_is_not_kept(grpo, share_of, tmp_path, generator):
+def test_a_policy_that_broke_a_cap_ends_the_run_and_is_not_kept(
+    grpo, share_of, tmp_path, generator
+):
     """The first evaluated policy already breaks the cap: the start is kept, and that is said."""
     _, looks = grpo(share_of("e"), caps={"kl_now": 0.01}, max_steps=40)
     training = torch.load(tmp_path / "policy.pt")["training"]
@@ -109,21 +132,28 @@ def test_a_policy_that_broke_a_cap_ends_the_run_and_is_not_kept(grpo, share_of, 
     assert (tmp_path / "policy.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_update_that_moves_too_far_ends_the_run_or_with_several_a_step_the_updates(grpo, share_of, tmp_path):
+def test_an_update_that_moves_too_far_ends_the_run_or_with_several_a_step_the_updates(
+    grpo, share_of, tmp_path
+):
     steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=4, eval_interval=1)
     assert len(steps) == 1 and steps[0]["kl_step"] > 1e-4
     assert "cap: kl_step" in torch.load(tmp_path / "policy.pt")["training"]["stop_reason"]
     steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=3, updates_per_step=6)
-    assert len(steps) == 3 and all(record["updates"] < 6 and record["kl_update"] > 1e-4 for record in steps)
+    assert len(steps) == 3 and all(
+        record["updates"] < 6 and record["kl_update"] > 1e-4 for record in steps
+    )
     assert "kl_step" not in steps[-1]
 
 
 def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):
-    """At an evaluation, and above the cap it ends the run. The first of the two updates is below the cap."""
+    """At an evaluation, and above the cap it ends the run. The first of the two updates is below
+    the cap."""
     steps, _ = grpo(share_of("e"), max_steps=1, updates_per_step=2)
     (record,) = steps
     assert 0 < record["kl_update"] < record["kl_step"]
     cap = (record["kl_update"] + record["kl_step"]) / 2
-    steps, _ = grpo(share_of("e"), caps={"kl_step": cap}, max_steps=4, updates_per_step=2, eval_interval=1)
+    steps, _ = grpo(
+        share_of("e"), caps={"kl_step": cap}, max_steps=4, updates_per_step=2, eval_interval=1
+    )
     assert len(steps) == 1 and steps[0]["updates"] == 2
     assert "cap: kl_step" in torch.load(tmp_path / "policy.pt")["training"]["stop_reason"]

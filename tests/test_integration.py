@@ -30,7 +30,9 @@ def test_a_mismatch_is_refused_wherever_it_shows(tmp_path, corpus, reward_data, 
     options = {"base_model_path": foreign, "output_path": tmp_path / "out.pt", "device": "cpu"}
     line = refuse_in_one_line("train_reward_model", **options, head="last", data_dir=reward_data)
     assert re.search(r"Vocabulary .*\b25 .*\b28\b", line)
-    line = refuse_in_one_line("train_grpo", **options, reward_model_path=reward_model, dataset=corpus)
+    line = refuse_in_one_line(
+        "train_grpo", **options, reward_model_path=reward_model, dataset=corpus
+    )
     assert re.search(r"vocab_size .*\b28 .*\b25 ", line)
     assert not (tmp_path / "out.pt").exists()
 
@@ -96,8 +98,18 @@ def test_training_example_of_the_guide(guide_paths, corpus, capsys):
     losses = [float(line.split("Train Loss: ")[1].split(",")[0]) for line in lines]
     assert losses[-1] < losses[0]
     # What it saves is a checkpoint like any other: train_grpo.py takes it for its reward model.
-    options = {"base_model_path": "logs/model_checkpoint.pt", "reward_model_path": "logs/reward_model.pt"}
-    succeed("train_grpo", **options, dataset=corpus, output_path="logs/grpo.pt", **TINY_GRPO, max_steps=1)
+    options = {
+        "base_model_path": "logs/model_checkpoint.pt",
+        "reward_model_path": "logs/reward_model.pt",
+    }
+    succeed(
+        "train_grpo",
+        **options,
+        dataset=corpus,
+        output_path="logs/grpo.pt",
+        **TINY_GRPO,
+        max_steps=1,
+    )
 
 
 DATASET_EXAMPLE = """
@@ -132,4 +144,7 @@ def test_dataset_example_of_the_guide(guide_paths, capsys):
         assert (batch_x.shape, batch_x.dtype) == (torch.Size([32, 16]), torch.int64)
         assert (batch_y.shape, batch_y.dtype) == (torch.Size([32, 2]), torch.float32)
     with pytest.raises(ValueError, match=r"Vocabulary .*\b25 .*\b65\b"):
-        exec(compile(DATASET_EXAMPLE.replace("vocab_size=25", "vocab_size=65"), "example", "exec"), {})
+        exec(
+            compile(DATASET_EXAMPLE.replace("vocab_size=25", "vocab_size=65"), "example", "exec"),
+            {},
+        )

@@ -1,4 +1,5 @@
-"""The reward of two Hugging Face models beside our own head, and CrossoverTrainer beside train_grpo.py."""
+"""The reward of two Hugging Face models beside our own head, and CrossoverTrainer beside
+train_grpo.py."""
 
 import os
 import subprocess
@@ -12,13 +13,13 @@ from helpers import ROOT, refuse, succeed
 import grpo.policy_loss as formulas
 from common.files import read_json
 from common.process import UserError
-from grpo.policy_evaluation import rewards_of
+from grpo.rewards import rewards_of
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.train_trl import TrlSettings
 from interop.train_trl import make_trainer as make_trl_trainer
-from reward.frozen_scorer import RewardScorer
 from reward.heads import LikelihoodRewardModel
 from reward.posterior import natural_probabilities
+from reward.scorer import RewardScorer
 from training.checkpoint import build_model, load_checkpoint
 
 pytestmark = pytest.mark.interop
@@ -48,18 +49,30 @@ def random_rows(*lengths):
 
 
 def test_evidence_and_probabilities_are_those_of_our_head(exported):
-    reward, head, rows = make_reward(exported, max_completion_length=4), exported[2], random_rows(16, 9, 16, 2)
+    reward, head, rows = (
+        make_reward(exported, max_completion_length=4),
+        exported[2],
+        random_rows(16, 9, 16, 2),
+    )
     evidence, probabilities = reward.evidence(rows), reward.token_probabilities(rows)
     for number, row in enumerate(rows):
         own = head.output(torch.tensor([row]))
         torch.testing.assert_close(evidence[number, : len(row)][None], own, atol=1e-4, rtol=0)
         expected = natural_probabilities(own)
-        torch.testing.assert_close(probabilities[number, : len(row)][None], expected, atol=1e-4, rtol=0)
-        assert not evidence[number, len(row) :].any() and not probabilities[number, len(row) :].any()
+        torch.testing.assert_close(
+            probabilities[number, : len(row)][None], expected, atol=1e-4, rtol=0
+        )
+        assert (
+            not evidence[number, len(row) :].any() and not probabilities[number, len(row) :].any()
+        )
     prompts, written = PROMPTS, [row[:4] for row in random_rows(4, 4, 4, 4)]
     ids = reward.tokenizer(prompts)["input_ids"]
-    shares = head.share(head.output(torch.tensor([[*a, *b] for a, b in zip(ids, written, strict=True)])))
-    assert reward(prompts, completion_ids=written, completions=[]) == pytest.approx(shares.tolist(), abs=1e-4)
+    shares = head.share(
+        head.output(torch.tensor([[*a, *b] for a, b in zip(ids, written, strict=True)]))
+    )
+    assert reward(prompts, completion_ids=written, completions=[]) == pytest.approx(
+        shares.tolist(), abs=1e-4
+    )
 
 
 def natural_blocks(corpus, count):
@@ -109,9 +122,12 @@ def test_what_cannot_be_used_is_one_line(exported, tmp_path):
             make_reward(exported, **options)
     with pytest.raises(UserError, match="cannot be read"):
         CrossoverReward(str(tmp_path), exported[0])
-    other = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=7, n_layer=1, n_head=1, n_embd=4))
+    other = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=7, n_layer=1, n_head=1, n_embd=4)
+    )
     with pytest.raises(
-        UserError, match=r"natural model \(7 token ids\) has another .* take a model of the same family"
+        UserError,
+        match=r"natural model \(7 token ids\) has another .* take a model of the same family",
     ):
         CrossoverReward(other, exported[0])
 
@@ -124,8 +140,19 @@ def make_trainer(exported, folder, model=None, kind=None, reward=None, prompts=P
     from interop.crossover_trainer import CrossoverTrainer
 
     reward, lora = reward or make_reward(exported), options.pop("peft_config", None)
-    config = {"max_steps": 2, "per_device_train_batch_size": 2 * G, "num_generations": G, "max_completion_length": C}
-    config |= {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "learning_rate": 1e-2}
+    config = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 2 * G,
+        "num_generations": G,
+        "max_completion_length": C,
+    }
+    config |= {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "learning_rate": 1e-2,
+    }
     config |= {"gradient_checkpointing": False, "disable_tqdm": True, "logging_steps": 1}
     return (kind or CrossoverTrainer)(
         model or load_model(exported[0]),
@@ -140,11 +167,15 @@ def make_trainer(exported, folder, model=None, kind=None, reward=None, prompts=P
 def test_two_steps_have_the_gradients_of_train_grpo(exported, generator, tmp_path):
     from transformers import TrainerCallback
 
-    from interop.huggingface import arranged, our_name
+    from interop.huggingface import our_name, permute_weights
 
     class Note(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **_):
-            gradients = {n: weight.grad.clone() for n, weight in model.named_parameters() if weight.requires_grad}
+            gradients = {
+                n: weight.grad.clone()
+                for n, weight in model.named_parameters()
+                if weight.requires_grad
+            }
             noted.append((batches[-1], weights[-1], gradients))
 
     noted, batches, weights, model = [], [], [], load_model(exported[0])
@@ -154,7 +185,9 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, generator, tmp_pat
     compute = trainer._compute_loss
 
     def spied(model, inputs):
-        batches.append({name: value.clone() for name, value in inputs.items() if torch.is_tensor(value)})
+        batches.append(
+            {name: value.clone() for name, value in inputs.items() if torch.is_tensor(value)}
+        )
         weights.append({name: value.clone() for name, value in model.state_dict().items()})
         return compute(model, inputs)
 
@@ -167,8 +200,13 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, generator, tmp_pat
     scorer = RewardScorer(exported[2], build_model(contents, "generator", generator))
     for number, (batch, state, gradients) in enumerate(noted):
         policy = build_model(contents, "generator", generator)
-        own = {our_name(name): arranged(value, our_name(name), config) for name, value in state.items()}
-        policy.load_state_dict({name: own[name] for name in policy.state_dict() if name in own}, strict=False)
+        own = {
+            our_name(name): permute_weights(value, our_name(name), config)
+            for name, value in state.items()
+        }
+        policy.load_state_dict(
+            {name: own[name] for name in policy.state_dict() if name in own}, strict=False
+        )
         ids = torch.cat((batch["prompt_ids"], batch["completion_ids"]), 1)
         order = ids[:, :4].tolist()  # TRL shuffles a batch: the groups side by side again
         rows = sorted(range(len(ids)), key=lambda row: order[row])
@@ -177,14 +215,16 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, generator, tmp_pat
         log_probs = token_log_probs_of(policy, ids)
         rewards = rewards_of(scorer(ids, mask), log_probs.detach(), mask, by_token=True)
         advantages = formulas.token_advantages(rewards, mask, G)
-        torch.testing.assert_close(advantages[:, -C:], batch["advantages"][rows], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            advantages[:, -C:], batch["advantages"][rows], atol=1e-3, rtol=1e-3
+        )
         loss, _ = formulas.policy_loss(log_probs, None, advantages, mask.float(), loss_type="dapo")
         loss.backward()
         expected = {name: weight.grad for name, weight in policy.named_parameters()}
         assert len(gradients) == len(expected)
         for name, gradient in gradients.items():
             ours = expected[our_name(name)]
-            theirs = arranged(gradient, our_name(name), config)
+            theirs = permute_weights(gradient, our_name(name), config)
             assert (ours[: len(theirs)] - theirs).norm() <= 1e-3 * ours.norm(), (number, name)
     metrics = [record for record in trainer.state.log_history if "crossover/kl_start" in record]
     assert abs(metrics[0]["crossover/kl_start"]) < 1e-4 < abs(metrics[1]["crossover/kl_start"])
@@ -199,14 +239,20 @@ def test_lora_reads_its_start_from_the_same_weights(exported, tmp_path):
     from peft import LoraConfig
 
     model = load_model(exported[0])
-    reward = CrossoverReward(exported[1], model, weight=WEIGHT, tokenizer=load_tokenizer(exported[0]))
+    reward = CrossoverReward(
+        exported[1], model, weight=WEIGHT, tokenizer=load_tokenizer(exported[0])
+    )
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = make_trainer(exported, tmp_path, model, reward=reward, peft_config=lora)
     rows = random_rows(9, 12)
     before = reward.evidence(rows)
     trainer.train()
     torch.testing.assert_close(reward.evidence(rows), before)
-    first, second = [each["crossover/kl_start"] for each in trainer.state.log_history if "crossover/kl_start" in each]
+    first, second = [
+        each["crossover/kl_start"]
+        for each in trainer.state.log_history
+        if "crossover/kl_start" in each
+    ]
     assert abs(first) < 1e-5 < abs(second)
 
 
@@ -217,9 +263,16 @@ def test_what_the_formulas_do_not_score_is_refused(exported, tmp_path):
     with pytest.raises(UserError, match=r"temperature=0\.7: must be 1"):
         make_trainer(exported, tmp_path, temperature=0.7)
     same = load_model(exported[0])
-    reward = CrossoverReward(exported[1], same, weight=WEIGHT, tokenizer=load_tokenizer(exported[0]))
+    reward = CrossoverReward(
+        exported[1], same, weight=WEIGHT, tokenizer=load_tokenizer(exported[0])
+    )
     with pytest.raises(UserError, match="one and the same loaded model"):
-        make_trainer(exported, tmp_path, reward=reward, peft_config=LoraConfig(r=2, target_modules="all-linear"))
+        make_trainer(
+            exported,
+            tmp_path,
+            reward=reward,
+            peft_config=LoraConfig(r=2, target_modules="all-linear"),
+        )
     with pytest.raises(UserError, match="generation_kwargs="):
         make_trainer(exported, tmp_path, generation_kwargs={"temperature": 0.7})
     with pytest.raises(UserError, match="holds the model that is trained"):
@@ -241,14 +294,18 @@ def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus
         transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
     natural, start = (load_model(str(tmp_path / name)) for name in ("p", "q"))
     reward = CrossoverReward(natural, start, tokenizer=load_tokenizer(exported[0]))
-    assert reward.fit(natural_blocks(corpus, 32), allow_unpredictive=True)["num_tokens"] == 16  # the whole context
-    trainer = make_trainer(exported, tmp_path, load_model(str(tmp_path / "q")), reward=reward, prompts=["The ", "a h"])
+    # the whole context
+    assert reward.fit(natural_blocks(corpus, 32), allow_unpredictive=True)["num_tokens"] == 16
+    trainer = make_trainer(
+        exported, tmp_path, load_model(str(tmp_path / "q")), reward=reward, prompts=["The ", "a h"]
+    )
     with pytest.raises(UserError, match="no rotary positions: use prompts of as many tokens"):
         trainer.train()
 
 
 def replay(generator: str, natural: str, out: str) -> None:
-    """One step on completions of several lengths, a function of their prompts; writes its gradients to `out`."""
+    """One step on completions of several lengths, a function of their prompts; writes its gradients
+    to `out`."""
     from accelerate import PartialState
     from transformers import TrainerCallback
 
@@ -259,7 +316,9 @@ def replay(generator: str, natural: str, out: str) -> None:
             written = []
             for row, ids in enumerate(prompt_ids):
                 draw = torch.Generator().manual_seed(sum(ids) + row % G)
-                written.append(torch.randint(25, (3 + row % G + len(ids) % 3,), generator=draw).tolist())
+                written.append(
+                    torch.randint(25, (3 + row % G + len(ids) % 3,), generator=draw).tolist()
+                )
             return written, None
 
         def _generate_and_score_completions(self, inputs):
@@ -271,22 +330,39 @@ def replay(generator: str, natural: str, out: str) -> None:
         def on_pre_optimizer_step(self, args, state, control, model, **_):
             if PartialState().is_main_process:
                 named = model.named_parameters()
-                torch.save({name.removeprefix("module."): weight.grad for name, weight in named}, out)
+                torch.save(
+                    {name.removeprefix("module."): weight.grad for name, weight in named}, out
+                )
 
     options = {"per_device_train_batch_size": 2 * G // PartialState().num_processes, "max_steps": 1}
     options["scale_rewards"] = "batch"
-    trainer = make_trainer((generator, natural), out + ".trainer", kind=Replay, prompts=["The ", "a h"], **options)
+    trainer = make_trainer(
+        (generator, natural), out + ".trainer", kind=Replay, prompts=["The ", "a h"], **options
+    )
     trainer.add_callback(Note())
     trainer.train()
 
 
 def test_two_processes_have_the_gradient_of_one(exported, tmp_path):
     script, found = tmp_path / "replay.py", []
-    script.write_text("import sys\nfrom test_interop_crossover import replay\nreplay(*sys.argv[1:])\n")
-    path = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    script.write_text(
+        "import sys\nfrom test_interop_crossover import replay\nreplay(*sys.argv[1:])\n"
+    )
+    path = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+    }
     for number in ("1", "2"):
         launch = f"-m accelerate.commands.launch --cpu --num_processes {number} --num_machines 1 --mixed_precision no"
-        command = [sys.executable, *launch.split(), "--dynamo_backend", "no", "--main_process_port", "0"]
+        command = [
+            sys.executable,
+            *launch.split(),
+            "--dynamo_backend",
+            "no",
+            "--main_process_port",
+            "0",
+        ]
         out = tmp_path / f"{number}.pt"
         subprocess.run([*command, script, *exported[:2], out], check=True, env=path, timeout=300)
         found.append(torch.load(out))
@@ -296,17 +372,35 @@ def test_two_processes_have_the_gradient_of_one(exported, tmp_path):
 
 
 def trl_options(exported, corpus, tmp_path, **more):
-    options = {"model": exported[0], "natural_model": exported[1], "text": corpus / "input.txt", "max_steps": 2}
-    options |= {"prompts_per_step": 2, "group_size": 2, "prompt_length": 4, "max_completion_length": 8}
+    options = {
+        "model": exported[0],
+        "natural_model": exported[1],
+        "text": corpus / "input.txt",
+        "max_steps": 2,
+    }
+    options |= {
+        "prompts_per_step": 2,
+        "group_size": 2,
+        "prompt_length": 4,
+        "max_completion_length": 8,
+    }
     return {**options, "output_dir": tmp_path / "trained", **more}
 
 
 def test_train_trl_trains_goes_on_and_refuses(exported, corpus, tmp_path, monkeypatch, knowing):
     printed = succeed("interop.train_trl", **trl_options(exported, corpus, tmp_path, lora_rank=2))
-    assert "Weight of the natural model" in printed and (tmp_path / "trained/adapter_model.safetensors").is_file()
-    again = succeed("interop.train_trl", **trl_options(exported, corpus, tmp_path, lora_rank=2, max_steps=3))
+    assert (
+        "Weight of the natural model" in printed
+        and (tmp_path / "trained/adapter_model.safetensors").is_file()
+    )
+    again = succeed(
+        "interop.train_trl", **trl_options(exported, corpus, tmp_path, lora_rank=2, max_steps=3)
+    )
     assert f"Going on from {tmp_path / 'trained/checkpoint-2'}" in again
-    steps = [each["step"] for each in read_json(tmp_path / "trained/checkpoint-3/trainer_state.json")["log_history"]]
+    steps = [
+        each["step"]
+        for each in read_json(tmp_path / "trained/checkpoint-3/trainer_state.json")["log_history"]
+    ]
     assert steps[:3] == [1, 2, 3]
     (tmp_path / "short.txt").write_text((corpus / "input.txt").read_text()[:200])
     (tmp_path / "foreign.txt").write_text("\u0416" * 9999)
@@ -314,11 +408,16 @@ def test_train_trl_trains_goes_on_and_refuses(exported, corpus, tmp_path, monkey
         ({"text": tmp_path / "short.txt"}, "tokens: 1,920 at least are needed"),
         ({"text": tmp_path / "foreign.txt"}, "tokenizer cannot read the text"),
         ({"natural_model": tmp_path}, "cannot be read"),
-        ({"output_dir": tmp_path / "trained", "lora_rank": 2, "seed": 1}, "run (seed was 42, now 1)"),
+        (
+            {"output_dir": tmp_path / "trained", "lora_rank": 2, "seed": 1},
+            "run (seed was 42, now 1)",
+        ),
         ({"prompts_per_step": 0}, "prompts_per_step=0: must be >= 1"),
     ):
         more = {"output_dir": tmp_path / "other", **options}
-        assert said in refuse("interop.train_trl", **trl_options(exported, corpus, tmp_path, **more))
+        assert said in refuse(
+            "interop.train_trl", **trl_options(exported, corpus, tmp_path, **more)
+        )
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "interop.crossover_trainer", raising=False)
     with pytest.raises(UserError, match=r"needs trl: pip install -r requirements-interop\.txt"):
@@ -329,20 +428,45 @@ def test_a_pruned_model_is_healed(exported, tmp_path, corpus):
     """The example's whole way, on a random model of Llama's form."""
     import transformers
 
-    config = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=26, num_key_value_heads=2, max_position_embeddings=64, **config)
+    config = {
+        "num_hidden_layers": 3,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=26, num_key_value_heads=2, max_position_embeddings=64, **config
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "whole")
     load_tokenizer(exported[0]).save_pretrained(tmp_path / "whole")
-    options = {"whole": tmp_path / "whole", "text": corpus / "input.txt", "out_dir": tmp_path / "out", "drop": 1}
-    options |= {"floor_steps": 1, "steps": 1, "num_blocks": 32, "prompts": 2, "allow_unpredictive": True}
+    options = {
+        "whole": tmp_path / "whole",
+        "text": corpus / "input.txt",
+        "out_dir": tmp_path / "out",
+        "drop": 1,
+    }
+    options |= {
+        "floor_steps": 1,
+        "steps": 1,
+        "num_blocks": 32,
+        "prompts": 2,
+        "allow_unpredictive": True,
+    }
     for arm in ("supervised", "crossover", "sequence", "distillation", "constant"):
         printed = succeed("examples.heal_pruned_model", **options, arm=arm)
         assert f"\n{arm} " in printed
-        trained, floor = (load_model(str(tmp_path / "out" / name)).state_dict() for name in (arm, "floor"))
+        trained, floor = (
+            load_model(str(tmp_path / "out" / name)).state_dict() for name in (arm, "floor")
+        )
         assert all(torch.equal(trained[name], floor[name]) for name in floor) == (arm == "constant")
-    assert "of another experiment" in refuse("examples.heal_pruned_model", **options, arm=arm, seed=1)
+    assert "of another experiment" in refuse(
+        "examples.heal_pruned_model", **options, arm=arm, seed=1
+    )
     results = read_json(tmp_path / "out/results.json")
-    assert results["whole"]["kl"] < 1e-5 < results["floor"]["kl"] and (tmp_path / "out/crossover.png").is_file()
+    assert (
+        results["whole"]["kl"] < 1e-5 < results["floor"]["kl"]
+        and (tmp_path / "out/crossover.png").is_file()
+    )
     assert load_model(str(tmp_path / "out/pruned")).config.num_hidden_layers == 2
 
 
@@ -352,11 +476,14 @@ def trl_loss(tmp_path_factory, exported):
     import trl
     from datasets import Dataset
 
-    folder, plain_kl = tmp_path_factory.mktemp("trl"), {"use_bias_correction_kl": False}  # not times the ratio
+    # not times the ratio
+    folder, plain_kl = tmp_path_factory.mktemp("trl"), {"use_bias_correction_kl": False}
     trainer = trl.GRPOTrainer(
         model=exported[0],
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=trl.GRPOConfig(output_dir=str(folder / "out"), use_cpu=True, bf16=False, report_to=[], **plain_kl),
+        args=trl.GRPOConfig(
+            output_dir=str(folder / "out"), use_cpu=True, bf16=False, report_to=[], **plain_kl
+        ),
         train_dataset=Dataset.from_dict({"prompt": ["The "]}),
         processing_class=load_tokenizer(exported[0]),
     )
@@ -366,10 +493,23 @@ def trl_loss(tmp_path_factory, exported):
         for name, value in attributes.items():
             assert hasattr(trainer, name)
             setattr(trainer, name, value)
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None)
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+            log_probs,
+            torch.zeros_like(log_probs),
+            None,
+        )
         prompt = torch.ones(len(mask), 1, dtype=torch.int64)
-        inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": mask, "completion_mask": mask}
-        inputs |= {"old_per_token_logps": old, "ref_per_token_logps": reference, "advantages": advantages}
+        inputs = {
+            "prompt_ids": prompt,
+            "prompt_mask": prompt,
+            "completion_ids": mask,
+            "completion_mask": mask,
+        }
+        inputs |= {
+            "old_per_token_logps": old,
+            "ref_per_token_logps": reference,
+            "advantages": advantages,
+        }
         return trainer._compute_loss(trainer.model, {**inputs, "num_items_in_batch": mask.sum()})
 
     return loss
@@ -381,14 +521,18 @@ def trl_loss(tmp_path_factory, exported):
 def test_policy_losses_and_gradients_are_those_of_trl(trl_loss, loss_type, beta, level):
     draw = torch.Generator().manual_seed(0)
     log_probs = -torch.rand(6, 9, generator=draw) * 4
-    old, reference = (log_probs + torch.randn(6, 9, generator=draw) * spread for spread in (0.3, 0.5))
+    old, reference = (
+        log_probs + torch.randn(6, 9, generator=draw) * spread for spread in (0.3, 0.5)
+    )
     mask = (torch.arange(9) < torch.tensor([9, 4, 1, 7, 9, 2])[:, None]).long()
     advantages = formulas.group_advantages(torch.rand(6, generator=draw), 3)
     low, high = 0.2, 1.2 if loss_type == "cispo" else 0.28
     ours, theirs = log_probs.clone().requires_grad_(), log_probs.clone().requires_grad_()
     options = {"epsilon_low": low, "epsilon_high": high, "beta": beta, "loss_type": loss_type}
     common = {**options, "importance_level": level, "max_completion_length": 12}
-    loss, _ = formulas.policy_loss(ours, old, advantages, mask, reference_log_probs=reference, **common)
+    loss, _ = formulas.policy_loss(
+        ours, old, advantages, mask, reference_log_probs=reference, **common
+    )
     options |= {"importance_sampling_level": level, "max_completion_length": 12}
     expected = trl_loss(theirs, old, reference, advantages, mask, **options)
     torch.testing.assert_close(loss, expected)

@@ -1,4 +1,5 @@
-"""interop/huggingface.py: parity with transformers both ways, names of the hub, damaged folders, the export.
+"""interop/huggingface.py: parity with transformers both ways, names of the hub, damaged folders,
+the export.
 
     pytest tests/test_interop_huggingface.py
 
@@ -25,7 +26,14 @@ from training.checkpoint import build_model, load_checkpoint
 EXPORT = "interop.export"
 SIZES = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}
 OURS = [
-    GPTConfig(**SIZES, bias=bias, position=position, activation=activation, tied_embeddings=tied, **further)
+    GPTConfig(
+        **SIZES,
+        bias=bias,
+        position=position,
+        activation=activation,
+        tied_embeddings=tied,
+        **further,
+    )
     for bias, tied in ((True, True), (False, False), (True, False))
     for position, activation, further in (
         ("learned", "gelu_tanh", {}),
@@ -38,7 +46,14 @@ OURS = [
 
 
 def name_of(config: GPTConfig) -> str:
-    names = ("position", "bias", "activation", "rotary_share", "parallel_residual", "tied_embeddings")
+    names = (
+        "position",
+        "bias",
+        "activation",
+        "rotary_share",
+        "parallel_residual",
+        "tied_embeddings",
+    )
     return "-".join(str(getattr(config, name)) for name in names)
 
 
@@ -63,7 +78,9 @@ def transformers():
 @pytest.fixture
 def folder(tmp_path, transformers):
     """A small model of GPT-NeoX's form."""
-    their_model(OURS[3], with_large_weights(GPT(OURS[3])).state_dict()).save_pretrained(tmp_path / "hf")
+    their_model(OURS[3], with_large_weights(GPT(OURS[3])).state_dict()).save_pretrained(
+        tmp_path / "hf"
+    )
     return tmp_path / "hf"
 
 
@@ -98,8 +115,14 @@ GPT2 = {"n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
         ("GPT2", {**GPT2, "activation_function": "gelu_pytorch_tanh", "n_inner": 128}),
         ("GPT2", {**GPT2, "tie_word_embeddings": False}),
         ("GPTNeoX", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
-        ("GPTNeoX", {"rotary_pct": 0.25, "use_parallel_residual": True, "tie_word_embeddings": False}),
-        ("GPTNeoX", {"rotary_pct": 1.0, "use_parallel_residual": False, "tie_word_embeddings": True}),
+        (
+            "GPTNeoX",
+            {"rotary_pct": 0.25, "use_parallel_residual": True, "tie_word_embeddings": False},
+        ),
+        (
+            "GPTNeoX",
+            {"rotary_pct": 1.0, "use_parallel_residual": False, "tie_word_embeddings": True},
+        ),
     ],
 )
 def test_their_models_have_the_same_logits_here(tmp_path, transformers, form, options):
@@ -111,7 +134,10 @@ def test_their_models_have_the_same_logits_here(tmp_path, transformers, form, op
     theirs.save_pretrained(tmp_path)
     if form == "GPT2":  # which ties them, says this
         change(tmp_path, tie_word_embeddings=True)
-    model, ids = build_model(load_checkpoint(tmp_path), "generator", tmp_path), torch.randint(61, (3, 32))
+    model, ids = (
+        build_model(load_checkpoint(tmp_path), "generator", tmp_path),
+        torch.randint(61, (3, 32)),
+    )
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model, ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
 
@@ -126,22 +152,33 @@ def test_padding_ids_are_left_out(tmp_path, transformers):
     contents, ids = load_checkpoint(tmp_path), torch.randint(61, (2, 32))
     assert contents["config"].vocab_size == contents["config"].num_real_tokens == 61
     again = build_model(contents, "generator", tmp_path)
-    torch.testing.assert_close(logits_of(again, ids), logits_of(model, ids)[..., :61], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        logits_of(again, ids), logits_of(model, ids)[..., :61], atol=1e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.interop
 def test_half_precision_is_read_as_float32(folder):
     whole = load_checkpoint(folder)["model"]
-    model = huggingface.load_transformers().GPTNeoXForCausalLM.from_pretrained(folder, dtype=torch.float16)
+    model = huggingface.load_transformers().GPTNeoXForCausalLM.from_pretrained(
+        folder, dtype=torch.float16
+    )
     model.save_pretrained(folder)
-    assert_same_weights(load_checkpoint(folder)["model"], {n: t.half().float() for n, t in whole.items()})
+    assert_same_weights(
+        load_checkpoint(folder)["model"], {n: t.half().float() for n, t in whole.items()}
+    )
 
 
 def test_without_transformers_one_line_says_what_to_install(tmp_path, monkeypatch, generator):
     monkeypatch.setitem(sys.modules, "transformers", None)
     (tmp_path / "config.json").write_text("{}")
-    for options in ({"checkpoint_path": tmp_path}, {"checkpoint_path": generator, "output_dir": tmp_path / "out"}):
-        assert "needs transformers: pip install -r requirements-interop.txt" in refuse_in_one_line(EXPORT, **options)
+    for options in (
+        {"checkpoint_path": tmp_path},
+        {"checkpoint_path": generator, "output_dir": tmp_path / "out"},
+    ):
+        assert "needs transformers: pip install -r requirements-interop.txt" in refuse_in_one_line(
+            EXPORT, **options
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -152,8 +189,21 @@ def test_without_transformers_one_line_says_what_to_install(tmp_path, monkeypatc
         {"model_type": "llama"},
         {"layer_norm_eps": 1e-6},
         {"intermediate_size": 64},
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000, "partial_rotary_factor": 0.5}},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500, "partial_rotary_factor": 0.5}},
+        {
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 10000,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500,
+                "partial_rotary_factor": 0.5,
+            }
+        },
         {"num_attention_heads": 5},
         {"num_hidden_layers": 10**9},
         {"hidden_size": 10**6, "intermediate_size": 4 * 10**6},
@@ -170,7 +220,9 @@ def test_a_config_that_is_not_supported_is_refused(folder, settings):
 
 @pytest.mark.interop
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"\xff" * 99])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"\xff" * 99]
+)
 def test_damaged_files_are_refused(folder, file, damage):
     (folder / file).write_bytes(damage((folder / file).read_bytes()))
     with pytest.raises(UserError) as caught:
@@ -198,7 +250,9 @@ def test_names_of_the_hub_are_fetched_by_its_package(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface, "load_transformers", lambda: None)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
+    monkeypatch.setitem(
+        sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download)
+    )
     model_path.cache_clear()
     assert model_path("gpt2") == model_path("EleutherAI/pythia-14m") == tmp_path
     assert model_path(tmp_path / "model.pt") == tmp_path / "model.pt"
@@ -224,14 +278,20 @@ def test_an_export_read_again_is_the_same_checkpoint(tmp_path, transformers, gen
     assert tokenizer(text)["input_ids"] == ids and tokenizer.decode(ids) == text
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert model.config.eos_token_id is None and model.generation_config.top_k == 0
-    figures = succeed("evaluate", checkpoints=[out, generator], dataset=corpus, device="cpu").splitlines()
+    figures = succeed(
+        "evaluate", checkpoints=[out, generator], dataset=corpus, device="cpu"
+    ).splitlines()
     assert figures[0].partition(": ")[2] == figures[1].partition(": ")[2]
-    assert "is there already" in refuse_in_one_line(EXPORT, checkpoint_path=generator, output_dir=out)
+    assert "is there already" in refuse_in_one_line(
+        EXPORT, checkpoint_path=generator, output_dir=out
+    )
 
 
 @pytest.mark.interop
 def test_gpt2s_tokenizer_comes_back_as_bpe(tmp_path, transformers, bpe):
-    path = make_checkpoint(tmp_path / "model.pt", 50304, bpe.to_record(), n_embd=4, position="learned")
+    path = make_checkpoint(
+        tmp_path / "model.pt", 50304, bpe.to_record(), n_embd=4, position="learned"
+    )
     succeed(EXPORT, checkpoint_path=path, output_dir=tmp_path / "hf")
     assert load_checkpoint(tmp_path / "hf")["tokenization"]["method"] == "bpe"
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -247,7 +307,9 @@ def test_models_without_a_tokenizer_and_reward_models(tmp_path, transformers):
     assert "--meta_path" in refuse_in_one_line(EXPORT, checkpoint_path=path, output_dir=out)
     record = TokenizationManager.from_text("abc").to_record()
     reward = make_checkpoint(tmp_path / "reward.pt", 3, record, mode="reward")
-    assert "a generator is needed" in refuse_in_one_line(EXPORT, checkpoint_path=reward, output_dir=out)
+    assert "a generator is needed" in refuse_in_one_line(
+        EXPORT, checkpoint_path=reward, output_dir=out
+    )
     assert not out.exists()
     succeed(EXPORT, checkpoint_path=path, meta_path=tmp_path / "meta.pkl", output_dir=out)
     assert load_checkpoint(out)["tokenization"]["chars"] == "abc"

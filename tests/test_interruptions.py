@@ -1,4 +1,5 @@
-"""A run of train.py that is interrupted, resumed, changed and damaged in any order ends as an undisturbed one."""
+"""A run of train.py that is interrupted, resumed, changed and damaged in any order ends as an
+undisturbed one."""
 
 import os
 import signal
@@ -28,7 +29,14 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 import train
 from common.files import load_state
 
-OPTIONS = {**TINY_MODEL, "batch_size": 2, "max_iters": 6, "eval_interval": 2, "warmup_iters": 1, "device": "cpu"}
+OPTIONS = {
+    **TINY_MODEL,
+    "batch_size": 2,
+    "max_iters": 6,
+    "eval_interval": 2,
+    "warmup_iters": 1,
+    "device": "cpu",
+}
 MODEL, STATE, RECORDS = (f"model_checkpoint.{suffix}" for suffix in ("pt", "resume", "jsonl"))
 DAMAGE = {
     "cut": lambda data: data[: len(data) // 2],
@@ -43,7 +51,8 @@ def send_sigint() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """One folder of a run; `undisturbed` is the folder, beside its corpus, that it must come to equal."""
+    """One folder of a run; `undisturbed` is the folder, beside its corpus, that it must come to
+    equal."""
 
     undisturbed: Path
 
@@ -54,10 +63,19 @@ class AnyOrder(RuleBasedStateMachine):
         self.records_are_whole = True
 
     def command(self, **more) -> Finished:
-        return call("train", dataset=self.undisturbed.parent / "tiny_char", out_dir=self.folder, **OPTIONS | more)
+        return call(
+            "train",
+            dataset=self.undisturbed.parent / "tiny_char",
+            out_dir=self.folder,
+            **OPTIONS | more,
+        )
 
     def contents(self) -> dict[str, bytes]:
-        return {name: data for name, data in folder_bytes(self.folder).items() if not name.endswith(".lock")}
+        return {
+            name: data
+            for name, data in folder_bytes(self.folder).items()
+            if not name.endswith(".lock")
+        }
 
     def is_whole(self, name: str) -> bool:
         path = self.folder / name
@@ -94,7 +112,11 @@ class AnyOrder(RuleBasedStateMachine):
         if not self.contents().keys() & {MODEL, STATE}:
             self.records_are_whole = True
             assert self.command().status == 0
-        elif self.is_whole(STATE) and load_state(self.folder / STATE)["finished"] and (self.folder / MODEL).exists():
+        elif (
+            self.is_whole(STATE)
+            and load_state(self.folder / STATE)["finished"]
+            and (self.folder / MODEL).exists()
+        ):
             assert "made with these settings already" in self.command().out
             if self.is_whole(MODEL):
                 assert_same_weights(weights(self.folder / MODEL), weights(self.undisturbed / MODEL))
@@ -108,12 +130,16 @@ class AnyOrder(RuleBasedStateMachine):
             self.must_equal_the_undisturbed()
         else:
             line = self.refused(init_from="resume")
-            assert STATE in line and ("--overwrite True" in line or not (self.folder / STATE).exists())
+            assert STATE in line and (
+                "--overwrite True" in line or not (self.folder / STATE).exists()
+            )
 
     @rule(way=st.sampled_from([{}, {"init_from": "resume"}]))
     def change_settings(self, way):
         if (self.folder / STATE).exists():
-            assert ("learning_rate was " if self.is_whole(STATE) else STATE) in self.refused(learning_rate=0.5, **way)
+            assert ("learning_rate was " if self.is_whole(STATE) else STATE) in self.refused(
+                learning_rate=0.5, **way
+            )
 
     @rule(name=st.sampled_from([MODEL, STATE, RECORDS]), kind=st.sampled_from([*DAMAGE]))
     def damage(self, name, kind):
@@ -124,7 +150,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     def must_equal_the_undisturbed(self) -> None:
         assert_same_weights(weights(self.folder / MODEL), weights(self.undisturbed / MODEL))
-        assert not self.records_are_whole or untimed(self.folder / RECORDS) == untimed(self.undisturbed / RECORDS)
+        assert not self.records_are_whole or untimed(self.folder / RECORDS) == untimed(
+            self.undisturbed / RECORDS
+        )
         assert set(self.contents()) == {MODEL, STATE, RECORDS}
 
     def teardown(self) -> None:
@@ -136,5 +164,12 @@ class AnyOrder(RuleBasedStateMachine):
 def test_any_order_of_interruptions_changes_and_damage_ends_in_the_same_tensors(tmp_path):
     AnyOrder.undisturbed = tmp_path / "undisturbed"
     make_corpus(tmp_path / "tiny_char", make_text(500))
-    assert call("train", dataset=tmp_path / "tiny_char", out_dir=AnyOrder.undisturbed, **OPTIONS).status == 0
-    run_state_machine_as_test(AnyOrder, settings=settings(max_examples=16, stateful_step_count=8, deadline=None))
+    assert (
+        call(
+            "train", dataset=tmp_path / "tiny_char", out_dir=AnyOrder.undisturbed, **OPTIONS
+        ).status
+        == 0
+    )
+    run_state_machine_as_test(
+        AnyOrder, settings=settings(max_examples=16, stateful_step_count=8, deadline=None)
+    )

@@ -1,4 +1,5 @@
-"""Tests of losses.py: hand-computed values, gradients, and means over batches.  `pytest tests/test_losses.py`"""
+"""Tests of losses.py: hand-computed values, gradients, and means over batches.  `pytest
+tests/test_losses.py`"""
 
 import math
 
@@ -12,7 +13,9 @@ from model import GPT, GPTConfig
 def test_token_log_probs_of_infinite_logits():
     logits = torch.tensor([[0.0, 0.0, math.inf], [0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf]])
     found = token_log_probs(logits, torch.tensor([0, 0, 2]))
-    torch.testing.assert_close(found, torch.tensor([math.nan, -math.log(2), -math.inf]), equal_nan=True)
+    torch.testing.assert_close(
+        found, torch.tensor([math.nan, -math.log(2), -math.inf]), equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,13 +30,17 @@ def test_token_log_probs_equal_log_softmax_with_gradient(dtype):
     weights = torch.randn(3, 5)
     (result * weights).sum().backward()
     (expected * weights).sum().backward()
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    tolerance = (
+        {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    )
     torch.testing.assert_close(ours.grad, plain.grad, **tolerance)
 
 
 def tiny_gpt(dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTConfig(block_size=4, vocab_size=7, n_layer=1, n_head=1, n_embd=8, dropout=dropout))
+    return GPT(
+        GPTConfig(block_size=4, vocab_size=7, n_layer=1, n_head=1, n_embd=8, dropout=dropout)
+    )
 
 
 def test_language_model_loss_leaves_ignored_targets_out():
@@ -60,9 +67,17 @@ def test_log_probs_of_a_text_and_its_loss_agree():
     assert model.training and log_probs.shape == (20,) and not log_probs.requires_grad
     logits, loss = model.eval()(x, y)
     torch.testing.assert_close(log_probs, token_log_probs(logits, y).flatten().detach())
-    assert total == pytest.approx(-log_probs.mean().item(), rel=1e-5) == pytest.approx(loss.item(), rel=1e-5)
+    assert (
+        total
+        == pytest.approx(-log_probs.mean().item(), rel=1e-5)
+        == pytest.approx(loss.item(), rel=1e-5)
+    )
     assert next_token_loss(model, x, y).item() == loss.item()
 
 
 def test_perplexity_by_hand():
-    assert perplexity(math.log(5)) == pytest.approx(5) and perplexity(0.0) == 1 and perplexity(1000.0) == math.inf
+    assert (
+        perplexity(math.log(5)) == pytest.approx(5)
+        and perplexity(0.0) == 1
+        and perplexity(1000.0) == math.inf
+    )

@@ -27,8 +27,14 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def files_of(name: str) -> dict[str, Any]:
     """The files of a corpus, locks aside; a meta.pkl's contents."""
-    files = {path.name: path.read_bytes() for path in Path("data", name).glob("*.*") if path.suffix in (".bin", ".pkl")}
-    return {name: pickle.loads(data) if name == "meta.pkl" else data for name, data in files.items()}
+    files = {
+        path.name: path.read_bytes()
+        for path in Path("data", name).glob("*.*")
+        if path.suffix in (".bin", ".pkl")
+    }
+    return {
+        name: pickle.loads(data) if name == "meta.pkl" else data for name, data in files.items()
+    }
 
 
 def nanogpt_char(text: str) -> dict[str, Any]:
@@ -37,7 +43,10 @@ def nanogpt_char(text: str) -> dict[str, Any]:
     stoi, itos = {ch: i for i, ch in enumerate(chars)}, dict(enumerate(chars))
     n = len(text)
     parts = {"train.bin": text[: int(n * 0.9)], "val.bin": text[int(n * 0.9) :]}
-    files = {name: np.array([stoi[c] for c in part], dtype=np.uint16).tobytes() for name, part in parts.items()}
+    files = {
+        name: np.array([stoi[c] for c in part], dtype=np.uint16).tobytes()
+        for name, part in parts.items()
+    }
     return files | {"meta.pkl": {"vocab_size": len(chars), "itos": itos, "stoi": stoi}}
 
 
@@ -47,7 +56,10 @@ def test_characters_are_nanogpts_bytes(monkeypatch):
     Path("novel.txt").write_text(text.replace("\n", "\r\n"), encoding="utf-8", newline="")
     out = succeed("prepare_text", "novel.txt", name="novel", tokenization="char")
     assert files_of("novel") == nanogpt_char(text)
-    assert f"length of dataset in characters: {len(text):,}" in out and f"vocab size: {len(set(text))}" in out
+    assert (
+        f"length of dataset in characters: {len(text):,}" in out
+        and f"vocab size: {len(set(text))}" in out
+    )
     assert f"train has {int(len(text) * 0.9):,} tokens" in out
     assert out.endswith("next: python train.py --dataset novel\n")
 
@@ -66,10 +78,24 @@ def test_text_mode_gives_the_same_tokens(tokenization):
 
 
 def test_paths_may_stand_anywhere_and_folders_mean_their_texts(folder):
-    for name, text in (("b/z.txt", "z\n"), ("b/a/x.txt", "xx"), ("b/a.txt", "aa"), ("b/no.md", "?"), ("c.txt", "c")):
+    for name, text in (
+        ("b/z.txt", "z\n"),
+        ("b/a/x.txt", "xx"),
+        ("b/a.txt", "aa"),
+        ("b/no.md", "?"),
+        ("c.txt", "c"),
+    ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
-    options = ["--name", "mixed", "--tokenization=char", "--block_size", "1", "--train_split", "0.5"]
+    options = [
+        "--name",
+        "mixed",
+        "--tokenization=char",
+        "--block_size",
+        "1",
+        "--train_split",
+        "0.5",
+    ]
     succeed("prepare_text", *options, "c.txt", "b")
     tokenizer = TokenizationManager(data_path="data/mixed")
     splits = load_binary("data/mixed/train.bin", "data/mixed/val.bin", tokenizer.vocab_size)
@@ -80,7 +106,12 @@ def test_paths_may_stand_anywhere_and_folders_mean_their_texts(folder):
 
 
 def test_marks_and_hidden_files_are_no_text_and_capitals_in_a_suffix_are_allowed():
-    files = {"a.txt": b"\xef\xbb\xbfaa\n", "B.TXT": b"\xef\xbb\xbfBB\n", "._a.txt": b"\0", ".c/c.txt": b"c"}
+    files = {
+        "a.txt": b"\xef\xbb\xbfaa\n",
+        "B.TXT": b"\xef\xbb\xbfBB\n",
+        "._a.txt": b"\0",
+        ".c/c.txt": b"c",
+    }
     Path(".folder/.c").mkdir(parents=True)
     for name, data in files.items():
         Path(".folder", name).write_bytes(data)
@@ -107,8 +138,12 @@ def test_texts_that_cannot_be_read():
         assert f"{name}: no text file" in refused("novel.txt", name)
     assert "named twice" in refused("novel.txt", "./novel.txt")
     Path("copy.txt").write_text("\ufeff" + TEXT, newline="\r\n")
-    assert "twice, as novel.txt and as copy.txt" in refused("novel.txt", "copy.txt", train_split=0.5)
-    Path("many.txt").write_text("".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x13000)])), encoding="utf-8")
+    assert "twice, as novel.txt and as copy.txt" in refused(
+        "novel.txt", "copy.txt", train_split=0.5
+    )
+    Path("many.txt").write_text(
+        "".join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x13000)])), encoding="utf-8"
+    )
     assert "65536" in refused("many.txt"), "too many characters"
 
 
@@ -135,7 +170,9 @@ def test_texts_that_are_too_short_and_a_folder_named_for_characters():
 )
 def test_settings_that_are_refused(options, said):
     message = refuse("prepare_text", "novel.txt", **{"name": "novel", **PLAIN, **options})
-    assert [line.startswith(f"  ERROR: {said}") for line in message.splitlines() if "ERROR" in line] == [True]
+    assert [
+        line.startswith(f"  ERROR: {said}") for line in message.splitlines() if "ERROR" in line
+    ] == [True]
     assert not Path("data").exists()
 
 
@@ -143,4 +180,6 @@ def test_everything_that_is_missing_is_named():
     message = refuse("prepare_text")
     for missing in ("no text is named", "one of name and out_dir", "name one tokenization"):
         assert f"ERROR: {missing}" in message
-    assert "tokenizer.json" in refuse_in_one_line("prepare_text", "novel.txt", name="novel", tokenizer=".")
+    assert "tokenizer.json" in refuse_in_one_line(
+        "prepare_text", "novel.txt", name="novel", tokenizer="."
+    )

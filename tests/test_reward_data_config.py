@@ -16,7 +16,10 @@ from tokenization_manager import TokenizationInfo
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     """Files that exist; what is in them is not for these to judge."""
-    paths = {name: tmp_path / name for name in ("model.pt", "input.txt", "train.bin", "val.bin", "meta.pkl")}
+    paths = {
+        name: tmp_path / name
+        for name in ("model.pt", "input.txt", "train.bin", "val.bin", "meta.pkl")
+    }
     for path in paths.values():
         path.write_bytes(b"12")
     return {name: str(path) for name, path in paths.items()}
@@ -24,29 +27,51 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def text_config(files: dict[str, str], tmp_path: Path) -> RewardDataConfig:
-    return RewardDataConfig(files["model.pt"], data_path=files["input.txt"], output_dir=str(tmp_path / "out"))
+    return RewardDataConfig(
+        files["model.pt"], data_path=files["input.txt"], output_dir=str(tmp_path / "out")
+    )
 
 
 def errors(config: RewardDataConfig, **changes) -> list[str]:
-    return dataclasses.replace(config, **changes).problems().errors
+    return dataclasses.replace(config, **changes).errors().messages
 
 
 def test_defaults_and_other_good_settings(text_config, files, tmp_path):
     config = RewardDataConfig()
     assert config.output_dir == "data/reward_dataset"
-    assert (config.train_split, config.samples_per_chunk, config.temperature, config.top_k) == (0.9, 10, 1.0, None)
-    assert (config.input_mode, config.tokenization, config.device, config.seed) == ("text", "auto", "auto", 42)
+    assert (config.train_split, config.samples_per_chunk, config.temperature, config.top_k) == (
+        0.9,
+        10,
+        1.0,
+        None,
+    )
+    assert (config.input_mode, config.tokenization, config.device, config.seed) == (
+        "text",
+        "auto",
+        "auto",
+        42,
+    )
     assert errors(text_config) == []
-    assert errors(text_config, data_path=str(tmp_path), temperature=0.0, seed=0, top_k=1, max_blocks=1) == []
+    assert (
+        errors(text_config, data_path=str(tmp_path), temperature=0.0, seed=0, top_k=1, max_blocks=1)
+        == []
+    )
     assert errors(text_config, tokenization="char", meta_path=files["meta.pkl"]) == []
-    binary = {"input_mode": "binary", "data_path": None, "train_bin": files["train.bin"], "val_bin": files["val.bin"]}
+    binary = {
+        "input_mode": "binary",
+        "data_path": None,
+        "train_bin": files["train.bin"],
+        "val_bin": files["val.bin"],
+    }
     assert errors(text_config, **binary, tokenization="bpe") == []
 
 
 def test_seeds_example_of_validation_errors(text_config):
-    config = dataclasses.replace(text_config, model_path="nonexistent_model.pt", tokenization="char")
+    config = dataclasses.replace(
+        text_config, model_path="nonexistent_model.pt", tokenization="char"
+    )
     with pytest.raises(UserError) as raised:
-        config.problems().raise_if_any()
+        config.errors().raise_if_any()
     assert str(raised.value) == (
         "Validation Errors:\n"
         "  ERROR: Model file not found: nonexistent_model.pt\n"
@@ -59,8 +84,13 @@ def test_seeds_example_of_validation_errors(text_config):
 
 
 def test_files_that_are_missing_and_those_that_a_mode_ignores(text_config, files, tmp_path):
-    assert errors(RewardDataConfig()) == ["model_path is required", "data_path is required in text mode"]
-    assert errors(text_config, data_path="nowhere.txt", train_bin=files["train.bin"], val_bin="x") == [
+    assert errors(RewardDataConfig()) == [
+        "model_path is required",
+        "data_path is required in text mode",
+    ]
+    assert errors(
+        text_config, data_path="nowhere.txt", train_bin=files["train.bin"], val_bin="x"
+    ) == [
         "train_bin is ignored in text mode",
         "val_bin is ignored in text mode",
         "Data file not found: nowhere.txt",
@@ -73,7 +103,9 @@ def test_files_that_are_missing_and_those_that_a_mode_ignores(text_config, files
         "train_bin is required in binary mode",
         "val_bin is required in binary mode",
     ]
-    assert errors(binary, data_path=None, train_bin="nonexistent.bin", val_bin="none.bin", train_split=0.8) == [
+    assert errors(
+        binary, data_path=None, train_bin="nonexistent.bin", val_bin="none.bin", train_split=0.8
+    ) == [
         "train_split is ignored in binary mode",
         "Train binary file not found: nonexistent.bin",
         "Validation binary file not found: none.bin",
@@ -84,21 +116,37 @@ def test_files_that_are_missing_and_those_that_a_mode_ignores(text_config, files
 
 
 def test_a_dataset_is_binary_mode_with_its_files(files, tmp_path):
-    config = RewardDataConfig(files["model.pt"], dataset=str(tmp_path), output_dir=str(tmp_path / "out"))
-    assert (config.input_mode, config.train_bin, config.val_bin) == ("binary", files["train.bin"], files["val.bin"])
+    config = RewardDataConfig(
+        files["model.pt"], dataset=str(tmp_path), output_dir=str(tmp_path / "out")
+    )
+    assert (config.input_mode, config.train_bin, config.val_bin) == (
+        "binary",
+        files["train.bin"],
+        files["val.bin"],
+    )
     assert errors(config) == []
-    assert errors(config, input_mode="text", train_bin=None, val_bin=None, data_path=files["input.txt"]) == [
-        "dataset is ignored in text mode"
-    ]
-    named = parse_settings(RewardDataConfig, "prepare_reward_data", ["--dataset", "shakespeare"], check=False)
+    assert errors(
+        config, input_mode="text", train_bin=None, val_bin=None, data_path=files["input.txt"]
+    ) == ["dataset is ignored in text mode"]
+    named = parse_settings(
+        RewardDataConfig, "prepare_reward_data", ["--dataset", "shakespeare"], check=False
+    )
     assert named.input_mode == "binary" and named.train_bin.endswith("shakespeare/train.bin")
 
 
 def test_values_out_of_range_are_reported_at_once(text_config):
-    wrong = {"train_split": 1.0, "samples_per_chunk": 0, "temperature": float("nan"), "top_k": 0, "seed": -1}
+    wrong = {
+        "train_split": 1.0,
+        "samples_per_chunk": 0,
+        "temperature": float("nan"),
+        "top_k": 0,
+        "seed": -1,
+    }
     wrong["max_blocks"] = 0
     found = errors(text_config, **wrong)
-    assert [error.partition(": must be")[0] for error in found] == [f"{name}={value}" for name, value in wrong.items()]
+    assert [error.partition(": must be")[0] for error in found] == [
+        f"{name}={value}" for name, value in wrong.items()
+    ]
     assert len(errors(text_config, train_split=0.0, temperature=-0.5)) == 2
 
 

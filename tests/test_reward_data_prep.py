@@ -1,4 +1,5 @@
-"""prepare_reward_data.py: what is in a reward dataset, and that it is the same however it came about."""
+"""prepare_reward_data.py: what is in a reward dataset, and that it is the same however it came
+about."""
 
 import re
 import shutil
@@ -149,7 +150,12 @@ def test_crossovers_are_uniform():
     assert ((observed - expected) ** 2 / expected).sum() < 36.1
 
 
-@given(block_size=st.integers(2, 300), seed=st.integers(0, 2**40), block=st.integers(0, 10**6), more=st.integers(1, 5))
+@given(
+    block_size=st.integers(2, 300),
+    seed=st.integers(0, 2**40),
+    block=st.integers(0, 10**6),
+    more=st.integers(1, 5),
+)
 @settings(max_examples=50)
 def test_a_samples_randomness_depends_on_its_place_alone(block_size, seed, block, more):
     def draw(samples, split, number, seed):
@@ -161,14 +167,21 @@ def test_a_samples_randomness_depends_on_its_place_alone(block_size, seed, block
     assert np.array_equal(few[1], many[1][:2])
     assert ((few[0] >= 1) & (few[0] <= block_size - 1)).all()
     assert ((many[1] >= 0) & (many[1] < 1)).all()
-    for split, number, other_seed in (("val", block, seed), ("train", block + 1, seed), ("train", block, seed + 1)):
+    for split, number, other_seed in (
+        ("val", block, seed),
+        ("train", block + 1, seed),
+        ("train", block, seed + 1),
+    ):
         assert not np.array_equal(few[1], draw(2, split, number, other_seed)[1])
 
 
 def test_counts_of_the_guide_as_printed(tmp_path):
-    """The guide's run with everything 128 times smaller, block_size 8: the very counts of its expected output."""
+    """The guide's run with everything 128 times smaller, block_size 8: the very counts of its
+    expected output."""
     for name, size in (("train", 900_000 // 128), ("val", 100_000 // 128)):
-        np.random.default_rng(0).integers(11, size=size, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+        np.random.default_rng(0).integers(11, size=size, dtype=np.uint16).tofile(
+            tmp_path / f"{name}.bin"
+        )
     save_meta(tmp_path / "meta.pkl", "aehilmnorst")
     model = make_checkpoint(tmp_path / "model.pt", 11, block_size=8)
     out = tmp_path / "reward_dataset"
@@ -222,14 +235,22 @@ def test_counts_of_the_guide_as_printed(tmp_path):
 def test_max_blocks_are_evenly_spaced(total, wanted):
     completer = SimpleNamespace(length=2, model=torch.nn.Linear(1, 1))
     tokens = np.zeros(total * 2 + 1, dtype=np.uint16)
-    indices = np.concatenate(prep.blocks_by_shard(tokens, completer, RewardDataConfig(max_blocks=wanted)))
+    indices = np.concatenate(
+        prep.blocks_by_shard(tokens, completer, RewardDataConfig(max_blocks=wanted))
+    )
     assert len(indices) == min(total, wanted) and indices[0] == 0 and indices[-1] < total
     gaps = np.diff(indices)
     assert len(gaps) == 0 or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
 
 
-def test_max_blocks_in_binary_mode_are_rows_of_the_whole_dataset(tmp_path, corpus, options, reward_data, splits):
-    binary = {"input_mode": "binary", "train_bin": corpus / "train.bin", "val_bin": corpus / "val.bin"}
+def test_max_blocks_in_binary_mode_are_rows_of_the_whole_dataset(
+    tmp_path, corpus, options, reward_data, splits
+):
+    binary = {
+        "input_mode": "binary",
+        "train_bin": corpus / "train.bin",
+        "val_bin": corpus / "val.bin",
+    }
     del options["data_path"]
     assert "Tokenization: char" in succeed("prepare_reward_data", **options, **binary, max_blocks=7)
     for split, tokens in zip(SPLITS, splits, strict=True):
@@ -251,14 +272,18 @@ def test_a_corpus_shorter_than_a_block_is_refused(tmp_path, generator):
 
 def test_killed_and_resumed_ends_in_the_same_bytes(tmp_path, options, reward_data):
     partial = tmp_path / "out.partial"
-    kill_once_saved("prepare_reward_data", "make_samples", 0.5, partial / "train_000000.npz", **options)
+    kill_once_saved(
+        "prepare_reward_data", "make_samples", 0.5, partial / "train_000000.npz", **options
+    )
     assert not (tmp_path / "out").exists()
     assert re.search(r"interrupted: 1 of 1 ", succeed("prepare_reward_data", **options))
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
     assert not partial.exists()
 
 
-@pytest.mark.parametrize(("name", "number"), [("make_samples", 2), ("make_samples", 20), ("write_metadata", 1)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("make_samples", 2), ("make_samples", 20), ("write_metadata", 1)]
+)
 def test_ctrl_c_and_again(monkeypatch, tmp_path, options, reward_data, name, number):
     """Among the shards of the training split, of the validation split, and when all are made."""
     monkeypatch.setattr(prep, "SHARD_TOKENS", 64 * N)
@@ -269,13 +294,21 @@ def test_ctrl_c_and_again(monkeypatch, tmp_path, options, reward_data, name, num
     if name == "write_metadata":  # what a kill at this moment leaves
         (tmp_path / "out.partial" / "dataset" / ".train_x.bin.1.partial").write_bytes(b"cut")
     make, remade = prep.make_samples, []
-    monkeypatch.setattr(prep, "make_samples", lambda *arguments: remade.append(1) or make(*arguments))
+    monkeypatch.setattr(
+        prep, "make_samples", lambda *arguments: remade.append(1) or make(*arguments)
+    )
     succeed("prepare_reward_data", **options)
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["out"]  # nothing else stays
-    total, of_train = (sum(-(-len(RewardDataset(reward_data, split)) // 64) for split in SPLITS[:n]) for n in (2, 1))
+    # nothing else stays
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["out"]
+    total, of_train = (
+        sum(-(-len(RewardDataset(reward_data, split)) // 64) for split in SPLITS[:n])
+        for n in (2, 1)
+    )
     assert of_train < 20 <= total
-    assert len(remade) == (0 if name == "write_metadata" else total - number + 1), "only what was missing"
+    assert len(remade) == (0 if name == "write_metadata" else total - number + 1), (
+        "only what was missing"
+    )
 
 
 def test_two_ranks_give_the_same_bytes(tmp_path, options, reward_data):
@@ -293,7 +326,11 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     for name, num_bytes in (("train", 310_000_000), ("val", 10_000)):
         with open(folder / f"{name}.bin", "wb") as file:
             file.truncate(num_bytes)
-    options = {"model_path": make_checkpoint(tmp_path / "model.pt", 3), "dataset": folder, "max_blocks": 20}
+    options = {
+        "model_path": make_checkpoint(tmp_path / "model.pt", 3),
+        "dataset": folder,
+        "max_blocks": 20,
+    }
     tracemalloc.start()
     try:
         succeed("prepare_reward_data", **options, output_dir=tmp_path / "out", device="cpu")
@@ -308,7 +345,9 @@ def test_unfinished_work_of_other_settings_is_refused(tmp_path, options, reward_
     write_json(partial / "settings.json", {"seed": 7, "temperature": 0.5})
     (partial / "train_000000.npz").write_bytes(b"of another seed")
     line = refuse_in_one_line("prepare_reward_data", **options)
-    assert re.search(r"\bseed was 7, now 42\b", line) and re.search(r"\btemperature was 0\.5, now 1\.0\b", line)
+    assert re.search(r"\bseed was 7, now 42\b", line) and re.search(
+        r"\btemperature was 0\.5, now 1\.0\b", line
+    )
     succeed("prepare_reward_data", **options, overwrite=True)
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
 
@@ -319,7 +358,12 @@ def test_finished_data(monkeypatch, tmp_path, options, reward_data):
         patch.setattr(prep, "make_samples", None)  # not to be called
         assert str(tmp_path / "out") in succeed("prepare_reward_data", **options)
     line = refuse_in_one_line("prepare_reward_data", **options, seed=1, top_k=5, max_blocks=2)
-    for said in ("seed was 42, now 1;", "top_k was None, now 5;", "max_blocks was None, now 2)", "--overwrite"):
+    for said in (
+        "seed was 42, now 1;",
+        "top_k was None, now 5;",
+        "max_blocks was None, now 2)",
+        "--overwrite",
+    ):
         assert said in line
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
     succeed("prepare_reward_data", **options, seed=1, max_blocks=2, overwrite=True)
@@ -345,7 +389,9 @@ def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator)
     text = read_text(corpus)
     foreign = make_corpus(tmp_path / "foreign_char", text + "z")
     options = prepare_options(foreign, generator, tmp_path / "out")
-    assert re.search(r"the data .*\b26\b.*\b25\b", refuse_in_one_line("prepare_reward_data", **options))
+    assert re.search(
+        r"the data .*\b26\b.*\b25\b", refuse_in_one_line("prepare_reward_data", **options)
+    )
     chars = TokenizationManager(data_path=corpus).chars
     save_meta(foreign / "meta.pkl", chars[1] + chars[0] + chars[2:])
     (foreign / "input.txt").write_text(text)
@@ -365,13 +411,19 @@ def test_load_base_model_and_load_and_split_data(corpus, generator, reward_model
     assert (tokenizer.method, tokenizer.vocab_size) == ("char", 25)
     text = read_text(corpus)
     half, rest, _ = prep.load_and_split_data(str(corpus), train_split=0.5)
-    assert (tokenizer.decode(half), tokenizer.decode(rest)) == (text[: len(text) // 2], text[len(text) // 2 :])
+    assert (tokenizer.decode(half), tokenizer.decode(rest)) == (
+        text[: len(text) // 2],
+        text[len(text) // 2 :],
+    )
 
 
 def test_generate_completion(generator, splits):
     model, _ = prep.load_base_model(str(generator))
     context = splits.train[:5]
-    ids, again = (prep.generate_completion(model, context, N, "cpu", temperature=0.8, top_k=5) for _ in range(2))
+    ids, again = (
+        prep.generate_completion(model, context, N, "cpu", temperature=0.8, top_k=5)
+        for _ in range(2)
+    )
     assert (ids.dtype, ids.shape) == (np.uint16, (N,))
     assert np.array_equal(ids[:5], context) and np.array_equal(ids, again)
     others = {prep.generate_completion(model, context, N, seed=seed).tobytes() for seed in range(5)}
@@ -384,11 +436,15 @@ def test_create_reward_samples_gives_the_scripts_rows(tmp_path, generator, optio
     succeed("prepare_reward_data", **options, **sampling)
     model, config = prep.load_base_model(str(generator))
     for split, tokens in zip(SPLITS, splits, strict=True):
-        rows, labels = prep.create_reward_samples(tokens, model, config, "cpu", G, split=split, **sampling)
+        rows, labels = prep.create_reward_samples(
+            tokens, model, config, "cpu", G, split=split, **sampling
+        )
         dataset = RewardDataset(tmp_path / "out", split)
         assert (dataset.metadata["temperature"], dataset.metadata["top_k"]) == ("0.7", "4")
         assert isinstance(rows, list)
-        assert np.array_equal(np.stack(rows), dataset.x) and np.array_equal(np.stack(labels), dataset.y)
+        assert np.array_equal(np.stack(rows), dataset.x) and np.array_equal(
+            np.stack(labels), dataset.y
+        )
 
 
 def test_save_reward_dataset(tmp_path, capsys):
@@ -405,5 +461,7 @@ def test_save_reward_dataset(tmp_path, capsys):
     assert f"  X: {folder}/train_x.bin (6, 4)" in capsys.readouterr().out
     for wrong in (0, 4):
         with pytest.raises(UserError, match=f"samples_per_chunk={wrong}: .* 6 "):
-            prep.save_reward_dataset(rows, labels, str(tmp_path / "wrong"), "val", info, samples_per_chunk=wrong)
+            prep.save_reward_dataset(
+                rows, labels, str(tmp_path / "wrong"), "val", info, samples_per_chunk=wrong
+            )
     assert not (tmp_path / "wrong").exists()

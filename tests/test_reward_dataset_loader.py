@@ -30,18 +30,34 @@ from reward_dataset_loader import (
 from tokenization_manager import TokenizationInfo
 
 
-def write_split(folder: Path, name: str, x: np.ndarray, y: np.ndarray, drop: tuple[str, ...] = (), **changes) -> None:
+def write_split(
+    folder: Path, name: str, x: np.ndarray, y: np.ndarray, drop: tuple[str, ...] = (), **changes
+) -> None:
     folder.mkdir(exist_ok=True, parents=True)
     x.astype("<u2").tofile(folder / f"{name}_x.bin")
     y.astype("<f4").tofile(folder / f"{name}_y.bin")
-    sizes = {"num_samples": x.shape[0], "block_size": x.shape[1], "x_shape": x.shape, "y_shape": y.shape}
+    sizes = {
+        "num_samples": x.shape[0],
+        "block_size": x.shape[1],
+        "x_shape": x.shape,
+        "y_shape": y.shape,
+    }
     types = {"x_dtype": "uint16", "y_dtype": "float32", "format_version": 1, "seed": 42}
-    of_text = {"tokenization_method": "char", "vocab_size": 65, "meta_path": "data/shakespeare_char/meta.pkl"}
+    of_text = {
+        "tokenization_method": "char",
+        "vocab_size": 65,
+        "meta_path": "data/shakespeare_char/meta.pkl",
+    }
     entries = sizes | types | of_text | changes
-    write_metadata(folder / f"{name}_metadata.txt", {key: value for key, value in entries.items() if key not in drop})
+    write_metadata(
+        folder / f"{name}_metadata.txt",
+        {key: value for key, value in entries.items() if key not in drop},
+    )
 
 
-def make_arrays(num_samples: int, block_size: int, vocab_size: int = 65) -> tuple[np.ndarray, np.ndarray]:
+def make_arrays(
+    num_samples: int, block_size: int, vocab_size: int = 65
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, and the labels of every crossover point in turn."""
     x = np.arange(num_samples * block_size).reshape(num_samples, block_size) % vocab_size
     k = 1 + np.arange(num_samples) % (block_size - 1)
@@ -59,7 +75,9 @@ def folder(tmp_path: Path) -> Path:
 def test_metadata_are_lines_of_keys_and_values(tmp_path):
     entries = {"num_samples": 17560, "x_shape": (17560, 1024), "absent": None, "note": "any: text"}
     write_metadata(tmp_path / "m.txt", entries)
-    assert (tmp_path / "m.txt").read_text() == "num_samples: 17560\nx_shape: (17560, 1024)\nnote: any: text\n"
+    assert (
+        tmp_path / "m.txt"
+    ).read_text() == "num_samples: 17560\nx_shape: (17560, 1024)\nnote: any: text\n"
     read = read_metadata(tmp_path / "m.txt")
     assert read == {name: str(value) for name, value in entries.items() if value is not None}
 
@@ -89,7 +107,9 @@ def test_samples_types_and_attributes(folder):
     assert (x.dtype, x.shape, y.dtype, y.shape) == (torch.int64, (8,), torch.float32, (2,))
     assert (len(dataset), dataset.num_samples, dataset.block_size) == (18, 18, 8)
     assert dataset.metadata["seed"] == "42"
-    assert dataset.get_tokenization_info() == TokenizationInfo("char", 65, "data/shakespeare_char/meta.pkl")
+    assert dataset.get_tokenization_info() == TokenizationInfo(
+        "char", 65, "data/shakespeare_char/meta.pkl"
+    )
     assert isinstance(dataset.x, np.memmap) and isinstance(dataset.y, np.memmap)
     assert len(list(dataset)) == 18 and len(RewardDataset(str(folder), split="val")) == 2
 
@@ -105,16 +125,22 @@ def test_binary_round_trip(tmp_path_factory, data):
     write_split(folder, "train", x, y, vocab_size=65536)
     dataset = RewardDataset(folder)
     for row in range(len(dataset)):
-        assert dataset[row][0].tolist() == x[row].tolist() and dataset[row][1].tolist() == y[row].tolist()
+        assert (
+            dataset[row][0].tolist() == x[row].tolist()
+            and dataset[row][1].tolist() == y[row].tolist()
+        )
     stats = dataset.get_stats()
     wide = y.astype(np.float64)
     np.testing.assert_allclose(stats["y_mean"], wide.mean(axis=0), atol=1e-12)
     np.testing.assert_allclose(stats["y_std"], wide.std(axis=0), atol=1e-7)
-    np.testing.assert_array_equal([stats["y_min"], stats["y_max"]], [wide.min(axis=0), wide.max(axis=0)])
+    np.testing.assert_array_equal(
+        [stats["y_min"], stats["y_max"]], [wide.min(axis=0), wide.max(axis=0)]
+    )
 
 
 def test_tokens_are_not_read_into_memory_nor_pickled(tmp_path, monkeypatch):
-    """A spawned worker of a DataLoader opens the files again, even from another working directory."""
+    """A spawned worker of a DataLoader opens the files again, even from another working
+    directory."""
     monkeypatch.chdir(tmp_path)
     write_split(tmp_path, "train", *make_arrays(4000, 1024))
     tracemalloc.start()
@@ -133,7 +159,9 @@ def test_tokens_are_not_read_into_memory_nor_pickled(tmp_path, monkeypatch):
 
 def test_expected_tokenization(folder):
     RewardDataset(folder, "train", TokenizationInfo("char", 65, "elsewhere/meta.pkl"))
-    with pytest.raises(ValueError, match=r"^Tokenization method mismatch: dataset uses 'char' but expected 'bpe'$"):
+    with pytest.raises(
+        ValueError, match=r"^Tokenization method mismatch: dataset uses 'char' but expected 'bpe'$"
+    ):
         RewardDataset(folder, "train", TokenizationInfo("bpe", 50257))
     with pytest.raises(ValueError, match=r" 65 .* 84$"):
         create_reward_dataloaders(folder, expected_tokenization_info=TokenizationInfo("char", 84))
@@ -144,7 +172,9 @@ def test_missing_files_name_the_command_that_makes_them(folder, tmp_path):
     finished = call("reward_dataset_loader", data_dir=nowhere)
     assert (finished.status, finished.out, finished.err.count("\n")) == (2, "", 2)
     assert f"not found: {nowhere}" in finished.err
-    assert re.search(f"python prepare_reward_data.py --model_path .*--output_dir {nowhere}", finished.err)
+    assert re.search(
+        f"python prepare_reward_data.py --model_path .*--output_dir {nowhere}", finished.err
+    )
     (folder / "train_x.bin").unlink()
     (folder / "train_metadata.txt").unlink()
     with pytest.raises(UserError) as raised:
@@ -177,7 +207,12 @@ def test_missing_sizes_are_derived_and_said(folder, capsys):
 )
 def test_metadata_that_disagree(folder, changes, reason):
     write_split(folder, "val", *make_arrays(2, 8), train_sha256="one")
-    write_split(folder, "train", *make_arrays(18, 8), **{"train_sha256": "one", "samples_per_chunk": 9, **changes})
+    write_split(
+        folder,
+        "train",
+        *make_arrays(18, 8),
+        **{"train_sha256": "one", "samples_per_chunk": 9, **changes},
+    )
     with pytest.raises(UserError, match=reason):
         loader.open_checked_splits(folder)
 
@@ -189,7 +224,12 @@ def test_files_cut_short_end_the_script_with_status_2(folder):
         finished = call("reward_dataset_loader", data_dir=folder)
         assert finished.status == 2
         assert re.search(f"{path} has {size} bytes.* {needed} bytes", finished.err)
-    write_split(folder, "train", *make_arrays(0, 8), drop=("num_samples", "block_size", "x_shape", "y_shape"))
+    write_split(
+        folder,
+        "train",
+        *make_arrays(0, 8),
+        drop=("num_samples", "block_size", "x_shape", "y_shape"),
+    )
     with pytest.raises(UserError, match=" 0 bytes"):
         RewardDataset(folder)
 
@@ -210,7 +250,9 @@ def test_loaders(folder):
     assert [len(x) for x, _ in batches] == [4, 4, 4, 4, 2] and len(val_loader) == 1
     x, y = batches[0]
     assert (x.dtype, x.shape, y.dtype, y.shape) == (torch.int64, (4, 8), torch.float32, (4, 2))
-    assert sorted(row for x, _ in batches for row in x[:, 0].tolist()) == sorted(make_arrays(18, 8)[0][:, 0].tolist())
+    assert sorted(row for x, _ in batches for row in x[:, 0].tolist()) == sorted(
+        make_arrays(18, 8)[0][:, 0].tolist()
+    )
     for options in ({"batch_size": 0}, {"num_workers": -1}):
         with pytest.raises(UserError, match="must be"):
             create_reward_dataloaders(folder, **options)
@@ -218,7 +260,11 @@ def test_loaders(folder):
 
 def test_order_depends_on_the_seed_alone(folder):
     def order(seed: int) -> list[int]:
-        return [row for x, _ in create_reward_dataloaders(folder, 4, seed=seed)[0] for row in x[:, 0].tolist()]
+        return [
+            row
+            for x, _ in create_reward_dataloaders(folder, 4, seed=seed)[0]
+            for row in x[:, 0].tolist()
+        ]
 
     first = order(1)
     torch.rand(3)
@@ -286,7 +332,8 @@ def test_report_is_the_documented_one(tmp_path):
 
 
 def test_text_that_reports_skill_chooses_no_trunk(tmp_path, corpus, generator, reward_data):
-    """Of all blocks, and of evenly spaced ones: selecting rows end before the gate's text, reporting ones follow it.
+    """Of all blocks, and of evenly spaced ones: selecting rows end before the gate's text,
+    reporting ones follow it.
 
     Of 32 blocks the first 6 select, the next 10 are the gate's.
     """
@@ -298,13 +345,18 @@ def test_text_that_reports_skill_chooses_no_trunk(tmp_path, corpus, generator, r
     for folder, per_part in ((reward_data, (6, 16)), (some, (2, 5))):
         data = RewardDataset(folder, "val")
         selects, reports, _ = rows_by_part(data)
-        for rows, part, blocks in zip((selects, reports), (parts.select, parts.report), per_part, strict=True):
+        for rows, part, blocks in zip(
+            (selects, reports), (parts.select, parts.report), per_part, strict=True
+        ):
             assert len(rows) == blocks * data.samples_per_chunk
             for row in rows:
                 x, y = data[int(row)]
                 K = round(float(y[0]) * 16)
                 assert any(np.array_equal(x[:K], tokens[block * 16 :][:K]) for block in part)
-    data, with_record = (RewardDataset(reward_data, "val"), rows_by_part(RewardDataset(reward_data, "val")))
+    data, with_record = (
+        RewardDataset(reward_data, "val"),
+        rows_by_part(RewardDataset(reward_data, "val")),
+    )
     del data.metadata["val_tokens"]  # then the dataset's own blocks are the split's
     for ours, theirs in zip(rows_by_part(data)[:2], with_record[:2], strict=True):
         assert np.array_equal(ours, theirs)

@@ -1,4 +1,5 @@
-"""reward/heads.py: three heads, one interface; the likelihood head against Bayes by hand; its checkpoints."""
+"""reward/heads.py: three heads, one interface; the likelihood head against Bayes by hand; its
+checkpoints."""
 
 import dataclasses
 import math
@@ -29,7 +30,9 @@ def tiny_gpt(seed: int, **changes) -> GPT:
     return model
 
 
-def reward_model(mixture: float = SURE, sampling: Sampling | None = None, **changes) -> LikelihoodRewardModel:
+def reward_model(
+    mixture: float = SURE, sampling: Sampling | None = None, **changes
+) -> LikelihoodRewardModel:
     """p and q known, and different."""
     model = LikelihoodRewardModel(tiny_gpt(1, **changes), tiny_gpt(2, **changes), sampling).eval()
     model.mixture.data.fill_(mixture)
@@ -58,7 +61,9 @@ def posterior_by_hand(model: LikelihoodRewardModel, idx: torch.Tensor) -> torch.
     return torch.stack(joint, 1).softmax(1)
 
 
-@pytest.mark.parametrize(("position", "temperature"), [("rope", 1.0), ("rope", 1.5), ("learned", 0.6)])
+@pytest.mark.parametrize(
+    ("position", "temperature"), [("rope", 1.0), ("rope", 1.5), ("learned", 0.6)]
+)
 @torch.no_grad()
 def test_shares_are_those_of_bayes(position, temperature):
     sampling = Sampling(temperature=temperature)
@@ -78,7 +83,9 @@ def test_shares_are_those_of_bayes(position, temperature):
     assert model(idx[:, :1])[0].tolist() == [[1.0, 0.0]] * 40
 
 
-@pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.5), Sampling(temperature=0.0)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(top_k=2), Sampling(top_p=0.5), Sampling(temperature=0.0)], ids=str
+)
 @torch.no_grad()
 def test_a_token_that_q_could_not_have_written_is_natural(sampling):
     """Its evidence is finite all the same: that of the largest ratio there is."""
@@ -89,11 +96,15 @@ def test_a_token_that_q_could_not_have_written_is_natural(sampling):
     assert 10 < impossible.sum() < impossible.numel() - 60
     evidence = model.output(idx)
     assert evidence.isfinite().all()
-    assert evidence[impossible].tolist() == pytest.approx([MAX_LOG_RATIO] * int(impossible.sum()), abs=1e-4)
+    assert evidence[impossible].tolist() == pytest.approx(
+        [MAX_LOG_RATIO] * int(impossible.sum()), abs=1e-4
+    )
     assert (evidence[~impossible] < MAX_LOG_RATIO - 0.5).all()
     model.mixture.fill_(0.0)  # w = 1/2
     half = math.log(0.5 * math.exp(MAX_LOG_RATIO) + 0.5)
-    assert model.output(idx)[impossible].tolist() == pytest.approx([half] * int(impossible.sum()), rel=1e-5)
+    assert model.output(idx)[impossible].tolist() == pytest.approx(
+        [half] * int(impossible.sum()), rel=1e-5
+    )
 
 
 def test_only_what_is_natural_text_s_learns():
@@ -107,7 +118,9 @@ def test_only_what_is_natural_text_s_learns():
         make_reward_model(model.config)  # without its generator
 
 
-@pytest.mark.parametrize(("name", "value"), [("vocab_size", 6), ("block_size", 16), ("num_tokens", 4)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("vocab_size", 6), ("block_size", 16), ("num_tokens", 4)]
+)
 def test_models_of_other_tokens_are_refused(name, value):
     named = "num_real_tokens" if name == "num_tokens" else name
     with pytest.raises(UserError, match=f"{named} .* {getattr(CONFIG, named)} .* {value} "):
@@ -117,7 +130,9 @@ def test_models_of_other_tokens_are_refused(name, value):
 @torch.no_grad()
 def test_evidence_is_of_the_mixture_of_both_models():
     model, idx = reward_model(mixture=-0.7), some_text(8)
-    p, q = (log_probs_by_hand(each, idx, Sampling()).exp() for each in (model.natural, model.generator))
+    p, q = (
+        log_probs_by_hand(each, idx, Sampling()).exp() for each in (model.natural, model.generator)
+    )
     w = 1 / (1 + math.exp(0.7))
     by_hand = F.pad(((w * p + (1 - w) * q) / q).log(), (1, 0))
     torch.testing.assert_close(model.output(idx).double(), by_hand, rtol=1e-4, atol=1e-5)
@@ -143,7 +158,10 @@ def test_every_head_answers_the_same_questions(head):
     for name in model.losses:
         model.zero_grad()
         model.loss(model.output(idx), targets, name).backward()
-        assert any(parameter.grad is not None and parameter.grad.norm() > 0 for parameter in model.parameters())
+        assert any(
+            parameter.grad is not None and parameter.grad.norm() > 0
+            for parameter in model.parameters()
+        )
     if model.knows_tokens:
         assert model.output(idx).shape == model.token_probabilities(idx).shape == (6, N)
 
@@ -158,7 +176,11 @@ def test_saved_and_loaded_it_says_the_same(tmp_path):
     save_checkpoint(tmp_path / "reward.pt", model, None, None, {"epoch": 1})
     loaded = load_checkpoint(tmp_path / "reward.pt")
     again = build_model(loaded, "reward", tmp_path / "reward.pt")
-    assert isinstance(again, LikelihoodRewardModel) and not again.training and not again.natural.training
+    assert (
+        isinstance(again, LikelihoodRewardModel)
+        and not again.training
+        and not again.natural.training
+    )
     assert torch.equal(again(idx)[0], model(idx)[0])
     assert again.sampling == sampling and again.mixture == model.mixture
     assert (again.natural.config.n_layer, again.generator.config.n_layer) == (2, 1)
@@ -166,7 +188,8 @@ def test_saved_and_loaded_it_says_the_same(tmp_path):
     with pytest.raises(UserError, match=r"reward\.pt .*reward model"):
         build_model(loaded, "generator", tmp_path / "reward.pt")
     loaded = torch.load(tmp_path / "reward.pt", weights_only=True)
-    torch.save({**loaded, "further_configs": None}, tmp_path / "earlier.pt")  # from when there were ensembles
+    # from when there were ensembles
+    torch.save({**loaded, "further_configs": None}, tmp_path / "earlier.pt")
     again = build_model(load_checkpoint(tmp_path / "earlier.pt"), "reward", tmp_path / "earlier.pt")
     assert torch.equal(again(idx)[0], model(idx)[0])
 
@@ -180,7 +203,8 @@ def test_saved_and_loaded_it_says_the_same(tmp_path):
         lambda contents: contents["model"].pop("mixture"),
         lambda contents: contents["model"].update({"mixture": torch.tensor(math.nan)}),
         lambda contents: contents["model"].update({"mixture": torch.zeros(2)}),
-        lambda contents: contents["model"].update({"natural.mixture": torch.zeros(3)}),  # an ensemble, once
+        # an ensemble, once
+        lambda contents: contents["model"].update({"natural.mixture": torch.zeros(3)}),
         lambda contents: contents.update(sampling={"beams": 4}),
     ],
 )

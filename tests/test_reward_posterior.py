@@ -1,4 +1,5 @@
-"""reward/posterior.py: the posterior and its losses by hand and by finite differences; mixtures against a grid."""
+"""reward/posterior.py: the posterior and its losses by hand and by finite differences; mixtures
+against a grid."""
 
 import math
 
@@ -13,15 +14,19 @@ from reward import posterior as posteriors
 
 def test_reward_losses_by_hand():
     """Of scores, or of log-probabilities in their place."""
-    scores, targets = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.5, 0.5]])  # probabilities 1/4, 3/4
+    # probabilities 1/4, 3/4
+    scores, targets = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.5, 0.5]])
     by_hand = {"mse": 0.0625, "cross_entropy": -0.5 * (math.log(0.25) + math.log(0.75))}
     for loss, expected in by_hand.items():
         for given_scores in (scores, scores.log_softmax(-1)):
-            assert posteriors.reward_loss(given_scores, targets, loss).item() == pytest.approx(expected, rel=1e-5)
+            assert posteriors.reward_loss(given_scores, targets, loss).item() == pytest.approx(
+                expected, rel=1e-5
+            )
 
 
 def posterior_by_hand(evidence: list[float]) -> list[float]:
-    """P(K = k | x) for k = 1, 2, ..., T - 1 (1 alone where T = 1): each k's product of ratios, normalised."""
+    """P(K = k | x) for k = 1, 2, ..., T - 1 (1 alone where T = 1): each k's product of ratios,
+    normalised."""
     numbers = range(1, max(len(evidence), 2))
     weights = [math.exp(math.fsum(evidence[:k])) for k in numbers]
     return [weight / math.fsum(weights) for weight in weights]
@@ -69,7 +74,9 @@ def test_crossover_losses_by_hand(loss, length, seed, data):
     evidence = torch.randn(3, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     K = data.draw(st.lists(st.integers(0, T), min_size=3, max_size=3))
     targets = torch.tensor([[k / T, (T - k) / T] for k in K])  # float32, as the files have them
-    by_hand = [crossover_loss_by_hand(row, k, loss) for row, k in zip(evidence.tolist(), K, strict=True)]
+    by_hand = [
+        crossover_loss_by_hand(row, k, loss) for row, k in zip(evidence.tolist(), K, strict=True)
+    ]
     ours = posteriors.crossover_loss(evidence, targets.double(), loss).item()
     assert ours == pytest.approx(sum(by_hand) / 3, rel=1e-6)
 
@@ -80,7 +87,9 @@ def test_every_crossover_is_read_off_its_label(length):
     T, K = length, torch.arange(1, length)
     targets = torch.stack((K / T, (T - K) / T), 1)  # float32, as the files have them
     evidence = torch.randn(1, T, generator=torch.Generator().manual_seed(0))
-    losses = torch.stack([posteriors.crossover_loss(evidence, target[None], "nll") for target in targets])
+    losses = torch.stack(
+        [posteriors.crossover_loss(evidence, target[None], "nll") for target in targets]
+    )
     assert torch.equal(losses, -posteriors.crossover_log_posterior(evidence)[0])
 
 
@@ -89,7 +98,9 @@ def test_gradients_of_crossover_losses_by_finite_differences(loss):
     torch.manual_seed(0)
     evidence = (2 * torch.randn(3, 7, dtype=torch.float64)).requires_grad_()
     targets = torch.tensor([[k / 7, 1 - k / 7] for k in (1, 3, 6)], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda at: posteriors.crossover_loss(at, targets, loss), evidence)
+    assert torch.autograd.gradcheck(
+        lambda at: posteriors.crossover_loss(at, targets, loss), evidence
+    )
     posteriors.crossover_loss(evidence, targets, loss).backward()
     assert evidence.grad[:, 1:-1].abs().min() > 0
 

@@ -1,4 +1,5 @@
-"""reward/user_function.py: a user's reward function is loaded, called and checked; train_grpo.py trains with it."""
+"""reward/user_function.py: a user's reward function is loaded, called and checked; train_grpo.py
+trains with it."""
 
 import re
 import sys
@@ -13,10 +14,11 @@ from common.distributed import Ranks
 from common.files import hash_file
 from common.log import read_records
 from common.process import UserError
-from grpo import policy_evaluation
+from grpo import stopping
 from grpo.policy_loss import group_advantages, token_advantages
+from grpo.rewards import rewards_of
 from grpo.rollouts import Rollouts
-from reward.frozen_scorer import Scores
+from reward.scorer import Scores
 from reward.user_function import RewardFunction
 from train_grpo import GRPOSettings, advantages_of
 from training.checkpoint import load_checkpoint
@@ -54,7 +56,9 @@ def error_of(work) -> str:
 
 @pytest.mark.parametrize("named", ["mine.py", "mine:score", "mine.py:a b", "no_such.py:score"])
 def test_another_form_than_file_and_name(named):
-    assert f"reward_function={named}: must be FILE.py:NAME" in error_of(lambda: RewardFunction(named))
+    assert f"reward_function={named}: must be FILE.py:NAME" in error_of(
+        lambda: RewardFunction(named)
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,8 @@ def score(completions):
 """
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.interop)])  # for its time
+# for its time
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.interop)])
 def test_a_pool_imports_the_file_by_its_name(made, method):
     assert made(POOL.format(method=method))(IDS, MASK).tolist() == [2, 3]
 
@@ -129,7 +134,9 @@ def test_a_file_with_the_name_of_a_module_hides_none(tmp_path):
 def test_the_arguments_are_those_of_trl_and_the_arrays(made):
     """Copies: what the function changes in them changes nothing here."""
     text = "from copy import deepcopy\ncalls = []\ndef score(**kwargs):\n    calls.append(deepcopy(kwargs))\n"
-    text += "    kwargs['ids'][:] = 9; kwargs['masks'][:] = False; kwargs['completion_ids'].clear()\n"
+    text += (
+        "    kwargs['ids'][:] = 9; kwargs['masks'][:] = False; kwargs['completion_ids'].clear()\n"
+    )
     function = made(text + "    return [1, 2]\n")
     ids, mask = IDS.clone(), MASK.clone()
     assert function(ids, mask).tolist() == [1, 2]
@@ -148,20 +155,40 @@ def test_the_arguments_are_those_of_trl_and_the_arrays(made):
         ("torch.tensor([1, 2], dtype=torch.bfloat16, requires_grad=True)", [1, 2]),
         ("[np.float32(1), torch.tensor(2)]", [1, 2]),
         ("[np.array([5, 6]), torch.tensor([7, 8, 9])]", [[0, 5, 6], [7, 8, 9]]),
-        ("np.array([[math.nan, 5, 6], [7, 8, 9]])", [[0, 5, 6], [7, 8, 9]]),  # not written: not read
+        # not written: not read
+        ("np.array([[math.nan, 5, 6], [7, 8, 9]])", [[0, 5, 6], [7, 8, 9]]),
     ],
 )
 def test_numbers_of_sequences_and_of_tokens(made, value, expected):
     function = made(returning(value))
     rewards = function(IDS, MASK)
-    assert rewards.tolist() == expected and rewards.dtype == torch.float32 and not rewards.requires_grad
+    assert (
+        rewards.tolist() == expected
+        and rewards.dtype == torch.float32
+        and not rewards.requires_grad
+    )
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        *("None", "'good'", "[]", "[1, 2, 3]", "np.zeros((2, 4))", "np.zeros((2, 3, 1))", "[[1, 2], [3]]"),
-        *("[1, [1, 2, 3]]", "[1, math.nan]", "[1e13, 1]", "[10 ** 400, 1]", "[1j, 1]", "[[1, math.inf], [1, 2, 3]]"),
+        *(
+            "None",
+            "'good'",
+            "[]",
+            "[1, 2, 3]",
+            "np.zeros((2, 4))",
+            "np.zeros((2, 3, 1))",
+            "[[1, 2], [3]]",
+        ),
+        *(
+            "[1, [1, 2, 3]]",
+            "[1, math.nan]",
+            "[1e13, 1]",
+            "[10 ** 400, 1]",
+            "[1j, 1]",
+            "[[1, math.inf], [1, 2, 3]]",
+        ),
         "torch.zeros(2, device='meta')",
     ],
 )
@@ -174,7 +201,10 @@ def test_anything_else_is_refused_with_the_rule(made, value):
     ("statement", "expected"),
     [
         ("1 / 0", "raised ZeroDivisionError at line 3 of .*mine.py: division by zero"),
-        ("raise ValueError('two\\nlines ' + 1000 * 'x')", "raised ValueError at line 3 of .*: two lines x{190}; "),
+        (
+            "raise ValueError('two\\nlines ' + 1000 * 'x')",
+            "raised ValueError at line 3 of .*: two lines x{190}; ",
+        ),
         ("import sys; sys.exit(0)", "raised SystemExit at line 3"),
         ("score(**kwargs)", "raised RecursionError at line [23]"),
     ],
@@ -186,11 +216,18 @@ def test_an_exception_is_one_line_with_its_place(made, statement, expected):
         made("def score(**kwargs):\n    raise KeyboardInterrupt\n")(IDS, MASK)
 
 
-def test_a_policy_learns_what_the_function_rewards(tmp_path, monkeypatch, corpus, generator, reward_model):
-    """Alone: no gate and no P(natural); the records have its rewards. A run is resumed with the same file alone."""
-    monkeypatch.setattr(policy_evaluation, "CAPS", {})
+def test_a_policy_learns_what_the_function_rewards(
+    tmp_path, monkeypatch, corpus, generator, reward_model
+):
+    """Alone: no gate and no P(natural); the records have its rewards. A run is resumed with the
+    same file alone."""
+    monkeypatch.setattr(stopping, "CAPS", {})
     (tmp_path / "letters.py").write_text(LETTERS)
-    options = {"base_model_path": generator, "dataset": corpus, "reward_function": f"{tmp_path}/letters.py:share"}
+    options = {
+        "base_model_path": generator,
+        "dataset": corpus,
+        "reward_function": f"{tmp_path}/letters.py:share",
+    }
     options |= {"output_path": tmp_path / "policy.pt", "learning_rate": 1e-2, "device": "cpu"}
     options |= {"max_steps": 12, "prompts_per_step": 8, "group_size": 8, "eval_interval": 6}
     out = succeed("train_grpo", **options)
@@ -207,28 +244,45 @@ def test_a_policy_learns_what_the_function_rewards(tmp_path, monkeypatch, corpus
     assert "letters.py" in out and "executed" in out and "R2" not in out
 
     resumed = {**options, "init_from": "resume", "allow_unpredictive_reward": True}
-    assert "reward model was" in refuse_in_one_line("train_grpo", **resumed, reward_model_path=reward_model)
+    assert "reward model was" in refuse_in_one_line(
+        "train_grpo", **resumed, reward_model_path=reward_model
+    )
     (tmp_path / "letters.py").write_text(LETTERS + "# another\n")
     assert "reward function was" in refuse_in_one_line("train_grpo", **resumed)
 
 
 def test_a_task_that_changes_the_text_is_learned_though_the_loss_rises(tmp_path, corpus, knowing):
-    """-2 for each letter e: the loss on natural text rises above its cap. One warning; a later policy is kept."""
-    (tmp_path / "letters.py").write_text("def no_e(completions): return [-2.0 * t.count('e') for t in completions]")
-    options = {"base_model_path": knowing, "dataset": corpus, "reward_function": f"{tmp_path}/letters.py:no_e"}
-    options |= {"output_path": tmp_path / "policy.pt", "learning_rate": 3e-3, "beta": 0.1, "device": "cpu"}
+    """-2 for each letter e: the loss on natural text rises above its cap. One warning; a later
+    policy is kept."""
+    (tmp_path / "letters.py").write_text(
+        "def no_e(completions): return [-2.0 * t.count('e') for t in completions]"
+    )
+    options = {
+        "base_model_path": knowing,
+        "dataset": corpus,
+        "reward_function": f"{tmp_path}/letters.py:no_e",
+    }
+    options |= {
+        "output_path": tmp_path / "policy.pt",
+        "learning_rate": 3e-3,
+        "beta": 0.1,
+        "device": "cpu",
+    }
     options |= {"max_steps": 24, "prompts_per_step": 8, "eval_interval": 4}
     finished = call("train_grpo", **options)
     assert finished.status == 0 and finished.err.count("WARNING: loss_rise") == 1, finished.err
     training = load_checkpoint(options["output_path"])["training"]
     assert training["steps"] == 24 and training["stop_reason"] == "step limit: 24"
     assert training["kept_step"] > 0
-    assert training["select_loss"] > training["start_select_loss"] + policy_evaluation.CAPS["loss_rise"]
-    assert training["kept"]["fresh_function_reward"] > training["start"]["fresh_function_reward"] / 4
+    assert training["select_loss"] > training["start_select_loss"] + stopping.CAPS["loss_rise"]
+    assert (
+        training["kept"]["fresh_function_reward"] > training["start"]["fresh_function_reward"] / 4
+    )
 
 
 @pytest.mark.parametrize(
-    ("credit", "per_token"), [("token", False), ("token", True), ("sequence", True), ("auto", False), ("auto", True)]
+    ("credit", "per_token"),
+    [("token", False), ("token", True), ("sequence", True), ("auto", False), ("auto", True)],
 )
 def test_advantages_are_of_tokens_or_sequences_as_credit_or_the_function_says(credit, per_token):
     ids, mask = torch.zeros(4, 4, dtype=torch.int64), torch.ones(4, 3, dtype=torch.bool)
@@ -237,7 +291,7 @@ def test_advantages_are_of_tokens_or_sequences_as_credit_or_the_function_says(cr
     batch.scores = Scores(None, torch.rand(4, 3), None, torch.rand(4, 3), function=function)
     settings = GRPOSettings(credit=credit, group_size=2, prompts_per_step=2)
     by_token = credit == "token" or (credit == "auto" and per_token)
-    rewards = policy_evaluation.rewards_of(batch.scores, log_probs, mask, by_token)
+    rewards = rewards_of(batch.scores, log_probs, mask, by_token)
     expected = token_advantages(rewards, mask, 2) if by_token else group_advantages(rewards, 2)
     advantages, flat = advantages_of(batch, settings, Ranks())
     assert torch.equal(advantages, expected) and flat == 0

@@ -1,4 +1,5 @@
-"""run_cycles.py: its plan, its ledger, what is made again, how it goes on.  `pytest tests/test_run_cycles.py`"""
+"""run_cycles.py: its plan, its ledger, what is made again, how it goes on.  `pytest
+tests/test_run_cycles.py`"""
 
 import html
 import os
@@ -34,13 +35,20 @@ from common.files import read_json
 from common.log import read_records
 from common.process import UserError
 from common.settings import parse_settings, read_config
-from grpo.policy_evaluation import draw_prompts
+from grpo.evaluation import draw_prompts
 from prepare_reward_data import crossovers_and_uniforms
 from reports.summary import Ledger, headline
 from reward_data_config import RewardDataConfig
 from run_cycles import SECTIONS, CycleSettings, Loop, Stage, hash_input
 
-NAMES = ["base_model_v1", "natural_model_v1", "reward_data_v1", "reward_model_v1", "gate_v1", "base_model_v2"]
+NAMES = [
+    "base_model_v1",
+    "natural_model_v1",
+    "reward_data_v1",
+    "reward_model_v1",
+    "gate_v1",
+    "base_model_v2",
+]
 NAMES += ["evaluation_v2", "control_plain_v2", "control_distil_v2", "controls_v2"]
 
 
@@ -93,11 +101,20 @@ def test_artefacts_and_ledger(unbroken, corpus):
     _, out, printed = unbroken
     contents = read_json(out / "cycles.json")
     records = {each["name"]: each for each in contents["stages"]}
-    assert list(records) == contents["about"]["planned"] == NAMES and contents["outcome"] == "finished"
+    assert (
+        list(records) == contents["about"]["planned"] == NAMES and contents["outcome"] == "finished"
+    )
     assert set(NAMES) <= {path.stem for path in out.iterdir()} and not list(out.glob("*partial*"))
     assert contents["about"]["train_tokens"] == (corpus / "train.bin").stat().st_size // 2
-    assert records["base_model_v2"]["inputs"].keys() == {"dataset", "base_model_path", "reward_model_path"}
-    assert records["control_plain_v2"]["inputs"]["init_from"] == records["gate_v1"]["inputs"]["base_model_path"]
+    assert records["base_model_v2"]["inputs"].keys() == {
+        "dataset",
+        "base_model_path",
+        "reward_model_path",
+    }
+    assert (
+        records["control_plain_v2"]["inputs"]["init_from"]
+        == records["gate_v1"]["inputs"]["base_model_path"]
+    )
     assert records["control_plain_v2"]["settings"]["max_iters"] == 6
     found, controls = (records[name]["figures"] for name in ("evaluation_v2", "controls_v2"))
     assert list(found) == ["base_model_v1", "base_model_v2", "natural_model_v1"]
@@ -107,7 +124,11 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert last == [html.unescape(line) for line in re.findall(r'(?:<h1>|"lead">)(.*)</', page)]
     assert "of 1 cycles the policy is not shown to differ from (no verdict: 0 blocks" in last[1]
     assert f"{found['base_model_v2']['fresh_reward']:.3f}; KL to its start" in last[2]
-    for text in ("##### 10 of 10, controls_v2: evaluate.py", f"{found['base_model_v2']['loss']:.4f}", "policy - it: "):
+    for text in (
+        "##### 10 of 10, controls_v2: evaluate.py",
+        f"{found['base_model_v2']['loss']:.4f}",
+        "policy - it: ",
+    ):
         assert text in printed
 
 
@@ -129,7 +150,9 @@ def test_a_second_command_has_nothing_to_do(copy, corpus, tmp_path, in_this_proc
     assert read_json(tmp_path / "moved/cycles.json")["stages"] == before
 
 
-def test_what_is_lost_or_has_other_settings_is_made_again_and_what_read_it(copy, corpus, unbroken, in_this_process):
+def test_what_is_lost_or_has_other_settings_is_made_again_and_what_read_it(
+    copy, corpus, unbroken, in_this_process
+):
     config, out = copy
     (out / "gate_v1.json").unlink()
     config.write_text(config.read_text().replace("max_steps=2", "max_steps=3"))
@@ -141,19 +164,29 @@ def test_what_is_lost_or_has_other_settings_is_made_again_and_what_read_it(copy,
     assert "evaluation_v2 is made again: checkpoints was " in finished.out
     records = {each["name"]: each for each in read_json(out / "cycles.json")["stages"]}
     assert list(records) == NAMES and records["base_model_v2"]["figures"]["steps"] == 3
-    assert_same_weights(weights(out / "base_model_v1.pt"), weights(unbroken[1] / "base_model_v1.pt"))
+    assert_same_weights(
+        weights(out / "base_model_v1.pt"), weights(unbroken[1] / "base_model_v1.pt")
+    )
 
 
 def test_a_closed_gate_carries_the_generator_on(copy, corpus, in_this_process):
     config, out = copy
-    config.write_text(config.read_text().replace("allow_unpredictive_reward=True", "allow_unpredictive_reward=False"))
+    config.write_text(
+        config.read_text().replace(
+            "allow_unpredictive_reward=True", "allow_unpredictive_reward=False"
+        )
+    )
     finished = loop(config, corpus, out, num_cycles=3)
     assert finished.status == 0, finished.err
     contents = read_json(out / "cycles.json")
     assert [each["name"] for each in contents["stages"]] == NAMES[:7]
     assert (out / "base_model_v2.pt").read_bytes() == (out / "base_model_v1.pt").read_bytes()
     assert "GRPO did not start" in finished.out and "is not shown to predict" in finished.out
-    config.write_text(config.read_text().replace("allow_unpredictive_reward=False", "allow_unpredictive_reward=True"))
+    config.write_text(
+        config.read_text().replace(
+            "allow_unpredictive_reward=False", "allow_unpredictive_reward=True"
+        )
+    )
     assert loop(config, corpus, out).status == 0  # the stages before it are kept
     assert in_this_process[1] == "train_grpo" and "prepare_reward_data" not in in_this_process
     assert read_json(out / "cycles.json")["stages"][5]["script"] == "train_grpo"
@@ -163,20 +196,38 @@ def test_a_stage_that_fails_ends_the_run(tmp_path, corpus, in_this_process):
     """Exit status 2, its name in the ledger, and a page of what there is."""
     (tmp_path / "broken.pt").write_text("no checkpoint")
     start = f"natural_model = dict(init_from='{tmp_path}/broken.pt', "
-    finished = loop(write_config(tmp_path, CONFIG.replace("natural_model = dict(", start)), corpus, tmp_path / "out")
+    finished = loop(
+        write_config(tmp_path, CONFIG.replace("natural_model = dict(", start)),
+        corpus,
+        tmp_path / "out",
+    )
     assert finished.status == 2
-    assert "ERROR: natural_model_v1 ended with status 2; mend the cause and run the same command again" in finished.err
+    assert (
+        "ERROR: natural_model_v1 ended with status 2; mend the cause and run the same command again"
+        in finished.err
+    )
     contents = read_json(tmp_path / "out/cycles.json")
-    assert contents["outcome"] == "failed in natural_model_v1" and "seconds" not in contents["stages"][-1]
+    assert (
+        contents["outcome"] == "failed in natural_model_v1"
+        and "seconds" not in contents["stages"][-1]
+    )
     assert [each["name"] for each in contents["stages"]] == NAMES[:2]
     assert "failed in natural_model_v1" in (tmp_path / "out/report.html").read_text()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
 def test_an_interrupted_run_goes_on(tmp_path, corpus):
-    """Its stage ends with it; the restarted run resumes the stage and ends in an undisturbed run's tensors."""
-    config, out = write_config(tmp_path, CONFIG.replace("max_iters=20", "max_iters=500")), tmp_path / "out"
-    options, state, saved = options_of(corpus, out, controls=False), out / "base_model_v1.resume", None
+    """Its stage ends with it; the restarted run resumes the stage and ends in an undisturbed run's
+    tensors."""
+    config, out = (
+        write_config(tmp_path, CONFIG.replace("max_iters=20", "max_iters=500")),
+        tmp_path / "out",
+    )
+    options, state, saved = (
+        options_of(corpus, out, controls=False),
+        out / "base_model_v1.resume",
+        None,
+    )
     for number, status in ((signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)):
         process = start(ROOT / "run_cycles.py", config, *as_arguments(options))
         while process.poll() is None and not (state.exists() and state.stat().st_mtime_ns != saved):
@@ -184,18 +235,30 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         _, err = process.communicate(timeout=60)  # the stage's process would hold stderr open
         assert process.returncode == status, err
-        assert ("Finished stages are kept; run the same command again to go on." in err) == (status > 0)
+        assert ("Finished stages are kept; run the same command again to go on." in err) == (
+            status > 0
+        )
         (record,) = read_json(out / "cycles.json")["stages"]
         assert record["name"] == "base_model_v1" and "seconds" not in record
-        assert "final" not in read_records(out / "base_model_v1.jsonl")[-1]  # nor did the stage go on by itself
+        # nor did the stage go on by itself
+        assert "final" not in read_records(out / "base_model_v1.jsonl")[-1]
         saved = state.stat().st_mtime_ns
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", InThisProcess)
         finished = loop(config, corpus, out, controls=False)
     assert finished.status == 0, finished.err
     assert "Resuming" in finished.out
-    succeed("train", "--config", str(config), dataset=corpus, out_dir=tmp_path / "undisturbed", device="cpu")
-    assert_same_weights(weights(out / "base_model_v1.pt"), weights(tmp_path / "undisturbed/model_checkpoint.pt"))
+    succeed(
+        "train",
+        "--config",
+        str(config),
+        dataset=corpus,
+        out_dir=tmp_path / "undisturbed",
+        device="cpu",
+    )
+    assert_same_weights(
+        weights(out / "base_model_v1.pt"), weights(tmp_path / "undisturbed/model_checkpoint.pt")
+    )
 
 
 def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, **changes: Any) -> Loop:
@@ -247,7 +310,12 @@ def test_a_cycle_draws_other_numbers_than_the_one_before(tmp_path):
     assert seeds["reward_data_v1"] == seeds["gate_v1"] == seeds["base_model_v2"] == 42
     assert crossovers("reward_data_v1") == [7, 7, 91] != crossovers("reward_data_v2")
     assert prompts("base_model_v2") == ([521, 12, 782, 739], [42, 43, 28, 4])
-    assert prompts("base_model_v3")[0] != [521, 12, 782, 739] and prompts("base_model_v3")[1] != [42, 43, 28, 4]
+    assert prompts("base_model_v3")[0] != [521, 12, 782, 739] and prompts("base_model_v3")[1] != [
+        42,
+        43,
+        28,
+        4,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -265,18 +333,30 @@ def test_controls_of_the_settings(tmp_path, text, changes, expected):
 
 def test_the_natural_model(tmp_path):
     """None for other heads; one that is given is taken; a corpus of its own is read by it alone."""
-    of = {stage.kind: stage.inputs for stage in plan(tmp_path, natural_dataset="library").stages(Ledger())}
-    assert [kind for kind in of if of[kind].get("dataset") == Path("data/library")] == ["natural_model"]
+    of = {
+        stage.kind: stage.inputs
+        for stage in plan(tmp_path, natural_dataset="library").stages(Ledger())
+    }
+    assert [kind for kind in of if of[kind].get("dataset") == Path("data/library")] == [
+        "natural_model"
+    ]
     text = CONFIG.replace("likelihood", "last")
     assert kinds(list(plan(tmp_path, text, num_cycles=1).stages(Ledger()))) == ["base", *CYCLE]
     stages = list(plan(tmp_path, CONFIG, natural_model="mine.pt", num_cycles=1).stages(Ledger()))
     assert kinds(stages) == ["base", *CYCLE]
-    assert [stage.inputs["natural_model_path"] for stage in stages if stage.kind == "reward_model"] == ["mine.pt"]
+    assert [
+        stage.inputs["natural_model_path"] for stage in stages if stage.kind == "reward_model"
+    ] == ["mine.pt"]
 
 
 @pytest.mark.parametrize(
     "losses, patience, cycles",
-    [([2.0, 1.9, 1.8, 1.7], 1, 3), ([2.0, 2.1, 1.9, 1.8], 1, 1), ([2.0, 2.1, 1.9, 1.9], 2, 3), ([2.0, 2.1, 2.2], 2, 2)],
+    [
+        ([2.0, 1.9, 1.8, 1.7], 1, 3),
+        ([2.0, 2.1, 1.9, 1.8], 1, 1),
+        ([2.0, 2.1, 1.9, 1.9], 2, 3),
+        ([2.0, 2.1, 2.2], 2, 2),
+    ],
 )
 def test_patience_ends_the_loop(tmp_path, losses, patience, cycles):
     """By the policies' losses on the select part, the first that of the start."""
@@ -295,19 +375,29 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
         options_of(corpus, tmp_path / "out"),
     )
     message = refuse("run_cycles", str(config), **options)
-    for fault in ("natural_model: batch_size=0", "natural_model: max_iters=-1", "train_grpo: max_steps=0"):
+    for fault in (
+        "natural_model: batch_size=0",
+        "natural_model: max_iters=-1",
+        "train_grpo: max_steps=0",
+    ):
         assert fault in message
-    assert "run_cycles.py has no option --max_iters" in refuse_in_one_line("run_cycles", max_iters=3, **options)
+    assert "run_cycles.py has no option --max_iters" in refuse_in_one_line(
+        "run_cycles", max_iters=3, **options
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, monkeypatch):
-    """Another of the same name needs --out_dir; the same command, also with another form of the path, goes on."""
+    """Another of the same name needs --out_dir; the same command, also with another form of the
+    path, goes on."""
     monkeypatch.chdir(tmp_path)
     Ledger(Path("out/input"), {"settings": {"text": ["x/input.txt"]}, "config": "c.py"}).end([])
     assert run_cycles.own_folder([str(tmp_path / "x/input.txt")]) == "out/input"
     line = refuse_in_one_line("run_cycles", text="y/input.txt")
-    assert "holds a run of x/input.txt, and this one is of y/input.txt: name another folder with --out_dir" in line
+    assert (
+        "holds a run of x/input.txt, and this one is of y/input.txt: name another folder with --out_dir"
+        in line
+    )
     Ledger(Path("out/input"), {"settings": {"text": []}, "config": "x/input.py"}).end([])
     assert run_cycles.own_folder(["./x/input.py"]) == "out/input"
     with pytest.raises(UserError, match=r"a run of x/input.py, and this one is of y/input.py"):
@@ -317,32 +407,48 @@ def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, mo
 def test_values_of_a_command_line():
     """One word for a value that begins with dashes, a word for each of several values."""
     paths = Path("a.pt"), Path("b.pt")
-    stage = Stage("evaluation", 0, "evaluate", Path("out/s.json"), {"checkpoints": paths}, {"part": "--x"})
+    stage = Stage(
+        "evaluation", 0, "evaluate", Path("out/s.json"), {"checkpoints": paths}, {"part": "--x"}
+    )
     words = stage.command(["--config", "c.py"], {"device": "cpu"}, ["--part=y"])[2:]
     own = ["--part=y", "--checkpoints", "a.pt", "b.pt", "--part=--x", "--output_path=out/s.json"]
     assert words == ["--config", "c.py", *own, "--device=cpu"]
 
 
 def test_the_corpus_is_made_where_it_is_missing(tmp_path):
-    """By its own prepare.py; without one the error says what to do, and a mistyped name makes no other corpus."""
+    """By its own prepare.py; without one the error says what to do, and a mistyped name makes no
+    other corpus."""
     with pytest.raises(UserError, match="name another --dataset"):
         run_cycles.prepare_corpus(tmp_path, [], section="")
-    config = write_config(tmp_path, "prepare = dict(source='complete')\nrun_cycles = dict(dataset='novel_char')\n")
+    config = write_config(
+        tmp_path, "prepare = dict(source='complete')\nrun_cycles = dict(dataset='novel_char')\n"
+    )
     options = options_of(tmp_path / "novle_char", tmp_path / "out")
-    assert "name another --dataset (data/ has" in refuse_in_one_line("run_cycles", str(config), **options)
+    assert "name another --dataset (data/ has" in refuse_in_one_line(
+        "run_cycles", str(config), **options
+    )
     lines = "import sys, pathlib\nfolder = pathlib.Path(__file__).parent\n"
     lines += "(folder / 'made').write_text(' '.join(sys.argv[1:]))\nsys.exit('--bad' in sys.argv)\n"
     (tmp_path / "prepare.py").write_text(lines)
     run_cycles.prepare_corpus(tmp_path, ["--config", "c.py"], section="prepare")
-    assert (tmp_path / "made").read_text() == f"--config c.py --section=prepare --out_dir={tmp_path}"
+    assert (
+        tmp_path / "made"
+    ).read_text() == f"--config c.py --section=prepare --out_dir={tmp_path}"
     with pytest.raises(UserError, match="corpus ended with status 1"):
         run_cycles.prepare_corpus(tmp_path, ["--bad"], section="prepare")
 
 
 def test_options_that_nothing_reads_or_that_the_run_sets_itself_are_refused(tmp_path):
-    made, other = plan(tmp_path, CONFIG), plan(tmp_path, CONFIG + CONTROLS, controls=False, num_cycles=2)
+    made, other = (
+        plan(tmp_path, CONFIG),
+        plan(tmp_path, CONFIG + CONTROLS, controls=False, num_cycles=2),
+    )
     made.own = {"control_plain": ["--seed=1"], "train": ["--dataset=x"]}
     with pytest.raises(UserError, match=r"(?s)--control_plain.seed.*--train.dataset"):
         made.check()
-    other.own = {"control_plain": ["--seed=1"], "natural_model": ["--init_from=scratch"], "train_grpo": ["--seed=8"]}
+    other.own = {
+        "control_plain": ["--seed=1"],
+        "natural_model": ["--init_from=scratch"],
+        "train_grpo": ["--seed=8"],
+    }
     other.check()

@@ -8,7 +8,12 @@ from helpers import TINY_MODEL, call, make_checkpoint, refuse, refuse_in_one_lin
 
 
 def test_texts_begin_with_the_start_and_depend_on_the_seed(tmp_path, generator):
-    options = {"checkpoint_path": generator, "num_samples": 3, "max_new_tokens": 20, "device": "cpu"}
+    options = {
+        "checkpoint_path": generator,
+        "num_samples": 3,
+        "max_new_tokens": 20,
+        "device": "cpu",
+    }
     out = succeed("sample", start="The", output_path=tmp_path / "texts.txt", **options)
     texts = (tmp_path / "texts.txt").read_text().rstrip("\n").split("\n---------------\n")
     assert len(texts) == len(set(texts)) == 3 and all(text in out for text in texts)
@@ -19,14 +24,22 @@ def test_texts_begin_with_the_start_and_depend_on_the_seed(tmp_path, generator):
 
 
 def test_greedy_text_is_the_likeliest_whatever_the_seed(generator):
-    options = {"checkpoint_path": generator, "num_samples": 1, "max_new_tokens": 30, "device": "cpu", "start": "A"}
+    options = {
+        "checkpoint_path": generator,
+        "num_samples": 1,
+        "max_new_tokens": 30,
+        "device": "cpu",
+        "start": "A",
+    }
     greedy = succeed("sample", temperature=0, **options)
     for more in ({"temperature": 0, "seed": 5}, {"top_k": 1}, {"top_p": 1e-6}):
         assert succeed("sample", **more, **options) == greedy
 
 
 @pytest.mark.parametrize("form", ["seeds", "nanoGPT"])
-def test_a_model_that_does_not_name_its_tokenizer_needs_its_meta_file(tmp_path, corpus, generator, form):
+def test_a_model_that_does_not_name_its_tokenizer_needs_its_meta_file(
+    tmp_path, corpus, generator, form
+):
     trained = torch.load(generator, weights_only=True)
     contents = {"model": trained["model"], "config": trained["config"]}
     if form == "nanoGPT":
@@ -45,7 +58,9 @@ def test_a_model_that_does_not_name_its_tokenizer_needs_its_meta_file(tmp_path, 
 @pytest.mark.usefixtures("bpe")
 def test_a_model_of_gpt2s_size_without_a_tokenizer_is_of_gpt2s(tmp_path):
     path = make_checkpoint(tmp_path / "model.pt", 50304, n_embd=4)
-    out = succeed("sample", checkpoint_path=path, num_samples=1, max_new_tokens=2, device="cpu", start="To be")
+    out = succeed(
+        "sample", checkpoint_path=path, num_samples=1, max_new_tokens=2, device="cpu", start="To be"
+    )
     assert out.startswith("To be")
 
 
@@ -62,6 +77,8 @@ def test_starts_that_cannot_be_continued_are_refused(tmp_path, generator):
     options = {"checkpoint_path": generator, "device": "cpu"}
     assert "start is empty" in refuse_in_one_line("sample", start="", **options)
     assert "'%é'" in refuse_in_one_line("sample", start="é%A", **options)
-    assert "none.txt" in refuse_in_one_line("sample", start=f"FILE:{tmp_path / 'none.txt'}", **options)
+    assert "none.txt" in refuse_in_one_line(
+        "sample", start=f"FILE:{tmp_path / 'none.txt'}", **options
+    )
     message = refuse("sample", checkpoint_path=tmp_path / "none.pt", num_samples=0)
     assert "Model file not found" in message and "num_samples=0" in message

@@ -1,18 +1,21 @@
-"""Tests of generation/shared_prompts.py: log-probabilities and gradients beside those of whole rows."""
+"""Tests of generation/shared_prompts.py: log-probabilities and gradients beside those of whole
+rows."""
 
 import pytest
 import torch
 
-from generation.shared_prompts import SharedPrompts, put, rows_of_whole_groups
+from generation.shared_prompts import SharedPrompts, rows_of_whole_groups, scatter_to_mask
 from losses import token_log_probs
 from model import GPT, GPTConfig
 
 G, N, V = 3, 12, 11
-PROMPT_LENGTHS = torch.tensor([1, 5, N - 1, N]).repeat_interleave(G)  # nothing is written after the last
+# nothing is written after the last
+PROMPT_LENGTHS = torch.tensor([1, 5, N - 1, N]).repeat_interleave(G)
 
 
 def completions() -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids (R, N) of completions of four prompts, and which tokens after the first are not the prompt's (R, N - 1)."""
+    """Ids (R, N) of completions of four prompts, and which tokens after the first are not the
+    prompt's (R, N - 1)."""
     torch.manual_seed(0)
     written = torch.arange(N) >= PROMPT_LENGTHS[:, None]
     prompts = torch.randint(V, (len(written) // G, N)).repeat_interleave(G, 0)
@@ -25,13 +28,19 @@ def test_no_token_is_there_twice():
     assert len(shared.ids) == sum(int(k) + G * (N - int(k)) for k in PROMPT_LENGTHS[::G])
     assert torch.equal(shared.to_rows(shared.ids[:, None].float())[..., 0].long(), ids)
     assert torch.equal(shared.from_rows(ids[..., None].float())[:, 0].long(), shared.ids)
-    assert torch.equal(shared.from_rows(torch.arange(N).expand(len(ids), N)[..., None])[:, 0], shared.token_positions)
+    assert torch.equal(
+        shared.from_rows(torch.arange(N).expand(len(ids), N)[..., None])[:, 0],
+        shared.token_positions,
+    )
     alone = SharedPrompts(ids, PROMPT_LENGTHS, 1)
-    assert torch.equal(alone.ids, ids.flatten()) and torch.equal(alone.index, torch.arange(ids.numel()).view(ids.shape))
+    assert torch.equal(alone.ids, ids.flatten()) and torch.equal(
+        alone.index, torch.arange(ids.numel()).view(ids.shape)
+    )
 
 
 @pytest.mark.parametrize(
-    ("position", "parallel", "group_size"), [("rope", False, G), ("learned", True, G), ("rope", True, 1)]
+    ("position", "parallel", "group_size"),
+    [("rope", False, G), ("learned", True, G), ("rope", True, 1)],
 )
 def test_log_probs_and_gradients_are_those_of_whole_rows(position, parallel, group_size):
     """Of the written tokens; and those of all tokens from one prediction of each."""
@@ -48,18 +57,25 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(position, parallel, gro
     of_all = token_log_probs(model.logits(model.trunk(ids[:, :-1])), ids[:, 1:])
     states = shared.at(written, model.trunk(shared.ids, shared))
     assert len(states) == written.sum()
-    found = put(token_log_probs(model.logits(states), ids[:, 1:][written]), written)
+    found = scatter_to_mask(token_log_probs(model.logits(states), ids[:, 1:][written]), written)
     torch.testing.assert_close(found, of_all.masked_fill(~written, 0.0), rtol=0, atol=1e-5)
     expected, gradients = (
-        torch.autograd.grad((each * weights * written).sum(), list(model.parameters())) for each in (of_all, found)
+        torch.autograd.grad((each * weights * written).sum(), list(model.parameters()))
+        for each in (of_all, found)
     )
     for one, other in zip(expected, gradients, strict=True):
         assert (one - other).norm() <= 1e-4 * one.norm()
 
     once = shared.predicts
-    assert once.sum() == sum(int(k) - 1 + group_size * (N - int(k)) for k in PROMPT_LENGTHS[::group_size])
-    predicted = token_log_probs(model.logits(shared.at(once, model.trunk(shared.ids, shared))), ids[:, 1:][once])
-    torch.testing.assert_close(shared.spread(put(predicted, once)), of_all, rtol=0, atol=1e-5)
+    assert once.sum() == sum(
+        int(k) - 1 + group_size * (N - int(k)) for k in PROMPT_LENGTHS[::group_size]
+    )
+    predicted = token_log_probs(
+        model.logits(shared.at(once, model.trunk(shared.ids, shared))), ids[:, 1:][once]
+    )
+    torch.testing.assert_close(
+        shared.spread(scatter_to_mask(predicted, once)), of_all, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("most", "expected"), [(64, 64), (23, 16), (7, 4), (3, 2)])

@@ -1,4 +1,5 @@
-"""tokenization_manager.py: round trips, the three rules of auto-detection, and meta.pkl files of every bad kind.
+"""tokenization_manager.py: round trips, the three rules of auto-detection, and meta.pkl files of
+every bad kind.
 
     pytest tests/test_tokenization_manager.py
 
@@ -20,8 +21,14 @@ from hypothesis import strategies as st
 import tokenization_manager
 from common.process import UserError
 from model import GPTConfig
-from tokenization_manager import MetaFileError, TokenizationManager, detect_method, load_meta, save_meta
-from training.checkpoint import check_same_tokens, check_tokenizer
+from tokenization_manager import (
+    MetaFileError,
+    TokenizationManager,
+    detect_method,
+    load_meta,
+    save_meta,
+)
+from training.lineage import check_same_tokens, check_tokenizer
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n"
 
@@ -54,19 +61,24 @@ def test_char_round_trip_of_a_text_and_of_its_parts(text, data):
     tokens = tokenizer.encode(text)
     assert len(tokens) == len(text)
     assert tokenizer.decode(tokens) == text
-    assert TokenizationManager.from_record(tokenizer.to_record()).encode(text).tolist() == tokens.tolist()
+    assert (
+        TokenizationManager.from_record(tokenizer.to_record()).encode(text).tolist()
+        == tokens.tolist()
+    )
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text) + 3))
     assert tokenizer.encode(text, start, end).tolist() == tokens[start:end].tolist()
 
 
-@pytest.mark.parametrize("foreign", ["\x00", "\U0001f600"])  # below the highest known character, and above it
+# below the highest known character, and above it
+@pytest.mark.parametrize("foreign", ["\x00", "\U0001f600"])
 def test_an_unknown_character_is_named_with_its_place(foreign):
     tokenizer = TokenizationManager.from_text("ab\nc")
     place = f"U\\+{ord(foreign):04X}.*line 3, column 2 "
     with pytest.raises(UserError, match=place):
         tokenizer.encode(f"abc\n\na{foreign}b{foreign}")
-    with pytest.raises(UserError, match=place):  # counted from the text's start, not from the part's
+    # counted from the text's start, not from the part's
+    with pytest.raises(UserError, match=place):
         tokenizer.encode(f"abc\n\na{foreign}", start=5)
 
 
@@ -102,7 +114,8 @@ def test_rule_1_a_meta_file_in_the_folder_or_named_means_characters(char_folder,
     assert TokenizationManager(data_path=char_folder, meta_path=other).chars == "xyz"
     assert TokenizationManager("char", meta_path=str(other)).meta_path == str(other)
     assert TokenizationManager("char", data_path=char_folder).vocab_size == len(set(TEXT))
-    assert TokenizationManager("bpe", data_path=char_folder).method == "bpe"  # may be chosen all the same
+    # may be chosen all the same
+    assert TokenizationManager("bpe", data_path=char_folder).method == "bpe"
 
 
 def test_rule_2_char_in_the_folder_name_means_characters(tmp_path):
@@ -114,7 +127,8 @@ def test_rule_2_char_in_the_folder_name_means_characters(tmp_path):
 
 
 def test_rule_3_everything_else_is_bpe(tmp_path):
-    folder = tmp_path / "char_work" / "plain"  # a folder's parents do not count, nor does the file's name
+    # a folder's parents do not count, nor does the file's name
+    folder = tmp_path / "char_work" / "plain"
     folder.mkdir(parents=True)
     (folder / "char.txt").write_text(TEXT)
     for path in (folder, folder / "char.txt", None):
@@ -135,16 +149,24 @@ def test_impossible_choices_are_refused(char_folder, tmp_path):
 def test_info_and_record(char_folder):
     tokenizer = TokenizationManager(data_path=char_folder)
     info = tokenizer.info()
-    assert (info.method, info.vocab_size, info.meta_path) == ("char", tokenizer.vocab_size, tokenizer.meta_path)
+    assert (info.method, info.vocab_size, info.meta_path) == (
+        "char",
+        tokenizer.vocab_size,
+        tokenizer.meta_path,
+    )
     record, chars = tokenizer.to_record(), "".join(sorted(set(TEXT)))
     path = str(char_folder / "meta.pkl")
     assert record == {"method": "char", "vocab_size": len(chars), "meta_path": path, "chars": chars}
     (char_folder / "meta.pkl").unlink()
     assert TokenizationManager.from_record(record).to_record() == record
-    assert TokenizationManager.from_record(TokenizationManager("bpe").to_record()).vocab_size == 50257
+    assert (
+        TokenizationManager.from_record(TokenizationManager("bpe").to_record()).vocab_size == 50257
+    )
 
 
-@pytest.mark.parametrize("change", [{"method": "words"}, {"chars": None}, {"chars": "aa"}, {"vocab_size": 4}])
+@pytest.mark.parametrize(
+    "change", [{"method": "words"}, {"chars": None}, {"chars": "aa"}, {"vocab_size": 4}]
+)
 def test_an_impossible_record_is_refused(change):
     with pytest.raises(UserError):
         TokenizationManager.from_record(TokenizationManager.from_text("ab").to_record() | change)
@@ -175,10 +197,20 @@ class Hostile:
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_meta_files_of_every_protocol_are_read_and_hostile_ones_run_nothing(tmp_path, protocol):
     mark, path = tmp_path / "was_executed", tmp_path / "meta.pkl"
-    meta = {"vocab_size": 2, "itos": {0: "a", 1: "ü"}, "stoi": {"a": 0, "ü": 1}, "note": ["made by hand", 1.5, None]}
+    meta = {
+        "vocab_size": 2,
+        "itos": {0: "a", 1: "ü"},
+        "stoi": {"a": 0, "ü": 1},
+        "note": ["made by hand", 1.5, None],
+    }
     path.write_bytes(pickle.dumps(meta, protocol))
     assert load_meta(path)["chars"] == "aü"
-    hostile = {"vocab_size": 1, "stoi": {"a": 0}, "itos": {0: "a"}, "extra": Hostile(f"touch {mark}")}
+    hostile = {
+        "vocab_size": 1,
+        "stoi": {"a": 0},
+        "itos": {0: "a"},
+        "extra": Hostile(f"touch {mark}"),
+    }
     data = pickle.dumps(hostile, protocol)
     path.write_bytes(data)
     with pytest.raises(MetaFileError, match="nothing was executed"):
@@ -254,18 +286,47 @@ def test_a_meta_file_with_only_a_size_is_of_ids(tmp_path):
 CHARACTERS = "\n\r !'.ABCabcÄ\u0301😀"
 # As the package tokenizers writes it.
 OF_CHARACTERS = {
-    **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None},
-    "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False},
+    **{
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+    },
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"Regex": "[\\s\\S]"},
+        "behavior": "Isolated",
+        "invert": False,
+    },
     **{"post_processor": None, "decoder": {"type": "Fuse"}},
-    "model": {"type": "WordLevel", "vocab": {each: n for n, each in enumerate(CHARACTERS)}, "unk_token": ""},
+    "model": {
+        "type": "WordLevel",
+        "vocab": {each: n for n, each in enumerate(CHARACTERS)},
+        "unk_token": "",
+    },
 }
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 SMALL_BPE = {
     **OF_CHARACTERS,
     "added_tokens": [{"id": 5, "content": "<|endoftext|>", "special": True, **FLAGS}],
-    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "Ġ": 3, "Ċ": 4}, "merges": [["a", "b"]]},
+    "pre_tokenizer": {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    },
+    "decoder": {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": True,
+        "use_regex": True,
+    },
+    "model": {
+        "type": "BPE",
+        "vocab": {"a": 0, "b": 1, "ab": 2, "Ġ": 3, "Ċ": 4},
+        "merges": [["a", "b"]],
+    },
 }
 
 
@@ -276,7 +337,9 @@ def tokenizers():
 
 def from_json(contents: dict, **parts) -> TokenizationManager:
     source = json.dumps(contents | parts)
-    return TokenizationManager.from_record({"method": "tokenizer", "tokenizer_json": source, "meta_path": "x.json"})
+    return TokenizationManager.from_record(
+        {"method": "tokenizer", "tokenizer_json": source, "meta_path": "x.json"}
+    )
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(tmp_path, monkeypatch):
@@ -292,7 +355,10 @@ def test_without_the_package_the_command_that_installs_it_is_named(tmp_path, mon
 def test_a_tokenizer_of_characters_is_one_of_characters_and_no_other_is():
     """Also one to which TRL has added special tokens."""
     contents = {0: "\n", len(CHARACTERS): "<|endoftext|>"}
-    added = [{"id": token, "content": content, "special": True, **FLAGS} for token, content in contents.items()]
+    added = [
+        {"id": token, "content": content, "special": True, **FLAGS}
+        for token, content in contents.items()
+    ]
     for manager in (from_json(OF_CHARACTERS), from_json(OF_CHARACTERS, added_tokens=added)):
         assert (manager.method, manager.chars) == ("char", CHARACTERS)
         text = "ABC a\n\nÄ😀 \r"
@@ -318,7 +384,8 @@ def test_gpt2_with_an_added_token_keeps_it_and_texts_are_not_padded(bpe, tokeniz
 @pytest.mark.usefixtures("tokenizers")
 def test_the_package_encodes_and_a_record_compares_meanings():
     manager = from_json(SMALL_BPE)
-    assert (manager.method, manager.vocab_size) == ("tokenizer", 6)  # the highest id, of the added token, and one
+    # the highest id, of the added token, and one
+    assert (manager.method, manager.vocab_size) == ("tokenizer", 6)
     ids = manager.encode("ab ba\n<|endoftext|>ab")
     assert ids.dtype == np.uint16 and ids.tolist() == [2, 3, 1, 0, 4, 5, 2]
     assert manager.decode(ids) == "ab ba\n<|endoftext|>ab"
@@ -328,7 +395,10 @@ def test_the_package_encodes_and_a_record_compares_meanings():
     contents = {"tokenization": record, "config": GPTConfig(vocab_size=6)}
     older = SMALL_BPE["model"] | {"merges": ["a b"]}  # as an older version of the package wrote it
     check_tokenizer(contents, from_json(SMALL_BPE, model=older))
-    other = from_json(SMALL_BPE, model=SMALL_BPE["model"] | {"vocab": SMALL_BPE["model"]["vocab"] | {"a": 1, "b": 0}})
+    other = from_json(
+        SMALL_BPE,
+        model=SMALL_BPE["model"] | {"vocab": SMALL_BPE["model"]["vocab"] | {"a": 1, "b": 0}},
+    )
     with pytest.raises(UserError, match="numbers its tokens otherwise than the model"):
         check_tokenizer(contents, other)
     with pytest.raises(UserError, match=r"in p and .* in q: they do not match"):
@@ -349,7 +419,10 @@ def test_the_package_encodes_and_a_record_compares_meanings():
         json.dumps(SMALL_BPE)[:-9],
         "[" * 100_000,
         json.dumps(SMALL_BPE | {"model": {"vocab": 7}}),
-        json.dumps(OF_CHARACTERS | {"model": {"type": "WordLevel", "vocab": {"ab": 65536}, "unk_token": ""}}),
+        json.dumps(
+            OF_CHARACTERS
+            | {"model": {"type": "WordLevel", "vocab": {"ab": 65536}, "unk_token": ""}}
+        ),
         json.dumps(OF_CHARACTERS | {"model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}}),
     ],
 )
@@ -363,7 +436,11 @@ def test_damaged_tokenizers_are_refused_in_one_line(tmp_path, source):
 @pytest.mark.interop
 @pytest.mark.parametrize("method", ["char", "bpe"])
 def test_what_we_write_encodes_alike_and_is_recognised(method, tokenizers, request):
-    manager = TokenizationManager.from_text(CHARACTERS) if method == "char" else request.getfixturevalue("bpe")
+    manager = (
+        TokenizationManager.from_text(CHARACTERS)
+        if method == "char"
+        else request.getfixturevalue("bpe")
+    )
     source = manager.to_tokenizer_json()
     again = from_json(json.loads(source))
     assert (again.method, again.chars) == (manager.method, manager.chars)

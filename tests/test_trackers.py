@@ -1,4 +1,5 @@
-"""Trackers: each record once, and one line where none can be; with stand-ins.  `pytest tests/test_trackers.py`"""
+"""Trackers: each record once, and one line where none can be; with stand-ins.  `pytest
+tests/test_trackers.py`"""
 
 import importlib.machinery
 import sys
@@ -12,7 +13,8 @@ from common.log import Tracker, read_records
 
 @pytest.fixture(params=["wandb", "trackio"])
 def package(monkeypatch, request):
-    """A stand-in for a package: `begun` are the arguments of its runs, `logged` the (step, numbers) of them all."""
+    """A stand-in for a package: `begun` are the arguments of its runs, `logged` the (step, numbers)
+    of them all."""
     module = ModuleType(request.param)
     module.__spec__ = importlib.machinery.ModuleSpec(request.param, None)
     module.begun, module.logged = [], []
@@ -29,8 +31,16 @@ def package(monkeypatch, request):
 def numbers_of(path):
     """(step, numbers) of the records of a run."""
     records = read_records(path / "model_checkpoint.jsonl")
-    is_number = {name for record in records for name, value in record.items() if isinstance(value, int | float)}
-    return [(r["step"], {n: r[n] for n in r if n != "step" and n in is_number and r[n] is not None}) for r in records]
+    is_number = {
+        name
+        for record in records
+        for name, value in record.items()
+        if isinstance(value, int | float)
+    }
+    return [
+        (r["step"], {n: r[n] for n in r if n != "step" and n in is_number and r[n] is not None})
+        for r in records
+    ]
 
 
 def test_every_record_is_sent(package, corpus, tmp_path):
@@ -39,7 +49,11 @@ def test_every_record_is_sent(package, corpus, tmp_path):
     names = {"wandb_project": "plays", "wandb_run_name": "mini-gpt"}
     succeed("train", dataset=corpus, out_dir=tmp_path, **TINY_TRAIN, **asked, **names)
     (begun,) = package.begun
-    assert (begun["project"], begun["name"], begun["config"]["max_iters"]) == ("plays", "mini-gpt", 20)
+    assert (begun["project"], begun["name"], begun["config"]["max_iters"]) == (
+        "plays",
+        "mini-gpt",
+        20,
+    )
     assert len(package.logged) == 22 and package.logged == numbers_of(tmp_path)
 
 

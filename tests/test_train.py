@@ -22,11 +22,13 @@ import train
 from common.device import random_stream
 from common.distributed import Ranks
 from common.log import read_records
+from corpus import corpus as corpus_module
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 
 MORE = {"batch_size": 8, "max_iters": 12, "eval_interval": 4, "warmup_iters": 2, "device": "cpu"}
-WILD = {"learning_rate": 2.0, "warmup_iters": 0, "max_iters": 8}  # every evaluation is worse than the start
+# every evaluation is worse than the start
+WILD = {"learning_rate": 2.0, "warmup_iters": 0, "max_iters": 8}
 
 
 @pytest.fixture
@@ -36,7 +38,9 @@ def options(tmp_path, corpus, generator) -> dict:
 
 
 def records_of(folder, name: str) -> list:
-    return [record[name] for record in read_records(folder / "model_checkpoint.jsonl") if name in record]
+    return [
+        record[name] for record in read_records(folder / "model_checkpoint.jsonl") if name in record
+    ]
 
 
 def test_weights_and_shape_are_the_checkpoints_and_dropout_the_options(options, generator):
@@ -61,10 +65,16 @@ def test_further_training_has_a_schedule_and_batches_of_its_own(monkeypatch, opt
 
     monkeypatch.setattr(train, "get_batch", noted)
     succeed("train", **{**options, "learning_rate": 1e-2})
-    rates, losses = records_of(options["out_dir"], "learning_rate"), records_of(options["out_dir"], "select_loss")
+    rates, losses = (
+        records_of(options["out_dir"], "learning_rate"),
+        records_of(options["out_dir"], "select_loss"),
+    )
     assert rates[:3] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2])  # the warm-up
     path, start = options["out_dir"] / "model_checkpoint.pt", load_checkpoint(generator)["training"]
-    assert losses[0] == pytest.approx(start["select_loss"], abs=1e-6) and losses[-1] < start["select_loss"]
+    assert (
+        losses[0] == pytest.approx(start["select_loss"], abs=1e-6)
+        and losses[-1] < start["select_loss"]
+    )
     assert (start["batches"], load_checkpoint(path)["training"]["batches"]) == (20, 32)
     succeed("train", **{**options, "init_from": path, "checkpoint_name": "b.pt"})
     streams = [random_stream(1337, "train", 20 + step) for step in range(24)]
@@ -98,7 +108,9 @@ def test_a_start_is_cut_to_a_smaller_context_as_in_nanogpt(options, tmp_path, co
 )
 def test_settings_that_are_refused(options, generator, changes, problem):
     message = refuse("train", **{**options, **changes})
-    assert message.count("ERROR: ") == 1 and re.search(f"ERROR: {problem.format(generator=generator)}", message)
+    assert message.count("ERROR: ") == 1 and re.search(
+        f"ERROR: {problem.format(generator=generator)}", message
+    )
     assert not options["out_dir"].exists()
 
 
@@ -120,11 +132,15 @@ def test_eval_only_evaluates_the_checkpoint_that_is_named(options, generator):
     assert not options["out_dir"].exists()
     own = {**options, "init_from": "scratch", "out_dir": generator.parent}
     assert f"val_loss {val_loss:.4g}" in succeed("train", **own, eval_only=True)
-    assert "Model file not found" in refuse("train", **{**options, "init_from": "scratch"}, eval_only=True)
+    assert "Model file not found" in refuse(
+        "train", **{**options, "init_from": "scratch"}, eval_only=True
+    )
 
 
 def test_short_contexts_and_schedules_by_hand():
-    settings = train.TrainSettings(block_size=16, batch_size=4, short_contexts=(4, 8), warmup_iters=1)
+    settings = train.TrainSettings(
+        block_size=16, batch_size=4, short_contexts=(4, 8), warmup_iters=1
+    )
     shapes = [train.batch_shape(step, settings, 10) for step in range(10)]
     assert shapes == [(4, 16)] * 3 + [(8, 8)] * 3 + [(16, 4)] * 4
     expected = {
@@ -138,8 +154,11 @@ def test_short_contexts_and_schedules_by_hand():
 
 
 def test_nanogpts_names_of_the_schedule_by_hand():
-    """To min_lr at lr_decay_iters, as in nanoGPT's get_lr; without decay_lr the first step's rate is the peak."""
-    settings = train.TrainSettings(learning_rate=2e-3, min_lr=5e-4, lr_decay_iters=6, warmup_iters=2)
+    """To min_lr at lr_decay_iters, as in nanoGPT's get_lr; without decay_lr the first step's rate
+    is the peak."""
+    settings = train.TrainSettings(
+        learning_rate=2e-3, min_lr=5e-4, lr_decay_iters=6, warmup_iters=2
+    )
     cosine = [0.25 + 0.375 * (1 + np.cos(np.pi * step / 4)) for step in range(4)]
     factors = [1 / 3, 2 / 3, *cosine, 0.25, 0.25]
     assert [train.factor_at(step, settings, 20) for step in range(8)] == pytest.approx(factors)
@@ -185,7 +204,9 @@ max_iters = 1
 learning_rate = 3e-5
 decay_lr = False
 """
-NANOGPT_EVALUATE = "batch_size = 8\neval_iters = 500 # a good estimate\neval_only = True\nwandb_log = False\n"
+NANOGPT_EVALUATE = (
+    "batch_size = 8\neval_iters = 500 # a good estimate\neval_only = True\nwandb_log = False\n"
+)
 UNLIKE = "Not given, and by default not as in nanoGPT (in brackets): "
 
 
@@ -196,21 +217,33 @@ def nanogpt(tmp_path, corpus):
     def run(text: str, **more) -> str:
         path = tmp_path / "settings.py"
         path.write_text(text)
-        return succeed("train", str(path), dataset=corpus, out_dir=tmp_path / "out", device="cpu", **more)
+        return succeed(
+            "train", str(path), dataset=corpus, out_dir=tmp_path / "out", device="cpu", **more
+        )
 
     return run
 
 
 def test_a_settings_file_of_nanogpt_trains(monkeypatch, nanogpt, tmp_path):
     made, original = [], train.optim.make_optimizers
-    monkeypatch.setattr(train.optim, "make_optimizers", lambda *args: made.append(original(*args)) or made[-1])
+    monkeypatch.setattr(
+        train.optim, "make_optimizers", lambda *args: made.append(original(*args)) or made[-1]
+    )
     out = nanogpt(NANOGPT_TRAIN)
     assert made[0].optimizers[-1].defaults["betas"] == (0.9, 0.95)
-    for name in ("eval_iters=200", "log_interval=10", "always_save_checkpoint=False", "beta1=0.9", "backend=nccl"):
+    for name in (
+        "eval_iters=200",
+        "log_interval=10",
+        "always_save_checkpoint=False",
+        "beta1=0.9",
+        "backend=nccl",
+    ):
         assert out.count(f"{name} has no effect here: ") == 1
     assert f"{UNLIKE}position=rope (learned), compile=False (True)\n" in out
     path = tmp_path / "out/model_checkpoint.pt"
-    assert load_checkpoint(path)["config"].bias and "transformer.h.0.attn.c_attn.bias" in weights(path)
+    assert load_checkpoint(path)["config"].bias and "transformer.h.0.attn.c_attn.bias" in weights(
+        path
+    )
     nanogpt(NANOGPT_TRAIN, init_from="resume")
 
 
@@ -237,7 +270,9 @@ def test_new_weights_follow_the_optimizer():
     for optimizer in ("muon", "adamw"):
         settings = train.TrainSettings(optimizer=optimizer, n_layer=1, n_head=2, n_embd=16)
         block = train.new_model(settings, TokenizationManager.from_text("abc")).transformer.h[0]
-        is_orthogonal = torch.allclose(block.mlp.c_fc.weight.T @ block.mlp.c_fc.weight, torch.eye(16), atol=1e-5)
+        is_orthogonal = torch.allclose(
+            block.mlp.c_fc.weight.T @ block.mlp.c_fc.weight, torch.eye(16), atol=1e-5
+        )
         assert is_orthogonal == (not block.mlp.c_proj.weight.any()) == (optimizer == "muon")
 
 
@@ -249,31 +284,49 @@ def test_patience_ends_a_run(options):
 def test_an_evaluation_reads_a_fixed_subset_and_gives_its_interval(monkeypatch, tmp_path, corpus):
     """Of the 52 blocks of 4 tokens of the select part 12, evenly spaced."""
     monkeypatch.setattr(train, "EVAL_TOKENS", 51)
-    monkeypatch.setattr(train.ckpt, "INTERVAL_CHARACTERS", 4)
-    options = {**TINY_TRAIN, "block_size": 4, "dataset": corpus, "out_dir": tmp_path, "max_iters": 0}
+    monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 4)
+    options = {
+        **TINY_TRAIN,
+        "block_size": 4,
+        "dataset": corpus,
+        "out_dir": tmp_path,
+        "max_iters": 0,
+    }
     succeed("train", **options)
     path = tmp_path / "model_checkpoint.pt"
     training, tokens = load_checkpoint(path)["training"], np.fromfile(corpus / "val.bin", np.uint16)
     model = build_model(load_checkpoint(path), "generator", path)
     starts = [number * 52 // 12 * 4 for number in range(12)]
-    windows = torch.from_numpy(np.stack([tokens[start : start + 5] for start in starts]).astype(np.int64))
-    log_probs = model(windows[:, :-1], windows[:, 1:])[0].log_softmax(-1).gather(2, windows[:, 1:, None])
+    windows = torch.from_numpy(
+        np.stack([tokens[start : start + 5] for start in starts]).astype(np.int64)
+    )
+    log_probs = (
+        model(windows[:, :-1], windows[:, 1:])[0].log_softmax(-1).gather(2, windows[:, 1:, None])
+    )
     assert training["select_loss"] == pytest.approx(-log_probs.mean().item(), abs=1e-6)
     assert training["select_loss_low"] < training["select_loss"] < training["select_loss_high"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 30])
-def test_ranks_share_out_an_evaluation_in_batches_that_fit(monkeypatch, corpus, generator, num_ranks):
-    """Every token is read once, also by more ranks than there are batches; rows of 16 tokens, 3 at a time."""
+def test_ranks_share_out_an_evaluation_in_batches_that_fit(
+    monkeypatch, corpus, generator, num_ranks
+):
+    """Every token is read once, also by more ranks than there are batches; rows of 16 tokens, 3 at
+    a time."""
     parts: list[torch.Tensor] = []
     monkeypatch.setattr(Ranks, "collect", lambda ranks, part: parts.append(part) or [part])
-    monkeypatch.setattr(Ranks, "on_main", lambda ranks, work: work())
+    monkeypatch.setattr(Ranks, "run_on_rank0", lambda ranks, work: work())
     monkeypatch.setattr(train.GPT, "rows_at_a_time", lambda model: 3)
-    model, data = build_model(load_checkpoint(generator), "generator"), train.ckpt.open_corpus(str(corpus), 17, None)
+    model, data = (
+        build_model(load_checkpoint(generator), "generator"),
+        train.open_corpus(str(corpus), 17),
+    )
     settings = train.TrainSettings(block_size=16, batch_size=96)
     for rank in range(num_ranks):
         train.measure(model, data, settings, Ranks(rank, num_ranks), torch.float32, "val_loss")
-    assert torch.equal(torch.cat(parts), train.text_log_probs(model, train.WholeSplitBatches(data.val, 16, 3)))
+    assert torch.equal(
+        torch.cat(parts), train.text_log_probs(model, train.WholeSplitBatches(data.val, 16, 3))
+    )
     assert max(map(len, parts)) <= len(data.val) / num_ranks + 3 * 16
 
 
@@ -282,7 +335,10 @@ def test_val_loss_is_of_the_kept_checkpoint(options, corpus, generator, how):
     """Token by token over the whole split. Where nothing is better than the start, that is kept."""
     out = succeed("train", **{**options, **how})
     path = options["out_dir"] / "model_checkpoint.pt"
-    training, model = load_checkpoint(path)["training"], build_model(load_checkpoint(path), "generator", path)
+    training, model = (
+        load_checkpoint(path)["training"],
+        build_model(load_checkpoint(path), "generator", path),
+    )
     tokens = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
     parts = [tokens[start : start + 17] for start in range(0, len(tokens) - 1, 16)]
     losses = [model(part[None, :-1], part[None, 1:])[1].item() * (len(part) - 1) for part in parts]
@@ -299,12 +355,16 @@ def test_bfloat16_training_stays_near_float32(tmp_path, corpus, generator):
     succeed("train", **TINY_TRAIN, dataset=corpus, out_dir=tmp_path, dtype="bfloat16")
     ours, theirs = (records_of(folder, "select_loss") for folder in (tmp_path, generator.parent))
     assert ours == pytest.approx(theirs, rel=1e-2) and ours != theirs  # the option has an effect
-    assert {weight.dtype for weight in weights(tmp_path / "model_checkpoint.pt").values()} == {torch.float32}
+    assert {weight.dtype for weight in weights(tmp_path / "model_checkpoint.pt").values()} == {
+        torch.float32
+    }
 
 
 def test_compiling_without_a_compiler_is_one_line(monkeypatch, options):
     def fail(function):
-        raise RuntimeError("backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler found\n\nSet more")
+        raise RuntimeError(
+            "backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler found\n\nSet more"
+        )
 
     monkeypatch.setattr(torch, "compile", fail)
     line = refuse_in_one_line("train", **options, compile=True)
@@ -316,4 +376,6 @@ def test_compiling_without_a_compiler_is_one_line(monkeypatch, options):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_training_has_the_losses_of_plain_training(tmp_path, corpus, generator):
     succeed("train", **TINY_TRAIN, dataset=corpus, out_dir=tmp_path, compile=True)
-    assert records_of(tmp_path, "select_loss") == pytest.approx(records_of(generator.parent, "select_loss"), rel=1e-3)
+    assert records_of(tmp_path, "select_loss") == pytest.approx(
+        records_of(generator.parent, "select_loss"), rel=1e-3
+    )

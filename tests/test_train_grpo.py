@@ -32,12 +32,12 @@ from common.distributed import Ranks, parallel
 from common.files import hash_file
 from common.log import read_records
 from generation.completions import Completer
-from grpo import policy_evaluation, rollouts
+from grpo import evaluation, rollouts, stopping
 from grpo.rollouts import Rollouts, sample
 from losses import token_log_probs
 from model import GPT, GPTConfig
-from reward.frozen_scorer import RewardScorer, Scores
 from reward.heads import LikelihoodRewardModel
+from reward.scorer import RewardScorer, Scores
 from train_grpo import GRPOSettings
 from training.checkpoint import build_model, load_checkpoint
 
@@ -46,9 +46,18 @@ EXACT = {"credit": "exact", "group_size": 1, "prompts_per_step": 16}
 
 @pytest.fixture
 def good(tmp_path, corpus, generator, predictive_reward_model) -> dict:
-    """Options with which the script runs; the gate is closed to a reward model that does not predict."""
-    paths = {"base_model_path": generator, "reward_model_path": predictive_reward_model, "dataset": corpus}
-    more = {"allow_unpredictive_reward": False, "max_steps": 1, "output_path": tmp_path / "out" / "policy.pt"}
+    """Options with which the script runs; the gate is closed to a reward model that does not
+    predict."""
+    paths = {
+        "base_model_path": generator,
+        "reward_model_path": predictive_reward_model,
+        "dataset": corpus,
+    }
+    more = {
+        "allow_unpredictive_reward": False,
+        "max_steps": 1,
+        "output_path": tmp_path / "out" / "policy.pt",
+    }
     return {**TINY_GRPO, **paths, **more}
 
 
@@ -62,12 +71,16 @@ def test_a_reward_model_that_predicts_is_let_through(good):
     assert "WARNING" not in finished.err
     assert re.search(r"R2 .*\b40 .*: 0\.9", finished.out)
     training = load_checkpoint(good["output_path"])["training"]
-    assert training["steps"] == 1 and (training["settings"]["credit"], training["settings"]["beta"]) == ("token", 0)
+    assert training["steps"] == 1 and (
+        training["settings"]["credit"],
+        training["settings"]["beta"],
+    ) == ("token", 0)
     assert [record["step"] for record in records_of(good)] == [0, 1, 1]
 
 
 def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, reward_model):
-    """With the figures and the way out; nothing is written. One that does not say its generator is reported."""
+    """With the figures and the way out; nothing is written. One that does not say its generator is
+    reported."""
     contents, path = torch.load(reward_model, weights_only=True), tmp_path / "silent.pt"
     del contents["training"]["generator_sha256"]
     torch.save(contents, path)
@@ -90,16 +103,24 @@ def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, reward_model):
         path = tmp_path / "gates" / f"{len(gates)}.json"
         assert f"Saved {path}" in succeed("train_grpo", **{**good, "gate_path": path, **more})
         gates.append(json.loads(path.read_text(), parse_constant=pytest.fail))
-    assert (gates[0]["num_blocks"], gates[0]["num_sequences"], gates[0]["num_tokens"]) == (10, 40, 16)
+    assert (gates[0]["num_blocks"], gates[0]["num_sequences"], gates[0]["num_tokens"]) == (
+        10,
+        40,
+        16,
+    )
     assert gates[0] != gates[1] and gates[0]["r2_low"] > 0.8 > gates[2]["r2_low"]
     assert not good["output_path"].parent.exists()
 
 
-def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(good, tmp_path, generator, knowing):
+def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
+    good, tmp_path, generator, knowing
+):
     """With both hashes, or values. An R2 of 0 may be allowed; this not."""
     options = {**good, "base_model_path": knowing, "allow_unpredictive_reward": True}
     line = refuse_in_one_line("train_grpo", **options)
-    assert re.search(rf"\b{hash_file(generator)[:12]}\b.* {knowing} .*\b{hash_file(knowing)[:12]}\b", line)
+    assert re.search(
+        rf"\b{hash_file(generator)[:12]}\b.* {knowing} .*\b{hash_file(knowing)[:12]}\b", line
+    )
     options["base_model_path"] = make_checkpoint(tmp_path / "policy.pt", 30)
     assert re.search(r"vocab_size .*\b30 .*\b25 ", refuse_in_one_line("train_grpo", **options))
 
@@ -111,11 +132,24 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(good,
         ({"credit": "exact", "epsilon": 0.1}, ["epsilon=0.1", "credit=exact"]),
         ({"credit": "exact", "reward_function": "mine.py:score"}, ["reward_function"]),
         ({"prefixes": "natural"}, ["prefixes=natural", "credit=auto"]),
-        ({**EXACT, "prefixes": "natural", "reward_threshold": 0.5}, ["reward_threshold=0.5", "prefixes=natural"]),
+        (
+            {**EXACT, "prefixes": "natural", "reward_threshold": 0.5},
+            ["reward_threshold=0.5", "prefixes=natural"],
+        ),
         ({"loss_type": "cispo"}, ["epsilon_high"]),
-        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, ["epsilon=0.1", "loss_type=cispo"]),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1},
+            ["epsilon=0.1", "loss_type=cispo"],
+        ),
         ({"reward_model_path": None}, ["reward_model_path is required", "--reward_function"]),
-        ({"reward_model_path": None, "reward_function": "mine.py:score", "gate_path": "gate.json"}, ["gate_path"]),
+        (
+            {
+                "reward_model_path": None,
+                "reward_function": "mine.py:score",
+                "gate_path": "gate.json",
+            },
+            ["gate_path"],
+        ),
     ],
     ids=str,
 )
@@ -132,7 +166,9 @@ def test_what_the_head_does_not_know_is_refused_with_the_way_out(good, reward_mo
     for credit in ("exact", "token"):
         line = refuse_in_one_line("train_grpo", **last, credit=credit)
         assert f"credit={credit}: {reward_model} " in line and "likelihood head" in line
-    assert "kl_estimator=k1 with beta=20:" in refuse_in_one_line("train_grpo", **good, kl_estimator="k1", beta=20.0)
+    assert "kl_estimator=k1 with beta=20:" in refuse_in_one_line(
+        "train_grpo", **good, kl_estimator="k1", beta=20.0
+    )
     assert "beta=0.04:" in refuse_in_one_line("train_grpo", **last, kl_estimator="k1")  # beta None
 
 
@@ -140,11 +176,14 @@ def test_what_the_head_does_not_know_is_refused_with_the_way_out(good, reward_mo
     ("name", "factor"),
     [("predictive_reward_model", 1), ("reward_model", 1), ("reward_model", 1.5), (None, 1)],
 )
-def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkeypatch, name, factor):
-    """Prompts of 1, 2 and 4 of 5 tokens, three completions of each; read in parts of two groups, and of one row.
+def test_scores_are_what_the_models_say_of_whole_rows(
+    request, generator, monkeypatch, name, factor
+):
+    """Prompts of 1, 2 and 4 of 5 tokens, three completions of each; read in parts of two groups,
+    and of one row.
 
-    One pass serves a reward model and a reference that share weights, several those that do not (factor 1.5).
-    """
+    One pass serves a reward model and a reference that share weights, several those that do not
+    (factor 1.5)."""
     load = lambda path, mode="generator": build_model(load_checkpoint(path), mode, path)  # noqa: E731
     model, reference = None, load(generator)
     reference.transformer.ln_f.weight.data *= factor
@@ -156,13 +195,22 @@ def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkey
     lengths = torch.tensor([1, 2, 4]).repeat_interleave(3)
     written = torch.arange(1, 5) >= lengths[:, None]
     prompts = torch.randint(25, (3, 5)).repeat_interleave(3, 0)
-    ids = torch.cat([prompts[:, :1], torch.where(written, torch.randint(25, (9, 4)), prompts[:, 1:])], 1)
+    ids = torch.cat(
+        [prompts[:, :1], torch.where(written, torch.randint(25, (9, 4)), prompts[:, 1:])], 1
+    )
     with torch.no_grad():
         logits = reference.logits(reference.trunk(ids))
         log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-        expected = {"natural": None if model is None else model(ids)[0][:, 0], "evidence": None, "by_token": None}
+        expected = {
+            "natural": None if model is None else model(ids)[0][:, 0],
+            "evidence": None,
+            "by_token": None,
+        }
         if asked.is_ratio:
-            expected |= {"evidence": model.output(ids)[:, 1:], "by_token": model.token_probabilities(ids)[:, 1:]}
+            expected |= {
+                "evidence": model.output(ids)[:, 1:],
+                "by_token": model.token_probabilities(ids)[:, 1:],
+            }
     torch.testing.assert_close(asked(ids).reference_log_probs, log_probs)
     for most in (64, 7, 2, 1):
         monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=most: most)
@@ -173,8 +221,12 @@ def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkey
             evidence, log_q = model.distributions(scores.hidden)
             tokens = ids[:, 1:][written][:, None]
             torch.testing.assert_close(log_q.gather(1, tokens)[:, 0], log_probs[written])
-            torch.testing.assert_close(evidence.gather(1, tokens)[:, 0], expected["evidence"][written])
-            torch.testing.assert_close((log_q + evidence).exp().sum(1), torch.ones(len(tokens)), rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                evidence.gather(1, tokens)[:, 0], expected["evidence"][written]
+            )
+            torch.testing.assert_close(
+                (log_q + evidence).exp().sum(1), torch.ones(len(tokens)), rtol=0, atol=1e-4
+            )
 
 
 V, PROMPT = 3, 2  # tokens, and the one that every prompt consists of
@@ -182,7 +234,8 @@ TINY = GPTConfig(block_size=3, vocab_size=V, n_layer=1, n_head=1, n_embd=8)
 
 
 def make_models(deviation: float) -> tuple[GPT, RewardScorer]:
-    """A policy that has moved from its start, and a scorer of a likelihood head; all with such weights of tokens."""
+    """A policy that has moved from its start, and a scorer of a likelihood head; all with such
+    weights of tokens."""
     torch.manual_seed(0)
     policy, generator, natural = (GPT(TINY).eval() for _ in range(3))
     for model in (policy, generator, natural):
@@ -195,8 +248,11 @@ def settings_of(**options) -> GRPOSettings:
     return GRPOSettings(**{"credit": "token", "beta": 0.0, "advantage_scale": "none", **options})
 
 
-def scored_rollouts(policy: GPT, scorer: RewardScorer, ids: torch.Tensor, first: Any = True) -> Rollouts:
-    """A scored batch of these completions, of prompts of one token or, where `first` is not set, of two."""
+def scored_rollouts(
+    policy: GPT, scorer: RewardScorer, ids: torch.Tensor, first: Any = True
+) -> Rollouts:
+    """A scored batch of these completions, of prompts of one token or, where `first` is not set, of
+    two."""
     with torch.no_grad():
         log_probs = token_log_probs(policy.logits(policy.trunk(ids[:, :-1])), ids[:, 1:])
     mask = torch.ones(len(ids), ids.size(1) - 1, dtype=torch.bool)
@@ -217,8 +273,12 @@ def gradient(
     if settings.credit != "exact":
         batch.advantages, _ = train_grpo.advantages_of(batch, settings, Ranks())
         loss_of = partial(train_grpo.sampled_loss, settings)
-    figures = train_grpo.accumulate_gradients(parallel(policy, Ranks()), loss_of, batch, micro_rows, Ranks())
-    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), figures["loss"]
+    figures = train_grpo.accumulate_gradients(
+        parallel(policy, Ranks()), loss_of, batch, micro_rows, Ranks()
+    )
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), figures[
+        "loss"
+    ]
 
 
 def expected_gradient(models: tuple[GPT, RewardScorer], settings: GRPOSettings) -> torch.Tensor:
@@ -235,9 +295,8 @@ def expected_gradient(models: tuple[GPT, RewardScorer], settings: GRPOSettings) 
 
 @pytest.mark.parametrize("deviation", [0.5, 1.0])
 def test_sampled_gradients_have_the_exact_one_as_their_expectation(deviation):
-    """Times G / (G - 1), as the group's mean contains the token's own reward. With a deviation of 1 some log ratios of
-    p and q are clamped, alike in both forms.
-    """
+    """Times G / (G - 1), as the group's mean contains the token's own reward. With a deviation of 1
+    some log ratios of p and q are clamped, alike in both forms."""
     models = make_models(deviation)
     exact = expected_gradient(models, settings_of(credit="exact", group_size=1, prompts_per_step=1))
     assert exact.abs().max() > 0.01
@@ -252,14 +311,17 @@ def test_the_exact_loss_is_the_divergence_from_the_mixture():
     with torch.no_grad():
         model = scorer.reward_model
         pi, p, q = (
-            part.logits(part.trunk(ids[:, :2])).softmax(-1) for part in (policy, model.natural, model.generator)
+            part.logits(part.trunk(ids[:, :2])).softmax(-1)
+            for part in (policy, model.natural, model.generator)
         )
     m = model.mixture.sigmoid() * p + (1 - model.mixture.sigmoid()) * q
     kl = lambda one, other: (one * (one / other).log()).sum(-1).mean().item()  # noqa: E731
     by_hand = {"reverse": kl(pi, m), "forward": kl(m, pi)}
     for way, expected in by_hand.items():
         settings = settings_of(credit="exact", kl=way)
-        assert gradient(models, scored_rollouts(*models, ids), settings)[1] == pytest.approx(expected, rel=1e-4)
+        assert gradient(models, scored_rollouts(*models, ids), settings)[1] == pytest.approx(
+            expected, rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"kl": "forward"}, {"loss_type": "dapo"}], ids=str)
@@ -270,7 +332,9 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, options):
     settings, pieces = settings_of(credit="exact", **options), Mock(side_effect=checkpoint)
     monkeypatch.setattr(rollouts, "checkpoint", pieces)
 
-    batch = scored_rollouts(*models, ids, torch.tensor([True, False, False, True, False, True, True]))
+    batch = scored_rollouts(
+        *models, ids, torch.tensor([True, False, False, True, False, True, True])
+    )
     whole = gradient(models, batch, settings)
     assert pieces.call_count == 0
     for logits, micro_rows, number in ((1, 64, 11), (V, 4, 11), (5 * V, 64, 3), (4 * V, 3, 2)):
@@ -283,16 +347,22 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, options):
 
 
 def test_rollouts_are_completions_or_rows_of_the_corpus_each_after_a_prompt_of_its_own():
-    """With the policy's log-probabilities; as many rows as completions; the ranks' shares are those of one."""
+    """With the policy's log-probabilities; as many rows as completions; the ranks' shares are those
+    of one."""
     policy, _ = make_models(0.5)
     draw = partial(sample, Completer(policy, 3), np.arange(1000) % V, (6, 4), 42)
     batch = draw(ranks=Ranks(), step=1, natural=False)
     with torch.no_grad():
-        log_probs = token_log_probs(policy.logits(policy.trunk(batch.ids[:, :-1])), batch.ids[:, 1:])
+        log_probs = token_log_probs(
+            policy.logits(policy.trunk(batch.ids[:, :-1])), batch.ids[:, 1:]
+        )
     torch.testing.assert_close(batch.old_log_probs, log_probs)
     batch.scores = Scores(None, None, None, log_probs)
     figures = rollouts.figures_of_rollouts(batch, "k3", Ranks())
-    assert figures == {"kl_start": pytest.approx(0, abs=1e-6), "entropy": pytest.approx(-log_probs.mean().item())}
+    assert figures == {
+        "kl_start": pytest.approx(0, abs=1e-6),
+        "entropy": pytest.approx(-log_probs.mean().item()),
+    }
     batch = draw(ranks=Ranks(), step=1, natural=True)
     assert batch.ids.shape == (24, 3) and batch.old_log_probs is None and batch.mask.all()
     assert (batch.ids.diff(dim=1) % V == 1).all() and len(batch.ids.unique(dim=0)) == V
@@ -307,7 +377,7 @@ def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
 
     Natural prefixes have no threshold and no plateau, and one line says so.
     """
-    monkeypatch.setattr(policy_evaluation, "CAPS", {"kl_step": 9.0})
+    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
     options = {**good, **EXACT, **more, "max_steps": 8, "learning_rate": 1e-2, "eval_interval": 4}
     lines = succeed("train_grpo", **options).splitlines()
     said = [line for line in lines if line.startswith("Natural prefixes: ")]
@@ -318,16 +388,26 @@ def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
     assert looks[-1] < looks[0]
     assert all(not {"flat_groups", "clip_share"} & record.keys() for record in steps)
     assert all(("reward" in record) == ("prefixes" not in more) for record in steps)
-    if not more:  # the loss, at prefixes of the policy, is what the evaluation estimates from its tokens
+    # the loss, at prefixes of the policy, is what the evaluation estimates from its tokens
+    if not more:
         assert looks[0] == pytest.approx(steps[0]["loss"], rel=0.5)
 
 
 def test_the_schedules_by_hand():
-    """Of a run begun with four steps; a fifth has the rate of the end. Longer ones begin with a warm-up."""
-    by_hand = {"constant": [1.0] * 5, "linear": [1.0, 0.75, 0.5, 0.25, 0.0], "cosine": [1, 0.853553, 0.5, 0.146447, 0]}
+    """Of a run begun with four steps; a fifth has the rate of the end. Longer ones begin with a
+    warm-up."""
+    by_hand = {
+        "constant": [1.0] * 5,
+        "linear": [1.0, 0.75, 0.5, 0.25, 0.0],
+        "cosine": [1, 0.853553, 0.5, 0.146447, 0],
+    }
     for schedule, expected in by_hand.items():
-        assert [train_grpo.factor_at(step, schedule, 4) for step in range(5)] == pytest.approx(expected, abs=1e-6)
-        assert [train_grpo.factor_at(step, schedule, 40) for step in range(2)] == pytest.approx([1 / 3, 2 / 3])
+        assert [train_grpo.factor_at(step, schedule, 4) for step in range(5)] == pytest.approx(
+            expected, abs=1e-6
+        )
+        assert [train_grpo.factor_at(step, schedule, 40) for step in range(2)] == pytest.approx(
+            [1 / 3, 2 / 3]
+        )
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -338,7 +418,9 @@ def test_more_steps_than_the_schedule_has_are_refused(good, schedule):
     options |= {"init_from": "resume", "max_steps": 3}
     if schedule == "constant":
         succeed("train_grpo", **options)
-        assert [record["learning_rate"] for record in records_of(options) if "loss" in record] == [3e-4] * 3
+        assert [record["learning_rate"] for record in records_of(options) if "loss" in record] == [
+            3e-4
+        ] * 3
         return
     before = folder_bytes(good["output_path"].parent)
     line = refuse_in_one_line("train_grpo", **options)
@@ -347,29 +429,46 @@ def test_more_steps_than_the_schedule_has_are_refused(good, schedule):
     assert folder_bytes(good["output_path"].parent) == before
 
 
-@pytest.mark.parametrize("more", [{}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}], ids=str)
-def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(good, tmp_path, monkeypatch, more):
-    """Interrupted once, and ended once: the state has the last policy, not the one that was kept."""
-    options = {**good, **more, "max_steps": 5, "eval_interval": 2, "lr_schedule": "linear", "learning_rate": 1e-2}
-    monkeypatch.setattr(policy_evaluation, "CAPS", {"kl_step": 9.0})
+@pytest.mark.parametrize(
+    "more", [{}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}], ids=str
+)
+def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
+    good, tmp_path, monkeypatch, more
+):
+    """Interrupted once, and ended once: the state has the last policy, not the one that was
+    kept."""
+    options = {
+        **good,
+        **more,
+        "max_steps": 5,
+        "eval_interval": 2,
+        "lr_schedule": "linear",
+        "learning_rate": 1e-2,
+    }
+    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
     succeed("train_grpo", **options)
     parts = {**options, "output_path": tmp_path / "parts" / "policy.pt"}
     with monkeypatch.context() as patch:
         end_in_call(patch, train_grpo, "sample", 3, terminate)
         assert call("train_grpo", **parts).status == 143
     assert [record["step"] for record in records_of(parts)] == [0, 1, 2, 3]
-    assert "seed was 42, now 1" in refuse_in_one_line("train_grpo", **parts, init_from="resume", seed=1)
+    assert "seed was 42, now 1" in refuse_in_one_line(
+        "train_grpo", **parts, init_from="resume", seed=1
+    )
     for max_steps in (4, 5):
         succeed("train_grpo", **{**parts, "init_from": "resume", "max_steps": max_steps})
     assert_same_weights(weights(parts["output_path"]), weights(options["output_path"]))
     one, other = (untimed(each["output_path"].with_suffix(".jsonl")) for each in (parts, options))
     assert one == other
     trainings = [load_checkpoint(each["output_path"])["training"] for each in (parts, options)]
-    assert all(trainings[0][name] == trainings[1][name] for name in ("steps", "first_reward", "last_reward"))
+    assert all(
+        trainings[0][name] == trainings[1][name]
+        for name in ("steps", "first_reward", "last_reward")
+    )
 
 
 def test_a_report_of_the_start_not_finite_is_not_written(monkeypatch, good):
     figures = {"kept": {}, "start": {"report_loss": float("nan")}}
-    monkeypatch.setattr(policy_evaluation, "report_figures", lambda *_: figures)
+    monkeypatch.setattr(evaluation, "report_figures", lambda *_: figures)
     assert "start.report_loss is nan" in refuse("train_grpo", **good)
     assert not good["output_path"].exists()

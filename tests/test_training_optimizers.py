@@ -1,4 +1,5 @@
-"""training/optimizers.py: a step, Muon, early stopping, the best.  `pytest tests/test_training_optimizers.py`"""
+"""training/optimizers.py: a step, Muon, early stopping, the best.  `pytest
+tests/test_training_optimizers.py`"""
 
 import copy
 import math
@@ -38,7 +39,10 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
     wrapped = nn.ModuleDict({"module": model})  # as on several ranks
     muon, adamw = optim.make_optimizers(wrapped, "muon", 4e-3, 0.1).optimizers
     (hidden,), (decayed, not_decayed) = muon.param_groups, adamw.param_groups
-    matrices = {f"attn.{name}.weight" for name in ("c_attn", "c_proj")} | {"mlp.c_fc.weight", "mlp.c_proj.weight"}
+    matrices = {f"attn.{name}.weight" for name in ("c_attn", "c_proj")} | {
+        "mlp.c_fc.weight",
+        "mlp.c_proj.weight",
+    }
     assert names_of(model, hidden["params"]) == {f"transformer.h.0.{name}" for name in matrices}
     assert (hidden["lr"], hidden["weight_decay"], hidden["momentum"]) == (0.02, 0.1, 0.85)
     assert names_of(model, decayed["params"]) == {"transformer.wte.weight"}
@@ -55,7 +59,8 @@ def test_the_first_adamw_step_by_hand():
     assert optimizers.learning_rate == 0.05
     (3 * model.weight).sum().backward()
     assert optim.take_step(model, optimizers, 0.0, FLOAT32) == pytest.approx(3.0)
-    # Adam's first step is the learning rate in the gradient's direction; the decay takes lr * 0.5 of the weight.
+    # Adam's first step is the learning rate in the gradient's direction; the decay takes lr * 0.5
+    # of the weight.
     assert model.weight.item() == pytest.approx(2 * (1 - 0.05 * 0.5) - 0.05)
     assert model.weight.grad is None
 
@@ -70,7 +75,9 @@ def test_resumed_training_is_the_same_to_the_bit_and_settings_rule_over_its_stat
     again = optim.make_optimizers(resumed, optimizer)
     again.load_state_dict(copy.deepcopy(optimizers.state_dict()))
     train(resumed, again, range(4, 8))
-    assert all(weight.equal(resumed.state_dict()[name]) for name, weight in unbroken.state_dict().items())
+    assert all(
+        weight.equal(resumed.state_dict()[name]) for name, weight in unbroken.state_dict().items()
+    )
     other = optim.make_optimizers(resumed, optimizer, learning_rate=1e-2, weight_decay=0.3)
     other.load_state_dict(again.state_dict())
     other.set_learning_rate_factor(0.5)
@@ -82,7 +89,9 @@ def test_resumed_training_is_the_same_to_the_bit_and_settings_rule_over_its_stat
 def test_optimizers_refuse_what_does_not_fit():
     model = tiny_model()
     with pytest.raises(ValueError, match="zip"):
-        optim.make_optimizers(model, "muon").load_state_dict(optim.make_optimizers(model).state_dict())
+        optim.make_optimizers(model, "muon").load_state_dict(
+            optim.make_optimizers(model).state_dict()
+        )
     model.transformer.h.requires_grad_(False)
     with pytest.raises(UserError, match="optimizer=muon"):
         optim.make_optimizers(model, "muon")
@@ -95,7 +104,9 @@ def test_muon_moves_as_the_librarys_does_up_to_bfloat16(shape):
     draw = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=draw) for _ in range(3)]
     # each matrix by itself, whatever its size
-    gradients = [[size * torch.randn(shape, generator=draw) for size in (1e-3, 1.0, 30.0)] for _ in range(4)]
+    gradients = [
+        [size * torch.randn(shape, generator=draw) for size in (1e-3, 1.0, 30.0)] for _ in range(4)
+    ]
     ends = []
     for kind in (optim.Muon, torch.optim.Muon):
         parameters = [nn.Parameter(tensor.clone()) for tensor in start]
@@ -116,16 +127,23 @@ def test_clipping_by_hand(monkeypatch, max_norm, kept):
     model, clipped = nn.Linear(1, 2), []
     model.weight.grad, model.bias.grad = torch.tensor([[3.0], [0.0]]), torch.tensor([0.0, 4.0])
     optimizers = optim.make_optimizers(model)
-    monkeypatch.setattr(optimizers.optimizers[0], "step", lambda: clipped.extend(p.grad for p in model.parameters()))
+    monkeypatch.setattr(
+        optimizers.optimizers[0], "step", lambda: clipped.extend(p.grad for p in model.parameters())
+    )
     assert optim.take_step(model, optimizers, max_norm, FLOAT32) == pytest.approx(5)
-    assert torch.cat([gradient.flatten() for gradient in clipped]).tolist() == pytest.approx([3 * kept, 0, 0, 4 * kept])
+    assert torch.cat([gradient.flatten() for gradient in clipped]).tolist() == pytest.approx(
+        [3 * kept, 0, 0, 4 * kept]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_step_whose_gradients_overflow(dtype):
     """Skipped, with a smaller scale, under a float16 scaler; an error without one."""
     model = nn.Linear(2, 1)
-    before, optimizers = model.weight.detach().clone(), optim.make_optimizers(model, weight_decay=0.0)
+    before, optimizers = (
+        model.weight.detach().clone(),
+        optim.make_optimizers(model, weight_decay=0.0),
+    )
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
     scaler.scale(model(torch.full((1, 2), torch.inf)).sum()).backward()
     if dtype == torch.float32:
@@ -142,7 +160,8 @@ def test_a_step_whose_gradients_overflow(dtype):
 
 @pytest.mark.parametrize(("moment", "value"), [("exp_avg", math.nan), ("exp_avg_sq", math.inf)])
 def test_a_step_that_makes_something_infinite_is_reported_by_that_step(moment, value):
-    # An infinite second moment leaves its weight where it is for ever, and never shows in a loss or a gradient.
+    # An infinite second moment leaves its weight where it is for ever, and never shows in a loss or
+    # a gradient.
     model = nn.ModuleDict({"lm_head": nn.Linear(4, 5, bias=False)})
     optimizers, weight = optim.make_optimizers(model), model["lm_head"].weight
     weight.grad = torch.ones_like(weight)
@@ -167,7 +186,8 @@ def test_early_stopping_by_hand():
     resumed = optim.EarlyStopping(patience=3, min_delta=0.001)  # with more patience, as a setting
     resumed.load_state_dict(stopping.state_dict())
     assert not resumed.reason and waits(resumed, 1.9895) == [3] and resumed.reason
-    assert waits(optim.EarlyStopping(patience=3, min_delta=0.01), 1.0, 0.995, 0.99) == [0, 1, 0]  # small steps add up
+    # small steps add up
+    assert waits(optim.EarlyStopping(patience=3, min_delta=0.01), 1.0, 0.995, 0.99) == [0, 1, 0]
     never = optim.EarlyStopping(None)
     assert waits(never, 1.0, 1.0, 1.0) == [0, 1, 2] and not never.reason
 

@@ -1,4 +1,5 @@
-"""training/run.py: a stopped run ends as if undisturbed; second commands.  `pytest tests/test_training_run.py`"""
+"""training/run.py: a stopped run ends as if undisturbed; second commands.  `pytest
+tests/test_training_run.py`"""
 
 import shutil
 from dataclasses import dataclass
@@ -70,12 +71,15 @@ def finish(path, **more):
 
 
 def test_a_second_command(tmp_path):
-    """Has nothing to do, or is refused: of other settings, inputs or limits, and of a run that was interrupted."""
+    """Has nothing to do, or is refused: of other settings, inputs or limits, and of a run that was
+    interrupted."""
     path = tmp_path / "model.pt"
     run, counts = begun(path)
     make_steps(run, counts, total=2)
     run.save(run.step)
-    with pytest.raises(UserError, match="interrupted: --init_from resume goes on, --overwrite True begins anew"):
+    with pytest.raises(
+        UserError, match="interrupted: --init_from resume goes on, --overwrite True begins anew"
+    ):
         begun(path)
     finish(path, overwrite=True)
     with pytest.raises(Finished, match="made with these settings already"):
@@ -92,7 +96,9 @@ def test_a_second_command(tmp_path):
     with pytest.raises(UserError, match="no state of its run lies beside it"):
         begun(path)
     for name in ("model.resume", "model.jsonl"):
-        with pytest.raises(UserError, match=r"the state \(.resume\) and records \(.jsonl\) lie beside it"):
+        with pytest.raises(
+            UserError, match=r"the state \(.resume\) and records \(.jsonl\) lie beside it"
+        ):
             begun(tmp_path / name)
 
 
@@ -100,7 +106,9 @@ def test_names_with_a_dot_are_of_runs_of_their_own(tmp_path):
     finish(tmp_path / "x0.001")
     finish(tmp_path / "x0.0003")
     names = {path.name for path in tmp_path.glob("x*")}
-    assert names == {f"{output}{end}" for output in ("x0.001", "x0.0003") for end in ("", ".resume", ".jsonl")}
+    assert names == {
+        f"{output}{end}" for output in ("x0.001", "x0.0003") for end in ("", ".resume", ".jsonl")
+    }
 
 
 def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path):
@@ -108,7 +116,9 @@ def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path):
     with pytest.raises(UserError, match=r"model\.resume not found"):
         begun(path, resume=True)
     finish(path)
-    run, counts = begun(path, resume=True, settings=RunSettings(device="mps", max_steps=9, init_from="resume"))
+    run, counts = begun(
+        path, resume=True, settings=RunSettings(device="mps", max_steps=9, init_from="resume")
+    )
     assert (run.step, run.facts, counts.made) == (6, {"max_steps": 6}, [1, 2, 3, 4, 5, 6])
     with pytest.raises(UserError, match=r"another run \(lr was 0\.1, now 0\.2"):
         begun(path, True, settings=RunSettings(lr=0.2))
@@ -130,13 +140,26 @@ def test_a_reason_to_stop_is_asked_for_before_each_step(tmp_path):
     make_steps(run, counts)
     assert (run.reason, counts.made) == ("step limit: 6", [1, 2, 3, 4, 5, 6])
     run.save(run.step)
-    assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     run, counts = begun(path, True)
     make_steps(run, counts, total=3)
     assert (run.reason, run.step) == ("step limit: 3", 6)
 
 
-SETTINGS = {**TINY_TRAIN, "optimizer": "muon", "dropout": 0.1, "short_contexts": [4, 8], "lr_schedule": "cooldown"}
+SETTINGS = {
+    **TINY_TRAIN,
+    "optimizer": "muon",
+    "dropout": 0.1,
+    "short_contexts": [4, 8],
+    "lr_schedule": "cooldown",
+}
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +171,12 @@ def whole(tmp_path_factory, corpus):
 
 
 def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpus, whole):
-    """Interrupted in a step, which is finished and saved, and in the last pass over the validation split."""
-    options, path = {**SETTINGS, "dataset": corpus, "out_dir": tmp_path}, tmp_path / "model_checkpoint"
+    """Interrupted in a step, which is finished and saved, and in the last pass over the validation
+    split."""
+    options, path = (
+        {**SETTINGS, "dataset": corpus, "out_dir": tmp_path},
+        tmp_path / "model_checkpoint",
+    )
     for name, number, more in (("get_batch", 12, {}), ("measure", 3, {"init_from": "resume"})):
         with monkeypatch.context() as patch:
             end_in_call(patch, train, name, number, terminate)
@@ -160,7 +187,9 @@ def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpu
         assert "Resuming" in succeed("train", **options, init_from="resume")
         assert_same_weights(weights(path.with_suffix(".pt")), weights(whole.with_suffix(".pt")))
         assert untimed(path.with_suffix(".jsonl")) == untimed(whole.with_suffix(".jsonl"))
-        states = [torch.load(each.with_suffix(".resume"), weights_only=True) for each in (path, whole)]
+        states = [
+            torch.load(each.with_suffix(".resume"), weights_only=True) for each in (path, whole)
+        ]
         assert_same_weights(*(state["parts"]["model"] for state in states))
         assert [state["finished"] for state in states] == [True, True]
 

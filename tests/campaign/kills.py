@@ -1,7 +1,8 @@
-"""Kills: a loop that is killed at random moments, and started again each time, ends in an undisturbed run's tensors.
+"""Kills: a loop that is killed at random moments, and started again each time, ends in an
+undisturbed run's tensors.
 
-    python tests/campaign/kills.py --kills 20
-    python tests/campaign/kills.py --kills 10 --config config/shakespeare_library_cpu.py --seconds 5 60
+    python tests/campaign/kills.py --kills 20 python tests/campaign/kills.py --kills 10 --config
+    config/shakespeare_library_cpu.py --seconds 5 60
 
 Killed is the group of processes or run_cycles.py alone, by SIGKILL, SIGTERM or Ctrl-C.
 """
@@ -33,7 +34,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
         weights = torch.load(path, weights_only=True)["model"]
         found |= {f"{path.relative_to(folder)} {name}": tensor for name, tensor in weights.items()}
     for path in sorted(folder.rglob("*_[xy].bin")):
-        found[str(path.relative_to(folder))] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        found[str(path.relative_to(folder))] = torch.frombuffer(
+            bytearray(path.read_bytes()), dtype=torch.uint8
+        )
     return found
 
 
@@ -55,7 +58,8 @@ def kill(process: subprocess.Popen, draw: random.Random) -> str:
 
 
 def killed_run(start, draw: random.Random, most: int, seconds: tuple[float, float]) -> list[str]:
-    """Start, kill and start again at most so many times, then let the run end; returns how it was killed."""
+    """Start, kill and start again at most so many times, then let the run end; returns how it was
+    killed."""
     kinds: list[str] = []
     while len(kinds) < most:
         process = start()
@@ -75,7 +79,9 @@ def attempt(world: World, draw: random.Random, folder: Path) -> None:
     """One run of the tiny loop, killed up to three times."""
     undisturbed = world.folder / "undisturbed"
     if not undisturbed.exists():
-        expect(start_loop(world, undisturbed).wait(END) == 0, (undisturbed / "log").read_text()[-800:])
+        expect(
+            start_loop(world, undisturbed).wait(END) == 0, (undisturbed / "log").read_text()[-800:]
+        )
     killed_run(lambda: start_loop(world, folder), draw, 3, (0.5, 9.0))
     expect_same_tensors(undisturbed / "out", folder / "out")
 
@@ -85,7 +91,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seconds", type=float, nargs=2, default=(0.5, 6.0))
     parser.add_argument("--config", help="settings file of run_cycles.py; none: the tiny loop")
-    parser.add_argument("--undisturbed", type=Path, help="output of an undisturbed run of that file")
+    parser.add_argument(
+        "--undisturbed", type=Path, help="output of an undisturbed run of that file"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw = random.Random(options.seed)
@@ -100,15 +108,25 @@ def main() -> None:
         def start() -> subprocess.Popen:
             if options.config is None:
                 return start_loop(world, folder / "killed")
-            command = [sys.executable, "run_cycles.py", f"--config={options.config}", f"--out_dir={out}"]
-            return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+            command = [
+                sys.executable,
+                "run_cycles.py",
+                f"--config={options.config}",
+                f"--out_dir={out}",
+            ]
+            return subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
+            )
 
         kinds = killed_run(start, draw, options.kills, options.seconds)
-        while options.config is None and len(kinds) < options.kills:  # it was through: begin another
+        # it was through: begin another
+        while options.config is None and len(kinds) < options.kills:
             (folder / "killed").rename(folder / f"done_{len(kinds)}")
             expect_same_tensors(undisturbed, folder / f"done_{len(kinds)}/out")
             kinds += killed_run(start, draw, options.kills - len(kinds), options.seconds)
-        print(f"{len(kinds)} kills: {expect_same_tensors(undisturbed, out)} tensors are an undisturbed run's")
+        print(
+            f"{len(kinds)} kills: {expect_same_tensors(undisturbed, out)} tensors are an undisturbed run's"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Try to break what the project promises: kills at random moments, hostile files, bad options, odd texts.
+"""Try to break what the project promises: kills at random moments, hostile files, bad options, odd
+texts.
 
     python tests/campaign/run.py --minutes 1
 
-Each part repeats its attempts with other random choices until its share of the time is over. The seed is the commit's,
-unless --seed names one: each commit tries other cases, and a failure can be repeated.
-"""
+Each part repeats its attempts with other random choices until its share of the time is over. The
+seed is the commit's, unless --seed names one: each commit tries other cases, and a failure can be
+repeated."""
 
 import argparse
 import random
@@ -36,7 +37,9 @@ PARTS = {
 def commit_seed() -> int:
     """A seed from the commit's hash; 0 outside a repository."""
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    return int(subprocess.run(command, capture_output=True, text=True).stdout.strip()[:8] or "0", 16)
+    return int(
+        subprocess.run(command, capture_output=True, text=True).stdout.strip()[:8] or "0", 16
+    )
 
 
 def main() -> None:

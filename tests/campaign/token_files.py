@@ -1,4 +1,5 @@
-"""Token files of other types: they end in success or in one line with exit status 2, never in a traceback.
+"""Token files of other types: they end in success or in one line with exit status 2, never in a
+traceback.
 
 python tests/campaign/run.py --parts token_files
 """
@@ -12,7 +13,8 @@ from world import World, expect_refusal
 
 
 def attempt(world: World, draw: random.Random, folder: Path) -> None:
-    """One script on a corpus, with or without its vocabulary, in which a file is of another type."""
+    """One script on a corpus, with or without its vocabulary, in which a file is of another
+    type."""
     corpus = shutil.copytree(world.corpus, folder / "corpus")
     path = corpus / draw.choice(["train.bin", "val.bin"])
     kind = draw.choice(["<u2", "<u4", "<i8", "<f4", ">u2"])

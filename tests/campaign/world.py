@@ -97,16 +97,26 @@ class World:
             if script == "natural":
                 options |= {"checkpoint_name": "natural.pt", "seed": 2, "max_iters": 40}
             if script == "train_reward_model":
-                options = {name: value for name, value in options.items() if name not in ("max_epochs", "control")}
+                options = {
+                    name: value
+                    for name, value in options.items()
+                    if name not in ("max_epochs", "control")
+                }
             finished = run("train.py" if script == "natural" else f"{script}.py", **options)
             expect(finished.status == 0, script, finished.err)
         return world
 
 
 def expect_refusal(
-    script: str, options: Options, what: Any, folder: Path, statuses: tuple[int, ...] = (2,), *arguments: str
+    script: str,
+    options: Options,
+    what: Any,
+    folder: Path,
+    statuses: tuple[int, ...] = (2,),
+    *arguments: str,
 ) -> None:
-    """Run a script, in an attempt's folder, that is to refuse its input: exit status 2, a line, no traceback."""
+    """Run a script, in an attempt's folder, that is to refuse its input: exit status 2, a line, no
+    traceback."""
     finished = run(f"{script}.py", *arguments, folder=folder, **options)
     expect(finished.status in statuses, what, f"status {finished.status}:", finished.err[-500:])
     expect("Traceback" not in finished.err, what, finished.err[-800:])
@@ -114,9 +124,14 @@ def expect_refusal(
 
 
 def start_loop(world: World, folder: Path, *more: str) -> subprocess.Popen:
-    """run_cycles.py on the tiny loop in a group of processes of its own, with its output in folder/out."""
+    """run_cycles.py on the tiny loop in a group of processes of its own, with its output in
+    folder/out."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, str(ROOT / "run_cycles.py"), f"--config={world.settings_file}"]
-    command += as_arguments({"dataset": world.corpus, "out_dir": "out", "num_cycles": 1, "device": "cpu"})
+    command += as_arguments(
+        {"dataset": world.corpus, "out_dir": "out", "num_cycles": 1, "device": "cpu"}
+    )
     with open(folder / "log", "a") as log:
-        return subprocess.Popen([*command, *more], cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            [*command, *more], cwd=folder, stdout=log, stderr=log, start_new_session=True
+        )

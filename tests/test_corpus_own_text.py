@@ -1,4 +1,5 @@
-"""text/own_corpus.py, `run_cycles.py --text`: parts, one vocabulary, sizes.  `pytest tests/test_text_own_corpus.py`"""
+"""corpus/own_text.py, `run_cycles.py --text`: parts, one vocabulary, sizes.  `pytest
+tests/test_corpus_own_text.py`"""
 
 import numpy as np
 import pytest
@@ -7,13 +8,14 @@ from helpers import make_text, refuse
 import run_cycles
 from common.process import UserError
 from common.settings import options_of_stages
-from text.own_corpus import make_corpora, sizes_for
+from corpus.own_text import make_corpora, sizes_for
 from tokenization_manager import TokenizationManager
 
 
 @pytest.fixture
 def texts(tmp_path):
-    """A text of the user's, and another that does not end with a newline and has a character of its own."""
+    """A text of the user's, and another that does not end with a newline and has a character of its
+    own."""
     own, other = tmp_path / "own.txt", tmp_path / "other.txt"
     own.write_text((make_text(2000) * 9)[:30_000])
     other.write_text(make_text(100) + "§")
@@ -21,7 +23,9 @@ def texts(tmp_path):
 
 
 def read(folder, part: str) -> str:
-    return TokenizationManager(data_path=folder).decode(np.fromfile(folder / f"{part}.bin", np.uint16).tolist())
+    return TokenizationManager(data_path=folder).decode(
+        np.fromfile(folder / f"{part}.bin", np.uint16).tolist()
+    )
 
 
 def test_the_last_tenths_are_held_out_of_both_corpora(texts, tmp_path):
@@ -54,7 +58,10 @@ def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
 def test_sizes_follow_the_length():
     short, long = sizes_for(30_000, 90, True), sizes_for(2_000_000, 5000, False)
     assert short["train"] == ["--block_size=32", "--batch_size=64", "--max_iters=1200"]
-    assert short["control_plain"][-1] == "--max_iters=3000" and long["control_plain"][-1] == "--dropout=0.0"
+    assert (
+        short["control_plain"][-1] == "--max_iters=3000"
+        and long["control_plain"][-1] == "--dropout=0.0"
+    )
     assert long["natural_model"] == ["--block_size=128", "--batch_size=16", "--max_iters=550"]
     assert sizes_for(60_000, 90, False)["natural_model"][-1] == "--dropout=0.2"
 

@@ -1,9 +1,10 @@
-"""text/encode_texts.py: pieces have the tokens of the whole, memory stays flat, documents go to the parts named.
+"""corpus/encode.py: pieces have the tokens of the whole, memory stays flat, documents go to the
+parts named.
 
-    pytest tests/test_text_encode_texts.py
+    pytest tests/test_corpus_encode.py
 
-Tests of tokenizer.json need requirements-bench.txt (the package tokenizers), and are skipped without it.
-"""
+Tests of tokenizer.json need requirements-bench.txt (the package tokenizers), and are skipped
+without it."""
 
 import contextlib
 import shutil
@@ -20,15 +21,19 @@ from hypothesis import strategies as st
 
 from common.files import write_json
 from common.process import UserError
-from text import encode_texts
-from text.encode_texts import PiecewiseEncoder, encode_segments, prepare_texts
+from corpus import encode
+from corpus.encode import PiecewiseEncoder, encode_segments, prepare_texts
 from tokenization_manager import TokenizationManager
 
 TEXT = make_text(400)
 NASTY = st.lists(
     st.one_of(
-        st.sampled_from([" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\x1c", "\x85", " " * 20]),
-        st.sampled_from(["word", "don't", "'s", "'ll", "12345", "!?", "...", "<|endoftext|>", "é", "e\u0301"]),
+        st.sampled_from(
+            [" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\x1c", "\x85", " " * 20]
+        ),
+        st.sampled_from(
+            ["word", "don't", "'s", "'ll", "12345", "!?", "...", "<|endoftext|>", "é", "e\u0301"]
+        ),
         st.sampled_from(["a b", "one two", "of\nit", " the", " 12", "\nIt's", ". So", "!\n"]),
         st.sampled_from(["😀", "👩‍👩‍👧", "日本語", "\u200b", "\ufeff", "ﷺ", "a" * 30]),
         st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=5),
@@ -45,8 +50,8 @@ def check_pieces(tokenizer: TokenizationManager, least_cuts: int = 5) -> None:
     @given(NASTY, st.integers(1, 40), st.integers(1, 5), st.floats(0.1, 0.9))
     def equal(text, piece, window, share):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(encode_texts, "PIECE_CHARACTERS", piece)
-            patch.setattr(encode_texts, "WINDOW", window if tokenizer.method == "bpe" else 40)
+            patch.setattr(encode, "PIECE_CHARACTERS", piece)
+            patch.setattr(encode, "WINDOW", window if tokenizer.method == "bpe" else 40)
             text = text * (1 if tokenizer.method == "bpe" else 4)
             boundary = max(1, int(len(text) * share))
             pieces = (text[start : start + piece] for start in range(0, len(text), piece))
@@ -66,28 +71,33 @@ def test_pieces_have_the_tokens_of_the_whole(bpe):
 
 
 def test_a_text_without_a_cut_grows_and_is_searched_seldom(bpe, monkeypatch):
-    monkeypatch.setattr(encode_texts, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(encode, "PIECE_CHARACTERS", 100)
     encoder, tried = PiecewiseEncoder(bpe), []
-    monkeypatch.setattr(encode_texts.re, "finditer", lambda *_: tried.append(len(encoder.text)) or iter(()))
+    monkeypatch.setattr(
+        encode.re, "finditer", lambda *_: tried.append(len(encoder.text)) or iter(())
+    )
     text = "ab" * 5000
     for first in range(0, len(text), 10):
         assert len(encoder.encode(text[first : first + 10], False)) == 0
     assert tried == [100 * 2**n for n in range(7)]
     assert encoder.encode("", True).tolist() == bpe.encode(text).tolist()
-    monkeypatch.setattr(encode_texts, "MOST_CHARACTERS", 300)
+    monkeypatch.setattr(encode, "MOST_CHARACTERS", 300)
     with pytest.raises(UserError, match="the text has 10,000 characters without a space"):
         PiecewiseEncoder(bpe).encode(text, False)
 
 
 def test_paragraphs_that_blank_lines_separate_are_cut(bpe, monkeypatch):
-    monkeypatch.setattr(encode_texts, "PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr(encode, "PIECE_CHARACTERS", 1000)
     assert len(PiecewiseEncoder(bpe).encode("你好世界今天天气很好。\n\n" * 100, is_last=False)) > 0
 
 
 def test_segments_are_encoded_each_by_itself_and_nameless_ones_left_out():
     tokenizer = TokenizationManager.from_text("abc")
     pieces, segments = ["ab", "cab", "c"], [("train", 1), ("", 2), ("val", 2), ("train", 1)]
-    found = [(part, tokenizer.decode(tokens)) for part, tokens in encode_segments(iter(pieces), segments, tokenizer)]
+    found = [
+        (part, tokenizer.decode(tokens))
+        for part, tokens in encode_segments(iter(pieces), segments, tokenizer)
+    ]
     joined = {part: "".join(text for name, text in found if name == part) for part, _ in found}
     assert joined == {"train": "ac", "val": "ab"}
     for pieces in (["abcab"], ["abcabca"]):
@@ -102,7 +112,12 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
             file.write((TEXT * (1_000_000 // len(TEXT) + 1))[:1_000_000])
     tracemalloc.start()
     try:
-        succeed("prepare_text", str(tmp_path / "large.txt"), out_dir=tmp_path / "large", tokenization="char")
+        succeed(
+            "prepare_text",
+            str(tmp_path / "large.txt"),
+            out_dir=tmp_path / "large",
+            tokenization="char",
+        )
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -135,7 +150,8 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
 
 @pytest.mark.parametrize("name", ["replace", "unlink", "fsync"])
 def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, novel, monkeypatch, name, bpe):
-    """Before whichever change of a file it comes: they are the earlier ones, or the new ones, or one is missing."""
+    """Before whichever change of a file it comes: they are the earlier ones, or the new ones, or
+    one is missing."""
     folder, states = tmp_path / "novel", set()
 
     def contents() -> dict[str, bytes]:
@@ -146,11 +162,13 @@ def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, novel, monkey
         prepare_texts([novel], folder, bpe)
         before = contents()
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            end_in_call(patch, encode_texts.os, name, number, press_ctrl_c)
+            end_in_call(patch, encode.os, name, number, press_ctrl_c)
             prepare_texts([novel], folder, None)
         after = contents()
         is_whole = {"train.bin", "val.bin"} <= set(after)
-        states.add("old" if after == before else "new" if is_whole and "meta.pkl" in after else "missing")
+        states.add(
+            "old" if after == before else "new" if is_whole and "meta.pkl" in after else "missing"
+        )
         assert after == before or "meta.pkl" in after or not is_whole, (number, sorted(after))
     assert {"old", "new"} & states
 
@@ -176,15 +194,26 @@ def works(tmp_path) -> Path:
 
 
 def test_documents_go_to_the_parts_that_name_them(script, works):
-    options = {"out_dir": works, "source": "complete", "val_documents": ["mac"], "test_documents": ["lear"]}
+    options = {
+        "out_dir": works,
+        "source": "complete",
+        "val_documents": ["mac"],
+        "test_documents": ["lear"],
+    }
     succeed(script, **options)
     assert tokens_of(works, "train", "val", "test") == ["aaaa\nbbbbb\n", "cc\n", "dzd"]
-    succeed(script, **options, train_documents=["othello"])  # HAMLET is in no part, and in the vocabulary
+    # HAMLET is in no part, and in the vocabulary
+    succeed(script, **options, train_documents=["othello"])
     assert tokens_of(works, "train", "val", "test") == ["bbbbb\n", "cc\n", "dzd"]
     assert "a" in TokenizationManager(data_path=works).chars
-    assert "is in val too" in refuse_in_one_line(script, **{**options, "test_documents": ["macbeth"]})
+    assert "is in val too" in refuse_in_one_line(
+        script, **{**options, "test_documents": ["macbeth"]}
+    )
     succeed(script, out_dir=works)  # nanoGPT's split
-    assert tokens_of(works, "train", "val") == ["aaaa\nbbbbb\ncc\nd", "zd"] and not (works / "test.bin").exists()
+    assert (
+        tokens_of(works, "train", "val") == ["aaaa\nbbbbb\ncc\nd", "zd"]
+        and not (works / "test.bin").exists()
+    )
 
 
 def test_works_that_are_named_for_nothing_are_refused(script, works):
@@ -201,7 +230,9 @@ def make_tokenizer(folder: Path, prepare: Callable) -> TokenizationManager:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([TEXT, "  \n\n\n ...\n\n"], trainer)
     prepare(tokenizers, tokenizer)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""grpo/policy_evaluation.py: prompts, masks, rewards, figures of a policy, the gate, and when to stop."""
+"""grpo/evaluation.py: prompts, masks, rewards, figures of a policy, the gate, and when to stop."""
 
 import re
 
@@ -8,16 +8,19 @@ import torch
 
 from common.device import random_stream
 from common.process import UserError
+from corpus import corpus as corpus_module
+from corpus.corpus import open_corpus
 from data_loader import WholeSplitBatches
 from generation.completions import Completer
-from grpo import policy_evaluation as evaluation
+from grpo import evaluation as evaluation
+from grpo.rewards import rewards_of
+from grpo.stopping import Stops, selection_value
 from losses import text_log_probs
-from reward.frozen_scorer import RewardScorer, Scores
+from metrics.reward_skill import measure_skill
+from metrics.samples import CopyFinder
 from reward.heads import LikelihoodRewardModel
-from reward.skill import measure_skill
-from text.sample_quality import CopyFinder
-from training import checkpoint
-from training.checkpoint import build_model, load_checkpoint, open_corpus
+from reward.scorer import RewardScorer, Scores
+from training.checkpoint import build_model, load_checkpoint
 from training.optimizers import Best
 
 
@@ -36,39 +39,55 @@ def test_prompts_are_a_function_of_seed_and_purpose():
 
 
 def test_the_mask_is_of_predicted_tokens():
-    assert evaluation.written_mask(torch.tensor([[1, 3]]), 4).tolist() == [[True, True, True], [False, False, True]]
+    assert evaluation.written_mask(torch.tensor([[1, 3]]), 4).tolist() == [
+        [True, True, True],
+        [False, False, True],
+    ]
 
 
 def test_rewards_by_hand():
-    """Of two rows of three tokens: evidence less KL, P(natural), and a function's numbers of either kind."""
+    """Of two rows of three tokens: evidence less KL, P(natural), and a function's numbers of either
+    kind."""
     mask = torch.tensor([[False, True, True], [True, True, True]])
     evidence, log_probs, start = torch.tensor(
         [[[9.0, 1, 2], [0, 3, 0]], [[0, -1, -2], [-1, -1, -1]], [[0, -2, -2], [-3, -1, -1]]]
     )
-    natural, by_token, each = torch.tensor([0.2, 0.7]), torch.full((2, 3), 0.5), torch.tensor([[0.0, 4, 6], [3, 3, 3]])
+    natural, by_token, each = (
+        torch.tensor([0.2, 0.7]),
+        torch.full((2, 3), 0.5),
+        torch.tensor([[0.0, 4, 6], [3, 3, 3]]),
+    )
     scores = Scores(natural, evidence, by_token, start)
     tokens = evidence - (log_probs - start)
-    assert torch.equal(evaluation.rewards_of(scores, log_probs, mask, by_token=True), tokens)
-    assert evaluation.rewards_of(scores, log_probs, mask).tolist() == pytest.approx([1.0, 1 / 3])
+    assert torch.equal(rewards_of(scores, log_probs, mask, by_token=True), tokens)
+    assert rewards_of(scores, log_probs, mask).tolist() == pytest.approx([1.0, 1 / 3])
     scores = Scores(natural, None, by_token, start)
-    assert torch.equal(evaluation.rewards_of(scores, log_probs, mask), natural)
-    assert torch.equal(evaluation.rewards_of(scores, log_probs, mask, by_token=True), by_token)
+    assert torch.equal(rewards_of(scores, log_probs, mask), natural)
+    assert torch.equal(rewards_of(scores, log_probs, mask, by_token=True), by_token)
     both = Scores(natural, None, by_token, start, function=each)
-    assert evaluation.rewards_of(both, log_probs, mask).tolist() == pytest.approx([5.2, 3.7])
+    assert rewards_of(both, log_probs, mask).tolist() == pytest.approx([5.2, 3.7])
     alone = Scores(None, None, None, start, function=torch.tensor([2.0, -1.0]))
-    assert evaluation.rewards_of(alone, log_probs, mask).tolist() == [2, -1]
-    assert evaluation.rewards_of(alone, log_probs, mask, by_token=True).tolist() == [[0, 2, 2], [-1, -1, -1]]
+    assert rewards_of(alone, log_probs, mask).tolist() == [2, -1]
+    assert rewards_of(alone, log_probs, mask, by_token=True).tolist() == [[0, 2, 2], [-1, -1, -1]]
 
 
-def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(corpus, generator, knowing, monkeypatch):
+def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
+    corpus, generator, knowing, monkeypatch
+):
     """The optimum is the mixture, here the model `knowing`, whatever reward natural text gets."""
-    best, reference, q = (build_model(load_checkpoint(path), "generator", path) for path in (knowing, *[generator] * 2))
+    best, reference, q = (
+        build_model(load_checkpoint(path), "generator", path)
+        for path in (knowing, *[generator] * 2)
+    )
     scorer = RewardScorer(LikelihoodRewardModel(best, q), reference)
     scorer.reward_model.mixture.data.fill_(30.0)
-    monkeypatch.setattr(checkpoint, "INTERVAL_CHARACTERS", 16)
-    opened = open_corpus(str(corpus), 17, None)
+    monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 16)
+    opened = open_corpus(str(corpus), 17)
     asked = evaluation.PolicyEvaluation(scorer, opened, CopyFinder(opened.train), 7, "report")
-    figures = {name: asked(Completer(model, 16)) for name, model in (("best", best), ("reference", reference))}
+    figures = {
+        name: asked(Completer(model, 16))
+        for name, model in (("best", best), ("reference", reference))
+    }
     assert figures["best"]["kl_mixture"] == pytest.approx(0, abs=1e-5)
     assert figures["reference"]["kl_mixture_low"] > 0.1
     for name in ("kl_mixture", "fresh_reward", "natural_reward", "report_loss"):
@@ -82,14 +101,21 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(c
     assert figures["reference"]["report_loss"] == pytest.approx(loss, abs=1e-6)
 
 
-def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(corpus, generator, monkeypatch):
+def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(
+    corpus, generator, monkeypatch
+):
     """A part within EVAL_TOKENS is read as one without a bound, to the bit."""
-    model, opened = build_model(load_checkpoint(generator), "generator", generator), open_corpus(str(corpus), 17, None)
+    model, opened = (
+        build_model(load_checkpoint(generator), "generator", generator),
+        open_corpus(str(corpus), 17),
+    )
     scorer = RewardScorer(None, build_model(load_checkpoint(generator), "generator", generator))
 
     def losses(part: str, amount: int) -> torch.Tensor:
         monkeypatch.setattr(evaluation, "EVAL_TOKENS", amount)
-        return evaluation.PolicyEvaluation(scorer, opened, CopyFinder(opened.train), 7, part).losses(model)
+        return evaluation.PolicyEvaluation(
+            scorer, opened, CopyFinder(opened.train), 7, part
+        ).losses(model)
 
     whole = losses("select", 10**6)
     assert torch.equal(losses("select", len(whole)), whole)
@@ -99,10 +125,12 @@ def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(co
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "gate_blocks", "first", "count"), [(40, 100, 10, 10), (22, 100, 1, 10), (200, 7, 80, 7)]
+    ("num_blocks", "gate_blocks", "first", "count"),
+    [(40, 100, 10, 10), (22, 100, 1, 10), (200, 7, 80, 7)],
 )
 def test_the_gate_s_texts(generator, monkeypatch, num_blocks, gate_blocks, first, count):
-    """Natural text, evenly spaced in the gate's part of the split, up to a uniform K; then the policy's."""
+    """Natural text, evenly spaced in the gate's part of the split, up to a uniform K; then the
+    policy's."""
     policy = build_model(load_checkpoint(generator), "generator", generator)
     tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
     seen = []
@@ -115,9 +143,12 @@ def test_the_gate_s_texts(generator, monkeypatch, num_blocks, gate_blocks, first
     predictions.dtype = torch.float32
     measured = evaluation.skill_on_policy(Completer(policy, 16), predictions, tokens, 42)
     (ids,) = seen
-    blocks = tokens[: num_blocks * 16].reshape(-1, 16)[first + np.arange(count) * (num_blocks // 2 - first) // count]
+    blocks = tokens[: num_blocks * 16].reshape(-1, 16)[
+        first + np.arange(count) * (num_blocks // 2 - first) // count
+    ]
     same = ids.numpy() == blocks.repeat(4, 0)
-    truth = random_stream(42, "gate").integers(1, 16, size=(count, 4)).flatten()  # the very draws that the gate makes
+    # the very draws that the gate makes
+    truth = random_stream(42, "gate").integers(1, 16, size=(count, 4)).flatten()
     assert all(row[:K].all() for row, K in zip(same, truth, strict=True))
     assert np.mean([row[K] for row, K in zip(same, truth, strict=True)]) < 0.2  # by chance alone
     prediction, share = torch.linspace(0, 1, len(truth)), torch.tensor(truth) / 16
@@ -130,7 +161,9 @@ def test_the_gate_by_hand(capsys, tmp_path):
     assert capsys.readouterr().err == ""
     for low in (0.0, -0.1, None):
         skill["r2_low"] = low
-        with pytest.raises(UserError, match=r"reward_model\.pt .*R2 0\.1.*; .*--allow_unpredictive_reward True"):
+        with pytest.raises(
+            UserError, match=r"reward_model\.pt .*R2 0\.1.*; .*--allow_unpredictive_reward True"
+        ):
             evaluation.passes_gate(skill, "reward_model.pt", False, None)
         assert evaluation.passes_gate(skill, "reward_model.pt", True, None)
         assert "WARNING: reward_model.pt " in capsys.readouterr().err
@@ -142,9 +175,10 @@ def test_the_gate_by_hand(capsys, tmp_path):
 START = {"natural_reward": 0.6, "select_loss": 2.0, "kl_now": 0.0}
 
 
-def stops_after(rewards: list[float], threshold: float = 0.9, **record: float) -> evaluation.Stops:
-    """The stops, with windows of four steps, after so many steps, the last of which has this record too."""
-    stops = evaluation.Stops(4, threshold)
+def stops_after(rewards: list[float], threshold: float = 0.9, **record: float) -> Stops:
+    """The stops, with windows of four steps, after so many steps, the last of which has this record
+    too."""
+    stops = Stops(4, threshold)
     stops.note(START)
     for reward in rewards:
         stops.note({"reward": reward, "objective": reward, "kl_start": 0.0})
@@ -163,13 +197,15 @@ def test_a_threshold_is_for_a_window_and_needs_a_reward_model():
     assert stops_after([0.95] * 3).why() is None
     assert re.match(r"reward threshold: 0\.950 >= 0\.9", stops_after([0.1, *[0.95] * 4]).why())
     assert stops_after([0.95] * 4, threshold=0.96).why() is None
-    alone = evaluation.Stops(1, 0.9)
+    alone = Stops(1, 0.9)
     alone.note({"select_loss": 2.0})
     alone.note({"total_reward": 5.0, "objective": 5.0})
     assert alone.rewards == [5.0] and alone.why() is None
 
 
-@pytest.mark.parametrize(("name", "cap"), [("kl_start", 0.5), ("kl_now", 0.5), ("kl_step", 0.05), ("select_loss", 2.3)])
+@pytest.mark.parametrize(
+    ("name", "cap"), [("kl_start", 0.5), ("kl_now", 0.5), ("kl_step", 0.05), ("select_loss", 2.3)]
+)
 def test_each_cap(name, cap):
     assert stops_after([0.5], **{name: cap - 0.01}).why() is None
     assert "cap: " in stops_after([0.5], **{name: cap + 0.01}).why()
@@ -184,14 +220,14 @@ def test_the_first_broken_cap_is_the_reason():
 
 def test_with_only_a_function_a_rise_of_the_loss_warns_once(capsys):
     """In the whole run, its parts together; the caps on the KL still end it."""
-    stops = evaluation.Stops(4, 0.9)
+    stops = Stops(4, 0.9)
     stops.note({"select_loss": 2.0, "kl_now": 0.0})
     stops.note({"select_loss": 2.29})
     assert capsys.readouterr().err == ""
     stops.note({"select_loss": 2.31})
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("WARNING: loss_rise 0.310 > 0.3 nats a token")
-    resumed = evaluation.Stops(4, 0.9)
+    resumed = Stops(4, 0.9)
     resumed.load_state_dict(stops.state_dict())
     resumed.note({"select_loss": 2.5})
     assert resumed.why() is None and capsys.readouterr().err == ""
@@ -199,7 +235,9 @@ def test_with_only_a_function_a_rise_of_the_loss_warns_once(capsys):
     assert "cap: kl_now" in resumed.why()
 
 
-@pytest.mark.parametrize(("kl", "kept"), [("reverse", 20), ("forward", 10), (None, 30), ("function", 0)])
+@pytest.mark.parametrize(
+    ("kl", "kept"), [("reverse", 20), ("forward", 10), (None, 30), ("function", 0)]
+)
 def test_the_best_policy_by_what_the_reward_asks_for(kl, kept):
     """The start is a candidate, and of equals the first is kept."""
     looks = [(0, 0.09, 0.3, 2.0), (10, 0.05, 0.4, 1.9), (20, 0.04, 0.5, 1.9), (30, 0.04, 0.58, 2.1)]
@@ -208,5 +246,9 @@ def test_the_best_policy_by_what_the_reward_asks_for(kl, kept):
         figures = {"fresh_reward": fresh, "natural_reward": 0.6, "select_loss": loss}
         figures |= {} if kl is None else {"kl_mixture": mixture}
         figures |= {"fresh_total_reward": -fresh} if kl == "function" else {}
-        best.offer(evaluation.selection_value(figures, str(kl)), step, [("w", torch.tensor(step))], figures)
-    assert (best.at, best.weights["w"].item(), best.figures["select_loss"]) == (kept, kept, looks[kept // 10][3])
+        best.offer(selection_value(figures, str(kl)), step, [("w", torch.tensor(step))], figures)
+    assert (best.at, best.weights["w"].item(), best.figures["select_loss"]) == (
+        kept,
+        kept,
+        looks[kept // 10][3],
+    )

@@ -1,11 +1,13 @@
-"""The loss of a model after calibration: one temperature and one weight of the tokens' frequencies, fitted elsewhere.
+"""The loss of a model after calibration: one temperature and one weight of the tokens' frequencies,
+fitted elsewhere.
 
-    python evaluate.py --checkpoints logs/model_checkpoint.pt logs/grpo_model.pt --part report --calibrate True
+    python evaluate.py --checkpoints logs/model_checkpoint.pt logs/grpo_model.pt --part report
+    --calibrate True
 
-A model that is too sure of itself gains by a flatter distribution alone. Losses that are compared after both have been
-fitted on text that neither was trained on (the select part) differ by what the models know.
-Temperature: Guo et al., "On Calibration of Modern Neural Networks" (arXiv 1706.04599), section 4.2.
-"""
+A model that is too sure of itself gains by a flatter distribution alone. Losses that are compared
+after both have been fitted on text that neither was trained on (the select part) differ by what the
+models know. Temperature: Guo et al., "On Calibration of Modern Neural Networks" (arXiv 1706.04599),
+section 4.2."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -38,8 +40,11 @@ def unigram_log_probs(tokens: np.ndarray, vocab_size: int) -> Tensor:
     return torch.from_numpy(np.log(counts / counts.sum()))
 
 
-def log_probs_at(model: Any, batches: Batches, temperatures: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (K, n) float64 of the targets (n,) of batches (x, y) under softmax(logits / temperature)."""
+def log_probs_at(
+    model: Any, batches: Batches, temperatures: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (K, n) float64 of the targets (n,) of batches (x, y) under softmax(logits /
+    temperature)."""
     found: list[list[Tensor]] = [[] for _ in temperatures]
     targets: list[Tensor] = []
     with evaluating(model):
@@ -57,7 +62,8 @@ def mixed(log_probs: Tensor, unigram: Tensor, weight: float) -> Tensor:
 
 
 def best_weight(log_probs: Tensor, unigram: Tensor) -> float:
-    """The weight of the unigram with the lowest mean loss, by expectation-maximisation; (n,) each."""
+    """The weight of the unigram with the lowest mean loss, by expectation-maximisation; (n,)
+    each."""
     model, other, weight = log_probs.exp(), unigram.exp(), 0.01
     for _ in range(EM_STEPS):
         weight = float((weight * other / ((1 - weight) * model + weight * other)).mean())
@@ -65,7 +71,8 @@ def best_weight(log_probs: Tensor, unigram: Tensor) -> float:
 
 
 def fit_calibration(model: Any, batches: Batches, unigram: Tensor) -> tuple[Calibration, float]:
-    """The calibration of the lowest mean loss of batches (read twice), and that loss; unigram (V,) log-frequencies."""
+    """The calibration of the lowest mean loss of batches (read twice), and that loss; unigram (V,)
+    log-frequencies."""
     best, loss = Calibration(1.0, 0.0), 0.0
     for ratio, steps in ((COARSE, 5), (FINE, 7)):
         temperatures = [best.temperature * ratio**step for step in range(-steps, steps + 1)]
@@ -78,7 +85,9 @@ def fit_calibration(model: Any, batches: Batches, unigram: Tensor) -> tuple[Cali
     return best, loss
 
 
-def calibrated_losses(model: Any, batches: Batches, calibration: Calibration, unigram: Tensor) -> Tensor:
+def calibrated_losses(
+    model: Any, batches: Batches, calibration: Calibration, unigram: Tensor
+) -> Tensor:
     """Cross-entropies (n,) float64 in nats of all targets of batches after calibration."""
     (log_probs,), targets = log_probs_at(model, batches, [calibration.temperature])
     return -mixed(log_probs, unigram[targets], calibration.weight)

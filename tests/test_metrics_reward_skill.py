@@ -1,4 +1,5 @@
-"""reward/skill.py: metrics by hand and by brute force, intervals, records.  `pytest tests/test_reward_skill.py`"""
+"""metrics/reward_skill.py: metrics by hand and by brute force, intervals, records.  `pytest
+tests/test_metrics_reward_skill.py`"""
 
 import json
 import math
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.process import UserError
-from reward import skill as metrics
+from metrics import reward_skill as metrics
+from metrics.bootstrap import bootstrap_blocks
 
 
 def test_skill_by_hand():
@@ -19,14 +21,17 @@ def test_skill_by_hand():
     assert metrics.r_squared([0.25, 0.5, 1.0], target) == pytest.approx(1 - 0.0625 / 0.5)
     assert metrics.r_squared(1 - target, target) == pytest.approx(-3)
     assert math.isnan(metrics.r_squared(target, torch.full((3,), 0.3)))
-    assert metrics.skill_figures(torch.tensor([0.25, 0.5, 0.5]), target, 8)["mae_tokens"] == pytest.approx(2)
+    assert metrics.skill_figures(torch.tensor([0.25, 0.5, 0.5]), target, 8)[
+        "mae_tokens"
+    ] == pytest.approx(2)
 
 
 def test_bootstrap_interval_holds_the_figure_and_knows_that_blocks_are_not_rows():
     generator = torch.Generator().manual_seed(0)
     blocks = torch.arange(40).repeat_interleave(10)
     target = torch.rand(400, generator=generator)
-    shift = torch.randn(40, generator=generator).repeat_interleave(10)  # an error that all rows of a block share
+    # an error that all rows of a block share
+    shift = torch.randn(40, generator=generator).repeat_interleave(10)
     prediction = target + 0.2 * shift
     low, high = metrics.bootstrap_r_squared(prediction, target, blocks, seed=1)
     assert low < metrics.r_squared(prediction, target) < high
@@ -52,19 +57,27 @@ def test_a_figure_and_its_interval_as_text():
 
 
 def test_only_an_interval_above_0_is_better_than_a_constant():
-    better = [low for low in (None, math.nan, -math.inf, -0.1, 0.0, 1e-9, 0.5) if metrics.better_than_constant(low)]
+    better = [
+        low
+        for low in (None, math.nan, -math.inf, -0.1, 0.0, 1e-9, 0.5)
+        if metrics.better_than_constant(low)
+    ]
     assert better == [1e-9, 0.5]
 
 
 def test_the_interval_of_a_loss_draws_blocks_of_consecutive_tokens():
     """Neighbours are alike: tokens drawn one by one would have an interval that is too narrow."""
     losses = torch.rand(40, generator=torch.Generator().manual_seed(0)).repeat_interleave(8)
-    mean, low, high = metrics.bootstrap_blocks("loss", losses, 8, seed=1).values()
+    mean, low, high = bootstrap_blocks("loss", losses, 8, seed=1).values()
     half = 1.96 * losses[::8].std().item() / 40**0.5
     assert mean == pytest.approx(losses.mean().item())
     assert [mean - low, high - mean] == pytest.approx([half, half], rel=0.1)
-    few = metrics.bootstrap_blocks("loss", losses[:63], 8, seed=1)  # seven whole blocks
-    assert few == {"loss": pytest.approx(losses[:63].mean().item()), "loss_low": None, "loss_high": None}
+    few = bootstrap_blocks("loss", losses[:63], 8, seed=1)  # seven whole blocks
+    assert few == {
+        "loss": pytest.approx(losses[:63].mean().item()),
+        "loss_low": None,
+        "loss_high": None,
+    }
 
 
 def test_skill_refuses_shapes_that_would_broadcast():
@@ -82,7 +95,8 @@ def test_calibration_by_hand():
     assert len(metrics.calibration([0.05, 0.95], [0.0, 1.0])[0]) == 2  # empty bins are left out
 
 
-FEW_VALUES = st.lists(st.integers(0, 8).map(lambda n: n / 8), min_size=1, max_size=12)  # ties abound
+# ties abound
+FEW_VALUES = st.lists(st.integers(0, 8).map(lambda n: n / 8), min_size=1, max_size=12)
 
 
 @settings(max_examples=50, deadline=None)
@@ -98,26 +112,40 @@ def test_skill_by_crossover_by_hand():
     target = torch.tensor([0.05, 1.0, 0.02, 0.55, 0.95])
     prediction = torch.tensor([0.25, 0.9, 0.02, 0.35, 0.85])
     bins = metrics.measure_skill(prediction, target, torch.arange(5), 100, seed=0)["by_crossover"]
-    by_hand = [(0.0, 0.1, 2, 0.135, 10.0), (0.5, 0.6, 1, 0.35, 20.0), (0.9, 1.0, 2, 0.875, 10.0)]  # 1 is in the last
+    # 1 is in the last
+    by_hand = [(0.0, 0.1, 2, 0.135, 10.0), (0.5, 0.6, 1, 0.35, 20.0), (0.9, 1.0, 2, 0.875, 10.0)]
     assert [tuple(row.values()) for row in bins] == [pytest.approx(row) for row in by_hand]
 
 
 @pytest.mark.parametrize(("alike", "num_blocks"), [(False, 20), (True, 20), (False, 7)])
 def test_everything_measured_is_plain_json(alike, num_blocks):
-    """Of predictions that err by about 0.1; what is undefined, as of labels that do not differ, is null, not NaN."""
+    """Of predictions that err by about 0.1; what is undefined, as of labels that do not differ, is
+    null, not NaN."""
     draw = torch.Generator().manual_seed(0)
-    target = torch.full((num_blocks * 4,), 0.5) if alike else torch.rand(num_blocks * 4, generator=draw)
+    target = (
+        torch.full((num_blocks * 4,), 0.5) if alike else torch.rand(num_blocks * 4, generator=draw)
+    )
     prediction = (target + 0.1 * torch.randn(len(target), generator=draw)).clamp(0, 1)
     blocks = torch.arange(num_blocks).repeat_interleave(4)
     measured = metrics.measure_skill(prediction, target, blocks, num_tokens=64, seed=3)
     assert json.loads(json.dumps(measured, allow_nan=False)) == measured
 
     assert measured["r2"] == (None if alike else metrics.r_squared(prediction, target))
-    assert (measured["r2_low"], measured["r2_high"]) == metrics.bootstrap_r_squared(prediction, target, blocks, seed=3)
-    assert (measured["r2_low"] is None) == (measured["r2_high"] is None) == (alike or num_blocks < 8)
-    assert measured["mae"] == pytest.approx((prediction - target).abs().mean().item()) == measured["mae_tokens"] / 64
+    assert (measured["r2_low"], measured["r2_high"]) == metrics.bootstrap_r_squared(
+        prediction, target, blocks, seed=3
+    )
+    assert (
+        (measured["r2_low"] is None) == (measured["r2_high"] is None) == (alike or num_blocks < 8)
+    )
+    assert (
+        measured["mae"]
+        == pytest.approx((prediction - target).abs().mean().item())
+        == measured["mae_tokens"] / 64
+    )
     assert measured["calibration_error"] == metrics.calibration(prediction, target)[1]
-    assert measured["auc"] == metrics.area_under_curve(prediction[target >= 0.9], prediction[target <= 0.1])
+    assert measured["auc"] == metrics.area_under_curve(
+        prediction[target >= 0.9], prediction[target <= 0.1]
+    )
     assert (measured["num_blocks"], measured["num_sequences"]) == (num_blocks, num_blocks * 4)
     for table in ("calibration", "by_crossover"):
         assert sum(row["count"] for row in measured[table]) == num_blocks * 4

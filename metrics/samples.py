@@ -15,17 +15,19 @@ from torch import Tensor
 
 MAX_TOKENS = 1 << 24  # tokens of a corpus that are searched for copies
 GRAM = 4  # tokens of 16 bits by which copies are looked up
-# Unspaced scripts, without spaces between words, by how their characters' names in Unicode begin: ideographs,
-# kana, and the scripts in which only a dictionary can break lines (Unicode Standard Annex 14, class SA).
+# Unspaced scripts, without spaces between words, by how their characters' names in Unicode begin:
+# ideographs, kana, and the scripts in which only a dictionary can break lines (Unicode Standard
+# Annex 14, class SA).
 UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TAI ", "NEW TAI ")
 
 
-def sample_figures(ids: Tensor, prompt_lengths: Tensor, copies: "CopyFinder", copies_sought: int) -> dict[str, float]:
+def sample_figures(
+    ids: Tensor, prompt_lengths: Tensor, copies: "CopyFinder", copies_sought: int
+) -> dict[str, float]:
     """Return distinct_1 to distinct_3, repetition and longest_copy of completions (R, N).
 
-    prompt_lengths: (R,) int64, at most N / 2. The first figures are of the last N / 2 tokens, all of
-    them written; copies are sought of what was written in `copies_sought` rows at most.
-    """
+    prompt_lengths: (R,) int64, at most N / 2. The first figures are of the last N / 2 tokens, all
+    of them written; copies are sought of what was written in `copies_sought` rows at most."""
     R, N = ids.shape
     last_half = ids[:, -(N // 2) :]
     figures = {f"distinct_{n}": distinct_n(last_half, n) for n in (1, 2, 3)}
@@ -41,7 +43,8 @@ def sample_figures(ids: Tensor, prompt_lengths: Tensor, copies: "CopyFinder", co
 
 
 def distinct_n(ids: Tensor, n: int) -> float:
-    """Different n-grams over all n-grams of sequences (B, T) (Li et al. 2016, arXiv 1510.03055): 1 is no repetition."""
+    """Different n-grams over all n-grams of sequences (B, T) (Li et al. 2016, arXiv 1510.03055): 1
+    is no repetition."""
     if ids.size(1) < n:
         return 0.0
     grams = ids.unfold(1, n, 1).reshape(-1, n)  # (B (T - n + 1), n)
@@ -57,10 +60,11 @@ def repetition(ids: Tensor, n: int = 4) -> float:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, in lower case: letters with their combining marks, and apostrophes between them.
+    """The words of a text, in lower case: letters with their combining marks, and apostrophes
+    between them.
 
-    A word with a character of an unspaced script is left out: there only a dictionary could tell words apart.
-    """
+    A word with a character of an unspaced script is left out: there only a dictionary could tell
+    words apart."""
     text = text.lower()
     characters = sorted(set(text))
     marks = "".join(each for each in characters if unicodedata.category(each).startswith("M"))
@@ -72,7 +76,8 @@ def words_of(text: str) -> list[str]:
 
 
 def unknown_words(texts: Iterable[str], known: Set[str]) -> float | None:
-    """The share of the words in texts that are not known; the first and the last of each, perhaps cut, do not count.
+    """The share of the words in texts that are not known; the first and the last of each, perhaps
+    cut, do not count.
 
     None without any, as for Chinese.
     """
@@ -81,34 +86,48 @@ def unknown_words(texts: Iterable[str], known: Set[str]) -> float | None:
 
 
 class CopyFinder:
-    """Finds the longest piece of a sequence that stands word for word in a corpus, or in its first MAX_TOKENS."""
+    """Finds the longest piece of a sequence that stands word for word in a corpus, or in its first
+    MAX_TOKENS."""
 
     def __init__(self, corpus: np.ndarray) -> None:
         self.tokens = np.asarray(corpus[:MAX_TOKENS])
 
     @functools.cached_property
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """The corpus's runs of GRAM tokens as numbers (n,) uint64, ascending, and the place of each (n,)."""
+        """The corpus's runs of GRAM tokens as numbers (n,) uint64, ascending, and the place of each
+        (n,)."""
         keys = _grams(self.tokens)
         order = np.argsort(keys, kind="stable")
         return keys[order], order
 
     def longest_copy(self, ids: np.ndarray, at_least: int = 0) -> int:
-        """Tokens of the longest run of `ids` (T,) that the corpus holds; `at_least` where none is longer."""
+        """Tokens of the longest run of `ids` (T,) that the corpus holds; `at_least` where none is
+        longer."""
         keys, order = self.places
         wanted = _grams(ids := np.asarray(ids))
-        ranges = zip(*(np.searchsorted(keys, wanted, side) for side in ("left", "right")), strict=True)
+        ranges = zip(
+            *(np.searchsorted(keys, wanted, side) for side in ("left", "right")), strict=True
+        )
         best = at_least
         for start, (low, high) in enumerate(ranges):
-            at, length = order[low:high], GRAM if high > low else 0  # where the corpus has the run so far
+            # where the corpus has the run so far
+            at, length = order[low:high], GRAM if high > low else 0
             while len(at):
                 best, at = max(best, length), at[at < len(self.tokens) - length]
-                at = at[self.tokens[at + length] == ids[start + length]] if start + length < len(ids) else at[:0]
+                at = (
+                    at[self.tokens[at + length] == ids[start + length]]
+                    if start + length < len(ids)
+                    else at[:0]
+                )
                 length += 1
         if best < min(GRAM, len(ids)):  # no run of GRAM tokens occurs
             text, corpus = _as_text(ids), _as_text(self.tokens)
             shorter = range(best + 1, GRAM)
-            found = [n for n in shorter if any(text[i : i + n] in corpus for i in range(len(text) - n + 1))]
+            found = [
+                n
+                for n in shorter
+                if any(text[i : i + n] in corpus for i in range(len(text) - n + 1))
+            ]
             best = max([best, *found])
         return best
 
@@ -123,6 +142,7 @@ def _grams(tokens: np.ndarray) -> np.ndarray:
 
 
 def _as_text(ids: np.ndarray) -> str:
-    """Token ids as characters, which Python searches fast; those that no text may hold (surrogates) are moved."""
+    """Token ids as characters, which Python searches fast; those that no text may hold (surrogates)
+    are moved."""
     numbers = np.asarray(ids, dtype=np.uint32)
     return (numbers + (numbers >= 0xD800) * 0x800).astype("<u4").tobytes().decode("utf-32-le")
