@@ -43,20 +43,20 @@ FRESH_PROMPTS = 128  # whose completions a reward model reads
 class EvaluateSettings(Settings):
     """Measure the perplexity of checkpoints, and the variety of their samples."""
 
-    checkpoints: tuple[str, ...] = setting((), model_file="required", common=True)
+    checkpoints: tuple[str, ...] = setting((), model_file="required")
     """generators' checkpoints (required)"""
-    dataset: str = setting("shakespeare_char", common=True)
+    dataset: str = "shakespeare_char"
     """folder of train.bin and val.bin: a path, or a name below data/"""
     split: Literal["val", "train", "test"] = "val"
     """which split; test: documents held out from training and selection (prepare.py
     --test_documents)"""
     part: Literal["whole", "select", "gate", "report"] = "whole"
     """part of the validation split: select (40 %), gate (10 %), report (50 %), or whole"""
-    baseline: str | None = setting(None, model_file="optional", common=True)
+    baseline: str | None = setting(None, model_file="optional")
     """a generator with which the others are compared: paired difference of losses"""
     calibrate: bool = False
     """also the loss after a temperature and a unigram weight, fitted on the select part"""
-    samples: int | None = setting(None, minimum=2, common=True)
+    samples: int | None = setting(None, minimum=2)
     """also measure so many samples of each checkpoint at temperature 1; None: none"""
     reward_model_path: str | None = setting(None, model_file="optional")
     """also P(natural) of fresh text, and its KL to the baseline, of that model's training"""

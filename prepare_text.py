@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import tyro
+
 from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.encode import find_texts, prepare_texts
@@ -21,15 +23,15 @@ from tokenization_manager import TokenizationManager
 class PrepareTextSettings(Settings):
     """Make a corpus of texts of your own: train.bin, val.bin and the vocabulary."""
 
-    paths: tuple[str, ...] = setting((), positional=True)
+    paths: tyro.conf.Positional[tuple[str, ...]] = ()
     """UTF-8 text files, or folders: all *.txt below them, sorted by name, but no hidden ones"""
-    name: str | None = setting(None, common=True)
+    name: str | None = None
     """name of the corpus, for --dataset of the other scripts: it is made in data/NAME"""
     out_dir: str | None = setting(None, output="folder")
     """folder of the corpus, in place of a name"""
-    tokenization: Literal["char", "bpe"] | None = setting(None, common=True)
+    tokenization: Literal["char", "bpe"] | None = None
     """char: one token a character; bpe: GPT-2's byte-pair encoding; None: that of --tokenizer"""
-    tokenizer: str | None = setting(None, common=True)
+    tokenizer: str | None = None
     """tokenizer.json of another encoding, or the folder that holds it (Hugging Face's form)"""
     train_split: float = setting(0.9, above=0, below=1)
     """the share of the characters that is for training"""

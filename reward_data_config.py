@@ -20,33 +20,33 @@ PREPARE_CORPUS = (
 class RewardDataConfig(Settings):
     """Make a reward dataset: blocks of natural text whose ends a generator has written anew."""
 
-    model_path: str | None = setting(None, model_file="required", common=True)
+    model_path: str | None = setting(None, model_file="required")
     """the generator's checkpoint (required)"""
     input_mode: Literal["text", "binary"] | None = None
     """text: split and tokenize a file; binary: token files; None: binary with a dataset"""
-    data_path: str | None = setting(None, common=True)
+    data_path: str | None = None
     """text mode: the text file, or a folder that holds input.txt"""
     train_bin: str | None = None
     """binary mode: the training tokens (uint16)"""
     val_bin: str | None = None
     """binary mode: the validation tokens (uint16)"""
-    dataset: str | None = setting(None, common=True)
+    dataset: str | None = None
     """binary mode: folder of train.bin and val.bin, a path or a name below data/"""
     tokenization: Literal["auto", "bpe", "char", "tokenizer"] = "auto"
     """auto: meta.pkl or tokenizer.json there; char in the folder's name; else BPE"""
     meta_path: str | None = None
     """meta.pkl or tokenizer.json (required when tokenization is char or tokenizer)"""
-    output_dir: str = setting("data/reward_dataset", output="folder", common=True)
+    output_dir: str = setting("data/reward_dataset", output="folder")
     """the folder to make"""
     train_split: float = setting(0.9, above=0, below=1)
     """text mode: the part of the characters that is for training; must be the generator's"""
-    samples_per_chunk: int = setting(10, minimum=1, common=True)
+    samples_per_chunk: int = setting(10, minimum=1)
     """samples made from each block of text, every one with a crossover point of its own"""
     temperature: float = setting(1.0, minimum=0)
     """sampling temperature; 0 always takes the likeliest token"""
     top_k: int | None = setting(None, minimum=1)
     """sample from the k likeliest tokens only; None: from all"""
-    device: str = setting("auto", common=True)
+    device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps; on CUDA in bfloat16, else float32"""
     seed: int = setting(42, minimum=0)
     """the same seed on the same machine gives the same bytes"""

@@ -358,9 +358,9 @@ def print_dataset_info(data_dir: str | Path) -> None:
 class InspectSettings(Settings):
     """Describe and check a reward dataset."""
 
-    data_dir: str = setting("data/reward_dataset", common=True)
+    data_dir: str = "data/reward_dataset"
     """the folder that holds the dataset"""
-    batch_size: int = setting(4, minimum=1, common=True)
+    batch_size: int = setting(4, minimum=1)
     """samples a batch in the test of the data loaders"""
 
 

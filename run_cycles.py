@@ -74,26 +74,26 @@ class CycleSettings(Settings):
     """Run the whole loop. --SECTION.OPTION VALUE sets a stage's option, as its section of the
     settings file does."""
 
-    text: tuple[str, ...] = setting((), common=True)
+    text: tuple[str, ...] = ()
     """text files, or folders of *.txt, for a generator of your own, in place of a dataset"""
-    natural_text: tuple[str, ...] = setting((), common=True)
+    natural_text: tuple[str, ...] = ()
     """with text: texts that the natural model learns in its place: the reward's knowledge"""
-    natural_model: str | None = setting(None, common=True, model_file="optional")
+    natural_model: str | None = setting(None, model_file="optional")
     """in place of natural_text: a natural model, a checkpoint or a Hugging Face folder or name"""
-    out_dir: str | None = setting(None, output="folder", common=True)
+    out_dir: str | None = setting(None, output="folder")
     """folder for everything that is made; None: out/ and the name of the text or of the settings
     file"""
-    dataset: str = setting("shakespeare_char", common=True)
+    dataset: str = "shakespeare_char"
     """folder of the corpus, a path or a name below data/ (made where it is missing)"""
-    natural_dataset: str | None = setting(None, common=True)
+    natural_dataset: str | None = None
     """corpus of the natural model, of the same val.bin and characters; None: dataset"""
-    num_cycles: int = setting(1, minimum=1, common=True)
+    num_cycles: int = setting(1, minimum=1)
     """cycles after the first generator"""
     perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
     """end after so many cycles without a lower loss on the select part; None: do all"""
-    controls: bool = setting(True, common=True)
+    controls: bool = True
     """train what the policy is compared with: sections control_plain, control_distil"""
-    device: str = setting("auto", common=True)
+    device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps, for every stage"""
 
     def check_settings(self, errors: Errors) -> None:

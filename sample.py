@@ -27,16 +27,16 @@ from training.lineage import choose_tokenizer
 class SampleSettings(Settings):
     """Write text with a trained generator."""
 
-    checkpoint_path: str | None = setting(None, model_file="required", common=True)
+    checkpoint_path: str | None = setting(None, model_file="required")
     """the generator (required)"""
-    start: str = setting("\n", common=True)
+    start: str = "\n"
     """the text to continue, or FILE:path for a file's text; if the model has no newline: its token
     0"""
-    num_samples: int = setting(10, minimum=1, common=True)
+    num_samples: int = setting(10, minimum=1)
     """texts to write"""
-    max_new_tokens: int = setting(500, minimum=0, unit="tokens", common=True)
+    max_new_tokens: int = setting(500, minimum=0, unit="tokens")
     """tokens in each"""
-    temperature: float = setting(0.8, minimum=0, common=True)
+    temperature: float = setting(0.8, minimum=0)
     """1: the model's own distribution; lower: safer; 0: always the likeliest token"""
     top_k: int | None = setting(200, minimum=1)
     """keep the k likeliest tokens; None: all"""

@@ -79,11 +79,11 @@ class TrainSettings(Settings):
         "backend": "it is nccl on CUDA and gloo on the CPU",
     }
 
-    out_dir: str = setting("out", output="folder", changeable=True, common=True)
+    out_dir: str = setting("out", output="folder", changeable=True)
     """folder for everything this run writes"""
     checkpoint_name: str = "model_checkpoint.pt"
     """file name of the best model, within out_dir"""
-    init_from: str = setting("scratch", changeable=True, common=True)
+    init_from: str = setting("scratch", changeable=True)
     """scratch; resume: the run in out_dir; or a checkpoint, nanoGPT's too, or a hub's name"""
     overwrite: bool = False
     """replace the model of another run in out_dir"""
@@ -99,13 +99,13 @@ class TrainSettings(Settings):
     """project of the tracker"""
     wandb_run_name: str = setting("train", changeable=True)
     """run name of the tracker"""
-    dataset: str = setting("shakespeare_char", changeable=True, common=True)
+    dataset: str = setting("shakespeare_char", changeable=True)
     """folder of train.bin and val.bin: a path, or a name below data/"""
     gradient_accumulation_steps: int = setting(1, minimum=1)
     """batches whose gradients are added up for one step"""
-    batch_size: int = setting(16, minimum=1, common=True)
+    batch_size: int = setting(16, minimum=1)
     """sequences in a batch"""
-    block_size: int = setting(128, minimum=1, unit="tokens", common=True)
+    block_size: int = setting(128, minimum=1, unit="tokens")
     """longest context, in tokens; that of a longer start is cut down to it, but not to the
     default"""
     n_layer: int = setting(4, minimum=1)
@@ -122,11 +122,11 @@ class TrainSettings(Settings):
     """rotary positions, or nanoGPT's learned ones"""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: for matrices in the blocks, at 5 times the learning rate; AdamW for the rest"""
-    learning_rate: float = setting(1e-3, above=0, common=True)
+    learning_rate: float = setting(1e-3, above=0)
     """peak learning rate of AdamW"""
     beta2: float = setting(0.99, minimum=0, below=1)
     """decay of AdamW's mean of squared gradients"""
-    max_iters: int = setting(1000, minimum=0, unit="steps", changeable=True, common=True)
+    max_iters: int = setting(1000, minimum=0, unit="steps", changeable=True)
     """optimizer steps in all, those before a resumption included"""
     weight_decay: float = setting(1e-1, minimum=0)
     """decoupled weight decay of matrices"""
@@ -149,7 +149,7 @@ class TrainSettings(Settings):
     patience: int | None = setting(None, minimum=1, unit="evaluations", changeable=True)
     """stop after this many evaluations without an improvement of 0.001 nats per token; None:
     never"""
-    device: str = setting("auto", changeable=True, common=True)
+    device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of forward and backward pass; auto: bfloat16 on CUDA, else float32"""

@@ -83,15 +83,13 @@ Loss = tuple[Tensor, dict[str, Tensor]]  # a loss () and metrics () without grad
 class GRPOSettings(Settings):
     """Move a generator toward text that a frozen reward model takes for natural (GRPO)."""
 
-    base_model_path: str | None = setting(None, common=True, model_file="required", changeable=True)
+    base_model_path: str | None = setting(None, model_file="required", changeable=True)
     """checkpoint of the generator: the starting policy, and the KL's reference (required)"""
-    reward_model_path: str | None = setting(
-        None, common=True, model_file="optional", changeable=True
-    )
+    reward_model_path: str | None = setting(None, model_file="optional", changeable=True)
     """checkpoint of the reward model (required without a reward_function)"""
-    dataset: str = setting("shakespeare_char", common=True, changeable=True)
+    dataset: str = setting("shakespeare_char", changeable=True)
     """folder of train.bin (prompts) and val.bin (evaluation): a path, or below data/"""
-    output_path: str = setting("logs/grpo_model.pt", common=True, output="file", changeable=True)
+    output_path: str = setting("logs/grpo_model.pt", output="file", changeable=True)
     """where the improved generator is written; records go beside it (.jsonl)"""
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
     """scratch, or resume an interrupted run of the same settings"""
@@ -101,16 +99,16 @@ class GRPOSettings(Settings):
     """go on with a reward model whose R2 interval on the policy's text includes 0"""
     gate_path: str | None = setting(None, output="file", changeable=True)
     """measure that R2, write the figures here (JSON), and exit; None: go on to GRPO"""
-    prompts_per_step: int = setting(16, common=True, minimum=1)
+    prompts_per_step: int = setting(16, minimum=1)
     """groups in a step"""
-    group_size: int = setting(8, common=True, minimum=1)
+    group_size: int = setting(8, minimum=1)
     """completions of each prompt, compared with each other: at least 2; with credit=exact 1 will
     do"""
-    max_steps: int = setting(100, common=True, minimum=1, unit="steps", changeable=True)
+    max_steps: int = setting(100, minimum=1, unit="steps", changeable=True)
     """steps, at most"""
     updates_per_step: int = setting(1, minimum=1)
     """passes over a step's completions; from the second on, the clipped ratio matters"""
-    learning_rate: float = setting(3e-4, common=True, above=0)
+    learning_rate: float = setting(3e-4, above=0)
     """learning rate of AdamW, the first of its schedule"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after a warm-up of 5 % of max_steps; linear and cosine end at 0 after max_steps"""

@@ -54,19 +54,17 @@ MOST_IN_MEMORY = 2**30  # bytes of hidden states kept of a split
 class RewardModelSettings(Settings):
     """Train a reward model on sequences that are natural up to a crossover."""
 
-    base_model_path: str | None = setting(None, common=True, model_file="required", changeable=True)
+    base_model_path: str | None = setting(None, model_file="required", changeable=True)
     """checkpoint of the generator that wrote the synthetic part (required)"""
-    data_dir: str = setting("data/reward_dataset", common=True, changeable=True)
+    data_dir: str = setting("data/reward_dataset", changeable=True)
     """reward dataset, made by prepare_reward_data.py"""
-    output_path: str = setting("logs/reward_model.pt", common=True, output="file", changeable=True)
+    output_path: str = setting("logs/reward_model.pt", output="file", changeable=True)
     """the reward model; records (.jsonl) and a picture (.png) go beside it"""
     overwrite: bool = setting(False, changeable=True)
     """replace an output of other settings or inputs, or make it again"""
-    head: Literal["likelihood", "position", "last"] = setting("likelihood", common=True)
+    head: Literal["likelihood", "position", "last"] = "likelihood"
     """likelihood: log-ratio of two models; position, last: a new head, trained on labels"""
-    natural_model_path: str | None = setting(
-        None, common=True, model_file="optional", changeable=True
-    )
+    natural_model_path: str | None = setting(None, model_file="optional", changeable=True)
     """model of natural text; other heads take its trunk, or with None the generator's"""
     reward_head_hidden_dim: int = setting(256, minimum=1)
     """width of the hidden layer of a last or position head"""
@@ -79,13 +77,13 @@ class RewardModelSettings(Settings):
     """learning rate of AdamW for head and unfrozen blocks, constant"""
     batch_size: int = setting(64, minimum=1)
     """sequences in a batch, over all ranks"""
-    max_epochs: int = setting(20, common=True, minimum=1, unit="epochs")
+    max_epochs: int = setting(20, minimum=1, unit="epochs")
     """passes over the training samples, at most"""
     patience: int = setting(3, minimum=1, unit="epochs")
     """stop after this many epochs without improvement of the selection loss"""
     min_delta: float = setting(1e-5, minimum=0)
     """minimum decrease of the selection loss that resets patience"""
-    device: str = setting("auto", common=True, changeable=True)
+    device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
     seed: int = setting(42, minimum=0)
     """seed of the head's weights and the samples' order"""

@@ -14,15 +14,16 @@ import ast
 import contextlib
 import difflib
 import io
+import itertools
 import math
 import operator
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
 import tyro
 
@@ -38,7 +39,6 @@ SECTIONS = {
     "control_plain",
     "control_distil",
 }  # of a settings file, besides scripts
-MARKS = (tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes, tyro.conf.SuppressFixed)
 ARITHMETIC = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -90,19 +90,10 @@ NO_ARGUMENT = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # what os.fsencode a
 def setting(default: Any, **rules: Any) -> Any:
     """A field of Settings with its default and its rules.
 
-    minimum, maximum, above, below, unit: the range of a number. common: what a first-time user
-    sets, first in the help. model_file ('required', 'optional'): names a model, or several, that
-    must exist. output ('file', 'folder'): names a place to write to. changeable: a resumed run may
-    have another value. positional: given without its name."""
-    assert rules.keys() <= {
-        *BOUNDS,
-        "unit",
-        "common",
-        "model_file",
-        "output",
-        "changeable",
-        "positional",
-    }
+    minimum, maximum, above, below, unit: the range of a number. model_file ('required',
+    'optional'): names a model, or several, that must exist. output ('file', 'folder'): names a
+    place to write to. changeable: a resumed run may have another value."""
+    assert rules.keys() <= {*BOUNDS, "unit", "model_file", "output", "changeable"}
     return field(default=default, metadata=rules)
 
 
@@ -160,6 +151,11 @@ class Settings:
         """Note what is wrong beyond the rules of the fields."""
 
 
+def is_positional(member: Field[Any]) -> bool:
+    """Return whether a field of Settings is given without its name (tyro.conf.Positional)."""
+    return get_origin(member.type) is Annotated
+
+
 def changeable(settings_class: type[Settings]) -> set[str]:
     """Names of the settings that a resumed run may change; with another value of the rest it is
     another run."""
@@ -181,7 +177,7 @@ def parse_settings(
     The settings file comes by --config, or first where the script has no positional setting. With
     `check`, ranges are checked too, and it is said which of the given settings have no effect."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    options = [each.name for each in fields(settings_class) if not each.metadata.get("positional")]
+    options = [each.name for each in fields(settings_class) if not is_positional(each)]
     known = [*options, *settings_class.without_effect]
     config, section, argv = split_config(
         argv, file_first=len(options) == len(fields(settings_class))
@@ -200,7 +196,7 @@ def parse_settings(
             errors.check(is_known, f"{script}.py has no option --{name}{_nearest(name, known)}")
         given.setdefault(name, []).append(word)
     used = {name: words for name, words in given.items() if name in ("", "help", *options)}
-    settings = settings_class(**_parse_each(settings_class, script, used, errors))
+    settings = _parse_each(settings_class, script, used, errors)
     if check:
         found = settings.errors()
         errors.messages += found.messages
@@ -212,9 +208,9 @@ def parse_settings(
 
 
 def _parse_each(
-    settings_class: type[Settings], script: str, given: Mapping[str, list[str]], errors: Errors
-) -> dict[str, Any]:
-    """The values that `_parse` reads from the words of the options; wrong options are noted and
+    settings_class: type[S], script: str, given: Mapping[str, list[str]], errors: Errors
+) -> S:
+    """The settings that `_parse` reads from the words of the options; wrong options are noted and
     left out."""
     try:
         return _parse(settings_class, script, [word for words in given.values() for word in words])
@@ -229,50 +225,27 @@ def _parse_each(
         return _parse(settings_class, script, right)
 
 
-def _parse(settings_class: type[Settings], script: str, argv: list[str]) -> dict[str, Any]:
-    """The values that tyro reads, in two groups, `common` and `further`; its complaint becomes one
-    line."""
-    # fields: each group has all, the other's fixed
-    changed: dict[str, list[Any]] = {"common": [], "further": []}
-    for each in fields(settings_class):
-        fixed, positional = (
-            Annotated[(each.type, mark)] for mark in (tyro.conf.Fixed, tyro.conf.Positional)
-        )
-        if "positional" in each.metadata:
-            changed["common"].append((each.name, positional, field(default=each.default)))
-        other = "further" if {"common", "positional"} & each.metadata.keys() else "common"
-        changed[other].append((each.name, fixed, field(default=each.default)))
-    # only the whole settings derive values
-    bases, raw = (settings_class,), {"__post_init__": lambda self: None}
-    kinds = {
-        name: make_dataclass(name, members, bases=bases, namespace=raw)
-        for name, members in changed.items()
-    }
-    parts = [
-        (name, kind, field(default_factory=kind, metadata={"help": ""}))
-        for name, kind in kinds.items()
-    ]
+def _parse(settings_class: type[S], script: str, argv: list[str]) -> S:
+    """Parse `argv` with tyro; turn its complaint into a UserError of one line."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            found: Any = tyro.cli(
-                make_dataclass(settings_class.__name__, parts),
+            return tyro.cli(
+                settings_class,
                 prog=f"{script}.py",
                 args=argv,
                 description=f"{settings_class.__doc__}\n\nA settings file of plain assignments: --config FILE.",
-                config=MARKS,
+                config=(tyro.conf.FlagConversionOff,),
                 use_underscores=True,
             )
     except SystemExit as exit:
         if not exit.code:
             raise  # --help
-        lines = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
-        reason = " ".join(
-            lines[: next((n for n, line in enumerate(lines) if line.startswith("──")), None)]
-        )
-        raise UserError(f"ERROR: {reason.rstrip('.')}; see {script}.py --help") from None
-    common = {name: getattr(found.common, name) for name, *_ in changed["further"]}
-    return vars(found.further) | common
+    # tyro prints a box: a title, the complaint, a rule, and hints.
+    lines = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
+    complaint = itertools.takewhile(lambda line: not line.startswith("──"), lines)
+    reason = " ".join(complaint).rstrip(" .")
+    raise UserError(f"ERROR: {reason}; see {script}.py --help")
 
 
 def split_config(

@@ -226,7 +226,7 @@ def prepare_texts(
 class ShakespeareSettings(Settings):
     """Make token files of Shakespeare."""
 
-    source: Literal["auto", "tiny", "complete"] = setting("auto", common=True)
+    source: Literal["auto", "tiny", "complete"] = "auto"
     """fetched where out_dir has no input.txt: tiny (nanoGPT's), complete, auto (either)"""
     plays: tuple[str, ...] = ()
     """only these works, by title or a part of one title alone, such as HAMLET; none: all"""
@@ -236,7 +236,7 @@ class ShakespeareSettings(Settings):
     """works for val.bin; none: val.bin is the last 10 % of the text"""
     test_documents: tuple[str, ...] = ()
     """works for test.bin"""
-    out_dir: str | None = setting(None, output="folder", common=True)
+    out_dir: str | None = setting(None, output="folder")
     """folder of input.txt and of the outputs; None: that of the script"""
 
     def check_settings(self, errors: Errors) -> None:

@@ -65,17 +65,15 @@ LENGTH = PROMPT + COMPLETION
 class HealSettings(Settings):
     """Drop layers of a model, and train the rest toward the whole one."""
 
-    whole: str = setting("smollm2", common=True)
+    whole: str = "smollm2"
     """folder of the whole model, safetensors or, with gguf_file, GGUF"""
-    gguf_file: str | None = setting(None, common=True)
+    gguf_file: str | None = None
     """name of the GGUF file in that folder (needs the package gguf)"""
-    arm: Literal["supervised", "crossover", "sequence", "distillation", "constant"] = setting(
-        "crossover", common=True
-    )
+    arm: Literal["supervised", "crossover", "sequence", "distillation", "constant"] = "crossover"
     """how training goes on from the floor"""
-    text: tuple[str, ...] = setting((), common=True)
+    text: tuple[str, ...] = ()
     """UTF-8 text files; without any, the descriptions of the installed packages"""
-    out_dir: str = setting("out/heal", common=True, output="folder")
+    out_dir: str = setting("out/heal", output="folder")
     """models, figures (results.json) and pictures"""
     drop: tuple[int, ...] = (6, 12, 18, 24)
     """numbers of the layers to drop, from 0"""

@@ -20,9 +20,9 @@ from training.lineage import choose_tokenizer
 class ExportSettings(Settings):
     """Write a generator in Hugging Face's form."""
 
-    checkpoint_path: str | None = setting(None, model_file="required", common=True)
+    checkpoint_path: str | None = setting(None, model_file="required")
     """the generator (required)"""
-    output_dir: str = setting("hf_model", output="folder", common=True)
+    output_dir: str = setting("hf_model", output="folder")
     """the folder to make"""
     meta_path: str | None = None
     """meta.pkl with the characters, or a tokenizer.json; None: as the checkpoint says"""

@@ -36,21 +36,21 @@ FITTED = 0.1  # share of the text, at its end, that they are of; prompts are of 
 class TrlSettings(Settings):
     """Move a Hugging Face model toward a natural model's text."""
 
-    model: str | None = setting(None, common=True, model_file="required")
+    model: str | None = setting(None, model_file="required")
     """the model to train: a folder or a hub name (required)"""
-    natural_model: str | None = setting(None, common=True, model_file="required")
+    natural_model: str | None = setting(None, model_file="required")
     """the natural model, of the same vocabulary: a folder or a hub name (required)"""
-    text: tuple[str, ...] = setting((), common=True)
+    text: tuple[str, ...] = ()
     """UTF-8 text files, or folders of *.txt, for prompts and for the reward's weight (required)"""
-    output_dir: str = setting("trl_model", common=True, output="folder")
+    output_dir: str = setting("trl_model", output="folder")
     """the folder of the result and of its checkpoints"""
-    lora_rank: int = setting(0, common=True, minimum=0)
+    lora_rank: int = setting(0, minimum=0)
     """rank of LoRA's adapters on all linear layers; 0: train all weights"""
-    use_vllm: bool = setting(False, common=True)
+    use_vllm: bool = False
     """generate with vLLM (needs the package and a GPU)"""
     natural_bits: Literal[4, 8] | None = None
     """read the natural model in 4 or 8 bits (needs bitsandbytes); None: as it is"""
-    max_steps: int = setting(100, common=True, minimum=1, unit="steps")
+    max_steps: int = setting(100, minimum=1, unit="steps")
     """optimizer steps"""
     learning_rate: float | None = setting(None, above=0)
     """of AdamW, with linear decay; None: 1e-4 with LoRA, else 1e-5"""

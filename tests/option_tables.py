@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.settings import Settings  # noqa: E402
+from common.settings import Settings, is_positional  # noqa: E402
 
 NAMES = "reference", "reward_model_training_infrastructure", "reward_model_training3"
 PAGES = [ROOT / f"docs/{name}.md" for name in NAMES]
@@ -51,7 +51,7 @@ def options_of(kind: type[Settings]) -> list[list[str]]:
     for field in dataclasses.fields(kind):
         # a newline written out
         default = "none" if field.default == () else ascii(str(field.default))[1:-1]
-        name = field.name if "positional" in field.metadata else f"--{field.name}"
+        name = field.name if is_positional(field) else f"--{field.name}"
         rows.append([f"`{name}`", default, " ".join(helps[field.name].split()).replace("|", "\\|")])
     return rows
 
