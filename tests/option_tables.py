@@ -23,6 +23,7 @@ PAGES = [ROOT / f"docs/{name}.md" for name in NAMES]
 TABLE = re.compile(r"(<!-- options of (\S+) -->\n)(?:\|.*\n)*")
 ELSEWHERE = {
     "data/shakespeare/prepare": "corpus/encode",
+    "evaluate": "metrics/settings",
     "prepare_reward_data": "reward_data_config",
 }
 
