@@ -45,8 +45,9 @@ def calculate_perplexity(
 ) -> float:
     """Return exp of the mean cross-entropy over all targets of (inputs, targets).
 
-    Both have shape (B, T) int64. Every target has the same weight, also if batches differ in size. Targets of -1 are ignored. An
-    empty loader gives infinity. The model keeps its mode (training or evaluation).
+    Both have shape (B, T) int64. Every target has the same weight, also if batches differ in size.
+    Targets of -1 are ignored. An empty loader gives infinity. The model keeps its mode (training or
+    evaluation).
     """
     batches = ((x.to(device), y.to(device)) for x, y in data_loader)
     return perplexity(language_model_loss(model, batches))
