@@ -282,7 +282,7 @@ def test_what_the_formulas_do_not_score_is_refused(exported, tmp_path):
     trainer = make_trainer(exported, tmp_path)
     trainer.train_dataset = Dataset.from_dict({"prompt": PROMPTS})
     trainer.reward.tokenizer = lambda text: {"input_ids": [[1, 2] for _ in text]}
-    with pytest.raises(UserError, match="makes other tokens of the prompts"):
+    with pytest.raises(UserError, match="must tokenize prompts as the reward"):
         trainer.train()
 
 
