@@ -1,5 +1,4 @@
-"""The likelihood head of two Hugging Face models, and a reward function for TRL: one number a
-sequence.
+"""The likelihood head of two Hugging Face models, as a reward function for TRL.
 
     python -c "from interop.crossover_reward import CrossoverReward; help(CrossoverReward)"
 
@@ -26,53 +25,54 @@ from reward.posterior import natural_probabilities
 
 ROWS = 8  # sequences read or written at a time: their logits are B * T * V numbers
 SAMPLES = 2  # crossover samples of a natural block
-WAY_OUT = "take a model of the same family, or train one on the generator's tokens"
-Rows = Sequence[Sequence[int]]  # token ids of sequences, of any lengths
+Rows = Sequence[Sequence[int]]  # token ids of sequences of any lengths
 
 
 class CausalModel(nn.Module):
-    """A causal model of transformers with those methods of `model.GPT` that a likelihood head
-    calls.
+    """A causal model of transformers with the methods of `model.GPT` that a likelihood head calls.
 
-    Its `trunk` gives logits (B, T, V): what a model does to them after its last layer stays its
-    own."""
+    Its `trunk` returns logits (B, T, V), because what follows the last layer differs by model.
+    """
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
         super().__init__()
-        self.model, self.config = model, GPTConfig(vocab_size=vocab_size)
+        self.model = model
+        self.config = GPTConfig(vocab_size=vocab_size)
 
     def trunk(self, idx: Tensor, context: None = None) -> Tensor:
-        """Logits (B, T, V) of sequences (B, T), padded on the right if at all; adapters of the
-        model are off."""
+        """Return the logits (B, T, V) of sequences (B, T) without adapters.
+
+        Padding may stand only on the right.
+        """
         was_training = self.model.training
-        with getattr(self.model, "disable_adapter", nullcontext)():
+        without_adapters = getattr(self.model, "disable_adapter", nullcontext)
+        with without_adapters():
             logits = self.model.eval()(input_ids=idx, use_cache=False).logits
         self.model.train(was_training)
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits that `trunk` gave."""
+        """Return the logits that `trunk` returned."""
         return hidden
 
     def rows_at_a_time(self) -> int:
-        """Sequences to read together."""
+        """Return how many sequences one pass reads."""
         return ROWS
 
 
 class CrossoverReward:
-    """How natural text is, by two causal models of one vocabulary: p, the natural model, and q, the
-    generator.
+    """How natural a text is, by two causal models of one vocabulary.
 
-    natural, generator: folders, hub names, or loaded models. weight: w of the mixture m = w p + (1
-    - w) q; None: `fit` finds it. tokenizer: of both; None: the generator's, by its name.
-    max_completion_length: as in GRPOConfig, the tokens asked for. natural_bits: 4 or 8, to read p
-    in (needs bitsandbytes). UserError for models of two vocabularies, and for those that cannot be
-    loaded.
+    natural: the natural model p; generator: q, which the policy starts as. Each is a folder, a hub
+    name or a loaded model. weight: w of the mixture m = w p + (1 - w) q; None: call `fit`.
+    tokenizer: of both models; None: the generator's, loaded by its name. max_completion_length: the
+    tokens asked for, as in GRPOConfig. natural_bits: 4 or 8 quantizes p (needs bitsandbytes).
+    UserError for models with different vocabularies and for models that cannot be loaded.
 
-    As a reward function of TRL's GRPOTrainer it gives E[K] / T, T the tokens of the prompt and
-    those asked for. Whatever text might follow an early end, it could only raise E[K]: to stop is
-    no gain. After each call `read` holds the prompts' ids, and the log-probabilities of
-    `log_probs`."""
+    As a reward function of TRL's GRPOTrainer it returns E[K] / T, with T the tokens of the prompt
+    and those asked for. Text after an early end could only raise E[K]; stopping early is therefore
+    no gain. After each call, `read` holds the prompts' ids and the result of `log_probs`.
+    """
 
     __name__ = "crossover_reward"  # in TRL's records
 
@@ -88,39 +88,34 @@ class CrossoverReward:
     ) -> None:
         if tokenizer is None and isinstance(generator, str):
             tokenizer = load_tokenizer(generator)
-        self.tokenizer, self.max_completion_length = tokenizer, max_completion_length
-        # as in GRPOConfig; CrossoverTrainer sets both
-        self.chat_template_kwargs: dict[str, Any] = {}
-        models = [load_model(natural, natural_bits) if isinstance(natural, str) else natural]
-        models += [load_model(generator) if isinstance(generator, str) else generator]
-        sizes = [each.config.get_text_config().vocab_size for each in models]
-        is_same = sizes[0] == sizes[1]
-        # one vocabulary may be padded to two sizes
+        natural_tokenizer = None
         if tokenizer is not None and isinstance(natural, str):
-            ids, others = (
-                {word: number for word, number in each.get_vocab().items() if number < min(sizes)}
-                for each in (tokenizer, load_tokenizer(natural))
-            )
-            is_same = ids == others
-        if not is_same:
-            finding = f"the natural model ({sizes[0]} token ids) has another vocabulary than the generator ({sizes[1]})"
-            raise UserError(f"ERROR: {finding}: {WAY_OUT}")
-        if models[0].device != models[1].device:
-            places = (
-                f"the natural model is on {models[0].device}, the generator on {models[1].device}"
-            )
-            raise UserError(f"ERROR: {places}: move one to the other's device")
-        parts: list[Any] = [CausalModel(each.eval(), min(sizes)) for each in models]
+            natural_tokenizer = load_tokenizer(natural)
+        if isinstance(natural, str):
+            natural = load_model(natural, natural_bits)
+        if isinstance(generator, str):
+            generator = load_model(generator)
+        vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
+        if natural.device != generator.device:
+            places = f"the natural model is on {natural.device}, the generator on"
+            way_out = "move one to the other's device"
+            raise UserError(f"ERROR: {places} {generator.device}: {way_out}")
+        self.tokenizer = tokenizer
+        self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
+        self.chat_template_kwargs: dict[str, Any] = {}  # CrossoverTrainer sets it
+        parts: list[Any] = [
+            CausalModel(natural.eval(), vocab_size),
+            CausalModel(generator.eval(), vocab_size),
+        ]
         self.head = LikelihoodRewardModel(*parts)
-        self.head.mixture.data = self.head.mixture.data.to(models[0].device)
+        self.head.mixture.data = self.head.mixture.data.to(natural.device)
         self.has_weight = False
         self.read: tuple[Rows, Tensor, Tensor] | None = None
         if weight is not None:
             self.set_weight(weight)
 
     def set_weight(self, weight: float) -> None:
-        """Give the natural model this weight in the mixture; near 1 the target of training is that
-        model itself."""
+        """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
         if not 0 < weight <= 1:
             raise UserError(f"ERROR: weight={weight}: must be > 0 and <= 1; None lets fit find it")
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
@@ -128,170 +123,218 @@ class CrossoverReward:
 
     @torch.no_grad()
     def log_probs(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (B, T - 1) float32 of all tokens but the first under p and q; 0 after a
-        row's end."""
-        # (B, T)
-        ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(
-            self.head.mixture.device
+        """Return log-probabilities (B, T - 1) float32 of all tokens but the first under p and q.
+
+        They are 0 after the end of a row.
+        """
+        device = self.head.mixture.device
+        ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, T)
+        lengths = torch.tensor([len(row) for row in rows])
+        is_padding = torch.arange(1, ids.size(1)) >= lengths[:, None]  # (B, T - 1)
+        natural = []
+        written = []
+        for part in ids.to(device).split(ROWS):
+            of_natural, of_written = self.head.log_probs(part)
+            natural.append(of_natural)
+            written.append(of_written)
+        is_padding = is_padding.to(device)
+        return (
+            torch.cat(natural).masked_fill(is_padding, 0.0),
+            torch.cat(written).masked_fill(is_padding, 0.0),
         )
-        pairs = [self.head.log_probs(part) for part in ids.split(ROWS)]
-        after = torch.arange(1, ids.size(1)) >= torch.tensor([len(row) for row in rows])[:, None]
-        natural, written = (
-            torch.cat(part).masked_fill(after.to(ids.device), 0.0)
-            for part in zip(*pairs, strict=True)
-        )
-        return natural, written
 
     def evidence(self, rows: Rows) -> Tensor:
-        """log(m/q) (B, T) of every token; 0 for the first one, and after a row's end."""
+        """Return log(m/q) (B, T) of every token; 0 for the first one and after the end of a row."""
         natural, written = self.log_probs(rows)
         return self.head.calibrated(natural - written).detach()
 
     def token_probabilities(self, rows: Rows) -> Tensor:
-        """P(token is natural) (B, T), given its whole row, whose last token counts as written; 0
-        after a row's end."""
+        """Return P(token is natural) (B, T) given its whole row; 0 after the end of a row.
+
+        The last token of a row counts as written.
+        """
         return probabilities_of_rows(self.evidence(rows), [len(row) for row in rows])
 
     def __call__(self, prompts: Sequence[Any], completion_ids: Rows, **_: Any) -> list[float]:
-        """E[K] / T of each prompt with its completion."""
+        """Return E[K] / T of each prompt with its completion."""
         if not self.has_weight:
-            raise UserError(
-                "ERROR: the reward has no weight yet: call its fit(blocks), or give it weight="
-            )
+            way_out = "call its fit(blocks), or give it weight="
+            raise UserError(f"ERROR: the reward has no weight yet: {way_out}")
         prompt_ids = self.prompt_ids(prompts)
-        rows = [
-            [*prompt, *written] for prompt, written in zip(prompt_ids, completion_ids, strict=True)
-        ]
-        asked = [len(prompt) + self.max_completion_length for prompt in prompt_ids]
+        rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
+        lengths = [len(prompt) + self.max_completion_length for prompt in prompt_ids]
         natural, written = self.log_probs(rows)
         self.read = prompt_ids, natural, written
         evidence = self.head.calibrated(natural - written).detach()
-        # (B,): E[K]
-        crossovers = probabilities_of_rows(evidence, [len(row) for row in rows]).sum(1)
-        return (crossovers.cpu() / torch.tensor(asked)).tolist()
+        probabilities = probabilities_of_rows(evidence, [len(row) for row in rows])
+        expected_crossovers = probabilities.sum(1)  # (B,): E[K]
+        return (expected_crossovers.cpu() / torch.tensor(lengths)).tolist()
 
     def prompt_ids(self, prompts: Sequence[Any]) -> Rows:
-        """Token ids of prompts, texts or lists of messages, as TRL makes them."""
+        """Return the token ids of prompts, texts or lists of messages, as TRL makes them."""
         if self.tokenizer is None:
-            raise UserError(
-                "ERROR: the reward has no tokenizer: give it tokenizer=, or name the generator's folder"
-            )
+            way_out = "give it tokenizer=, or name the generator's folder"
+            raise UserError(f"ERROR: the reward has no tokenizer: {way_out}")
         if isinstance(prompts[0], str):
             return self.tokenizer(text=list(prompts))["input_ids"]
-        template = {
-            "add_generation_prompt": True,
-            "tokenize": True,
-            "return_dict": True,
+        encoded = self.tokenizer.apply_chat_template(
+            list(prompts),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
             **self.chat_template_kwargs,
-        }
-        return self.tokenizer.apply_chat_template(list(prompts), **template)["input_ids"]
+        )
+        return encoded["input_ids"]
 
     def fit(
         self, blocks: Tensor, seed: int = 0, allow_unpredictive: bool = False
     ) -> dict[str, Any]:
-        """Fit the weight on crossover samples of half the natural blocks (n, T) int64; figures of
-        the other half.
+        """Fit the weight on crossover samples of half the natural blocks (n, T) int64.
 
-        They are `metrics.reward_skill.measure_skill`'s, and those of `reward.mixture.fit_mixture`.
-        UserError where the interval of R2 includes 0, or there are too few blocks for one, unless
-        that is allowed."""
-        (count, T), draw = blocks.shape, random_stream(seed, "fit")
+        Return the figures of the other half: those of `metrics.reward_skill.measure_skill` and of
+        `reward.mixture.fit_mixture`. UserError, unless it is allowed, if the interval of R2
+        includes 0 or there are too few blocks for an interval.
+        """
+        count, T = blocks.shape
         if count < 2 or T < 2:
-            raise UserError(f"ERROR: {count} blocks of {T} tokens: two at least of two are needed")
-        crossovers = torch.from_numpy(draw.integers(1, T, size=count * SAMPLES))
-        ids = complete(
-            self.head.generator.model, blocks.repeat_interleave(SAMPLES, 0), crossovers, seed
-        )
+            need = "two at least of two are needed"
+            raise UserError(f"ERROR: {count} blocks of {T} tokens: {need}")
+        draw = random_stream(seed, "fit")
+        crossovers = torch.from_numpy(draw.integers(1, T, size=count * SAMPLES))  # (n * SAMPLES,)
+        natural = blocks.repeat_interleave(SAMPLES, 0)  # (n * SAMPLES, T)
+        ids = complete(self.head.generator.model, natural, crossovers, seed).numpy()
         shares = (crossovers / T).float()
-        labels = torch.stack((shares, 1 - shares), 1).numpy()
+        labels = torch.stack((shares, 1 - shares), 1).numpy()  # (n * SAMPLES, 2)
         half = count // 2 * SAMPLES
-        parts = [(ids[rows].numpy(), labels[rows]) for rows in (slice(half), slice(half, None))]
-        figures, prediction = fit_mixture(self.head, parts[0], parts[1], "nll")
-        numbers = torch.arange(count).repeat_interleave(SAMPLES)[half:]
-        figures |= measure_skill(prediction, shares[half:], numbers, T, seed)
+        select = (ids[:half], labels[:half])
+        report = (ids[half:], labels[half:])
+        figures, prediction = fit_mixture(self.head, select, report, "nll")
+        block_numbers = torch.arange(count).repeat_interleave(SAMPLES)[half:]
+        figures.update(measure_skill(prediction, shares[half:], block_numbers, T, seed))
         print0(f"Weight of the natural model: {figures['mixture']:.3f}\n{describe_skill(figures)}")
         if not better_than_constant(figures["r2_low"]):
-            finding = "the reward does not predict where the generator's text begins: take a better natural model"
+            finding = "the reward does not predict where the generator's text begins"
+            way_out = "take a better natural model"
             if not allow_unpredictive:
-                raise UserError(f"ERROR: {finding}, or more text")
-            warn(f"{finding}; going on, as allowed")
+                raise UserError(f"ERROR: {finding}: {way_out}, or more text")
+            warn(f"{finding}: {way_out}; going on, as allowed")
         self.has_weight = True
         return figures
 
 
+def common_vocab_size(
+    natural: Any, generator: Any, natural_tokenizer: Any, generator_tokenizer: Any
+) -> int:
+    """Return the number of token ids that both models have; UserError for different vocabularies.
+
+    One vocabulary may be padded to two sizes: the tokenizers decide, if both are given.
+    """
+    natural_size = natural.config.get_text_config().vocab_size
+    generator_size = generator.config.get_text_config().vocab_size
+    vocab_size = min(natural_size, generator_size)
+    is_same = natural_size == generator_size
+    if natural_tokenizer is not None:
+        natural_ids = ids_below(vocab_size, natural_tokenizer)
+        is_same = natural_ids == ids_below(vocab_size, generator_tokenizer)
+    if not is_same:
+        finding = f"has another vocabulary than the generator ({generator_size})"
+        way_out = "take a model of the same family, or train one on the generator's tokens"
+        raise UserError(f"ERROR: the natural model ({natural_size} token ids) {finding}: {way_out}")
+    return vocab_size
+
+
+def ids_below(limit: int, tokenizer: Any) -> dict[str, int]:
+    """Return the ids below a limit by token."""
+    return {token: number for token, number in tokenizer.get_vocab().items() if number < limit}
+
+
 def probabilities_of_rows(evidence: Tensor, lengths: Sequence[int]) -> Tensor:
-    """P(token is natural) (B, T) from evidence (B, T) of rows of several lengths; 0 after a row's
-    end."""
-    # K is less than a row's length
-    impossible = torch.arange(evidence.size(1)) >= torch.tensor(lengths)[:, None] - 1
-    return natural_probabilities(evidence.masked_fill(impossible.to(evidence.device), -torch.inf))
+    """Return P(token is natural) (B, T) from evidence (B, T) of rows of several lengths.
+
+    It is 0 after the end of a row and at its last token, because K is less than a row's length.
+    """
+    is_impossible = torch.arange(evidence.size(1)) >= torch.tensor(lengths)[:, None] - 1
+    return natural_probabilities(
+        evidence.masked_fill(is_impossible.to(evidence.device), -torch.inf)
+    )
 
 
 @torch.no_grad()
 def complete(model: Any, natural: Tensor, crossovers: Tensor, seed: int) -> Tensor:
-    """Blocks (n, T) that are natural up to crossovers (n,) and written by a model after it, at
-    temperature 1."""
-    T, ids, device, batches = natural.size(1), natural.clone(), model.device, list[list[int]]()
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", 2 * T) - T
-    if room < 0:
-        raise UserError(f"ERROR: blocks of {T} tokens: the generator reads {room + T} at most")
-    # all rows of a batch write as many tokens: its crossovers are similar
-    for row in crossovers.argsort().tolist():
-        if (
-            batches
-            and len(batches[-1]) < 2 * ROWS
-            and crossovers[row] - crossovers[batches[-1][0]] <= room
-        ):
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    plain = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
-    kept, model.generation_config = (
-        model.generation_config,
-        load_transformers().GenerationConfig(**plain),
+    """Return blocks (n, T) that keep crossovers (n,) natural tokens and let a model write the rest.
+
+    natural: (n, T) int64. The model samples at temperature 1 from all tokens.
+    """
+    T = natural.size(1)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", 2 * T)
+    if positions < T:
+        raise UserError(f"ERROR: blocks of {T} tokens: the generator reads {positions} at most")
+    ids = natural.clone()
+    kept = model.generation_config
+    model.generation_config = load_transformers().GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
     )
+    batches = similar_crossovers(crossovers, most_apart=positions - T)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             for rows in counted(batches, len(batches), "Crossover samples"):
-                shortest, longest = int(crossovers[rows[0]]), int(crossovers[rows[-1]])
-                # (b, longest), < 0: padding
+                shortest = int(crossovers[rows[0]])
+                longest = int(crossovers[rows[-1]])
+                # Prompts are padded on the left: (b, longest).
                 places = torch.arange(longest) - (longest - crossovers[rows, None])
-                given = natural[rows].gather(1, places.clamp(min=0)).to(device)
-                mask = (places >= 0).long().to(device)
+                prompts = natural[rows].gather(1, places.clamp(min=0)).to(model.device)
+                mask = (places >= 0).long().to(model.device)
                 written = model.generate(
-                    input_ids=given, attention_mask=mask, max_new_tokens=T - shortest
+                    input_ids=prompts, attention_mask=mask, max_new_tokens=T - shortest
                 )
-                written = written[:, longest:].cpu()
-                for row, new in zip(rows, written, strict=True):
+                for row, new in zip(rows, written[:, longest:].cpu(), strict=True):
                     ids[row, crossovers[row] :] = new[: T - crossovers[row]]
     finally:
         model.generation_config = kept
     return ids
 
 
+def similar_crossovers(crossovers: Tensor, most_apart: int) -> list[list[int]]:
+    """Return the rows of crossovers (n,) in batches of at most 2 ROWS rows, sorted by crossover.
+
+    All rows of a batch write the same number of tokens. Rows whose crossovers differ by more than
+    `most_apart` would exceed the model's positions.
+    """
+    batches: list[list[int]] = []
+    for row in crossovers.argsort().tolist():
+        if (
+            batches
+            and len(batches[-1]) < 2 * ROWS
+            and crossovers[row] - crossovers[batches[-1][0]] <= most_apart
+        ):
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
 def load_model(name: str, bits: int | None = None, dtype: Any = "auto") -> Any:
-    """A causal model of transformers from a folder or the hub, on this process's device; nothing in
-    it is executed."""
+    """Load a causal model from a folder or the hub onto this process's device; execute nothing."""
     device = import_optional("accelerate").PartialState().device
-    transformers, options = (
-        load_transformers(),
-        {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype},
-    )
+    transformers = load_transformers()
+    options = {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
     if bits is not None:
-        quantization = transformers.BitsAndBytesConfig(
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=bits == 4, load_in_8bit=bits == 8
         )
-        options |= {"quantization_config": quantization, "device_map": {"": device}}
+        options["device_map"] = {"": device}
     model = loaded(transformers.AutoModelForCausalLM, name, **options)
-    return model if bits else model.to(device)
+    if bits is None:
+        model = model.to(device)
+    return model
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder or a name of the hub, with the special tokens that TRL demands."""
+    """Load the tokenizer of a folder or hub name, with the special tokens that TRL demands."""
     tokenizer = loaded(load_transformers().AutoTokenizer, name, trust_remote_code=False)
-    # an id beyond the model's, which is never written; padding is masked
     if tokenizer.eos_token is None:
+        # An id beyond the model's is never written; padding is masked.
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
         tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     tokenizer.padding_side = "left"
@@ -299,9 +342,9 @@ def load_tokenizer(name: str) -> Any:
 
 
 def loaded(kind: Any, name: str, **options: Any) -> Any:
-    """What `kind.from_pretrained` reads; UserError, in one line, where it cannot."""
+    """Return `kind.from_pretrained(name)`; UserError in one line if it cannot be read."""
     try:
         return kind.from_pretrained(name, **options)
-    except Exception as error:  # damaged files can make the reader stumble in any way
+    except Exception as error:  # damaged files can raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"ERROR: {name} cannot be read: {reason:.300}") from None

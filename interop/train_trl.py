@@ -1,12 +1,13 @@
-"""Move a Hugging Face model toward a natural model's text by TRL's GRPO, with an advantage for
-every token.
+"""Train a Hugging Face model with TRL's GRPO toward the text of a natural model.
 
     python -m interop.train_trl --model MODEL --natural_model MODEL --text texts/ --lora_rank 16
 
-For several GPUs: accelerate launch --config_file config/accelerate/eight_gpus_fsdp2.yaml -m
-interop.train_trl ... In: two causal models of one vocabulary, folders or hub names, and natural
-text. Out: the improved model, or its LoRA adapter, in output_dir, where an interrupted run goes on
-from its last checkpoint. Packages: requirements-interop.txt."""
+Every token has its own advantage. Start it on several GPUs with `accelerate launch --config_file
+config/accelerate/eight_gpus_fsdp2.yaml -m interop.train_trl ...`.
+In: two causal models of one vocabulary (folders or hub names) and natural text. Out: the improved
+model, or its LoRA adapter, in output_dir; an interrupted run resumes from its last checkpoint there.
+Packages: requirements-interop.txt.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +29,8 @@ from interop.huggingface import import_optional
 if TYPE_CHECKING:
     from interop.crossover_trainer import CrossoverTrainer
 
-MOST_BLOCKS = 128  # natural blocks that the weight is fitted and the reward measured on
-FITTED = 0.1  # share of the text, at its end, that they are of; prompts are of the rest
+MOST_BLOCKS = 128  # natural blocks for fitting the weight and measuring the reward
+FITTED = 0.1  # share of the text, at its end, for these blocks; prompts come from the rest
 
 
 @dataclass
@@ -68,72 +69,86 @@ class TrlSettings(Settings):
     """seed of prompts and completions"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Note a text that is not named."""
-        errors.check(
-            bool(self.text) and all(self.text),
-            "text is required",
-            "Name files with --text a.txt b.txt",
-        )
+        """Check that a text is named."""
+        is_named = bool(self.text) and all(self.text)
+        errors.check(is_named, "text is required", "Name files with --text a.txt b.txt")
 
 
 def main() -> None:
     settings = parse_settings(TrlSettings, "train_trl")
-    folder, given = Path(settings.output_dir), asdict(settings)
+    folder = Path(settings.output_dir)
     if is_main_rank():
         lock_output(folder)
-    record, free = folder / "settings.json", ("output_dir", "max_steps", "report_to")
-    own = {name: str(value) for name, value in given.items() if name not in free}
-    if record.exists() and (difference := differing_settings(read_json(record), own)):
-        raise UserError(
-            f"ERROR: {folder} is of another run ({difference}): name another output_dir"
-        )
+    record = folder / "settings.json"
+    values = asdict(settings)
+    for name in ("output_dir", "max_steps", "report_to"):  # another value makes no other run
+        del values[name]
+    compared = {name: str(value) for name, value in values.items()}
+    if record.exists():
+        difference = differing_settings(read_json(record), compared)
+        if difference:
+            finding = f"{folder} is of another run ({difference})"
+            raise UserError(f"ERROR: {finding}: name another output_dir")
     trainer = make_trainer(settings)
     if trainer.accelerator.is_main_process:
-        write_json(record, own)
+        write_json(record, compared)
     trainer.accelerator.wait_for_everyone()
     last = import_optional("transformers.trainer_utils").get_last_checkpoint(settings.output_dir)
-    print0(f"Going on from {last}" if last else f"Training {settings.model}")
+    if last:
+        print0(f"Going on from {last}")
+    else:
+        print0(f"Training {settings.model}")
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model()
     print0(f"Saved {settings.output_dir}")
 
 
 def make_trainer(settings: TrlSettings) -> "CrossoverTrainer":
-    """The trainer that the settings describe, its reward fitted and found to predict."""
-    accelerate, datasets, peft, trl = map(
-        import_optional, ("accelerate", "datasets", "peft", "trl")
-    )
+    """Return the trainer that the settings describe, with a reward that is fitted and predicts."""
+    accelerate = import_optional("accelerate")
+    datasets = import_optional("datasets")
+    peft = import_optional("peft")
+    trl = import_optional("trl")
     from interop.crossover_trainer import CrossoverTrainer
 
-    model_path, rank, device = (
-        str(settings.model),
-        settings.lora_rank,
-        accelerate.PartialState().device,
-    )
-    num_processes, prompts = accelerate.PartialState().num_processes, settings.prompts_per_step
-    if prompts % num_processes:
-        raise UserError(
-            f"ERROR: prompts_per_step={prompts}: must be divisible by the {num_processes} processes"
-        )
-    tokenizer, length = (
-        load_tokenizer(model_path),
-        settings.prompt_length + settings.max_completion_length,
-    )
-    prompt_tokens, blocks = split_text(settings.text, tokenizer, length)
+    state = accelerate.PartialState()
+    prompts = settings.prompts_per_step
+    if prompts % state.num_processes:
+        rule = f"must be divisible by the {state.num_processes} processes"
+        raise UserError(f"ERROR: prompts_per_step={prompts}: {rule}")
+    model_path = str(settings.model)
+    tokenizer = load_tokenizer(model_path)
+    block_size = settings.prompt_length + settings.max_completion_length
+    prompt_tokens, blocks = split_text(settings.text, tokenizer, block_size)
+
     policy = load_model(model_path, dtype=torch.float32)
+    adapters = None
+    generator = policy  # with its adapters off
+    learning_rate = settings.learning_rate or 1e-4
+    if settings.lora_rank:
+        adapters = peft.LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=2 * settings.lora_rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+    else:
+        generator = load_model(model_path)
+        learning_rate = settings.learning_rate or 1e-5
     reward = CrossoverReward(
         settings.natural_model,
-        policy if rank else load_model(model_path),
+        generator,
         tokenizer=tokenizer,
         natural_bits=settings.natural_bits,
     )
     reward.fit(blocks, settings.seed)
+
     args = trl.GRPOConfig(
         settings.output_dir,
         max_steps=settings.max_steps,
-        learning_rate=settings.learning_rate or (1e-4 if rank else 1e-5),
+        learning_rate=learning_rate,
         per_device_train_batch_size=settings.group_size,
-        gradient_accumulation_steps=prompts // num_processes,
+        gradient_accumulation_steps=prompts // state.num_processes,
         num_generations=settings.group_size,
         max_completion_length=settings.max_completion_length,
         use_vllm=settings.use_vllm,
@@ -141,76 +156,61 @@ def make_trainer(settings: TrlSettings) -> "CrossoverTrainer":
         save_steps=50,
         save_total_limit=1,
         report_to=settings.report_to,
-        bf16=select_dtype("auto", device) == torch.bfloat16,
-        use_cpu=device.type == "cpu",
+        bf16=select_dtype("auto", state.device) == torch.bfloat16,
+        use_cpu=state.device.type == "cpu",
         seed=settings.seed,
     )
-    texts = draw_prompts(
-        prompt_tokens,
-        tokenizer,
-        settings.prompt_length,
-        prompts * settings.max_steps,
-        settings.seed,
-    )
-    lora = {
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": "all-linear",
-        "task_type": "CAUSAL_LM",
-    }
-    adapters, data = (
-        peft.LoraConfig(**lora) if rank else None,
-        datasets.Dataset.from_dict({"prompt": texts}),
-    )
+    num_texts = prompts * settings.max_steps
+    texts = draw_prompts(prompt_tokens, tokenizer, settings.prompt_length, num_texts, settings.seed)
     return CrossoverTrainer(
-        policy, reward, args, train_dataset=data, processing_class=tokenizer, peft_config=adapters
+        policy,
+        reward,
+        args,
+        train_dataset=datasets.Dataset.from_dict({"prompt": texts}),
+        processing_class=tokenizer,
+        peft_config=adapters,
     )
 
 
 def split_text(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Tensor, Tensor]:
-    """Tokens (n,) int64 of the texts for prompts, and blocks (b, length) of their last part, FITTED
-    of it.
+    """Return the texts' tokens (n,) int64 for prompts, and blocks (b, length) of their last part.
 
-    A block begins with what the tokenizer puts before a text. UserError for a text that is too
-    short."""
+    The blocks come from the share FITTED at the end. Each begins with the tokens that the tokenizer
+    puts before a text. UserError if the text is too short.
+    """
     text = "".join(joined_pieces(find_texts(texts).values()))
     try:
         tokens = torch.tensor(tokenizer(text=text, add_special_tokens=False)["input_ids"])
-    except Exception as error:  # of Rust, for what the vocabulary lacks
-        raise UserError(
-            f"ERROR: the model's tokenizer cannot read the text: {error!s:.200}"
-        ) from None
-    cut, start = (
-        int(len(tokens) * (1 - FITTED)),
-        torch.tensor(tokenizer(text="")["input_ids"], dtype=torch.int64),
-    )
+    except Exception as error:  # raised in Rust for text that the vocabulary lacks
+        finding = f"the model's tokenizer cannot read the text: {error!s:.200}"
+        raise UserError(f"ERROR: {finding}") from None
+    start = torch.tensor(tokenizer(text="")["input_ids"], dtype=torch.int64)
     size = length - len(start)
-    last = tokens[cut : cut + (len(tokens) - cut) // size * size].view(-1, size)[:MOST_BLOCKS]
-    if len(last) < 16:  # half of them are reported on: fewer give no interval
-        raise UserError(
-            f"ERROR: a text of {len(tokens):,} tokens: {16 * size / FITTED:,.0f} at least are needed"
-        )
-    return tokens[:cut], torch.cat((start.expand(len(last), -1), last), 1)
+    cut = int(len(tokens) * (1 - FITTED))
+    num_blocks = (len(tokens) - cut) // size
+    blocks = tokens[cut : cut + num_blocks * size].view(-1, size)[:MOST_BLOCKS]
+    if len(blocks) < 16:  # half of them are reported on; fewer give no interval
+        need = f"{16 * size / FITTED:,.0f} at least are needed"
+        raise UserError(f"ERROR: a text of {len(tokens):,} tokens: {need}")
+    return tokens[:cut], torch.cat((start.expand(len(blocks), -1), blocks), 1)
 
 
 def draw_prompts(tokens: Tensor, tokenizer: Any, length: int, count: int, seed: int) -> list[str]:
-    """Texts of `length` tokens at uniform places, of those that have these very tokens again when
-    they are read."""
-    starts, texts = (
-        random_stream(seed, "prompts").integers(0, len(tokens) - length + 1, size=20 * count),
-        list[str](),
-    )
-    for start in starts:
+    """Return texts of `length` tokens at uniform places.
+
+    A text whose tokens differ when it is tokenized again is left out.
+    """
+    draw = random_stream(seed, "prompts")
+    texts: list[str] = []
+    for start in draw.integers(0, len(tokens) - length + 1, size=20 * count):
         ids = tokens[start : start + length].tolist()
         text = tokenizer.decode(ids)
-        texts += (
-            [text] if tokenizer(text=text, add_special_tokens=False)["input_ids"] == ids else []
-        )
+        if tokenizer(text=text, add_special_tokens=False)["input_ids"] == ids:
+            texts.append(text)
         if len(texts) == count:
             return texts
-    raise UserError(
-        f"ERROR: most {length} tokens of the text are read as others: use a tokenizer that keeps its text"
-    )
+    finding = f"most runs of {length} tokens are tokenized differently when they are read again"
+    raise UserError(f"ERROR: {finding}: use a tokenizer that keeps its text")
 
 
 if __name__ == "__main__":
