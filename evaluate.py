@@ -176,7 +176,7 @@ def differences(
 def measure_samples(
     model: GPT, text: np.ndarray, copies: CopyFinder, num_samples: int
 ) -> dict[str, float]:
-    """Measure completions of prompts from `text`, and the natural text after them (`natural_...`)."""
+    """Measure completions of prompts from `text`, and the natural text there (`natural_...`)."""
     N = model.config.block_size
     device = next(model.parameters()).device
     natural, prompt_lengths, uniforms = draw_prompts(text, N, num_samples, 1, SEED, "samples")

@@ -95,7 +95,7 @@ def make_job(model: GPT, blocks: int, group: int) -> tuple[Tensor, Tensor, Tenso
     return natural.to(device), crossovers, torch.rand(blocks, group, N, generator=draw)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the ways; each writes some text and returns the number of tokens written
 
 
@@ -195,7 +195,7 @@ def engine_in_a_worker(name: str) -> int:
     return WORKER[name]()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the measurements
 
 
@@ -283,7 +283,8 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
     for title, tokens in medians.items():
         runs = " ".join(f"{value:,.0f}" for value in results[title])
         print0(
-            f"{title:<46} {tokens:>10,.0f} {tokens / medians[seeds]:>11.1f} {tokens / bound:>10.0%}   {runs}"
+            f"{title:<46} {tokens:>10,.0f} {tokens / medians[seeds]:>11.1f} "
+            f"{tokens / bound:>10.0%}   {runs}"
         )
     title = f"every product at {statistics.median(products) / 1e9:,.0f} GFLOP/s"
     print0(f"{title:<46} {bound:>10,.0f} {bound / medians[seeds]:>11.1f} {1:>10.0%}")
@@ -291,9 +292,11 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
         return
     goals, rival = GOALS[name], "transformers is not installed"
     if at_few in medians:
-        rival = f"{medians[engine] / medians.get(at_best, medians[at_few]):.1f} times Hugging Face's best"
+        times = medians[engine] / medians.get(at_best, medians[at_few])
+        rival = f"{times:.1f} times Hugging Face's best"
     print0(
-        f"The engine: {medians[engine] / medians[seeds]:.0f} times the seeds' way (goal {goals[0]}), {rival} "
+        f"The engine: {medians[engine] / medians[seeds]:.0f} times the seeds' way (goal "
+        f"{goals[0]}), {rival} "
         f"(goal {goals[1]}), {medians[engine] / bound:.0%} of the product rate (goal {goals[2]}%)"
     )
     if at_few in medians:
@@ -315,10 +318,12 @@ def measure_headline(settings: GenerationSettings, device: torch.device) -> None
         else f"{blocks} of its {HEADLINE_BLOCKS} blocks, extrapolated"
     )
     print0(
-        f"\nThe headline job ({model.num_parameters() / 1e6:.2f}M parameters, block 1024, 19,500 samples): {part}"
+        f"\nThe headline job ({model.num_parameters() / 1e6:.2f}M parameters, block 1024, "
+        f"19,500 samples): {part}"
     )
     print0(
-        f"{tokens_per_second:,.0f} tokens/s; the whole takes {whole:,.0f} s (the seeds' GPU: {HEADLINE_SECONDS} s)"
+        f"{tokens_per_second:,.0f} tokens/s; the whole takes {whole:,.0f} s (the seeds' "
+        f"GPU: {HEADLINE_SECONDS} s)"
     )
 
 
@@ -329,12 +334,15 @@ def main() -> None:
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     else:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+        capability = torch.backends.cpu.get_cpu_capability()
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, {capability}"
     print0(
-        f"torch {torch.__version__}, {machine}; median of {settings.num_runs} interleaved runs after a warm-up"
+        f"torch {torch.__version__}, {machine}; median of {settings.num_runs} interleaved "
+        "runs after a warm-up"
     )
     print0(
-        f"matrix products: {product_rate(device) / 1e9:,.0f} GFLOP/s in {select_dtype('auto', device)}"
+        f"matrix products: {product_rate(device) / 1e9:,.0f} GFLOP/s in "
+        f"{select_dtype('auto', device)}"
     )
     for name in settings.shapes:
         measure(name, settings, device)

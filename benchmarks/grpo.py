@@ -216,7 +216,8 @@ def main() -> None:
             for name, way in ways.items():
                 seconds[name].append(statistics.median(way.steps(settings.steps)))
     print0(
-        f"{os.cpu_count()} processors, torch {torch.__version__}; medians of {settings.num_runs} rounds"
+        f"{os.cpu_count()} processors, torch {torch.__version__}; medians of "
+        f"{settings.num_runs} rounds"
     )
     for name, own in seconds.items():
         line = f"{name:<21} {statistics.median(own):7.3f} s a step"

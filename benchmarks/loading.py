@@ -59,7 +59,8 @@ def measure(folder: str, num_runs: int) -> tuple[str, int, float, float, float]:
         for pair in ((text_splits.train, binary_splits.train), (text_splits.val, binary_splits.val))
     ):
         raise UserError(
-            f"ERROR: {folder}: train.bin and val.bin are not of its input.txt: run its prepare.py again"
+            f"ERROR: {folder}: train.bin and val.bin are not of its input.txt: run its "
+            "prepare.py again"
         )
     pairs = [(seconds(text_mode), seconds(binary_mode)) for _ in range(num_runs)]
     text_median, binary_median = (statistics.median(column) for column in zip(*pairs, strict=True))
@@ -78,14 +79,17 @@ def main() -> None:
     settings = parse_settings(LoadingSettings, "loading")
     rows = [(folder, *measure(folder, settings.num_runs)) for folder in settings.data_dir]
     print(
-        f"{'data_dir':<28} {'method':<6} {'tokens':>10} {'text ms':>9} {'binary ms':>9} {'text/binary':>11}"
+        f"{'data_dir':<28} {'method':<6} {'tokens':>10} {'text ms':>9} {'binary ms':>9} "
+        f"{'text/binary':>11}"
     )
     for folder, method, num_tokens, text, binary, ratio in rows:
         print(
-            f"{folder:<28} {method:<6} {num_tokens:>10,} {text * 1e3:>9.2f} {binary * 1e3:>9.2f} {ratio:>10.1f}x"
+            f"{folder:<28} {method:<6} {num_tokens:>10,} {text * 1e3:>9.2f} "
+            f"{binary * 1e3:>9.2f} {ratio:>10.1f}x"
         )
     print(
-        f"Median of {settings.num_runs} interleaved runs after a warm-up; both modes give the same tokens."
+        f"Median of {settings.num_runs} interleaved runs after a warm-up; both modes give "
+        "the same tokens."
     )
 
 

@@ -124,7 +124,7 @@ def median_seconds(work: Callable[[], object], num_runs: int) -> float:
     return statistics.median(seconds)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # train.py
 
 
@@ -276,7 +276,8 @@ def beside_nanogpt(settings: TrainingBenchSettings) -> None:
     header = ["train.py", "steps", "validation loss", "s, start to end", "of nanoGPT's time"]
     reached = "reached" if losses["ours"] <= losses["nanoGPT's own"] else "not reached"
     print0(
-        f"\n{markdown(header, rows)}\nGoal: {1 / 6:.3f}, at nanoGPT's loss or below, which is {reached}"
+        f"\n{markdown(header, rows)}\nGoal: {1 / 6:.3f}, at nanoGPT's loss or below, which "
+        f"is {reached}"
     )
 
 
@@ -296,7 +297,8 @@ def run_quietly(command: list[str], folder: str) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise UserError(
-            f"ERROR: {' '.join(command[1:3])} ended with status {done.returncode}: {done.stderr[-500:]}"
+            f"ERROR: {' '.join(command[1:3])} ended with status {done.returncode}: "
+            f"{done.stderr[-500:]}"
         )
     return done.stdout
 
@@ -371,7 +373,7 @@ def anonymous_kib(pid: int) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # all three
 
 

@@ -53,11 +53,13 @@ def shaded(y: float, passage: Passage) -> list[str]:
             f"{w + (n - w) * natural:.0f}" for n, w in zip(NATURAL, WRITTEN, strict=True)
         )
         boxes.append(
-            f'<rect x="{x:.1f}" y="{top}" width="{ADVANCE + 0.3:.1f}" height="{LINE}" fill="rgb({colour})"/>'
+            f'<rect x="{x:.1f}" y="{top}" width="{ADVANCE + 0.3:.1f}" height="{LINE}" '
+            f'fill="rgb({colour})"/>'
         )
         if place == passage.crossover:
             bar = [
-                f'<rect x="{x - 1.5:.1f}" y="{top - 3}" width="3" height="{LINE + 6}" fill="{MARK}"/>'
+                f'<rect x="{x - 1.5:.1f}" y="{top - 3}" width="3" height="{LINE + 6}" '
+                f'fill="{MARK}"/>'
             ]
     return [*boxes, *bar, *letters(y, "".join(passage.tokens))]
 
@@ -83,7 +85,8 @@ def main() -> None:
     ):
         y, prompt = 130 + 88 * number, texts["prompt"][-COLUMNS // 2 :].partition(" ")[2]
         reward = ledger.figures("evaluation_v2")[name]["fresh_reward"]
-        about = f"The generator completes a prompt {when}; mean P(natural) of its fresh text {reward:.3f}"
+        figure = f"mean P(natural) of its fresh text {reward:.3f}"
+        about = f"The generator completes a prompt {when}; {figure}"
         parts.append(caption(y, about))
         parts += letters(y + 28, prompt, "prompt")
         parts += letters(y + 28, texts[name][: 2 * COLUMNS - len(prompt)], start=len(prompt))

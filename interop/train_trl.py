@@ -5,7 +5,7 @@
 Every token has its own advantage. Start it on several GPUs with `accelerate launch --config_file
 config/accelerate/eight_gpus_fsdp2.yaml -m interop.train_trl ...`.
 In: two causal models of one vocabulary (folders or hub names) and natural text. Out: the improved
-model, or its LoRA adapter, in output_dir; an interrupted run resumes from its last checkpoint there.
+model, or its LoRA adapter, in output_dir. An interrupted run resumes from its last checkpoint.
 Packages: requirements-interop.txt.
 """
 
