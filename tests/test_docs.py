@@ -30,9 +30,10 @@ from option_tables import PAGES, settings_of, with_tables
 import tokenization_manager
 from common.log import read_records
 from common.process import UserError
-from common.settings import SECTIONS, options_of_stages, parse_settings
+from common.settings import options_of_stages, parse_settings
 from corpus.shakespeare import ensure_gpt2_bpe_files
 from reward_dataset_loader import RewardDataset
+from run_cycles import PREPARED, SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [
@@ -71,9 +72,8 @@ KNOWN_OPTIONS |= {
     "parts",
     "minutes",
     "kills",
-    "train",
-    "train_grpo",
     *SECTIONS,
+    *PREPARED,
 }
 # of accelerate, and of the example
 KNOWN_OPTIONS |= {"config_file", "whole", "gguf_file", "arm", "steps"}
@@ -129,8 +129,9 @@ def check_command(line: str) -> list[str]:
     elif words and not words[1].startswith("tests/") and "--help" not in words:
         name = words[1].removesuffix(".py")
         assert words[0] == "python" and (ROOT / f"{name}.py").is_file(), words
-        own, sections = words[2:], [*SECTIONS, "train", "train_grpo"]
-        own = options_of_stages(own, sections)[0] if name == "run_cycles" else own
+        own = words[2:]
+        if name == "run_cycles":
+            own = options_of_stages(own, [*SECTIONS, *PREPARED])[0]
         parse_settings(settings_of(name), Path(name).name, own, check=False)
         return words
     return []
