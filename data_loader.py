@@ -1,11 +1,10 @@
-"""Tokens of a corpus, in text mode (encoded now) or binary mode (files made earlier, mapped), and
-batches of them.
+"""Tokens of a corpus, from a text or from token files, and batches of them.
 
-    python -c "import data_loader as d; print(len(d.load_binary('train.bin', 'val.bin',
-    vocab_size=65).train))"
+    python -c "from data_loader import ValidationParts; print(ValidationParts.of(100))"
 
-A token file is nothing but little-endian uint16 numbers. B, T: sequences of a batch and their
-length."""
+Text mode reads, splits and encodes a text now. Binary mode memory-maps token files made earlier,
+which hold little-endian uint16 numbers and nothing else. B: sequences of a batch. T: their length.
+"""
 
 import math
 from collections.abc import Iterator
@@ -18,65 +17,68 @@ from numpy.random import Generator
 from torch import Tensor
 
 from common.files import hash_bytes, read_pieces
-from common.process import UserError
+from common.process import UserError, require
 from tokenization_manager import TokenizationManager
 
 TOKEN_DTYPE = np.dtype("<u2")
-HEAD = 1_000_000  # tokens of a file by which its type is checked
-LEAST_WIDENED = 32  # zeros at every second place that are no chance
-REMEDY = "make the files again with prepare_text.py, or choose the tokenization they were made with"
+# The check for wider integers reads this many tokens at the start of a file ...
+CHECKED_TOKENS = 1_000_000
+# ... and needs this many zeros at every second place, because a few can be chance.
+MIN_ZEROS = 32
 Device = torch.device | str
-ALL = slice(None)
+WHOLE_BATCH = slice(None)
 
 
 class BinaryFileError(UserError):
-    """A token file that is missing, damaged, too short, or of another vocabulary."""
+    """A token file is missing, damaged, too short, or uses another vocabulary."""
 
 
 class TokenSplits(NamedTuple):
-    """The tokens of both splits, (num_tokens,) uint16 each; memory-mapped and read-only in binary
-    mode."""
+    """Tokens of both splits, (num_tokens,) uint16 each; read-only memory maps in binary mode."""
 
     train: np.ndarray
     val: np.ndarray
 
 
+def text_file(data_path: str | Path) -> Path:
+    """Return the text file that a path names: the file itself, or input.txt in a folder."""
+    path = Path(data_path)
+    if path.is_dir():
+        return path / "input.txt"
+    return path
+
+
 def read_text(data_path: str | Path) -> str:
-    """The text of a UTF-8 file, or of the input.txt in a folder; raises UserError where there is
-    none."""
-    path = Path(data_path, "input.txt") if Path(data_path).is_dir() else Path(data_path)
-    if not path.is_file():
-        raise UserError(
-            f"ERROR: Data file not found: {path}: give a text file, or a folder that holds input.txt"
-        )
+    """Return the text of a UTF-8 file, or of input.txt in a folder."""
+    path = text_file(data_path)
+    rule = "give a text file, or a folder that holds input.txt"
+    require(path.is_file(), f"Data file not found: {path}: {rule}")
     return "".join(text_pieces(path))
 
 
 def text_pieces(path: str | Path) -> Iterator[str]:
-    """Yield the text of a UTF-8 file in pieces; raises UserError if it is empty, or as
-    `read_pieces` does."""
+    """Yield the text of a UTF-8 file in pieces. Raise UserError for an empty or unreadable file."""
     is_empty = True
     for piece in read_pieces(path):
         is_empty = False
         yield piece
-    if is_empty:
-        raise UserError(f"ERROR: {path} is empty: there is no text to learn from")
+    require(not is_empty, f"{path} is empty: there is no text to learn from")
 
 
 def split_boundary(num_characters: int, train_split: float = 0.9) -> int:
-    """The one split rule: so many characters are for training; raises UserError where a part would
-    be empty."""
-    boundary = int(num_characters * train_split) if 0 < train_split < 1 else 0
-    if not 0 < boundary < num_characters:
-        rule = f"it must be > 0 and < 1 and leave no part of {num_characters} characters empty"
-        raise UserError(f"ERROR: train_split={train_split}: {rule}")
+    """Return how many characters are for training. Every script splits a text by this rule."""
+    boundary = 0
+    if 0 < train_split < 1:
+        boundary = int(num_characters * train_split)
+    rule = f"must be > 0 and < 1, and leave no part of {num_characters} characters empty"
+    require(0 < boundary < num_characters, f"train_split={train_split}: {rule}")
     return boundary
 
 
 def split_and_encode(
     text: str, tokenizer: TokenizationManager, train_split: float = 0.9
 ) -> TokenSplits:
-    """Cut the text at `split_boundary`, then encode each part; raises UserError as that does."""
+    """Cut the text at `split_boundary`, then encode each part by itself."""
     boundary = split_boundary(len(text), train_split)
     return TokenSplits(tokenizer.encode(text, 0, boundary), tokenizer.encode(text, boundary))
 
@@ -84,31 +86,37 @@ def split_and_encode(
 def load_text(
     data_path: str | Path, tokenizer: TokenizationManager, train_split: float = 0.9
 ) -> TokenSplits:
-    """Text mode: read, split, encode. Raises UserError as `read_text` and `split_and_encode` do."""
+    """Read, split and encode a text (text mode)."""
     return split_and_encode(read_text(data_path), tokenizer, train_split)
 
 
 def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: int = 1) -> np.memmap:
-    """A token file, checked and memory-mapped: (num_tokens,) uint16, read-only; `name` is 'train'
-    or 'val'."""
-    if not Path(path).is_file():
+    """Check a token file and memory-map it: (num_tokens,) uint16, read-only.
+
+    `name` is the split, 'train' or 'val'. Raise BinaryFileError for a bad file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        title = "Validation" if name == "val" else name.title()
+        raise BinaryFileError(f"{title} binary file not found: {path}")
+    size = path.stat().st_size
+    if size % 2 or size < 2 * min_tokens:
         raise BinaryFileError(
-            f"{'Validation' if name == 'val' else name.title()} binary file not found: {path}"
-        )
-    num_tokens, odd = divmod(size := Path(path).stat().st_size, TOKEN_DTYPE.itemsize)
-    if odd or num_tokens < max(1, min_tokens):
-        need = f"whole tokens of 2 bytes are needed, {max(1, min_tokens):,} or more"
-        raise BinaryFileError(
-            f"{path} has {size:,} bytes, but {need}: make it again, or use a smaller block_size"
+            f"{path} has {size:,} bytes, but whole tokens of 2 bytes are needed, {min_tokens:,} or "
+            "more: make it again, or use a smaller block_size"
         )
     tokens = np.memmap(path, dtype=TOKEN_DTYPE, mode="r")
-    if (token := tokens.max()) >= vocab_size:
-        rule = f"but vocab_size={vocab_size} allows 0 to {vocab_size - 1}: {REMEDY}"
+    largest = tokens.max()
+    if largest >= vocab_size:
         raise BinaryFileError(
-            f"Token range incompatible in {name} data: {path} holds token {token}, {rule}"
+            f"Token range incompatible in {name} data: {path} holds token {largest}, but "
+            f"vocab_size={vocab_size} allows 0 to {vocab_size - 1}: make the files again with "
+            "prepare_text.py, or choose the tokenization they were made with"
         )
-    low, high = tokens[:HEAD:2], tokens[1:HEAD:2]  # halves of wider integers, if they are such
-    if len(high) >= LEAST_WIDENED and not high.any() and low.min() < low.max():
+    # Small uint32 or int64 numbers, read as uint16, are 0 at every second place.
+    low = tokens[:CHECKED_TOKENS:2]
+    high = tokens[1:CHECKED_TOKENS:2]
+    if len(high) >= MIN_ZEROS and not high.any() and low.min() < low.max():
         raise BinaryFileError(f"ERROR: {path} is like uint32, every second id is 0: save uint16")
     return tokens
 
@@ -116,28 +124,27 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
 def load_binary(
     train_bin: str | Path, val_bin: str | Path, vocab_size: int, block_size: int = 1
 ) -> TokenSplits:
-    """Binary mode: both token files, of at least one block each; raises BinaryFileError."""
-    files = (("train", train_bin), ("val", val_bin))
+    """Open both token files (binary mode). Each must hold at least one block."""
     return TokenSplits(
-        *(open_token_file(path, name, vocab_size, block_size) for name, path in files)
+        open_token_file(train_bin, "train", vocab_size, block_size),
+        open_token_file(val_bin, "val", vocab_size, block_size),
     )
 
 
 def dataset_folder(name: str | Path) -> Path:
-    """The folder that `--dataset` means: a path where there is such a folder, else a name below
-    data/."""
-    return Path(name) if Path(name).is_dir() else Path("data", name)
+    """Return the folder that `--dataset` names: an existing folder, else a name below data/."""
+    if Path(name).is_dir():
+        return Path(name)
+    return Path("data", name)
 
 
 def hash_tokens(tokens: np.ndarray) -> str:
-    """sha256 of the tokens as uint16 bytes: the same for a memory-mapped .bin file and for its
-    text, encoded."""
+    """Return the sha256 of the tokens as uint16; a memory-mapped file and its text agree."""
     return hash_bytes(np.ascontiguousarray(tokens, dtype=TOKEN_DTYPE).data)
 
 
 class ValidationParts(NamedTuple):
-    """Ranges of a validation split's blocks: those that select models, the gate's, and those that
-    report figures."""
+    """Block ranges of a validation split: for model selection, the gate, and reported figures."""
 
     select: range
     gate: range
@@ -145,10 +152,11 @@ class ValidationParts(NamedTuple):
 
     @staticmethod
     def of(num_blocks: int) -> "ValidationParts":
-        """Of a split's blocks 0 to 40 % select, 40 to 50 % are the gate's, 50 to 100 % report.
+        """Divide a split: 0 to 40 % select, 40 to 50 % are the gate's, 50 to 100 % report.
 
-        The gate has at least 10 blocks; with fewer than 22 in all, it has all of the first half but
-        one."""
+        The gate has at least 10 blocks. In a split of fewer than 22 blocks it has all of the first
+        half except one.
+        """
         if num_blocks < 2:
             return ValidationParts(range(num_blocks), range(0), range(num_blocks))
         middle = num_blocks // 2
@@ -157,18 +165,17 @@ class ValidationParts(NamedTuple):
 
 
 def validation_part(tokens: np.ndarray, block_size: int, name: str) -> np.ndarray:
-    """The tokens of one part, 'select', 'gate' or 'report', of a validation split, and the last
-    target after it."""
-    blocks = getattr(ValidationParts.of(len(tokens) // block_size), name)
-    is_last = blocks.stop == len(tokens) // block_size
-    return tokens[
-        blocks.start * block_size : len(tokens) if is_last else blocks.stop * block_size + 1
-    ]
+    """Return the tokens of the part 'select', 'gate' or 'report', and the last target after it."""
+    num_blocks = len(tokens) // block_size
+    blocks = getattr(ValidationParts.of(num_blocks), name)
+    start = blocks.start * block_size
+    if blocks.stop == num_blocks:
+        return tokens[start:]  # with the tokens after the last whole block
+    return tokens[start : blocks.stop * block_size + 1]
 
 
 def evenly_spaced(numbers: np.ndarray, total: int, count: int) -> np.ndarray:
-    """The blocks that are to be used as number 0, 1, ... of `count`: all of `total`, or evenly
-    spaced among them."""
+    """Map numbers below `count` to blocks that are evenly spaced among `total`."""
     return numbers * total // count
 
 
@@ -178,27 +185,27 @@ def get_batch(
     batch_size: int,
     rng: Generator,
     device: Device = "cpu",
-    share: slice = ALL,
+    share: slice = WHOLE_BATCH,
 ) -> tuple[Tensor, Tensor]:
-    """(inputs, targets), int64 (B, T) each: windows at random offsets, targets one token on; a
-    rank's `share` of B."""
-    if len(tokens) <= block_size:
-        raise UserError(
-            f"ERROR: block_size={block_size}: the data has {len(tokens)} tokens, block_size + 1 are needed"
-        )
-    offsets = rng.integers(len(tokens) - block_size, size=batch_size)[share]
-    return _inputs_and_targets(
-        np.stack([tokens[start : start + block_size + 1] for start in offsets]), device
-    )
+    """Return (inputs, targets), int64 (B, T) each: windows at random offsets, targets one later.
+
+    Every rank draws the offsets of the whole batch and reads its `share` of them.
+    """
+    num_tokens = len(tokens)
+    rule = f"the data has {num_tokens} tokens, block_size + 1 are needed"
+    require(num_tokens > block_size, f"block_size={block_size}: {rule}")
+    offsets = rng.integers(num_tokens - block_size, size=batch_size)[share]
+    windows = [tokens[start : start + block_size + 1] for start in offsets]
+    return _inputs_and_targets(np.stack(windows), device)
 
 
 class WholeSplitBatches:
-    """Batches (inputs, targets), int64 (B, T) each, in which every token but the first is a target
-    exactly once.
+    """Batches (inputs, targets), int64 (B, T) each; every token except the first is a target once.
 
-    Windows without overlap; a shorter last one is a batch of its own. Of a split of more than
-    `most` targets only most // block_size whole windows (at least one) are read, evenly spaced:
-    always the same ones."""
+    The windows do not overlap, and a shorter last one is a batch of its own. A split of more than
+    `most` targets is reduced to most // block_size whole windows (at least one), evenly spaced and
+    always the same.
+    """
 
     def __init__(
         self,
@@ -208,39 +215,38 @@ class WholeSplitBatches:
         device: Device = "cpu",
         most: int | None = None,
     ) -> None:
-        if len(tokens) < 2:
-            raise UserError(
-                f"ERROR: a split of {len(tokens)} tokens holds nothing to predict: 2 are needed"
-            )
-        self.tokens, self.block_size, self.batch_size, self.device = (
-            tokens,
-            block_size,
-            batch_size,
-            device,
-        )
-        self.num_full, self.num_left = total, _ = divmod(len(tokens) - 1, block_size)
-        if most is not None and len(tokens) - 1 > most and total:
-            self.num_full, self.num_left = min(max(1, most // block_size), total), 0
-        self.starts = (
-            evenly_spaced(np.arange(self.num_full), total, max(self.num_full, 1)) * block_size
-        )
+        num_targets = len(tokens) - 1
+        too_short = f"a split of {len(tokens)} tokens holds nothing to predict: 2 are needed"
+        require(num_targets > 0, too_short)
+        self.tokens = tokens
+        self.block_size = block_size
+        self.batch_size = batch_size
+        self.device = device
+        num_windows = num_targets // block_size
+        self.num_full = num_windows
+        self.num_left = num_targets % block_size
+        if most is not None and num_targets > most and num_windows > 0:
+            self.num_full = min(max(1, most // block_size), num_windows)
+            self.num_left = 0
+        windows = evenly_spaced(np.arange(self.num_full), num_windows, max(1, self.num_full))
+        self.starts = windows * block_size
 
     def __len__(self) -> int:
         return math.ceil(self.num_full / self.batch_size) + (self.num_left > 0)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(0, self.num_full, self.batch_size):
-            starts = self.starts[first : first + self.batch_size, None]
-            yield _inputs_and_targets(
-                self.tokens[starts + np.arange(self.block_size + 1)], self.device
-            )
+            starts = self.starts[first : first + self.batch_size, None]  # (B, 1)
+            windows = self.tokens[starts + np.arange(self.block_size + 1)]  # (B, T + 1)
+            yield _inputs_and_targets(windows, self.device)
         if self.num_left:
             yield _inputs_and_targets(self.tokens[None, -self.num_left - 1 :], self.device)
 
 
 def _inputs_and_targets(windows: np.ndarray, device: Device) -> tuple[Tensor, Tensor]:
-    # (2, B, T): one transfer
+    # (2, B, T): one transfer to the device
     pair = torch.from_numpy(np.stack([windows[:, :-1], windows[:, 1:]]).astype(np.int64))
-    pair = pair.pin_memory() if torch.device(device).type == "cuda" else pair
+    if torch.device(device).type == "cuda":
+        pair = pair.pin_memory()
     inputs, targets = pair.to(device, non_blocking=True)
     return inputs, targets

@@ -1,13 +1,12 @@
-"""Makes a reward dataset: natural text up to a random crossover K, the model's own from there on,
-and the label K/N.
+"""Make a reward dataset: natural text up to a random crossover K, then the generator's own text.
 
-    python prepare_reward_data.py --model_path logs/model_checkpoint.pt --data_path
-    data/shakespeare/input.txt
+    python prepare_reward_data.py --model_path logs/model_checkpoint.pt --dataset shakespeare
 
-In: a generator's checkpoint and a corpus (text, or train.bin and val.bin). Out, in output_dir: for
-each split x.bin (uint16, samples x block_size), y.bin (float32, samples x 2), metadata.txt. Until
-all is made, its shards lie in output_dir.partial. Every sample depends on (seed, split, block,
-sample) alone. N: block_size, G: samples of a block."""
+In: a generator's checkpoint and a corpus (a text, or train.bin and val.bin). Out, in output_dir, for
+each split: x.bin (uint16, samples x block_size), y.bin (float32, samples x 2: the label K/N,
+(N-K)/N), metadata.txt. Unfinished work lies in output_dir.partial as shards. A sample depends only
+on (seed, split, block, sample). P: blocks. G: samples of a block. N: block_size.
+"""
 
 import os
 import shutil
@@ -22,7 +21,7 @@ from common.device import autocast, random_stream, select_device, select_dtype
 from common.distributed import Ranks, start_ranks
 from common.files import atomic_path, lock_output, read_json, write_json
 from common.log import counted, print0, progress
-from common.process import Finished, UserError, run_main
+from common.process import Finished, require, run_main
 from common.settings import differing_settings, parse_settings
 from data_loader import evenly_spaced, load_binary, load_text
 from generation.completions import Completer, generate
@@ -34,19 +33,20 @@ from tokenization_manager import TokenizationInfo, TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
 
-SPLITS = {"train": "Training", "val": "Validation"}
-SHARD_TOKENS = 1 << 17  # generated before they are kept; 16 times as many on CUDA
-# settings that decide the samples
+SHARD_TOKENS = 1 << 17  # tokens of a shard; 16 times as many on CUDA
+# Settings that decide the samples, and settings that only tell where they come from.
 IDENTITY = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
 SOURCES = ("model_path", "input_mode", "data_path", "train_bin", "val_bin", "tokenization")
+FILES = set(
+    "train_x.bin train_y.bin train_metadata.txt val_x.bin val_y.bin val_metadata.txt".split()
+)
 Device = torch.device | str
 
 
 def crossovers_and_uniforms(
     config: RewardDataConfig, split: str, block: int, length: int
-) -> tuple[np.ndarray, ...]:
-    """All randomness of one block's samples: K (G,) int64, uniform on [1, N - 1], and the uniforms
-    (G, N) float32."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw all randomness of a block: K (G,) int64, uniform on [1, N - 1]; (G, N) float32 in [0, 1)."""
     stream = random_stream(config.seed, "reward_data", split, block)
     uniforms = stream.random((config.samples_per_chunk, length + 1), dtype=np.float32)
     crossovers = 1 + np.floor(uniforms[:, 0].astype(np.float64) * (length - 1)).astype(np.int64)
@@ -60,13 +60,12 @@ def make_samples(
     split: str,
     config: RewardDataConfig,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The samples of some blocks of a split: x (P * G, N) uint16 and y (P * G, 2) float32, in the
-    blocks' order."""
+    """Return the samples of some blocks, in their order: x (P * G, N) uint16, y (P * G, 2) float32."""
     N = completer.length
     blocks = np.stack([tokens[block * N : (block + 1) * N] for block in block_indices])  # (P, N)
     draws = [crossovers_and_uniforms(config, split, int(block), N) for block in block_indices]
-    # (P, G), (P, G, N)
-    crossovers, uniforms = (np.stack(parts) for parts in zip(*draws, strict=True))
+    crossovers = np.stack([draw[0] for draw in draws])  # (P, G)
+    uniforms = np.stack([draw[1] for draw in draws])  # (P, G, N)
     device = next(completer.model.parameters()).device
     natural = torch.from_numpy(blocks.astype(np.int64)).to(device)
     sampling = Sampling(config.temperature, config.top_k)
@@ -74,26 +73,26 @@ def make_samples(
         completions = completer(
             natural, torch.from_numpy(crossovers), torch.from_numpy(uniforms), sampling
         )
+    x = completions.ids.cpu().numpy().astype(np.uint16).reshape(-1, N)
     natural_tokens = crossovers.reshape(-1, 1).astype(np.float64)
     y = np.hstack((natural_tokens / N, (N - natural_tokens) / N)).astype(np.float32)
-    return completions.ids.cpu().numpy().astype(np.uint16).reshape(-1, N), y
+    return x, y
 
 
 def blocks_by_shard(
     tokens: np.ndarray, completer: Completer, config: RewardDataConfig
 ) -> list[np.ndarray]:
-    """The numbers of the blocks to use, evenly spaced, as many together as a shard holds; UserError
-    where none is."""
-    if (total := len(tokens) // completer.length) == 0:
-        what = f"{len(tokens):,} tokens are shorter than one block of {completer.length}"
-        raise UserError(f"ERROR: {what}; use a longer corpus")
-    many = SHARD_TOKENS * (16 if next(completer.model.parameters()).is_cuda else 1)
-    size = max(1, many // (completer.length * config.samples_per_chunk))
+    """Return the numbers of the blocks to use, evenly spaced, one array for each shard."""
+    total = len(tokens) // completer.length
+    too_short = f"{len(tokens):,} tokens are shorter than one block of {completer.length}"
+    require(total > 0, f"{too_short}; use a longer corpus")
+    shard_tokens = SHARD_TOKENS
+    if next(completer.model.parameters()).is_cuda:
+        shard_tokens *= 16
+    size = max(1, shard_tokens // (completer.length * config.samples_per_chunk))
     count = min(config.max_blocks or total, total)
-    return [
-        evenly_spaced(np.arange(i, min(i + size, count)), total, count)
-        for i in range(0, count, size)
-    ]
+    blocks = evenly_spaced(np.arange(count), total, count)
+    return [blocks[first : first + size] for first in range(0, count, size)]
 
 
 def write_shards(
@@ -104,63 +103,57 @@ def write_shards(
     split: str,
     config: RewardDataConfig,
 ) -> list[Path]:
-    """Write those of a split's shards that are not there, this rank its share; returns the paths of
-    all."""
-    shards = {
-        folder / f"{split}_{n:06}.npz": own
-        for n, own in enumerate(blocks_by_shard(tokens, completer, config))
-    }
-    todo = [path for path in shards if not path.is_file()]
-    if made := len(shards) - len(todo):
-        print0(f"Going on with work that was interrupted: {made} of {len(shards)} shards are there")
-    ranks.sum(0.0)  # all have looked
-    with progress(sum(map(len, shards.values())), "Processing blocks") as bar:
-        for path, own in shards.items():
-            if path in todo[ranks.rank :: ranks.world_size]:
-                x, y = make_samples(completer, tokens, own, split, config)
-                with atomic_path(path) as unfinished, open(unfinished, "wb") as file:
+    """Write the missing shards of a split, this rank its share; return the paths of all."""
+    shards = blocks_by_shard(tokens, completer, config)
+    paths = [folder / f"{split}_{number:06}.npz" for number in range(len(shards))]
+    missing = [path for path in paths if not path.is_file()]
+    if len(missing) < len(paths):
+        done = f"{len(paths) - len(missing)} of {len(paths)} shards are there"
+        print0(f"Going on with work that was interrupted: {done}")
+    ranks.sum(0.0)  # wait until every rank has looked
+    num_blocks = sum(map(len, shards))
+    with progress(num_blocks, "Processing blocks") as bar:
+        for path, blocks in zip(paths, shards, strict=True):
+            if path in missing[ranks.rank :: ranks.world_size]:
+                x, y = make_samples(completer, tokens, blocks, split, config)
+                with atomic_path(path) as partial, open(partial, "wb") as file:
                     np.savez(file, x=x, y=y)
-            bar.update(len(own))
-    ranks.sum(0.0)  # all have written
-    print0(
-        f"Created {sum(map(len, shards.values())) * config.samples_per_chunk:,} reward model samples"
-    )
-    return list(shards)
+            bar.update(len(blocks))
+    ranks.sum(0.0)  # wait until every rank has written
+    print0(f"Created {num_blocks * config.samples_per_chunk:,} reward model samples")
+    return paths
 
 
 def is_complete(output: Path, partial: Path, identity: Mapping[str, Any], overwrite: bool) -> bool:
-    """Whether this dataset lies finished in `output`, else make `partial`; raises UserError for
-    others in either."""
-    names = {f"{split}_{part}" for split in SPLITS for part in ("x.bin", "y.bin", "metadata.txt")}
-    found = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    if foreign := found - names:
-        raise UserError(
-            f"ERROR: {output} holds other files ({min(foreign)}); give the data its own --output_dir"
-        )
-    difference = f"{min(names - found)} is missing" if found != names else ""
-    difference = difference or differing_settings(
-        read_metadata(output / "train_metadata.txt"), identity
-    )
-    if not difference:
-        shutil.rmtree(partial, ignore_errors=True)  # which a kill at the end can leave
-        return True
+    """Return whether `output` holds this dataset already; else make the folder `partial`.
+
+    Raise UserError for another dataset in either folder, unless `overwrite`.
+    """
+    found = set(os.listdir(output)) if output.is_dir() else set()
+    foreign = ", ".join(sorted(found - FILES))
+    require(not foreign, f"{output} holds other files ({foreign}); choose another --output_dir")
+    if found == FILES:
+        difference = differing_settings(read_metadata(output / "train_metadata.txt"), identity)
+        if not difference:
+            shutil.rmtree(partial, ignore_errors=True)  # a kill can have left it
+            return True
+        check_overwrite(output, difference, overwrite)
+    elif found:
+        check_overwrite(output, f"{min(FILES - found)} is missing", overwrite)
     record = partial / "settings.json"
-    unfinished = (
-        differing_settings(read_json(record), identity) if record.is_file() else "no settings.json"
-    )
-    for folder, is_there, other in (
-        (output, found, difference),
-        (partial, partial.exists(), unfinished),
-    ):
-        if is_there and other and not overwrite:
-            remedy = "use --overwrite True to replace it, or another --output_dir"
-            raise UserError(
-                f"ERROR: {folder} holds an incomplete dataset or another ({other}); {remedy}"
-            )
-    if unfinished:
-        shutil.rmtree(partial, ignore_errors=True)
-        write_json(record, dict(identity))
+    if record.is_file():
+        difference = differing_settings(read_json(record), identity)
+        if not difference:
+            return False
+        check_overwrite(partial, difference, overwrite)
+        shutil.rmtree(partial)
+    write_json(record, dict(identity))
     return False
+
+
+def check_overwrite(folder: Path, difference: str, overwrite: bool) -> None:
+    remedy = "use --overwrite True to replace it, or another --output_dir"
+    require(overwrite, f"{folder} holds an incomplete or another dataset ({difference}); {remedy}")
 
 
 def write_split(
@@ -168,35 +161,47 @@ def write_split(
     split: str,
     parts: Iterable[Any],
     info: TokenizationInfo,
-    shown: str | Path,
-    **entries: Any,
+    output_dir: str,
+    entries: Mapping[str, Any],
 ) -> int:
-    """Write a split's files from mappings with "x" and "y", print their paths in `shown`; returns
-    how many rows."""
-    count, (x_path, y_path) = 0, (folder / f"{split}_{name}.bin" for name in "xy")
-    with atomic_path(x_path) as x_partial, atomic_path(y_path) as y_partial:
-        for part in parts:
-            x = part["x"].astype(np.uint16)
-            with open(x_partial, "ab") as x_file, open(y_partial, "ab") as y_file:
-                x_file.write(x.tobytes())
+    """Write a split's files from mappings with "x" and "y"; return the number of samples.
+
+    Print the paths that they have in `output_dir`. `entries` are added to the metadata.
+    """
+    count = 0
+    with (
+        atomic_path(folder / f"{split}_x.bin") as x_path,
+        atomic_path(folder / f"{split}_y.bin") as y_path,
+    ):
+        with open(x_path, "wb") as x_file, open(y_path, "wb") as y_file:
+            for part in parts:
+                x_file.write(part["x"].astype(np.uint16).tobytes())
                 y_file.write(part["y"].astype(np.float32).tobytes())
-            count, N = count + len(x), x.shape[1]
-    sizes = {"num_samples": count, "block_size": N, "x_shape": (count, N), "y_shape": (count, 2)}
-    types = {"x_dtype": "uint16", "y_dtype": "float32", "tokenization_method": info.method}
-    further = {
+                count += len(part["x"])
+        block_size = x_path.stat().st_size // 2 // count
+    metadata = {
+        "num_samples": count,
+        "block_size": block_size,
+        "x_shape": (count, block_size),
+        "y_shape": (count, 2),
+        "x_dtype": "uint16",
+        "y_dtype": "float32",
+        "tokenization_method": info.method,
         "vocab_size": info.vocab_size,
         "meta_path": info.meta_path,
         **entries,
         "split": split,
+        "format_version": FORMAT_VERSION,
     }
-    metadata = sizes | types | further | {"format_version": FORMAT_VERSION}
     write_metadata(folder / f"{split}_metadata.txt", metadata)
-    print0(f"Saved {split} data:\n  X: {Path(shown, split)}_x.bin ({count}, {N})")
-    print0(f"  Y: {Path(shown, split)}_y.bin ({count}, 2)")
+    shown = Path(output_dir, split)
+    print0(f"Saved {split} data:\n  X: {shown}_x.bin ({count}, {block_size})")
+    print0(f"  Y: {shown}_y.bin ({count}, 2)")
     return count
 
 
 def main() -> None:
+    # settings, model and data
     config = parse_settings(RewardDataConfig, "prepare_reward_data")
     print0("Configuration validation passed")
     ranks = start_ranks(select_device(config.device))
@@ -205,8 +210,8 @@ def main() -> None:
     checkpoint = load_checkpoint(model_path)
     model = build_model(checkpoint, "generator", model_path, ranks.device)
     print0(f"Loaded model with {model.num_parameters() / 1e6:.2f}M parameters")
-    if (N := model.config.block_size) < 2:
-        raise UserError("ERROR: block_size=1: a crossover needs a block of at least 2 tokens")
+    N = model.config.block_size
+    require(N >= 2, "block_size=1: a crossover needs a block of at least 2 tokens")
     corpus = config.data_path or config.train_bin or ""
     tokenizer = TokenizationManager(
         config.tokenization, data_path=corpus, meta_path=config.meta_path
@@ -217,62 +222,80 @@ def main() -> None:
     else:
         splits = load_binary(corpus, config.val_bin or "", tokenizer.vocab_size, N)
     print0(
-        f"Data loaded successfully:\n  Tokenization: {tokenizer.method}\n  Vocab size: {tokenizer.vocab_size}"
+        "Data loaded successfully:\n"
+        f"  Tokenization: {tokenizer.method}\n"
+        f"  Vocab size: {tokenizer.vocab_size}\n"
+        f"  Train tokens: {len(splits.train):,}\n"
+        f"  Val tokens: {len(splits.val):,}"
     )
-    print0(f"  Train tokens: {len(splits.train):,}\n  Val tokens: {len(splits.val):,}")
     data = data_record(splits.train, splits.val)
     check_same_splits(checkpoint["data"], data, config.allow_split_mismatch)
 
+    # output
     identity = {
         "block_size": N,
         "model_sha256": hash_model(model_path),
         **data,
         "device_type": ranks.device.type,
     }
-    identity |= {name: getattr(config, name) for name in IDENTITY}
+    for name in IDENTITY:
+        identity[name] = getattr(config, name)
     output = Path(config.output_dir).resolve()
     partial = output.with_name(f"{output.name}.partial")
     if ranks.rank == 0:
         lock_output(output)
     if ranks.run_on_rank0(lambda: is_complete(output, partial, identity, config.overwrite)):
         raise Finished(f"{config.output_dir} already holds exactly this dataset: nothing to do")
+
+    # samples
     print0(
-        f"\nGenerating reward dataset with block_size={N}\nTokenization method: {tokenizer.method}"
-    )
-    print0(f"Vocab size: {tokenizer.vocab_size}\nSamples per chunk: {config.samples_per_chunk}")
-    print0(
+        f"\nGenerating reward dataset with block_size={N}\n"
+        f"Tokenization method: {tokenizer.method}\n"
+        f"Vocab size: {tokenizer.vocab_size}\n"
+        f"Samples per chunk: {config.samples_per_chunk}\n"
         f"Temperature: {config.temperature}"
-        + (f"\nTop-k: {config.top_k}" if config.top_k is not None else "")
     )
-    completer, shards, counts = Completer(model, N), {}, {}
-    for split, title in SPLITS.items():
-        print0(f"\n=== Generating {title} Samples ===")
-        shards[split] = write_shards(
-            partial, ranks, completer, getattr(splits, split), split, config
-        )
-    if ranks.rank:
+    if config.top_k is not None:
+        print0(f"Top-k: {config.top_k}")
+    completer = Completer(model, N)
+    print0("\n=== Generating Training Samples ===")
+    train_shards = write_shards(partial, ranks, completer, splits.train, "train", config)
+    print0("\n=== Generating Validation Samples ===")
+    val_shards = write_shards(partial, ranks, completer, splits.val, "val", config)
+    if ranks.rank != 0:
         return
+
+    # files; np.load executes nothing, because it reads no pickles
     print0(f"\n=== Saving to {config.output_dir} ===")
-    entries = identity | {name: getattr(config, name) for name in SOURCES}
-    entries["train_split"] = config.train_split if config.input_mode == "text" else None
-    made, info = partial / "dataset", tokenizer.info()
-    shutil.rmtree(made, ignore_errors=True)  # of an interrupted run
-    for split, paths in shards.items():  # np.load reads no pickles: nothing in a shard is executed
-        counts[split] = write_split(
-            made, split, map(np.load, paths), info, config.output_dir, **entries
-        )
-    shutil.rmtree(output, ignore_errors=True)
-    os.replace(made, output)
-    shutil.rmtree(partial)
-    print0(f"\n=== Dataset Creation Complete ===\nTraining samples: {counts['train']:,}")
-    print0(
-        f"Validation samples: {counts['val']:,}\nBlock size: {N}\nOutput directory: {config.output_dir}"
+    entries = dict(identity)
+    for name in SOURCES:
+        entries[name] = getattr(config, name)
+    if config.input_mode == "text":
+        entries["train_split"] = config.train_split
+    info = tokenizer.info()
+    dataset = partial / "dataset"
+    shutil.rmtree(dataset, ignore_errors=True)  # from an interrupted run
+    num_train = write_split(
+        dataset, "train", map(np.load, train_shards), info, config.output_dir, entries
     )
-    print0(f"Tokenization: {info.describe()}")
+    num_val = write_split(
+        dataset, "val", map(np.load, val_shards), info, config.output_dir, entries
+    )
+    shutil.rmtree(output, ignore_errors=True)
+    os.replace(dataset, output)
+    shutil.rmtree(partial)
+    print0(
+        "\n=== Dataset Creation Complete ===\n"
+        f"Training samples: {num_train:,}\n"
+        f"Validation samples: {num_val:,}\n"
+        f"Block size: {N}\n"
+        f"Output directory: {config.output_dir}\n"
+        f"Tokenization: {info.describe()}"
+    )
 
 
 def load_base_model(model_path: str, device: Device = "cpu") -> tuple[GPT, GPTConfig]:
-    """The generator in a checkpoint, in evaluation mode, and its configuration."""
+    """Return the generator in a checkpoint, in evaluation mode, and its configuration."""
     model = build_model(load_checkpoint(model_path), "generator", model_path, device)
     return model, model.config
 
@@ -280,10 +303,10 @@ def load_base_model(model_path: str, device: Device = "cpu") -> tuple[GPT, GPTCo
 def load_and_split_data(
     data_path: str, train_split: float = 0.9
 ) -> tuple[np.ndarray, np.ndarray, TokenizationManager]:
-    """Train and validation tokens (uint16) of a text, and the tokenizer that auto-detection chose
-    for it."""
+    """Return train and validation tokens (uint16) of a text, and the tokenizer detected for it."""
     tokenizer = TokenizationManager(data_path=data_path)
-    return *load_text(data_path, tokenizer, train_split), tokenizer
+    splits = load_text(data_path, tokenizer, train_split)
+    return splits.train, splits.val, tokenizer
 
 
 def generate_completion(
@@ -295,8 +318,7 @@ def generate_completion(
     top_k: int | None = None,
     seed: int = 42,
 ) -> np.ndarray:
-    """Continue `context` (T,) to exactly `target_length` tokens, uint16; a longer context is cut
-    off there."""
+    """Continue `context` (T,) to `target_length` tokens, uint16; a longer context is cut to it."""
     idx = torch.from_numpy(np.asarray(context[:target_length], dtype=np.int64))[None].to(device)
     generator = torch.Generator().manual_seed(seed)
     ids = generate(model, idx, target_length - idx.size(1), Sampling(temperature, top_k), generator)
@@ -315,21 +337,22 @@ def create_reward_samples(
     split: str = "train",
     max_blocks: int | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The samples that the script writes for `tokens`: lists of x (block_size,) uint16 and of y
-    (2,) float32."""
-    numbers: dict[str, Any] = {
-        "samples_per_chunk": samples_per_chunk,
-        "temperature": temperature,
-        "top_k": top_k,
-    }
-    settings = RewardDataConfig(**numbers, seed=seed, max_blocks=max_blocks)
+    """Return the script's samples: lists of x (block_size,) uint16 and y (2,) float32."""
+    settings = RewardDataConfig(
+        samples_per_chunk=samples_per_chunk,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        max_blocks=max_blocks,
+    )
     completer = Completer(model.to(device), config.block_size)
     shards = blocks_by_shard(tokens, completer, settings)
-    bar = counted(shards, len(shards), "Processing shards")
-    made = [make_samples(completer, tokens, blocks, split, settings) for blocks in bar]
-    samples_x, samples_y = (
-        [row for part in parts for row in part] for parts in zip(*made, strict=True)
-    )
+    samples_x: list[np.ndarray] = []
+    samples_y: list[np.ndarray] = []
+    for blocks in counted(shards, len(shards), "Processing shards"):
+        x, y = make_samples(completer, tokens, blocks, split, settings)
+        samples_x.extend(x)
+        samples_y.extend(y)
     print0(f"Created {len(samples_x):,} reward model samples")
     return samples_x, samples_y
 
@@ -342,18 +365,14 @@ def save_reward_dataset(
     tokenization_info: TokenizationInfo | None = None,
     samples_per_chunk: int | None = None,
 ) -> None:
-    """Write one split of a dataset, `samples_per_chunk` rows of each block; `tokenization_info`
-    None is GPT-2's BPE."""
-    if samples_per_chunk is not None and (
-        samples_per_chunk < 1 or len(samples_x) % samples_per_chunk
-    ):
-        rule = f"must be >= 1 and divide the {len(samples_x)} samples"
-        raise UserError(f"ERROR: samples_per_chunk={samples_per_chunk}: {rule}")
+    """Write one split of a dataset with `samples_per_chunk` rows for each block.
+
+    Without `tokenization_info` the tokens are GPT-2's.
+    """
     info = tokenization_info or TokenizationInfo("bpe", 50257)
     rows = {"x": np.stack(samples_x), "y": np.stack(samples_y)}
-    write_split(
-        Path(output_dir), split_name, [rows], info, output_dir, samples_per_chunk=samples_per_chunk
-    )
+    entries = {"samples_per_chunk": samples_per_chunk}
+    write_split(Path(output_dir), split_name, [rows], info, output_dir, entries)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""One tokenizer interface: GPT-2's BPE, characters, or a tokenizer.json. Nothing that their files
-hold is executed.
+"""One tokenizer interface: GPT-2's BPE, characters, or a tokenizer.json; its files are only data.
 
-    python -c "from tokenization_manager import TokenizationManager as T; print(T('bpe').encode('To
-    be, or not'))"
+    python -c "from tokenization_manager import TokenizationManager as T; print(T('bpe').encode('a'))"
 
-In: a method, or a data folder from which to detect it; characters need a meta.pkl (nanoGPT's form),
-the method `tokenizer` a tokenizer.json (Hugging Face's form, read by the package tokenizers).
-Tokens are uint16."""
+A tokenizer is chosen by method or detected from a data folder. Characters need a meta.pkl (nanoGPT's
+form), the method `tokenizer` a tokenizer.json (Hugging Face's form, read by the package tokenizers).
+Tokens are uint16.
+"""
 
 import functools
 import io
@@ -16,69 +15,70 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from common.files import atomic_path, hash_bytes
-from common.process import UserError
-from corpus.shakespeare import BPE_FILES, ensure_gpt2_bpe_files
+from common.process import UserError, require
 
-MAX_VOCAB_SIZE = 65536
-MAX_META_BYTES = 1 << 26
+MAX_VOCAB_SIZE = 65536  # tokens are uint16
 BPE_VOCAB_SIZE = 50257
 TOKENIZER_FILE = "tokenizer.json"
 # A pickle is a program. These of its instructions build numbers, strings, lists and dicts; none
-# imports or calls.
+# imports or calls anything.
 PLAIN_OPCODES = (
-    "PROTO FRAME MARK STOP PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET NONE NEWTRUE NEWFALSE INT BININT "
-    "BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 EMPTY_LIST LIST "
-    "APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS"
+    "PROTO FRAME MARK STOP PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET NONE NEWTRUE "
+    "NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT UNICODE SHORT_BINUNICODE "
+    "BINUNICODE BINUNICODE8 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS"
 )
+# `ids`: a meta.pkl that has only a vocab_size
+METHODS = ("bpe", "char", "tokenizer", "ids")
 TokenizationMethod = Literal["bpe", "char", "tokenizer", "ids"]
 
 
 class MetaFileError(UserError):
-    """A meta.pkl or tokenizer.json that is missing, damaged, inconsistent, or holds anything but
-    plain data."""
+    """A meta.pkl or tokenizer.json is missing, damaged, inconsistent, or not plain data."""
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Knows the instructions in PLAIN_OPCODES alone; raises KeyError at any other."""
+    """Unpickler that knows only PLAIN_OPCODES and raises KeyError at any other instruction."""
 
     _codes = (getattr(pickle, name)[0] for name in PLAIN_OPCODES.split())
     dispatch: ClassVar = {code: pickle._Unpickler.dispatch[code] for code in _codes}
 
 
-def _read(path: str | Path) -> bytes:
-    if not Path(path).is_file():
-        remedy = "make it with data/NAME/prepare.py, name another by --meta_path, or use --tokenization bpe"
-        raise MetaFileError(f"Meta file not found: {path}: {remedy}")
-    if Path(path).stat().st_size > MAX_META_BYTES:
-        raise MetaFileError(f"{path} is no vocabulary: it has more than {MAX_META_BYTES:,} bytes")
-    return Path(path).read_bytes()
+def _read_file(path: str | Path) -> bytes:
+    path = Path(path)
+    if not path.is_file():
+        raise MetaFileError(
+            f"Meta file not found: {path}: make it with data/NAME/prepare.py, name another by "
+            "--meta_path, or use --tokenization bpe"
+        )
+    return path.read_bytes()
 
 
 def load_meta(path: str | Path) -> dict[str, Any]:
-    """The record of a meta.pkl's tokenizer: characters in the order of their ids, or ids if it has
-    only vocab_size.
+    """Return the tokenizer record of a meta.pkl: characters ordered by id, or only a vocab_size.
 
-    Raises MetaFileError for a file that is damaged or inconsistent.
+    Raise MetaFileError for a damaged or inconsistent file.
     """
-    data = _read(path)
+    data = _read_file(path)
     try:
         meta = _PlainUnpickler(io.BytesIO(data)).load()
-        if type(meta["vocab_size"]) is not int:
-            raise ValueError("its vocab_size is no whole number")
-        if not meta.keys() & {"stoi", "itos"}:  # nanoGPT's train.py needs no more
-            return {"method": "ids", "vocab_size": meta["vocab_size"]}
-        chars = [meta["itos"][token] for token in range(len(meta["itos"]))]
-        is_whole = 0 < len({each for each in chars if len(each) == 1}) == len(chars)
-        if not is_whole or meta != meta | _meta(chars):
-            raise ValueError("its vocab_size, stoi and itos disagree")
-    except Exception as error:  # damaged bytes can make the reader stumble in any way
+        vocab_size = meta["vocab_size"]
+        if type(vocab_size) is not int:
+            raise ValueError("vocab_size is no whole number")
+        if "stoi" not in meta and "itos" not in meta:  # nanoGPT's train.py needs no more
+            return {"method": "ids", "vocab_size": vocab_size}
+        chars = [meta["itos"][token] for token in range(vocab_size)]
+        expected = _meta(chars)
+        is_unique = len(expected["stoi"]) == vocab_size
+        if meta != {**meta, **expected} or not is_unique or {len(char) for char in chars} != {1}:
+            raise ValueError("vocab_size, stoi and itos disagree")
+    except Exception as error:  # damaged bytes can raise anything
         raise MetaFileError(
-            f"{path} is damaged, or no plain data ({error!r:.200}): nothing was executed"
+            f"{path} is damaged, or not plain data ({error!r:.200}): nothing was executed"
         ) from None
     return {"method": "char", "chars": "".join(chars)}
 
@@ -87,19 +87,18 @@ def _meta(chars: Sequence[str]) -> dict[str, Any]:
     return {
         "vocab_size": len(chars),
         "itos": dict(enumerate(chars)),
-        "stoi": {c: i for i, c in enumerate(chars)},
+        "stoi": {char: token for token, char in enumerate(chars)},
     }
 
 
 def save_meta(path: str | Path, chars: Sequence[str]) -> None:
-    """Write nanoGPT's meta.pkl for the characters `chars`, in the order of their ids."""
+    """Write nanoGPT's meta.pkl for characters in the order of their ids."""
     with atomic_path(path) as partial:
         partial.write_bytes(pickle.dumps(_meta(chars)))
 
 
 def detect_method(folder: str | Path) -> str:
-    """'char' of a folder that holds a meta.pkl, 'tokenizer' of one with a tokenizer.json, else by
-    its own name."""
+    """Detect the method of a data folder from its meta.pkl or tokenizer.json, else its name."""
     folder = Path(os.path.abspath(folder))
     if (folder / "meta.pkl").exists():
         return "char"
@@ -110,7 +109,10 @@ def detect_method(folder: str | Path) -> str:
 
 @functools.cache
 def _gpt2_encoding() -> Any:
-    import tiktoken  # here, so that character work needs neither it nor its files
+    # Imported here: work with characters needs neither tiktoken nor GPT-2's files.
+    import tiktoken
+
+    from corpus.shakespeare import ensure_gpt2_bpe_files
 
     ensure_gpt2_bpe_files()
     return tiktoken.get_encoding("gpt2")
@@ -118,47 +120,42 @@ def _gpt2_encoding() -> Any:
 
 @dataclass
 class TokenizationInfo:
-    """How text became the tokens of a dataset. Raises UserError for a method or vocabulary that
-    cannot be."""
+    """How text became tokens. Raise UserError for an unknown method or an impossible vocabulary."""
 
-    method: str  # a TokenizationMethod, once checked: metadata can hold any text
+    method: str  # one of METHODS, once checked: metadata can hold any text
     vocab_size: int
     meta_path: str | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(TokenizationMethod):
-            raise UserError(
-                f"ERROR: tokenization method={self.method!r}: must be 'bpe', 'char' or 'tokenizer'"
-            )
-        if not 1 <= self.vocab_size <= MAX_VOCAB_SIZE:
-            rule = f"must be >= 1 and <= {MAX_VOCAB_SIZE} (tokens are uint16)"
-            raise UserError(f"ERROR: vocab_size={self.vocab_size}: {rule}")
+        rule = "must be 'bpe', 'char' or 'tokenizer'"
+        require(self.method in METHODS, f"tokenization method={self.method!r:.60}: {rule}")
+        rule = f"must be >= 1 and <= {MAX_VOCAB_SIZE} (tokens are uint16)"
+        is_possible = 1 <= self.vocab_size <= MAX_VOCAB_SIZE
+        require(is_possible, f"vocab_size={self.vocab_size}: {rule}")
 
     def describe(self) -> str:
-        """One phrase: `bpe (vocab_size=50257)`."""
+        """Return one phrase: `bpe (vocab_size=50257)`."""
         return f"{self.method} (vocab_size={self.vocab_size})"
 
     def check_compatible(self, expected: "TokenizationInfo") -> None:
-        """Raise UserError unless `self`, a dataset's tokenization, is the expected one; paths are
-        not compared."""
-        for name, attribute in (
-            ("Tokenization method", "method"),
-            ("Vocabulary size", "vocab_size"),
-        ):
-            if (ours := getattr(self, attribute)) != (theirs := getattr(expected, attribute)):
-                raise UserError(f"{name} mismatch: dataset uses {ours!r} but expected {theirs!r}")
+        """Raise UserError unless method and vocabulary size of this dataset are as expected."""
+        names = {"Tokenization method": "method", "Vocabulary size": "vocab_size"}
+        for title, name in names.items():
+            actual = getattr(self, name)
+            wanted = getattr(expected, name)
+            if actual != wanted:
+                raise UserError(
+                    f"{title} mismatch: dataset uses {actual!r} but expected {wanted!r}"
+                )
 
 
 class TokenizationManager:
-    """A tokenizer: `encode`, `decode`, `vocab_size`, `method`, and `meta_path`, its meta.pkl or
-    tokenizer.json.
+    """A tokenizer with `encode`, `decode`, `vocab_size`, `method` and its file `meta_path`.
 
-    The method `ids` is that of a meta.pkl with a vocab_size only: the text of a token is its number
-    and a space.
-
-    With 'auto' the method is that of the file at meta_path, else what `detect_method` finds in the
-    folder of `data_path`. A tokenizer.json of GPT-2's own encoding gives 'bpe', one of characters
-    alone 'char'."""
+    'auto' takes the method from the file at meta_path, else from the folder of `data_path`. A
+    tokenizer.json with GPT-2's own encoding becomes 'bpe', one with only characters 'char'. With the
+    method 'ids' (a meta.pkl that has only a vocab_size) the text of a token is its number and a space.
+    """
 
     def __init__(
         self,
@@ -166,188 +163,181 @@ class TokenizationManager:
         data_path: str | Path | None = None,
         meta_path: str | Path | None = None,
     ) -> None:
-        if not (path := Path(data_path or "")).exists():
-            raise UserError(f"ERROR: Data path not found: {data_path}")
-        folder = path if path.is_dir() else path.parent
-        if method == "auto" and meta_path:
-            method = "tokenizer" if Path(meta_path).suffix == ".json" else "char"
-        elif method == "auto":
-            method = "bpe" if data_path is None else detect_method(folder)
-        if method == "bpe" and meta_path:
-            raise UserError(
-                f"ERROR: meta_path={meta_path} is ignored when tokenization is 'bpe': leave it out"
-            )
-        if method in ("char", "tokenizer") and not meta_path and data_path is None:
-            raise MetaFileError(f"meta_path is required when tokenization is {method!r}")
-        file = str(meta_path or folder / ("meta.pkl" if method == "char" else TOKENIZER_FILE))
-        record: dict[str, Any] = {"method": method}
+        folder = Path(data_path or "")
+        require(folder.exists(), f"Data path not found: {data_path}")
+        if not folder.is_dir():
+            folder = folder.parent
+        if method == "auto":
+            if meta_path:
+                method = "tokenizer" if Path(meta_path).suffix == ".json" else "char"
+            elif data_path is None:
+                method = "bpe"
+            else:
+                method = detect_method(folder)
+        if method not in ("char", "tokenizer"):
+            rule = f"is ignored when tokenization is {method!r}: leave it out"
+            require(not meta_path, f"meta_path={meta_path} {rule}")
+            self._set({"method": method})
+            return
+        if not meta_path:
+            if data_path is None:
+                raise MetaFileError(f"meta_path is required when tokenization is {method!r}")
+            meta_path = folder / ("meta.pkl" if method == "char" else TOKENIZER_FILE)
         if method == "char":
-            record = {"meta_path": file, **load_meta(file)}
-        elif method == "tokenizer":
-            record |= {"meta_path": file, "tokenizer_json": _read(file).decode("utf-8", "replace")}
+            record = load_meta(meta_path)
+        else:
+            text = _read_file(meta_path).decode("utf-8", "replace")
+            record = {"method": method, "tokenizer_json": text}
+        record["meta_path"] = str(meta_path)
         self._set(record)
 
     @classmethod
     def from_text(cls, text: str) -> "TokenizationManager":
-        """A character tokenizer whose vocabulary is the distinct characters of `text`, sorted:
-        nanoGPT's rule."""
+        """Return a character tokenizer of the sorted distinct characters: nanoGPT's rule."""
         return cls.from_record({"method": "char", "chars": "".join(sorted(set(text)))})
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "TokenizationManager":
-        """The tokenizer that `to_record` described; reads no file. Raises UserError for an
-        impossible record."""
+        """Return the tokenizer of a `to_record`, without reading a file. Check the record."""
         manager = cls.__new__(cls)
         manager._set(record)
         return manager
 
     def _set(self, record: Mapping[str, Any]) -> None:
-        self.method = str(record.get("method"))
-        self.vocab_size = BPE_VOCAB_SIZE
-        self.meta_path, self.chars, self.tokenizer_json = map(
-            record.get, ("meta_path", "chars", "tokenizer_json")
-        )
-        if self.method == "tokenizer" and isinstance(self.tokenizer_json, str):
-            self._set_json(self.tokenizer_json)
-        elif (
-            self.method == "char"
-            and isinstance(self.chars, str)
-            and len(self.chars) == len(set(self.chars)) > 0
-        ):
-            self.vocab_size = len(self.chars)
-            self._code_points = _code_points(self.chars)  # (vocab_size,)
-            # Code point to id; the entry past the highest known code point stands for all that lie
-            # beyond it.
-            self._ids = np.full(int(self._code_points.max()) + 2, -1, dtype=np.int32)
-            self._ids[self._code_points] = np.arange(self.vocab_size)
-        elif self.method == "ids":
-            self.vocab_size = int(record.get("vocab_size", 0))
-        elif self.method != "bpe":
-            raise UserError(
-                f"ERROR: tokenization={self.method!r:.60}: must be auto, bpe, char or tokenizer, and whole"
-            )
-        if record.get("vocab_size", self.info().vocab_size) != self.vocab_size:
-            raise UserError(
-                f"ERROR: tokenizer record: vocab_size={record['vocab_size']} is not {self.vocab_size}"
-            )
+        self.method = record.get("method", "")
+        self.meta_path = record.get("meta_path")
+        self.chars = record.get("chars")
+        self.tokenizer_json = record.get("tokenizer_json")
+        self.vocab_size = int(record.get("vocab_size", 0))
+        if self.method == "bpe":
+            self.vocab_size = BPE_VOCAB_SIZE
+        elif self.method == "char":
+            self._set_chars()
+        elif self.method == "tokenizer":
+            self._set_json(str(self.tokenizer_json))
+        self.info()  # check method and vocab_size
+        recorded = record.get("vocab_size", self.vocab_size)
+        rule = f"is not {self.vocab_size}"
+        require(recorded == self.vocab_size, f"tokenizer record: vocab_size={recorded} {rule}")
+
+    def _set_chars(self) -> None:
+        chars = self.chars
+        is_vocabulary = isinstance(chars, str) and 0 < len(chars) == len(set(chars))
+        require(is_vocabulary, "tokenizer record: its characters are missing or repeated")
+        self.vocab_size = len(chars)
+        self._code_points = _code_points(chars)  # (vocab_size,)
+        # Code point to id. The last entry stands for all code points beyond the highest known one.
+        self._ids = np.full(int(self._code_points.max()) + 2, -1, dtype=np.int32)
+        self._ids[self._code_points] = np.arange(self.vocab_size)
 
     def _set_json(self, source: str) -> None:
         try:
-            import tokenizers  # here, because it is optional
+            import tokenizers  # optional package
 
-            self._library = made = tokenizers.Tokenizer.from_str(source)
-            made.no_truncation()
-            made.no_padding()
-            ids = dict(
-                sorted(made.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
-            )
-            self.vocab_size = max(made.get_vocab().values()) + 1
+            library = tokenizers.Tokenizer.from_str(source)
+            library.no_truncation()
+            library.no_padding()
+            self.vocab_size = max(library.get_vocab().values()) + 1
         except ImportError:
             raise UserError(
                 f"ERROR: {self.meta_path} needs a package: pip install tokenizers"
             ) from None
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # the library's panic is no Exception
             raise MetaFileError(
                 f"{self.meta_path} is no {TOKENIZER_FILE}, or damaged: {error!s:.200}"
             ) from None
-        kinds = [type(each).__name__ for each in (made.normalizer, made.pre_tokenizer, made.model)]
-        is_gpt2 = hash_bytes(json.dumps(ids).encode()) == BPE_FILES["encoder.json"]
-        # <|endoftext|> is GPT-2's last id; other added tokens would be lost.
-        is_gpt2 = is_gpt2 and made.get_added_tokens_decoder().keys() <= {BPE_VOCAB_SIZE - 1}
-        is_char = {*map(len, ids)} == {1} and list(ids.values()) == list(range(len(ids)))
-        if (
-            kinds[:2] == ["NoneType", "ByteLevel"]
-            and is_gpt2
-            and not made.pre_tokenizer.add_prefix_space
-        ):
+        self._library = library
+        vocabulary = library.get_vocab(with_added_tokens=False)
+        ids = dict(sorted(vocabulary.items(), key=lambda item: item[1]))  # in their order
+        parts = (library.normalizer, library.pre_tokenizer, library.model)
+        kinds = [type(part).__name__ for part in parts]
+        is_characters = _meta(list(ids))["stoi"] == ids and {len(word) for word in ids} == {1}
+        if kinds[:2] == ["NoneType", "ByteLevel"] and _is_gpt2(library, ids):
             self._set({"method": "bpe"})
-        elif kinds == ["NoneType", "Split", "WordLevel"] and is_char:
+        elif kinds == ["NoneType", "Split", "WordLevel"] and is_characters:
             self._set({"method": "char", "meta_path": self.meta_path, "chars": "".join(ids)})
 
     def to_tokenizer_json(self) -> str:
-        """The text of a tokenizer.json that encodes and decodes alike, for transformers."""
+        """Return the text of a tokenizer.json with the same encoding, for transformers."""
         if self.tokenizer_json is not None:
             return self.tokenizer_json
-        if self.method == "ids":
-            raise UserError("ERROR: the ids have no text: name a corpus with a tokenizer.json")
-        import tokenizers as library  # which transformers needs
+        require(self.method != "ids", "the ids have no text: name a corpus with a tokenizer.json")
+        import tokenizers  # optional package; transformers needs it, too
 
         if self.chars is None:
+            from corpus.shakespeare import ensure_gpt2_bpe_files
+
             files = ensure_gpt2_bpe_files()
-            made = library.ByteLevelBPETokenizer(
+            library = tokenizers.ByteLevelBPETokenizer(
                 str(files["encoder.json"]), str(files["vocab.bpe"])
             )
-            made.add_special_tokens(["<|endoftext|>"])
+            library.add_special_tokens(["<|endoftext|>"])
         else:
-            vocabulary = {character: token for token, character in enumerate(self.chars)}
-            made = library.Tokenizer(library.models.WordLevel(vocabulary, unk_token=""))
-            made.pre_tokenizer = library.pre_tokenizers.Split(library.Regex(r"[\s\S]"), "isolated")
-            made.decoder = library.decoders.Fuse()
-        return made.to_str()
+            vocabulary = _meta(self.chars)["stoi"]
+            library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=""))
+            any_character = tokenizers.Regex(r"[\s\S]")
+            library.pre_tokenizer = tokenizers.pre_tokenizers.Split(any_character, "isolated")
+            library.decoder = tokenizers.decoders.Fuse()
+        return library.to_str()
 
     def same_vocabulary(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record of the same method and number of ids gives every id the same meaning."""
+        """Whether a record of equal method and vocab_size gives every id the same meaning."""
         if self.tokenizer_json is None:
             return self.chars == record["chars"]
         return self._library.to_str() == self.from_record(record)._library.to_str()
 
     def info(self) -> TokenizationInfo:
-        """Method, vocabulary size and meta path, as datasets record them."""
+        """Return method, vocabulary size and meta path, as datasets record them."""
         return TokenizationInfo(self.method, self.vocab_size, self.meta_path)
 
     def to_record(self) -> dict[str, Any]:
-        """Plain values from which `from_record` rebuilds this tokenizer without any file of the
-        corpus."""
-        record = {
-            name: getattr(self, name) for name in ("method", "vocab_size", "meta_path", "chars")
-        }
-        return (
-            record
-            if self.tokenizer_json is None
-            else record | {"tokenizer_json": self.tokenizer_json}
-        )
+        """Return plain values from which `from_record` rebuilds this tokenizer without a file."""
+        names = ["method", "vocab_size", "meta_path", "chars"]
+        if self.tokenizer_json is not None:
+            names.append("tokenizer_json")
+        return {name: getattr(self, name) for name in names}
 
     def encode(self, text: str, start: int = 0, end: int | None = None) -> np.ndarray:
-        """The tokens of text[start:end], (num_tokens,) uint16; UserError for an unknown character,
-        with its place.
+        """Return the tokens of text[start:end], (num_tokens,) uint16. Unknown characters raise.
 
-        GPT-2's BPE reads its special tokens as text; those of a tokenizer.json are recognised, and
-        none is added."""
+        GPT-2's BPE reads its special tokens as text. A tokenizer.json recognises its own in the text
+        and adds none.
+        """
         part = text[start:end]
+        if self.method == "char":
+            ids = self._ids[np.minimum(_code_points(part), len(self._ids) - 1)]
+            if len(ids) > 0 and ids.min() < 0:
+                self._raise_unknown(text, start + int(np.argmin(ids)))
+            return ids.astype(np.uint16)
         try:
-            if self.method == "tokenizer":
-                return np.asarray(
-                    self._library.encode(part, add_special_tokens=False).ids, dtype=np.uint16
-                )
             if self.method == "bpe":
-                return (
-                    _gpt2_encoding().encode_to_numpy(part, disallowed_special=()).astype(np.uint16)
-                )
-            if self.method == "ids":
+                ids = _gpt2_encoding().encode_to_numpy(part, disallowed_special=())
+            elif self.method == "tokenizer":
+                ids = np.asarray(self._library.encode(part, add_special_tokens=False).ids)
+            else:
                 ids = np.array(part.split(), dtype=np.int64)
-                self.decode(ids)  # raises
-                return ids.astype(np.uint16)
+                self.decode(ids)  # check the range
         except Exception as error:  # a word without a token; a million white spaces in a row
             reason = str(error).removeprefix("ERROR: ")
             raise UserError(f"ERROR: the tokenizer cannot encode the text: {reason:.200}") from None
-        ids = self._ids[np.minimum(_code_points(part), len(self._ids) - 1)]
-        if len(ids) and ids.min() < 0:
-            place = start + int(np.argmin(ids))
-            where = f"line {text.count(chr(10), 0, place) + 1}, column {place - text.rfind(chr(10), 0, place)}"
-            what = f"character {text[place]!r} (U+{ord(text[place]):04X}) at {where} is not in {self.meta_path}"
-            raise UserError(
-                f"ERROR: {what}: use a meta.pkl made from this text, or --tokenization bpe"
-            )
         return ids.astype(np.uint16)
 
+    def _raise_unknown(self, text: str, place: int) -> None:
+        line = text.count("\n", 0, place) + 1
+        column = place - text.rfind("\n", 0, place)
+        character = text[place]
+        raise UserError(
+            f"ERROR: character {character!r} (U+{ord(character):04X}) at line {line}, column {column} "
+            f"is not in {self.meta_path}: use a meta.pkl made from this text, or --tokenization bpe"
+        )
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of token ids; half a character of BPE shows as U+FFFD. Raises UserError for ids
-        out of range."""
+        """Return the text of token ids. Incomplete characters of BPE become U+FFFD."""
         ids = np.asarray(ids, dtype=np.int64).reshape(-1)
-        if len(wrong := ids[(ids < 0) | (ids >= self.vocab_size)]):
-            raise UserError(
-                f"ERROR: token {wrong[0]} is outside the vocabulary: 0 to {self.vocab_size - 1}"
-            )
+        wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if len(wrong) > 0:
+            rule = f"is outside the vocabulary: 0 to {self.vocab_size - 1}"
+            raise UserError(f"ERROR: token {wrong[0]} {rule}")
         if self.method == "bpe":
             return _gpt2_encoding().decode(ids.tolist())
         if self.method == "ids":
@@ -355,6 +345,16 @@ class TokenizationManager:
         if self.method == "tokenizer":
             return self._library.decode(ids.tolist(), skip_special_tokens=False)
         return self._code_points[ids].tobytes().decode("utf-32-le", "surrogatepass")
+
+
+def _is_gpt2(library: Any, ids: dict[str, int]) -> bool:
+    from corpus.shakespeare import BPE_FILES
+
+    # <|endoftext|> is GPT-2's last id; other added tokens would be lost.
+    has_other_tokens = library.get_added_tokens_decoder().keys() - {BPE_VOCAB_SIZE - 1}
+    if has_other_tokens or library.pre_tokenizer.add_prefix_space:
+        return False
+    return hash_bytes(json.dumps(ids).encode()) == BPE_FILES["encoder.json"]
 
 
 def _code_points(text: str) -> np.ndarray:
