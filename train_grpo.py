@@ -257,8 +257,15 @@ def main() -> None:
     run = Run(
         given.output_path, given, ranks, hashes | {"reward function": function and function.sha256}
     )
-    facts = {"max_steps": given.max_steps, "reward_threshold": given.reward_threshold}
-    run.begin(given.init_from == "resume", given.overwrite, partial(check_schedule, given), **facts)
+    horizon = given.max_steps  # of the schedule, as the run began
+    if given.init_from == "resume":
+        saved = run.resume()
+        with run.reading("horizon"):
+            horizon = int(saved["horizon"])
+        check_schedule(given, horizon)
+    else:
+        run.start(given.overwrite, limits=("max_steps", "reward_threshold"))
+    run.track(horizon=horizon)
     draw = partial(
         sample, completer, corpus.train, (given.prompts_per_step, given.group_size), seed, ranks
     )
@@ -284,7 +291,7 @@ def train(
 ) -> tuple[dict[str, Any], Best]:
     """Train the policy; returns the record for the checkpoint, and the best policy that was
     evaluated."""
-    ranks, exact, horizon = run.ranks, settings.credit == "exact", run.facts["max_steps"]
+    ranks, exact, horizon = run.ranks, settings.credit == "exact", run.parts["horizon"]
     optimizers = make_optimizers(policy, learning_rate=settings.learning_rate, weight_decay=0.0)
     stops, best = Stops(max(1, min(10, horizon // 10)), settings.reward_threshold), Best()
     # restored here if the run is resumed
@@ -296,7 +303,7 @@ def train(
         stops.note(figures)
         # a policy that broke a cap is never kept; the start is a candidate
         if made == 0 or not stops.cap:
-            best.offer(
+            best.update(
                 selection_value(figures, settings.kl), made, policy.state_dict().items(), figures
             )
         return figures
@@ -435,11 +442,10 @@ def with_choices_made(settings: GRPOSettings, scorer: RewardScorer) -> GRPOSetti
     return replace(settings, credit=credit, reward=reward, beta=beta)
 
 
-def check_schedule(settings: GRPOSettings, facts: dict[str, Any]) -> None:
+def check_schedule(settings: GRPOSettings, horizon: int) -> None:
     """Raise UserError if a resumed run would make steps beyond the end of its schedule, at a
     learning rate of 0."""
     schedule = settings.lr_schedule
-    horizon = facts["max_steps"]  # with which the run began
     if settings.max_steps > horizon and schedule != "constant":
         finding = f"the learning rate of lr_schedule={schedule} is 0 from step {horizon} on"
         way_out = f"use --max_steps {horizon}, or train anew with another --output_path"

@@ -25,6 +25,8 @@ ELSEWHERE = {
     "data/shakespeare/prepare": "corpus/encode",
     "evaluate": "metrics/settings",
     "prepare_reward_data": "reward_data_config",
+    "train": "training/settings",
+    "train_reward_model": "reward/settings",
 }
 
 

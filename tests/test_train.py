@@ -139,9 +139,9 @@ def test_eval_only_evaluates_the_checkpoint_that_is_named(options, generator):
 
 def test_short_contexts_and_schedules_by_hand():
     settings = train.TrainSettings(
-        block_size=16, batch_size=4, short_contexts=(4, 8), warmup_iters=1
+        block_size=16, batch_size=4, short_contexts=(4, 8), warmup_iters=1, max_iters=10
     )
-    shapes = [train.batch_shape(step, settings, 10) for step in range(10)]
+    shapes = [train.batch_shape(step, settings, 16, 10) for step in range(10)]
     assert shapes == [(4, 16)] * 3 + [(8, 8)] * 3 + [(16, 4)] * 4
     expected = {
         "constant": [0.5] + [1.0] * 9,
@@ -150,7 +150,8 @@ def test_short_contexts_and_schedules_by_hand():
         "cosine": [0.5] + [0.1 + 0.45 * (1 + np.cos(np.pi * step / 9)) for step in range(9)],
     }
     for settings.lr_schedule, factors in expected.items():
-        assert [train.factor_at(step, settings, 10) for step in range(10)] == pytest.approx(factors)
+        schedule = train.make_schedule(settings)
+        assert [schedule.factor(step) for step in range(10)] == pytest.approx(factors)
 
 
 def test_nanogpts_names_of_the_schedule_by_hand():
@@ -161,9 +162,10 @@ def test_nanogpts_names_of_the_schedule_by_hand():
     )
     cosine = [0.25 + 0.375 * (1 + np.cos(np.pi * step / 4)) for step in range(4)]
     factors = [1 / 3, 2 / 3, *cosine, 0.25, 0.25]
-    assert [train.factor_at(step, settings, 20) for step in range(8)] == pytest.approx(factors)
+    schedule = train.make_schedule(settings)
+    assert [schedule.factor(step) for step in range(8)] == pytest.approx(factors)
     settings.decay_lr = False
-    assert {train.factor_at(step, settings, 20) for step in range(8)} == {1.0}
+    assert {train.make_schedule(settings).factor(step) for step in range(8)} == {1.0}
 
 
 # Settings files in the form of nanoGPT's config/, with what train.py says of them.

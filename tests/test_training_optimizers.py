@@ -180,26 +180,26 @@ def waits(stopping: optim.EarlyStopping, *values: float) -> list[int]:
 def test_early_stopping_by_hand():
     stopping = optim.EarlyStopping(patience=2, min_delta=0.001)
     assert waits(stopping, 2.0, 1.999, 1.9985) == [0, 0, 1]  # 1.999: exactly min_delta less
-    assert not stopping.reason
+    assert not stopping.reason()
     assert waits(stopping, 1.99, 1.9899, 2.5) == [0, 1, 2]
-    assert stopping.best == 1.99 and "no improvement of 0.001 in 2" in stopping.reason
+    assert stopping.best == 1.99 and "no improvement of 0.001 in 2" in stopping.reason()
     resumed = optim.EarlyStopping(patience=3, min_delta=0.001)  # with more patience, as a setting
     resumed.load_state_dict(stopping.state_dict())
-    assert not resumed.reason and waits(resumed, 1.9895) == [3] and resumed.reason
+    assert not resumed.reason() and waits(resumed, 1.9895) == [3] and resumed.reason()
     # small steps add up
     assert waits(optim.EarlyStopping(patience=3, min_delta=0.01), 1.0, 0.995, 0.99) == [0, 1, 0]
     never = optim.EarlyStopping(None)
-    assert waits(never, 1.0, 1.0, 1.0) == [0, 1, 2] and not never.reason
+    assert waits(never, 1.0, 1.0, 1.0) == [0, 1, 2] and not never.reason()
 
 
 def test_the_best_weights_come_back():
     model, best = tiny_model(), optim.Best()
-    best.offer(2.0, 1, model.state_dict().items(), {"step": 1})
+    best.update(2.0, 1, model.state_dict().items(), {"step": 1})
     kept = copy.deepcopy(model.state_dict())
     for weight in model.parameters():
         weight.data += 1
-    best.offer(2.0, 2, model.state_dict().items(), {"step": 2})  # of equals the first
-    best.offer(math.nan, 3, model.state_dict().items(), {"step": 3})
+    best.update(2.0, 2, model.state_dict().items(), {"step": 2})  # of equals the first
+    best.update(math.nan, 3, model.state_dict().items(), {"step": 3})
     resumed = optim.Best()
     resumed.load_state_dict(best.state_dict())
     resumed.restore(model)

@@ -11,6 +11,7 @@ from helpers import (
     assert_same_weights,
     call,
     end_in_call,
+    folder_bytes,
     refuse_in_one_line,
     succeed,
     terminate,
@@ -51,7 +52,10 @@ class Counts:
 def begun(path, resume=False, overwrite=False, settings=None, corpus=1) -> tuple[Run, Counts]:
     settings = settings or RunSettings()
     run, counts = Run(path, settings, Ranks(), {"corpus": corpus}), Counts()
-    run.begin(resume, overwrite, max_steps=settings.max_steps)
+    if resume:
+        run.resume()
+    else:
+        run.start(overwrite, limits=["max_steps"])
     run.track(counts=counts)
     return run, counts
 
@@ -91,7 +95,7 @@ def test_a_second_command(tmp_path):
     ):
         with pytest.raises(UserError, match=difference):
             begun(path, **more)
-    begun(path, overwrite=True, settings=RunSettings(lr=0.2))
+    begun(path, overwrite=True, settings=RunSettings(lr=0.2))[0].log(0)  # the first record replaces
     assert not path.with_suffix(".resume").exists() and path.exists()
     with pytest.raises(UserError, match="no state of its run lies beside it"):
         begun(path)
@@ -119,7 +123,7 @@ def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path):
     run, counts = begun(
         path, resume=True, settings=RunSettings(device="mps", max_steps=9, init_from="resume")
     )
-    assert (run.step, run.facts, counts.made) == (6, {"max_steps": 6}, [1, 2, 3, 4, 5, 6])
+    assert (run.step, run.first_settings["max_steps"], counts.made) == (6, 6, [1, 2, 3, 4, 5, 6])
     with pytest.raises(UserError, match=r"another run \(lr was 0\.1, now 0\.2"):
         begun(path, True, settings=RunSettings(lr=0.2))
     state = load_state(path.with_suffix(".resume"))
@@ -199,15 +203,17 @@ def test_what_cannot_be_resumed_is_refused_in_one_line(tmp_path, whole, corpus):
     path = shutil.copytree(whole.parent, tmp_path / "copy") / "model_checkpoint.resume"
     options = {**SETTINGS, "dataset": corpus, "out_dir": path.parent}
     more = {**options, "init_from": "resume", "max_iters": 25}
-    assert "the rate is 0 from step 20 on" in refuse_in_one_line("train", **more)
+    before = folder_bytes(path.parent)
+    assert "is 0 from step 20 on" in refuse_in_one_line("train", **more)
+    assert folder_bytes(path.parent) == before
     data = path.read_bytes()
-    for damage in ("facts", "moments", "best", "config"):
+    for damage in ("schedule", "moments", "best", "config"):
         path.write_bytes(data)
         state = torch.load(path, weights_only=True)
-        if damage == "facts":
-            del state["facts"]["max_iters"]
+        if damage == "schedule":
+            del state["parts"]["schedule"]["num_steps"]
         elif damage == "config":
-            state["facts"]["config"].n_layer = 10**6
+            state["parts"]["config"].n_layer = 10**6
         elif damage == "moments":
             moments = state["parts"]["optimizers"]["moments"][0]
             moments[0] = {name: each[:1] for name, each in moments[0].items()}
