@@ -204,11 +204,16 @@ def output_path(settings: TrainSettings) -> Path:
     return Path(settings.out_dir, settings.checkpoint_name)
 
 
-def load_start(settings: TrainSettings, path: str) -> tuple[dict[str, Any], GPT]:
-    """Return the checkpoint to start from, and its model, cropped to a smaller block size."""
+def load_start(settings: TrainSettings, path: str | Path) -> tuple[dict[str, Any], GPT]:
+    """Return the checkpoint to start from or to evaluate, and its model.
+
+    Training crops the model if a smaller block size is set.
+    """
     start = ckpt.load_checkpoint(path)
     start["config"] = replace(start["config"], dropout=settings.dropout)
     model = ckpt.build_model(start, "generator", path).train()
+    if settings.start_path is None:
+        return start, model
     is_set = settings.block_size != TrainSettings.block_size
     if is_set and not settings.eval_only and settings.block_size < model.config.block_size:
         model.crop_block_size(settings.block_size)
@@ -280,7 +285,7 @@ def batch_shape(
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
     """Seed dropout for a step: every rank drops other activations."""
-    purpose = ["dropout", step]
+    purpose: list[str | int] = ["dropout", step]
     if rank > 0:
         purpose.append(rank)
     seed_step(seed, *purpose)
@@ -303,31 +308,23 @@ def measure(
     num_rows = min(settings.batch_size, model.rows_at_a_time())
     batches = WholeSplitBatches(tokens, block_size, num_rows, device, max_tokens)
     share = ranks.share(len(batches))
-
-    def figures() -> dict[str, Any]:
-        result: dict[str, Any] = bootstrap_blocks(
-            name, losses, corpus.interval_tokens, settings.seed
+    own_batches = itertools.islice(batches, share.start, share.stop)
+    shown_batches = counted(own_batches, share.stop - share.start, "Evaluating")
+    with autocast(device, dtype):
+        losses = -torch.cat(ranks.collect(text_log_probs(model, shown_batches)))
+        result: dict[str, Any] = ranks.run_on_rank0(
+            lambda: bootstrap_blocks(name, losses, corpus.interval_tokens, settings.seed)
         )
         if name == "select_loss" and settings.keep == "calibrated_loss":
-            result["calibrated_loss"] = fit_calibration(model, batches, corpus.unigram)[1]
-        return result
-
-    with autocast(device, dtype):
-        own_batches = itertools.islice(batches, share.start, share.stop)
-        progress_batches = counted(own_batches, share.stop - share.start, "Evaluating")
-        log_probs = text_log_probs(model, progress_batches)
-        losses = -torch.cat(ranks.collect(log_probs))
-        return ranks.run_on_rank0(figures)
+            result["calibrated_loss"] = ranks.run_on_rank0(
+                lambda: fit_calibration(model, batches, corpus.unigram)[1]
+            )
+    return result
 
 
 def evaluate_checkpoint(settings: TrainSettings, ranks: Ranks, dtype: torch.dtype) -> None:
     """Print the losses of the checkpoint in out_dir, or of the one to start from."""
-    if settings.start_path is not None:
-        checkpoint, model = load_start(settings, settings.start_path)
-    else:
-        path = output_path(settings)
-        checkpoint = ckpt.load_checkpoint(path)
-        model = ckpt.build_model(checkpoint, "generator", path)
+    checkpoint, model = load_start(settings, settings.start_path or output_path(settings))
     model = model.to(ranks.device)
     corpus = open_corpus(settings.dataset, model.config.block_size + 1)
     check_tokenizer(checkpoint, corpus.tokenizer)

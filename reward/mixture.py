@@ -7,6 +7,7 @@ Shapes: n sequences of N tokens.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ ALL_ROWS = slice(None)
 
 def fit_mixture(
     model: LikelihoodRewardModel, select: Split, report: Split, loss_name: str
-) -> tuple[dict, Tensor]:
+) -> tuple[dict[str, Any], Tensor]:
     """Fit w to the labels of `select`. Return figures, and P(natural) (n,) of `report`."""
     natural, written = log_probs_of_split(model, select)
     log_ratios = batch_of(natural - written, ALL_ROWS, model)
@@ -39,7 +40,7 @@ def fit_mixture(
     optimizer.step(closure)
     model.mixture.data.clamp_(-MAX_MIXTURE, MAX_MIXTURE)
     w = model.mixture.sigmoid().item()
-    figures = {"epoch": 1, "val_loss": closure().item(), "mixture": w}
+    figures: dict[str, Any] = {"epoch": 1, "val_loss": closure().item(), "mixture": w}
     figures.update(natural_losses(natural, written, select, w))
 
     natural, written = log_probs_of_split(model, report)

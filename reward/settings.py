@@ -55,12 +55,16 @@ class RewardModelSettings(Settings):
 
     def check_settings(self, errors: Errors) -> None:
         """Check the output's name, and the options that depend on the head."""
-        is_free = Path(self.output_path).suffix not in (".png", ".jsonl")
-        problem = f"output_path={self.output_path}: records and a picture lie there"
-        errors.check(is_free, problem, "Name it .pt")
-        fits_head = self.loss_name in REWARD_MODELS[self.head].losses
-        problem = f"loss={self.loss}: a last head predicts one share a sequence"
-        errors.check(fits_head, problem, "Choose --head position")
+        errors.check(
+            Path(self.output_path).suffix not in (".png", ".jsonl"),
+            f"output_path={self.output_path}: records and a picture lie there",
+            "Name it .pt",
+        )
+        errors.check(
+            self.loss_name in REWARD_MODELS[self.head].losses,
+            f"loss={self.loss}: a last head predicts one share a sequence",
+            "Choose --head position",
+        )
         if self.head == "likelihood":
             self.check_likelihood_head(errors)
 
@@ -68,16 +72,17 @@ class RewardModelSettings(Settings):
         """Check that there is a natural model, and no option of heads that are trained."""
         start = self.base_model_path or "BASE.pt"
         command = f"python train.py --init_from {start} --dataset CORPUS --checkpoint_name NAME.pt"
-        problem = (
+        errors.check(
+            self.natural_model_path is not None,
             "head=likelihood needs natural_model_path, a model of natural text: "
-            f"make one with `{command}`"
+            f"make one with `{command}`",
+            "Name it with --natural_model_path",
         )
-        has_natural_model = self.natural_model_path is not None
-        errors.check(has_natural_model, problem, "Name it with --natural_model_path")
         used = changeable(type(self)) | {"head", "loss", "seed"}
         for field in fields(self):
             value = getattr(self, field.name)
-            has_effect = field.name in used or value == field.default
-            problem = f"{field.name}={value} has no effect with head=likelihood"
-            way_out = f"Leave out --{field.name}, or choose --head last or position"
-            errors.check(has_effect, problem, way_out)
+            errors.check(
+                field.name in used or value == field.default,
+                f"{field.name}={value} has no effect with head=likelihood",
+                f"Leave out --{field.name}, or choose --head last or position",
+            )

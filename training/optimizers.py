@@ -16,8 +16,8 @@ from torch.nn import Module
 
 from common.process import UserError
 
-# Share of the steps over which the learning rate falls linearly to 0, by schedule
-COOLDOWN = {"cooldown": 0.6, "linear": 1.0}
+# By schedule: the share of the steps over which the factor falls linearly, and its last value
+COOLDOWN = {"cooldown": (0.6, 0.0), "linear": (1.0, 0.0), "constant": (1.0, 1.0)}
 
 
 class Muon(torch.optim.Muon):
@@ -32,11 +32,11 @@ class Muon(torch.optim.Muon):
         if group["params"][0].device.type != "cpu":
             super().step()
             return
-        by_shape: dict[torch.Size, list[Tensor]] = {}
+        parameters_by_shape: dict[torch.Size, list[Any]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
-                by_shape.setdefault(parameter.shape, []).append(parameter)
-        for (rows, columns), parameters in by_shape.items():
+                parameters_by_shape.setdefault(parameter.shape, []).append(parameter)
+        for (rows, columns), parameters in parameters_by_shape.items():
             gradients = [parameter.grad for parameter in parameters]
             buffers = []
             for parameter in parameters:
@@ -192,10 +192,8 @@ class Schedule:
         if self.shape == "cosine":
             decay_steps = self.decay_steps or self.num_steps
             return learning_rate_factor(step, self.warmup_steps, decay_steps, self.min_factor)
-        if self.shape == "constant":
-            return cooldown_factor(step, self.warmup_steps, self.num_steps, 1.0, 1.0)
-        cooldown = COOLDOWN[self.shape]
-        return cooldown_factor(step, self.warmup_steps, self.num_steps, cooldown, 0.0)
+        cooldown, min_factor = COOLDOWN[self.shape]
+        return cooldown_factor(step, self.warmup_steps, self.num_steps, cooldown, min_factor)
 
     def check_num_steps(self, option: str, num_steps: int) -> None:
         """Raise UserError if an option asks for steps whose learning rate would be 0."""

@@ -133,36 +133,40 @@ class TrainSettings(Settings):
     def check_settings(self, errors: Errors) -> None:
         """Check starts, names, shapes and schedules, and that the tracker is installed."""
         start = self.start_path
-        is_model = start is None or Path(start).exists() or is_hub_name(start)
-        problem = f"init_from={start}: must be scratch, resume, or a model's path or name"
-        errors.check(is_model, problem, "Check the path")
-
+        errors.check(
+            start is None or Path(start).exists() or is_hub_name(start),
+            f"init_from={start}: must be scratch, resume, or a model's path or name",
+            "Check the path",
+        )
         name = self.checkpoint_name
-        is_file_name = Path(name).name == name and name not in ("", "..")
-        problem = f"checkpoint_name={name}: must be a plain name"
-        errors.check(is_file_name, problem, "Change --out_dir")
-
-        tracker_problem = check_tracker(self.tracker)
-        errors.check(not tracker_problem, tracker_problem)
-
-        if self.lr_schedule != "cosine":
-            is_default = self.decay_lr and self.min_lr is None and self.lr_decay_iters is None
-            problem = f"lr_schedule={self.lr_schedule}: decay_lr, min_lr and lr_decay_iters"
-            errors.check(is_default, f"{problem} are for cosine: leave them out")
-
+        errors.check(
+            Path(name).name == name and name not in ("", ".."),
+            f"checkpoint_name={name}: must be a plain name",
+            "Change --out_dir",
+        )
+        missing_package = check_tracker(self.tracker)
+        errors.check(not missing_package, missing_package)
+        of_cosine = self.min_lr is not None or self.lr_decay_iters is not None or not self.decay_lr
+        errors.check(
+            self.lr_schedule == "cosine" or not of_cosine,
+            f"lr_schedule={self.lr_schedule}: decay_lr, min_lr and lr_decay_iters are for cosine: "
+            "leave them out",
+        )
         config = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
-        shape_problem = config.problem() or ""
-        if shape_problem not in errors.messages:  # else the range check has reported it
-            errors.check(not shape_problem, shape_problem, "Change --n_head or --n_embd")
+        impossible = config.problem() or ""
+        if impossible not in errors.messages:  # else the range check has reported it
+            errors.check(not impossible, impossible, "Change --n_head or --n_embd")
         if self.init_from == "scratch":  # else the block size is that of the loaded model
             self.check_contexts(self.block_size, errors)
 
     def check_contexts(self, block_size: int, errors: Errors) -> None:
         """Check that short contexts divide the block size: every step reads as many tokens."""
         for length in self.short_contexts:
-            divides = length > 0 and block_size % length == 0
-            problem = f"short_contexts: {length} does not divide block_size={block_size}"
-            errors.check(divides, problem, "Choose lengths that do")
+            errors.check(
+                length > 0 and block_size % length == 0,
+                f"short_contexts: {length} does not divide block_size={block_size}",
+                "Choose lengths that do",
+            )
 
     def check_shape(self, config: GPTConfig) -> None:
         """Raise UserError if a setting contradicts the shape of the checkpoint to start from."""
