@@ -38,12 +38,12 @@ from evaluate import EvaluateSettings
 from grpo.settings import GRPOSettings
 from reports.page import write_page
 from reports.summary import Ledger, headline, predicts, table_text
+from reward.settings import RewardModelSettings
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
-from train import TrainSettings
-from train_reward_model import RewardModelSettings
 from training.checkpoint import load_checkpoint
 from training.lineage import hash_model
+from training.settings import TrainSettings
 
 ROOT = Path(__file__).resolve().parent
 hash_input = functools.cache(hash_model)  # what a stage has read stays as it is

@@ -41,7 +41,7 @@ from grpo.rewards import compute_advantages, step_figures
 from grpo.rollouts import sample
 from grpo.settings import GRPOSettings, resolve
 from grpo.stopping import Stops, selection_value
-from grpo.update import Updater, factor_at
+from grpo.update import Updater
 from metrics.bootstrap import format_figure
 from metrics.samples import CopyFinder
 from model import GPT, check_same_fields
@@ -56,9 +56,10 @@ from training.lineage import (
     data_record,
     hash_model,
 )
-from training.optimizers import Best, make_optimizers
+from training.optimizers import Best, Schedule
 from training.run import RESUME_HINT, Run
 
+WARMUP = 0.05  # share of the steps in which the learning rate rises: Adam's first steps are long
 FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "group_std")  # beside the progress bar
 FLAT_NOTE = (
     "the rewards of every group are equal: this step teaches nothing; use more completions, or "
@@ -95,19 +96,19 @@ def main() -> None:
     evaluate = PolicyEvaluation(scorer, corpus, copies, settings.seed, "select")
     report = PolicyEvaluation(scorer, corpus, copies, settings.seed, "report")
 
-    # The run: what a saved state contains is restored by `track`.
-    run = begin_run(settings, ranks, inputs)
-    horizon = run.facts["max_steps"]  # of the learning-rate schedule
-    optimizers = make_optimizers(policy, learning_rate=settings.learning_rate, weight_decay=0.0)
-    window = max(1, min(10, horizon // 10))
-    stops = Stops(window, settings.reward_threshold, settings.reward_model_path is not None)
+    # What learns, and what the saved state contains. `track` restores it in a resumed run.
+    update = Updater(policy, scorer.reward_model, settings, ranks)
+    schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
+    stops = Stops.of(settings)
     best = Best()
-    run.track(policy=policy, optimizers=optimizers, stops=stops, best=best)
-    update = Updater(policy, optimizers, scorer.reward_model, settings, ranks)
+    run = start_run(settings, ranks, inputs)
+    run.track(policy=policy, optimizers=update.optimizers, schedule=schedule)
+    run.track(stops=stops, best=best)
+    schedule.check_num_steps("max_steps", settings.max_steps)
     if not run.is_resumed:
         figures = ranks.run_on_rank0(lambda: evaluate(completer))
         stops.start(figures)
-        best.offer(selection_value(figures, settings.kl), 0, policy.state_dict().items(), figures)
+        best.update(selection_value(figures, settings.kl), 0, policy.state_dict().items(), figures)
         run.log(0, **figures)
         run.save(0)
     warned_of_flat_groups = False
@@ -135,9 +136,7 @@ def main() -> None:
 
         # Update: updates_per_step times the gradient of the mean loss over all R rows, summed up
         # from micro-batches, and a step of AdamW. This changes the policy.
-        optimizers.set_learning_rate_factor(factor_at(step, settings.lr_schedule, horizon))
-        figures.update(update(rollouts, scores, advantages))
-        figures["learning_rate"] = optimizers.learning_rate
+        figures.update(update(rollouts, scores, advantages, schedule.factor(step)))
         stops.step(figures)
 
         # Evaluate: the loss on natural text, and fresh completions of the same prompts each time.
@@ -157,7 +156,7 @@ def main() -> None:
             stops.evaluation(figures)
             if not stops.broken_cap:
                 value = selection_value(evaluation, settings.kl)
-                best.offer(value, num_steps, policy.state_dict().items(), evaluation)
+                best.update(value, num_steps, policy.state_dict().items(), evaluation)
 
         run.log(num_steps, quiet=not is_evaluated, **figures)
         shown = {name: f"{figures[name]:.3f}" for name in FIGURES_SHOWN if name in figures}
@@ -165,23 +164,7 @@ def main() -> None:
         if is_evaluated:
             run.save(num_steps)
 
-    # The policy that was kept, on the part of the validation split that nothing has used yet.
-    kept = build_model(base, "generator", str(settings.base_model_path), ranks.device)
-    best.restore(kept)
-    training = {
-        "steps": run.step,
-        "stop_reason": run.reason,
-        "kept_step": best.at,
-        "settings": asdict(settings),
-        "select_loss": best.figures["select_loss"],
-        "start_select_loss": stops.start_loss,
-        **stops.first_and_last_reward(),
-        **ranks.run_on_rank0(lambda: report_figures(report, kept)),
-    }
-    check_finite(training)
-    run.log(run.step, final=True, kept_step=best.at, **training["kept"])
-    save_outcome(run, kept, base, training)
-    run.save(run.step, finished=True)
+    report_outcome(run, best, stops, report, base, settings)
 
 
 def load_scorer(
@@ -278,26 +261,38 @@ def input_hashes(
     return hashes
 
 
-def begin_run(settings: GRPOSettings, ranks: Ranks, input_hashes: dict[str, Any]) -> Run:
-    """Begin a run, or resume one; refuse steps after the end of a resumed run's schedule."""
-
-    def check_schedule(facts: dict[str, Any]) -> None:
-        horizon = facts["max_steps"]  # when the run began
-        if settings.max_steps > horizon and settings.lr_schedule != "constant":
-            raise UserError(
-                f"ERROR: max_steps={settings.max_steps}: the learning rate of "
-                f"lr_schedule={settings.lr_schedule} is 0 from step {horizon} on; use --max_steps "
-                f"{horizon}, or train anew with another --output_path"
-            )
-
-    run = Run(settings.output_path, settings, ranks, input_hashes)
-    facts = {"max_steps": settings.max_steps, "reward_threshold": settings.reward_threshold}
-    run.begin(settings.init_from == "resume", settings.overwrite, check_schedule, **facts)
+def start_run(settings: GRPOSettings, ranks: Ranks, inputs: dict[str, Any]) -> Run:
+    """Start a run, or resume one."""
+    run = Run(settings.output_path, settings, ranks, inputs)
+    if settings.init_from == "resume":
+        run.resume()
+    else:
+        run.start(settings.overwrite, limits=("max_steps", "reward_threshold"))
     return run
 
 
-def save_outcome(run: Run, kept: GPT, base: dict[str, Any], training: dict[str, Any]) -> None:
-    """Write the kept policy with its records, and the picture; print how the training ended."""
+def report_outcome(
+    run: Run,
+    best: Best,
+    stops: Stops,
+    report: PolicyEvaluation,
+    base: dict[str, Any],
+    settings: GRPOSettings,
+) -> None:
+    """Measure the kept policy on text that nothing has used yet; write it, its records, a picture."""
+    kept = build_model(base, "generator", str(settings.base_model_path), run.ranks.device)
+    best.restore(kept)
+    training = {
+        "steps": run.step,
+        "stop_reason": run.reason,
+        "kept_step": best.at,
+        "settings": asdict(settings),
+        "select_loss": best.figures["select_loss"],
+        "start_select_loss": stops.start_loss,
+        **run.ranks.run_on_rank0(lambda: report_figures(report, kept)),
+    }
+    check_finite(training)
+    run.log(run.step, final=True, kept_step=best.at, **training["kept"])
     if run.ranks.rank == 0:
         save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
         title = f"{beside(run.output, '').name}: GRPO"
@@ -305,15 +300,9 @@ def save_outcome(run: Run, kept: GPT, base: dict[str, Any], training: dict[str, 
         if curves is not None:
             write_png(curves, beside(run.output, ".png"))
     name = "the starting policy: no later one within the caps was better"
-    if training["kept_step"] > 0:
-        name = f"the policy of step {training['kept_step']}"
-    print0(f"\nStopped after {training['steps']} steps by {training['stop_reason']}; kept {name}")
-    window = training["reward_steps"]
-    if window > 0:
-        print0(
-            f"Mean reward: {training['first_reward']:.4f} over the first {window} step(s), "
-            f"{training['last_reward']:.4f} over the last {window}"
-        )
+    if best.at > 0:
+        name = f"the policy of step {best.at}"
+    print0(f"\nStopped after {run.step} steps by {run.reason}; kept {name}")
     print0(
         "Loss on the reporting part of natural text: "
         f"{training['start']['report_loss']:.4f} before, "
@@ -321,6 +310,7 @@ def save_outcome(run: Run, kept: GPT, base: dict[str, Any], training: dict[str, 
         f"difference {format_figure(training, 'difference', '+.4f')}"
     )
     print0(f"Saved {run.output}")
+    run.save(run.step, finished=True)
 
 
 if __name__ == "__main__":

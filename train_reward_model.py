@@ -1,17 +1,17 @@
-"""Train the reward model: from a sequence's tokens it predicts K/N, the share of them that is
-natural text.
+"""Train the reward model: predict K/N, the share of a sequence that is natural text.
 
-    python train_reward_model.py --base_model_path logs/model_checkpoint.pt --natural_model_path
-    logs/natural_model.pt
+    python train_reward_model.py --base_model_path logs/model_checkpoint.pt --head position
 
-In: a generator's checkpoint, its reward dataset and, for a likelihood head, a model of natural text
-made by train.py. Out: the reward model, and its skill on validation blocks that selected nothing: a
-picture (.png), records (.jsonl)."""
+Reads a generator's checkpoint, its reward dataset and, for a likelihood head, a model of natural
+text made by train.py. Writes the reward model, records (.jsonl), and a picture (.png) of its skill
+on validation blocks that selected nothing.
+Shapes: n sequences of N tokens, B of them in a batch.
+"""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,201 +23,166 @@ from common.distributed import Ranks, parallel, start_ranks
 from common.files import beside, hash_bytes, hash_file, lock_output
 from common.log import RunLog, counted, format_size, print0
 from common.process import Finished, UserError, run_main
-from common.settings import (
-    Errors,
-    Settings,
-    changeable,
-    differing_settings,
-    parse_settings,
-    setting,
-)
+from common.settings import changeable, differing_settings, parse_settings
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill, skill_figures
 from model import GPT, check_same_fields
 from reports.figures import skill_picture, write_png
-from reward.heads import (
-    REWARD_MODELS,
-    HeadRewardModel,
-    LikelihoodRewardModel,
-    RewardModel,
-    make_reward_model,
-)
-from reward.mixture import Split, batch_of, batches_of, fit_mixture
+from reward.batches import Split, batch_of, batches_of
+from reward.heads import HeadRewardModel, LikelihoodRewardModel, RewardModel, make_reward_model
+from reward.mixture import fit_mixture
+from reward.settings import RewardModelSettings
 from training import checkpoint
 from training.lineage import check_origin, check_same_tokens, check_unseen, hash_model
 from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
 
-WEIGHT_DECAY, GRAD_CLIP = 0.01, 1.0  # of AdamW, for matrices; the largest gradient norm
-MOST_IN_MEMORY = 2**30  # bytes of hidden states kept of a split
-
-
-@dataclass
-class RewardModelSettings(Settings):
-    """Train a reward model on sequences that are natural up to a crossover."""
-
-    base_model_path: str | None = setting(None, model_file="required", changeable=True)
-    """checkpoint of the generator that wrote the synthetic part (required)"""
-    data_dir: str = setting("data/reward_dataset", changeable=True)
-    """reward dataset, made by prepare_reward_data.py"""
-    output_path: str = setting("logs/reward_model.pt", output="file", changeable=True)
-    """the reward model; records (.jsonl) and a picture (.png) go beside it"""
-    overwrite: bool = setting(False, changeable=True)
-    """replace an output of other settings or inputs, or make it again"""
-    head: Literal["likelihood", "position", "last"] = "likelihood"
-    """likelihood: log-ratio of two models; position, last: a new head, trained on labels"""
-    natural_model_path: str | None = setting(None, model_file="optional", changeable=True)
-    """model of natural text; other heads take its trunk, or with None the generator's"""
-    reward_head_hidden_dim: int = setting(256, minimum=1)
-    """width of the hidden layer of a last or position head"""
-    unfreeze_layers: int = setting(0, minimum=-1)
-    """last, position: train so many of the last blocks too; 0: the head alone, -1: all"""
-    loss: Literal["mse", "cross_entropy", "token", "nll"] | None = None
-    """token (a label for every token), nll (-log P(K)): not for last. None: mse for last, else
-    nll"""
-    learning_rate: float = setting(1e-3, above=0)
-    """learning rate of AdamW for head and unfrozen blocks, constant"""
-    batch_size: int = setting(64, minimum=1)
-    """sequences in a batch, over all ranks"""
-    max_epochs: int = setting(20, minimum=1, unit="epochs")
-    """passes over the training samples, at most"""
-    patience: int = setting(3, minimum=1, unit="epochs")
-    """stop after this many epochs without improvement of the selection loss"""
-    min_delta: float = setting(1e-5, minimum=0)
-    """minimum decrease of the selection loss that resets patience"""
-    device: str = setting("auto", changeable=True)
-    """auto, cpu, cuda, cuda:N or mps"""
-    seed: int = setting(42, minimum=0)
-    """seed of the head's weights and the samples' order"""
-
-    @property
-    def loss_name(self) -> str:
-        """Name of the loss."""
-        return self.loss or REWARD_MODELS[self.head].losses[0]
-
-    def check_settings(self, errors: Errors) -> None:
-        """Note options that do not fit the head."""
-        is_other = Path(self.output_path).suffix in (".png", ".jsonl")
-        errors.check(
-            not is_other,
-            f"output_path={self.output_path}: records and a picture lie there",
-            "Name it .pt",
-        )
-        wrong, ways_out = (
-            f"loss={self.loss}: a last head predicts one share a sequence",
-            "Choose --head position",
-        )
-        errors.check(self.loss_name in REWARD_MODELS[self.head].losses, wrong, ways_out)
-        if self.head != "likelihood":
-            return
-        start = self.base_model_path or "BASE.pt"
-        train = f"python train.py --init_from {start} --dataset CORPUS --checkpoint_name NAME.pt"
-        wrong = f"head=likelihood needs natural_model_path, a model of natural text: make one with `{train}`"
-        errors.check(
-            self.natural_model_path is not None, wrong, "Name it with --natural_model_path"
-        )
-        used = changeable(type(self)) | {"head", "loss", "seed"}
-        for each in fields(self):
-            value, way_out = (
-                getattr(self, each.name),
-                f"Leave out --{each.name}, or choose --head last or position",
-            )
-            wrong = f"{each.name}={value} has no effect with head=likelihood"
-            errors.check(each.name in used or value == each.default, wrong, way_out)
+WEIGHT_DECAY = 0.01  # of AdamW, for matrices
+GRAD_CLIP = 1.0  # largest gradient norm
+MAX_FEATURE_BYTES = 2**30  # a split's hidden states are kept in memory up to this size
 
 
 def main() -> None:
-    # settings, data and models
+    # settings
     settings = parse_settings(RewardModelSettings, "train_reward_model")
-    assert settings.base_model_path is not None  # checked with the settings
-    ranks, path = start_ranks(select_device(settings.device)), settings.base_model_path
-    base, base_sha256 = checkpoint.load_checkpoint(path), hash_model(path)
-    generator = checkpoint.build_model(base, "generator", path)
+    base_path = settings.base_model_path
+    assert base_path is not None  # parse_settings has checked it
+    ranks = start_ranks(select_device(settings.device))
+
+    # data
+    base = checkpoint.load_checkpoint(base_path)
+    base_sha256 = hash_model(base_path)
+    generator = checkpoint.build_model(base, "generator", base_path)
     train_set, val_set = loader.open_checked_splits(settings.data_dir)
     for dataset in (train_set, val_set):
-        loader.check_model_compatibility(
-            dataset.get_tokenization_info(), dataset.block_size, generator.config
-        )
+        info = dataset.get_tokenization_info()
+        loader.check_model_compatibility(info, dataset.block_size, generator.config)
         loader.check_variety(dataset)
-    check_origin(train_set, base, base_sha256, path)
-    natural, hashes, files = (
-        generator,
-        list[str](),
-        ("train_x.bin", "train_y.bin", "val_x.bin", "val_y.bin"),
-    )
-    if settings.natural_model_path is not None:
-        natural = load_natural_model(
-            settings.natural_model_path, base, base_sha256, train_set.metadata
-        )
-        hashes = [hash_model(settings.natural_model_path)]
-    model = make_model(settings, natural, generator, train_set.metadata).to(ranks.device).eval()
-    inputs = " ".join([*(hash_file(Path(settings.data_dir, name)) for name in files), *hashes])
-    training = {"generator_sha256": base_sha256, "inputs_sha256": hash_bytes(inputs.encode())}
-    output = Path(settings.output_path)
-    picture = beside(output, ".png")
-    if ranks.rank == 0:
-        lock_output(output)
-    is_kept = output.exists() and not settings.overwrite
-    if earlier := ranks.run_on_rank0(
-        lambda: checkpoint.load_checkpoint(output) if is_kept else None
-    ):
-        own = {
-            name: value
-            for name, value in asdict(settings).items()
-            if name not in changeable(type(settings))
-        }
-        then = earlier["training"] or {}
-        if difference := differing_settings(
-            {**then.get("settings", {}), **then}, {**own, **training}
-        ):
-            raise UserError(
-                f"ERROR: {output} is of another run ({difference}); --overwrite True replaces it"
-            )
-        raise Finished(
-            f"{output} was made with these settings already; --overwrite True makes it again."
-        )
-    size = sum(weights.numel() for weights in model.parameters())
-    print0(f"{ranks.where}: {settings.head} head, {format_size(size)}; {len(train_set):,} samples")
-
-    # training, and P(natural) of blocks that selected nothing
+    check_origin(train_set, base, base_sha256, base_path)
     select_rows, report_rows, measured_on = loader.rows_by_part(val_set)
-    parts = [(val_set.x[rows], val_set.y[rows]) for rows in (select_rows, report_rows)]
+    train_split = (train_set.x, train_set.y)
+    select_split = (val_set.x[select_rows], val_set.y[select_rows])
+    report_split = (val_set.x[report_rows], val_set.y[report_rows])
+
+    # model
+    natural = generator
+    files = ("train_x.bin", "train_y.bin", "val_x.bin", "val_y.bin")
+    hashes = [hash_file(Path(settings.data_dir, name)) for name in files]
+    if settings.natural_model_path is not None:
+        path = settings.natural_model_path
+        natural = load_natural_model(path, base, base_sha256, train_set.metadata)
+        hashes.append(hash_model(path))
+    model = make_model(settings, natural, generator, train_set.metadata).to(ranks.device).eval()
+
+    # output
+    inputs_sha256 = hash_bytes(" ".join(hashes).encode())
+    lineage = {"generator_sha256": base_sha256, "inputs_sha256": inputs_sha256}
+    output = Path(settings.output_path)
+    check_output(output, settings, lineage, ranks)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print0(f"{ranks.where}: {settings.head} head, {format_size(size)}; {len(train_set):,} samples")
     log = RunLog(beside(output, ".jsonl"))
+
+    # training, and P(natural) of the blocks that selected nothing
     if model.is_ratio:
         figures, prediction = ranks.run_on_rank0(
-            lambda: fit_mixture(model, parts[0], parts[1], settings.loss_name)
+            lambda: fit_mixture(model, select_split, report_split, settings.loss_name)
         )
         log.log(1, **figures)
     else:
         figures, prediction = train_head(
-            model, [(train_set.x, train_set.y), *parts], settings, ranks, log
+            model, train_split, select_split, report_split, settings, ranks, log
         )
-    truth, blocks = (
-        torch.from_numpy(val_set.y[report_rows, 0]),
-        report_rows // (val_set.samples_per_chunk or 1),
-    )
-    skill = measure_skill(
-        prediction, truth, torch.from_numpy(blocks), val_set.block_size, settings.seed
-    )
-
-    # outputs, the reward model last
+    truth = torch.from_numpy(report_split[1][:, 0])
+    blocks = torch.from_numpy(report_rows // (val_set.samples_per_chunk or 1))
+    skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
     log.log(figures["epoch"], quiet=True, final=True, **skill)
+
+    # files, the reward model last
+    picture = beside(output, ".png")
     if ranks.rank == 0:
         write_png(skill_picture(skill, f"{settings.head} head"), picture)
-        training_record = {"settings": asdict(settings), **training, **figures, "skill": skill}
-        checkpoint.save_checkpoint(
-            output, model, base["tokenization"], base["data"], training_record
-        )
+        record = {"settings": asdict(settings), **lineage, **figures, "skill": skill}
+        checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], record)
     print0(f"\nSkill on {measured_on}:\n{describe_skill(skill)}")
     if not better_than_constant(skill["r2_low"]):
         print0(
-            "NO BETTER THAN A CONSTANT as far as is shown: try --head likelihood, a better natural model, more data."
+            "NO BETTER THAN A CONSTANT, as far as these data show: "
+            "try --head likelihood, a better natural model, or more data."
         )
     print0(f"Saved {output} and {picture}")
 
 
+def train_head(
+    model: HeadRewardModel,
+    train_split: Split,
+    select_split: Split,
+    report_split: Split,
+    settings: RewardModelSettings,
+    ranks: Ranks,
+    log: RunLog,
+) -> tuple[dict[str, Any], Tensor]:
+    """Train a head, and select the epoch with the lowest loss on `select_split`.
+
+    Return the figures of that epoch, and its P(natural) (n,) of `report_split`.
+    """
+    N = train_split[0].shape[1]
+    inputs, labels = frozen_features(model, train_split)
+    select_split = frozen_features(model, select_split)
+    report_split = frozen_features(model, report_split)
+    num_samples = len(labels)
+
+    optimizers = make_optimizers(
+        model, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
+    )
+    dtype = select_dtype("auto", ranks.device)
+    scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
+    forward = parallel(model, ranks, dtype)
+    stopping = EarlyStopping(settings.patience, settings.min_delta)
+    best = Best()
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+    def weighted_loss(model: HeadRewardModel, x: Tensor, y: Tensor, weight: float) -> Tensor:
+        return weight * model.loss(model.output(x), y, settings.loss_name)
+
+    for epoch in range(1, settings.max_epochs + 1):
+        model.train()
+        order = random_stream(settings.seed, "order", epoch).permutation(num_samples)
+        batches = np.split(order, range(settings.batch_size, num_samples, settings.batch_size))
+        loss_sum = 0.0
+        for batch in counted(batches, len(batches), f"Epoch {epoch}"):
+            rows = np.sort(batch)[ranks.share(len(batch))]
+            # The ranks' mean of these losses is the mean over the batch.
+            weight = len(rows) / len(batch) * ranks.world_size
+            if len(rows) == 0:
+                rows = batch[:1]  # of weight 0: every rank must take part in the backward pass
+            x = batch_of(inputs, rows, model)
+            y = batch_of(labels, rows, model)
+            loss = forward(weighted_loss, x, y, weight)
+            scaler.scale(loss).backward()
+            take_step(model, optimizers, GRAD_CLIP, scaler)
+            loss_sum += loss.item() / ranks.world_size * len(batch)
+        train_loss = ranks.sum(loss_sum)[0] / num_samples
+        val_loss, prediction = ranks.run_on_rank0(
+            lambda: evaluate(model, select_split, settings.loss_name)
+        )
+        truth = torch.from_numpy(select_split[1][:, 0])
+        skill: dict[str, Any] = skill_figures(prediction, truth, N)
+        log.log(epoch, train_loss=train_loss, val_loss=val_loss, **skill)
+        stopping.update(val_loss)
+        best.update(val_loss, epoch, trained.items(), {"epoch": epoch, "val_loss": val_loss})
+        if stopping.reason():
+            break
+    best.restore(model)
+    _, prediction = ranks.run_on_rank0(lambda: evaluate(model, report_split, settings.loss_name))
+    return best.figures, prediction
+
+
 def load_natural_model(path: str, base: Mapping, base_sha256: str, metadata: Mapping) -> GPT:
-    """The natural model, cut to the generator's block size; UserError for one that does not fit it,
-    or the data."""
-    contents, role = checkpoint.load_checkpoint(path), "the generator"
+    """Return the natural model, cropped to the generator's block size.
+
+    Raise UserError unless it fits the generator (`base`) and the data (`metadata`).
+    """
+    role = "the generator"
+    contents = checkpoint.load_checkpoint(path)
     if hash_model(path) == base_sha256:
         raise UserError(
             f"ERROR: {path} is the same model as {role}: name another --natural_model_path"
@@ -234,114 +199,96 @@ def load_natural_model(path: str, base: Mapping, base_sha256: str, metadata: Map
 def make_model(
     settings: RewardModelSettings, natural: GPT, generator: GPT, metadata: Mapping
 ) -> RewardModel:
-    """The reward model before training: what is not trained is frozen."""
+    """Return the reward model before training, with frozen weights where nothing is trained."""
     if settings.head == "likelihood":
-        return LikelihoodRewardModel(
-            natural.requires_grad_(False), generator, loader.sampling_of(metadata)
-        )
+        sampling = loader.sampling_of(metadata)
+        return LikelihoodRewardModel(natural.requires_grad_(False), generator, sampling)
     seed_step(settings.seed, "reward_head")
-    config = replace(natural.config, mode="reward", reward_head_type=settings.head, dropout=0.0)
-    model = make_reward_model(
-        replace(config, reward_head_hidden_dim=settings.reward_head_hidden_dim)
+    config = replace(
+        natural.config,
+        mode="reward",
+        reward_head_type=settings.head,
+        reward_head_hidden_dim=settings.reward_head_hidden_dim,
+        dropout=0.0,
     )
-    assert not model.is_ratio  # as its head says
+    model = make_reward_model(config)
+    assert not model.is_ratio, settings.head
     model.transformer.load_state_dict(natural.transformer.state_dict())
-    count, n_layer = settings.unfreeze_layers, config.n_layer
-    if count > n_layer:
+    num_trained = settings.unfreeze_layers
+    if num_trained > config.n_layer:
         raise UserError(
-            f"ERROR: unfreeze_layers={count}, but the model has {n_layer} blocks; -1 means all"
+            f"ERROR: unfreeze_layers={num_trained}, but the model has {config.n_layer} blocks; "
+            "-1 means all"
         )
-    model.transformer.requires_grad_(count == -1)
-    if count > 0:
-        model.transformer.h[n_layer - count :].requires_grad_(True)
+    model.transformer.requires_grad_(num_trained == -1)
+    if num_trained > 0:
+        model.transformer.h[-num_trained:].requires_grad_(True)
         model.transformer.ln_f.requires_grad_(True)
     return model
 
 
+def check_output(
+    output: Path, settings: RewardModelSettings, lineage: Mapping[str, str], ranks: Ranks
+) -> None:
+    """Lock the output. Raise Finished if it is already made, UserError if it is of another run."""
+    if ranks.rank == 0:
+        lock_output(output)
+    is_kept = output.exists() and not settings.overwrite
+    earlier = ranks.run_on_rank0(lambda: checkpoint.load_checkpoint(output) if is_kept else None)
+    if earlier is None:
+        return
+    training = earlier["training"] or {}
+    recorded = {**training.get("settings", {}), **training}
+    current = {**asdict(settings), **lineage}
+    for name in changeable(type(settings)):
+        del current[name]
+    difference = differing_settings(recorded, current)
+    if difference:
+        raise UserError(
+            f"ERROR: {output} is of another run ({difference}); --overwrite True replaces it"
+        )
+    raise Finished(
+        f"{output} was made with these settings already; --overwrite True makes it again."
+    )
+
+
 @torch.no_grad()
 def frozen_features(model: HeadRewardModel, split: Split) -> Split:
-    """The split with the head's inputs (n, ...) float32 for x, where the trunk is frozen and they
-    fit in memory."""
-    (num_samples, N), is_frozen = (
-        split[0].shape,
-        not any(each.requires_grad for each in model.transformer.parameters()),
-    )
-    size = 4 * num_samples * model.config.n_embd * (N if model.knows_tokens else 1)  # bytes
-    if is_frozen and size > MOST_IN_MEMORY:
-        print0(
-            f"Hidden states of {num_samples:,} samples take {size / 2**30:.1f} GiB: computed anew in every epoch"
-        )
-    if not is_frozen or size > MOST_IN_MEMORY:
+    """Replace tokens by the head's inputs (n, ...) float32 if the trunk is frozen and they fit."""
+    if any(parameter.requires_grad for parameter in model.transformer.parameters()):
         return split
-    with autocast(device := model.transformer.wte.weight.device, select_dtype("auto", device)):
-        batches = (model.pool(model.trunk(x)) for x, _ in batches_of(split, model, "Hidden states"))
-        return torch.cat([hidden.float().cpu() for hidden in batches]), split[1]
-
-
-def train_head(
-    model: HeadRewardModel,
-    splits: list[Split],
-    settings: RewardModelSettings,
-    ranks: Ranks,
-    log: RunLog,
-) -> tuple[dict[str, Any], Tensor]:
-    """Train by the first split, select by the second; figures of the best epoch, and P(natural)
-    (n,) of the third."""
-    N, (train, select, report) = (
-        splits[0][0].shape[1],
-        (frozen_features(model, split) for split in splits),
-    )
-    optimizers = make_optimizers(
-        model, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
-    )
-    dtype = select_dtype("auto", ranks.device)
-    scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
-    forward, stopping = (
-        parallel(model, ranks, dtype),
-        EarlyStopping(settings.patience, settings.min_delta),
-    )
-    learned = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    num_samples, size, best = len(train[1]), settings.batch_size, Best()
-
-    def weighted_loss(model: HeadRewardModel, x: Tensor, y: Tensor, weight: float) -> Tensor:
-        return weight * model.loss(model.output(x), y, settings.loss_name)
-
-    for epoch in range(1, settings.max_epochs + 1):
-        model.train()
-        order, total = random_stream(settings.seed, "order", epoch).permutation(num_samples), 0.0
-        batches = [np.sort(rows) for rows in np.split(order, range(size, num_samples, size))]
-        for rows in counted(batches, len(batches), f"Epoch {epoch}"):
-            mine = rows[ranks.share(len(rows))]
-            weight = len(mine) / len(rows) * ranks.world_size
-            mine = mine if len(mine) else rows[:1]  # of weight 0: all ranks must take part
-            loss = forward(weighted_loss, *(batch_of(part, mine, model) for part in train), weight)
-            scaler.scale(loss).backward()
-            take_step(model, optimizers, GRAD_CLIP, scaler)
-            total += loss.item() / ranks.world_size * len(rows)
-        val_loss, prediction = ranks.run_on_rank0(
-            lambda: evaluate(model, select, settings.loss_name)
+    num_samples, N = split[0].shape
+    num_states = num_samples
+    if model.knows_tokens:
+        num_states *= N
+    num_bytes = 4 * num_states * model.config.n_embd
+    if num_bytes > MAX_FEATURE_BYTES:
+        size = f"{num_bytes / 2**30:.1f} GiB"
+        print0(
+            f"Hidden states of {num_samples:,} samples take {size}: computed anew in every epoch"
         )
-        skill: dict[str, Any] = skill_figures(prediction, torch.from_numpy(select[1][:, 0]), N)
-        log.log(epoch, train_loss=ranks.sum(total)[0] / num_samples, val_loss=val_loss, **skill)
-        stopping.update(val_loss)
-        best.offer(val_loss, epoch, learned.items(), {"epoch": epoch, "val_loss": val_loss})
-        if stopping.reason:
-            break
-    best.restore(model)
-    return best.figures, ranks.run_on_rank0(lambda: evaluate(model, report, settings.loss_name)[1])
+        return split
+    device = model.transformer.wte.weight.device
+    features = []
+    with autocast(device, select_dtype("auto", device)):
+        for x, _ in batches_of(split, model, "Hidden states"):
+            features.append(model.pool(model.trunk(x)).float().cpu())
+    return torch.cat(features), split[1]
 
 
 @torch.no_grad()
 def evaluate(model: HeadRewardModel, split: Split, loss_name: str) -> tuple[float, Tensor]:
-    """Mean loss over a split, and P(natural) (n,) of each sequence."""
+    """Return the mean loss over a split, and P(natural) (n,) of each sequence."""
     model.eval()
-    total, shares = 0.0, []
-    with autocast(device := model.transformer.wte.weight.device, select_dtype("auto", device)):
+    device = model.transformer.wte.weight.device
+    loss_sum = 0.0
+    shares = []
+    with autocast(device, select_dtype("auto", device)):
         for x, y in batches_of(split, model, "Evaluating"):
             output = model.output(x)
-            total += model.loss(output, y, loss_name).item() * len(y)
+            loss_sum += model.loss(output, y, loss_name).item() * len(y)
             shares.append(model.share(output).cpu())
-    return total / len(split[1]), torch.cat(shares)
+    return loss_sum / len(split[1]), torch.cat(shares)
 
 
 if __name__ == "__main__":

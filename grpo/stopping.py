@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from common.process import warn
+from grpo.settings import GRPOSettings
 
-REWARD_STEPS = 10  # steps whose mean reward is reported, at the start and at the end of a run
+LARGEST_WINDOW = 10  # steps
 # A plateau: the objective has not risen by PLATEAU_MIN_DELTA in PLATEAU_WINDOWS windows of steps.
 PLATEAU_WINDOWS = 5
 PLATEAU_MIN_DELTA = 0.001
@@ -38,10 +39,17 @@ class Stops:
     broken_cap: str = ""  # the first cap that was exceeded
     has_warned: bool = False  # that the loss rises
 
+    @classmethod
+    def of(cls, settings: GRPOSettings) -> "Stops":
+        """Return the rules of a new run: windows of a tenth of max_steps, at most 10 steps."""
+        window = max(1, min(LARGEST_WINDOW, settings.max_steps // 10))
+        return cls(window, settings.reward_threshold, settings.reward_model_path is not None)
+
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.window = int(state["window"])  # more steps do not lengthen it
         self.start_loss = float(state["start_loss"])
         self.rewards = [float(reward) for reward in state["rewards"]]
         self.objectives = [float(objective) for objective in state["objectives"]]
@@ -102,15 +110,6 @@ class Stops:
         if windows_without_rise >= PLATEAU_WINDOWS:
             return f"plateau: no rise of {PLATEAU_MIN_DELTA} in {windows_without_rise} windows"
         return None
-
-    def first_and_last_reward(self) -> dict[str, Any]:
-        """Return the mean of the first and of the last REWARD_STEPS rewards; half if few."""
-        size = min(REWARD_STEPS, max(1, len(self.rewards) // 2), len(self.rewards))
-        figures: dict[str, Any] = {"first_reward": None, "last_reward": None, "reward_steps": size}
-        if size > 0:
-            figures["first_reward"] = sum(self.rewards[:size]) / size
-            figures["last_reward"] = sum(self.rewards[-size:]) / size
-        return figures
 
 
 def selection_value(figures: Mapping[str, Any], kl: str) -> float:

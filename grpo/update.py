@@ -24,9 +24,8 @@ from grpo.settings import GRPOSettings
 from model import GPT
 from reward.heads import LikelihoodRewardModel
 from reward.scorer import Scores
-from training.optimizers import Optimizers, cooldown_factor, learning_rate_factor, take_step
+from training.optimizers import make_optimizers, take_step
 
-WARMUP = 0.05  # share of the steps in which the learning rate rises
 GRAD_CLIP = 1.0  # largest gradient norm
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)  # float32 and bfloat16 need no loss scaling
 # Logits that credit=exact holds at a time, with their graph: 64 MiB per copy. Smaller copies come
@@ -43,7 +42,6 @@ class Updater:
     """Updates the policy on the completions of a step, in micro-batches that fit in memory."""
 
     policy: GPT
-    optimizers: Optimizers
     reward_model: Any  # for credit=exact: the likelihood head, whose mixture is the target
     settings: GRPOSettings
     ranks: Ranks
@@ -51,16 +49,20 @@ class Updater:
     def __post_init__(self) -> None:
         self.dtype = select_dtype("auto", self.ranks.device)
         self.forward = parallel(self.policy, self.ranks, self.dtype)
+        self.optimizers = make_optimizers(
+            self.policy, learning_rate=self.settings.learning_rate, weight_decay=0.0
+        )
 
     def __call__(
-        self, rollouts: Rollouts, scores: Scores, advantages: Tensor | None
+        self, rollouts: Rollouts, scores: Scores, advantages: Tensor | None, rate_factor: float
     ) -> dict[str, float]:
-        """Make updates_per_step optimizer steps; return figures of the last one.
+        """Take updates_per_step optimizer steps; return figures of the last one.
 
-        advantages: (R,) or (R, N - 1); None for credit=exact. Later updates end early if the policy
-        has moved too far from pi_old.
+        advantages: (R,) or (R, N - 1); None for credit=exact. rate_factor: learning rate as a share
+        of its peak. Later updates end early if the policy has moved too far from pi_old.
         """
-        figures: dict[str, float] = {}
+        self.optimizers.set_learning_rate_factor(rate_factor)
+        figures: dict[str, float] = {"learning_rate": self.optimizers.learning_rate}
         for number in range(self.settings.updates_per_step):
             figures.update(self.accumulate_gradients(rollouts, scores, advantages))
             if number > 0 and figures.get("kl_update", 0.0) > stopping.CAPS["kl_step"]:
@@ -189,16 +191,3 @@ def over_vocabulary(
         results = [checkpoint(compute, *piece, use_reentrant=False) for piece in pieces]
     values, log_probs = torch.cat(results, 1)  # (m,) each
     return scatter_to_mask(values, rollouts.mask), scatter_to_mask(log_probs, rollouts.mask)
-
-
-def factor_at(step: int, schedule: str, horizon: int) -> float:
-    """Return the learning rate of a step, counted from 0, as a share of its peak.
-
-    horizon: max_steps at the start of the run. Adam's first steps are as long as its rate allows,
-    whatever the size of the gradient: hence the warm-up.
-    """
-    warmup_steps = int(WARMUP * horizon)
-    if schedule == "cosine":
-        return learning_rate_factor(step, warmup_steps, horizon, 0.0)
-    min_factor = float(schedule == "constant")
-    return cooldown_factor(step, warmup_steps, horizon, 1.0, min_factor)

@@ -1,91 +1,86 @@
-"""The weight of a likelihood head's mixture, fitted to labels, and the batches of a split that all
-heads read.
+"""The weight of a likelihood head's mixture, fitted to labels.
 
     python -c "from reward.mixture import fit_mixture; help(fit_mixture)"
 
+p is the natural model, q the generator, and w p + (1 - w) q their mixture.
 Shapes: n sequences of N tokens.
 """
 
 import math
-from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common.device import autocast, select_dtype
-from common.log import check_finite, counted
-from reward.heads import LikelihoodRewardModel, RewardModel
+from common.log import check_finite
+from reward.batches import Split, batch_of, batches_of
+from reward.heads import LikelihoodRewardModel
 
-MAX_MIXTURE = 20.0  # logit of the weight w of p
-
-# token ids (n, N) or hidden states (n, ...), and labels (n, 2)
-Split = tuple[np.ndarray | Tensor, np.ndarray]
-LogProbs = tuple[Tensor, Tensor, Tensor]  # of p and q (n, N - 1); which tokens are natural
-
-
-def batch_of(x: np.ndarray | Tensor, rows: np.ndarray | slice, model: RewardModel) -> Tensor:
-    """Rows of a memory map or a tensor, on the model's device; token ids as int64."""
-    part = torch.as_tensor(x[rows])
-    return (part.long() if part.dtype == torch.uint16 else part).to(next(model.parameters()).device)
-
-
-def batches_of(
-    split: Split, model: RewardModel, description: str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and labels of a split on the model's device, as many sequences at a time as fit."""
-    parts = np.array_split(np.arange(len(split[1])), -(-len(split[1]) // model.rows_at_a_time()))
-    for rows in counted(parts, len(parts), description):
-        yield batch_of(split[0], rows, model), batch_of(split[1], rows, model)
+MAX_MIXTURE = 20.0  # largest absolute logit of w
+ALL_ROWS = slice(None)
 
 
 def fit_mixture(
     model: LikelihoodRewardModel, select: Split, report: Split, loss_name: str
-) -> tuple[dict, Tensor]:
-    """Fit w to the labels; figures, and P(natural) (n,) of the report rows."""
-    natural, written, _ = log_probs = log_probs_of_split(model, select)
-    ratios = batch_of(natural - written, slice(None), model)
-    targets = batch_of(select[1], slice(None), model)
+) -> tuple[dict[str, Any], Tensor]:
+    """Fit w to the labels of `select`. Return figures, and P(natural) (n,) of `report`."""
+    natural, written = log_probs_of_split(model, select)
+    log_ratios = batch_of(natural - written, ALL_ROWS, model)
+    targets = batch_of(select[1], ALL_ROWS, model)
     optimizer = torch.optim.LBFGS([model.mixture], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = model.loss(model.calibrated(ratios), targets, loss_name)
+        loss = model.loss(model.calibrated(log_ratios), targets, loss_name)
         check_finite({"val_loss": loss.item(), "the logit of w": model.mixture.item()})
         loss.backward()
         return loss
 
     optimizer.step(closure)
     model.mixture.data.clamp_(-MAX_MIXTURE, MAX_MIXTURE)
-    val_loss, w = closure().item(), model.mixture.sigmoid().item()
-    figures = {"epoch": 1, "val_loss": val_loss, "mixture": w, **natural_losses(log_probs, w)}
-    natural, written, _ = log_probs = log_probs_of_split(model, report)
-    figures |= {f"report_{name}": loss for name, loss in natural_losses(log_probs, w).items()}
-    evidence = model.calibrated(batch_of(natural - written, slice(None), model)).detach()
-    return figures, torch.cat(
-        [model.share(part).cpu() for part in evidence.split(model.rows_at_a_time())]
-    )
+    w = model.mixture.sigmoid().item()
+    figures: dict[str, Any] = {"epoch": 1, "val_loss": closure().item(), "mixture": w}
+    figures.update(natural_losses(natural, written, select, w))
+
+    natural, written = log_probs_of_split(model, report)
+    for name, loss in natural_losses(natural, written, report, w).items():
+        figures[f"report_{name}"] = loss
+    evidence = model.calibrated(batch_of(natural - written, ALL_ROWS, model)).detach()
+    parts = evidence.split(model.rows_at_a_time())
+    return figures, torch.cat([model.share(part).cpu() for part in parts])
 
 
 @torch.no_grad()
-def log_probs_of_split(model: LikelihoodRewardModel, split: Split) -> LogProbs:
-    """Log-probabilities float32 of a split's tokens but the first, on the CPU."""
-    with autocast(device := model.mixture.device, select_dtype("auto", device)):
-        batches = (model.log_probs(x) for x, _ in batches_of(split, model, "Log-likelihood ratios"))
-        parts = [[log_probs.cpu() for log_probs in each] for each in batches]
-    natural, written = map(torch.cat, zip(*parts, strict=True))
+def log_probs_of_split(model: LikelihoodRewardModel, split: Split) -> tuple[Tensor, Tensor]:
+    """Return log p and log q (n, N - 1) float32 of all tokens but the first, on the CPU."""
+    device = model.mixture.device
+    natural = []
+    written = []
+    with autocast(device, select_dtype("auto", device)):
+        for x, _ in batches_of(split, model, "Log-likelihood ratios"):
+            batch_natural, batch_written = model.log_probs(x)
+            natural.append(batch_natural.cpu())
+            written.append(batch_written.cpu())
+    return torch.cat(natural), torch.cat(written)
+
+
+def natural_losses(
+    natural: Tensor, written: Tensor, split: Split, w: float
+) -> dict[str, float | None]:
+    """Return the mean losses of p, q and their mixture on natural tokens, in nats; None if infinite.
+
+    natural, written: log p and log q (n, N - 1) of the tokens of the split.
+    """
     N = written.size(1) + 1
-    return natural, written, torch.arange(1, N) < torch.from_numpy(split[1][:, :1] * N).round()
-
-
-def natural_losses(log_probs: LogProbs, w: float) -> dict[str, float | None]:
-    """Mean losses in nats on natural tokens: of p, q and w p + (1 - w) q; None if infinite."""
-    natural, written, is_natural = log_probs
-    p, q, (log_w, log_rest) = (
-        natural[is_natural],
-        written[is_natural],
-        torch.tensor([w, 1 - w]).log(),
-    )
-    mixed = {"natural": p, "generator": q, "mixture": torch.logaddexp(p + log_w, q + log_rest)}
-    means = {f"{name}_loss": -values.mean().item() for name, values in mixed.items()}
-    return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
+    num_natural = torch.from_numpy(split[1][:, :1] * N).round()  # (n, 1)
+    is_natural = torch.arange(1, N) < num_natural
+    log_p = natural[is_natural]
+    log_q = written[is_natural]
+    log_w, log_rest = torch.tensor([w, 1 - w]).log()
+    log_mixture = torch.logaddexp(log_p + log_w, log_q + log_rest)
+    losses: dict[str, float | None] = {}
+    for name, log_probs in (("natural", log_p), ("generator", log_q), ("mixture", log_mixture)):
+        loss = -log_probs.mean().item()
+        losses[f"{name}_loss"] = loss if math.isfinite(loss) else None
+    return losses

@@ -26,6 +26,8 @@ ELSEWHERE = {
     "evaluate": "metrics/settings",
     "prepare_reward_data": "reward_data_config",
     "train_grpo": "grpo/settings",
+    "train": "training/settings",
+    "train_reward_model": "reward/settings",
 }
 
 

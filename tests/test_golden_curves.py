@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from helpers import TINY_GRPO, TINY_TRAIN, succeed
 
+import train_grpo
 from common.log import read_records
-from grpo import stopping, update
+from grpo import stopping
 from model import GPT
 from training import optimizers
 
@@ -94,7 +95,7 @@ def options(corpus, generator, reward_data, likelihood_model) -> dict[str, dict]
 @pytest.mark.parametrize("curve", FIGURES)
 def test_the_curve_is_the_one_of_before(monkeypatch, tmp_path, options, curve):
     monkeypatch.setattr(stopping, "PLATEAU_WINDOWS", STEPS)  # all steps are to be made
-    monkeypatch.setattr(update, "WARMUP", 0)
+    monkeypatch.setattr(train_grpo, "WARMUP", 0)
     script, path = curve.partition(",")[0], tmp_path / "model.pt"
     where = (
         {"out_dir": tmp_path, "checkpoint_name": path.name}

@@ -248,7 +248,7 @@ def test_the_best_policy_by_what_the_reward_asks_for(kl, kept):
         figures = {"fresh_reward": fresh, "natural_reward": 0.6, "select_loss": loss}
         figures |= {} if kl is None else {"kl_mixture": mixture}
         figures |= {"fresh_total_reward": -fresh} if kl == "function" else {}
-        best.offer(selection_value(figures, str(kl)), step, [("w", torch.tensor(step))], figures)
+        best.update(selection_value(figures, str(kl)), step, [("w", torch.tensor(step))], figures)
     assert (best.at, best.weights["w"].item(), best.figures["select_loss"]) == (
         kept,
         kept,

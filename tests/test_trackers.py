@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from helpers import TINY_TRAIN, refuse, refuse_in_one_line, succeed
+from helpers import TINY_TRAIN, refuse_in_one_line, succeed
 
 from common.log import Tracker, read_records
 
@@ -63,7 +63,8 @@ def test_a_tracker_that_cannot_be_is_one_line(package, monkeypatch, corpus, tmp_
     said = refuse_in_one_line("train", **options)
     assert said == f"ERROR: --tracker {package.__name__}: nobody is logged in"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert f"pip install {package.__name__}" in refuse("train", **options)
+    said = refuse_in_one_line("train", **options)
+    assert f"pip install {package.__name__}" in said and "--wandb_log False" in said
     assert not list(tmp_path.glob("*.pt"))
 
 

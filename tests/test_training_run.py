@@ -1,5 +1,7 @@
-"""training/run.py: a stopped run ends as if undisturbed; second commands.  `pytest
-tests/test_training_run.py`"""
+"""training/run.py: a stopped run ends as if undisturbed; second commands.
+
+pytest tests/test_training_run.py
+"""
 
 import shutil
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from helpers import (
     assert_same_weights,
     call,
     end_in_call,
+    folder_bytes,
     refuse_in_one_line,
     succeed,
     terminate,
@@ -36,7 +39,7 @@ class RunSettings(Settings):
 
 
 class Counts:
-    """The steps made, as a part of a state."""
+    """A part of a state: the steps made."""
 
     def __init__(self) -> None:
         self.made: list[int] = []
@@ -48,10 +51,13 @@ class Counts:
         self.made = list(state["made"])
 
 
-def begun(path, resume=False, overwrite=False, settings=None, corpus=1) -> tuple[Run, Counts]:
-    settings = settings or RunSettings()
-    run, counts = Run(path, settings, Ranks(), {"corpus": corpus}), Counts()
-    run.begin(resume, overwrite, max_steps=settings.max_steps)
+def begin(path, resume=False, overwrite=False, corpus=1, **settings) -> tuple[Run, Counts]:
+    run = Run(path, RunSettings(**settings), Ranks(), {"corpus": corpus})
+    if resume:
+        run.resume()
+    else:
+        run.start(overwrite, limits=["max_steps"])
+    counts = Counts()
     run.track(counts=counts)
     return run, counts
 
@@ -62,93 +68,78 @@ def make_steps(run, counts, stop=lambda: None, total=6):
         run.log(step + 1, loss=1.0 / (1 + step))
 
 
-def finish(path, **more):
-    run, counts = begun(path, **more)
+def finish(path, **options):
+    run, counts = begin(path, **options)
     make_steps(run, counts)
     path.write_text("model")
     run.save(run.step, finished=True)
-    return run
 
 
 def test_a_second_command(tmp_path):
-    """Has nothing to do, or is refused: of other settings, inputs or limits, and of a run that was
-    interrupted."""
+    """It has nothing to do, or is refused: for other settings, inputs or limits, and for a run that
+    was interrupted."""
     path = tmp_path / "model.pt"
-    run, counts = begun(path)
+    run, counts = begin(path)
     make_steps(run, counts, total=2)
     run.save(run.step)
-    with pytest.raises(
-        UserError, match="interrupted: --init_from resume goes on, --overwrite True begins anew"
-    ):
-        begun(path)
+    ways_out = "interrupted: --init_from resume goes on, --overwrite True begins anew"
+    with pytest.raises(UserError, match=ways_out):
+        begin(path)
     finish(path, overwrite=True)
     with pytest.raises(Finished, match="made with these settings already"):
-        begun(path, settings=RunSettings(device="mps"))
-    for more, difference in (
-        ({"settings": RunSettings(lr=0.2)}, "lr was 0.1, now 0.2"),
-        ({"settings": RunSettings(max_steps=9)}, "max_steps was 6, now 9"),
+        begin(path, device="mps")
+    for options, difference in (
+        ({"lr": 0.2}, "lr was 0.1, now 0.2"),
+        ({"max_steps": 9}, "max_steps was 6, now 9"),
         ({"corpus": 2}, "corpus was 1, now 2"),
     ):
         with pytest.raises(UserError, match=difference):
-            begun(path, **more)
-    begun(path, overwrite=True, settings=RunSettings(lr=0.2))
-    assert not path.with_suffix(".resume").exists() and path.exists()
+            begin(path, **options)
+    run, _ = begin(path, overwrite=True, lr=0.2)
+    assert path.with_suffix(".resume").exists()
+    run.log(0)
+    assert not path.with_suffix(".resume").exists()
     with pytest.raises(UserError, match="no state of its run lies beside it"):
-        begun(path)
+        begin(path)
     for name in ("model.resume", "model.jsonl"):
-        with pytest.raises(
-            UserError, match=r"the state \(.resume\) and records \(.jsonl\) lie beside it"
-        ):
-            begun(tmp_path / name)
+        with pytest.raises(UserError, match=r"the state \(.resume\) and records \(.jsonl\) lie"):
+            begin(tmp_path / name)
 
 
-def test_names_with_a_dot_are_of_runs_of_their_own(tmp_path):
-    finish(tmp_path / "x0.001")
-    finish(tmp_path / "x0.0003")
-    names = {path.name for path in tmp_path.glob("x*")}
-    assert names == {
-        f"{output}{end}" for output in ("x0.001", "x0.0003") for end in ("", ".resume", ".jsonl")
-    }
-
-
-def test_a_state_is_read_by_the_run_that_wrote_it_alone(tmp_path):
+def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
     path = tmp_path / "model.pt"
     with pytest.raises(UserError, match=r"model\.resume not found"):
-        begun(path, resume=True)
+        begin(path, resume=True)
     finish(path)
-    run, counts = begun(
-        path, resume=True, settings=RunSettings(device="mps", max_steps=9, init_from="resume")
-    )
-    assert (run.step, run.facts, counts.made) == (6, {"max_steps": 6}, [1, 2, 3, 4, 5, 6])
+    run, counts = begin(path, resume=True, device="mps", max_steps=9, init_from="resume")
+    assert run.step == run.first_settings["max_steps"] == 6
+    assert counts.made == [1, 2, 3, 4, 5, 6]
     with pytest.raises(UserError, match=r"another run \(lr was 0\.1, now 0\.2"):
-        begun(path, True, settings=RunSettings(lr=0.2))
+        begin(path, resume=True, lr=0.2)
     state = load_state(path.with_suffix(".resume"))
-    bad_step = ({"step": "six"}, "no state of a run"), ({"step": -1}, "no state of a run")
-    for bad, said in (({"parts": {}}, "is damaged"), *bad_step):
-        save_state(path.with_suffix(".resume"), {**state, **bad})
-        with pytest.raises(UserError, match=said):
-            begun(path, True)
+    for damage, message in (
+        ({"parts": {}}, "is damaged"),
+        ({"step": "six"}, "no state of a run"),
+        ({"step": -1}, "no state of a run"),
+    ):
+        save_state(path.with_suffix(".resume"), {**state, **damage})
+        with pytest.raises(UserError, match=message):
+            begin(path, resume=True)
 
 
 def test_a_reason_to_stop_is_asked_for_before_each_step(tmp_path):
     path = tmp_path / "model.pt"
-    run, counts = begun(path)
+    run, counts = begin(path)
     make_steps(run, counts, stop=lambda: "enough" if len(counts.made) >= 4 else None)
     assert (run.reason, run.step, counts.made) == ("enough", 4, [1, 2, 3, 4])
     run.save(run.step)
-    run, counts = begun(path, True)
+    run, counts = begin(path, resume=True)
     make_steps(run, counts)
     assert (run.reason, counts.made) == ("step limit: 6", [1, 2, 3, 4, 5, 6])
     run.save(run.step)
-    assert [record["step"] for record in read_records(path.with_suffix(".jsonl"))] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
-    run, counts = begun(path, True)
+    records = read_records(path.with_suffix(".jsonl"))
+    assert [record["step"] for record in records] == counts.made
+    run, counts = begin(path, resume=True)
     make_steps(run, counts, total=3)
     assert (run.reason, run.step) == ("step limit: 3", 6)
 
@@ -173,45 +164,47 @@ def whole(tmp_path_factory, corpus):
 def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpus, whole):
     """Interrupted in a step, which is finished and saved, and in the last pass over the validation
     split."""
-    options, path = (
-        {**SETTINGS, "dataset": corpus, "out_dir": tmp_path},
-        tmp_path / "model_checkpoint",
-    )
+    options = {**SETTINGS, "dataset": corpus, "out_dir": tmp_path}
+    path = tmp_path / "model_checkpoint"
     for name, number, more in (("get_batch", 12, {}), ("measure", 3, {"init_from": "resume"})):
         with monkeypatch.context() as patch:
             end_in_call(patch, train, name, number, terminate)
             finished = call("train", **options, **more)
         assert finished.status == 143 and "Go on with --init_from resume." in finished.err
     assert "at step 12" in finished.out
-    for _ in range(2):  # the second time nothing is left to do but to write the same
+    for _ in range(2):  # the second time only the same files are written again
         assert "Resuming" in succeed("train", **options, init_from="resume")
         assert_same_weights(weights(path.with_suffix(".pt")), weights(whole.with_suffix(".pt")))
         assert untimed(path.with_suffix(".jsonl")) == untimed(whole.with_suffix(".jsonl"))
-        states = [
-            torch.load(each.with_suffix(".resume"), weights_only=True) for each in (path, whole)
-        ]
-        assert_same_weights(*(state["parts"]["model"] for state in states))
-        assert [state["finished"] for state in states] == [True, True]
+        ours, theirs = (load_state(run.with_suffix(".resume")) for run in (path, whole))
+        assert_same_weights(ours["parts"]["model"], theirs["parts"]["model"])
+        assert ours["finished"] and theirs["finished"]
 
 
-def test_what_cannot_be_resumed_is_refused_in_one_line(tmp_path, whole, corpus):
-    """More steps than a schedule that ends in 0 has; a damaged state."""
+def test_more_steps_than_the_schedule_has_are_refused(tmp_path, whole, corpus):
+    """And no file changes: the finished run keeps its last record."""
+    folder = shutil.copytree(whole.parent, tmp_path / "copy")
+    before = folder_bytes(folder)
+    options = {**SETTINGS, "dataset": corpus, "out_dir": folder, "max_iters": 25}
+    line = refuse_in_one_line("train", **options, init_from="resume")
+    assert "max_iters=25: the learning rate of lr_schedule=cooldown is 0 from step 20 on" in line
+    assert folder_bytes(folder) == before
+
+
+@pytest.mark.parametrize("damage", ["schedule", "moments", "best", "config"])
+def test_a_damaged_state_is_refused_in_one_line(tmp_path, whole, corpus, damage):
     path = shutil.copytree(whole.parent, tmp_path / "copy") / "model_checkpoint.resume"
+    state = load_state(path)
+    parts = state["parts"]
+    if damage == "schedule":
+        del parts["schedule"]["num_steps"]
+    elif damage == "config":
+        parts["config"].n_layer = 10**6
+    elif damage == "moments":
+        moments = parts["optimizers"]["moments"][0]
+        moments[0] = {name: moment[:1] for name, moment in moments[0].items()}
+    else:
+        parts["best"]["weights"] = {}
+    torch.save(state, path)
     options = {**SETTINGS, "dataset": corpus, "out_dir": path.parent}
-    more = {**options, "init_from": "resume", "max_iters": 25}
-    assert "the rate is 0 from step 20 on" in refuse_in_one_line("train", **more)
-    data = path.read_bytes()
-    for damage in ("facts", "moments", "best", "config"):
-        path.write_bytes(data)
-        state = torch.load(path, weights_only=True)
-        if damage == "facts":
-            del state["facts"]["max_iters"]
-        elif damage == "config":
-            state["facts"]["config"].n_layer = 10**6
-        elif damage == "moments":
-            moments = state["parts"]["optimizers"]["moments"][0]
-            moments[0] = {name: each[:1] for name, each in moments[0].items()}
-        else:
-            state["parts"]["best"]["weights"] = {}
-        torch.save(state, path)
-        assert "ERROR: " in refuse_in_one_line("train", **options, init_from="resume"), damage
+    assert "ERROR: " in refuse_in_one_line("train", **options, init_from="resume")

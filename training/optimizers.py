@@ -1,13 +1,13 @@
-"""Optimizers, learning-rate schedules, the step, early stopping, the best weights.
+"""Optimizers, learning-rate schedules, the optimizer step, early stopping and the best weights.
 
-    python -c "from training.optimizers import learning_rate_factor; print(learning_rate_factor(50,
-    100, 2000, 0.1))"
+    python -c "from training.optimizers import Muon; help(Muon)"
 
-Schedules take the number of a step, counted from 0.
+Steps are counted from 0.
 """
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +16,15 @@ from torch.nn import Module
 
 from common.process import UserError
 
+# By schedule: the share of the steps over which the factor falls linearly, and its last value
+COOLDOWN = {"cooldown": (0.6, 0.0), "linear": (1.0, 0.0), "constant": (1.0, 1.0)}
+
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon that, on a CPU, takes matrices of one shape together, in float32: 20 ms, not
-    64, at 0.8M."""
+    """torch.optim.Muon with batched float32 steps on the CPU.
+
+    It updates all matrices of one shape together: 20 ms a step instead of 64 at 0.8M parameters.
+    """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # the base's closure can be a function
@@ -27,65 +32,73 @@ class Muon(torch.optim.Muon):
         if group["params"][0].device.type != "cpu":
             super().step()
             return
-        learned = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for rows, columns in dict.fromkeys(parameter.shape for parameter in learned):
-            parameters = [parameter for parameter in learned if parameter.shape == (rows, columns)]
+        parameters_by_shape: dict[torch.Size, list[Any]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameters_by_shape.setdefault(parameter.shape, []).append(parameter)
+        for (rows, columns), parameters in parameters_by_shape.items():
             gradients = [parameter.grad for parameter in parameters]
-            buffers = [
-                self.state[each].setdefault("momentum_buffer", torch.zeros_like(each))
-                for each in parameters
-            ]
+            buffers = []
+            for parameter in parameters:
+                state = self.state[parameter]
+                buffers.append(state.setdefault("momentum_buffer", torch.zeros_like(parameter)))
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             directions = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
-            updates = orthogonalised(
-                directions, group["ns_steps"], group["ns_coefficients"]
-            ).unbind()
+            updates = orthogonalised(directions, group["ns_steps"], group["ns_coefficients"])
+            # Tall matrices take larger steps, as in torch.optim.Muon.
+            learning_rate = group["lr"] * max(1.0, rows / columns) ** 0.5
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(
-                parameters, updates, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5
-            )
+            torch._foreach_add_(parameters, updates.unbind(), alpha=-learning_rate)
 
 
 def orthogonalised(
     matrices: Tensor, steps: int, coefficients: tuple[float, float, float]
 ) -> Tensor:
-    """Matrices (n, rows, columns) with all singular values brought near 1, by Newton-Schulz (K.
-    Jordan, 2024)."""
+    """Bring all singular values of matrices (n, rows, columns) near 1 by Newton-Schulz iterations.
+
+    K. Jordan, 2024, "Muon: an optimizer for hidden layers in neural networks".
+    """
     a, b, c = coefficients
-    tall = matrices.size(1) > matrices.size(2)
-    x = matrices.mT.contiguous() if tall else matrices
+    is_tall = matrices.size(1) > matrices.size(2)
+    x = matrices
+    if is_tall:
+        x = matrices.mT.contiguous()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x.mT if is_tall else x
 
 
 class Optimizers:
-    """One or several torch optimizers behind one interface; AdamW is the last, and `learning_rate`
-    its rate."""
+    """One or two torch optimizers as one. AdamW is the last; `learning_rate` is its current rate."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
 
     def set_learning_rate_factor(self, factor: float) -> None:
-        """Make every learning rate `factor` times the one it was made with."""
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            self.learning_rate = group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        """Set every learning rate to `factor` times its initial value."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                initial_lr = group.setdefault("initial_lr", group["lr"])
+                group["lr"] = initial_lr * factor
+                self.learning_rate = group["lr"]
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the moments only: learning rates and weight decay are settings."""
         return {"moments": [optimizer.state_dict()["state"] for optimizer in self.optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for optimizer, moments in zip(self.optimizers, state["moments"], strict=True):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
-            for parameter, own in optimizer.state.items():
-                if any(moment.dim() and moment.shape != parameter.shape for moment in own.values()):
-                    raise ValueError("moments are of another shape than their weight")
+            for parameter, loaded in optimizer.state.items():
+                for moment in loaded.values():
+                    if moment.dim() and moment.shape != parameter.shape:
+                        raise ValueError("the shape of a moment differs from that of its weight")
 
 
 def make_optimizers(
@@ -95,158 +108,200 @@ def make_optimizers(
     weight_decay: float = 0.1,
     beta2: float = 0.95,
 ) -> Optimizers:
-    """'adamw': AdamW for all parameters that require gradients; 'muon': Muon (K. Jordan, 2024), at
-    5 times the learning rate, for the matrices in the blocks, AdamW for the rest. Matrices decay.
-    Raises UserError where nothing can learn."""
-    named = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    hidden = [
-        name
-        for name in named
-        if optimizer == "muon" and "transformer.h." in name and named[name].dim() == 2
-    ]
-    if not named or (optimizer == "muon" and not hidden):
+    """Return the optimizers of all parameters that require gradients.
+
+    'adamw': AdamW for all of them. 'muon': Muon (K. Jordan, 2024) for the matrices in the blocks,
+    at 5 times the learning rate, and AdamW for the rest. Only matrices decay.
+    """
+    hidden = []  # matrices in the blocks, for Muon
+    matrices = []
+    vectors = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.dim() < 2:
+            vectors.append(parameter)
+        elif optimizer == "muon" and parameter.dim() == 2 and "transformer.h." in name:
+            hidden.append(parameter)
+        else:
+            matrices.append(parameter)
+    needed = hidden if optimizer == "muon" else matrices + vectors
+    if not needed:
         raise UserError(
             f"ERROR: optimizer={optimizer}: nothing to train: unfreeze a part of the model's blocks"
         )
-    matrices = [named.pop(name) for name in hidden]
-    muon = (
-        [Muon(matrices, lr=5 * learning_rate, weight_decay=weight_decay, momentum=0.85)]
-        if matrices
-        else []
-    )
-    decayed, others = (
-        [p for p in named.values() if p.dim() >= 2],
-        [p for p in named.values() if p.dim() < 2],
-    )
+    optimizers: list[torch.optim.Optimizer] = []
+    if hidden:
+        optimizers.append(
+            Muon(hidden, lr=5 * learning_rate, weight_decay=weight_decay, momentum=0.85)
+        )
     groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
-    # One fused kernel for all tensors: on two CPU cores, a third of the loop's time for a small
-    # model.
-    return Optimizers(
-        [*muon, torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, beta2), fused=True)]
-    )
+    # One fused kernel for all tensors saves a third of a small model's step on two CPU cores.
+    optimizers.append(torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, beta2), fused=True))
+    return Optimizers(optimizers)
 
 
 def learning_rate_factor(
     step: int, warmup_steps: int, decay_steps: int, min_factor: float
 ) -> float:
-    """Warm-up, (step + 1) / (warmup_steps + 1) as in nanoGPT, then half a cosine to min_factor at
-    decay_steps."""
+    """Return the cosine schedule's factor of a step.
+
+    It rises by (step + 1) / (warmup_steps + 1) as in nanoGPT, then follows half a cosine to
+    min_factor at decay_steps.
+    """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    progress = (step - warmup_steps) / (decay_steps - warmup_steps) if step < decay_steps else 1.0
+    progress = 1.0
+    if step < decay_steps:
+        progress = (step - warmup_steps) / (decay_steps - warmup_steps)
     return min_factor + (1 - min_factor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def cooldown_factor(
     step: int, warmup_steps: int, num_steps: int, cooldown: float, min_factor: float
 ) -> float:
-    """Warm-up, 1, a line to min_factor over the last `cooldown` of num_steps, a share (Haegele,
-    arXiv:2405.18392)."""
+    """Return the factor of a step in a schedule with a linear cooldown.
+
+    After the same warm-up it is 1, and falls to min_factor over the last `cooldown` (a share) of
+    num_steps (Haegele et al., arXiv:2405.18392).
+    """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    return min_factor + (1 - min_factor) * min(
-        1.0, max(0, num_steps - step) / max(1, cooldown * num_steps)
-    )
+    remaining = max(0, num_steps - step) / max(1, cooldown * num_steps)
+    return min_factor + (1 - min_factor) * min(1.0, remaining)
+
+
+@dataclass
+class Schedule:
+    """The learning rate of each step as a factor of its peak.
+
+    A resumed run keeps the saved length and warm-up: more steps do not stretch the schedule.
+    """
+
+    shape: str  # cosine, cooldown, linear or constant
+    num_steps: int
+    warmup_steps: int
+    min_factor: float = 0.0  # at the end of the cosine
+    decay_steps: int | None = None  # last step of the cosine; None: num_steps
+
+    def factor(self, step: int) -> float:
+        """Return the factor of a step."""
+        if self.shape == "cosine":
+            decay_steps = self.decay_steps or self.num_steps
+            return learning_rate_factor(step, self.warmup_steps, decay_steps, self.min_factor)
+        cooldown, min_factor = COOLDOWN[self.shape]
+        return cooldown_factor(step, self.warmup_steps, self.num_steps, cooldown, min_factor)
+
+    def check_num_steps(self, option: str, num_steps: int) -> None:
+        """Raise UserError if an option asks for steps whose learning rate would be 0."""
+        if num_steps > self.num_steps and self.factor(num_steps) == 0:
+            raise UserError(
+                f"ERROR: {option}={num_steps}: the learning rate of lr_schedule={self.shape} is 0 "
+                f"from step {self.num_steps} on; use --{option} {self.num_steps}, or train anew"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps, "warmup_steps": self.warmup_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps = int(state["num_steps"])
+        self.warmup_steps = int(state["warmup_steps"])
 
 
 def take_step(
     model: Module, optimizers: Optimizers, grad_clip: float, scaler: torch.amp.GradScaler
 ) -> float | None:
-    """Clip the gradients to a joint norm of grad_clip (0: do not), step, forget them; returns their
-    norm before.
+    """Clip the gradients to a norm of grad_clip (0: do not clip), step, and reset the gradients.
 
-    None where they overflowed under a float16 scaler; UserError for others, and for weights or
-    moments, not finite."""
+    Return the norm before clipping; None if gradients overflowed under a float16 scaler, which
+    skips the step. Raise UserError if other gradients, a weight or a moment are not finite.
+    """
     for optimizer in optimizers.optimizers:
         scaler.unscale_(optimizer)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    if norm.isfinite() and grad_clip > 0:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
-    elif not norm.isfinite() and not scaler.is_enabled():
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    is_finite = bool(norm.isfinite())
+    if not is_finite and not scaler.is_enabled():
         raise UserError(
             "ERROR: the gradient is not finite: lower the learning rate, or use float32 or bfloat16"
         )
+    if is_finite and grad_clip > 0:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, norm)
     for optimizer in optimizers.optimizers:
         scaler.step(optimizer)
     scaler.update()
     optimizers.zero_grad()
-    kept = [
-        tensor
-        for each in optimizers.optimizers
-        for p, m in each.state.items()
-        for tensor in (p, *m.values())
-    ]
-    if not torch.nn.utils.get_total_norm(kept).isfinite():
+
+    # An infinite moment freezes its weight, and no loss or gradient shows it.
+    updated = []
+    for optimizer in optimizers.optimizers:
+        for parameter, moments in optimizer.state.items():
+            updated += [parameter, *moments.values()]
+    if not torch.nn.utils.get_total_norm(updated).isfinite():
         raise UserError(
             "ERROR: a weight or moment is not finite after the step: lower the learning rate"
         )
-    return float(norm) if norm.isfinite() else None
+    return float(norm) if is_finite else None
 
 
 class EarlyStopping:
-    """Stop when a value has not fallen by `min_delta` in all over the last `patience` evaluations;
-    None: never."""
+    """Stops after `patience` evaluations in which a value has not fallen by `min_delta`; None: never."""
 
     def __init__(self, patience: int | None, min_delta: float = 0.0) -> None:
-        self.patience, self.min_delta = patience, min_delta
-        self.best, self.num_without_improvement = math.inf, 0
+        self.patience = patience
+        self.min_delta = min_delta
+        self.best = math.inf
+        self.num_without_improvement = 0
 
     def update(self, value: float) -> None:
-        """Note an evaluation."""
+        """Add the value of an evaluation."""
         self.num_without_improvement += 1
-        # Of 2.0 - 1.999 binary makes a hair less than 0.001.
+        # Tolerance for float rounding: 2.0 - 1.999 is slightly less than 0.001.
         if value < self.best and self.best - value >= self.min_delta * (1 - 1e-9):
-            self.best, self.num_without_improvement = value, 0
+            self.best = value
+            self.num_without_improvement = 0
 
-    @property
     def reason(self) -> str:
-        """Why to stop; empty while there is patience."""
-        is_over = self.patience is not None and self.num_without_improvement >= self.patience
-        return (
-            f"patience: no improvement of {self.min_delta} in {self.patience} evaluations"
-            if is_over
-            else ""
-        )
+        """Return why to stop; empty: go on."""
+        if self.patience is None or self.num_without_improvement < self.patience:
+            return ""
+        return f"patience: no improvement of {self.min_delta} in {self.patience} evaluations"
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "num_without_improvement": self.num_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.num_without_improvement = (
-            float(state["best"]),
-            int(state["num_without_improvement"]),
-        )
+        self.best = float(state["best"])
+        self.num_without_improvement = int(state["num_without_improvement"])
 
 
 class Best:
-    """The weights of least value that were offered, with what is noted of them; of equals the
-    first."""
+    """Keeps the weights with the lowest value, with figures about them; ties keep the earlier ones."""
 
     def __init__(self) -> None:
-        self.value, self.at = math.inf, 0
+        self.value = math.inf
+        self.at = 0  # step or epoch
         self.figures: dict[str, Any] = {}
         self.weights: dict[str, Tensor] = {}
 
-    def offer(
+    def update(
         self, value: float, at: int, weights: Iterable[tuple[str, Tensor]], figures: dict[str, Any]
     ) -> None:
-        """Keep a copy of the weights `at` a step or epoch if their value is below the least so
-        far."""
+        """Copy the weights of step or epoch `at` if their value is the lowest so far."""
         if value < self.value:
-            self.value, self.at, self.figures = float(value), at, figures
+            self.value = float(value)
+            self.at = at
+            self.figures = figures
             self.weights = {name: tensor.detach().clone() for name, tensor in weights}
 
     def restore(self, model: Module) -> None:
-        """Give the model the kept weights; those that were not offered stay."""
-        own = model.state_dict()
-        if not self.weights or any(
-            own[name].shape != weight.shape for name, weight in self.weights.items()
-        ):
+        """Load the kept weights into a model, whose other weights stay as they are."""
+        state = model.state_dict()
+        fits = all(state[name].shape == weight.shape for name, weight in self.weights.items())
+        if not self.weights or not fits:
             raise UserError(
                 "ERROR: the saved state has no best weights of this model: delete it, start from scratch"
             )
@@ -256,4 +311,7 @@ class Best:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: type(value)(state[name]) for name, value in vars(self).items()})
+        self.value = float(state["value"])
+        self.at = int(state["at"])
+        self.figures = dict(state["figures"])
+        self.weights = dict(state["weights"])

@@ -1,14 +1,15 @@
-"""A training run that can be interrupted: its records, its saved state, its steps.
+"""A training run that can be interrupted: its steps, its saved state and its records.
 
     python train.py --config config/train_shakespeare.py --init_from resume
 
-The state (`.resume`) and the records (`.jsonl`) lie beside the output and have its name. The state
-is saved at each evaluation and on Ctrl-C or SIGTERM after the step; a resumed run of the same
-settings and inputs ends in the same tensors."""
+The state (`.resume`) and the records (`.jsonl`) lie beside the output and share its name. The state
+is saved at each evaluation and, on Ctrl-C or SIGTERM, after the current step. A resumed run of the
+same settings and inputs ends in the same tensors.
+"""
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,186 +23,217 @@ from common.settings import Settings, changeable, differing_settings
 RESUME_HINT = (
     "Go on with --init_from resume. Where nothing was saved yet, run the same command again."
 )
+STATE_TYPES = {"settings": dict, "input_hashes": dict, "parts": dict, "step": int, "finished": bool}
 
 
 class Run:
-    """A training that makes `output`; `reads` are hashes, by name, of what it reads, the same when
-    it is resumed.
+    """The training of one output file.
 
-    `facts` are values with which the run began and that a resumed one takes over, as the length of
-    its schedule."""
+    A script calls `start` or `resume`, which check the files and change none; then `track`, which
+    restores the parts of a resumed run; then it iterates over `steps` and calls `log` and `save`.
+    The first record of a new run replaces the files of an earlier one.
+    """
 
     def __init__(
-        self, output: str | Path, settings: Settings, ranks: Ranks, reads: Mapping[str, Any]
+        self,
+        output: str | Path,
+        settings: Settings,
+        ranks: Ranks,
+        input_hashes: Mapping[str, Any],
     ) -> None:
-        self.output, self.settings, self.ranks, self.reads = (
-            Path(output),
-            settings,
-            ranks,
-            dict(reads),
-        )
-        self.path, self.log_path = beside(output, ".resume"), beside(output, ".jsonl")
+        """Lock the output. A resumed run must have the same `input_hashes` (of files, by name)."""
+        self.output = Path(output)
+        self.state_path = beside(output, ".resume")
+        self.log_path = beside(output, ".jsonl")
         if self.output.suffix in (".resume", ".jsonl"):
             raise UserError(
                 f"ERROR: {output}: the state (.resume) and records (.jsonl) lie beside it: name it .pt"
             )
-        self.step = 0  # steps made
-        self.facts: dict[str, Any] = {}
+        self.settings = settings
+        self.ranks = ranks
+        self.input_hashes = dict(input_hashes)
+        self.first_settings = asdict(settings)  # of the command that started the run
+        self.step = 0  # number of completed steps
         self.reason = ""  # why the loop ended
-        self.parts: dict[str, Any] = {}  # each with state_dict and load_state_dict
-        self.saved: dict[str, Any] = {}  # of a resumed run: its parts
         self.is_resumed = False
-        self.log: Callable[..., None]  # appends the record of a step, as RunLog.log
-
-    def begin(
-        self,
-        resume: bool,
-        overwrite: bool = False,
-        check: Callable[[dict[str, Any]], None] = lambda facts: None,
-        /,
-        **facts: Any,
-    ) -> None:
-        """Lock the output; read the state of a run to resume, or make sure that a new one replaces
-        nothing of value.
-
-        `check` takes the facts of a run to resume and may refuse to continue it; until then its
-        files stay unchanged. Raises Finished where the same settings and inputs have already made
-        the output; UserError for other obstacles."""
-        if self.ranks.rank == 0:
+        self.saved: dict[str, Any] = {}  # parts of the state that a resumed run has read
+        self.parts: dict[str, Any] = {}
+        self.records: RunLog | None = None  # opened by the first record
+        if ranks.rank == 0:
             lock_output(self.output)
-        way = "--overwrite True, without --init_from resume, begins anew"
-        is_read = self.path.is_file() and (resume or not overwrite)
-        state = self.ranks.run_on_rank0(lambda: load_state(self.path, way) if is_read else None)
-        difference = "" if state is None else self._difference(state, {} if resume else facts)
-        if resume:
-            if state is None:
-                raise UserError(
-                    f"ERROR: nothing to resume: {self.path} not found; start with --init_from scratch"
-                )
-            if difference:
-                raise UserError(
-                    f"ERROR: {self.path} is of another run ({difference}); name another output"
-                )
-            self.saved, self.step, self.facts, self.is_resumed = (
-                state["parts"],
-                state["step"],
-                state["facts"],
-                True,
-            )
-            with self.reading("facts"):
-                _ = [self.facts[name] for name in facts]
-            check(self.facts)
-            print0(f"Resuming {self.path} at step {self.step}")
-        elif state is None and self.output.exists() and not overwrite:
-            way = "name another output, or --overwrite True replaces it"
-            raise UserError(
-                f"ERROR: {self.output} exists, and no state of its run lies beside it: {way}"
-            )
-        elif state is not None and not overwrite:
-            if difference:
-                way = "name another output; --overwrite True replaces it, --init_from resume goes on with its settings"
-                raise UserError(f"ERROR: {self.output} is of another run ({difference}): {way}")
-            if not (state["finished"] and self.output.exists()):
-                way = "--init_from resume goes on, --overwrite True begins anew"
-                raise UserError(
-                    f"ERROR: {self.output} has a run of these settings that was interrupted: {way}"
-                )
-            raise Finished(
-                f"{self.output} was made with these settings already; --overwrite True makes it again."
-            )
-        else:
-            self.facts = facts
-            if self.ranks.rank == 0:
-                self.path.unlink(missing_ok=True)
-        kept, tracker = self.step if self.is_resumed else -1, None
-        names = {
-            "tracker": "none",
-            "wandb_project": "crossover",
-            "wandb_run_name": beside(self.output, "").name,
-        }
-        name, project, run = (
-            getattr(self.settings, each, default) for each, default in names.items()
-        )
-        if name != "none" and self.ranks.rank == 0:
-            folder = beside(self.output, ".tensorboard")
-            tracker = Tracker(name, project, run, asdict(self.settings), folder, kept)
-        self.log = RunLog(self.log_path, kept, tracker).log
 
-    def _difference(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-        """How a state's settings, inputs and facts differ from these, as text; UserError for a
-        damaged state."""
-        kinds = {
-            "settings": dict,
-            "reads": dict,
-            "facts": dict,
-            "parts": dict,
-            "step": int,
-            "finished": bool,
-        }
-        if (
-            any(type(state.get(name)) is not kind for name, kind in kinds.items())
-            or state["step"] < 0
-        ):
+    def start(self, overwrite: bool, limits: Iterable[str] = ()) -> None:
+        """Check that a new run replaces nothing of value.
+
+        `limits` names the settings that a resumed run may change although they change the result.
+        Raises Finished if the same settings and inputs have already made the output.
+        """
+        if overwrite:
+            return
+        state = self._read_state()
+        if state is None:
+            if self.output.exists():
+                raise UserError(
+                    f"ERROR: {self.output} exists, and no state of its run lies beside it: "
+                    "name another output, or --overwrite True replaces it"
+                )
+            return
+        difference = self._difference(state, changeable(type(self.settings)) - set(limits))
+        if difference:
             raise UserError(
-                f"ERROR: {self.path} is no state of a run, or damaged: delete it and start from scratch"
+                f"ERROR: {self.output} is of another run ({difference}): name another output; "
+                "--overwrite True replaces it, --init_from resume goes on with its settings"
             )
-        own = changeable(type(self.settings)) | {"init_from", "overwrite"}
-        now = {name: value for name, value in asdict(self.settings).items() if name not in own}
-        pairs = ((state["settings"], now), (state["reads"], self.reads), (state["facts"], facts))
-        return "; ".join(filter(None, (differing_settings(*pair) for pair in pairs)))
+        if not (state["finished"] and self.output.exists()):
+            raise UserError(
+                f"ERROR: {self.output} has a run of these settings that was interrupted: "
+                "--init_from resume goes on, --overwrite True begins anew"
+            )
+        raise Finished(
+            f"{self.output} was made with these settings already; --overwrite True makes it again."
+        )
+
+    def resume(self) -> dict[str, Any]:
+        """Read the state of the output's run, and return its saved parts by name."""
+        state = self._read_state()
+        if state is None:
+            raise UserError(
+                f"ERROR: nothing to resume: {self.state_path} not found; "
+                "start with --init_from scratch"
+            )
+        difference = self._difference(state, changeable(type(self.settings)))
+        if difference:
+            raise UserError(
+                f"ERROR: {self.state_path} is of another run ({difference}); name another output"
+            )
+        self.is_resumed = True
+        self.step = state["step"]
+        self.saved = state["parts"]
+        self.first_settings = state["settings"]
+        self.input_hashes = state["input_hashes"]
+        print0(f"Resuming {self.state_path} at step {self.step}")
+        return self.saved
+
+    def _read_state(self) -> dict[str, Any] | None:
+        """Return the saved state; None if there is none. Raises UserError if it is damaged."""
+
+        def read() -> dict[str, Any] | None:
+            if not self.state_path.is_file():
+                return None
+            way_out = "--overwrite True, without --init_from resume, begins anew"
+            return load_state(self.state_path, way_out)
+
+        state = self.ranks.run_on_rank0(read)
+        if state is None:
+            return None
+        has_types = all(type(state.get(name)) is kind for name, kind in STATE_TYPES.items())
+        if not has_types or state["step"] < 0:
+            raise UserError(
+                f"ERROR: {self.state_path} is no state of a run, or damaged: "
+                "delete it and start from scratch"
+            )
+        return state
+
+    def _difference(self, state: Mapping[str, Any], ignored: set[str]) -> str:
+        """Return how the settings and inputs of a state differ from this run's; empty if equal."""
+        compared = asdict(self.settings)
+        for name in ignored | {"init_from", "overwrite"}:
+            compared.pop(name, None)
+        differences = (
+            differing_settings(state["settings"], compared),
+            differing_settings(state["input_hashes"], self.input_hashes),
+        )
+        return "; ".join(filter(None, differences))
 
     def track(self, **parts: Any) -> None:
-        """Make these parts of the state; those of a resumed run are restored. Raises UserError for
-        a damaged state."""
-        self.parts |= parts
-        for name, part in parts.items() if self.is_resumed else ():
-            with self.reading(name):
-                part.load_state_dict(self.saved[name])
+        """Save these parts with the state, and restore those of a resumed run.
+
+        A part has `state_dict` and `load_state_dict`. Any other value is saved as it is, and a
+        resumed run takes it from what `resume` returns. Raises UserError if the state is damaged.
+        """
+        self.parts.update(parts)
+        for name, part in parts.items():
+            if self.is_resumed and hasattr(part, "load_state_dict"):
+                with self.reading(name):
+                    part.load_state_dict(self.saved[name])
 
     @contextlib.contextmanager
-    def reading(self, what: str) -> Iterator[None]:
-        """Within, whatever a saved state's contents bring about is a UserError that names the
-        file."""
+    def reading(self, name: str) -> Iterator[None]:
+        """Turn any error from reading the saved state into a UserError that names the file."""
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            reason = f"{what}: {str(error).removeprefix('ERROR: ').partition(chr(10))[0]:.200}"
+            first_line = str(error).removeprefix("ERROR: ").partition("\n")[0]
             raise UserError(
-                f"ERROR: {self.path} is damaged ({reason}): delete it and start from scratch"
+                f"ERROR: {self.state_path} is damaged ({name}: {first_line:.200}): "
+                "delete it and start from scratch"
             ) from None
 
     def steps(self, total: int, stop: Callable[[], str | None] = lambda: None) -> Iterator[int]:
-        """Yield the number, counted from 0, of each step to make; ends with a `reason`, `stop()`'s
-        or the limit.
+        """Yield the number of each remaining step, counted from 0; set `reason` at the end.
 
-        Signals wait until the step is whole, its evaluation too; then the state is saved and the
-        signal raised, on every rank if on one."""
+        The loop ends when `stop` returns a reason, or after `total` steps. A signal on any rank
+        waits until the step and its evaluation are complete; then all ranks save and stop.
+        """
         with (
             flag_signals() as signals,
             progress(total, "Training", "step", initial=self.step) as self.bar,
         ):
-            while not any(
-                sent := self.ranks.sum(signal.SIGINT in signals, signal.SIGTERM in signals)
-            ):
-                self.reason = stop() or (f"step limit: {total}" if self.step >= total else "")
+            while True:
+                num_interrupted, num_terminated = self.ranks.sum(
+                    signal.SIGINT in signals, signal.SIGTERM in signals
+                )
+                if num_interrupted or num_terminated:
+                    break
+                self.reason = stop() or ""
+                if not self.reason and self.step >= total:
+                    self.reason = f"step limit: {total}"
                 if self.reason:
                     return
                 yield self.step
                 self.step += 1
                 self.bar.update()
             self.save(self.step)
-        signal.raise_signal(signal.SIGTERM if sent[1] else signal.SIGINT)
+        # Outside of flag_signals the signal ends the process.
+        if num_terminated:
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+
+    def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
+        """Append the record of a step and, unless `quiet`, print a line; see RunLog.log."""
+        if self.records is None:
+            self.records = self._open_records()
+        self.records.log(step, quiet, **metrics)
+
+    def _open_records(self) -> RunLog:
+        """Open the records. Those of a resumed run are kept up to the step of its state."""
+        last_kept = -1
+        if self.is_resumed:
+            last_kept = self.step
+        elif self.ranks.rank == 0:
+            self.state_path.unlink(missing_ok=True)
+        settings = asdict(self.settings)
+        tracker = None
+        tracker_name = settings.get("tracker", "none")
+        if tracker_name != "none" and self.ranks.rank == 0:
+            name = settings.get("wandb_run_name", beside(self.output, "").name)
+            project = settings.get("wandb_project", "crossover")
+            folder = beside(self.output, ".tensorboard")
+            tracker = Tracker(tracker_name, project, name, settings, folder, last_kept)
+        return RunLog(self.log_path, last_kept, tracker)
 
     def save(self, step: int, finished: bool = False) -> None:
-        """Write the state after so many steps, from rank 0 alone; `finished` once the output is
-        written."""
-        if self.ranks.rank == 0:
-            parts = {name: dict(part.state_dict()) for name, part in self.parts.items()}
-            state = {
-                "step": step,
-                "finished": finished,
-                "facts": self.facts,
-                "reads": self.reads,
-                "parts": parts,
-            }
-            save_state(self.path, state | {"settings": asdict(self.settings)})
+        """Write the state after `step` steps, on rank 0; `finished` once the output is written."""
+        if self.ranks.rank != 0:
+            return
+        parts = {}
+        for name, part in self.parts.items():
+            parts[name] = dict(part.state_dict()) if hasattr(part, "state_dict") else part
+        state = {
+            "step": step,
+            "finished": finished,
+            "settings": self.first_settings,
+            "input_hashes": self.input_hashes,
+            "parts": parts,
+        }
+        save_state(self.state_path, state)

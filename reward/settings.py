@@ -1,0 +1,88 @@
+"""Settings of train_reward_model.py.
+
+python train_reward_model.py --help
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from common.settings import Errors, Settings, changeable, setting
+from reward.heads import REWARD_MODELS
+
+
+@dataclass
+class RewardModelSettings(Settings):
+    """Train a reward model on sequences that are natural up to a crossover."""
+
+    base_model_path: str | None = setting(None, model_file="required", changeable=True)
+    """checkpoint of the generator that wrote the synthetic part (required)"""
+    data_dir: str = setting("data/reward_dataset", changeable=True)
+    """reward dataset, made by prepare_reward_data.py"""
+    output_path: str = setting("logs/reward_model.pt", output="file", changeable=True)
+    """the reward model; records (.jsonl) and a picture (.png) go beside it"""
+    overwrite: bool = setting(False, changeable=True)
+    """replace an output of other settings or inputs, or make it again"""
+    head: Literal["likelihood", "position", "last"] = "likelihood"
+    """likelihood: log-ratio of two models; position, last: a new head, trained on labels"""
+    natural_model_path: str | None = setting(None, model_file="optional", changeable=True)
+    """model of natural text; other heads use its trunk, or with None the generator's"""
+    reward_head_hidden_dim: int = setting(256, minimum=1)
+    """width of the hidden layer of a last or position head"""
+    unfreeze_layers: int = setting(0, minimum=-1)
+    """last, position: also train this many of the last blocks; 0: only the head, -1: all"""
+    loss: Literal["mse", "cross_entropy", "token", "nll"] | None = None
+    """token (a label for every token), nll (-log P(K)): not for last. None: mse for last, else nll"""
+    learning_rate: float = setting(1e-3, above=0)
+    """learning rate of AdamW for head and unfrozen blocks, constant"""
+    batch_size: int = setting(64, minimum=1)
+    """sequences in a batch, over all ranks"""
+    max_epochs: int = setting(20, minimum=1, unit="epochs")
+    """largest number of passes over the training samples"""
+    patience: int = setting(3, minimum=1, unit="epochs")
+    """stop after this many epochs without improvement of the selection loss"""
+    min_delta: float = setting(1e-5, minimum=0)
+    """minimum decrease of the selection loss that resets patience"""
+    device: str = setting("auto", changeable=True)
+    """auto, cpu, cuda, cuda:N or mps"""
+    seed: int = setting(42, minimum=0)
+    """seed of the head's weights and the samples' order"""
+
+    @property
+    def loss_name(self) -> str:
+        """The loss to train with, or the default of the head."""
+        return self.loss or REWARD_MODELS[self.head].losses[0]
+
+    def check_settings(self, errors: Errors) -> None:
+        """Check the output's name, and the options that depend on the head."""
+        errors.check(
+            Path(self.output_path).suffix not in (".png", ".jsonl"),
+            f"output_path={self.output_path}: records and a picture lie there",
+            "Name it .pt",
+        )
+        errors.check(
+            self.loss_name in REWARD_MODELS[self.head].losses,
+            f"loss={self.loss}: a last head predicts one share a sequence",
+            "Choose --head position",
+        )
+        if self.head == "likelihood":
+            self.check_likelihood_head(errors)
+
+    def check_likelihood_head(self, errors: Errors) -> None:
+        """Check that there is a natural model, and no option of heads that are trained."""
+        start = self.base_model_path or "BASE.pt"
+        command = f"python train.py --init_from {start} --dataset CORPUS --checkpoint_name NAME.pt"
+        errors.check(
+            self.natural_model_path is not None,
+            "head=likelihood needs natural_model_path, a model of natural text: "
+            f"make one with `{command}`",
+            "Name it with --natural_model_path",
+        )
+        used = changeable(type(self)) | {"head", "loss", "seed"}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            errors.check(
+                field.name in used or value == field.default,
+                f"{field.name}={value} has no effect with head=likelihood",
+                f"Leave out --{field.name}, or choose --head last or position",
+            )

@@ -1,0 +1,199 @@
+"""Settings of train.py, with nanoGPT's names.
+
+python train.py --help
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from common.files import is_hub_name
+from common.log import check_tracker
+from common.settings import Errors, Settings, setting
+from model import GPTConfig
+
+# Settings that a checkpoint decides if the run starts from one
+SHAPE = ("block_size", "n_layer", "n_head", "n_embd", "bias", "position")
+# Defaults of nanoGPT's train.py that differ from those of TrainSettings
+NANOGPT_DEFAULTS = {
+    "dataset": "openwebtext",
+    "gradient_accumulation_steps": 40,
+    "batch_size": 12,
+    "block_size": 1024,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "position": "learned",
+    "learning_rate": 6e-4,
+    "beta2": 0.95,
+    "warmup_iters": 2000,
+    "compile": True,
+}
+
+
+@dataclass
+class TrainSettings(Settings):
+    """Train a GPT on a corpus of tokens."""
+
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "eval_iters": "an evaluation always reads the same part of the validation split",
+        "log_interval": "every step is logged",
+        "always_save_checkpoint": "an evaluation always saves the state, and the model if it is the best so far",
+        "beta1": "it is always 0.9",
+        "backend": "it is nccl on CUDA and gloo on the CPU",
+    }
+
+    out_dir: str = setting("out", output="folder", changeable=True)
+    """folder for all files of this run"""
+    checkpoint_name: str = "model_checkpoint.pt"
+    """file name of the best model, within out_dir"""
+    init_from: str = setting("scratch", changeable=True)
+    """scratch; resume: the run in out_dir; or a checkpoint, ours or nanoGPT's, or a hub's name"""
+    overwrite: bool = False
+    """replace the model of another run in out_dir"""
+    eval_interval: int = setting(250, minimum=1, unit="steps")
+    """steps between evaluations"""
+    eval_only: bool = setting(False, changeable=True)
+    """evaluate the checkpoint in out_dir, or of init_from, on the validation split, and exit"""
+    tracker: Literal["none", "wandb", "tensorboard", "trackio"] = setting("none", changeable=True)
+    """also send the records to Weights & Biases, TensorBoard or trackio (needs its package)"""
+    wandb_log: bool = setting(False, changeable=True)
+    """nanoGPT's name for --tracker wandb"""
+    wandb_project: str = setting("crossover", changeable=True)
+    """project of the tracker"""
+    wandb_run_name: str = setting("train", changeable=True)
+    """run name of the tracker"""
+    dataset: str = setting("shakespeare_char", changeable=True)
+    """folder of train.bin and val.bin: a path, or a name below data/"""
+    gradient_accumulation_steps: int = setting(1, minimum=1)
+    """batches whose gradients are summed for one step"""
+    batch_size: int = setting(16, minimum=1)
+    """sequences in a batch"""
+    block_size: int = setting(128, minimum=1, unit="tokens")
+    """longest context, in tokens; a longer checkpoint is cropped only if this is set"""
+    n_layer: int = setting(4, minimum=1)
+    """transformer blocks"""
+    n_head: int = setting(4, minimum=1)
+    """attention heads"""
+    n_embd: int = setting(128, minimum=1)
+    """width of the embeddings"""
+    dropout: float = setting(0.0, minimum=0, below=1)
+    """dropout probability in training"""
+    bias: bool = False
+    """give new linear layers and layer norms a bias"""
+    position: Literal["rope", "learned"] = "rope"
+    """rotary position embeddings, or nanoGPT's learned ones"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for matrices in the blocks, at 5 times the learning rate; AdamW for the rest"""
+    learning_rate: float = setting(1e-3, above=0)
+    """peak learning rate of AdamW"""
+    beta2: float = setting(0.99, minimum=0, below=1)
+    """decay rate of AdamW's mean of squared gradients"""
+    max_iters: int = setting(1000, minimum=0, unit="steps", changeable=True)
+    """total optimizer steps, including those before a resumption"""
+    weight_decay: float = setting(1e-1, minimum=0)
+    """decoupled weight decay of matrices"""
+    grad_clip: float = setting(1.0, minimum=0)
+    """largest gradient norm; 0: no clipping"""
+    lr_schedule: Literal["cosine", "cooldown", "linear", "constant"] = "cosine"
+    """after the warm-up; cosine: to a tenth; linear: to 0; cooldown: to 0 over the last 60 %"""
+    lr_decay_iters: int | None = setting(None, minimum=1, unit="steps")
+    """last step of the cosine; None: max_iters"""
+    min_lr: float | None = setting(None, minimum=0)
+    """learning rate at the end of the cosine; None: a tenth of learning_rate"""
+    decay_lr: bool = True
+    """False: learning_rate at every step, without warm-up or schedule"""
+    short_contexts: tuple[int, ...] = ()
+    """context lengths in tokens of the first 60 % of steps, for instance 8 16; empty: block_size"""
+    warmup_iters: int = setting(20, minimum=0, unit="steps")
+    """steps of linear warm-up"""
+    keep: Literal["select_loss", "calibrated_loss"] = "select_loss"
+    """loss that selects the model; calibrated_loss: after a temperature and a unigram weight"""
+    patience: int | None = setting(None, minimum=1, unit="evaluations", changeable=True)
+    """stop after this many evaluations without an improvement of 0.001 nats per token; None: never"""
+    device: str = setting("auto", changeable=True)
+    """auto, cpu, cuda, cuda:N or mps"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of forward and backward pass; auto: bfloat16 on CUDA, else float32"""
+    compile: bool = setting(False, changeable=True)
+    """compile the model with torch.compile"""
+    seed: int = setting(1337, minimum=0)
+    """seed of weights, batches and dropout"""
+
+    def __post_init__(self) -> None:
+        if self.wandb_log:
+            self.tracker = "wandb"
+
+    @property
+    def start_path(self) -> str | None:
+        """Path or hub name of the checkpoint to start from; None: new weights, or a resumed run."""
+        return None if self.init_from in ("scratch", "resume") else self.init_from
+
+    def check_settings(self, errors: Errors) -> None:
+        """Check starts, names, shapes and schedules, and that the tracker is installed."""
+        start = self.start_path
+        errors.check(
+            start is None or Path(start).exists() or is_hub_name(start),
+            f"init_from={start}: must be scratch, resume, or a model's path or name",
+            "Check the path",
+        )
+        name = self.checkpoint_name
+        errors.check(
+            Path(name).name == name and name not in ("", ".."),
+            f"checkpoint_name={name}: must be a plain name",
+            "Change --out_dir",
+        )
+        missing_package = check_tracker(self.tracker)
+        errors.check(not missing_package, missing_package)
+        of_cosine = self.min_lr is not None or self.lr_decay_iters is not None or not self.decay_lr
+        errors.check(
+            self.lr_schedule == "cosine" or not of_cosine,
+            f"lr_schedule={self.lr_schedule}: decay_lr, min_lr and lr_decay_iters are for cosine: "
+            "leave them out",
+        )
+        config = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
+        impossible = config.problem() or ""
+        if impossible not in errors.messages:  # else the range check has reported it
+            errors.check(not impossible, impossible, "Change --n_head or --n_embd")
+        if self.init_from == "scratch":  # else the block size is that of the loaded model
+            self.check_contexts(self.block_size, errors)
+
+    def check_contexts(self, block_size: int, errors: Errors) -> None:
+        """Check that short contexts divide the block size: every step reads as many tokens."""
+        for length in self.short_contexts:
+            errors.check(
+                length > 0 and block_size % length == 0,
+                f"short_contexts: {length} does not divide block_size={block_size}",
+                "Choose lengths that do",
+            )
+
+    def check_shape(self, config: GPTConfig) -> None:
+        """Raise UserError if a setting contradicts the shape of the checkpoint to start from."""
+        errors = Errors()
+        for name in SHAPE:
+            setting_value = getattr(self, name)
+            actual = getattr(config, name)
+            fits = setting_value in (actual, getattr(TrainSettings, name))
+            problem = f"{name}={setting_value}: {self.start_path}, from which this run starts,"
+            errors.check(fits, f"{problem} has {name}={actual}", f"Leave out --{name}")
+        self.check_contexts(config.block_size, errors)
+        errors.raise_if_any()
+
+    def notes(self, given: Mapping[str, Sequence[str]]) -> list[str]:
+        """Add the defaults that differ from nanoGPT's if a setting is only nanoGPT's."""
+        notes = super().notes(given)
+        if not notes:
+            return []
+        decided = set(given)
+        if self.start_path is not None:
+            decided.update(SHAPE)
+        differing = []
+        for name, default in NANOGPT_DEFAULTS.items():
+            has_effect = name == "dataset" or not self.eval_only
+            if name not in decided and has_effect:
+                differing.append(f"{name}={getattr(self, name)} ({default})")
+        if differing:
+            defaults = ", ".join(differing)
+            notes.append(f"Not given, and by default not as in nanoGPT (in brackets): {defaults}")
+        return notes
