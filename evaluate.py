@@ -23,7 +23,8 @@ from corpus.corpus import Corpus, open_corpus
 from data_loader import WholeSplitBatches, open_token_file, validation_part
 from generation.completions import Completer
 from generation.sampling import Sampling
-from grpo.evaluation import PolicyEvaluation, draw_prompts
+from grpo.evaluation import PolicyEvaluation
+from grpo.rollouts import draw_prompts
 from losses import language_model_loss, perplexity, text_log_probs
 from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
 from metrics.calibration import calibrated_losses, fit_calibration

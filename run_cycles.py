@@ -35,12 +35,12 @@ from common.settings import (
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from data_loader import dataset_folder
 from evaluate import EvaluateSettings
+from grpo.settings import GRPOSettings
 from reports.page import write_page
 from reports.summary import Ledger, headline, predicts, table_text
 from reward.settings import RewardModelSettings
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
-from train_grpo import GRPOSettings
 from training.checkpoint import load_checkpoint
 from training.lineage import hash_model
 from training.settings import TrainSettings

@@ -38,6 +38,7 @@ from data_loader import WholeSplitBatches, evenly_spaced, open_token_file, valid
 from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo import evaluation, rollouts
+from grpo.settings import GRPOSettings
 from losses import token_log_probs
 from metrics.calibration import calibrated_losses, fit_calibration, log_probs_at
 from metrics.reward_skill import area_under_curve
@@ -190,8 +191,8 @@ def train_arm(lab: Lab, name: str, seed: int, folder: Path) -> tuple[Path, dict[
 class CalibratedEvaluation(evaluation.PolicyEvaluation):
     """Adds the loss that every arm is kept by: the calibrated loss of the select part."""
 
-    def __call__(self, completer: Completer, losses: Tensor | None = None) -> dict[str, Any]:
-        figures = super().__call__(completer, losses)
+    def __call__(self, completer: Completer) -> dict[str, Any]:
+        figures = super().__call__(completer)
         if self.part == "select":
             batches = WholeSplitBatches(
                 self.text, self.length, 16, self.device, evaluation.EVAL_TOKENS
@@ -206,8 +207,8 @@ class PlaceboScorer(RewardScorer):
     """Exchanges the evidence of a sequence's written tokens at random: right in the mean, wrong at
     each position."""
 
-    def __call__(self, ids: Tensor, written: Tensor | None = None, *further: Any) -> Scores:
-        scores = super().__call__(ids, written, *further)
+    def score_by_models(self, ids: Tensor, written: Tensor | None = None, *further: Any) -> Scores:
+        scores = super().score_by_models(ids, written, *further)
         for row, places in () if written is None else zip(scores.evidence, written, strict=True):
             row[places] = row[places][torch.randperm(int(places.sum()))]
         return scores
@@ -221,8 +222,8 @@ class CorrectedScorer(RewardScorer):
     (n,); the reward, evidence less log(pi / q), is then that sum. `shuffled`: with labels exchanged
     between sequences."""
 
-    def __init__(self, text: np.ndarray, shuffled: bool, *models: Any) -> None:
-        super().__init__(*models)
+    def __init__(self, text: np.ndarray, shuffled: bool, *models: Any, **options: Any) -> None:
+        super().__init__(*models, **options)
         self.text, self.shuffled, self.fits = text, shuffled, 0
         self.fit(Completer(self.reference, self.reference.config.block_size))
 
@@ -250,7 +251,10 @@ class CorrectedScorer(RewardScorer):
             if self.shuffled
             else crossovers
         )
-        targets, evidence = torch.cat((labels, N - labels), 1) / N, super().__call__(ids).evidence
+        targets, evidence = (
+            torch.cat((labels, N - labels), 1) / N,
+            super().score_by_models(ids).evidence,
+        )
         fixed = (
             evidence
             - log_probs_from(completer.model, ids, 1)
@@ -272,8 +276,8 @@ class CorrectedScorer(RewardScorer):
         optimizer.step(closure)
         self.weights = weights.detach()
 
-    def __call__(self, ids: Tensor, *further: Any) -> Scores:
-        scores = super().__call__(ids, *further)
+    def score_by_models(self, ids: Tensor, *further: Any) -> Scores:
+        scores = super().score_by_models(ids, *further)
         evidence = scores.evidence + self.features(ids) @ self.weights
         return replace(scores, evidence=evidence, natural=natural_share(pad(evidence, (1, 0))))
 
@@ -297,33 +301,34 @@ def train_policy(
     teacher = Completer(lab.load(lab.natural), N) if exchange == "teacher" else None
     text = validation_part(open_corpus(str(own), 2).val, N, "select")
 
-    def corrected(*models: Any) -> RewardScorer:
-        scorers.append(CorrectedScorer(text, shuffled, *models))
+    def corrected(*models: Any, **options: Any) -> RewardScorer:
+        scorers.append(CorrectedScorer(text, shuffled, *models, **options))
         return scorers[0]
 
-    def draw(completer: Completer, *context: Any, natural: bool) -> rollouts.Rollouts:
+    def draw(
+        completer: Completer, tokens: Any, settings: GRPOSettings, step: int, ranks: Any
+    ) -> rollouts.Rollouts:
         """A step's rollouts: natural text in each second step (mixed), the natural model's text
         (teacher), as ever."""
-        if every and (step := context[-1]) > 1 and step % every == 1:
+        if every and step > 1 and step % every == 1:
             scorers[0].fit(completer)
-        is_natural = natural or (exchange == "mixed" and context[-1] % 2 == 0)
-        drawn = rollouts.sample(teacher or completer, *context, natural=is_natural)
+        if exchange == "mixed" and step % 2 == 0:
+            settings = replace(settings, prefixes="natural")
+        drawn = rollouts.sample(teacher or completer, tokens, settings, step, ranks)
         return replace(drawn, old_log_probs=None) if teacher else drawn
 
     gate: dict[str, Any] = {}
     scorer: Any = {"placebo": PlaceboScorer, "head": corrected}.get(exchange, RewardScorer)
     exchanged: dict[str, Any] = {"sample": draw, "RewardScorer": scorer}
     if teacher:  # its text is learned, every sequence with the same weight
-        exchanged["advantages_of"] = lambda rows, *_: (torch.ones(rows.mask.shape), 0.0)
-    kept_by: dict[str, Any] = {"selection_value": lambda figures, _: figures["calibrated_loss"]}
-    kept_by |= {
-        "PolicyEvaluation": CalibratedEvaluation,
-        "passes_gate": lambda skill, *_: not gate.update(skill),
-    }
+        exchanged["compute_advantages"] = lambda rows, *_: (torch.ones(rows.mask.shape), {})
+    exchanged["selection_value"] = lambda figures, _: figures["calibrated_loss"]
+    exchanged["PolicyEvaluation"] = CalibratedEvaluation
+    exchanged["passes_gate"] = lambda skill, _: not gate.update(skill)
     reads = {"base_model_path": generator, "reward_model_path": reward, "dataset": own}
     words = lab.words("train_grpo", **reads, output_path=path, seed=seed, overwrite=True, **given)
     argv = patch("sys.argv", ["train_grpo.py", *words])
-    with argv, patch.multiple(train_grpo, **exchanged), patch.multiple(evaluation, **kept_by):
+    with argv, patch.multiple(train_grpo, **exchanged):
         train_grpo.main()
     training = load_checkpoint(path)["training"]
     return {

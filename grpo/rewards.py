@@ -1,50 +1,148 @@
-"""The reward of a completion: what the reward model and a user's function give to sequences and
-tokens.
+"""Compute the rewards of completions from their scores, and the advantages from the rewards.
 
-    python -c "from grpo.rewards import rewards_of; help(rewards_of)"
+    python -c "from grpo.rewards import token_rewards; help(token_rewards)"
 
-Shapes: P prompts, G completions each, R = P * G rows, N positions.
+Shapes: P prompts, G completions of each, R = P * G rows; N tokens in a row.
 """
+
+from typing import Any
 
 from torch import Tensor
 
-from grpo.policy_loss import kl_estimate
+from common.distributed import Ranks
+from grpo.policy_loss import group_advantages, kl_estimate, token_advantages
+from grpo.rollouts import Rollouts
+from grpo.settings import GRPOSettings
 from reward.scorer import Scores
 
 
-def per_sequence(values: Tensor, mask: Tensor) -> Tensor:
-    """Values (R,) of sequences: those given, or of values (R, N - 1) of tokens the mean over the
-    mask."""
-    return values if values.dim() == 1 else (values * mask).sum(1) / mask.sum(1).clamp(min=1)
+def token_rewards(scores: Scores, log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return the rewards (R, N - 1) of tokens: the reward model's plus the user's function's.
 
-
-def rewards_of(scores: Scores, log_probs: Tensor, mask: Tensor, by_token: bool = False) -> Tensor:
-    """Rewards (R,) of sequences or, `by_token`, (R, N - 1): the reward model's, plus the user's
-    function's.
-
-    A likelihood head's is its evidence log(m/q) less log(pi/q), log pi being log_probs (R, N - 1);
-    another head's P(natural). A sequence's reward is each written token's; a sequence has its
-    tokens' mean."""
-    of_model = scores.by_token if by_token else scores.natural
+    log_probs: (R, N - 1), log pi of the policy that sampled. A likelihood head rewards a token with
+    log(m/q) - log(pi/q), whose expectation is -KL(pi || m); other heads with P(token is natural).
+    A function's reward of a sequence counts for each of its tokens in the mask (R, N - 1).
+    """
+    rewards = scores.by_token
     if scores.evidence is not None:
-        of_model = scores.evidence - kl_estimate(log_probs, scores.reference_log_probs, "k1")
-    parts = [part for part in (of_model, scores.function) if part is not None]
-    spread = [part if part.dim() == 2 else part[:, None] * mask for part in parts]
-    parts = spread if by_token else [per_sequence(part, mask) for part in parts]
-    return sum(parts[1:], parts[0])
+        rewards = scores.evidence - kl_estimate(log_probs, scores.reference_log_probs, "k1")
+    function_rewards = scores.function
+    if function_rewards is not None and function_rewards.dim() == 1:
+        function_rewards = function_rewards[:, None] * mask  # (R,) -> (R, N - 1)
+    return _add(rewards, function_rewards)
+
+
+def sequence_rewards(scores: Scores, log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return the rewards (R,) of sequences: the reward model's plus the user's function's.
+
+    A likelihood head rewards a sequence with the mean reward of its tokens, other heads with
+    P(natural).
+    """
+    rewards = scores.natural
+    if scores.evidence is not None:
+        kl = kl_estimate(log_probs, scores.reference_log_probs, "k1")
+        rewards = mean_over_mask(scores.evidence - kl, mask)
+    return _add(rewards, function_sequence_rewards(scores, mask))
+
+
+def function_sequence_rewards(scores: Scores, mask: Tensor) -> Tensor | None:
+    """Return the function's rewards (R,) of sequences, the mean of token rewards; None without."""
+    if scores.function is None or scores.function.dim() == 1:
+        return scores.function
+    return mean_over_mask(scores.function, mask)
+
+
+def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the means (R,) of values (R, N - 1) over the mask (R, N - 1)."""
+    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def _add(model_rewards: Tensor | None, function_rewards: Tensor | None) -> Tensor:
+    """Add the rewards of the reward model and of the function; one of them may be missing."""
+    if function_rewards is None:
+        assert model_rewards is not None
+        return model_rewards
+    if model_rewards is None:
+        return function_rewards
+    return model_rewards + function_rewards
 
 
 def named_rewards(
     prefix: str, scores: Scores, mask: Tensor, log_probs: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """P(natural) and the function's rewards of sequences (R,), with log_probs of completions their
-    total, if any."""
-    named = {} if scores.natural is None else {f"{prefix}reward": scores.natural}
-    if scores.function is not None:
-        named[f"{prefix}function_reward"] = per_sequence(scores.function, mask)
-        named |= (
-            {}
-            if log_probs is None
-            else {f"{prefix}total_reward": rewards_of(scores, log_probs, mask)}
-        )
-    return named
+    """Return the rewards (R,) of sequences by the names of their figures.
+
+    log_probs: (R, N - 1) of completions; with them the function's total includes the reward model.
+    """
+    rewards = {}
+    if scores.natural is not None:
+        rewards[f"{prefix}reward"] = scores.natural
+    function_rewards = function_sequence_rewards(scores, mask)
+    if function_rewards is not None:
+        rewards[f"{prefix}function_reward"] = function_rewards
+        if log_probs is not None:
+            rewards[f"{prefix}total_reward"] = sequence_rewards(scores, log_probs, mask)
+    return rewards
+
+
+def compute_advantages(
+    rollouts: Rollouts, scores: Scores, settings: GRPOSettings, ranks: Ranks
+) -> tuple[Tensor | None, dict[str, float]]:
+    """Return advantages of this rank's tokens (R, N - 1) or sequences (R,), and figures.
+
+    An advantage compares a reward with those of its group: A_i = (r_i - mean(r)) / std(r). The
+    figure flat_groups is the share of groups whose advantages are all 0: they teach nothing.
+    credit=exact computes the expectation over all tokens and needs no advantages: returns None.
+    """
+    if settings.credit == "exact":
+        return None, {}
+    log_probs = rollouts.old_log_probs
+    assert log_probs is not None  # credit=exact only
+    by_token = settings.credit == "token"
+    if settings.credit == "auto":  # only a reward function: its rewards have one kind in all calls
+        by_token = scores.function is not None and scores.function.dim() == 2
+    # advantage_scale=batch needs the rewards of all ranks: (R, ...) -> (P * G, ...)
+    scale = settings.advantage_scale
+    if by_token:
+        rewards = ranks.gather(token_rewards(scores, log_probs, rollouts.mask))  # (P * G, N - 1)
+        mask = ranks.gather(rollouts.mask)  # (P * G, N - 1)
+        advantages = token_advantages(rewards, mask, settings.group_size, scale)  # (P * G, N - 1)
+    else:
+        rewards = ranks.gather(sequence_rewards(scores, log_probs, rollouts.mask))  # (P * G,)
+        advantages = group_advantages(rewards, settings.group_size, scale)  # (P * G,)
+    groups = advantages.view(settings.prompts_per_step, -1)
+    flat_groups = (groups == 0).all(1).float().mean().item()
+    return advantages[ranks.share(len(advantages))], {"flat_groups": flat_groups}
+
+
+def step_figures(
+    rollouts: Rollouts, scores: Scores, settings: GRPOSettings, ranks: Ranks
+) -> dict[str, Any]:
+    """Return mean rewards, their spread, and the KL to the start, of all ranks' completions.
+
+    Natural text, which no policy sampled, has none of these figures.
+    """
+    figures: dict[str, Any] = {}
+    log_probs = rollouts.old_log_probs
+    if log_probs is None:
+        return figures
+    mask = rollouts.mask
+    for name, values in named_rewards("", scores, mask, log_probs).items():
+        rewards = ranks.gather(values)  # (P * G,)
+        figures[name] = rewards.mean().item()
+        figures[f"{name}_std"] = None
+        if len(rewards) > 1:
+            figures[f"{name}_std"] = rewards.std().item()
+    objective = ranks.gather(sequence_rewards(scores, log_probs, mask))  # (P * G,)
+    groups = objective.view(-1, rollouts.group_size)  # (P, G)
+    figures["objective"] = objective.mean().item()
+    figures["group_std"] = groups.std(1, correction=0).mean().item()
+    # Means over tokens. The mean of -log p over samples of p estimates its entropy.
+    kl = kl_estimate(log_probs, scores.reference_log_probs, settings.kl_estimator)
+    by_token = {"kl_start": kl, "entropy": -log_probs}
+    if scores.evidence is not None:
+        by_token["evidence"] = scores.evidence
+    sums = [values[mask].sum().item() for values in by_token.values()]
+    for name, total in zip(by_token, ranks.sum(*sums), strict=True):
+        figures[name] = total / int(rollouts.totals["num_tokens"])
+    return figures

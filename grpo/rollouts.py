@@ -1,170 +1,153 @@
-"""The rollouts of a GRPO step: completions of prompts, their scores, and parts of them that fit in
-memory.
+"""Sample the rollouts of a GRPO step: draw prompts, and let the policy complete them.
 
     python -c "from grpo.rollouts import Rollouts; help(Rollouts)"
 
-train_grpo.py samples a step's rollouts, scores them, gives them advantages, and takes gradients of
-its micro-batches. Shapes: P prompts, G completions each, R = P * G rows, of which a rank has its
-share; N positions; V token ids."""
+Shapes: P prompts, G completions of each, R = P * G rows; N tokens in a row, V token ids, C channels;
+m tokens that the policy wrote. With several ranks, each rank holds whole groups: its share of the P
+prompts.
+"""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from common.device import autocast, random_stream, select_dtype
 from common.distributed import Ranks
+from common.process import UserError
 from generation.completions import Completer
 from generation.sampling import Sampling
 from generation.shared_prompts import SharedPrompts, rows_of_whole_groups, scatter_to_mask
-from grpo.evaluation import draw_prompts, written_mask
-from grpo.policy_loss import kl_estimate
-from grpo.rewards import named_rewards, rewards_of
+from grpo.settings import GRPOSettings
 from losses import token_log_probs
 from model import GPT
-from reward.scorer import Scores
-
-# Logits of a formula over the vocabulary that are held at a time, with their graph: 64 MiB a copy.
-# (Smaller copies come from glibc's heap, which kept growing: 2.3 GB with 2**23, 0.8 with 2**24, 2.7
-# in one piece, of 2,032 GPT-2 tokens.)
-PIECE_LOGITS = 2**24
 
 
-@dataclass
+class Prompts(NamedTuple):
+    """Prompts for P groups of G completions."""
+
+    natural: Tensor  # (P, N) int64: natural text; the first tokens of a row are its prompt
+    prefix_lengths: Tensor  # (P, G) int64: tokens of the prompt, equal within a group
+    uniforms: Tensor  # (P, G, N) float32 in [0, 1): they decide which tokens are sampled
+
+
+def draw_prompts(
+    tokens: np.ndarray,
+    length: int,
+    num_prompts: int,
+    group_size: int,
+    seed: int,
+    *purpose: str | int,
+) -> Prompts:
+    """Draw prompts from natural text (n,), as a function of seed and purpose.
+
+    Each prompt starts at a uniform offset; its length is uniform on [1, length / 2]. Raises
+    UserError for text of fewer than `length` tokens.
+    """
+    if len(tokens) < length:
+        raise UserError(
+            f"ERROR: prompts of {length} tokens need more text than {len(tokens):,} tokens: use more data"
+        )
+    draw = random_stream(seed, *purpose)
+    offsets = draw.integers(0, len(tokens) - length + 1, size=num_prompts)
+    lengths = draw.integers(1, max(1, length // 2) + 1, size=num_prompts)
+    uniforms = draw.random((num_prompts, group_size, length), dtype=np.float32)
+    natural = np.stack([tokens[offset : offset + length] for offset in offsets])
+    return Prompts(
+        torch.from_numpy(natural.astype(np.int64)),
+        torch.from_numpy(lengths)[:, None].expand(num_prompts, group_size),
+        torch.from_numpy(uniforms),
+    )
+
+
+def written_mask(prefix_lengths: Tensor, length: int) -> Tensor:
+    """Return (R, N - 1) bool: the tokens after the first that follow a prompt.
+
+    prefix_lengths: (P, G) int64, the lengths of the prompts.
+    """
+    return torch.arange(1, length)[None] >= prefix_lengths.reshape(-1, 1)
+
+
+@dataclass(frozen=True)
 class Rollouts:
-    """Rows of a step, a rank's or a micro-batch of those: completions of prompts, or natural text
-    after them."""
+    """The rows of a step on this rank, or some of them: prompts and the tokens after them.
 
-    ids: Tensor  # (R, N) int64: prompts and the tokens after them
-    # (R, N - 1) bool: which tokens but the first the policy wrote, or natural text has after a
-    # prompt
-    mask: Tensor
-    old_log_probs: Tensor | None  # (R, N - 1) under the policy that sampled, if one did
-    group_size: int  # rows side by side that have one prompt
-    totals: dict[str, Any]  # of the step, on all ranks: what `average_loss` has to know
-    scores: Scores = field(init=False)
-    advantages: Tensor | None = None  # (R,) or (R, N - 1)
-    is_last: bool = True  # of a rank's micro-batches
+    Column t of a tensor (R, N - 1) belongs to token t + 1: the model does not predict token 0.
+    """
 
-    def micro_batches(self, most: int) -> Iterator["Rollouts"]:
-        """The rows, about `most` at a time, without parting groups that fit; of the scores what
-        losses read."""
-        size = rows_of_whole_groups(most, self.group_size)
-        written = [0, *self.mask.sum(1).cumsum(0).tolist()]  # tokens of the rows before each
+    ids: Tensor  # (R, N) int64: prompts, followed by completions (or by natural text)
+    mask: Tensor  # (R, N - 1) bool: the m tokens that follow a prompt; only these are learned
+    old_log_probs: Tensor | None  # (R, N - 1): log pi_old; None if no policy sampled the text
+    group_size: int  # consecutive rows that share a prompt
+    totals: dict[str, Any]  # sizes of the whole step, on all ranks, for `average_loss`
+
+    def micro_batches(self, max_rows: int) -> Iterator[slice]:
+        """Yield slices of about `max_rows` rows that keep groups together where these fit."""
+        size = rows_of_whole_groups(max_rows, self.group_size)
         for start in range(0, len(self.ids), size):
-            end = min(start + size, len(self.ids))
-            old, advantages = (
-                None if x is None else x[start:end] for x in (self.old_log_probs, self.advantages)
-            )
-            ids, mask, group_size = (
-                self.ids[start:end],
-                self.mask[start:end],
-                min(size, self.group_size),
-            )
-            part = Rollouts(
-                ids, mask, old, group_size, self.totals, advantages, end == len(self.ids)
-            )
-            hidden = tuple(states[written[start] : written[end]] for states in self.scores.hidden)
-            part.scores = Scores(
-                None, None, None, self.scores.reference_log_probs[start:end], hidden
-            )
-            yield part
+            yield slice(start, min(start + size, len(self.ids)))
 
-    def written_states(self, policy: GPT) -> Tensor:
-        """The policy's hidden states (m, C) before each of the m tokens in the mask."""
-        prompt_lengths = self.ids.size(1) - self.mask.sum(1)
+    def rows(self, part: slice) -> "Rollouts":
+        """Return some of the rows."""
+        old_log_probs = self.old_log_probs
+        if old_log_probs is not None:
+            old_log_probs = old_log_probs[part]
+        return replace(
+            self,
+            ids=self.ids[part],
+            mask=self.mask[part],
+            old_log_probs=old_log_probs,
+            group_size=min(part.stop - part.start, self.group_size),
+        )
+
+    def tokens(self) -> Tensor:
+        """Return the tokens in the mask (m,) int64."""
+        return self.ids[:, 1:][self.mask]
+
+    def hidden_states(self, policy: GPT) -> Tensor:
+        """Return the policy's hidden states (m, C) that predict the tokens in the mask."""
+        prompt_lengths = self.ids.size(1) - self.mask.sum(1)  # (R,)
         context = SharedPrompts(self.ids[:, :-1], prompt_lengths, self.group_size)
         return context.at(self.mask, policy.trunk(context.ids, context))
 
     def log_probs(self, policy: GPT) -> Tensor:
-        """The policy's log-probabilities (R, N - 1) of the tokens in the mask; 0 elsewhere."""
-        logits = policy.logits(self.written_states(policy))  # (m, V)
-        return scatter_to_mask(token_log_probs(logits, self.ids[:, 1:][self.mask]), self.mask)
-
-    def over_vocabulary(self, policy: GPT, formula: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-        """A formula's values, and the policy's log-probabilities of the tokens: (R, N - 1) each, 0
-        outside the mask.
-
-        `formula` makes (m,) of log pi (m, V) and the scores' `hidden` (m, C). Larger vocabularies
-        go through in pieces of at most PIECE_LOGITS logits, whose graphs are not kept but computed
-        again for the gradient."""
-
-        def compute(tokens: Tensor, own: Tensor, *frozen: Tensor) -> Tensor:
-            log_probs = policy.logits(own).float().log_softmax(-1)  # (m, V)
-            return torch.stack(
-                (formula(log_probs, frozen), log_probs.gather(1, tokens[:, None])[:, 0])
-            )
-
-        inputs = self.ids[:, 1:][self.mask], self.written_states(policy), *self.scores.hidden
-        size = max(1, PIECE_LOGITS // policy.config.vocab_size)
-        pieces = list(zip(*(part.split(size) for part in inputs), strict=True))
-        again = partial(checkpoint, compute, use_reentrant=False) if len(pieces) > 1 else compute
-        values, log_probs = (
-            scatter_to_mask(part, self.mask)
-            for part in torch.cat([again(*piece) for piece in pieces], 1)
-        )
-        return values, log_probs
+        """Return the policy's log-probabilities (R, N - 1) of the tokens in the mask, else 0."""
+        logits = policy.logits(self.hidden_states(policy))  # (m, V)
+        return scatter_to_mask(token_log_probs(logits, self.tokens()), self.mask)
 
 
 def sample(
-    completer: Completer,
-    tokens: np.ndarray,
-    shape: tuple[int, int],
-    seed: int,
-    ranks: Ranks,
-    step: int,
-    natural: bool,
+    completer: Completer, tokens: np.ndarray, settings: GRPOSettings, step: int, ranks: Ranks
 ) -> Rollouts:
-    """Completions of this rank's share of the step's prompts, `shape` (P, G); steps count from 1.
+    """Sample the rollouts of a step, counted from 1: this rank's share of R = P * G rows.
 
-    Sampling is at temperature 1 over all tokens: the very distribution that the formulas score.
-    `natural`: as many rows of natural text instead, each after a prompt of its own."""
-    P, G = (shape[0] * shape[1], 1) if natural else shape
-    N, mine = completer.length, ranks.share(P)
-    text, lengths, uniforms = draw_prompts(tokens, N, P, G, seed, "rollout", step)
-    mask, text = written_mask(lengths, N).to(ranks.device), text[mine].to(ranks.device)
-    own = mask[mine.start * G : mine.stop * G]
-    totals = {"max_completion_length": N - 1, "num_sequences": len(mask), "num_tokens": mask.sum()}
-    if natural:
-        return Rollouts(text, own, None, 1, totals)
-    completions = completer(text, lengths[mine], uniforms[mine], Sampling())
+    Draws P prompts from the tokens (n,) and samples G completions of each, at temperature 1 over
+    all tokens: the distribution whose log-probabilities the formulas use. With prefixes=natural,
+    takes R rows of natural text instead, each with a prompt of its own.
+    """
+    is_natural = settings.prefixes == "natural"
+    P = settings.prompts_per_step
+    G = settings.group_size
+    if is_natural:
+        P = P * G
+        G = 1
+    N = completer.length
+    prompts = draw_prompts(tokens, N, P, G, settings.seed, "rollout", step)
+    mask = written_mask(prompts.prefix_lengths, N).to(ranks.device)  # (P * G, N - 1), all ranks
+    totals = {"max_completion_length": N - 1, "num_sequences": P * G, "num_tokens": mask.sum()}
+    share = ranks.share(P)  # the prompts of this rank
+    mask = mask[share.start * G : share.stop * G]  # (R, N - 1)
+    natural = prompts.natural[share].to(ranks.device)
+    if is_natural:
+        return Rollouts(natural, mask, None, G, totals)
+    with autocast(ranks.device, select_dtype("auto", ranks.device)):
+        completions = completer(
+            natural, prompts.prefix_lengths[share], prompts.uniforms[share], Sampling()
+        )
     completer.release()  # the update needs the memory
-    ids, log_probs = completions.ids.flatten(0, 1), completions.model_log_probs.flatten(0, 1)[:, 1:]
-    return Rollouts(ids, own, log_probs, G, totals)
-
-
-def figures_of_rollouts(rollouts: Rollouts, kl_estimator: str, ranks: Ranks) -> dict[str, Any]:
-    """Rewards, their spread in groups, and divergence of a step's completions on all ranks; nothing
-    of natural text."""
-    scores, mask, log_probs, figures = (
-        rollouts.scores,
-        rollouts.mask,
-        rollouts.old_log_probs,
-        dict[str, Any](),
-    )
-    if log_probs is None:
-        return figures
-    for name, values in named_rewards("", scores, mask, log_probs).items():
-        of_all = ranks.gather(values)  # (R,) of all ranks
-        figures |= {
-            name: of_all.mean().item(),
-            f"{name}_std": of_all.std().item() if len(of_all) > 1 else None,
-        }
-    if figures:
-        # (R,) of all ranks: what advantages compare
-        objective = ranks.gather(rewards_of(scores, log_probs, mask))
-        spread = objective.view(-1, rollouts.group_size).std(1, correction=0).mean().item()
-        figures |= {"objective": objective.mean().item(), "group_std": spread}
-    # The mean of -log p over samples of p estimates its entropy without another pass over the
-    # logits.
-    kl = kl_estimate(log_probs, scores.reference_log_probs, kl_estimator)
-    tokens = {"evidence": scores.evidence, "kl_start": kl, "entropy": -log_probs}
-    sums = {
-        name: values[mask].sum().item() for name, values in tokens.items() if values is not None
-    }
-    means = [total / int(rollouts.totals["num_tokens"]) for total in ranks.sum(*sums.values())]
-    return figures | dict(zip(sums, means, strict=True))
+    ids = completions.ids.flatten(0, 1)  # (P, G, N) -> (R, N)
+    log_probs = completions.model_log_probs.flatten(0, 1)[:, 1:]  # (P, G, N) -> (R, N - 1)
+    return Rollouts(ids, mask, log_probs, G, totals)

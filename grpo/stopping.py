@@ -1,8 +1,9 @@
-"""When GRPO ends, and which of the evaluated policies is kept.
+"""Decide when GRPO ends, and which of the evaluated policies is kept.
 
 python -c "from grpo.stopping import Stops; help(Stops)"
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,106 +11,118 @@ from typing import Any
 import numpy as np
 
 from common.process import warn
+from grpo.settings import GRPOSettings
 
-REWARD_STEPS = 10  # whose mean reward is reported, at the start and at the end of a run
-# stop after so many windows without a rise of the objective by this
-PLATEAU_WINDOWS, PLATEAU_MIN_DELTA = 5, 0.001
-# Stop above these, in nats a token: KL from the start (a step's completions, an evaluation's), KL
-# from the policy before the step, rise of the loss on natural text. Without a reward model the rise
-# only warns: whoever rewards other text expects it.
-CAPS = {"kl_start": 0.5, "kl_now": 0.5, "kl_step": 0.05, "loss_rise": 0.3}
+LARGEST_WINDOW = 10  # steps
+# A plateau: the objective has not risen by PLATEAU_MIN_DELTA in PLATEAU_WINDOWS windows of steps.
+PLATEAU_WINDOWS = 5
+PLATEAU_MIN_DELTA = 0.001
+# Stop above these values, in nats per token.
+CAPS = {
+    "kl_start": 0.5,  # KL from the start, of the completions of a step
+    "kl_now": 0.5,  # KL from the start, of the completions of an evaluation
+    "kl_step": 0.05,  # KL from the policy before the step
+    "loss_rise": 0.3,  # loss on natural text minus the start's
+}
 
 
 @dataclass
 class Stops:
-    """When to end the training, and why. One step's mean reward is noise: windows of steps are
-    compared."""
+    """Rules that end the training. The reward of one step is noise: the rules compare windows."""
 
     window: int  # steps
-    reward_threshold: float  # of the mean P(natural)
-    # figures of the starting policy, once evaluated
-    start: dict[str, Any] = field(default_factory=dict)
-    # mean of each step: P(natural), or a function's total
-    rewards: list[float] = field(default_factory=list)
-    objectives: list[float] = field(default_factory=list)  # mean of each step of what is optimised
-    cap: str = ""  # the first cap that a step broke, or the policy evaluated after it
-    has_warned: bool = False  # of the rise of the loss
+    reward_threshold: float  # for the mean P(natural) of a window
+    has_reward_model: bool  # False: only a user's function, which may want other text than natural
+    start_loss: float = math.nan  # of the starting policy on natural text
+    rewards: list[float] = field(default_factory=list)  # per step: P(natural), or a function's
+    objectives: list[float] = field(default_factory=list)  # per step: mean of what is optimised
+    broken_cap: str = ""  # the first cap that was exceeded
+    has_warned: bool = False  # that the loss rises
+
+    @classmethod
+    def of(cls, settings: GRPOSettings) -> "Stops":
+        """Return the rules of a new run: windows of a tenth of max_steps, at most 10 steps."""
+        window = max(1, min(LARGEST_WINDOW, settings.max_steps // 10))
+        return cls(window, settings.reward_threshold, settings.reward_model_path is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, name)
-            for name in ("start", "rewards", "objectives", "cap", "has_warned")
-        }
+        return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start, self.cap = dict(state["start"]), str(state["cap"])
+        self.window = int(state["window"])  # more steps do not lengthen it
+        self.start_loss = float(state["start_loss"])
+        self.rewards = [float(reward) for reward in state["rewards"]]
+        self.objectives = [float(objective) for objective in state["objectives"]]
+        self.broken_cap = str(state["broken_cap"])
         self.has_warned = bool(state["has_warned"])
-        self.rewards, self.objectives = (
-            list(map(float, state[name])) for name in ("rewards", "objectives")
-        )
 
-    def note(self, record: Mapping[str, Any]) -> None:
-        """Take note of figures of a step, or of the evaluation after it; the first are those of the
-        start."""
-        self.start = self.start or dict(record)
-        self.rewards += [record[name] for name in ("reward", "total_reward") if name in record][:1]
-        self.objectives += [record["objective"]] if "objective" in record else []
-        record = {"loss_rise": record.get("select_loss", 0.0) - self.start["select_loss"], **record}
+    def start(self, evaluation: Mapping[str, Any]) -> None:
+        """Take the figures of the starting policy, with which later ones are compared."""
+        self.start_loss = evaluation["select_loss"]
+
+    def step(self, figures: Mapping[str, Any]) -> None:
+        """Take the figures of a step. Natural text has no reward and no objective."""
+        if "objective" in figures:
+            self.objectives.append(figures["objective"])
+            name = "reward" if "reward" in figures else "total_reward"
+            self.rewards.append(figures[name])
+        self._check_caps(figures)
+
+    def evaluation(self, figures: Mapping[str, Any]) -> None:
+        """Take the figures of the evaluation after a step."""
+        loss_rise = figures["select_loss"] - self.start_loss
+        self._check_caps({**figures, "loss_rise": loss_rise})
+
+    def _check_caps(self, figures: Mapping[str, Any]) -> None:
+        way_out = "lower learning_rate"
+        if not self.has_reward_model:
+            way_out = "lower learning_rate or raise beta"
         for name, cap in CAPS.items():
-            if record.get(name, 0.0) <= cap:
+            if name not in figures or figures[name] <= cap:
                 continue
-            finding = f"{name} {record[name]:.3f} > {cap} nats a token"
-            if name != "loss_rise" or self.has_reward_model:
-                way_out = (
-                    "lower learning_rate"
-                    if self.has_reward_model
-                    else "lower learning_rate or raise beta"
-                )
-                self.cap = self.cap or f"cap: {finding}; {way_out}"
-            elif not self.has_warned:
-                warn(
-                    f"{finding}: the loss on natural text rises; going on, as only your function is the reward"
-                )
+            finding = f"{name} {figures[name]:.3f} > {cap} nats a token"
+            if name == "loss_rise" and not self.has_reward_model:
+                # A user who rewards other text expects the loss on natural text to rise.
+                if not self.has_warned:
+                    warn(f"{finding}; going on, as the reward is only your function")
                 self.has_warned = True
+            elif not self.broken_cap:
+                self.broken_cap = f"cap: {finding}; {way_out}"
 
-    @property
-    def has_reward_model(self) -> bool:
-        """Whether there is P(natural), the reward model's, not only a user's function."""
-        return "natural_reward" in self.start
-
-    def why(self) -> str | None:
-        """The reason to stop, or None."""
-        if self.cap or len(self.rewards) < self.window:
-            return self.cap or None
-        last, best, waited = float(np.mean(self.rewards[-self.window :])), -np.inf, 0
+    def reason(self) -> str | None:
+        """Return why to stop: a cap, the reward threshold, or a plateau; None to go on."""
+        if self.broken_cap:
+            return self.broken_cap
+        if len(self.rewards) < self.window:
+            return None
+        last = float(np.mean(self.rewards[-self.window :]))
         if self.has_reward_model and last >= self.reward_threshold:
             return f"reward threshold: {last:.3f} >= {self.reward_threshold}"
+        best = -math.inf
+        windows_without_rise = 0
         for end in range(self.window, len(self.objectives) + 1, self.window):
             mean = float(np.mean(self.objectives[end - self.window : end]))
-            best, waited = (mean, 0) if mean >= best + PLATEAU_MIN_DELTA else (best, waited + 1)
-        return (
-            f"plateau: no rise of {PLATEAU_MIN_DELTA} in {waited} windows"
-            if waited >= PLATEAU_WINDOWS
-            else None
-        )
-
-    def first_and_last_reward(self) -> dict[str, Any]:
-        """Means of the first and of the last REWARD_STEPS rewards, or of half of them where they
-        are few."""
-        size = min(REWARD_STEPS, max(1, len(self.rewards) // 2), len(self.rewards))
-        first, last = (
-            sum(part) / size if size else None
-            for part in (self.rewards[:size], self.rewards[-size:])
-        )
-        return {"first_reward": first, "last_reward": last, "reward_steps": size}
+            if mean >= best + PLATEAU_MIN_DELTA:
+                best = mean
+                windows_without_rise = 0
+            else:
+                windows_without_rise += 1
+        if windows_without_rise >= PLATEAU_WINDOWS:
+            return f"plateau: no rise of {PLATEAU_MIN_DELTA} in {windows_without_rise} windows"
+        return None
 
 
 def selection_value(figures: Mapping[str, Any], kl: str) -> float:
-    """The value, least for the policy to keep: with a reward function minus the total reward; with
-    a likelihood head the KL to its mixture, or for kl 'forward' the loss on natural text; else the
-    distance from natural text's reward."""
+    """Return the value of an evaluated policy; the policy with the lowest value is kept.
+
+    With a reward function: minus the total reward. With a likelihood head: the KL to its mixture,
+    or, for kl=forward, the loss on natural text. Otherwise the distance of P(natural) from that of
+    natural text.
+    """
     if "fresh_total_reward" in figures:
         return -figures["fresh_total_reward"]
+    if "kl_mixture" in figures and kl == "forward":
+        return figures["select_loss"]
     if "kl_mixture" in figures:
-        return figures["select_loss" if kl == "forward" else "kl_mixture"]
+        return figures["kl_mixture"]
     return abs(figures["fresh_reward"] - figures["natural_reward"])

@@ -1,15 +1,15 @@
-"""The frozen reward model and the policy's start, which score completions together.
+"""Score completions with the frozen reward model, the policy's start and a user's function.
 
     python -c "from reward.scorer import RewardScorer; help(RewardScorer)"
 
-Shapes: R sequences of N tokens, C channels.
+Shapes: R sequences of N tokens, C channels; m tokens that were written after prompts.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.device import autocast
 from common.process import UserError
@@ -17,64 +17,64 @@ from generation.sampling import Sampling
 from generation.shared_prompts import SharedPrompts, rows_of_whole_groups, scatter_to_mask
 from losses import token_log_probs
 from model import GPT
-from reward.heads import RewardModel
+from reward.heads import LikelihoodRewardModel, RewardModel
 from reward.posterior import natural_probabilities
 from reward.user_function import RewardFunction
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of R sequences of N tokens by a reward model, a user's function, and the policy's
-    start."""
+    """What the frozen models and a user's function say of R sequences of N tokens."""
 
-    natural: Tensor | None  # (R,) P(natural); None without a reward model
-    # (R, N - 1) log(m / q) of all tokens but the first; None: P(natural) is the reward
-    evidence: Tensor | None
-    by_token: Tensor | None  # (R, N - 1) P(token is natural); None where the head knows no tokens
-    # (R, N - 1) under the starting policy, of the written tokens; 0 elsewhere
-    reference_log_probs: Tensor
-    # if kept: a likelihood model's `hidden_states` (m, C) before m written tokens
+    reference_log_probs: Tensor  # (R, N - 1): log pi_ref of the written tokens; 0 elsewhere
+    natural: Tensor | None = None  # (R,): P(natural); None without a reward model
+    # (R, N - 1): log(m / q) of all tokens but the first; None: P(natural) is the reward
+    evidence: Tensor | None = None
+    # (R, N - 1): P(token is natural); None if the head has no output per token
+    by_token: Tensor | None = None
+    function: Tensor | None = None  # (R,) or (R, N - 1): rewards of a user's function
+    # (m, C) per model of a likelihood head, before each written token; empty unless kept
     hidden: tuple[Tensor, ...] = ()
-    function: Tensor | None = None  # (R,) or (R, N - 1) of a RewardFunction; None without one
+
+    def hidden_rows(self, part: slice, mask: Tensor) -> tuple[Tensor, ...]:
+        """Return the hidden states of some rows; mask (R, N - 1) says which tokens have states."""
+        first = int(mask[: part.start].sum())
+        end = first + int(mask[part].sum())
+        return tuple(states[first:end] for states in self.hidden)
 
 
+@dataclass
 class RewardScorer:
-    """A frozen reward model, if there is one, and the policy's start (the reference of the KL),
-    which score together.
+    """Scores sequences with frozen models: a reward model, and the reference, the policy's start.
 
-    A likelihood model's generator must be the reference, else UserError; where another head's trunk
-    is the reference's, one pass serves both. `dtype` is that of their passes
-    (`common.device.autocast`). `function` is a user's, None at first, whose rewards join the
-    scores."""
+    The generator of a likelihood model must be the reference, else UserError. If another head
+    shares the reference's trunk, one pass serves both.
+    """
 
-    function: RewardFunction | None = None
-    gives_evidence = True  # of a likelihood head; else P(natural) is the reward
+    reward_model: RewardModel | None  # None: only a function gives rewards
+    reference: GPT
+    dtype: torch.dtype = torch.float32  # precision of the passes
+    function: RewardFunction | None = None  # a user's
+    gives_evidence: bool = True  # False: the reward of a likelihood model is P(natural)
 
-    def __init__(
-        self, reward_model: RewardModel | None, reference: GPT, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.reward_model, self.reference, self.dtype = (
-            reward_model,
-            reference.requires_grad_(False),
-            dtype,
-        )
-        self.is_ratio, self.knows_tokens, self.is_shared = False, False, True
-        if reward_model is None:
+    def __post_init__(self) -> None:
+        model = self.reward_model
+        self.reference.requires_grad_(False)
+        self.is_ratio = model is not None and model.is_ratio  # a likelihood model
+        self.knows_tokens = model is not None and model.knows_tokens  # has an output per token
+        self.is_shared = True  # whether reward model and reference have the same weights
+        if model is None:
             return
-        reward_model.requires_grad_(False)
-        self.is_ratio, self.knows_tokens = reward_model.is_ratio, reward_model.knows_tokens
-        if reward_model.is_ratio:
-            # however its data were sampled: a policy's text is sampled plainly
-            reward_model.sampling = Sampling()
-            ours, theirs = reward_model.generator.state_dict(), reference.state_dict()
-        else:
-            ours, theirs = reward_model.transformer.state_dict(), reference.transformer.state_dict()
-        self.is_shared = ours.keys() == theirs.keys() and all(
-            torch.equal(ours[name], theirs[name]) for name in ours
-        )
-        if self.is_ratio and not self.is_shared:
+        model.requires_grad_(False)
+        if not model.is_ratio:
+            self.is_shared = have_same_weights(model.transformer, self.reference.transformer)
+            return
+        # The policy's text is sampled plainly, whatever sampling the reward data had.
+        model.sampling = Sampling()
+        if not have_same_weights(model.generator, self.reference):
             raise UserError(
-                "ERROR: the reward model holds another generator than the policy's start: make one of this"
+                "ERROR: the generator in the reward model is not the policy's start: train a reward "
+                "model for this generator"
             )
 
     @torch.no_grad()
@@ -85,56 +85,109 @@ class RewardScorer:
         group_size: int = 1,
         keep_hidden: bool = False,
     ) -> Scores:
-        """Read sequences (R, N), as many at a time as fit.
+        """Score sequences (R, N) int64 by the models and by the function, if there is one.
 
-        written: (R, N - 1) bool, which of the tokens after the first were written after a prompt;
-        None: all of them. group_size: how many sequences side by side have one prompt, read once.
-        keep_hidden: with the hidden states, of a likelihood model."""
-        written = torch.ones_like(ids[:, 1:], dtype=torch.bool) if written is None else written
+        written: (R, N - 1) bool, the tokens after the first that follow a prompt; None: all.
+        group_size: consecutive sequences that share a prompt, which is read once.
+        keep_hidden: keep the hidden states of a likelihood model.
+        """
+        scores = self.score_by_models(ids, written, group_size, keep_hidden)
+        if self.function is None:
+            return scores
+        if written is None:
+            written = torch.ones_like(ids[:, 1:], dtype=torch.bool)
+        return replace(scores, function=self.function(ids, written))
+
+    @torch.no_grad()
+    def score_by_models(
+        self,
+        ids: Tensor,
+        written: Tensor | None = None,
+        group_size: int = 1,
+        keep_hidden: bool = False,
+    ) -> Scores:
+        """Score sequences (R, N) by the models only, as many at a time as fit in memory."""
+        if written is None:
+            written = torch.ones_like(ids[:, 1:], dtype=torch.bool)
         size = rows_of_whole_groups(self.reference.rows_at_a_time(), group_size)
-        pairs = zip(ids.split(size), written.split(size), strict=True)
+        group_size = min(size, group_size)
+        parts = []
         with autocast(ids.device, self.dtype):
-            parts = [self._read(*pair, min(size, group_size), keep_hidden) for pair in pairs]
-        columns = {
-            field.name: [getattr(part, field.name) for part in parts] for field in fields(Scores)
-        }
-        hidden = tuple(torch.cat(states) for states in zip(*columns.pop("hidden"), strict=True))
-        joined: dict[str, Any] = {
-            n: None if column[0] is None else torch.cat(column) for n, column in columns.items()
-        }
-        joined["function"] = None if self.function is None else self.function(ids, written)
-        return Scores(**joined, hidden=hidden)
+            for rows, mask in zip(ids.split(size), written.split(size), strict=True):
+                if self.reward_model is not None and self.reward_model.is_ratio:
+                    parts.append(
+                        self._score_by_ratio(self.reward_model, rows, mask, group_size, keep_hidden)
+                    )
+                else:
+                    parts.append(self._score_by_head(self.reward_model, rows, mask, group_size))
+        return concatenated(parts)
 
-    def _read(self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool) -> Scores:
-        model, tokens = self.reward_model, ids[:, 1:]
-        is_whole = model is not None and not model.is_ratio  # such a head reads the last token too
-        context = SharedPrompts(
-            ids if is_whole else ids[:, :-1], ids.size(1) - written.sum(1), group_size
+    def _score_by_ratio(
+        self,
+        model: LikelihoodRewardModel,
+        ids: Tensor,
+        written: Tensor,
+        group_size: int,
+        keep_hidden: bool,
+    ) -> Scores:
+        """Score by a likelihood model, whose generator is the reference."""
+        context = SharedPrompts(ids[:, :-1], ids.size(1) - written.sum(1), group_size)
+        hidden = model.hidden_states(context.ids, context)
+        once = context.predicts  # (R, N - 1): prompt tokens once per group
+        at_once = tuple(context.at(once, states) for states in hidden)
+        natural, generator = (
+            context.spread(scatter_to_mask(log_probs, once))
+            for log_probs in model.read_hidden(at_once, ids[:, 1:][once])
+        )  # log p and log q, (R, N - 1) each
+        evidence = model.calibrated(natural - generator)  # (R, N)
+        shares = natural_probabilities(evidence)  # (R, N)
+        kept: tuple[Tensor, ...] = ()
+        if keep_hidden:
+            kept = tuple(context.at(written, states) for states in hidden)
+        return Scores(
+            reference_log_probs=generator.masked_fill(~written, 0.0),
+            natural=shares.mean(1),
+            evidence=evidence[:, 1:] if self.gives_evidence else None,
+            by_token=shares[:, 1:],
+            hidden=kept,
         )
-        if model is not None and model.is_ratio:
-            hidden, once = model.hidden_states(context.ids, context), context.predicts
-            both = model.read_hidden(
-                tuple(context.at(once, states) for states in hidden), tokens[once]
-            )
-            natural, generator = (
-                context.spread(scatter_to_mask(log_probs, once)) for log_probs in both
-            )
-            evidence, reference = (
-                model.calibrated(natural - generator),
-                generator.masked_fill(~written, 0.0),
-            )
-            kept = tuple(context.at(written, states) for states in hidden) if keep_hidden else ()
-            shares = natural_probabilities(evidence)  # (R, N)
-            given = evidence[:, 1:] if self.gives_evidence else None
-            return Scores(shares.mean(1), given, shares[:, 1:], reference, kept)
-        states = (model or self.reference).trunk(context.ids, context)
-        own = states if self.is_shared else self.reference.trunk(context.ids, context)
-        log_probs = token_log_probs(
-            self.reference.logits(context.at(written, own)), tokens[written]
-        )
-        reference = scatter_to_mask(log_probs, written)  # (R, N - 1)
+
+    def _score_by_head(self, model: Any, ids: Tensor, written: Tensor, group_size: int) -> Scores:
+        """Score by another head, which reads the last token too, or only by the reference."""
+        read = ids if model is not None else ids[:, :-1]
+        context = SharedPrompts(read, ids.size(1) - written.sum(1), group_size)
+        trunk = self.reference.trunk if model is None else model.trunk
+        states = trunk(context.ids, context)
+        reference_states = states
+        if not self.is_shared:
+            reference_states = self.reference.trunk(context.ids, context)
+        logits = self.reference.logits(context.at(written, reference_states))  # (m, V)
+        log_probs = token_log_probs(logits, ids[:, 1:][written])  # (m,)
+        reference_log_probs = scatter_to_mask(log_probs, written)  # (R, N - 1)
         if model is None:
-            return Scores(None, None, None, reference)
+            return Scores(reference_log_probs)
         output = model.score(model.pool(context.to_rows(states)))
-        by_token = natural_probabilities(output)[:, 1:] if model.knows_tokens else None
-        return Scores(model.share(output).float(), None, by_token, reference)
+        by_token = None
+        if model.knows_tokens:
+            by_token = natural_probabilities(output)[:, 1:]
+        return Scores(reference_log_probs, model.share(output).float(), by_token=by_token)
+
+
+def have_same_weights(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two modules have equal weights under equal names."""
+    weights = one.state_dict()
+    other_weights = other.state_dict()
+    if weights.keys() != other_weights.keys():
+        return False
+    return all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def concatenated(parts: list[Scores]) -> Scores:
+    """Join the scores of consecutive sequences by the models."""
+    joined: dict[str, Any] = {}
+    for name in ("reference_log_probs", "natural", "evidence", "by_token"):
+        tensors = [getattr(part, name) for part in parts]
+        if tensors[0] is not None:
+            joined[name] = torch.cat(tensors)
+    states_by_model = zip(*(part.hidden for part in parts), strict=True)
+    return Scores(**joined, hidden=tuple(torch.cat(states) for states in states_by_model))

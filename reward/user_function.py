@@ -1,19 +1,18 @@
-"""Loads and calls a reward function of the user's own: the one place of the project that executes a
-user's Python.
+"""Load and call a user's reward function: the only place that executes a user's Python.
 
-python train_grpo.py --base_model_path base_model_v1.pt --reward_function my_rewards.py:score
+    python train_grpo.py --base_model_path base_model_v1.pt --reward_function my_rewards.py:score
+
+Shapes: R sequences of N tokens.
 """
 
 import asyncio
-import contextlib
 import inspect
-import runpy
 import sys
 import traceback
 from collections.abc import Callable
 from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,128 +20,138 @@ import torch
 from torch import Tensor
 
 from common.files import hash_file
-from common.process import Terminated, UserError
+from common.process import Terminated, UserError, until_main_ends
 
-LARGEST = 1e12  # of a reward: its square is still a float32
-RULE = f"return a finite number, at most {LARGEST:g}, for every sequence, or lists of one for each written token"
-
-# undoes what the last file that was loaded changed in the interpreter
-_loaded = contextlib.ExitStack()
+LARGEST = 1e12  # absolute value of a reward: its square is still a float32
+RULE = (
+    f"return a finite number, at most {LARGEST:g}, for every sequence, or for every sequence a "
+    "list of one for each written token"
+)
 
 
 class RewardFunction:
-    """A user's function of R sequences of N tokens, in TRL's form: its file is executed once, its
-    calls are checked.
+    """A user's function in TRL's form. Its file is executed once; what it returns is checked.
 
-    It is called with those of these arguments that it takes: prompts, completions (R str each),
-    prompt_ids, completion_ids (R lists of int each), ids (int64 array (R, N)) and masks (bool array
-    (R, N - 1): which tokens after the first were written). `decode` makes text of ids."""
+    The function is called with those of these arguments that it takes: prompts, completions (R str
+    each), prompt_ids, completion_ids (R lists of int each), ids (int64 array (R, N)) and masks (bool
+    array (R, N - 1): the tokens after the first that were written).
+    """
 
-    def __init__(self, named: str, decode: Callable[[list[int]], str] = str) -> None:
-        file, _, name = named.rpartition(":")
-        self.named, self.decode, self.path = named, decode, Path(file)
+    def __init__(self, name: str, decode: Callable[[list[int]], str] = str) -> None:
+        """Execute FILE.py of the name FILE.py:NAME. `decode` turns token ids into text."""
+        file, _, function_name = name.rpartition(":")
+        self.name = name
+        self.path = Path(file)
+        self.decode = decode
         if not file.endswith(".py") or not self.path.is_file():
             self._fail("must be FILE.py:NAME, FILE.py an existing file")
         self.sha256 = hash_file(self.path)
-        _loaded.close()
-        folder = str(self.path.resolve().parent)
-        sys.path.append(folder)  # last: what lies there hides no other module
-        _loaded.enter_context(contextlib.suppress(ValueError))  # where it is no longer in the path
-        _loaded.callback(sys.path.remove, folder)
-        self.runner = _loaded.enter_context(asyncio.Runner())  # one event loop for all calls
-        self.function = self._guarded(self._execute_file).get(name)
+        self.function = self._guarded(self._execute_file).get(function_name)
         if not callable(self.function):
-            self._fail(f"{self.path} has no function {name!r}: name one that it has")
+            self._fail(f"{self.path} has no function {function_name!r}: name one that it has")
         try:
             self.parameters = inspect.signature(self.function).parameters
         except ValueError:
             kind = type(self.function).__name__
             self._fail(
-                f"{name} is a {kind}, whose arguments are not known: write a function that calls it"
+                f"{function_name} is a {kind}, whose arguments are not known: call it in a function"
             )
+        self.takes_all = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())
+        self.event_loop = until_main_ends.enter_context(asyncio.Runner())  # one for all calls
+        self.num_dims = 0  # of the rewards: 1 (sequences) or 2 (tokens); 0 before the first call
 
-    @torch.no_grad()
     def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards float32 of sequences (R,) or tokens (R, N - 1), 0 outside the mask (R, N - 1), of
-        ids (R, N) int64.
+        """Return float32 rewards of sequences (R,) or tokens (R, N - 1), 0 outside the mask.
 
-        Raises UserError for a function that raises anything or returns anything but finite numbers
-        of one kind."""
-        rows, counts = ids.tolist(), mask.sum(1).tolist()
-        prompts, completions = zip(
-            *((row[:-n], row[-n:]) for row, n in zip(rows, counts, strict=True)), strict=True
-        )
-        given: dict[str, Any] = {"prompt_ids": list(prompts), "completion_ids": list(completions)}
-        given |= {
+        ids: (R, N) int64. mask: (R, N - 1) bool, the written tokens. Raises UserError if the
+        function raises anything, or returns anything but finite numbers of one kind in all calls.
+        """
+        lengths = mask.sum(1).tolist()
+        arguments = self._arguments(ids, mask, lengths)
+        with torch.no_grad():
+            rewards = self._guarded(lambda: _plain(self._call(arguments)))
+        if not isinstance(rewards, list) or len(rewards) != len(lengths):
+            self._fail(f"returned no list of R={len(lengths)} rewards; {RULE}")
+        is_per_token = isinstance(rewards[0], list)
+        numbers = rewards
+        if is_per_token:
+            numbers = []
+            for values, length in zip(rewards, lengths, strict=True):
+                # of the written tokens, or aligned with masks
+                if not isinstance(values, list) or len(values) not in (length, mask.size(1)):
+                    self._fail(f"returned {values!r:.40} for {length} tokens; {RULE}")
+                numbers += values[-length:]
+        result = self._guarded(lambda: torch.tensor(numbers, dtype=torch.float32)).to(ids.device)
+        if result.dim() > 1 or not (result.abs() <= LARGEST).all():  # NaN fails, too
+            self._fail(f"returned {rewards!r:.40}; {RULE}")
+        if is_per_token:
+            result = result.new_zeros(mask.shape).masked_scatter(mask, result)
+        if self.num_dims not in (0, result.dim()):
+            self._fail("returned rewards of sequences in one call and of tokens in another")
+        self.num_dims = result.dim()
+        return result
+
+    def _arguments(self, ids: Tensor, mask: Tensor, lengths: list[int]) -> dict[str, Any]:
+        """Return copies of the arguments that the function takes."""
+        rows = ids.tolist()
+        prompts = [row[:-length] for row, length in zip(rows, lengths, strict=True)]
+        completions = [row[-length:] for row, length in zip(rows, lengths, strict=True)]
+        arguments = {
             "prompts": list(map(self.decode, prompts)),
             "completions": list(map(self.decode, completions)),
-        }
-        # copies
-        given |= {
+            "prompt_ids": prompts,
+            "completion_ids": completions,
             "ids": np.array(rows, dtype=np.int64),
             "masks": np.array(mask.tolist(), dtype=bool),
         }
-        if all(each.kind != each.VAR_KEYWORD for each in self.parameters.values()):
-            given = {name: value for name, value in given.items() if name in self.parameters}
-        returned = self._guarded(lambda: [_plain(row) for row in _plain(self._call(given))])
-        per_token = bool(returned) and isinstance(returned[0], list | tuple)
-        lists = [row if isinstance(row, list | tuple) else [row] for row in returned]
-        # arrays that are aligned with masks
-        if per_token and all(len(row) == mask.size(1) for row in lists):
-            lists = [row[-count:] for row, count in zip(lists, counts, strict=False)]
-        numbers = [_plain(value) for row in lists for value in row]
-        if [len(row) for row in lists] != (counts if per_token else [1] * len(counts)):
-            self._fail(
-                f"returned {len(lists)} values, or lists of other lengths, for R={len(counts)}; {RULE}"
-            )
-        for value in numbers:
-            # NaN fails, too
-            if not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
-                self._fail(f"returned {value!r:.40}; {RULE}")
-        flat = torch.tensor(numbers, dtype=torch.float32, device=ids.device)
-        return flat.new_zeros(mask.shape).masked_scatter(mask, flat) if per_token else flat
+        if self.takes_all:
+            return arguments
+        return {name: arguments[name] for name in self.parameters if name in arguments}
 
     def _execute_file(self) -> dict[str, Any]:
-        """The names that the file defines.
+        """Return the names that the file defines.
 
-        The file becomes a module, which the worker processes of a pool can import, unless another
-        has its name."""
-        name = self.path.stem
-        spec = PathFinder.find_spec(name)
-        if name in sys.modules or spec is None or spec.origin != str(self.path.resolve()):
-            return runpy.run_path(str(self.path))
-        module = sys.modules[name] = module_from_spec(spec)
-        _loaded.callback(sys.modules.pop, name, None)
+        The file becomes a module, which worker processes of a pool can import, unless there is
+        another module of its name.
+        """
+        sys.path.append(str(self.path.resolve().parent))  # last: files there hide no other module
+        module = ModuleType(self.path.stem)
+        module.__file__ = str(self.path)
+        spec = PathFinder.find_spec(self.path.stem)
+        if spec is not None and spec.origin == str(self.path.resolve()):
+            sys.modules.setdefault(self.path.stem, module)
         exec(compile(self.path.read_bytes(), str(self.path), "exec"), vars(module))
         return vars(module)
 
-    def _call(self, given: dict[str, Any]) -> Any:
-        """What the function returns; one that is `async def` is awaited, as in TRL."""
-        returned = self.function(**given)
-        return self.runner.run(returned) if inspect.iscoroutine(returned) else returned
+    def _call(self, arguments: dict[str, Any]) -> Any:
+        """Return what the function returns; await it if the function is `async def`, as in TRL."""
+        returned = self.function(**arguments)
+        if inspect.iscoroutine(returned):
+            return self.event_loop.run(returned)
+        return returned
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, which runs the user's code: whatever that raises becomes a
-        UserError of one line."""
+        """Return the result of `work`; turn anything that the user's code raises into a UserError."""
         try:
             return work()
         except (KeyboardInterrupt, Terminated):
             raise
-        except BaseException as error:  # SystemExit and others that are no Exception, too
-            frames = traceback.walk_tb(error.__traceback__)
-            lines = [
-                number for frame, number in frames if frame.f_code.co_filename == str(self.path)
-            ]
-            line = f" at line {lines[-1]} of {self.path}" if lines else ""
-            self._fail(
-                f"raised {type(error).__name__}{line}: {' '.join(str(error).split()):.200}; mend the function"
-            )
+        except BaseException as error:  # SystemExit, too
+            place = ""
+            for frame, line in traceback.walk_tb(error.__traceback__):
+                if frame.f_code.co_filename == str(self.path):
+                    place = f" at line {line} of {self.path}"
+            reason = " ".join(str(error).split())
+            self._fail(f"raised {type(error).__name__}{place}: {reason:.200}; correct the function")
 
     def _fail(self, finding: str) -> NoReturn:
-        raise UserError(f"ERROR: reward_function={self.named}: {finding}") from None
+        raise UserError(f"ERROR: reward_function={self.name}: {finding}") from None
 
 
 def _plain(value: Any) -> Any:
-    """An array, tensor or scalar of theirs as Python's lists and numbers; anything else as it
-    is."""
-    return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+    """Return arrays, tensors and scalars, also within lists, as Python's lists and numbers."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

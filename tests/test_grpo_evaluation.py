@@ -1,6 +1,7 @@
-"""grpo/evaluation.py: prompts, masks, rewards, figures of a policy, the gate, and when to stop."""
+"""grpo/: prompts, masks, rewards, evaluation of a policy, the gate, and when to stop."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from corpus import corpus as corpus_module
 from corpus.corpus import open_corpus
 from data_loader import WholeSplitBatches
 from generation.completions import Completer
-from grpo import evaluation as evaluation
-from grpo.rewards import rewards_of
+from grpo import evaluation
+from grpo.rewards import sequence_rewards, token_rewards
+from grpo.rollouts import draw_prompts, written_mask
+from grpo.settings import GRPOSettings
 from grpo.stopping import Stops, selection_value
 from losses import text_log_probs
 from metrics.reward_skill import measure_skill
@@ -26,8 +29,8 @@ from training.optimizers import Best
 
 def test_prompts_are_a_function_of_seed_and_purpose():
     tokens = np.arange(1000, dtype=np.uint16)
-    first, again = (evaluation.draw_prompts(tokens, 16, 5, 3, 7, "rollout", 2) for _ in range(2))
-    other = evaluation.draw_prompts(tokens, 16, 5, 3, 7, "rollout", 3)
+    first, again = (draw_prompts(tokens, 16, 5, 3, 7, "rollout", 2) for _ in range(2))
+    other = draw_prompts(tokens, 16, 5, 3, 7, "rollout", 3)
     for ours, theirs, others in zip(first, again, other, strict=True):
         assert torch.equal(ours, theirs)
         assert not torch.equal(ours, others)
@@ -39,7 +42,7 @@ def test_prompts_are_a_function_of_seed_and_purpose():
 
 
 def test_the_mask_is_of_predicted_tokens():
-    assert evaluation.written_mask(torch.tensor([[1, 3]]), 4).tolist() == [
+    assert written_mask(torch.tensor([[1, 3]]), 4).tolist() == [
         [True, True, True],
         [False, False, True],
     ]
@@ -57,18 +60,18 @@ def test_rewards_by_hand():
         torch.full((2, 3), 0.5),
         torch.tensor([[0.0, 4, 6], [3, 3, 3]]),
     )
-    scores = Scores(natural, evidence, by_token, start)
+    likelihood = Scores(start, natural, evidence, by_token)
     tokens = evidence - (log_probs - start)
-    assert torch.equal(rewards_of(scores, log_probs, mask, by_token=True), tokens)
-    assert rewards_of(scores, log_probs, mask).tolist() == pytest.approx([1.0, 1 / 3])
-    scores = Scores(natural, None, by_token, start)
-    assert torch.equal(rewards_of(scores, log_probs, mask), natural)
-    assert torch.equal(rewards_of(scores, log_probs, mask, by_token=True), by_token)
-    both = Scores(natural, None, by_token, start, function=each)
-    assert rewards_of(both, log_probs, mask).tolist() == pytest.approx([5.2, 3.7])
-    alone = Scores(None, None, None, start, function=torch.tensor([2.0, -1.0]))
-    assert rewards_of(alone, log_probs, mask).tolist() == [2, -1]
-    assert rewards_of(alone, log_probs, mask, by_token=True).tolist() == [[0, 2, 2], [-1, -1, -1]]
+    assert torch.equal(token_rewards(likelihood, log_probs, mask), tokens)
+    assert sequence_rewards(likelihood, log_probs, mask).tolist() == pytest.approx([1.0, 1 / 3])
+    other = Scores(start, natural, by_token=by_token)
+    assert torch.equal(sequence_rewards(other, log_probs, mask), natural)
+    assert torch.equal(token_rewards(other, log_probs, mask), by_token)
+    both = Scores(start, natural, function=each)
+    assert sequence_rewards(both, log_probs, mask).tolist() == pytest.approx([5.2, 3.7])
+    alone = Scores(start, function=torch.tensor([2.0, -1.0]))
+    assert sequence_rewards(alone, log_probs, mask).tolist() == [2, -1]
+    assert token_rewards(alone, log_probs, mask).tolist() == [[0, 2, 2], [-1, -1, -1]]
 
 
 def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
@@ -96,7 +99,7 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     val = np.fromfile(corpus / "val.bin", np.uint16)
     text = val[16 * 16 :]  # of 32 blocks the last 16 report
     windows = {tuple(text[start : start + 16].tolist()) for start in range(len(text) - 15)}
-    assert all(tuple(row.tolist()) in windows for row in asked.drawn[0])
+    assert all(tuple(row.tolist()) in windows for row in asked.prompts.natural)
     loss = -text_log_probs(reference, WholeSplitBatches(text, 16, 64)).mean().item()
     assert figures["reference"]["report_loss"] == pytest.approx(loss, abs=1e-6)
 
@@ -135,13 +138,15 @@ def test_the_gate_s_texts(generator, monkeypatch, num_blocks, gate_blocks, first
     tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
     seen = []
 
-    def predictions(ids):
-        seen.append(ids)
-        return Scores(torch.linspace(0, 1, len(ids)), None, None, torch.zeros(len(ids), 15))
+    class Predictions:
+        dtype = torch.float32
+
+        def score_by_models(self, ids):
+            seen.append(ids)
+            return Scores(torch.zeros(len(ids), 15), torch.linspace(0, 1, len(ids)))
 
     monkeypatch.setattr(evaluation, "GATE_BLOCKS", gate_blocks)
-    predictions.dtype = torch.float32
-    measured = evaluation.skill_on_policy(Completer(policy, 16), predictions, tokens, 42)
+    measured = evaluation.skill_on_policy(Completer(policy, 16), Predictions(), tokens, 42)
     (ids,) = seen
     blocks = tokens[: num_blocks * 16].reshape(-1, 16)[
         first + np.arange(count) * (num_blocks // 2 - first) // count
@@ -157,82 +162,79 @@ def test_the_gate_s_texts(generator, monkeypatch, num_blocks, gate_blocks, first
 
 def test_the_gate_by_hand(capsys, tmp_path):
     skill = {"r2": 0.1, "r2_low": 1e-6, "r2_high": 0.2, "num_blocks": 50, "num_sequences": 200}
-    assert evaluation.passes_gate(skill, "reward_model.pt", False, None)
+    refusing = GRPOSettings(reward_model_path="reward_model.pt")
+    allowing = replace(refusing, allow_unpredictive_reward=True)
+    assert evaluation.passes_gate(skill, refusing)
     assert capsys.readouterr().err == ""
     for low in (0.0, -0.1, None):
         skill["r2_low"] = low
         with pytest.raises(
             UserError, match=r"reward_model\.pt .*R2 0\.1.*; .*--allow_unpredictive_reward True"
         ):
-            evaluation.passes_gate(skill, "reward_model.pt", False, None)
-        assert evaluation.passes_gate(skill, "reward_model.pt", True, None)
+            evaluation.passes_gate(skill, refusing)
+        assert evaluation.passes_gate(skill, allowing)
         assert "WARNING: reward_model.pt " in capsys.readouterr().err
     with pytest.raises(UserError, match=r"\b7 blocks; use more text, 8 blocks"):
-        evaluation.passes_gate({**skill, "num_blocks": 7}, "reward_model.pt", False, None)
-    assert not evaluation.passes_gate(skill, "reward_model.pt", False, str(tmp_path / "gate.json"))
+        evaluation.passes_gate({**skill, "num_blocks": 7}, refusing)
+    assert not evaluation.passes_gate(skill, replace(refusing, gate_path=str(tmp_path / "g.json")))
 
 
-START = {"natural_reward": 0.6, "select_loss": 2.0, "kl_now": 0.0}
-
-
-def stops_after(rewards: list[float], threshold: float = 0.9, **record: float) -> Stops:
-    """The stops, with windows of four steps, after so many steps, the last of which has this record
-    too."""
-    stops = Stops(4, threshold)
-    stops.note(START)
+def stops_after(
+    rewards: list[float], threshold: float = 0.9, has_reward_model: bool = True, **figures: float
+) -> Stops:
+    """The stops, with windows of four steps, after so many steps and perhaps an evaluation."""
+    stops = Stops(4, threshold, has_reward_model)
+    stops.start({"select_loss": 2.0})
+    name = "reward" if has_reward_model else "total_reward"
     for reward in rewards:
-        stops.note({"reward": reward, "objective": reward, "kl_start": 0.0})
-    stops.note(record)
+        stops.step({name: reward, "objective": reward, "kl_start": figures.get("kl_start", 0.0)})
+    if figures:
+        stops.evaluation({"select_loss": 2.0, **figures})
     return stops
 
 
 def test_a_plateau_ends_the_run_after_five_windows_without_a_rise():
-    ends = [step for step in range(1, 41) if stops_after([0.5] * step).why()]
-    assert ends[0] == 24 and "plateau" in stops_after([0.5] * 24).why()
-    assert stops_after([0.5 + 0.001 * (step // 4) for step in range(40)]).why() is None
-    assert stops_after([0.5] * 20 + [0.6] * 4 + [0.5] * 16).why() is None
+    ends = [step for step in range(1, 41) if stops_after([0.5] * step).reason()]
+    assert ends[0] == 24 and "plateau" in stops_after([0.5] * 24).reason()
+    assert stops_after([0.5 + 0.001 * (step // 4) for step in range(40)]).reason() is None
+    assert stops_after([0.5] * 20 + [0.6] * 4 + [0.5] * 16).reason() is None
 
 
 def test_a_threshold_is_for_a_window_and_needs_a_reward_model():
-    assert stops_after([0.95] * 3).why() is None
-    assert re.match(r"reward threshold: 0\.950 >= 0\.9", stops_after([0.1, *[0.95] * 4]).why())
-    assert stops_after([0.95] * 4, threshold=0.96).why() is None
-    alone = Stops(1, 0.9)
-    alone.note({"select_loss": 2.0})
-    alone.note({"total_reward": 5.0, "objective": 5.0})
-    assert alone.rewards == [5.0] and alone.why() is None
+    assert stops_after([0.95] * 3).reason() is None
+    assert re.match(r"reward threshold: 0\.950 >= 0\.9", stops_after([0.1, *[0.95] * 4]).reason())
+    assert stops_after([0.95] * 4, threshold=0.96).reason() is None
+    alone = stops_after([5.0] * 4, has_reward_model=False)
+    assert alone.rewards == [5.0] * 4 and alone.reason() is None
 
 
 @pytest.mark.parametrize(
     ("name", "cap"), [("kl_start", 0.5), ("kl_now", 0.5), ("kl_step", 0.05), ("select_loss", 2.3)]
 )
 def test_each_cap(name, cap):
-    assert stops_after([0.5], **{name: cap - 0.01}).why() is None
-    assert "cap: " in stops_after([0.5], **{name: cap + 0.01}).why()
+    assert stops_after([0.5], **{name: cap - 0.01}).reason() is None
+    assert "cap: " in stops_after([0.5], **{name: cap + 0.01}).reason()
 
 
 def test_the_first_broken_cap_is_the_reason():
     """The evaluation after the step that broke it finds another."""
-    stops = stops_after([0.5], kl_start=0.6)
-    stops.note({"select_loss": 2.5, "kl_now": 0.7})
-    assert re.match(r"cap: kl_start 0\.600 > 0\.5 ", stops.why())
+    stops = stops_after([0.5], kl_start=0.6, select_loss=2.5, kl_now=0.7)
+    assert re.match(r"cap: kl_start 0\.600 > 0\.5 ", stops.reason())
 
 
 def test_with_only_a_function_a_rise_of_the_loss_warns_once(capsys):
     """In the whole run, its parts together; the caps on the KL still end it."""
-    stops = Stops(4, 0.9)
-    stops.note({"select_loss": 2.0, "kl_now": 0.0})
-    stops.note({"select_loss": 2.29})
+    stops = stops_after([], has_reward_model=False, select_loss=2.29)
     assert capsys.readouterr().err == ""
-    stops.note({"select_loss": 2.31})
+    stops.evaluation({"select_loss": 2.31})
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("WARNING: loss_rise 0.310 > 0.3 nats a token")
-    resumed = Stops(4, 0.9)
+    resumed = Stops(4, 0.9, has_reward_model=False)
     resumed.load_state_dict(stops.state_dict())
-    resumed.note({"select_loss": 2.5})
-    assert resumed.why() is None and capsys.readouterr().err == ""
-    resumed.note({"kl_now": 0.6})
-    assert "cap: kl_now" in resumed.why()
+    resumed.evaluation({"select_loss": 2.5})
+    assert resumed.reason() is None and capsys.readouterr().err == ""
+    resumed.evaluation({"select_loss": 2.5, "kl_now": 0.6})
+    assert "cap: kl_now" in resumed.reason()
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,17 @@ class TaskScorer:
 
     knows_tokens = is_ratio = False
     dtype = torch.float32
+    function = reward_model = None
 
     def __init__(self, reference, reward) -> None:
         self.reference, self.reward = reference.requires_grad_(False), reward
 
     @torch.no_grad()
-    def __call__(self, ids: torch.Tensor, *_, **__) -> Scores:
-        log_probs = token_log_probs(
-            self.reference.logits(self.reference.trunk(ids[:, :-1])), ids[:, 1:]
-        )
-        return Scores(self.reward(ids), None, None, log_probs)
+    def __call__(self, ids: torch.Tensor, *_) -> Scores:
+        logits = self.reference.logits(self.reference.trunk(ids[:, :-1]))
+        return Scores(token_log_probs(logits, ids[:, 1:]), self.reward(ids))
+
+    score_by_models = __call__
 
 
 @pytest.fixture

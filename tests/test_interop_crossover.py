@@ -13,7 +13,7 @@ from helpers import ROOT, refuse, succeed
 import grpo.policy_loss as formulas
 from common.files import read_json
 from common.process import UserError
-from grpo.rewards import rewards_of
+from grpo.rewards import token_rewards
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.train_trl import TrlSettings
 from interop.train_trl import make_trainer as make_trl_trainer
@@ -213,7 +213,7 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, generator, tmp_pat
         ids, mask = ids[rows], torch.ones(len(ids), ids.size(1) - 1, dtype=torch.bool)
         mask[:, : batch["prompt_ids"].size(1) - 1] = False
         log_probs = token_log_probs_of(policy, ids)
-        rewards = rewards_of(scorer(ids, mask), log_probs.detach(), mask, by_token=True)
+        rewards = token_rewards(scorer(ids, mask), log_probs.detach(), mask)
         advantages = formulas.token_advantages(rewards, mask, G)
         torch.testing.assert_close(
             advantages[:, -C:], batch["advantages"][rows], atol=1e-3, rtol=1e-3

@@ -35,7 +35,7 @@ from common.files import read_json
 from common.log import read_records
 from common.process import UserError
 from common.settings import parse_settings, read_config
-from grpo.evaluation import draw_prompts
+from grpo.rollouts import draw_prompts
 from prepare_reward_data import crossovers_and_uniforms
 from reports.summary import Ledger, headline
 from reward_data_config import RewardDataConfig

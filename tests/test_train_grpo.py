@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from functools import partial
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,17 +28,20 @@ from helpers import (
 from torch.utils.checkpoint import checkpoint
 
 import train_grpo
-from common.distributed import Ranks, parallel
+from common.distributed import Ranks
 from common.files import hash_file
 from common.log import read_records
 from generation.completions import Completer
-from grpo import evaluation, rollouts, stopping
+from grpo import stopping
+from grpo import update as update_module
+from grpo.rewards import compute_advantages, step_figures
 from grpo.rollouts import Rollouts, sample
+from grpo.settings import GRPOSettings
+from grpo.update import Updater
 from losses import token_log_probs
 from model import GPT, GPTConfig
 from reward.heads import LikelihoodRewardModel
 from reward.scorer import RewardScorer, Scores
-from train_grpo import GRPOSettings
 from training.checkpoint import build_model, load_checkpoint
 
 EXACT = {"credit": "exact", "group_size": 1, "prompts_per_step": 16}
@@ -248,47 +251,38 @@ def settings_of(**options) -> GRPOSettings:
     return GRPOSettings(**{"credit": "token", "beta": 0.0, "advantage_scale": "none", **options})
 
 
-def scored_rollouts(
-    policy: GPT, scorer: RewardScorer, ids: torch.Tensor, first: Any = True
-) -> Rollouts:
-    """A scored batch of these completions, of prompts of one token or, where `first` is not set, of
-    two."""
+def make_rollouts(policy: GPT, ids: torch.Tensor, first: Any = True) -> Rollouts:
+    """Completions of prompts of one token or, where `first` is not set, of two."""
     with torch.no_grad():
         log_probs = token_log_probs(policy.logits(policy.trunk(ids[:, :-1])), ids[:, 1:])
     mask = torch.ones(len(ids), ids.size(1) - 1, dtype=torch.bool)
     mask[:, 0] = first
     totals = {"max_completion_length": 2, "num_sequences": len(ids), "num_tokens": mask.sum()}
-    batch = Rollouts(ids, mask, log_probs, 1, totals)
-    batch.scores = scorer(ids, mask, keep_hidden=True)
-    return batch
+    return Rollouts(ids, mask, log_probs, 1, totals)
 
 
 def gradient(
-    models: tuple[GPT, RewardScorer], batch: Rollouts, settings: GRPOSettings, micro_rows: int = 64
+    models: tuple[GPT, RewardScorer], batch: Rollouts, settings: GRPOSettings
 ) -> tuple[torch.Tensor, float]:
     """All gradients of one update, and its loss."""
     policy, scorer = models
     policy.zero_grad()
-    loss_of = partial(train_grpo.exact_loss, settings, scorer)
-    if settings.credit != "exact":
-        batch.advantages, _ = train_grpo.advantages_of(batch, settings, Ranks())
-        loss_of = partial(train_grpo.sampled_loss, settings)
-    figures = train_grpo.accumulate_gradients(
-        parallel(policy, Ranks()), loss_of, batch, micro_rows, Ranks()
-    )
-    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), figures[
-        "loss"
-    ]
+    scores = scorer(batch.ids, batch.mask, keep_hidden=True)
+    advantages, _ = compute_advantages(batch, scores, settings, Ranks())
+    update = Updater(policy, scorer.reward_model, settings, Ranks())
+    figures = update.accumulate_gradients(batch, scores, advantages)
+    gradients = [parameter.grad.flatten() for parameter in policy.parameters()]
+    return torch.cat(gradients), figures["loss"]
 
 
 def expected_gradient(models: tuple[GPT, RewardScorer], settings: GRPOSettings) -> torch.Tensor:
     """Over all groups of completions of one prompt, each by its probability under the policy."""
     texts = torch.cartesian_prod(torch.tensor([PROMPT]), *[torch.arange(V)] * 2)  # (9, 3)
-    chances = scored_rollouts(*models, texts).old_log_probs.sum(1).exp()
+    chances = make_rollouts(models[0], texts).old_log_probs.sum(1).exp()
     assert chances.sum().item() == pytest.approx(1, abs=1e-6)
     total = torch.zeros(())
     for members in itertools.product(range(len(texts)), repeat=settings.group_size):
-        batch = scored_rollouts(*models, texts[list(members)])
+        batch = make_rollouts(models[0], texts[list(members)])
         total = total + chances[list(members)].prod() * gradient(models, batch, settings)[0]
     return total
 
@@ -319,9 +313,8 @@ def test_the_exact_loss_is_the_divergence_from_the_mixture():
     by_hand = {"reverse": kl(pi, m), "forward": kl(m, pi)}
     for way, expected in by_hand.items():
         settings = settings_of(credit="exact", kl=way)
-        assert gradient(models, scored_rollouts(*models, ids), settings)[1] == pytest.approx(
-            expected, rel=1e-4
-        )
+        loss = gradient(models, make_rollouts(policy, ids), settings)[1]
+        assert loss == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"kl": "forward"}, {"loss_type": "dapo"}], ids=str)
@@ -330,16 +323,16 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, options):
     models = make_models(0.5)
     ids = torch.randint(V, (7, 3), generator=torch.Generator().manual_seed(0))
     settings, pieces = settings_of(credit="exact", **options), Mock(side_effect=checkpoint)
-    monkeypatch.setattr(rollouts, "checkpoint", pieces)
+    monkeypatch.setattr(update_module, "checkpoint", pieces)
 
-    batch = scored_rollouts(
-        *models, ids, torch.tensor([True, False, False, True, False, True, True])
-    )
+    first = torch.tensor([True, False, False, True, False, True, True])
+    batch = make_rollouts(models[0], ids, first)
     whole = gradient(models, batch, settings)
     assert pieces.call_count == 0
     for logits, micro_rows, number in ((1, 64, 11), (V, 4, 11), (5 * V, 64, 3), (4 * V, 3, 2)):
-        monkeypatch.setattr(rollouts, "PIECE_LOGITS", logits)
-        found = gradient(models, batch, settings, micro_rows)
+        monkeypatch.setattr(update_module, "PIECE_LOGITS", logits)
+        monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=micro_rows: most)
+        found = gradient(models, batch, settings)
         torch.testing.assert_close(found[0], whole[0], rtol=1e-4, atol=1e-6)
         assert found[1] == pytest.approx(whole[1], rel=1e-4)
         assert pieces.call_count == number
@@ -350,23 +343,24 @@ def test_rollouts_are_completions_or_rows_of_the_corpus_each_after_a_prompt_of_i
     """With the policy's log-probabilities; as many rows as completions; the ranks' shares are those
     of one."""
     policy, _ = make_models(0.5)
-    draw = partial(sample, Completer(policy, 3), np.arange(1000) % V, (6, 4), 42)
-    batch = draw(ranks=Ranks(), step=1, natural=False)
+    completer, tokens = Completer(policy, 3), np.arange(1000) % V
+    settings = GRPOSettings(prompts_per_step=6, group_size=4, credit="exact")
+    batch = sample(completer, tokens, settings, 1, Ranks())
     with torch.no_grad():
         log_probs = token_log_probs(
             policy.logits(policy.trunk(batch.ids[:, :-1])), batch.ids[:, 1:]
         )
     torch.testing.assert_close(batch.old_log_probs, log_probs)
-    batch.scores = Scores(None, None, None, log_probs)
-    figures = rollouts.figures_of_rollouts(batch, "k3", Ranks())
-    assert figures == {
-        "kl_start": pytest.approx(0, abs=1e-6),
-        "entropy": pytest.approx(-log_probs.mean().item()),
-    }
-    batch = draw(ranks=Ranks(), step=1, natural=True)
+    scores = Scores(log_probs, natural=torch.full((24,), 0.5))
+    figures = step_figures(batch, scores, settings, Ranks())
+    assert figures["kl_start"] == pytest.approx(0, abs=1e-6) and figures["reward"] == 0.5
+    assert figures["entropy"] == pytest.approx(-log_probs.mean().item())
+    settings = replace(settings, prefixes="natural")
+    batch = sample(completer, tokens, settings, 1, Ranks())
     assert batch.ids.shape == (24, 3) and batch.old_log_probs is None and batch.mask.all()
     assert (batch.ids.diff(dim=1) % V == 1).all() and len(batch.ids.unique(dim=0)) == V
-    shares = [draw(ranks=Ranks(rank, 2), step=1, natural=True) for rank in (0, 1)]
+    assert step_figures(batch, scores, settings, Ranks()) == {}
+    shares = [sample(completer, tokens, settings, 1, Ranks(rank, 2)) for rank in (0, 1)]
     assert torch.equal(torch.cat([part.ids for part in shares]), batch.ids)
     assert all(part.totals == batch.totals for part in shares)
 
@@ -391,23 +385,6 @@ def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
     # the loss, at prefixes of the policy, is what the evaluation estimates from its tokens
     if not more:
         assert looks[0] == pytest.approx(steps[0]["loss"], rel=0.5)
-
-
-def test_the_schedules_by_hand():
-    """Of a run begun with four steps; a fifth has the rate of the end. Longer ones begin with a
-    warm-up."""
-    by_hand = {
-        "constant": [1.0] * 5,
-        "linear": [1.0, 0.75, 0.5, 0.25, 0.0],
-        "cosine": [1, 0.853553, 0.5, 0.146447, 0],
-    }
-    for schedule, expected in by_hand.items():
-        assert [train_grpo.factor_at(step, schedule, 4) for step in range(5)] == pytest.approx(
-            expected, abs=1e-6
-        )
-        assert [train_grpo.factor_at(step, schedule, 40) for step in range(2)] == pytest.approx(
-            [1 / 3, 2 / 3]
-        )
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -460,15 +437,10 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
     assert_same_weights(weights(parts["output_path"]), weights(options["output_path"]))
     one, other = (untimed(each["output_path"].with_suffix(".jsonl")) for each in (parts, options))
     assert one == other
-    trainings = [load_checkpoint(each["output_path"])["training"] for each in (parts, options)]
-    assert all(
-        trainings[0][name] == trainings[1][name]
-        for name in ("steps", "first_reward", "last_reward")
-    )
 
 
 def test_a_report_of_the_start_not_finite_is_not_written(monkeypatch, good):
     figures = {"kept": {}, "start": {"report_loss": float("nan")}}
-    monkeypatch.setattr(evaluation, "report_figures", lambda *_: figures)
+    monkeypatch.setattr(train_grpo, "report_figures", lambda *_: figures)
     assert "start.report_loss is nan" in refuse("train_grpo", **good)
     assert not good["output_path"].exists()

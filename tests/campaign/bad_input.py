@@ -14,10 +14,10 @@ from world import World, expect_refusal
 
 from common.settings import Settings
 from evaluate import EvaluateSettings
+from grpo.settings import GRPOSettings
 from prepare_reward_data import RewardDataConfig
 from sample import SampleSettings
 from train import TrainSettings
-from train_grpo import GRPOSettings
 from train_reward_model import RewardModelSettings
 
 SETTINGS: dict[str, type[Settings]] = {

@@ -1,0 +1,189 @@
+"""Settings of train_grpo.py: its options, which of them contradict each other, and their defaults.
+
+python train_grpo.py --help
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from common.log import check_tracker
+from common.process import UserError
+from common.settings import Errors, Settings, setting
+
+DEFAULT_BETA = 0.04  # weight of the KL penalty if the reward contains no KL
+SAMPLED_ONLY = (  # options that only apply to sampled tokens
+    "reward",
+    "importance_level",
+    "epsilon",
+    "epsilon_high",
+    "advantage_scale",
+    "beta",
+    "kl_estimator",
+)
+
+
+@dataclass
+class GRPOSettings(Settings):
+    """Train a generator with GRPO so that a frozen reward model takes its text for natural."""
+
+    base_model_path: str | None = setting(None, model_file="required", changeable=True)
+    """checkpoint of the generator: the policy starts from it, and the KL refers to it (required)"""
+    reward_model_path: str | None = setting(None, model_file="optional", changeable=True)
+    """checkpoint of the reward model (required without a reward_function)"""
+    dataset: str = setting("shakespeare_char", changeable=True)
+    """folder of train.bin (prompts) and val.bin (evaluation): a path, or a name below data/"""
+    output_path: str = setting("logs/grpo_model.pt", output="file", changeable=True)
+    """file for the improved generator; the records are written beside it (.jsonl)"""
+    init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
+    """scratch, or resume an interrupted run of the same settings"""
+    overwrite: bool = setting(False, changeable=True)
+    """replace an output that other settings made"""
+    allow_unpredictive_reward: bool = setting(False, changeable=True)
+    """continue if the interval of the reward model's R2 on the policy's text includes 0"""
+    gate_path: str | None = setting(None, output="file", changeable=True)
+    """measure that R2, write it to this file (JSON) and exit; None: continue with GRPO"""
+    prompts_per_step: int = setting(16, minimum=1)
+    """prompts (groups) per step"""
+    group_size: int = setting(8, minimum=1)
+    """completions per prompt, compared with each other: at least 2, or 1 with credit=exact"""
+    max_steps: int = setting(100, minimum=1, unit="steps", changeable=True)
+    """maximum number of steps"""
+    updates_per_step: int = setting(1, minimum=1)
+    """passes over the completions of a step; the clipped ratio matters from the second pass on"""
+    learning_rate: float = setting(3e-4, above=0)
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after a warm-up of 5 % of max_steps; linear and cosine reach 0 at max_steps"""
+    reward: Literal["evidence", "natural"] = "evidence"
+    """evidence log(m/q) minus the KL to the start (likelihood head), or P(natural)"""
+    reward_function: str | None = None
+    """FILE.py:NAME, your own reward function, used instead of or added to the reward model; its
+    file is executed"""
+    credit: Literal["auto", "token", "sequence", "exact"] = "auto"
+    """exact: expectation over the vocabulary (likelihood head); auto: token if tokens have
+    rewards"""
+    kl: Literal["forward", "reverse"] = "reverse"
+    """with credit=exact: reverse is KL(policy || mixture), forward is KL(mixture || policy)"""
+    prefixes: Literal["own", "natural"] = "own"
+    """with credit=exact: completions of the policy, or natural text (off-policy distillation)"""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
+    """how the losses of the tokens are averaged and clipped"""
+    importance_level: Literal["token", "sequence"] = "token"
+    """one ratio per token, or one per sequence (GSPO)"""
+    epsilon: float = setting(0.2, above=0)
+    """clip the ratio below 1 - epsilon; not for cispo"""
+    epsilon_high: float | None = setting(None, above=0)
+    """clip the ratio above 1 + epsilon_high; None: epsilon. For cispo the largest weight"""
+    advantage_scale: Literal["group", "batch", "none"] = "group"
+    """divide advantages by the standard deviation of the group, of the batch, or not"""
+    beta: float | None = setting(None, minimum=0)
+    """weight of the KL to the start in the loss; None: 0 if the reward contains that KL, else
+    0.04"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """estimator of that KL; as a loss k2 descends KL(policy || start), k3 KL(start || policy)"""
+    reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
+    """stop when the mean P(natural) over a tenth of max_steps (at most 10 steps) reaches this"""
+    eval_interval: int = setting(10, minimum=1, unit="steps")
+    """steps between evaluations of natural loss, fresh completions, their variety and copies"""
+    tracker: Literal["none", "wandb", "tensorboard", "trackio"] = setting("none", changeable=True)
+    """also send the records to Weights & Biases, TensorBoard or trackio (needs its package)"""
+    device: str = setting("auto", changeable=True)
+    """auto, cpu, cuda, cuda:N or mps; bfloat16 on CUDA, else float32"""
+    seed: int = setting(42, minimum=0)
+    """seed of prompts and completions"""
+
+    def ignored_options(self) -> dict[str, str]:
+        """Return the options that have no effect, with the reason."""
+        ignored = {}
+        if self.credit == "exact":
+            ignored.update(dict.fromkeys(SAMPLED_ONLY, "credit=exact"))
+        else:
+            ignored.update(dict.fromkeys(("kl", "prefixes"), f"credit={self.credit}"))
+        if not self.reward_model_path:
+            of_reward_model = ("gate_path", "reward_threshold", "reward")
+            ignored.update(dict.fromkeys(of_reward_model, "a reward_function and no reward model"))
+        if self.prefixes == "natural":
+            ignored["reward_threshold"] = "prefixes=natural, which samples no text to reward"
+        if self.loss_type == "cispo":
+            ignored["epsilon"] = "loss_type=cispo, which has no lower clip"
+        return ignored
+
+    def check_settings(self, errors: Errors) -> None:
+        """Note options that contradict each other, and a tracker that is not installed."""
+        for name, reason in self.ignored_options().items():
+            value = getattr(self, name)
+            default = getattr(GRPOSettings, name)
+            errors.check(
+                value == default, f"{name}={value} is ignored with {reason}", f"Leave out {name}"
+            )
+        is_exact = self.credit == "exact"
+        is_cispo = self.loss_type == "cispo"
+        errors.check(
+            bool(self.reward_function or self.reward_model_path),
+            "reward_model_path is required",
+            "Name the checkpoint with --reward_model_path, or your function with --reward_function",
+        )
+        errors.check(
+            not (is_exact and is_cispo),
+            "loss_type=cispo weights sampled tokens, and credit=exact samples none",
+            "Use --loss_type dapo",
+        )
+        errors.check(
+            not (is_exact and self.reward_function),
+            "credit=exact takes no reward_function",
+            "Use --credit token",
+        )
+        errors.check(
+            not is_cispo or self.epsilon_high is not None,
+            "loss_type=cispo needs epsilon_high, the largest weight",
+            "Add --epsilon_high 5.0",
+        )
+        errors.check(
+            is_exact or self.group_size > 1,
+            "group_size=1: must be >= 2 (completions to compare)",
+            "Use --group_size 2 or more, or --credit exact, which compares nothing",
+        )
+        errors.check(
+            Path(self.output_path).suffix != ".png",
+            f"output_path={self.output_path}: the picture of the training is written there",
+            "Name it .pt",
+        )
+        tracker_error = check_tracker(self.tracker)
+        errors.check(not tracker_error, tracker_error)
+
+
+def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOSettings:
+    """Return the settings with credit, reward and beta filled in from the reward model's head.
+
+    is_ratio: the head compares two models (likelihood head), so that it has evidence.
+    knows_tokens: the head rewards single tokens. Without a reward model credit=auto stays: the
+    reward function returns numbers of sequences or of tokens. Raises UserError if the head lacks
+    what the settings ask for.
+    """
+    credit = settings.credit
+    reward = settings.reward
+    beta = settings.beta
+    if settings.reward_model_path is not None:
+        if not is_ratio:
+            reward = "natural"
+        if credit == "auto" and knows_tokens:
+            credit = "token"
+        elif credit == "auto":
+            credit = "sequence"
+        if (credit == "exact" and not is_ratio) or (credit == "token" and not knows_tokens):
+            raise UserError(
+                f"ERROR: credit={credit}: {settings.reward_model_path} does not know the reward of "
+                "every token; use --credit auto, or a reward model with a likelihood head"
+            )
+    reward_has_kl = is_ratio and settings.reward == "evidence"
+    if beta is None and reward_has_kl:
+        beta = 0.0
+    elif beta is None:
+        beta = DEFAULT_BETA
+    if beta > 0 and settings.kl_estimator == "k1":
+        raise UserError(
+            f"ERROR: kl_estimator=k1 with beta={beta:g}: as a loss, k1 has an expected gradient of "
+            "0; use --kl_estimator k3 or k2"
+        )
+    return replace(settings, credit=credit, reward=reward, beta=beta)
