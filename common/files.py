@@ -170,8 +170,8 @@ def _check_archive(path: Path) -> None:
 def check_writable(path: str | os.PathLike, is_file: bool = False) -> str:
     """Return why `path`, a folder or a file, cannot be created or replaced; empty if it can."""
     path = Path(path).absolute()
-    if is_file and path.exists():
-        if not path.is_file():
+    if is_file:
+        if path.exists() and not path.is_file():
             return f"{path} is no file"
         path = path.parent
     while not path.exists():

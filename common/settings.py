@@ -225,14 +225,10 @@ def split_config(
     a command line."""
     if file_first and argv and not argv[0].startswith("-"):
         argv = [f"--config={argv[0]}", *argv[1:]]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--config")
     parser.add_argument("--section")
-    try:
-        found, others = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        remedy = "name a file with --config, a section of it with --section"
-        raise UserError(f"ERROR: {error}: {remedy}") from None
+    found, others = parser.parse_known_args(argv)  # exits with status 2 if a value is missing
     return found.config, found.section, others
 
 
@@ -249,14 +245,12 @@ def options_of_stages(
         section = name.partition(".")[0]
         if section == name:
             others += words
-            continue
-        if section not in sections:
-            error = f"--{name}: {section} is no section{_nearest(section, sections)}"
-            raise UserError(f"ERROR: {error}; sections are {', '.join(sections)}")
-        for word in words:
-            if word.startswith("--"):
-                word = "--" + word.partition(".")[2]
-            by_section.setdefault(section, []).append(word)
+        elif section in sections:
+            options = [word.replace(f"--{section}.", "--", 1) for word in words]
+            by_section[section] = by_section.get(section, []) + options
+        else:
+            error = f"--{name}: {section} is no section; sections are {', '.join(sections)}"
+            raise UserError(f"ERROR: {error}")
     return others, by_section
 
 
