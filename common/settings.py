@@ -198,7 +198,7 @@ def parse_settings(
     errors = Errors()
     given: dict[str, list[str]] = {}
     if path is not None:
-        given = _options_of_file(path, section or script, errors)
+        given = _group_by_option(_words_of_file(path, section or script, errors))
     given.update(_group_by_option(argv))  # the command line overrides the file
     parsed = {}
     for name, words in given.items():
@@ -306,11 +306,9 @@ def _parse_words(settings_class: type[S], script: str, words: Iterable[str]) -> 
     except SystemExit as end:
         if not end.code:
             raise  # --help
-    # tyro printed a box: the title, the error, a ruled line, hints.
-    lines = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
-    error_lines = itertools.takewhile(lambda line: not line.startswith("──"), lines)
-    reason = " ".join(error_lines).rstrip(" .")
-    raise UserError(f"{reason}; see {script}.py --help")
+    # tyro printed a box: its title, the error, and the help of the option.
+    text = printed.getvalue().partition("\n")[2]
+    raise UserError(re.sub("[│─╰╯\\s]+", " ", text).strip())
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -333,7 +331,7 @@ def read_config(path: str) -> dict[str, Any]:
     return values
 
 
-def _options_of_file(path: str, section: str, errors: Errors) -> dict[str, list[str]]:
+def _words_of_file(path: str, section: str, errors: Errors) -> list[str]:
     """Return the settings of a file, those of the section last, as words of a command line.
 
     tyro then checks the types of the file's values too.
@@ -349,18 +347,17 @@ def _options_of_file(path: str, section: str, errors: Errors) -> dict[str, list[
         values.update(sections[section])
     else:
         # A file without the section is fine, but a similar name is probably a typing error.
-        for similar in difflib.get_close_matches(section, sections, n=1, cutoff=0.8):
-            errors.check(False, f"{path} has no section {section}; did you mean {similar}?")
-    options = {}
+        similar = ", ".join(difflib.get_close_matches(section, sections, cutoff=0.8))
+        errors.check(not similar, f"{path} has no section {section}; did you mean {similar}?")
+    words = []
     for name, value in values.items():
         if isinstance(value, list | tuple):
-            options[str(name)] = [f"--{name}", *map(str, value)]
+            words += [f"--{name}", *map(str, value)]
+        elif isinstance(value, float) and value.is_integer():
+            words.append(f"--{name}={int(value)}")  # 2e1 may be the value of an integer setting
         else:
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)  # 2e1 may be the value of an integer setting
-            # One word, so that the value may begin with dashes.
-            options[str(name)] = [f"--{name}={value}"]
-    return options
+            words.append(f"--{name}={value}")  # one word, so that the value may begin with dashes
+    return words
 
 
 def _read_assignments(path: str, errors: Errors) -> dict[str, Any]:
