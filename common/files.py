@@ -101,18 +101,9 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 def read_json(path: str | os.PathLike) -> Any:
     """Return the value in a JSON file; raise UserError if it cannot be read."""
     try:
-        return from_json(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"ERROR: cannot read {path}: {error}") from None
-
-
-def from_json(text: str) -> Any:
-    """Return the value of a JSON text; raise ValueError for other text, also NaN and infinities."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no finite number")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:

@@ -39,7 +39,6 @@ import prepare_reward_data
 import train
 import train_grpo
 import train_reward_model
-from common.files import from_json
 from training.checkpoint import load_checkpoint
 
 MODEL_OPTION = {
@@ -259,9 +258,7 @@ def test_learning_that_diverges(good, tmp_path):
         "train_grpo", **{**good["train_grpo"], **rate, "max_steps": 4}
     )
     assert not {"train_grpo.pt", "train_reward_model.pt"} & folder_bytes(out).keys()
-    for path in out.glob("*.jsonl"):
-        for line in path.read_text().splitlines():
-            from_json(line)  # NaN is no JSON
+    assert not any("NaN" in path.read_text() for path in out.glob("*.jsonl"))
 
 
 @pytest.mark.parametrize(

