@@ -91,7 +91,6 @@ def test_options_in_every_form():
         (["--optimizer", "sgd"], "invalid choice 'sgd'"),
         (["--compile"], "Missing value for argument '--compile'"),
         (["--contexts", "8", "x"], "['8', 'x']"),
-        (["--config"], "argument --config: expected one argument"),
         (["--model_path", "a\0b"], "'a\\x00b': no argument and no path can hold"),
         (["--optimizer", "\ud800"], "'\\ud800': no argument and no path can hold"),
     ],
@@ -99,6 +98,12 @@ def test_options_in_every_form():
 def test_a_wrong_command_line_is_one_line(argv, said):
     message = refused(*argv)
     assert message.startswith("ERROR: ") and said in message and "\n" not in message
+
+
+def test_an_option_for_a_settings_file_needs_a_value(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config")
+    assert "argument --config: expected one argument" in capsys.readouterr().err
 
 
 def test_all_errors_are_reported_at_once():

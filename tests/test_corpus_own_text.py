@@ -72,5 +72,5 @@ def test_settings_of_stages():
     assert others == ["--text", "a.txt", "--controls", "False"]
     assert own["train"] == ["--max_iters", "4", "b", "--short_contexts", "8", "16"]
     assert own["train_grpo"] == ["--group-size=2"]
-    with pytest.raises(UserError, match=r"trian is no section; did you mean train\?"):
+    with pytest.raises(UserError, match=r"trian is no section; sections are train,"):
         options_of_stages(["--trian.max_iters", "4"], list(run_cycles.SECTIONS))
