@@ -37,9 +37,8 @@ SHARD_TOKENS = 1 << 17  # tokens of a shard; 16 times as many on CUDA
 # Settings that decide the samples, and settings that only tell where they come from.
 IDENTITY = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
 SOURCES = ("model_path", "input_mode", "data_path", "train_bin", "val_bin", "tokenization")
-FILES = set(
-    "train_x.bin train_y.bin train_metadata.txt val_x.bin val_y.bin val_metadata.txt".split()
-)
+PARTS = ("x.bin", "y.bin", "metadata.txt")
+FILES = {*(f"train_{part}" for part in PARTS), *(f"val_{part}" for part in PARTS)}
 Device = torch.device | str
 
 

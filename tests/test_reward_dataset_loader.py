@@ -235,7 +235,7 @@ def test_the_first_bad_row_is_named(folder):
         create_reward_dataloaders(folder)
     x[13, 7] = 65
     write_split(folder, "train", x, make_arrays(18, 8)[1])
-    with pytest.raises(UserError, match="1 train samples exceed vocab_size=65, .* row 13 with"):
+    with pytest.raises(UserError, match=r"1 train samples exceed vocab_size=65, .* row 13 with"):
         create_reward_dataloaders(folder)
 
 
