@@ -39,7 +39,6 @@ IDENTITY = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
 SOURCES = ("model_path", "input_mode", "data_path", "train_bin", "val_bin", "tokenization")
 PARTS = ("x.bin", "y.bin", "metadata.txt")
 FILES = {*(f"train_{part}" for part in PARTS), *(f"val_{part}" for part in PARTS)}
-Device = torch.device | str
 
 
 def crossovers_and_uniforms(
@@ -83,8 +82,11 @@ def blocks_by_shard(
 ) -> list[np.ndarray]:
     """Return the numbers of the blocks to use, evenly spaced, one array for each shard."""
     total = len(tokens) // completer.length
-    too_short = f"{len(tokens):,} tokens are shorter than one block of {completer.length}"
-    require(total > 0, f"{too_short}; use a longer corpus")
+    require(
+        total > 0,
+        f"{len(tokens):,} tokens are shorter than one block of {completer.length}; use a longer "
+        "corpus",
+    )
     shard_tokens = SHARD_TOKENS
     if next(completer.model.parameters()).is_cuda:
         shard_tokens *= 16
@@ -107,8 +109,10 @@ def write_shards(
     paths = [folder / f"{split}_{number:06}.npz" for number in range(len(shards))]
     missing = [path for path in paths if not path.is_file()]
     if len(missing) < len(paths):
-        done = f"{len(paths) - len(missing)} of {len(paths)} shards are there"
-        print0(f"Going on with work that was interrupted: {done}")
+        print0(
+            "Going on with work that was interrupted: "
+            f"{len(paths) - len(missing)} of {len(paths)} shards are there"
+        )
     ranks.sum(0.0)  # wait until every rank has looked
     num_blocks = sum(map(len, shards))
     with progress(num_blocks, "Processing blocks") as bar:
@@ -151,8 +155,11 @@ def is_complete(output: Path, partial: Path, identity: Mapping[str, Any], overwr
 
 
 def check_overwrite(folder: Path, difference: str, overwrite: bool) -> None:
-    remedy = "use --overwrite True to replace it, or another --output_dir"
-    require(overwrite, f"{folder} holds an incomplete or another dataset ({difference}); {remedy}")
+    require(
+        overwrite,
+        f"{folder} holds an incomplete or another dataset ({difference}); "
+        "use --overwrite True to replace it, or another --output_dir",
+    )
 
 
 def write_split(
@@ -293,7 +300,7 @@ def main() -> None:
     )
 
 
-def load_base_model(model_path: str, device: Device = "cpu") -> tuple[GPT, GPTConfig]:
+def load_base_model(model_path: str, device: torch.device | str = "cpu") -> tuple[GPT, GPTConfig]:
     """Return the generator in a checkpoint, in evaluation mode, and its configuration."""
     model = build_model(load_checkpoint(model_path), "generator", model_path, device)
     return model, model.config
@@ -312,7 +319,7 @@ def generate_completion(
     model: GPT,
     context: np.ndarray,
     target_length: int,
-    device: Device = "cpu",
+    device: torch.device | str = "cpu",
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 42,
@@ -328,7 +335,7 @@ def create_reward_samples(
     tokens: np.ndarray,
     model: GPT,
     config: GPTConfig,
-    device: Device = "cpu",
+    device: torch.device | str = "cpu",
     samples_per_chunk: int = 10,
     temperature: float = 1.0,
     top_k: int | None = None,

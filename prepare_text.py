@@ -47,8 +47,9 @@ class PrepareTextSettings(Settings):
         )
         if self.name is not None:
             is_plain = self.name == Path(self.name).name and self.name != ".."
-            problem = f"name={self.name}: must be a plain name"
-            errors.check(is_plain, problem, "Name a folder with --out_dir")
+            errors.check(
+                is_plain, f"name={self.name}: must be a plain name", "Name a folder with --out_dir"
+            )
         errors.check(
             bool(self.name) != bool(self.out_dir),
             "one of name and out_dir is required",

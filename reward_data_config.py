@@ -9,7 +9,7 @@ from typing import Literal
 
 from common.settings import Errors, Settings, setting
 from data_loader import dataset_folder, text_file
-from tokenization_manager import TokenizationInfo, TokenizationMethod  # noqa: F401 (public here)
+from tokenization_manager import TokenizationInfo  # noqa: F401 (public here)
 
 
 @dataclass
@@ -91,14 +91,19 @@ class RewardDataConfig(Settings):
     def _check_ignored(self, errors: Errors, *names: str) -> None:
         for name in names:
             is_default = getattr(self, name) == getattr(RewardDataConfig, name)
-            problem = f"{name} is ignored in {self.input_mode} mode"
-            errors.check(is_default, problem, f"Remove --{name}")
+            errors.check(
+                is_default, f"{name} is ignored in {self.input_mode} mode", f"Remove --{name}"
+            )
 
     def _check_file(self, errors: Errors, name: str, title: str) -> None:
         value = getattr(self, name)
-        problem = f"{name} is required in {self.input_mode} mode"
-        errors.check(bool(value), problem, f"Specify --{name}")
+        errors.check(
+            bool(value), f"{name} is required in {self.input_mode} mode", f"Specify --{name}"
+        )
         if value:
             path = text_file(value) if name == "data_path" else Path(value)
-            remedy = "Make the corpus with data/shakespeare/prepare.py or prepare_text.py"
-            errors.check(path.is_file(), f"{title} file not found: {path}", remedy)
+            errors.check(
+                path.is_file(),
+                f"{title} file not found: {path}",
+                "Make the corpus with data/shakespeare/prepare.py or prepare_text.py",
+            )

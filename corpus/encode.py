@@ -18,7 +18,7 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 
-from common.files import atomic_path, lock_output, remove_leftovers
+from common.files import atomic_path, lock_output
 from common.log import progress
 from common.process import UserError, require
 from common.settings import Errors, Settings, parse_settings, setting
@@ -31,8 +31,6 @@ PIECE_CHARACTERS = 1 << 20  # encode at least so many at a time
 MOST_CHARACTERS = 1 << 24
 WINDOW = 200  # characters on either side of a cut that are encoded to check it
 CORPUS_FILES = ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin")
-# Consecutive parts of a text: name and number of characters. Parts named '' are left out.
-Segments = Sequence[tuple[str, int]]
 
 
 def find_texts(paths: Sequence[str]) -> dict[str, Path]:
@@ -45,12 +43,16 @@ def find_texts(paths: Sequence[str]) -> dict[str, Path]:
     for path in map(Path, paths):
         files = texts_below(path) if path.is_dir() else [path]
         are_files = len(files) > 0 and all(file.is_file() for file in files)
-        rule = "no text file: name text files, or folders that hold *.txt files"
-        require(are_files, f"{path}: {rule}")
+        require(
+            are_files, f"{path}: no text file: name text files, or folders that hold *.txt files"
+        )
         for file in files:
             digest = hash_text(file)
-            twice = f"the same text is named twice, as {texts.get(digest)} and as {file}"
-            require(digest not in texts, f"{twice}: it could be in two splits: leave one out")
+            require(
+                digest not in texts,
+                f"the same text is named twice, as {texts.get(digest)} and as {file}: it could be "
+                "in two splits: leave one out",
+            )
             texts[digest] = file
     return texts
 
@@ -124,8 +126,7 @@ class PiecewiseEncoder:
         problem = (
             f"the text has {length:,} characters without a space or newline where it can be cut"
         )
-        remedy = "add line breaks, or use --tokenization char"
-        require(length < MOST_CHARACTERS, f"{problem}: {remedy}")
+        require(length < MOST_CHARACTERS, f"{problem}: add line breaks, or use --tokenization char")
         return 0
 
     def _can_cut(self, cut: int) -> bool:
@@ -139,9 +140,12 @@ class PiecewiseEncoder:
 
 
 def encode_segments(
-    pieces: Iterator[str], segments: Segments, tokenizer: TokenizationManager
+    pieces: Iterator[str], segments: Sequence[tuple[str, int]], tokenizer: TokenizationManager
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Encode each segment of a text by itself; yield (name, tokens (n,) uint16), part by part."""
+    """Encode each segment of a text by itself; yield (name, tokens (n,) uint16) piece by piece.
+
+    A segment is a part's name and its number of characters; a part named '' is left out.
+    """
     changed = "the text is not as long as when it was first read: run the same command again"
     text = ""
     total = sum(size for _, size in segments)
@@ -165,7 +169,7 @@ def prepare_texts(
     texts: Collection[Path],
     folder: str | Path,
     tokenizer: TokenizationManager | None,
-    segments: Segments | None = None,
+    segments: Sequence[tuple[str, int]] | None = None,
     train_split: float = 0.9,
     block_size: int = 1,
 ) -> None:
@@ -177,8 +181,10 @@ def prepare_texts(
     """
     folder = Path(os.path.abspath(folder))
     if tokenizer is not None and tokenizer.method == "bpe":
-        rule = "'char' in the name marks a corpus of characters: choose another folder"
-        require("char" not in folder.name, f"{folder}: {rule}")
+        require(
+            "char" not in folder.name,
+            f"{folder}: 'char' in the name marks a corpus of characters: choose another folder",
+        )
     num_characters = 0
     chars: set[str] = set()
     for piece in joined_pieces(texts):
@@ -192,8 +198,6 @@ def prepare_texts(
         boundary = split_boundary(num_characters, train_split)
         segments = [("train", boundary), ("val", num_characters - boundary)]
     lock_output(folder / "train.bin")
-    for name in CORPUS_FILES:
-        remove_leftovers(folder / name)
     counts = {"train": 0, "val": 0}
     files: dict[str, BinaryIO] = {}
     with ExitStack() as stack:
@@ -204,10 +208,11 @@ def prepare_texts(
             files[name].write(tokens.astype(TOKEN_DTYPE).tobytes())
             counts[name] = counts.get(name, 0) + len(tokens)
         for name in ("train", "val"):
-            problem = f"the text is too short: {name} has {counts[name]:,} tokens"
-            rule = f"a block of block_size={block_size} needs {block_size + 1:,}"
-            remedy = "add text, or use a smaller block"
-            require(counts[name] > block_size, f"{problem}, and {rule}: {remedy}")
+            require(
+                counts[name] > block_size,
+                f"the text is too short: {name} has {counts[name]:,} tokens, and a block of "
+                f"block_size={block_size} needs {block_size + 1:,}: add text, or use a smaller block",
+            )
         # The stack closes in reverse order, so the vocabulary gets its name before the token files:
         # token files without a vocabulary would be read as GPT-2's.
         if tokenizer.chars is not None:
@@ -260,7 +265,9 @@ class ShakespeareSettings(Settings):
         )
 
 
-def document_segments(settings: ShakespeareSettings, documents: Mapping[str, int]) -> Segments:
+def document_segments(
+    settings: ShakespeareSettings, documents: Mapping[str, int]
+) -> list[tuple[str, int]]:
     """Return the part and the size of each work, in the text's order."""
     part_of: dict[str, str] = {}
     for part in ("train", "val", "test"):

@@ -38,14 +38,11 @@ def make_corpora(
     own_texts = find_texts(text)
     natural_texts = find_texts(natural_text)
     for digest, path in natural_texts.items():
-        rule = "the natural model would know the test text"
-        require(digest not in own_texts, f"{path} is in text and in natural_text: {rule}")
+        require(
+            digest not in own_texts,
+            f"{path} is in text and in natural_text: the natural model would know the test text",
+        )
     texts = [*natural_texts.values(), *own_texts.values()]
-    if tokenizer is not None and tokenizer.chars is not None:
-        unknown = sorted(set().union(*joined_pieces(texts)) - set(tokenizer.chars))
-        shown = " ".join(map(ascii, unknown[:10]))
-        remedy = "replace them in the text, or use --natural_text"
-        require(not unknown, f"the natural model does not know the characters {shown}: {remedy}")
     folder = out / "corpus"
     natural_folder = out / "natural_corpus" if natural_texts else folder
     contents = {
@@ -59,8 +56,10 @@ def make_corpora(
         record.unlink(missing_ok=True)
         size = count_characters(own_texts.values())
         if size < MIN_TEST_CHARACTERS:
-            rule = f"below {MIN_TEST_CHARACTERS:,} the test text is too short for a verdict"
-            warn(f"--text has {size:,} characters: {rule}")
+            warn(
+                f"--text has {size:,} characters: below {MIN_TEST_CHARACTERS:,} the test text is "
+                "too short for a verdict"
+            )
         before = count_characters(texts) - size  # the natural texts
         tenth = size // 10
         train = size - 2 * tenth
@@ -72,8 +71,10 @@ def make_corpora(
         write_json(record, contents)
     token_files = [folder / name for name in ("train.bin", "val.bin", "test.bin")]
     num_tokens = sum(file.stat().st_size // 2 for file in token_files)
-    rule = f"and {MIN_TOKENS:,} are needed: add text"
-    require(num_tokens >= MIN_TOKENS, f"--text has {num_tokens:,} tokens, {rule}")
+    require(
+        num_tokens >= MIN_TOKENS,
+        f"--text has {num_tokens:,} tokens, and {MIN_TOKENS:,} are needed: add text",
+    )
     return folder, natural_folder, num_tokens
 
 

@@ -43,8 +43,10 @@ def ensure_corpus(folder: str | Path, source: str = "auto", plays: tuple[str, ..
         print(f"corpus: {path} is used as it is (remove it to fetch another)")
         if plays:
             titles = list(read_documents(path))
-            others = f"{path} holds other works than plays={', '.join(plays)}: remove it"
-            require(find_titles(plays, titles) == titles, others)
+            require(
+                find_titles(plays, titles) == titles,
+                f"{path} holds other works than plays={', '.join(plays)}: remove it",
+            )
         return path
     if source != "complete":
         try:
@@ -72,8 +74,10 @@ def read_documents(path: Path) -> dict[str, int]:
     is_record = isinstance(record, dict) and all(
         type(size) is int and size > 0 for size in record.values()
     )
-    rule = f"is no record of the works in {path}: remove both to fetch them again"
-    require(is_record, f"documents.json {rule}")
+    require(
+        is_record,
+        f"documents.json is no record of the works in {path}: remove both to fetch them again",
+    )
     return record
 
 

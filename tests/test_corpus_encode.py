@@ -142,7 +142,6 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
     folder.mkdir()
     for name in ("meta.pkl", "tokenizer.json", "test.bin"):
         (folder / name).write_text("of an earlier corpus")
-        (folder / f".{name}.9999999.partial").write_text("cut")
     prepare_texts([novel], folder, bpe)
     assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", ".train.bin.lock"}
     assert "".join(tokens_of(folder, "train", "val")) == TEXT

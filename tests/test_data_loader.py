@@ -70,14 +70,11 @@ def test_the_split_is_by_characters_and_loses_none(text, train_split):
     assert tokenizer.decode(splits.val) == text[boundary:]
 
 
-def test_splits_out_of_range_and_unknown_characters_are_refused():
+@pytest.mark.parametrize("train_split", [0.0, 1.0, float("nan")])
+def test_splits_out_of_range_are_refused(train_split):
     tokenizer = TokenizationManager.from_text("abc\n")
-    for train_split in (0.0, 1.0, float("nan")):
-        with pytest.raises(UserError, match=f"^ERROR: train_split={train_split}"):
-            split_and_encode("abc\n" * 10, tokenizer, train_split)
-    # in the second part, but counted from the start
-    with pytest.raises(UserError, match="line 11, column 3"):
-        split_and_encode("abc\n" * 10 + "ab!\n", tokenizer)
+    with pytest.raises(UserError, match=f"^ERROR: train_split={train_split}"):
+        split_and_encode("abc\n" * 10, tokenizer, train_split)
 
 
 @given(st.lists(st.integers(0, 65535), min_size=1), st.lists(st.integers(0, 65535), min_size=1))
