@@ -220,7 +220,10 @@ class TokenizationManager:
         if self.method == "bpe":
             self.vocab_size = BPE_VOCAB_SIZE
         elif self.method == "char":
-            self._set_chars(self.chars)
+            if not isinstance(self.chars, str) or len(set(self.chars)) != len(self.chars):
+                raise UserError("ERROR: tokenizer record: its characters are missing or repeated")
+            self._ids = _meta(self.chars)["stoi"]
+            self.vocab_size = len(self._ids)
         elif self.method == "tokenizer":
             self._set_json(str(self.tokenizer_json))
         self.info()  # check method and vocab_size
@@ -229,15 +232,6 @@ class TokenizationManager:
             recorded == self.vocab_size,
             f"tokenizer record: vocab_size={recorded} is not {self.vocab_size}",
         )
-
-    def _set_chars(self, chars: Any) -> None:
-        is_vocabulary = isinstance(chars, str) and 0 < len(chars) == len(set(chars))
-        require(is_vocabulary, "tokenizer record: its characters are missing or repeated")
-        self.vocab_size = len(chars)
-        self._code_points = _code_points(chars)  # (vocab_size,)
-        # Code point to id. The last entry stands for all code points beyond the highest known one.
-        self._ids = np.full(int(self._code_points.max()) + 2, -1, dtype=np.int32)
-        self._ids[self._code_points] = np.arange(self.vocab_size)
 
     def _set_json(self, source: str) -> None:
         try:
@@ -313,15 +307,14 @@ class TokenizationManager:
         and adds none.
         """
         if self.method == "char":
-            ids = self._ids[np.minimum(_code_points(text), len(self._ids) - 1)]
-            if len(ids) > 0 and ids.min() < 0:
-                unknown = sorted({text[place] for place in np.flatnonzero(ids < 0)})
-                raise UserError(
-                    f"ERROR: the vocabulary ({self.meta_path}) lacks the characters "
-                    f"{' '.join(map(ascii, unknown[:10]))}: replace them in the text, or use a "
-                    "meta.pkl made from it"
-                )
-            return ids.astype(np.uint16)
+            unknown = sorted(set(text) - self._ids.keys())
+            require(
+                not unknown,
+                f"the vocabulary ({self.meta_path}) lacks the characters "
+                f"{' '.join(map(ascii, unknown[:10]))}: replace them in the text, or use a "
+                "meta.pkl made from it",
+            )
+            return np.fromiter((self._ids[char] for char in text), np.uint16, len(text))
         try:
             if self.method == "bpe":
                 ids = _gpt2_encoding().encode_to_numpy(text, disallowed_special=())
@@ -349,7 +342,8 @@ class TokenizationManager:
             return "".join(f"{token} " for token in ids)
         if self.method == "tokenizer":
             return self._library.decode(ids.tolist(), skip_special_tokens=False)
-        return self._code_points[ids].tobytes().decode("utf-32-le", "surrogatepass")
+        assert self.chars is not None, self.method
+        return "".join(self.chars[token] for token in ids.tolist())
 
 
 def _is_gpt2(library: Any, ids: dict[str, int]) -> bool:
@@ -360,7 +354,3 @@ def _is_gpt2(library: Any, ids: dict[str, int]) -> bool:
     if has_other_tokens or library.pre_tokenizer.add_prefix_space:
         return False
     return hash_bytes(json.dumps(ids).encode()) == BPE_FILES["encoder.json"]
-
-
-def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
