@@ -37,8 +37,14 @@ SHARD_TOKENS = 1 << 17  # tokens of a shard; 16 times as many on CUDA
 # Settings that decide the samples, and settings that only tell where they come from.
 IDENTITY = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
 SOURCES = ("model_path", "input_mode", "data_path", "train_bin", "val_bin", "tokenization")
-PARTS = ("x.bin", "y.bin", "metadata.txt")
-FILES = {*(f"train_{part}" for part in PARTS), *(f"val_{part}" for part in PARTS)}
+FILES = {
+    "train_x.bin",
+    "train_y.bin",
+    "train_metadata.txt",
+    "val_x.bin",
+    "val_y.bin",
+    "val_metadata.txt",
+}
 
 
 def crossovers_and_uniforms(
@@ -157,7 +163,7 @@ def is_complete(output: Path, partial: Path, identity: Mapping[str, Any], overwr
 def check_overwrite(folder: Path, difference: str, overwrite: bool) -> None:
     require(
         overwrite,
-        f"{folder} holds an incomplete or another dataset ({difference}); "
+        f"{folder} holds an incomplete dataset or another ({difference}); "
         "use --overwrite True to replace it, or another --output_dir",
     )
 
