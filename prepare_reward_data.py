@@ -2,8 +2,8 @@
 
     python prepare_reward_data.py --model_path logs/model_checkpoint.pt --dataset shakespeare
 
-In: a generator's checkpoint and a corpus (a text, or train.bin and val.bin). Out, in output_dir, for
-each split: x.bin (uint16, samples x block_size), y.bin (float32, samples x 2: the label K/N,
+In: a generator's checkpoint and a corpus (a text, or train.bin and val.bin). Out, in output_dir,
+for each split: x.bin (uint16, samples x block_size), y.bin (float32, samples x 2: the label K/N,
 (N-K)/N), metadata.txt. Unfinished work lies in output_dir.partial as shards. A sample depends only
 on (seed, split, block, sample). P: blocks. G: samples of a block. N: block_size.
 """
@@ -50,7 +50,10 @@ FILES = {
 def crossovers_and_uniforms(
     config: RewardDataConfig, split: str, block: int, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw all randomness of a block: K (G,) int64, uniform on [1, N - 1]; (G, N) float32 in [0, 1)."""
+    """Draw the randomness of a block: K (G,) int64, uniform on [1, N - 1], and uniforms (G, N).
+
+    The uniforms are float32 in [0, 1); each decides one token.
+    """
     stream = random_stream(config.seed, "reward_data", split, block)
     uniforms = stream.random((config.samples_per_chunk, length + 1), dtype=np.float32)
     crossovers = 1 + np.floor(uniforms[:, 0].astype(np.float64) * (length - 1)).astype(np.int64)
@@ -64,7 +67,7 @@ def make_samples(
     split: str,
     config: RewardDataConfig,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the samples of some blocks, in their order: x (P * G, N) uint16, y (P * G, 2) float32."""
+    """Return the samples of some blocks in order: x (P * G, N) uint16, y (P * G, 2) float32."""
     N = completer.length
     blocks = np.stack([tokens[block * N : (block + 1) * N] for block in block_indices])  # (P, N)
     draws = [crossovers_and_uniforms(config, split, int(block), N) for block in block_indices]

@@ -2,8 +2,9 @@
 
     python prepare_text.py my_novel.txt --name novel --tokenization char
 
-In: UTF-8 text files of any size, or folders of *.txt. Out, in data/NAME: train.bin, val.bin (uint16
-tokens), and the vocabulary: meta.pkl for characters (nanoGPT's form), or a copy of a tokenizer.json.
+In: UTF-8 text files of any size, or folders of *.txt. Out, in data/NAME: train.bin, val.bin
+(uint16 tokens), and the vocabulary: meta.pkl for characters (nanoGPT's form), or a copy of a
+tokenizer.json.
 """
 
 from dataclasses import dataclass

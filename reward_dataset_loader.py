@@ -2,10 +2,11 @@
 
     python reward_dataset_loader.py --data_dir data/reward_dataset
 
-A dataset is a folder with three files for each split (train, val): SPLIT_x.bin, uint16 (num_samples,
-block_size), the tokens; SPLIT_y.bin, float32 (num_samples, 2), the labels [P(natural),
-P(synthetic)]; SPLIT_metadata.txt, `key: value` lines. The binary files are memory-mapped. The script
-ends with status 2 if the dataset is bad.
+A dataset is a folder with three files for each split (train, val):
+SPLIT_x.bin: the tokens, uint16 (num_samples, block_size), memory-mapped;
+SPLIT_y.bin: the labels [P(natural), P(synthetic)], float32 (num_samples, 2), memory-mapped;
+SPLIT_metadata.txt: `key: value` lines.
+The script ends with status 2 if the dataset is bad.
 """
 
 import math
@@ -82,8 +83,8 @@ def sampling_of(metadata: Mapping[str, str]) -> Sampling:
 class RewardDataset(Dataset):
     """One split of a reward dataset: dataset[i] is LongTensor (block_size,), FloatTensor (2,).
 
-    `x` and `y` are memory maps: (num_samples, block_size) uint16 and (num_samples, 2) float32. Row r
-    belongs to natural block r // samples_per_chunk. Raise UserError for a bad dataset, and for
+    `x` and `y` are memory maps: (num_samples, block_size) uint16 and (num_samples, 2) float32. Row
+    r belongs to natural block r // samples_per_chunk. Raise UserError for a bad dataset, and for
     another tokenization than the expected one.
     """
 

@@ -1,10 +1,10 @@
 """One tokenizer interface: GPT-2's BPE, characters, or a tokenizer.json; its files are only data.
 
-    python -c "from tokenization_manager import TokenizationManager as T; print(T('bpe').encode('a'))"
+    python -c "import tokenization_manager as t; print(t.detect_method('data/shakespeare_char'))"
 
-A tokenizer is chosen by method or detected from a data folder. Characters need a meta.pkl (nanoGPT's
-form), the method `tokenizer` a tokenizer.json (Hugging Face's form, read by the package tokenizers).
-Tokens are uint16.
+Choose a tokenizer by method, or let it be detected from a data folder. Characters need a meta.pkl
+(nanoGPT's form); the method `tokenizer` needs a tokenizer.json (Hugging Face's form), which the
+package tokenizers reads. Tokens are uint16.
 """
 
 import functools
@@ -159,8 +159,9 @@ class TokenizationManager:
     """A tokenizer with `encode`, `decode`, `vocab_size`, `method` and its file `meta_path`.
 
     'auto' takes the method from the file at meta_path, else from the folder of `data_path`. A
-    tokenizer.json with GPT-2's own encoding becomes 'bpe', one with only characters 'char'. With the
-    method 'ids' (a meta.pkl that has only a vocab_size) the text of a token is its number and a space.
+    tokenizer.json with GPT-2's own encoding becomes 'bpe', one with only characters 'char'. With
+    the method 'ids' (a meta.pkl with only a vocab_size) the text of a token is its number and a
+    space.
     """
 
     def __init__(
@@ -301,10 +302,10 @@ class TokenizationManager:
         return {name: getattr(self, name) for name in names}
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, (num_tokens,) uint16. Raise UserError for unknown characters.
+        """Return the tokens of a text, (num_tokens,) uint16. Unknown characters are a UserError.
 
-        GPT-2's BPE reads its special tokens as text. A tokenizer.json recognises its own in the text
-        and adds none.
+        GPT-2's BPE reads its special tokens as text. A tokenizer.json recognises its own in the
+        text and adds none.
         """
         if self.method == "char":
             unknown = sorted(set(text) - self._ids.keys())

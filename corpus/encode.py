@@ -1,4 +1,4 @@
-"""Encode texts into the token files of a corpus, piece by piece: memory does not grow with the text.
+"""Encode texts into the token files of a corpus, in pieces: memory does not grow with the text.
 
     python data/shakespeare_char/prepare.py --source complete
 
@@ -211,10 +211,11 @@ def prepare_texts(
             require(
                 counts[name] > block_size,
                 f"the text is too short: {name} has {counts[name]:,} tokens, and a block of "
-                f"block_size={block_size} needs {block_size + 1:,}: add text, or use a smaller block",
+                f"block_size={block_size} needs {block_size + 1:,}: add text, or use a smaller "
+                "block",
             )
-        # The stack closes in reverse order, so the vocabulary gets its name before the token files:
-        # token files without a vocabulary would be read as GPT-2's.
+        # The stack closes in reverse order, so the vocabulary gets its name before the token
+        # files: token files without a vocabulary would be read as GPT-2's.
         if tokenizer.chars is not None:
             save_meta(stack.enter_context(atomic_path(folder / "meta.pkl")), tokenizer.chars)
         elif tokenizer.method == "tokenizer":

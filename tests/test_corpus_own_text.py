@@ -1,5 +1,7 @@
-"""corpus/own_text.py, `run_cycles.py --text`: parts, one vocabulary, sizes.  `pytest
-tests/test_corpus_own_text.py`"""
+"""corpus/own_text.py, `run_cycles.py --text`: parts, one vocabulary, sizes.
+
+pytest tests/test_corpus_own_text.py
+"""
 
 import numpy as np
 import pytest
@@ -68,7 +70,10 @@ def test_sizes_follow_the_length():
 
 
 def test_settings_of_stages():
-    words = "--text a.txt --train.max_iters 4 b --train_grpo.group-size=2 --controls False --train.short_contexts 8 16"
+    words = (
+        "--text a.txt --train.max_iters 4 b --train_grpo.group-size=2 --controls False "
+        "--train.short_contexts 8 16"
+    )
     others, own = options_of_stages(words.split(), list(run_cycles.SECTIONS))
     assert others == ["--text", "a.txt", "--controls", "False"]
     assert own["train"] == ["--max_iters", "4", "b", "--short_contexts", "8", "16"]

@@ -1,4 +1,7 @@
-"""corpus/shakespeare.py: what is fetched, by which hash, and how works are named."""
+"""corpus/shakespeare.py: what is fetched, with which hash, and how works are named.
+
+pytest tests/test_corpus_shakespeare.py
+"""
 
 import hashlib
 import io

@@ -1,5 +1,7 @@
-"""data_loader.py: one split rule, token files, bad files refused, whole batches.  `pytest
-tests/test_data_loader.py`"""
+"""data_loader.py: one split rule, token files, refusal of bad files, batches of a whole split.
+
+pytest tests/test_data_loader.py
+"""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""prepare_text.py: nanoGPT's bytes from texts of one's own, and what is refused."""
+"""prepare_text.py: the bytes of nanoGPT's prepare.py, and what is refused.
+
+pytest tests/test_prepare_text.py
+"""
 
 import os
 import pickle

@@ -1,5 +1,7 @@
-"""prepare_reward_data.py: what is in a reward dataset, and that it is the same however it came
-about."""
+"""prepare_reward_data.py: the contents of a dataset, which interruptions do not change.
+
+pytest tests/test_reward_data_prep.py
+"""
 
 import math
 import os

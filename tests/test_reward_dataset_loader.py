@@ -1,4 +1,7 @@
-"""Reward datasets: reading back what was written, reporting damage, and the documented reports."""
+"""reward_dataset_loader.py: round trips, refusal of damaged datasets, the documented report.
+
+pytest tests/test_reward_dataset_loader.py
+"""
 
 import contextlib
 import pickle
@@ -251,8 +254,8 @@ def test_splits_that_do_not_fit_together(folder):
     write_split(folder, "val", *make_arrays(2, 4), tokenization_method="bpe", vocab_size=50257)
     finished = call("reward_dataset_loader", data_dir=folder)
     assert finished.status == 2
-    said = "Tokenization mismatch detected:\n    Train: char (vocab_size=65)\n    Val: bpe (vocab_size=50257)\n"
-    assert f"\n⚠️ {said}" in finished.out and "DataLoader Test" not in finished.out
+    said = "\n⚠️ Tokenization mismatch detected:\n    Train: char (vocab_size=65)\n    Val: bpe (voc"
+    assert said in finished.out and "DataLoader Test" not in finished.out
     assert "tokenization_method is char in train, bpe in val" in finished.err
 
 
@@ -282,8 +285,9 @@ def test_report_is_the_documented_one(tmp_path):
     info, loader_test = result.out.split("\n=== DataLoader Test ===\n")
     of_split = (
         "{} SET:\n  Samples: {}\n  Block size: 1024\n  Tokenization: bpe (vocab_size=50257)\n"
-        "  Y statistics:\n    Min: [0.0009766 0.0009766]\n    Max: [0.999023 0.999023]\n    Mean: [0.5 0.5]\n"
-        "    Std: [0.2884 0.2884]\n  Probability sums:\n    Min: 1.000000\n    Max: 1.000000\n    Mean: 1.000000\n\n"
+        "  Y statistics:\n    Min: [0.0009766 0.0009766]\n    Max: [0.999023 0.999023]\n"
+        "    Mean: [0.5 0.5]\n    Std: [0.2884 0.2884]\n"
+        "  Probability sums:\n    Min: 1.000000\n    Max: 1.000000\n    Mean: 1.000000\n\n"
     )
     assert info == (
         f"=== Reward Dataset Info: {tmp_path} ===\n\n"

@@ -1,9 +1,8 @@
-"""tokenization_manager.py: round trips, the three rules of auto-detection, and meta.pkl files of
-every bad kind.
+"""tokenization_manager.py: round trips, auto-detection, and refusal of bad vocabulary files.
 
     pytest tests/test_tokenization_manager.py
 
-Tests of BPE fetch its files by pip where they are not yet there, and skip where that is impossible.
+Tests of BPE fetch its files with pip if they are missing, and are skipped if that fails.
 """
 
 import json
