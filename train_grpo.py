@@ -34,6 +34,7 @@ from metrics.bootstrap import format_figure
 from metrics.samples import CopyFinder
 from model import GPT, check_same_fields
 from reports.figures import grpo_curves, write_png
+from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import RewardFunction
 from training import checkpoint as checkpoints
@@ -403,7 +404,7 @@ def load_scorer(
             raise UserError(
                 f"ERROR: {path} was trained against another generator {hashes}: make one of this"
             )
-        reward_model = checkpoints.build_model(contents, "reward", path, device)
+        reward_model = build_reward_model(contents, path, device)
     return RewardScorer(reward_model, reference, select_dtype("auto", device))
 
 

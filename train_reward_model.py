@@ -137,7 +137,7 @@ def main() -> None:
             dataset.get_tokenization_info(), dataset.block_size, generator.config
         )
         loader.check_variety(dataset)
-    check_origin(train_set, base, base_sha256, path)
+    check_origin(train_set.get_tokenization_info(), train_set.metadata, base, base_sha256, path)
     natural, hashes, files = (
         generator,
         list[str](),

@@ -355,10 +355,10 @@ def test_initialisation(mode):
         ({"activation": "relu"}, "activation='relu': must be one of gelu, gelu_tanh"),
         ({"dropout": -0.1}, "dropout=-0.1"),
         ({"dropout": math.nan}, "dropout=nan"),
-        ({"mode": "critic"}, "mode must be 'generator' or 'reward'"),
+        ({"mode": "critic"}, "mode='critic': must be one of generator, reward"),
         ({"position": "alibi"}, "position='alibi'"),
         ({"num_tokens": 12}, "num_tokens=12"),
-        ({"n_layer": 2.0}, "n_layer=2.0: must be a whole number"),
+        ({"n_layer": 2.0}, "n_layer=2.0: wrong type float"),
         ({"dropout": "0.1"}, "dropout='0.1'"),
         (
             {"reward_head_type": "linear"},

@@ -18,10 +18,10 @@ from helpers import assert_same_weights, make_checkpoint, refuse_in_one_line, su
 from common.files import read_json
 from common.process import UserError
 from interop import huggingface
-from interop.huggingface import model_path, read_folder, their_model
+from interop.huggingface import download_model, read_folder, their_model
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager, save_meta
-from training.checkpoint import build_model, load_checkpoint
+from training.checkpoint import build_model, find_model, load_checkpoint
 
 EXPORT = "interop.export"
 SIZES = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}
@@ -253,15 +253,15 @@ def test_names_of_the_hub_are_fetched_by_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download)
     )
-    model_path.cache_clear()
-    assert model_path("gpt2") == model_path("EleutherAI/pythia-14m") == tmp_path
-    assert model_path(tmp_path / "model.pt") == tmp_path / "model.pt"
+    download_model.cache_clear()
+    assert find_model("gpt2") == find_model("EleutherAI/pythia-14m") == tmp_path
+    assert find_model(tmp_path / "model.pt") == tmp_path / "model.pt"
     assert asked == ["openai-community/gpt2", "EleutherAI/pythia-14m"]
-    with pytest.raises(UserError, match="not to be had from the hub") as caught:
-        model_path("no/network")
+    with pytest.raises(UserError, match="cannot be downloaded") as caught:
+        find_model("no/network")
     assert "\n" not in str(caught.value)
     assert "`hf download no/network --local-dir FOLDER`, then name FOLDER" in str(caught.value)
-    model_path.cache_clear()
+    download_model.cache_clear()
 
 
 @pytest.mark.interop
@@ -307,9 +307,7 @@ def test_models_without_a_tokenizer_and_reward_models(tmp_path, transformers):
     assert "--meta_path" in refuse_in_one_line(EXPORT, checkpoint_path=path, output_dir=out)
     record = TokenizationManager.from_text("abc").to_record()
     reward = make_checkpoint(tmp_path / "reward.pt", 3, record, mode="reward")
-    assert "a generator is needed" in refuse_in_one_line(
-        EXPORT, checkpoint_path=reward, output_dir=out
-    )
+    assert "not a generator" in refuse_in_one_line(EXPORT, checkpoint_path=reward, output_dir=out)
     assert not out.exists()
     succeed(EXPORT, checkpoint_path=path, meta_path=tmp_path / "meta.pkl", output_dir=out)
     assert load_checkpoint(out)["tokenization"]["chars"] == "abc"

@@ -392,7 +392,7 @@ def test_the_package_encodes_and_a_record_compares_meanings():
         SMALL_BPE,
         model=SMALL_BPE["model"] | {"vocab": SMALL_BPE["model"]["vocab"] | {"a": 1, "b": 0}},
     )
-    with pytest.raises(UserError, match="numbers its tokens otherwise than the model"):
+    with pytest.raises(UserError, match="gives tokens other ids than the model"):
         check_tokenizer(contents, other)
     with pytest.raises(UserError, match=r"in p and .* in q: they do not match"):
         check_same_tokens(record, other.to_record(), "p", "q")

@@ -30,7 +30,7 @@ from metrics.bootstrap import format_figure
 from metrics.reward_skill import measure_skill
 from model import GPT
 from prepare_reward_data import save_reward_dataset
-from reward.heads import LikelihoodRewardModel, RewardModel
+from reward.heads import LikelihoodRewardModel, RewardModel, build_reward_model
 from reward.posterior import crossover_loss
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager
@@ -56,7 +56,7 @@ def trained(options: dict) -> tuple[dict, RewardModel]:
     """The checkpoint that a run left, and its model."""
     path = options["output_path"]
     checkpoint = load_checkpoint(path)
-    return checkpoint, build_model(checkpoint, "reward", path)
+    return checkpoint, build_reward_model(checkpoint, path)
 
 
 def parts(data_dir: Path) -> tuple:
