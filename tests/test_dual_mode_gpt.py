@@ -1,5 +1,7 @@
-"""Tests of model.py: both heads against a forward pass by hand, configs, padding ids,
-initialisation."""
+"""Tests of model.py: heads against a forward pass by hand, configs, padding ids, initialisation.
+
+pytest tests/test_dual_mode_gpt.py
+"""
 
 import dataclasses
 import math
@@ -34,15 +36,18 @@ def some_ids(*shape: int, vocab_size: int = TINY["vocab_size"], seed: int = 1) -
 
 
 def trunk_names(bias: bool, position: str, n_layer: int = 2) -> set[str]:
-    """The trunk's state-dict names as nanoGPT has them."""
-    names = {"transformer.wte.weight", "transformer.ln_f.weight"}
-    names |= {"transformer.wpe.weight"} if position == "learned" else set()
-    names |= {"transformer.ln_f.bias"} if bias else set()
+    """The names of nanoGPT for the trunk's weights."""
+    names = {"transformer.wte.weight"}
+    if position == "learned":
+        names.add("transformer.wpe.weight")
+    parts = ["ln_f"]
     for layer in range(n_layer):
         for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
-            names.add(f"transformer.h.{layer}.{part}.weight")
-            if bias:
-                names.add(f"transformer.h.{layer}.{part}.bias")
+            parts.append(f"h.{layer}.{part}")
+    for part in parts:
+        names.add(f"transformer.{part}.weight")
+        if bias:
+            names.add(f"transformer.{part}.bias")
     return names
 
 
@@ -67,25 +72,11 @@ def test_config_fields_and_defaults_of_the_seeds_come_first():
 def test_configurable_reward_head_hidden_dim(hidden):
     changes = {} if hidden is None else {"reward_head_hidden_dim": hidden}
     model, width = tiny_model(mode="reward", **changes), hidden or 256
-    shapes = {
-        name: tuple(p.shape)
-        for name, p in model.state_dict().items()
-        if name.startswith("reward_head")
-    }
-    assert shapes == {
-        "reward_head.0.weight": (width, 8),
-        "reward_head.0.bias": (width,),
-        "reward_head.2.weight": (2, width),
-        "reward_head.2.bias": (2,),
-    }
-    assert [type(layer).__name__ for layer in model.reward_head] == [
-        "Linear",
-        "ReLU",
-        "Linear",
-        "Softmax",
-    ]
-    probabilities, _ = model(some_ids(3, 5))
-    assert probabilities.shape == (3, 2)
+    shapes = [tuple(parameter.shape) for parameter in model.reward_head.parameters()]
+    assert shapes == [(width, 8), (width,), (2, width), (2,)]
+    layers = [type(layer).__name__ for layer in model.reward_head]
+    assert layers == ["Linear", "ReLU", "Linear", "Softmax"]
+    assert model(some_ids(3, 5))[0].shape == (3, 2)
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
@@ -123,11 +114,10 @@ def test_num_parameters_counts_tied_weights_once_and_positions_never():
 def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
     """The trunk's output in float64, position by position and head by head; rotary positions as
     complex numbers."""
-    config, weights = (
-        model.config,
-        {name: tensor.double() for name, tensor in model.state_dict().items()},
-    )
-    head_dim, T = config.n_embd // config.n_head, idx.size(1)
+    config = model.config
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    head_dim = config.n_embd // config.n_head
+    T = idx.size(1)
 
     def linear(name, x):
         y = x @ weights[f"{name}.weight"].T
@@ -175,16 +165,14 @@ def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("position", ["rope", "learned"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_generator_equals_the_forward_pass_by_hand(position, bias):
-    model, idx, targets = (
-        tiny_model(lively=True, position=position, bias=bias),
-        some_ids(3, 9),
-        some_ids(3, 9, seed=2),
-    )
+    model = tiny_model(lively=True, position=position, bias=bias)
+    idx = some_ids(3, 9)
+    targets = some_ids(3, 9, seed=2)
     targets[1, 4:] = -1
     expected = hidden_states_by_hand(model, idx) @ model.lm_head.weight.double().T
-    log_probs = expected.log_softmax(-1)
-    kept = [(b, t) for b in range(3) for t in range(9) if targets[b, t] != -1]
-    expected_loss = -sum(log_probs[b, t, targets[b, t]] for b, t in kept) / len(kept)
+    is_kept = targets != -1
+    log_probs = expected.log_softmax(-1)[is_kept]
+    expected_loss = -log_probs.gather(1, targets[is_kept][:, None]).mean()
 
     logits, loss = model(idx, targets)
     torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
@@ -208,14 +196,7 @@ def test_reward_model_equals_the_forward_pass_by_hand(position):
     assert no_loss is None
     torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-4)
     targets = torch.tensor([[0.25, 0.75], [1.0, 0.0], [0.5, 0.5]])
-    by_hand = (
-        sum(
-            (probabilities[b, c].item() - targets[b, c].item()) ** 2
-            for b in range(3)
-            for c in range(2)
-        )
-        / 6
-    )
+    by_hand = (probabilities - targets).square().sum().item() / 6
     assert model(idx, targets)[1].item() == pytest.approx(by_hand, rel=1e-5)
     assert probabilities.std(0).min() > 1e-3  # it does read its input
 
@@ -267,11 +248,9 @@ def test_dropout_works_in_training_only():
 def test_logits_are_float32_in_mixed_precision(num_tokens):
     """Those that are compared; those of the loss are not. Without autocast both are the same
     numbers."""
-    model, idx, targets = (
-        tiny_model(lively=True, num_tokens=num_tokens),
-        some_ids(2, 6) % 9,
-        some_ids(2, 6, seed=2) % 9,
-    )
+    model = tiny_model(lively=True, num_tokens=num_tokens)
+    idx = some_ids(2, 6) % 9
+    targets = some_ids(2, 6, seed=2) % 9
     hidden = model.trunk(idx)
     plain, loss = model(idx, targets)
     assert torch.equal(model.logits(hidden), plain)
@@ -320,16 +299,8 @@ def test_padding_ids_have_no_probability_and_change_nothing_else():
 @pytest.mark.parametrize("mode", ["generator", "reward"])
 def test_initialisation(mode):
     torch.manual_seed(0)
-    config = GPTConfig(
-        block_size=64,
-        vocab_size=200,
-        n_layer=3,
-        n_head=4,
-        n_embd=128,
-        mode=mode,
-        position="learned",
-    )
-    model = GPT(config)
+    sizes = {"block_size": 64, "vocab_size": 200, "n_layer": 3, "n_head": 4, "n_embd": 128}
+    model = GPT(GPTConfig(**sizes, mode=mode, position="learned"))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert (parameter == 0).all(), name

@@ -1,5 +1,4 @@
-"""interop/huggingface.py: parity with transformers both ways, names of the hub, damaged folders,
-the export.
+"""Tests of interop/huggingface.py and export.py: parity with transformers, damaged folders.
 
     pytest tests/test_interop_huggingface.py
 
@@ -45,18 +44,6 @@ OURS = [
 ]
 
 
-def name_of(config: GPTConfig) -> str:
-    names = (
-        "position",
-        "bias",
-        "activation",
-        "rotary_share",
-        "parallel_residual",
-        "tied_embeddings",
-    )
-    return "-".join(str(getattr(config, name)) for name in names)
-
-
 def with_large_weights(model):
     """A model whose weights are far from those of a new one, biases and norms too."""
     torch.manual_seed(0)
@@ -91,7 +78,7 @@ def change(folder, **settings):
 
 
 @pytest.mark.interop
-@pytest.mark.parametrize("config", OURS, ids=name_of)
+@pytest.mark.parametrize("config", OURS)
 def test_our_models_have_the_same_logits_and_come_back_as_they_were(tmp_path, transformers, config):
     model, ids = with_large_weights(GPT(config)), torch.randint(61, (3, 32))
     theirs = their_model(config, model.state_dict())
@@ -105,6 +92,9 @@ def test_our_models_have_the_same_logits_and_come_back_as_they_were(tmp_path, tr
 
 
 GPT2 = {"n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
+NEOX = {"max_position_embeddings": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+NEOX = {**NEOX, "hidden_size": 32, "intermediate_size": 128}
+CLASSES = {"GPT2": "GPT2LMHeadModel", "GPTNeoX": "GPTNeoXForCausalLM"}
 
 
 @pytest.mark.interop
@@ -127,22 +117,16 @@ GPT2 = {"n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
 )
 def test_their_models_have_the_same_logits_here(tmp_path, transformers, form, options):
     if form == "GPTNeoX":
-        options |= {"max_position_embeddings": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        options |= {"hidden_size": 32, "intermediate_size": 128}
+        options = {**NEOX, **options}
     config = getattr(transformers, f"{form}Config")(vocab_size=61, **options)
     theirs = with_large_weights(getattr(transformers, CLASSES[form])(config))
     theirs.save_pretrained(tmp_path)
     if form == "GPT2":  # which ties them, says this
         change(tmp_path, tie_word_embeddings=True)
-    model, ids = (
-        build_model(load_checkpoint(tmp_path), "generator", tmp_path),
-        torch.randint(61, (3, 32)),
-    )
+    model = build_model(load_checkpoint(tmp_path), "generator", tmp_path)
+    ids = torch.randint(61, (3, 32))
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model, ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
-
-
-CLASSES = {"GPT2": "GPT2LMHeadModel", "GPTNeoX": "GPTNeoXForCausalLM"}
 
 
 @pytest.mark.interop
