@@ -366,10 +366,9 @@ class GPT(nn.Module):
         if num_added == 0 or vocab_size < num_tokens:
             return
         self.config = replace(self.config, vocab_size=vocab_size, num_tokens=num_tokens)
-        input_weight = F.pad(self.transformer.wte.weight.detach(), (0, 0, 0, num_added))
-        output_weight = F.pad(self.lm_head.weight.detach(), (0, 0, 0, num_added))
-        self.lm_head.weight = nn.Parameter(output_weight)
-        self.transformer.wte.weight = nn.Parameter(input_weight)
+        for layer in (self.transformer.wte, self.lm_head):
+            padded = F.pad(layer.weight.detach(), (0, 0, 0, num_added))  # (vocab_size, C)
+            layer.weight = nn.Parameter(padded)
         if self.config.tied_embeddings:
             self.transformer.wte.weight = self.lm_head.weight
 

@@ -196,22 +196,27 @@ def their_settings(config: GPTConfig) -> dict[str, Any]:
     settings = {their_name: getattr(config, name) for name, their_name in SETTINGS.items()}
     activation = "gelu_new" if config.activation == "gelu_tanh" else "gelu"
     if config.position == "learned":
-        settings["n_inner"] = None
-        settings["scale_attn_weights"] = True
-        settings["scale_attn_by_inverse_layer_idx"] = False
-        settings["layer_norm_epsilon"] = 1e-5
-        settings["activation_function"] = activation
+        settings.update(
+            n_inner=None,
+            scale_attn_weights=True,
+            scale_attn_by_inverse_layer_idx=False,
+            layer_norm_epsilon=1e-5,
+            activation_function=activation,
+        )
         return settings
-    settings["rope_parameters"] = {
+    rope = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "partial_rotary_factor": config.rotary_share,
     }
-    settings["use_parallel_residual"] = config.parallel_residual
-    settings["attention_bias"] = True
-    settings["intermediate_size"] = 4 * config.n_embd
-    settings["layer_norm_eps"] = 1e-5
-    settings["hidden_act"] = activation
+    settings.update(
+        rope_parameters=rope,
+        use_parallel_residual=config.parallel_residual,
+        attention_bias=True,
+        intermediate_size=4 * config.n_embd,
+        layer_norm_eps=1e-5,
+        hidden_act=activation,
+    )
     return settings
 
 

@@ -81,37 +81,27 @@ def check_same_tokens(
     require(
         our_description == their_description and our_tokenizer.same_vocabulary(theirs),
         f"tokenization is {our_description} in {our_name} and {their_description} in {their_name}: "
-        "they do not match",
+        "they do not match, or give tokens other ids; use a --dataset, or the --meta_path, "
+        "of the same training",
     )
 
 
 def check_tokenizer(contents: Record, tokenizer: TokenizationManager) -> None:
     """Raise UserError if a checkpoint's model reads other tokens than `tokenizer` makes."""
-    record = contents["tokenization"]
+    check_same_tokens(tokenizer.to_record(), contents["tokenization"], "the data", "the model")
     num_tokens = contents["config"].num_real_tokens
-    data_description = tokenizer.info().describe()
-    if record is not None:
-        model_description = TokenizationManager.from_record(record).info().describe()
-        require(
-            data_description == model_description,
-            f"the data are {data_description}, the model reads {model_description}: "
-            "use the --dataset, or the --meta_path, of its training",
-        )
-        require(
-            tokenizer.same_vocabulary(record),
-            f"{tokenizer.meta_path} gives tokens other ids than the model: "
-            "use the file of its training",
-        )
-    elif tokenizer.method == "char" and tokenizer.vocab_size < num_tokens:
-        warn(
-            f"the model has {num_tokens} token ids, the data have fewer, {data_description}: "
-            "make sure that they are the same"
-        )
+    description = tokenizer.info().describe()
     require(
         tokenizer.vocab_size <= num_tokens,
-        f"the data's vocabulary ({data_description}) exceeds the model's {num_tokens} tokens; "
+        f"the data's vocabulary ({description}) exceeds the model's {num_tokens} tokens; "
         "use the data, or the --meta_path, of its training",
     )
+    is_unknown = contents["tokenization"] is None and tokenizer.method == "char"
+    if is_unknown and tokenizer.vocab_size < num_tokens:
+        warn(
+            f"the model has {num_tokens} token ids, the data have fewer, {description}: "
+            "make sure that they are the same"
+        )
 
 
 def choose_tokenizer(
