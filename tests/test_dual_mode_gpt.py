@@ -19,7 +19,7 @@ TINY = {"block_size": 12, "vocab_size": 11, "n_layer": 2, "n_head": 2, "n_embd":
 
 
 def tiny_model(seed: int = 0, lively: bool = False, **changes) -> GPT:
-    """A tiny model; a lively one has weights so large that every part of it shows in the output."""
+    """A tiny model; a lively one has large weights, so that every part affects the output."""
     torch.manual_seed(seed)
     config = GPTConfig(**{**TINY, **changes})
     kind = PositionRewardModel if config.reward_head_type == "position" else GPT
@@ -112,23 +112,22 @@ def test_num_parameters_counts_tied_weights_once_and_positions_never():
 
 
 def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
-    """The trunk's output in float64, position by position and head by head; rotary positions as
-    complex numbers."""
+    """The trunk's output (B, T, C) float64, one position and head at a time.
+
+    Rotary positions are complex numbers."""
     config = model.config
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
     head_dim = config.n_embd // config.n_head
     T = idx.size(1)
 
     def linear(name, x):
-        y = x @ weights[f"{name}.weight"].T
-        return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
     def norm(name, x):
         x = (x - x.mean(-1, keepdim=True)) / torch.sqrt(
             x.var(-1, unbiased=False, keepdim=True) + 1e-5
         )
-        x = x * weights[f"{name}.weight"]
-        return x + weights[f"{name}.bias"] if f"{name}.bias" in weights else x
+        return x * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
 
     def turned(x, t):  # (B, D) -> (B, D)
         half = head_dim // 2
@@ -183,37 +182,29 @@ def test_generator_equals_the_forward_pass_by_hand(position, bias):
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
-def test_reward_model_equals_the_forward_pass_by_hand(position):
-    model = tiny_model(lively=True, mode="reward", reward_head_hidden_dim=6, position=position)
+@pytest.mark.parametrize("head", ["last", "position"])
+def test_reward_models_equal_the_forward_pass_by_hand(position, head):
+    changes = {"mode": "reward", "reward_head_type": head, "reward_head_hidden_dim": 6}
+    model = tiny_model(lively=True, position=position, **changes)
     idx = some_ids(3, 9)
-    hidden, _, scores, _ = model.reward_head.double()
-    last = hidden_states_by_hand(model, idx)[:, -1]  # pooling is the last token
-    inner = (last @ hidden.weight.T + hidden.bias).clamp(min=0)
-    expected = (inner @ scores.weight.T + scores.bias).softmax(-1)
+    states = hidden_states_by_hand(model, idx)  # (3, 9, C)
+    hidden, _, score = model.reward_head[:3].double()
+    inner = (states @ hidden.weight.T + hidden.bias).clamp(min=0)
+    scores = inner @ score.weight.T + score.bias
     model.float()
-
+    if head == "last":
+        expected = scores[:, -1].softmax(-1)  # pooling is the last token
+    else:
+        torch.testing.assert_close(model.output(idx).double(), scores[..., 0], rtol=1e-4, atol=1e-4)
+        share = model.token_probabilities(idx).mean(1)
+        expected = torch.stack((share, 1 - share), -1).double()
     probabilities, no_loss = model(idx)
     assert no_loss is None
     torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-4)
+    assert probabilities.std(0).min() > 1e-3  # the model reads its input
     targets = torch.tensor([[0.25, 0.75], [1.0, 0.0], [0.5, 0.5]])
     by_hand = (probabilities - targets).square().sum().item() / 6
     assert model(idx, targets)[1].item() == pytest.approx(by_hand, rel=1e-5)
-    assert probabilities.std(0).min() > 1e-3  # it does read its input
-
-
-@pytest.mark.parametrize("position", ["rope", "learned"])
-def test_a_position_head_equals_the_forward_pass_by_hand(position):
-    head = {"mode": "reward", "reward_head_type": "position", "reward_head_hidden_dim": 6}
-    model, idx = tiny_model(lively=True, position=position, **head), some_ids(3, 9)
-    hidden, _, score = model.reward_head.double()
-    inner = (hidden_states_by_hand(model, idx) @ hidden.weight.T + hidden.bias).clamp(min=0)
-    evidence = (inner @ score.weight.T + score.bias)[..., 0]  # (3, 9)
-    model.float()
-    torch.testing.assert_close(model.output(idx).double(), evidence, rtol=1e-4, atol=1e-4)
-    probabilities, no_loss = model(idx)
-    assert no_loss is None
-    torch.testing.assert_close(probabilities[:, 0], model.token_probabilities(idx).mean(1))
-    assert probabilities.std(0).min() > 1e-3  # it does read its input
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
@@ -246,8 +237,7 @@ def test_dropout_works_in_training_only():
 
 @pytest.mark.parametrize("num_tokens", [None, 9])
 def test_logits_are_float32_in_mixed_precision(num_tokens):
-    """Those that are compared; those of the loss are not. Without autocast both are the same
-    numbers."""
+    """Only `logits` are; the logits of a loss have autocast's dtype."""
     model = tiny_model(lively=True, num_tokens=num_tokens)
     idx = some_ids(2, 6) % 9
     targets = some_ids(2, 6, seed=2) % 9
@@ -268,9 +258,13 @@ MANY_TOKENS = GPTConfig(block_size=1024, vocab_size=5000, n_layer=1, n_head=1, n
 @pytest.mark.parametrize(
     ("config", "gib", "rows"),
     [
-        # they decide the order of sums
-        *((GPTConfig(), None, 1), (SMALL, None, 64), (MANY_TOKENS, None, 10)),
-        *((GPTConfig(), 1, 1), (GPTConfig(), 80, 6), (SMALL, 80, 1024)),
+        # The number of rows determines the order of sums.
+        (GPTConfig(), None, 1),
+        (SMALL, None, 64),
+        (MANY_TOKENS, None, 10),
+        (GPTConfig(), 1, 1),
+        (GPTConfig(), 80, 6),
+        (SMALL, 80, 1024),
     ],
 )
 def test_rows_at_a_time_follow_from_shapes_and_cudas_memory(monkeypatch, config, gib, rows):

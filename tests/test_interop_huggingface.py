@@ -45,7 +45,7 @@ OURS = [
 
 
 def with_large_weights(model):
-    """A model whose weights are far from those of a new one, biases and norms too."""
+    """Draw large random weights, biases and norms too."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
@@ -64,7 +64,7 @@ def transformers():
 
 @pytest.fixture
 def folder(tmp_path, transformers):
-    """A small model of GPT-NeoX's form."""
+    """The folder of a small GPT-NeoX model."""
     their_model(OURS[3], with_large_weights(GPT(OURS[3])).state_dict()).save_pretrained(
         tmp_path / "hf"
     )
@@ -121,7 +121,7 @@ def test_their_models_have_the_same_logits_here(tmp_path, transformers, form, op
     config = getattr(transformers, f"{form}Config")(vocab_size=61, **options)
     theirs = with_large_weights(getattr(transformers, CLASSES[form])(config))
     theirs.save_pretrained(tmp_path)
-    if form == "GPT2":  # which ties them, says this
+    if form == "GPT2":
         change(tmp_path, tie_word_embeddings=True)
     model = build_model(load_checkpoint(tmp_path), "generator", tmp_path)
     ids = torch.randint(61, (3, 32))
@@ -216,7 +216,7 @@ def test_damaged_files_are_refused(folder, file, damage):
 
 @pytest.mark.interop
 def test_weights_as_a_pickle_are_not_read(folder, tmp_path):
-    """A file that executes something when it is unpickled; nor is a folder without a model."""
+    """Unpickling this file would execute a command."""
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch hostile'\ntR.")
     for path, said in ((folder, "cannot be read"), (tmp_path, r"config\.json")):

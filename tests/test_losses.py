@@ -44,7 +44,7 @@ def tiny_gpt(dropout: float = 0.0) -> GPT:
 
 
 def test_language_model_loss_leaves_ignored_targets_out():
-    """Targets of -1 weigh nothing, and a batch of them alone, whose mean loss is NaN, neither."""
+    """This includes batches without other targets, whose mean loss is NaN."""
     model = tiny_gpt()
     x, y = torch.randint(7, (2, 3, 4))
     ignored = torch.full_like(y, -1)
@@ -58,7 +58,7 @@ def test_language_model_loss_leaves_ignored_targets_out():
 
 
 def test_log_probs_of_a_text_and_its_loss_agree():
-    """Without dropout, whatever mode the model is in; the mode stays."""
+    """Both run without dropout, and leave the model in training mode."""
     model = tiny_gpt(dropout=0.5).train()
     x, y = torch.randint(7, (2, 5, 4))
     batches = [(x[:3], y[:3]), (x[3:], y[3:])]

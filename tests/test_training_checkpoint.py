@@ -131,7 +131,7 @@ def test_records_of_data_and_tokens_are_compared(capsys):
 
 
 def test_what_a_checkpoint_does_not_say_is_none_or_a_default(tmp_path):
-    """A file as a user saves it, after the seeds, from before some fields existed."""
+    """A user saved this file as the seeds do, before some fields existed."""
     older = config()
     del vars(older)["num_tokens"], vars(older)["position"], vars(older)["reward_head_type"]
     torch.save(contents(config=older), tmp_path / "seeds.pt")
@@ -204,7 +204,7 @@ def state(**changes) -> dict:
 
 
 def config(**changes) -> GPTConfig:
-    """A config with attributes as a hand-made file can have them, fields or not."""
+    """A config with changed attributes, which need not be fields."""
     made = dataclasses.replace(CONFIG)
     vars(made).update(changes)
     return made
@@ -216,9 +216,7 @@ PLAIN = "ln_f.bias is no plain tensor"
 WRONG = [
     ([1, 2], "holds a list, not the dict of a checkpoint"),
     (contents(config=[2]), "not the checkpoint of a model"),
-    (contents(config=config(n_head=3)), "impossible config: n_embd=8 is not a multiple"),
     (contents(config=config(block_size="8")), "impossible config: block_size='8': wrong type"),
-    (contents(config=config(reward_head_type="linear")), "reward_head_type='linear': must be one"),
     (contents(config=config(mode="reward")), "Missing key"),
     (contents(config=config(n_layer=1)), "transformer.h.1"),
     (contents(config=config(vocab_size=12)), "size mismatch for"),
