@@ -112,50 +112,44 @@ def test_num_parameters_counts_tied_weights_once_and_positions_never():
 
 
 def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
-    """The trunk's output (B, T, C) float64, one position and head at a time.
-
-    Rotary positions are complex numbers."""
+    """The trunk's output (B, T, C) float64, one head at a time; rotary positions as complex numbers."""
     config = model.config
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
     head_dim = config.n_embd // config.n_head
+    half = head_dim // 2
     T = idx.size(1)
+    angles = torch.outer(torch.arange(T), 10000.0 ** -(torch.arange(half).double() / half))
+    turn = torch.polar(torch.ones_like(angles), angles)  # (T, D / 2)
+    is_later = torch.ones(T, T).triu(1).bool()
 
     def linear(name, x):
         return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
     def norm(name, x):
-        x = (x - x.mean(-1, keepdim=True)) / torch.sqrt(
-            x.var(-1, unbiased=False, keepdim=True) + 1e-5
-        )
+        variance = x.var(-1, unbiased=False, keepdim=True)
+        x = (x - x.mean(-1, keepdim=True)) / torch.sqrt(variance + 1e-5)
         return x * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
 
-    def turned(x, t):  # (B, D) -> (B, D)
-        half = head_dim // 2
-        angle = t * 10000.0 ** (-2 * torch.arange(half, dtype=torch.float64) / head_dim)
-        z = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat((z.real, z.imag), dim=1)
+    def place(x):  # (B, T, D) -> (B, T, D)
+        if config.position == "learned":
+            return x
+        z = torch.complex(x[..., :half], x[..., half:]) * turn
+        return torch.cat((z.real, z.imag), -1)
 
     x = weights["transformer.wte.weight"][idx]
     if config.position == "learned":
         x = x + weights["transformer.wpe.weight"][:T]
     for layer in range(config.n_layer):
         name = f"transformer.h.{layer}"
-        q, k, v = linear(f"{name}.attn.c_attn", norm(f"{name}.ln_1", x)).split(
-            config.n_embd, dim=-1
-        )
-        y = torch.zeros_like(x)
-        for head in range(config.n_head):
-            part = slice(head * head_dim, (head + 1) * head_dim)
-            for t in range(T):
-                place = turned if config.position == "rope" else lambda vector, _: vector
-                query = place(q[:, t, part], t)
-                scores = [
-                    (query * place(k[:, s, part], s)).sum(-1) / math.sqrt(head_dim)
-                    for s in range(t + 1)
-                ]
-                attention = torch.stack(scores, dim=1).softmax(dim=1)  # (B, t + 1)
-                y[:, t, part] = (attention[:, :, None] * v[:, : t + 1, part]).sum(1)
-        x = x + linear(f"{name}.attn.c_proj", y)
+        qkv = linear(f"{name}.attn.c_attn", norm(f"{name}.ln_1", x))
+        q, k, v = qkv.split(config.n_embd, dim=-1)
+        heads = []
+        for query, key, value in zip(
+            *(part.split(head_dim, -1) for part in (q, k, v)), strict=True
+        ):
+            scores = place(query) @ place(key).mT / math.sqrt(head_dim)  # (B, T, T)
+            heads.append(scores.masked_fill(is_later, -math.inf).softmax(-1) @ value)
+        x = x + linear(f"{name}.attn.c_proj", torch.cat(heads, -1))
         h = linear(f"{name}.mlp.c_fc", norm(f"{name}.ln_2", x))
         x = x + linear(f"{name}.mlp.c_proj", h * 0.5 * (1 + torch.erf(h / math.sqrt(2))))
     return norm("transformer.ln_f", x)
