@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from common.device import random_stream
+from reward.heads import build_reward_model
 from reward_dataset_loader import RewardDataset, rows_by_part
 from tokenization_manager import TokenizationManager
-from training.checkpoint import build_model, load_checkpoint
+from training.checkpoint import load_checkpoint
 
 SEED, SHOWN = 42, 6
 
@@ -36,7 +37,7 @@ def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -
     """Passages drawn at random among the rows that report, each of another natural block."""
     dataset, contents = RewardDataset(reward_data, "val"), load_checkpoint(reward_model)
     tokenizer = TokenizationManager.from_record(contents["tokenization"])
-    model = build_model(contents, "reward", reward_model, device)
+    model = build_reward_model(contents, reward_model, device)
     drawn = random_stream(SEED, "report", "rows").permutation(rows_by_part(dataset)[1])
     _, firsts = np.unique(drawn // (dataset.samples_per_chunk or 1), return_index=True)
     rows = drawn[np.sort(firsts)][:SHOWN]

@@ -38,10 +38,11 @@ from generation import completions
 from generation.completions import complete
 from generation.kv_cache import cache_dtype
 from model import GPT, GPTConfig
+from reward.heads import build_reward_model
 from reward_data_config import RewardDataConfig
 from reward_dataset_loader import RewardDataset, create_reward_dataloaders
 from tokenization_manager import TokenizationInfo, TokenizationManager, save_meta
-from training.checkpoint import build_model, load_checkpoint
+from training.checkpoint import load_checkpoint
 
 N = 16  # block_size of the tiny generator
 G = 4  # samples_per_chunk of the shared dataset
@@ -107,7 +108,7 @@ def test_reward_data_loading(corpus, generator, reward_data, splits):
 
 
 def test_reward_model_forward(reward_data, reward_model):
-    model = build_model(load_checkpoint(reward_model), "reward", reward_model)
+    model = build_reward_model(load_checkpoint(reward_model), reward_model)
     x, y = next(iter(create_reward_dataloaders(str(reward_data), batch_size=8)[0]))
     with torch.no_grad():
         probabilities, loss = model(x, y)

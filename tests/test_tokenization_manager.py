@@ -341,12 +341,12 @@ def test_the_package_encodes_and_a_record_compares_meanings(small_bpe):
     check_tokenizer(contents, from_json(small_bpe))
     small_bpe["model"]["vocab"].update({"a": 1, "b": 0})
     other = from_json(small_bpe)
-    with pytest.raises(UserError, match="numbers its tokens otherwise than the model"):
+    with pytest.raises(UserError, match="or give tokens other ids"):
         check_tokenizer(contents, other)
     with pytest.raises(UserError, match=r"in p and .* in q: they do not match"):
         check_same_tokens(record, other.to_record(), "p", "q")
     check_same_tokens(record, record, "p", "q")
-    with pytest.raises(UserError, match=r"the data are char .* the model reads tokenizer"):
+    with pytest.raises(UserError, match=r"is char .* in the data and tokenizer .* in the model"):
         check_tokenizer(contents, TokenizationManager.from_text("abcdefghij"))
     with pytest.raises(UserError, match="vocab_size=9"):
         TokenizationManager.from_record({**record, "vocab_size": 9})
