@@ -15,6 +15,7 @@ import pytest
 from filelock import FileLock
 from helpers import (
     SEED,
+    TINY_GRPO,
     TINY_REWARD,
     TINY_TRAIN,
     make_corpus,
@@ -143,6 +144,50 @@ def predictive_reward_model(once, generator, reward_data, knowing) -> Path:
         lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options),
     )
     return made / "reward_model.pt"
+
+
+@pytest.fixture(scope="session")
+def commands(corpus, generator, reward_data, reward_model) -> Callable[[Path], dict[str, dict]]:
+    """Options with which each script runs, by the folder of its output."""
+
+    def of(out: Path) -> dict[str, dict]:
+        model = {"base_model_path": generator}
+        return {
+            "train": {**TINY_TRAIN, "dataset": corpus, "out_dir": out},
+            "prepare_reward_data": prepare_options(corpus, generator, out),
+            "train_reward_model": {
+                **model,
+                **TINY_REWARD,
+                "data_dir": reward_data,
+                "output_path": out / "reward.pt",
+                "max_epochs": 1,
+            },
+            "train_grpo": {
+                **model,
+                **TINY_GRPO,
+                "reward_model_path": reward_model,
+                "dataset": corpus,
+                "output_path": out / "policy.pt",
+                "max_steps": 1,
+            },
+            "evaluate": {
+                "checkpoints": [generator],
+                "dataset": corpus,
+                "output_path": out / "e.json",
+                "device": "cpu",
+            },
+            "sample": {
+                "checkpoint_path": generator,
+                "output_path": out / "s.txt",
+                "num_samples": 1,
+                "max_new_tokens": 5,
+                "start": "a",
+                "device": "cpu",
+            },
+            "run_cycles": {"out_dir": out, "dataset": corpus, "device": "cpu"},
+        }
+
+    return of
 
 
 def train(folder: Path, corpus: Path, **more: Any) -> None:

@@ -19,14 +19,10 @@ import pytest
 import torch
 from helpers import (
     ROOT,
-    TINY_GRPO,
-    TINY_REWARD,
-    TINY_TRAIN,
     as_arguments,
     call,
     end_in_call,
     folder_bytes,
-    prepare_options,
     press_ctrl_c,
     refuse,
     refuse_in_one_line,
@@ -54,40 +50,9 @@ OUTPUT_OPTION |= dict.fromkeys(
 
 
 @pytest.fixture
-def good(tmp_path, corpus, generator, reward_data, reward_model):
+def good(tmp_path, commands):
     """Options with which each script would run, its output in the test's own folder."""
-    out = tmp_path / "out"
-    return {
-        "train": {**TINY_TRAIN, "dataset": corpus, "out_dir": out},
-        "prepare_reward_data": prepare_options(corpus, generator, out),
-        "train_reward_model": {
-            **{
-                "base_model_path": generator,
-                "data_dir": reward_data,
-                "output_path": out / "reward.pt",
-            },
-            **{**TINY_REWARD, "max_epochs": 1},
-        },
-        "train_grpo": {
-            **{
-                "base_model_path": generator,
-                "reward_model_path": reward_model,
-                "output_path": out / "policy.pt",
-            },
-            **{"dataset": corpus, "max_steps": 1, **TINY_GRPO},
-        },
-        "evaluate": {
-            "checkpoints": [generator],
-            "dataset": corpus,
-            "output_path": out / "e.json",
-            "device": "cpu",
-        },
-        "sample": {
-            **{"checkpoint_path": generator, "num_samples": 1, "max_new_tokens": 5, "start": "a"},
-            **{"output_path": out / "s.txt", "device": "cpu"},
-        },
-        "run_cycles": {"out_dir": out, "dataset": corpus, "device": "cpu"},
-    }
+    return commands(tmp_path / "out")
 
 
 @pytest.mark.parametrize("script", OUTPUT_OPTION)

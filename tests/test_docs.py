@@ -55,28 +55,11 @@ SHRINK = {
     "run_cycles": "--device cpu",
     "benchmarks/loading": "--num_runs 1",
 }
-# Options of launchers and the campaign, and those of every script.
-KNOWN_OPTIONS = {
-    "config",
-    "section",
-    "help",
-    "standalone",
-    "nproc_per_node",
-    "nnodes",
-    "node_rank",
-    "master_addr",
-}
-KNOWN_OPTIONS |= {
-    "master_port",
-    "num_processes",
-    "parts",
-    "minutes",
-    "kills",
-    *SECTIONS,
-    *PREPARED,
-}
-# of accelerate, and of the example
-KNOWN_OPTIONS |= {"config_file", "whole", "gguf_file", "arm", "steps"}
+# Options of every script and of run_cycles.py's stages; then of launchers, the example, the tests.
+KNOWN_OPTIONS = ["config", "section", "help", *SECTIONS, *PREPARED]
+KNOWN_OPTIONS += ["standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"]
+KNOWN_OPTIONS += ["master_port", "num_processes", "config_file"]
+KNOWN_OPTIONS += ["whole", "gguf_file", "arm", "steps", "check", "hypothesis"]
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are
 # printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
