@@ -1,8 +1,7 @@
-"""What the tests share: the order they run in, and the artefacts of one tiny run of every stage.
-`pytest --fixtures`
+"""Fixtures of all tests: the artefacts of one tiny run of every stage.
 
-CROSSOVER_TEST_SEED=7 shuffles modules, and tests within a module, by that seed, and gives torch two
-threads."""
+pytest --fixtures
+"""
 
 import importlib.util
 import signal
@@ -14,14 +13,12 @@ import hypothesis
 import pytest
 from filelock import FileLock
 from helpers import (
-    SEED,
     TINY_GRPO,
     TINY_REWARD,
     TINY_TRAIN,
     make_corpus,
     make_text,
     prepare_options,
-    shuffled,
     succeed,
 )
 
@@ -38,24 +35,20 @@ HAS_BENCH = all(importlib.util.find_spec(name) for name in ("transformers", "trl
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs other packages, and shuffle if asked to."""
-    if not HAS_BENCH:
-        config.hook.pytest_deselected(
-            items=[item for item in items if item.get_closest_marker("interop")]
-        )
-        items[:] = [item for item in items if not item.get_closest_marker("interop")]
-    if SEED is not None:
-        items[:] = shuffled(items, SEED)
+    """Leave out what needs other packages."""
+    if HAS_BENCH:
+        return
+    left_out = [item for item in items if item.get_closest_marker("interop")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what was left out, and the seed of the order, so that a failure can be reproduced."""
+    """Print what was left out."""
     if not HAS_BENCH:
         terminalreporter.write_line(
             "Tests that need requirements-bench.txt were left out: make test-interop"
         )
-    if SEED is not None:
-        terminalreporter.write_line(f"CROSSOVER_TEST_SEED={SEED}")
 
 
 @pytest.fixture(scope="session")

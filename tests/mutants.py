@@ -1,4 +1,4 @@
-"""Plant each fault of mutants.toml in a copy of the checkout, one at a time, and run its tests.
+"""Plant each fault of mutants.toml in a clone of the last commit, one at a time, and run its tests.
 
     python tests/mutants.py --check
 
@@ -9,7 +9,6 @@ test found a fault, or with --check, a fault no longer applies."""
 import ast
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -58,39 +57,19 @@ def tests_of(file: str) -> list[str]:
     ]
 
 
-def copy_checkout(folder: Path) -> None:
-    """Make a repository, as some tests need a commit, of the files that git knows or would add."""
-    user = ["-c", "user.name=A", "-c", "user.email=a@b"]
-    for words in (
-        ["init", "--quiet"],
-        [f"--work-tree={ROOT}", "add", "--all"],
-        [*user, "commit", "--quiet", "--message=Copy"],
-        ["checkout", "--quiet", "--force", "HEAD", "."],
-    ):
-        subprocess.run(["git", f"--git-dir={folder}/.git", *words], cwd=folder, check=True)
-
-
 def first_failure(folder: Path, tests: list[str]) -> str | None:
     """Return the first test that fails in a checkout, or what else went wrong."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", *tests]
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=ENVIRONMENT,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
     try:
-        out, _ = process.communicate(timeout=SECONDS)
+        finished = subprocess.run(
+            command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=SECONDS
+        )
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
         return f"longer than {SECONDS} seconds"
-    if process.returncode == 0:
+    if finished.returncode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
-    return failed[1] if failed else f"status {process.returncode}"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", finished.stdout, re.MULTILINE)
+    return failed[1] if failed else f"status {finished.returncode}"
 
 
 def caught_by(fault: Fault, folder: Path) -> str | None:
@@ -120,7 +99,7 @@ def main(check: bool = False, only: str = "") -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not check:
-            copy_checkout(folder)
+            subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
         for fault in faults:
             path = ROOT / fault["file"]
             if not path.is_file() or with_fault(path.read_text(), fault) is None:

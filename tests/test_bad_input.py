@@ -3,12 +3,12 @@ half-written.
 
     pytest tests/test_bad_input.py
 
-Here: what the scripts do. All that can be wrong with a checkpoint: test_training_checkpoint.py;
-with token files: test_data_loader.py; with settings: test_common_settings.py."""
+Here: what the scripts do. Files with code: test_campaign.py. All that can be wrong with a
+checkpoint: test_training_checkpoint.py; with token files: test_data_loader.py; with settings:
+test_common_settings.py."""
 
 import errno
 import os
-import pickle
 import re
 import resource
 import shutil
@@ -154,31 +154,6 @@ def test_bad_checkpoints(script, good, tmp_path, generator, reward_model):
     shutil.copy(reward_model, path)
     assert f"{path} holds a reward model" in refuse_in_one_line(script, **options)
     assert [*folder_bytes(tmp_path)] == ["bad.pt"]
-
-
-def test_other_hostile_files_run_nothing(good, tmp_path, corpus, generator):
-    """A state, a reward model, a vocabulary."""
-    harm, out = tmp_path / "harm", tmp_path / "out"
-    hostile = {**torch.load(generator, weights_only=True), "training": Harm(harm)}
-    out.mkdir()
-    torch.save(hostile, out / "model_checkpoint.resume")
-    assert "nothing was executed" in refuse_in_one_line(
-        "train", **good["train"], init_from="resume"
-    )
-    torch.save(hostile, path := tmp_path / "reward_model.pt")
-    assert "nothing was executed" in refuse_in_one_line(
-        "train_grpo", **{**good["train_grpo"], "reward_model_path": path}
-    )
-    meta = shutil.copytree(corpus, tmp_path / "hostile_char") / "meta.pkl"
-    meta.write_bytes(pickle.dumps({"vocab_size": Harm(harm), "stoi": {}, "itos": {}}))
-    for script, option in (
-        ("train", {"dataset": meta.parent}),
-        ("prepare_reward_data", {"data_path": meta.parent}),
-    ):
-        assert str(meta) in refuse_in_one_line(script, **{**good[script], **option})
-    assert not harm.exists()
-    torch.load(path, weights_only=False)
-    assert harm.exists()  # read carelessly, it would have been
 
 
 def test_models_that_do_not_fit_together(good, tmp_path, generator, reward_model):
