@@ -3,13 +3,13 @@ half-written file.
 
 pytest tests/test_bad_input.py
 
-Here: the scripts. All that can be wrong with a checkpoint: test_training_checkpoint.py; with token
-files: test_data_loader.py; with settings: test_common_settings.py.
+Here: what the scripts do. Files with code: test_campaign.py. All that can be wrong with a
+checkpoint: test_training_checkpoint.py; with token files: test_data_loader.py; with settings:
+test_common_settings.py.
 """
 
 import errno
 import os
-import pickle
 import re
 import resource
 import shutil
@@ -20,14 +20,10 @@ import pytest
 import torch
 from helpers import (
     ROOT,
-    TINY_GRPO,
-    TINY_REWARD,
-    TINY_TRAIN,
     as_arguments,
     call,
     end_in_call,
     folder_bytes,
-    prepare_options,
     press_ctrl_c,
     refuse,
     refuse_in_one_line,
@@ -60,27 +56,9 @@ OUTPUT_OPTION = {
 
 
 @pytest.fixture
-def good(tmp_path, corpus, generator, reward_data, reward_model):
-    """Options with which each script would run; its output is in the test's own folder."""
-    out = tmp_path / "out"
-    cpu = {"device": "cpu"}
-    options = {
-        "train": {**TINY_TRAIN, "dataset": corpus},
-        "prepare_reward_data": prepare_options(corpus, generator, out),
-        "train_reward_model": {**TINY_REWARD, "data_dir": reward_data, "max_epochs": 1},
-        "train_grpo": {**TINY_GRPO, "reward_model_path": reward_model, "max_steps": 1},
-        "evaluate": {**cpu, "dataset": corpus},
-        "sample": {**cpu, "num_samples": 1, "max_new_tokens": 5, "start": "a"},
-        "run_cycles": {**cpu, "dataset": corpus},
-    }
-    options["train_grpo"]["dataset"] = corpus
-    for script, name in MODEL_OPTION.items():
-        options[script][name] = generator
-    for script, name in OUTPUT_OPTION.items():
-        options[script][name] = out
-        if name == "output_path":
-            options[script][name] = out / f"{script}.pt"
-    return options
+def good(tmp_path, commands):
+    """Options with which each script would run, its output in the test's own folder."""
+    return commands(tmp_path / "out")
 
 
 @pytest.mark.parametrize("script", OUTPUT_OPTION)
@@ -153,27 +131,6 @@ def test_bad_checkpoints(script, good, tmp_path, hostile, generator, reward_mode
     del options[name]
     assert f"ERROR: {name} is required" in refuse(script, **options)
     assert not folder_bytes(tmp_path)
-
-
-def test_other_hostile_files_run_nothing(good, tmp_path, corpus, hostile):
-    """A state, a reward model, a vocabulary."""
-    options = {**good["train_grpo"], "reward_model_path": hostile}
-    assert "nothing was executed" in refuse_in_one_line("train_grpo", **options)
-    (tmp_path / "out").mkdir()
-    shutil.copy(hostile, tmp_path / "out" / "model_checkpoint.resume")
-    line = refuse_in_one_line("train", **good["train"], init_from="resume")
-    assert "nothing was executed" in line
-    folder = shutil.copytree(corpus, tmp_path / "hostile_char")
-    meta = {"vocab_size": Harm(tmp_path / "harm"), "stoi": {}, "itos": {}}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    for script, name in (("train", "dataset"), ("prepare_reward_data", "data_path")):
-        line = refuse_in_one_line(script, **{**good[script], name: folder})
-        assert str(folder / "meta.pkl") in line
-
-
-def test_a_careless_reader_would_have_run_the_hostile_file(tmp_path):
-    pickle.loads(pickle.dumps(Harm(tmp_path / "harm")))
-    assert (tmp_path / "harm").exists()
 
 
 def test_models_that_do_not_fit_together(good, tmp_path, generator, reward_model):
