@@ -18,8 +18,9 @@ from common.files import write_text
 from common.log import read_records
 from common.process import warn
 from reports.figures import grpo_curves, training_curves, write_png
+from reports.ledger import Ledger
 from reports.passages import read_passages
-from reports.summary import HEADS, Ledger, completions, headline, notes, table
+from reports.summary import HEADS, completions, headline, notes, table
 
 CURVES: dict[str, Any] = {"policy": grpo_curves, "control_distil": grpo_curves}
 CURVES |= dict.fromkeys(("base", "natural_model", "control_plain"), training_curves)
@@ -31,7 +32,7 @@ read_once = functools.lru_cache(maxsize=8)(
 def write_page(ledger: Ledger, device: torch.device) -> Path:
     """Write report.html, whole or not at all; where that fails, warn: the loop goes on. Returns its
     path."""
-    path = ledger.out / "report.html"
+    path = ledger.folder / "report.html"
     try:
         write_text(path, make_page(ledger, device))
     except Exception as error:
@@ -49,7 +50,7 @@ def make_page(ledger: Ledger, device: torch.device) -> str:
     parts: dict[str, Any] = {
         "headline": headline(ledger),
         "notes": notes(ledger),
-        "name": ledger.out.resolve().name,
+        "name": ledger.folder.resolve().name,
     }
     parts |= {
         "completions": completions(ledger),
@@ -58,14 +59,14 @@ def make_page(ledger: Ledger, device: torch.device) -> str:
         "passages": {},
         "pictures": {},
     }
-    for record in (
-        each for each in ledger.records.values() if "seconds" in each and each["script"]
-    ):
-        name, kind, stem = record["name"], record["kind"], ledger.out / record["name"]
+    for record in ledger.finished():
+        if not record["script"]:
+            continue
+        name, kind, stem = record["name"], record["kind"], ledger.folder / record["name"]
         model = stem.with_suffix(".pt")
         if (
             kind == "reward_model"
-            and (data := ledger.out / f"reward_data_v{record['cycle']}").is_dir()
+            and (data := ledger.folder / f"reward_data_v{record['cycle']}").is_dir()
         ):
             parts["passages"][name] = read_once(data, model, device, model.stat().st_mtime_ns)
         if picture := picture_of(stem, kind):
