@@ -7,8 +7,9 @@ The settings of a script are one dataclass. A field is `name: type = default`, o
 
 A settings file contains plain assignments, as nanoGPT's do. It is read as data: nothing in it is
 executed. A dict is a section: `train = dict(max_iters=300)` is for train.py only, and
-`--section NAME` selects the section of another name. All errors of the file and of the command line
-are reported together.
+`--section NAME` selects the section of another name. `base = "NAME.py"` starts from the settings of
+another file in the same folder. All errors of the file and of the command line are reported
+together.
 """
 
 import argparse
@@ -361,7 +362,26 @@ def _words_of_file(path: str, section: str, errors: Errors) -> list[str]:
 
 
 def _read_assignments(path: str, errors: Errors) -> dict[str, Any]:
-    """Return the assignments of a settings file; add an error for each line that is no assignment
+    """Return the assignments of a settings file, on top of those of its `base`, another file in the
+    same folder; sections are merged option by option."""
+    values = _read_file(path, errors)
+    if "base" not in values:
+        return values
+    base = Path(path).parent / str(values.pop("base"))
+    if not base.is_file():
+        raise UserError(f"ERROR: settings file {path}: its base {base} is not a file")
+    merged = _read_file(str(base), errors)
+    errors.check("base" not in merged, f"{base}: a base cannot have a base itself")
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(merged.get(name), dict):
+            merged[name].update(value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def _read_file(path: str, errors: Errors) -> dict[str, Any]:
+    """Return the assignments of one settings file; add an error for each line that is no assignment
     of a plain value."""
     text = "".join(read_pieces(path))
     try:
