@@ -290,7 +290,7 @@ def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
     description = "validation blocks that did not select it"
     if dataset.samples_per_chunk is None:
         description = "validation rows that did not select it (but may share text with others)"
-    total = num_blocks  # blocks of the whole split, of which max_blocks may have left out some
+    total = num_blocks  # blocks of the whole split; max_blocks can have left some out
     if dataset.val_tokens is not None:
         total = max(num_blocks, dataset.val_tokens // dataset.block_size)
     blocks = evenly_spaced(rows // per_block, total, num_blocks)

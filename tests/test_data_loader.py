@@ -100,7 +100,7 @@ def test_bad_token_files_are_refused(tmp_path):
 
 
 def test_token_files_of_wider_integers_are_refused_and_zeros_are_not(tmp_path):
-    """Not refused: few tokens, zeros alone, two ids in turn."""
+    """Few tokens, only zeros, and two alternating ids are accepted."""
     path = tmp_path / "train.bin"
     for ids in ([7, 0, 8, 0] * 10, [0] * 500, [1, 0] * 500):
         uint16(ids).tofile(path)

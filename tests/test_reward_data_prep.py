@@ -56,12 +56,12 @@ def splits(corpus):
 
 @pytest.fixture
 def options(tmp_path, corpus, generator):
-    """Those of the shared dataset, in the test's own folder."""
+    """The options of the shared dataset, with a folder of this test."""
     return prepare_options(corpus, generator, tmp_path / "out")
 
 
 def test_samples_are_drawn_as_grpo_draws_them(monkeypatch, options):
-    """Where passes are in bfloat16, as on CUDA: under autocast, by weights in float32."""
+    """With bfloat16 passes, as on CUDA: autocast, and float32 weights."""
     found = set()
 
     def noted(model, *arguments):
