@@ -144,7 +144,7 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
 
 @pytest.mark.parametrize("name", ["replace", "unlink", "fsync"])
 def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, novel, monkeypatch, name, bpe):
-    """Interrupt each change of a file: the corpus is the earlier one, the new one, or incomplete."""
+    """Interrupt each change of a file: the corpus is the old one, the new one, or incomplete."""
     folder, states = tmp_path / "novel", set()
 
     def contents() -> dict[str, bytes]:
