@@ -37,13 +37,14 @@ import run_cycles
 from common.files import read_json
 from common.log import read_records
 from common.process import UserError
+from corpus.missing import prepare_corpora
 from grpo.rollouts import draw_prompts
 from metrics.settings import EvaluateSettings
 from prepare_reward_data import crossovers_and_uniforms
 from reports.ledger import Ledger
 from reports.summary import headline
 from reward_data_config import RewardDataConfig
-from run_cycles import CycleSettings, Loop, check_stages, prepare_corpora, read_loop
+from run_cycles import CycleSettings, Loop, check_stages, read_loop
 from training.stage import Stage, hash_input
 
 NAMES = [
@@ -405,9 +406,9 @@ def test_the_corpus_is_made_where_it_is_missing(tmp_path):
     lines = "import sys, pathlib\nfolder = pathlib.Path(__file__).parent\n"
     lines += "(folder / 'made').write_text(' '.join(sys.argv[1:]))\nsys.exit('--bad' in sys.argv)\n"
     (folder / "prepare.py").write_text(lines)
-    settings = CycleSettings(dataset=str(folder))
+    datasets = {"dataset": str(folder), "natural_dataset": str(folder)}
     with pytest.raises(UserError, match="corpus ended with status 1"):
-        prepare_corpora(settings, str(config), {"prepare": ["--bad"]})
+        prepare_corpora(datasets, str(config), {"prepare": ["--bad"]})
     made = (folder / "made").read_text()
     assert made == f"--config={config} --section=prepare --out_dir={folder} --bad"
 
