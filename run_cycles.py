@@ -4,10 +4,11 @@
 
 Each stage runs a script in a process of its own and makes a file or folder in out_dir:
 base_model_v1.pt and natural_model_v1.pt; in cycle n reward_data_vn, reward_model_vn.pt, gate_vn.json,
-base_model_v(n+1).pt and evaluation_v(n+1).json; for the controls that the settings file has
-control_plain_v(n+1).pt, control_distil_v(n+1).pt and controls_v(n+1).json, their evaluation.
-cycles.json is the ledger of results, report.html the report. A stage is done if its artefact exists
-and the ledger has the same script, settings and hashes of inputs: repeat the command to go on.
+base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings file has their
+sections, are control_plain_v(n+1).pt and control_distil_v(n+1).pt, and controls_v(n+1).json is their
+evaluation. cycles.json is the ledger of results, report.html the report. A stage is done if its
+artefact exists and the ledger has the same script, settings and hashes of inputs: repeat the command
+to go on.
 """
 
 import os
@@ -428,7 +429,9 @@ def main() -> None:
         sizes = make_own_corpora(settings)
         if chooses_sizes:
             for section, options in sizes.items():
-                print0(f"{section}, for a text of this size: {' '.join(options)}")
+                print0(
+                    f"Sizes for this text, unless --{section}.OPTION is set: {' '.join(options)}"
+                )
                 words[section] = [*options, *words.get(section, ())]
         loop = read_loop(settings, config_path, words)
     natural_dataset = settings.natural_dataset or settings.dataset
