@@ -35,7 +35,7 @@ def test_a_mismatch_is_refused(tmp_path, corpus, reward_data, reward_model):
     assert re.search(r"Vocabulary .*\b25 .*\b28\b", line)
     options["reward_model_path"] = reward_model
     line = refuse_in_one_line("train_grpo", **options, dataset=corpus)
-    assert re.search(r"vocab_size .*\b28 .*\b25 ", line)
+    assert re.search(r"vocab_size=25\b.*vocab_size=28\b", line)
     assert not (tmp_path / "out.pt").exists()
 
 
