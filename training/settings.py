@@ -105,7 +105,7 @@ class TrainSettings(Settings):
     decay_lr: bool = True
     """False: learning_rate at every step, without warm-up or schedule"""
     short_contexts: tuple[int, ...] = ()
-    """context lengths in tokens of the first 60 % of steps, for instance 8 16; empty: block_size"""
+    """context lengths, in tokens, of the first 60 % of steps, like 8 16; empty: block_size"""
     warmup_iters: int = setting(20, minimum=0, unit="steps")
     """steps of linear warm-up"""
     keep: Literal["select_loss", "calibrated_loss"] = "select_loss"
