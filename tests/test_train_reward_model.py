@@ -32,7 +32,7 @@ from metrics.bootstrap import format_figure
 from metrics.reward_skill import measure_skill
 from model import GPT
 from prepare_reward_data import save_reward_dataset
-from reward.heads import LikelihoodRewardModel, RewardModel
+from reward.heads import LikelihoodRewardModel, RewardModel, build_reward_model
 from reward.posterior import crossover_loss
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager
@@ -56,7 +56,7 @@ def good(tmp_path, generator, reward_data) -> dict:
 def load_result(options: dict) -> tuple[dict, RewardModel]:
     """Return the checkpoint that a run wrote, and its model."""
     checkpoint = load_checkpoint(options["output_path"])
-    return checkpoint, build_model(checkpoint, "reward")
+    return checkpoint, build_reward_model(checkpoint, options["output_path"])
 
 
 def epochs_of(options: dict) -> list[dict]:
