@@ -1,4 +1,4 @@
-"""Train the policy with GRPO so that a frozen reward model takes its text for natural.
+"""Train the policy with GRPO so that a frozen reward model rates its text as natural.
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
@@ -17,10 +17,10 @@ now and then a fifth:
                 ratio = pi(token t of o_i) / pi_old(token t of o_i),  KL = KL(pi || pi_ref)
     evaluate    measure the policy on other prompts; the best evaluated policy is kept
 
-Shapes: P prompts per step, G completions per prompt, R = P * G rows, N tokens in a row (the block
-size), V token ids. A row is a prompt of 1 to N / 2 tokens and its completion up to N tokens.
-Nothing predicts a row's first token, so tensors about predicted tokens are (R, N - 1): column t
-belongs to token t + 1. With torchrun, each rank holds the rows of its share of the P prompts.
+Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens in
+a row (block_size of the generator), V token ids. A row is a prompt of 1 to N / 2 tokens and its
+completion up to N tokens. Nothing predicts the first token of a row, so tensors of predictions are
+(R, N - 1): column t belongs to token t + 1. With torchrun a rank holds the rows of its share of P.
 """
 
 from dataclasses import asdict
@@ -74,11 +74,12 @@ def main() -> None:
 
     # Three models, all without dropout: the policy pi learns; the scorer holds the frozen reward
     # model and pi_ref, the policy's start. pi_old is pi at the beginning of a step.
-    base = load_checkpoint(str(settings.base_model_path))
+    base_path = str(settings.base_model_path)
+    base = load_checkpoint(base_path)
     corpus = open_corpus(settings.dataset, base["config"].block_size + 1)
     check_tokenizer(base, corpus.tokenizer)
     scorer = load_scorer(settings, base, corpus, ranks.device)
-    policy = build_model(base, "generator", str(settings.base_model_path), ranks.device)
+    policy = build_model(base, "generator", base_path, ranks.device)
     completer = Completer(policy, policy.config.block_size)
     settings = resolve(settings, scorer.is_ratio, scorer.knows_tokens)
     print_choices(settings, policy, scorer, ranks)
