@@ -5,7 +5,7 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/requirements.installed
 CONFIG := config/shakespeare_library_cpu.py
 ARGS :=
-MINUTES := 120
+EXAMPLES := 5000
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test campaign-short campaign tree mutants test-interop test-notebook example bench-generation bench-reward-models bench-grpo bench-training lint format clean
@@ -27,16 +27,17 @@ run: setup ## train a generator of one play of Shakespeare, improve it by GRPO, 
 test: setup ## run the tests, in as many processes as there are cores
 	$(PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 
-campaign-short: setup ## try for a minute to break what the project promises, each commit in other ways
-	$(PYTHON) tests/campaign/run.py --minutes 1 $(ARGS)
+campaign-short: EXAMPLES := 60
+campaign-short: campaign ## try for a minute to break what the project promises, each commit in other ways
 
-campaign: setup ## the same for MINUTES
-	$(PYTHON) tests/campaign/run.py --minutes $(MINUTES) $(ARGS)
+campaign: setup ## the same with EXAMPLES examples of each kind (5,000: some hours)
+	CROSSOVER_EXAMPLES=$(EXAMPLES) $(PYTHON) -m pytest tests/test_campaign.py \
+		--hypothesis-seed=$$((0x$$(git rev-parse --short=8 HEAD 2>/dev/null || echo 0))) $(ARGS)
 
 tree: setup ## print sizes and options beside their budgets
 	$(PYTHON) tests/test_architecture.py
 
-mutants: setup ## plant each fault of tests/mutants.json, one at a time, and see whether a test fails (hours)
+mutants: setup ## plant each fault of tests/mutants.toml, one at a time, and run the tests of its file (an hour)
 	$(PYTHON) tests/mutants.py $(ARGS)
 
 test-interop: setup ## run the tests that need requirements-bench.txt (installs it)

@@ -25,7 +25,6 @@ TOKEN_DTYPE = np.dtype("<u2")
 CHECKED_TOKENS = 1_000_000
 # ... and needs this many zeros at every second place, because a few can be chance.
 MIN_ZEROS = 32
-Device = torch.device | str
 WHOLE_BATCH = slice(None)
 
 
@@ -51,8 +50,10 @@ def text_file(data_path: str | Path) -> Path:
 def read_text(data_path: str | Path) -> str:
     """Return the text of a UTF-8 file, or of input.txt in a folder."""
     path = text_file(data_path)
-    rule = "give a text file, or a folder that holds input.txt"
-    require(path.is_file(), f"Data file not found: {path}: {rule}")
+    require(
+        path.is_file(),
+        f"Data file not found: {path}: give a text file, or a folder that holds input.txt",
+    )
     return "".join(text_pieces(path))
 
 
@@ -70,8 +71,11 @@ def split_boundary(num_characters: int, train_split: float = 0.9) -> int:
     boundary = 0
     if 0 < train_split < 1:
         boundary = int(num_characters * train_split)
-    rule = f"must be > 0 and < 1, and leave no part of {num_characters} characters empty"
-    require(0 < boundary < num_characters, f"train_split={train_split}: {rule}")
+    require(
+        0 < boundary < num_characters,
+        f"train_split={train_split}: must be > 0 and < 1, and leave no part of {num_characters} "
+        "characters empty",
+    )
     return boundary
 
 
@@ -80,7 +84,7 @@ def split_and_encode(
 ) -> TokenSplits:
     """Cut the text at `split_boundary`, then encode each part by itself."""
     boundary = split_boundary(len(text), train_split)
-    return TokenSplits(tokenizer.encode(text, 0, boundary), tokenizer.encode(text, boundary))
+    return TokenSplits(tokenizer.encode(text[:boundary]), tokenizer.encode(text[boundary:]))
 
 
 def load_text(
@@ -184,7 +188,7 @@ def get_batch(
     block_size: int,
     batch_size: int,
     rng: Generator,
-    device: Device = "cpu",
+    device: torch.device | str = "cpu",
     share: slice = WHOLE_BATCH,
 ) -> tuple[Tensor, Tensor]:
     """Return (inputs, targets), int64 (B, T) each: windows at random offsets, targets one later.
@@ -192,8 +196,10 @@ def get_batch(
     Every rank draws the offsets of the whole batch and reads its `share` of them.
     """
     num_tokens = len(tokens)
-    rule = f"the data has {num_tokens} tokens, block_size + 1 are needed"
-    require(num_tokens > block_size, f"block_size={block_size}: {rule}")
+    require(
+        num_tokens > block_size,
+        f"block_size={block_size}: the data has {num_tokens} tokens, block_size + 1 are needed",
+    )
     offsets = rng.integers(num_tokens - block_size, size=batch_size)[share]
     windows = [tokens[start : start + block_size + 1] for start in offsets]
     return _inputs_and_targets(np.stack(windows), device)
@@ -212,12 +218,14 @@ class WholeSplitBatches:
         tokens: np.ndarray,
         block_size: int,
         batch_size: int,
-        device: Device = "cpu",
+        device: torch.device | str = "cpu",
         most: int | None = None,
     ) -> None:
         num_targets = len(tokens) - 1
-        too_short = f"a split of {len(tokens)} tokens holds nothing to predict: 2 are needed"
-        require(num_targets > 0, too_short)
+        require(
+            num_targets > 0,
+            f"a split of {len(tokens)} tokens holds nothing to predict: 2 are needed",
+        )
         self.tokens = tokens
         self.block_size = block_size
         self.batch_size = batch_size
@@ -243,7 +251,7 @@ class WholeSplitBatches:
             yield _inputs_and_targets(self.tokens[None, -self.num_left - 1 :], self.device)
 
 
-def _inputs_and_targets(windows: np.ndarray, device: Device) -> tuple[Tensor, Tensor]:
+def _inputs_and_targets(windows: np.ndarray, device: torch.device | str) -> tuple[Tensor, Tensor]:
     # (2, B, T): one transfer to the device
     pair = torch.from_numpy(np.stack([windows[:, :-1], windows[:, 1:]]).astype(np.int64))
     if torch.device(device).type == "cuda":

@@ -31,6 +31,7 @@ from metrics.calibration import calibrated_losses, fit_calibration
 from metrics.samples import MAX_TOKENS, CopyFinder, sample_figures, words_of
 from metrics.settings import EvaluateSettings
 from model import GPT
+from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
 from training import checkpoint as ckpt
 from training.lineage import check_tokenizer, check_unseen, data_record
@@ -206,10 +207,7 @@ def load_fresh_text(
     baseline = ckpt.load_checkpoint(str(settings.baseline))
     reference = ckpt.build_model(baseline, "generator", str(settings.baseline), device)
     contents = ckpt.load_checkpoint(str(settings.reward_model_path))
-    if contents["config"].mode != "reward":
-        finding = f"{settings.reward_model_path} holds a generator"
-        raise UserError(f"ERROR: {finding}: name a reward model's checkpoint")
-    reward_model = ckpt.build_model(contents, "reward", str(settings.reward_model_path), device)
+    reward_model = build_reward_model(contents, str(settings.reward_model_path), device)
     scorer = RewardScorer(reward_model, reference, select_dtype("auto", device))
     known_words = None
     if settings.word_dataset is not None:

@@ -2,12 +2,14 @@
 
     python -c "from model import GPT, GPTConfig; print(GPT(GPTConfig(n_layer=2)).num_parameters())"
 
-No I/O. Names follow nanoGPT, so that its checkpoints load (position='learned').
-Shapes: B batch, T positions, C = n_embd channels, H = n_head, D = C / H, V = vocab_size.
+This module reads and writes no files. Parameter names follow nanoGPT, so that nanoGPT's checkpoints
+load (position='learned').
+Shapes: B sequences, T positions, C = n_embd channels, H = n_head heads, D = C / H channels of a
+head, V = vocab_size token ids.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -22,12 +24,22 @@ from generation.kv_cache import KVCache
 from generation.sampling import Sampling
 
 REWARD_HEADS = ("last", "position", "likelihood")
-ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # nn.GELU's names of the approximation
+ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # the argument `approximate` of nn.GELU
+SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "reward_head_hidden_dim")
+CHOICES = {
+    "mode": ("generator", "reward"),
+    "position": ("rope", "learned"),
+    "reward_head_type": REWARD_HEADS,
+    "activation": tuple(ACTIVATIONS),
+}
+# Bounds for configs in damaged files, so that none can fill the memory.
+MAX_SIZE = 2**24  # of every size
+MAX_TABLE = 2**26  # of numbers in the positions' table and in the reward head
 
 
 @dataclass
 class GPTConfig:
-    """Everything that says what a GPT is; stored in every checkpoint."""
+    """The architecture of a GPT. Every checkpoint stores it."""
 
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64
@@ -38,87 +50,91 @@ class GPTConfig:
     bias: bool = True
     mode: str = "generator"  # 'generator' or 'reward'
     reward_head_hidden_dim: int = 256
-    # 'rope' (inside attention) or 'learned' (transformer.wpe: nanoGPT, GPT-2)
+    # 'rope' (inside attention) or 'learned' (transformer.wpe, as in nanoGPT and GPT-2)
     position: str = "rope"
-    # ids that the tokenizer uses; the others are padding. None: see num_real_tokens
+    # Number of ids that the tokenizer uses; higher ids are padding. None: see num_real_tokens.
     num_tokens: int | None = None
     reward_head_type: str = "last"  # 'last', 'position' or 'likelihood': see reward/heads.py
-    # Variants that pretrained models need: GPT-2's activation, GPT-NeoX's rotary positions, blocks
-    # and output layer.
-    activation: str = "gelu"  # 'gelu' (exact) or 'gelu_tanh' (GPT-2's approximation of it)
-    # of each head's dimensions that rotary positions turn: see rotary_angles
-    rotary_share: float = 1.0
-    # attention and MLP both read a block's input (True), or one after the other
-    parallel_residual: bool = False
-    tied_embeddings: bool = True  # input and output embeddings are one matrix
+    # The fields below describe pretrained GPT-2 and GPT-NeoX models.
+    activation: str = "gelu"  # 'gelu' (exact) or 'gelu_tanh' (GPT-2's approximation)
+    rotary_share: float = 1.0  # fraction of each head's dimensions that are rotated
+    parallel_residual: bool = False  # True: attention and MLP both read the block's input
+    tied_embeddings: bool = True  # input and output embeddings share one matrix
 
     @property
     def num_real_tokens(self) -> int:
-        """Ids below this are tokens, the others padding. GPT-2's padded vocabulary is known by its
-        size."""
-        return self.num_tokens or (50257 if self.vocab_size == 50304 else self.vocab_size)
+        """The number of ids that are tokens; ids from here on are padding."""
+        if self.num_tokens is not None:
+            return self.num_tokens
+        if self.vocab_size == 50304:  # GPT-2's padded vocabulary
+            return 50257
+        return self.vocab_size
 
     @property
     def rotary_size(self) -> int:
-        """Dimensions of a head that rotary positions turn."""
+        """The number of dimensions of a head that rotary positions rotate."""
         return int(self.n_embd // self.n_head * self.rotary_share)
 
+    @property
+    def min_weights(self) -> int:
+        """A lower bound of the number of weights: embeddings, attention and MLPs without biases."""
+        return self.n_embd * (self.vocab_size + 12 * self.n_layer * self.n_embd)
+
     def problem(self) -> str | None:
-        """The reason why this configuration is impossible, as one sentence, or None."""
-        counts = (
-            "block_size",
-            "vocab_size",
-            "n_layer",
-            "n_head",
-            "n_embd",
-            "reward_head_hidden_dim",
-        )
-        for name in (*counts, *(["num_tokens"] if self.num_tokens is not None else [])):
-            if type(getattr(self, name)) is not int:  # a checkpoint's config can hold any type
-                return f"{name}={getattr(self, name)!r}: must be a whole number"
-            if getattr(self, name) < 1:
-                return f"{name}={getattr(self, name)}: must be >= 1"
-        if self.mode not in ("generator", "reward"):
-            return f"mode={self.mode!r}: mode must be 'generator' or 'reward'"
-        choices = {
-            "position": ("rope", "learned"),
-            "reward_head_type": REWARD_HEADS,
-            "activation": tuple(ACTIVATIONS),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                return f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}"
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            return f"dropout={self.dropout!r}: must be >= 0 and < 1"
-        if not isinstance(self.rotary_share, int | float) or not 0 < self.rotary_share <= 1:
-            return f"rotary_share={self.rotary_share!r}: must be > 0 and <= 1"
-        if self.n_embd % self.n_head:
+        """Return why this configuration is impossible, as one sentence, or None if it is possible.
+
+        A config from a file can hold values of any type."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # A whole number may stand for a float.
+            if not isinstance(value, field.type | int):
+                return f"{field.name}={value!r:.60}: wrong type {type(value).__name__}"
+        for name in SIZES:
+            value = getattr(self, name)
+            if value < 1:
+                return f"{name}={value}: must be >= 1"
+            if value > MAX_SIZE:
+                return f"{name}: must be <= {MAX_SIZE}"
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                return f"{name}={value!r:.60}: must be one of {', '.join(known)}"
+        if not 0 <= self.dropout < 1:
+            return f"dropout={self.dropout}: must be >= 0 and < 1"
+        if not 0 < self.rotary_share <= 1:
+            return f"rotary_share={self.rotary_share}: must be > 0 and <= 1"
+        if not 1 <= self.num_real_tokens <= self.vocab_size:
+            return f"num_tokens={self.num_tokens}: must be >= 1 and <= vocab_size={self.vocab_size}"
+        if self.n_embd % self.n_head != 0:
             return f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
-        size, turned = self.n_embd // self.n_head, self.rotary_size
-        if self.position == "rope" and (size % 2 or turned % 2 or turned < 2):
-            return f"rotary positions need an even head size, not {turned} of n_embd / n_head = {size} dimensions"
-        if self.num_tokens is not None and self.num_tokens > self.vocab_size:
-            return f"num_tokens={self.num_tokens}: must be <= vocab_size={self.vocab_size}"
+        head_size = self.n_embd // self.n_head
+        rotated = self.rotary_size
+        if self.position == "rope" and (head_size % 2 or rotated % 2 or rotated == 0):
+            sizes = f"{rotated} of n_embd / n_head = {head_size} dimensions"
+            return f"rotary positions need an even head size, not {sizes}"
+        if max(self.block_size, self.reward_head_hidden_dim) * self.n_embd > MAX_TABLE:
+            return f"block_size or reward_head_hidden_dim: times n_embd, must be <= {MAX_TABLE}"
         return None
 
 
 def check_same_fields(ours: GPTConfig, theirs: GPTConfig, our_name: str, their_name: str) -> None:
-    """Raise UserError, with both values, where two models do not read the same sequences of the
-    same tokens."""
+    """Raise UserError unless two models read sequences of the same length and the same tokens."""
     for name in ("vocab_size", "num_real_tokens", "block_size"):
-        if getattr(ours, name) != getattr(theirs, name):
-            values = f"{name} is {getattr(ours, name)} in {our_name} and {getattr(theirs, name)} in {their_name}"
+        our_value = getattr(ours, name)
+        their_value = getattr(theirs, name)
+        if our_value != their_value:
             raise UserError(
-                f"ERROR: {values}: they do not match; take two of the same tokenization and size"
+                f"ERROR: {name} is {our_value} in {our_name} and {their_value} in {their_name}: "
+                "they do not match; name two models of the same tokenization and size"
             )
 
 
-# read by torch.load at its safe default, which executes nothing
+# torch.load may build this class at its safe default, weights_only=True.
 torch.serialization.add_safe_globals([GPTConfig])
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention to the past and the present."""
+    """Multi-head attention of each token to itself and to earlier tokens."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -130,9 +146,12 @@ class CausalSelfAttention(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor, rotation: Tensor | None, context: Context) -> Tensor:
+        """Return the output (B, T, C) of attention for hidden states (B, T, C)."""
         qkv = context.to_rows(self.c_attn(x))  # (B, T, 3 C)
-        B, T, C = qkv.size(0), qkv.size(1), x.size(-1)
-        qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        B, T = qkv.shape[:2]
+        C = x.size(-1)
+        qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head)
+        qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
         queries, keys = qkv[:2]  # (B, H, T, D) each
         if rotation is not None:
             queries, keys = rotate(qkv[:2], rotation)
@@ -143,7 +162,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers with GELU between, four times as wide inside."""
+    """Two linear layers with GELU between them; the inner width is 4 C."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -153,12 +172,15 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (B, T, C) for hidden states (B, T, C)."""
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added after; with parallel_residual both read
-    the block's input."""
+    """Pre-norm attention and MLP, each with a residual connection.
+
+    With parallel_residual, both read the block's input.
+    """
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -169,25 +191,31 @@ class Block(nn.Module):
         self.parallel_residual = config.parallel_residual
 
     def forward(self, x: Tensor, rotation: Tensor | None, context: Context) -> Tensor:
+        """Return the block's output (B, T, C) for hidden states (B, T, C)."""
         y = x + self.attn(self.ln_1(x), rotation, context)
-        return y + self.mlp(self.ln_2(x if self.parallel_residual else y))
+        mlp_input = x if self.parallel_residual else y
+        return y + self.mlp(self.ln_2(mlp_input))
 
 
 class GPT(nn.Module):
-    """A generator, or a reward model with a 'last' head: see `forward`. Raises UserError for an
-    impossible config."""
+    """A generator, or a reward model with a 'last' head: see `forward`.
+
+    Raises UserError if the config is impossible.
+    """
 
     head_type = "last"
-    transformer: Any  # nanoGPT's wte, wpe (with learned positions alone), drop, h and ln_f
-    rotation: Tensor  # (2, T, D), with rotary positions alone
+    transformer: Any  # nanoGPT's wte, wpe (only with learned positions), drop, h and ln_f
+    rotation: Tensor  # (2, T, D), only with rotary positions
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        if problem := config.problem():
-            raise UserError(problem)
+        problem = config.problem()
+        if problem is not None:
+            raise UserError(f"ERROR: {problem}")
         if config.mode == "reward" and config.reward_head_type != self.head_type:
             raise UserError(
-                f"reward_head_type={config.reward_head_type!r}: use reward.heads.make_reward_model"
+                f"ERROR: reward_head_type={config.reward_head_type!r}: "
+                "use reward.heads.make_reward_model"
             )
         self.config = config
         self.transformer = nn.ModuleDict(
@@ -201,9 +229,8 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.transformer["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         else:
-            angles = rotary_angles(
-                config.block_size, config.n_embd // config.n_head, config.rotary_size
-            )
+            head_size = config.n_embd // config.n_head
+            angles = rotary_angles(config.block_size, head_size, config.rotary_size)
             self.register_buffer("rotation", angles, persistent=False)
         if config.mode == "generator":
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -214,64 +241,71 @@ class GPT(nn.Module):
         self._init_weights()
 
     def make_reward_head(self) -> nn.Sequential:
-        """New layers from hidden states (B, C) to probabilities (B, 2): scores of [natural,
-        synthetic], softmax."""
+        """Return new layers from hidden states (B, C) to [P(natural), P(synthetic)] (B, 2)."""
         width = self.config.reward_head_hidden_dim
         return nn.Sequential(
             nn.Linear(self.config.n_embd, width), nn.ReLU(), nn.Linear(width, 2), nn.Softmax(dim=-1)
         )
 
     def _init_weights(self) -> None:
-        """GPT-2's initialisation: normal 0.02, residual projections scaled down by depth; He for
-        the reward head."""
+        """Initialise as GPT-2: normal 0.02, residual projections scaled down by depth.
+
+        The first layer of the reward head gets He initialisation."""
         for name, parameter in self.named_parameters():
             if name == "reward_head.0.weight":
                 nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+            elif name.endswith("c_proj.weight"):
+                std = 0.02 / math.sqrt(2 * self.config.n_layer)
+                nn.init.normal_(parameter, mean=0.0, std=std)
             elif parameter.dim() >= 2:
-                depth = (
-                    math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 1.0
-                )
-                nn.init.normal_(parameter, mean=0.0, std=0.02 / depth)
+                nn.init.normal_(parameter, mean=0.0, std=0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def init_orthogonal(self) -> None:
-        """Orthogonal matrices inside the blocks, and zeros where they write to the residual stream:
-        for few steps."""
+        """Initialise the blocks with orthogonal matrices and zero-initialised output projections.
+
+        This suits short training runs."""
         for name, parameter in self.transformer.h.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() >= 2:
                 nn.init.orthogonal_(parameter)
 
+    def checkpoint_records(self) -> dict[str, Any]:
+        """Return what a checkpoint stores besides the config: nothing."""
+        return {}
+
     def num_parameters(self) -> int:
-        """The number of parameters; position embeddings are not counted, as in nanoGPT."""
-        return sum(
-            p.numel() for name, p in self.named_parameters() if name != "transformer.wpe.weight"
-        )
+        """Return the number of parameters without position embeddings, as nanoGPT counts them."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        if self.config.position == "learned":
+            total -= self.transformer.wpe.weight.numel()
+        return total
 
     def rows_at_a_time(self) -> int:
-        """Sequences of full length that one pass takes, with gradients or without; at most 1,024 on
-        CUDA, 64 elsewhere.
+        """Return how many sequences of full length one pass should take.
 
-        Their logits with copies, and 64 bytes a channel, layer and position, take an eighth of
-        CUDA's memory or 1 GiB."""
-        config, memory = self.config, total_memory(self.transformer.wte.weight.device)
-        logits = 5 * 4 * config.block_size * config.vocab_size
+        On CUDA at most 1,024: their logits with copies, and 64 bytes per channel, layer and
+        position, take an eighth of the memory. Elsewhere at most 64: their logits take 1 GiB."""
+        config = self.config
+        memory = total_memory(self.transformer.wte.weight.device)
+        logits_bytes = 5 * 4 * config.block_size * config.vocab_size
         if memory is None:
-            return max(1, min(64, 2**30 // logits))
-        kept = 64 * config.n_embd * config.n_layer * config.block_size
-        return max(1, min(1024, memory // 8 // (logits + kept)))
+            return max(1, min(64, 2**30 // logits_bytes))
+        activation_bytes = 64 * config.n_embd * config.n_layer * config.block_size
+        return max(1, min(1024, memory // 8 // (logits_bytes + activation_bytes)))
 
     def trunk(self, idx: Tensor, context: Context | None = None) -> Tensor:
         """Return the hidden states (B, T, C) of token ids (B, T) after the last normalisation.
 
         `context` says what the tokens attend to: by default, to the tokens before them in their
         row. With SharedPrompts, pass its `ids` (n,) and get (n, C)."""
-        context = context or Context(idx)
+        if context is None:
+            context = Context(idx)
         if context.length > self.config.block_size:
             limit = f"block_size {self.config.block_size}"
-            raise UserError(f"a sequence of {context.length} tokens does not fit {limit}")
+            raise UserError(f"ERROR: a sequence of {context.length} tokens does not fit {limit}")
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.position == "learned":
             rotation = None
@@ -284,17 +318,15 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits (B, T, V) of hidden states; those of padding ids are the dtype's lowest
-        number.
+        """Return next-token logits (B, T, V) of hidden states (B, T, C); padding ids get finfo.min.
 
-        In the weights' dtype under autocast too: bfloat16 would change GRPO's ratios (MiniMax-M1,
-        arXiv 2506.13585)."""
+        They have the dtype of the weights, also under autocast: bfloat16 logits would change GRPO's
+        probability ratios (MiniMax-M1, arXiv 2506.13585)."""
         with full_precision(hidden.device):
-            return self._head(hidden.to(self.lm_head.weight.dtype))
+            return self._logits_in_autocast(hidden.to(self.lm_head.weight.dtype))
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        """As `logits`, in autocast's dtype: for losses, which average rounding errors over many
-        tokens."""
+    def _logits_in_autocast(self, hidden: Tensor) -> Tensor:
+        """Return `logits` in autocast's dtype, for losses that average over many tokens."""
         logits = self.lm_head(hidden)
         if self.config.num_real_tokens < self.config.vocab_size:
             logits[..., self.config.num_real_tokens :] = torch.finfo(logits.dtype).min
@@ -303,44 +335,49 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, and the loss if there are targets.
+        """Return the output for token ids (B, T) int64, and the loss () if there are targets.
 
-        Generator: logits (B, T, V), without targets (B, 1, V) of the last position; targets (B, T)
-        int64, -1 ignored; cross-entropy in nats. Reward model: [P(natural), P(synthetic)] (B, 2);
-        targets (B, 2); mean squared error."""
+        Generator: logits (B, T, V), or (B, 1, V) of the last position without targets; targets
+        (B, T) int64, -1 is ignored; the loss is the mean cross-entropy in nats. Reward model:
+        [P(natural), P(synthetic)] (B, 2); targets (B, 2); the loss is the mean squared error."""
         if self.config.mode == "reward":
-            last = self.trunk(idx)[:, -1]  # (B, C)
-            with full_precision(idx.device):
-                # (B, 2)
-                probabilities = self.reward_head(last.to(self.transformer.wte.weight.dtype))
-            return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
+            return self._forward_reward(idx, targets)
         x = self.trunk(idx, kv_cache)
         if targets is None:
             return self.logits(x[:, -1:]), None
-        logits = self._head(x)
-        return logits, F.cross_entropy(
-            logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1
-        )
+        logits = self._logits_in_autocast(x)
+        flat_logits = logits.view(-1, logits.size(-1))  # (B T, V)
+        loss = F.cross_entropy(flat_logits, targets.reshape(-1), ignore_index=-1)
+        return logits, loss
+
+    def _forward_reward(self, idx: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        last = self.trunk(idx)[:, -1]  # (B, C)
+        with full_precision(idx.device):
+            last = last.to(self.transformer.wte.weight.dtype)
+            probabilities = self.reward_head(last)  # (B, 2)
+        if targets is None:
+            return probabilities, None
+        return probabilities, F.mse_loss(probabilities, targets)
 
     def pad_vocabulary(self, vocab_size: int) -> None:
-        """Add or remove padding ids, which are never used, so that there are `vocab_size` ids;
-        tokens all stay."""
-        added, config = vocab_size - self.config.vocab_size, self.config
-        if added != 0 and vocab_size >= config.num_real_tokens:
-            self.config = replace(config, vocab_size=vocab_size, num_tokens=config.num_real_tokens)
-            self.lm_head.weight = nn.Parameter(
-                F.pad(self.lm_head.weight.detach(), (0, 0, 0, added))
-            )
-            own = nn.Parameter(F.pad(self.transformer.wte.weight.detach(), (0, 0, 0, added)))
-            self.transformer.wte.weight = self.lm_head.weight if config.tied_embeddings else own
+        """Add or remove padding ids so that there are `vocab_size` ids; never remove a token."""
+        num_added = vocab_size - self.config.vocab_size
+        num_tokens = self.config.num_real_tokens
+        if num_added == 0 or vocab_size < num_tokens:
+            return
+        self.config = replace(self.config, vocab_size=vocab_size, num_tokens=num_tokens)
+        for layer in (self.transformer.wte, self.lm_head):
+            padded = F.pad(layer.weight.detach(), (0, 0, 0, num_added))  # (vocab_size, C)
+            layer.weight = nn.Parameter(padded)
+        if self.config.tied_embeddings:
+            self.transformer.wte.weight = self.lm_head.weight
 
     def crop_block_size(self, block_size: int) -> None:
-        """Let the model take sequences of at most `block_size` tokens, no more than before."""
+        """Limit sequences to `block_size` tokens, which may not exceed the present limit."""
         self.config = replace(self.config, block_size=block_size)
         if self.config.position == "learned":
-            self.transformer.wpe.weight = nn.Parameter(
-                self.transformer.wpe.weight[:block_size].detach().clone()
-            )
+            weight = self.transformer.wpe.weight[:block_size].detach().clone()
+            self.transformer.wpe.weight = nn.Parameter(weight)
         else:
             self.rotation = self.rotation[:, :block_size]
 
@@ -353,33 +390,33 @@ class GPT(nn.Module):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue idx (B, T) by `max_new_tokens` (None: fill the block); see
-        completions.generate."""
+        """Continue ids (B, T) by `max_new_tokens`, or to a full block (None).
+
+        See generation.completions.generate."""
         if self.config.mode != "generator":
-            raise UserError("a reward model cannot generate: load the checkpoint of a generator")
+            raise UserError("ERROR: a reward model cannot generate: load a generator's checkpoint")
         return generate(self, idx, max_new_tokens, Sampling(temperature, top_k, top_p), generator)
 
 
 def rotary_angles(length: int, head_dim: int, rotary_dim: int, base: float = 10000.0) -> Tensor:
-    """cos and signed sin (2, T, D) of the rotary position embedding (Su et al. 2021,
+    """Return cos and signed sin (2, T, D) of rotary position embeddings (Su et al. 2021,
     arXiv:2104.09864, eq. 34).
 
-    Of the pairs d and d + D/2 the first rotary_dim / 2 are turned; interop/huggingface.py reorders
-    GPT-NeoX's to these."""
-    # On the CPU always: operations on the meta device import torch._dynamo, which takes a second.
-    frequencies = base ** (
-        -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
-    )
-    frequencies = F.pad(frequencies, (0, (head_dim - rotary_dim) // 2))  # 0: not turned
-    # (T, D / 2)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
-    return torch.stack(
-        (angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), 1))
-    ).float()
+    Dimensions d and d + D/2 are a pair; only the first rotary_dim / 2 pairs are rotated.
+    interop/huggingface.py reorders GPT-NeoX's dimensions to these pairs."""
+    # float64 needs the CPU: Apple's devices lack it.
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
+    frequencies = base**-exponents
+    num_fixed = (head_dim - rotary_dim) // 2
+    frequencies = F.pad(frequencies, (0, num_fixed))  # (D / 2,); frequency 0 does not rotate
+    positions = torch.arange(length, dtype=torch.float64, device="cpu")
+    angles = torch.outer(positions, frequencies)  # (T, D / 2)
+    cos = angles.cos().repeat(1, 2)
+    signed_sin = torch.cat((-angles.sin(), angles.sin()), 1)
+    return torch.stack((cos, signed_sin)).float()
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn queries and keys (..., T, D) by their positions' angles; pairs are dimensions d and d +
-    D/2."""
+    """Rotate queries and keys (..., T, D) by their positions' angles (2, T, D)."""
     cos, signed_sin = rotation.to(x.dtype)
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), signed_sin)

@@ -2,8 +2,8 @@
 
     python prepare_reward_data.py --model_path logs/model_checkpoint.pt --dataset shakespeare
 
-In: a generator's checkpoint and a corpus (a text, or train.bin and val.bin). Out, in output_dir, for
-each split: x.bin (uint16, samples x block_size), y.bin (float32, samples x 2: the label K/N,
+In: a generator's checkpoint and a corpus (a text, or train.bin and val.bin). Out, in output_dir,
+for each split: x.bin (uint16, samples x block_size), y.bin (float32, samples x 2: the label K/N,
 (N-K)/N), metadata.txt. Unfinished work lies in output_dir.partial as shards. A sample depends only
 on (seed, split, block, sample). P: blocks. G: samples of a block. N: block_size.
 """
@@ -37,16 +37,23 @@ SHARD_TOKENS = 1 << 17  # tokens of a shard; 16 times as many on CUDA
 # Settings that decide the samples, and settings that only tell where they come from.
 IDENTITY = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
 SOURCES = ("model_path", "input_mode", "data_path", "train_bin", "val_bin", "tokenization")
-FILES = set(
-    "train_x.bin train_y.bin train_metadata.txt val_x.bin val_y.bin val_metadata.txt".split()
-)
-Device = torch.device | str
+FILES = {
+    "train_x.bin",
+    "train_y.bin",
+    "train_metadata.txt",
+    "val_x.bin",
+    "val_y.bin",
+    "val_metadata.txt",
+}
 
 
 def crossovers_and_uniforms(
     config: RewardDataConfig, split: str, block: int, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw all randomness of a block: K (G,) int64, uniform on [1, N - 1]; (G, N) float32 in [0, 1)."""
+    """Draw the randomness of a block: K (G,) int64, uniform on [1, N - 1], and uniforms (G, N).
+
+    The uniforms are float32 in [0, 1); each decides one token.
+    """
     stream = random_stream(config.seed, "reward_data", split, block)
     uniforms = stream.random((config.samples_per_chunk, length + 1), dtype=np.float32)
     crossovers = 1 + np.floor(uniforms[:, 0].astype(np.float64) * (length - 1)).astype(np.int64)
@@ -60,7 +67,7 @@ def make_samples(
     split: str,
     config: RewardDataConfig,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the samples of some blocks, in their order: x (P * G, N) uint16, y (P * G, 2) float32."""
+    """Return the samples of some blocks in order: x (P * G, N) uint16, y (P * G, 2) float32."""
     N = completer.length
     blocks = np.stack([tokens[block * N : (block + 1) * N] for block in block_indices])  # (P, N)
     draws = [crossovers_and_uniforms(config, split, int(block), N) for block in block_indices]
@@ -84,8 +91,11 @@ def blocks_by_shard(
 ) -> list[np.ndarray]:
     """Return the numbers of the blocks to use, evenly spaced, one array for each shard."""
     total = len(tokens) // completer.length
-    too_short = f"{len(tokens):,} tokens are shorter than one block of {completer.length}"
-    require(total > 0, f"{too_short}; use a longer corpus")
+    require(
+        total > 0,
+        f"{len(tokens):,} tokens are shorter than one block of {completer.length}; use a longer "
+        "corpus",
+    )
     shard_tokens = SHARD_TOKENS
     if next(completer.model.parameters()).is_cuda:
         shard_tokens *= 16
@@ -108,8 +118,10 @@ def write_shards(
     paths = [folder / f"{split}_{number:06}.npz" for number in range(len(shards))]
     missing = [path for path in paths if not path.is_file()]
     if len(missing) < len(paths):
-        done = f"{len(paths) - len(missing)} of {len(paths)} shards are there"
-        print0(f"Going on with work that was interrupted: {done}")
+        print0(
+            "Going on with work that was interrupted: "
+            f"{len(paths) - len(missing)} of {len(paths)} shards are there"
+        )
     ranks.sum(0.0)  # wait until every rank has looked
     num_blocks = sum(map(len, shards))
     with progress(num_blocks, "Processing blocks") as bar:
@@ -152,8 +164,11 @@ def is_complete(output: Path, partial: Path, identity: Mapping[str, Any], overwr
 
 
 def check_overwrite(folder: Path, difference: str, overwrite: bool) -> None:
-    remedy = "use --overwrite True to replace it, or another --output_dir"
-    require(overwrite, f"{folder} holds an incomplete or another dataset ({difference}); {remedy}")
+    require(
+        overwrite,
+        f"{folder} holds an incomplete dataset or another ({difference}); "
+        "use --overwrite True to replace it, or another --output_dir",
+    )
 
 
 def write_split(
@@ -294,7 +309,7 @@ def main() -> None:
     )
 
 
-def load_base_model(model_path: str, device: Device = "cpu") -> tuple[GPT, GPTConfig]:
+def load_base_model(model_path: str, device: torch.device | str = "cpu") -> tuple[GPT, GPTConfig]:
     """Return the generator in a checkpoint, in evaluation mode, and its configuration."""
     model = build_model(load_checkpoint(model_path), "generator", model_path, device)
     return model, model.config
@@ -313,7 +328,7 @@ def generate_completion(
     model: GPT,
     context: np.ndarray,
     target_length: int,
-    device: Device = "cpu",
+    device: torch.device | str = "cpu",
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 42,
@@ -329,7 +344,7 @@ def create_reward_samples(
     tokens: np.ndarray,
     model: GPT,
     config: GPTConfig,
-    device: Device = "cpu",
+    device: torch.device | str = "cpu",
     samples_per_chunk: int = 10,
     temperature: float = 1.0,
     top_k: int | None = None,

@@ -1,24 +1,20 @@
-"""The settings of reward-data preparation, checked.
+"""Settings of reward-data preparation, with their checks.
 
-python -c "from reward_data_config import RewardDataConfig;
-print(RewardDataConfig().errors().messages)" """
+python -c "from reward_data_config import RewardDataConfig as C; print(C().errors().messages)"
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from common.settings import Errors, Settings, setting
-from data_loader import dataset_folder
-from tokenization_manager import TokenizationInfo, TokenizationMethod  # noqa: F401 (public here)
-
-PREPARE_CORPUS = (
-    "Make the corpus with data/shakespeare/prepare.py, or prepare_text.py for texts of your own"
-)
+from data_loader import dataset_folder, text_file
+from tokenization_manager import TokenizationInfo  # noqa: F401 (public here)
 
 
 @dataclass
 class RewardDataConfig(Settings):
-    """Make a reward dataset: blocks of natural text whose ends a generator has written anew."""
+    """Make a reward dataset: blocks of natural text whose ends a generator rewrote."""
 
     model_path: str | None = setting(None, model_file="required")
     """the generator's checkpoint (required)"""
@@ -37,13 +33,13 @@ class RewardDataConfig(Settings):
     meta_path: str | None = None
     """meta.pkl or tokenizer.json (required when tokenization is char or tokenizer)"""
     output_dir: str = setting("data/reward_dataset", output="folder")
-    """the folder to make"""
+    """folder to make"""
     train_split: float = setting(0.9, above=0, below=1)
-    """text mode: the part of the characters that is for training; must be the generator's"""
+    """text mode: fraction of the characters for training; must be the generator's"""
     samples_per_chunk: int = setting(10, minimum=1)
-    """samples made from each block of text, every one with a crossover point of its own"""
+    """samples of each block of text, each with its own crossover point"""
     temperature: float = setting(1.0, minimum=0)
-    """sampling temperature; 0 always takes the likeliest token"""
+    """sampling temperature; 0: always the likeliest token"""
     top_k: int | None = setting(None, minimum=1)
     """sample from the k likeliest tokens only; None: from all"""
     device: str = "auto"
@@ -53,55 +49,61 @@ class RewardDataConfig(Settings):
     max_blocks: int | None = setting(None, minimum=1)
     """at most this many blocks of each split, evenly spaced; None: all"""
     overwrite: bool = False
-    """replace a dataset that lies in output_dir"""
+    """replace another dataset in output_dir"""
     allow_split_mismatch: bool = False
-    """accept other splits than the generator's own (contamination)"""
+    """accept a train/validation split other than the generator's (contamination)"""
 
     def __post_init__(self) -> None:
-        self.input_mode = self.input_mode or ("text" if self.dataset is None else "binary")
+        if self.input_mode is None:
+            self.input_mode = "text" if self.dataset is None else "binary"
         if self.dataset is not None and self.input_mode == "binary":
-            self.train_bin = self.train_bin or str(dataset_folder(self.dataset) / "train.bin")
-            self.val_bin = self.val_bin or str(dataset_folder(self.dataset) / "val.bin")
+            folder = dataset_folder(self.dataset)
+            self.train_bin = self.train_bin or str(folder / "train.bin")
+            self.val_bin = self.val_bin or str(folder / "val.bin")
 
     def check_settings(self, errors: Errors) -> None:
-        """Note settings that the input mode ignores, and files that are missing."""
-        is_text = self.input_mode == "text"
-        needed = (
-            {"data_path": "Data"}
-            if is_text
-            else {"train_bin": "Train binary", "val_bin": "Validation binary"}
+        """Check that files exist, and that no setting is given which the mode ignores."""
+        if self.input_mode == "text":
+            self._check_ignored(errors, "train_bin", "val_bin", "dataset")
+            self._check_file(errors, "data_path", "Data")
+        else:
+            self._check_ignored(errors, "data_path", "train_split")
+            self._check_file(errors, "train_bin", "Train binary")
+            self._check_file(errors, "val_bin", "Validation binary")
+        if not self.meta_path:
+            errors.check(
+                self.tokenization in ("auto", "bpe"),
+                f"meta_path is required when tokenization is {self.tokenization!r}",
+                "Specify --meta_path when using character tokenization, or use --tokenization auto",
+            )
+            return
+        errors.check(
+            self.tokenization != "bpe",
+            "meta_path is ignored when tokenization is 'bpe'",
+            "Remove --meta_path",
         )
-        for name in (
-            ("train_bin", "val_bin", "dataset") if is_text else ("data_path", "train_split")
-        ):
+        errors.check(
+            Path(self.meta_path).is_file(),
+            f"Meta file not found: {self.meta_path}",
+            "Specify the correct --meta_path",
+        )
+
+    def _check_ignored(self, errors: Errors, *names: str) -> None:
+        for name in names:
             is_default = getattr(self, name) == getattr(RewardDataConfig, name)
             errors.check(
                 is_default, f"{name} is ignored in {self.input_mode} mode", f"Remove --{name}"
             )
-        for name, title in needed.items():
-            given = getattr(self, name)
-            path = Path(given or "")
-            path = path / "input.txt" if name == "data_path" and path.is_dir() else path
-            error = (
-                f"{title} file not found: {path}"
-                if given
-                else f"{name} is required in {self.input_mode} mode"
-            )
+
+    def _check_file(self, errors: Errors, name: str, title: str) -> None:
+        value = getattr(self, name)
+        errors.check(
+            bool(value), f"{name} is required in {self.input_mode} mode", f"Specify --{name}"
+        )
+        if value:
+            path = text_file(value) if name == "data_path" else Path(value)
             errors.check(
-                bool(given) and path.is_file(),
-                error,
-                PREPARE_CORPUS if given else f"Specify --{name}",
+                path.is_file(),
+                f"{title} file not found: {path}",
+                "Make the corpus with data/shakespeare/prepare.py or prepare_text.py",
             )
-        remedy = "Specify --meta_path when using character tokenization, or use --tokenization auto"
-        is_named = self.tokenization in ("auto", "bpe") or bool(self.meta_path)
-        errors.check(
-            is_named, f"meta_path is required when tokenization is {self.tokenization!r}", remedy
-        )
-        is_read = self.tokenization != "bpe" or not self.meta_path
-        errors.check(
-            is_read, "meta_path is ignored when tokenization is 'bpe'", "Remove --meta_path"
-        )
-        is_there = not self.meta_path or Path(self.meta_path).is_file()
-        errors.check(
-            is_there, f"Meta file not found: {self.meta_path}", "Specify the correct --meta_path"
-        )

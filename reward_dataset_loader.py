@@ -2,10 +2,11 @@
 
     python reward_dataset_loader.py --data_dir data/reward_dataset
 
-A dataset is a folder with three files for each split (train, val): SPLIT_x.bin, uint16 (num_samples,
-block_size), the tokens; SPLIT_y.bin, float32 (num_samples, 2), the labels [P(natural),
-P(synthetic)]; SPLIT_metadata.txt, `key: value` lines. The binary files are memory-mapped. The script
-ends with status 2 if the dataset is bad.
+A dataset is a folder with three files for each split (train, val):
+SPLIT_x.bin: the tokens, uint16 (num_samples, block_size), memory-mapped;
+SPLIT_y.bin: the labels [P(natural), P(synthetic)], float32 (num_samples, 2), memory-mapped;
+SPLIT_metadata.txt: `key: value` lines.
+The script ends with status 2 if the dataset is bad.
 """
 
 import math
@@ -29,7 +30,6 @@ from generation.sampling import Sampling
 from tokenization_manager import TokenizationInfo
 
 FORMAT_VERSION = "1"
-SPLITS = ("train", "val")
 # Metadata in which both splits of a dataset agree: tokenization, generator, sampling and text.
 SHARED_ENTRIES = (
     "tokenization_method",
@@ -60,8 +60,10 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         require(is_entry, f"{path} is damaged: it needs lines `key: value` of different keys")
         metadata[key] = value
     version = metadata.get("format_version", FORMAT_VERSION)
-    rule = f"this program reads version {FORMAT_VERSION}"
-    require(version == FORMAT_VERSION, f"{path} has format_version {version}; {rule}")
+    require(
+        version == FORMAT_VERSION,
+        f"{path} has format_version {version}; this program reads version {FORMAT_VERSION}",
+    )
     return metadata
 
 
@@ -72,15 +74,17 @@ def sampling_of(metadata: Mapping[str, str]) -> Sampling:
     try:
         return Sampling(float(temperature), None if top_k is None else int(top_k))
     except ValueError:
-        values = f"temperature={temperature} and top_k={top_k}"
-        raise UserError(f"ERROR: impossible sampling in the metadata: {values}") from None
+        raise UserError(
+            "ERROR: impossible sampling in the metadata: "
+            f"temperature={temperature} and top_k={top_k}"
+        ) from None
 
 
 class RewardDataset(Dataset):
     """One split of a reward dataset: dataset[i] is LongTensor (block_size,), FloatTensor (2,).
 
-    `x` and `y` are memory maps: (num_samples, block_size) uint16 and (num_samples, 2) float32. Row r
-    belongs to natural block r // samples_per_chunk. Raise UserError for a bad dataset, and for
+    `x` and `y` are memory maps: (num_samples, block_size) uint16 and (num_samples, 2) float32. Row
+    r belongs to natural block r // samples_per_chunk. Raise UserError for a bad dataset, and for
     another tokenization than the expected one.
     """
 
@@ -90,7 +94,7 @@ class RewardDataset(Dataset):
         split: str = "train",
         expected_tokenization_info: TokenizationInfo | None = None,
     ) -> None:
-        require(split in SPLITS, f"split={split!r}: must be 'train' or 'val'")
+        require(split in ("train", "val"), f"split={split!r}: must be 'train' or 'val'")
         # Absolute, because a worker process may open it in another working directory.
         self.data_dir = Path(data_dir).absolute()
         self.split = split
@@ -104,8 +108,10 @@ class RewardDataset(Dataset):
         y_bytes = y_path.stat().st_size
         self.metadata = read_metadata(self.metadata_path)
         for key in ("tokenization_method", "vocab_size"):
-            problem = f"incomplete tokenization information: {key} missing"
-            self.check(key in self.metadata, f"{self.metadata_path}: {problem}")
+            self.check(
+                key in self.metadata,
+                f"{self.metadata_path}: incomplete tokenization information: {key} missing",
+            )
         self.tokenization = TokenizationInfo(
             self.metadata["tokenization_method"],
             self._read_size("vocab_size"),
@@ -121,11 +127,17 @@ class RewardDataset(Dataset):
             (x_path, x_bytes, 2 * rows * width),
             (y_path, y_bytes, 8 * rows),
         ):
-            rule = f"{rows:,} samples need {needed:,} bytes: make it again"
-            self.check(size == needed > 0, f"{path} has {size:,} bytes, but {rule}")
+            self.check(
+                size == needed > 0,
+                f"{path} has {size:,} bytes, but {rows:,} samples need {needed:,} bytes: make it "
+                "again",
+            )
         if self.samples_per_chunk is not None:
-            rule = f"samples_per_chunk={self.samples_per_chunk} does not divide {rows:,} samples"
-            self.check(rows % self.samples_per_chunk == 0, f"{self.metadata_path}: {rule}")
+            self.check(
+                rows % self.samples_per_chunk == 0,
+                f"{self.metadata_path}: "
+                f"samples_per_chunk={self.samples_per_chunk} does not divide {rows:,} samples",
+            )
         self.x = np.memmap(x_path, dtype="<u2", mode="r", shape=(rows, width))
         self.y = np.memmap(y_path, dtype="<f4", mode="r", shape=(rows, 2))
         labels = np.asarray(self.y, dtype=np.float64)
@@ -225,8 +237,6 @@ def create_reward_dataloaders(
 
     Batches are x: LongTensor (B, block_size) and y: FloatTensor (B, 2).
     """
-    require(batch_size >= 1, f"batch_size={batch_size}: must be >= 1")
-    require(num_workers >= 0, f"num_workers={num_workers}: must be >= 0")
     train, val = open_checked_splits(data_dir, expected_tokenization_info)
     options: dict[str, Any] = {
         "batch_size": batch_size,
@@ -248,20 +258,28 @@ def check_model_compatibility(
     most = tokens
     if not model_config.num_tokens:  # vocab_size may be padded to the next multiple of 128
         most = math.ceil(tokens / 128) * 128
-    remedy = "use a dataset made with this model's tokenization"
-    sizes = f"dataset uses {tokens} but model uses {model_tokens}"
-    require(tokens <= model_tokens <= most, f"Vocabulary size mismatch: {sizes}: {remedy}")
-    sizes = f"dataset uses {block_size} but model takes at most {model_config.block_size}"
+    require(
+        tokens <= model_tokens <= most,
+        f"Vocabulary size mismatch: dataset uses {tokens} but model uses {model_tokens}: use a "
+        "dataset made with this model's tokenization",
+    )
     is_short = block_size <= model_config.block_size
-    require(is_short, f"Block size mismatch: {sizes}: use a dataset made with this model")
+    require(
+        is_short,
+        f"Block size mismatch: dataset uses {block_size} but model takes at most "
+        f"{model_config.block_size}: use a dataset made with this model",
+    )
 
 
 def check_variety(dataset: RewardDataset) -> None:
     """Raise UserError if all labels or all tokens of a dataset are equal."""
     for name, values in {"label": dataset.y[:, 0], "token": dataset.x}.items():
-        where = f"{dataset.data_dir}, {dataset.split} split: every {name} is the same"
         varies = values.min() < values.max()
-        require(varies, f"{where}: there is nothing to learn; make the data anew")
+        require(
+            varies,
+            f"{dataset.data_dir}, {dataset.split} split: every {name} is the same: there is "
+            "nothing to learn; make the data again",
+        )
 
 
 def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
@@ -277,7 +295,6 @@ def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
         return rows, rows, "the validation block that also selected it"
     description = "validation blocks that did not select it"
     if dataset.samples_per_chunk is None:
-        warn(f"{dataset.data_dir} has no samples_per_chunk: each row counts as a block")
         description = "validation rows that did not select it (but may share text with others)"
     total = num_blocks  # blocks of the whole split, of which max_blocks may have left out some
     if dataset.val_tokens is not None:

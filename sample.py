@@ -2,8 +2,9 @@
 
     python sample.py --checkpoint_path logs/model_checkpoint.pt --start "ROMEO:" --num_samples 2
 
-In: a generator's checkpoint, with its tokenizer in it; for one from elsewhere, nanoGPT's for
-instance, --meta_path names the tokenizer. Out: text, and a file of it with --output_path."""
+In: a generator's checkpoint, which holds its tokenizer; for another one, of nanoGPT for instance,
+--meta_path names the tokenizer. Out: text, also in a file with --output_path.
+"""
 
 from dataclasses import dataclass
 
@@ -22,82 +23,87 @@ from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 from training.lineage import choose_tokenizer
 
+SEPARATOR = "\n---------------\n"
+
 
 @dataclass
 class SampleSettings(Settings):
     """Write text with a trained generator."""
 
     checkpoint_path: str | None = setting(None, model_file="required")
-    """the generator (required)"""
-    start: str = "\n"
-    """the text to continue, or FILE:path for a file's text; if the model has no newline: its token
-    0"""
+    """checkpoint of the generator (required)"""
+    start: str | None = None
+    """text to continue, or FILE:path; None: a newline, or token 0 if the model has no newline"""
     num_samples: int = setting(10, minimum=1)
-    """texts to write"""
+    """number of texts"""
     max_new_tokens: int = setting(500, minimum=0, unit="tokens")
-    """tokens in each"""
+    """length of each text after the start"""
     temperature: float = setting(0.8, minimum=0)
-    """1: the model's own distribution; lower: safer; 0: always the likeliest token"""
+    """1: the model's own distribution; lower: safer text; 0: always the likeliest token"""
     top_k: int | None = setting(200, minimum=1)
-    """keep the k likeliest tokens; None: all"""
+    """sample only from the k likeliest tokens; None: from all"""
     top_p: float | None = setting(None, above=0, maximum=1)
-    """keep the likeliest tokens that together have this probability; None: all"""
+    """sample only from the likeliest tokens with this total probability; None: from all"""
     meta_path: str | None = None
-    """meta.pkl or tokenizer.json; None: as the checkpoint says, else GPT-2's BPE"""
+    """meta.pkl or tokenizer.json; None: the checkpoint's tokenizer, else GPT-2's BPE"""
     output_path: str | None = setting(None, output="file")
-    """also write the texts here"""
+    """file that also gets the texts; None: only print them"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     seed: int = setting(1337, minimum=0, maximum=2**63 - 1)
-    """seed of the draws"""
+    """seed of the random numbers"""
 
 
-def encode_start(tokenizer: TokenizationManager, start: str, option: str) -> np.ndarray:
-    """The tokens, uint16, of the text to continue, or of that in FILE:path.
+def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarray:
+    """Return the tokens (T,) uint16 to continue: of a text, of FILE:path, or the default's (None).
 
-    Raises UserError, naming the option, where it is empty or has characters that the tokenizer
-    lacks."""
-    text = read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start
-    unknown = "" if tokenizer.chars is None else "".join(sorted(set(text) - set(tokenizer.chars)))
-    if unknown:
-        reason = f"has {unknown!r:.100}, which are no characters of the model's"
-        raise UserError(f"ERROR: {option} {reason}: change --{option}")
+    Raises UserError if there are none, or if the tokenizer lacks a character."""
+    if start is None:
+        if tokenizer.chars is None or "\n" in tokenizer.chars:
+            tokens = tokenizer.encode("\n")
+            if len(tokens) > 0:  # some tokenizers drop white space
+                return tokens
+        token = tokenizer.decode([0])
+        warn(f"no newline in the model: starts with token 0, {token!r}; see --start")
+        return np.zeros(1, dtype=np.uint16)
+    text = start
+    if start.startswith("FILE:"):
+        text = read_text(start.removeprefix("FILE:"))
+    if tokenizer.chars is not None:
+        unknown = "".join(sorted(set(text) - set(tokenizer.chars)))
+        if unknown:
+            raise UserError(
+                f"ERROR: start has {unknown!r:.100}, which the model does not know: change --start"
+            )
     tokens = tokenizer.encode(text)
     if len(tokens) == 0:
-        raise UserError(f"ERROR: {option} is empty, or has no tokens: change --{option}")
+        raise UserError("ERROR: start is empty, or has no tokens: change --start")
     return tokens
 
 
 def main() -> None:
     settings = parse_settings(SampleSettings, "sample")
-    assert settings.checkpoint_path is not None  # checked with the settings
-    device, path = select_device(settings.device), settings.checkpoint_path
+    path = settings.checkpoint_path
+    assert path is not None  # parse_settings checks it
+    device = select_device(settings.device)
     checkpoint = load_checkpoint(path)
-    is_unnamed = checkpoint["tokenization"] is None and settings.meta_path is None
-    tokenizer = choose_tokenizer(
-        checkpoint, path, "bpe" if is_unnamed else "auto", settings.meta_path
-    )
+    method = "auto"
+    if checkpoint["tokenization"] is None and settings.meta_path is None:
+        method = "bpe"
+    tokenizer = choose_tokenizer(checkpoint, path, method, settings.meta_path)
     model = build_model(checkpoint, "generator", path, device)
     if settings.output_path is not None:
         lock_output(settings.output_path)
-    try:
-        start = encode_start(tokenizer, settings.start, "start")
-    except UserError:
-        if settings.start != SampleSettings.start:
-            raise
-        start = np.zeros(1)
-        warn(
-            f"no newline in the model: starts with token 0, {tokenizer.decode([0])!r}; see --start"
-        )
-    idx = torch.from_numpy(start.astype("int64")).repeat(settings.num_samples, 1)  # (B, T)
+    start = encode_start(tokenizer, settings.start).astype("int64")
+    idx = torch.from_numpy(start).repeat(settings.num_samples, 1)  # (B, T)
     sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+    generator = torch.Generator().manual_seed(settings.seed)
     with autocast(device, select_dtype("auto", device)):
-        generator = torch.Generator().manual_seed(settings.seed)
         rows = generate(model, idx.to(device), settings.max_new_tokens, sampling, generator)
-    texts = [tokenizer.decode(row.tolist()) for row in rows]
-    print0("".join(f"{text}\n---------------\n" for text in texts).removesuffix("\n"))
+    text = SEPARATOR.join(tokenizer.decode(row.tolist()) for row in rows)
+    print0(text + SEPARATOR.removesuffix("\n"))
     if settings.output_path is not None:
-        write_text(settings.output_path, "\n---------------\n".join(texts) + "\n")
+        write_text(settings.output_path, text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """One tokenizer interface: GPT-2's BPE, characters, or a tokenizer.json; its files are only data.
 
-    python -c "from tokenization_manager import TokenizationManager as T; print(T('bpe').encode('a'))"
+    python -c "import tokenization_manager as t; print(t.detect_method('data/shakespeare_char'))"
 
-A tokenizer is chosen by method or detected from a data folder. Characters need a meta.pkl (nanoGPT's
-form), the method `tokenizer` a tokenizer.json (Hugging Face's form, read by the package tokenizers).
-Tokens are uint16.
+Choose a tokenizer by method, or let it be detected from a data folder. Characters need a meta.pkl
+(nanoGPT's form); the method `tokenizer` needs a tokenizer.json (Hugging Face's form), which the
+package tokenizers reads. Tokens are uint16.
 """
 
 import functools
@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,7 +34,6 @@ PLAIN_OPCODES = (
 )
 # `ids`: a meta.pkl that has only a vocab_size
 METHODS = ("bpe", "char", "tokenizer", "ids")
-TokenizationMethod = Literal["bpe", "char", "tokenizer", "ids"]
 
 
 class MetaFileError(UserError):
@@ -127,11 +126,16 @@ class TokenizationInfo:
     meta_path: str | None = None
 
     def __post_init__(self) -> None:
-        rule = "must be 'bpe', 'char' or 'tokenizer'"
-        require(self.method in METHODS, f"tokenization method={self.method!r:.60}: {rule}")
-        rule = f"must be >= 1 and <= {MAX_VOCAB_SIZE} (tokens are uint16)"
+        require(
+            self.method in METHODS,
+            f"tokenization method={self.method!r:.60}: must be 'bpe', 'char' or 'tokenizer'",
+        )
         is_possible = 1 <= self.vocab_size <= MAX_VOCAB_SIZE
-        require(is_possible, f"vocab_size={self.vocab_size}: {rule}")
+        require(
+            is_possible,
+            f"vocab_size={self.vocab_size}: must be >= 1 and <= {MAX_VOCAB_SIZE} (tokens are "
+            "uint16)",
+        )
 
     def describe(self) -> str:
         """Return one phrase: `bpe (vocab_size=50257)`."""
@@ -139,22 +143,25 @@ class TokenizationInfo:
 
     def check_compatible(self, expected: "TokenizationInfo") -> None:
         """Raise UserError unless method and vocabulary size of this dataset are as expected."""
-        names = {"Tokenization method": "method", "Vocabulary size": "vocab_size"}
-        for title, name in names.items():
-            actual = getattr(self, name)
-            wanted = getattr(expected, name)
-            if actual != wanted:
-                raise UserError(
-                    f"{title} mismatch: dataset uses {actual!r} but expected {wanted!r}"
-                )
+        if self.method != expected.method:
+            raise UserError(
+                f"Tokenization method mismatch: dataset uses {self.method!r} but expected "
+                f"{expected.method!r}"
+            )
+        if self.vocab_size != expected.vocab_size:
+            raise UserError(
+                f"Vocabulary size mismatch: dataset uses {self.vocab_size} but expected "
+                f"{expected.vocab_size}"
+            )
 
 
 class TokenizationManager:
     """A tokenizer with `encode`, `decode`, `vocab_size`, `method` and its file `meta_path`.
 
     'auto' takes the method from the file at meta_path, else from the folder of `data_path`. A
-    tokenizer.json with GPT-2's own encoding becomes 'bpe', one with only characters 'char'. With the
-    method 'ids' (a meta.pkl that has only a vocab_size) the text of a token is its number and a space.
+    tokenizer.json with GPT-2's own encoding becomes 'bpe', one with only characters 'char'. With
+    the method 'ids' (a meta.pkl with only a vocab_size) the text of a token is its number and a
+    space.
     """
 
     def __init__(
@@ -175,8 +182,10 @@ class TokenizationManager:
             else:
                 method = detect_method(folder)
         if method not in ("char", "tokenizer"):
-            rule = f"is ignored when tokenization is {method!r}: leave it out"
-            require(not meta_path, f"meta_path={meta_path} {rule}")
+            require(
+                not meta_path,
+                f"meta_path={meta_path} is ignored when tokenization is {method!r}: leave it out",
+            )
             self._set({"method": method})
             return
         if not meta_path:
@@ -212,23 +221,18 @@ class TokenizationManager:
         if self.method == "bpe":
             self.vocab_size = BPE_VOCAB_SIZE
         elif self.method == "char":
-            self._set_chars()
+            if not isinstance(self.chars, str) or len(set(self.chars)) != len(self.chars):
+                raise UserError("ERROR: tokenizer record: its characters are missing or repeated")
+            self._ids = _meta(self.chars)["stoi"]
+            self.vocab_size = len(self._ids)
         elif self.method == "tokenizer":
             self._set_json(str(self.tokenizer_json))
         self.info()  # check method and vocab_size
         recorded = record.get("vocab_size", self.vocab_size)
-        rule = f"is not {self.vocab_size}"
-        require(recorded == self.vocab_size, f"tokenizer record: vocab_size={recorded} {rule}")
-
-    def _set_chars(self) -> None:
-        chars = self.chars
-        is_vocabulary = isinstance(chars, str) and 0 < len(chars) == len(set(chars))
-        require(is_vocabulary, "tokenizer record: its characters are missing or repeated")
-        self.vocab_size = len(chars)
-        self._code_points = _code_points(chars)  # (vocab_size,)
-        # Code point to id. The last entry stands for all code points beyond the highest known one.
-        self._ids = np.full(int(self._code_points.max()) + 2, -1, dtype=np.int32)
-        self._ids[self._code_points] = np.arange(self.vocab_size)
+        require(
+            recorded == self.vocab_size,
+            f"tokenizer record: vocab_size={recorded} is not {self.vocab_size}",
+        )
 
     def _set_json(self, source: str) -> None:
         try:
@@ -297,54 +301,50 @@ class TokenizationManager:
             names.append("tokenizer_json")
         return {name: getattr(self, name) for name in names}
 
-    def encode(self, text: str, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Return the tokens of text[start:end], (num_tokens,) uint16. Unknown characters raise.
+    def encode(self, text: str) -> np.ndarray:
+        """Return the tokens of a text, (num_tokens,) uint16. Unknown characters are a UserError.
 
-        GPT-2's BPE reads its special tokens as text. A tokenizer.json recognises its own in the text
-        and adds none.
+        GPT-2's BPE reads its special tokens as text. A tokenizer.json recognises its own in the
+        text and adds none.
         """
-        part = text[start:end]
         if self.method == "char":
-            ids = self._ids[np.minimum(_code_points(part), len(self._ids) - 1)]
-            if len(ids) > 0 and ids.min() < 0:
-                self._raise_unknown(text, start + int(np.argmin(ids)))
-            return ids.astype(np.uint16)
+            unknown = sorted(set(text) - self._ids.keys())
+            require(
+                not unknown,
+                f"the vocabulary ({self.meta_path}) lacks the characters "
+                f"{' '.join(map(ascii, unknown[:10]))}: replace them in the text, or use a "
+                "meta.pkl made from it",
+            )
+            return np.fromiter((self._ids[char] for char in text), np.uint16, len(text))
         try:
             if self.method == "bpe":
-                ids = _gpt2_encoding().encode_to_numpy(part, disallowed_special=())
+                ids = _gpt2_encoding().encode_to_numpy(text, disallowed_special=())
             elif self.method == "tokenizer":
-                ids = np.asarray(self._library.encode(part, add_special_tokens=False).ids)
+                ids = np.asarray(self._library.encode(text, add_special_tokens=False).ids)
             else:
-                ids = np.array(part.split(), dtype=np.int64)
+                ids = np.array(text.split(), dtype=np.int64)
                 self.decode(ids)  # check the range
         except Exception as error:  # a word without a token; a million white spaces in a row
             reason = str(error).removeprefix("ERROR: ")
             raise UserError(f"ERROR: the tokenizer cannot encode the text: {reason:.200}") from None
         return ids.astype(np.uint16)
 
-    def _raise_unknown(self, text: str, place: int) -> None:
-        line = text.count("\n", 0, place) + 1
-        column = place - text.rfind("\n", 0, place)
-        character = text[place]
-        raise UserError(
-            f"ERROR: character {character!r} (U+{ord(character):04X}) at line {line}, column {column} "
-            f"is not in {self.meta_path}: use a meta.pkl made from this text, or --tokenization bpe"
-        )
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of token ids. Incomplete characters of BPE become U+FFFD."""
         ids = np.asarray(ids, dtype=np.int64).reshape(-1)
         wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
         if len(wrong) > 0:
-            rule = f"is outside the vocabulary: 0 to {self.vocab_size - 1}"
-            raise UserError(f"ERROR: token {wrong[0]} {rule}")
+            raise UserError(
+                f"ERROR: token {wrong[0]} is outside the vocabulary: 0 to {self.vocab_size - 1}"
+            )
         if self.method == "bpe":
             return _gpt2_encoding().decode(ids.tolist())
         if self.method == "ids":
             return "".join(f"{token} " for token in ids)
         if self.method == "tokenizer":
             return self._library.decode(ids.tolist(), skip_special_tokens=False)
-        return self._code_points[ids].tobytes().decode("utf-32-le", "surrogatepass")
+        assert self.chars is not None, self.method
+        return "".join(self.chars[token] for token in ids.tolist())
 
 
 def _is_gpt2(library: Any, ids: dict[str, int]) -> bool:
@@ -355,7 +355,3 @@ def _is_gpt2(library: Any, ids: dict[str, int]) -> bool:
     if has_other_tokens or library.pre_tokenizer.add_prefix_space:
         return False
     return hash_bytes(json.dumps(ids).encode()) == BPE_FILES["encoder.json"]
-
-
-def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

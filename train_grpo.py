@@ -46,6 +46,7 @@ from metrics.bootstrap import format_figure
 from metrics.samples import CopyFinder
 from model import GPT, check_same_fields
 from reports.figures import grpo_curves, write_png
+from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import RewardFunction
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
@@ -190,7 +191,7 @@ def load_scorer(
         check_same_fields(reference.config, contents["config"], *names)
         check_same_tokens(base["tokenization"], contents["tokenization"], *names)
         check_generator(path, contents["training"] or {}, base_path)
-        reward_model = build_model(contents, "reward", path, device)
+        reward_model = build_reward_model(contents, path, device)
     function = None
     if settings.reward_function is not None:
         function = RewardFunction(settings.reward_function, corpus.tokenizer.decode)

@@ -56,7 +56,9 @@ def main() -> None:
         info = dataset.get_tokenization_info()
         loader.check_model_compatibility(info, dataset.block_size, generator.config)
         loader.check_variety(dataset)
-    check_origin(train_set, base, base_sha256, base_path)
+    check_origin(
+        train_set.get_tokenization_info(), train_set.metadata, base, base_sha256, base_path
+    )
     select_rows, report_rows, measured_on = loader.rows_by_part(val_set)
     train_split = (train_set.x, train_set.y)
     select_split = (val_set.x[select_rows], val_set.y[select_rows])

@@ -78,7 +78,7 @@ class Lab:
 
     def words(self, section: str, **options: Any) -> list[str]:
         return as_words(
-            ({"config": ROOT / self.config["base"], "section": section} if section else {})
+            ({"config": ROOT / self.config["models"], "section": section} if section else {})
             | options
         )
 

@@ -1,9 +1,10 @@
-"""How processes start and end: exit statuses, user-facing errors, signals, and which rank prints.
+"""Start and end processes: exit statuses, errors that users see, signals, and the rank that prints.
 
     python -c "from common.process import is_main_rank; print(is_main_rank())"
 
-Every script runs its main() through `run_main`: bad input ends in one line and status 2, Ctrl-C in
-130, SIGTERM in 143."""
+Every script runs its main() with `run_main`. Bad input ends in one line and status 2, Ctrl-C in
+status 130, SIGTERM in status 143.
+"""
 
 import contextlib
 import ctypes
@@ -18,19 +19,20 @@ from typing import Any
 import torch
 
 EXIT_BAD_INPUT = 2
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 
 
 class UserError(ValueError):
-    """Bad input: the message says what is wrong, with the value, the rule and the way out."""
+    """Bad input. The message names the value, the rule it breaks, and the remedy."""
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. A BaseException, like KeyboardInterrupt, so that no `except Exception`
-    swallows it."""
+    """SIGTERM arrived. Like KeyboardInterrupt no Exception, so that `except Exception` lets it
+    through."""
 
 
 class Finished(BaseException):
-    """There is nothing to do: the message says why; main() ends with status 0."""
+    """There is nothing to do. run_main prints the message and ends with status 0."""
 
 
 def require(holds: bool, error: str) -> None:
@@ -39,22 +41,25 @@ def require(holds: bool, error: str) -> None:
         raise UserError(f"ERROR: {error}")
 
 
-until_main_ends = contextlib.ExitStack()  # of what is held while main() runs
+until_main_ends = contextlib.ExitStack()  # locks and files that stay open while main() runs
 
 
 def terminate(number: int, frame: Any) -> None:
-    """Raise Terminated: what SIGTERM does; one is enough."""
+    """Handle SIGTERM: raise Terminated, and ignore further SIGTERMs."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated
 
 
 def run_main(main: Callable[[], None], resume_hint: str = "Run the same command again.") -> None:
-    """Run a script's main(); what a user can cause becomes one line and an exit status.
-    Interruptions add the hint."""
+    """Run the main() of a script; turn errors that a user can cause into one line and an exit
+    status.
+
+    `resume_hint` follows the message of an interruption.
+    """
     signal.signal(signal.SIGTERM, terminate)
-    if hasattr(sys.stdout, "reconfigure"):  # print ? for what it cannot encode
-        sys.stdout.reconfigure(errors="replace")
-    _end_forks_by_sigterm()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # print ? for a character that it cannot encode
+    _end_forks_on_sigterm()
     try:
         with until_main_ends:
             main()
@@ -65,51 +70,59 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
             print(finished)
     except UserError as error:
         _exit(str(error), EXIT_BAD_INPUT)
-    except (KeyboardInterrupt, Terminated) as end:
-        word, number = (
-            ("Terminated", signal.SIGTERM)
-            if type(end) is Terminated
-            else ("Interrupted", signal.SIGINT)
-        )
-        _exit(f"{word}. {resume_hint}" if is_main_rank() else "", 128 + number)
-    except BrokenPipeError:  # the reader of our output went away (`... | head`)
+    except KeyboardInterrupt:
+        _exit(f"Interrupted. {resume_hint}", 128 + signal.SIGINT, all_ranks=False)
+    except Terminated:
+        _exit(f"Terminated. {resume_hint}", 128 + signal.SIGTERM, all_ranks=False)
+    except BrokenPipeError:
+        # The reader of our output has ended (`... | head`): write the rest to nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_BAD_INPUT)
     except (RuntimeError, MemoryError) as error:
-        reason = (
-            str(error).partition("Error code")[0].splitlines() or [f"{type(error).__name__}."]
-        )[0]
+        reason = str(error).partition("\n")[0] or type(error).__name__
         if lacks_memory(error):
-            _exit(
-                f"ERROR: out of memory: {reason} Use a smaller batch, model or dataset.",
-                EXIT_BAD_INPUT,
-            )
-        if not comes_from_another_rank(error):
-            raise
-        _exit(f"ERROR: another rank ended ({reason}). {resume_hint}", 1)
+            remedy = "use a smaller batch, model or dataset"
+            _exit(f"ERROR: out of memory ({reason}): {remedy}", EXIT_BAD_INPUT)
+        if comes_from_another_rank(error):
+            _exit(f"ERROR: another rank ended ({reason}). {resume_hint}", 1)
+        raise
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        _exit(f"ERROR: {error.strerror or error}{where}", EXIT_BAD_INPUT)
+        message = f"ERROR: {error.strerror or error}"
+        if error.filename:
+            message += f": {error.filename}"
+        _exit(message, EXIT_BAD_INPUT)
+
+
+def _exit(message: str, status: int, all_ranks: bool = True) -> None:
+    """Print a message on stderr, on all ranks or on rank 0, and end the process."""
+    if all_ranks or is_main_rank():
+        print(printable(message), file=sys.stderr, flush=True)
+    if torch.distributed.is_initialized():
+        # The usual exit would wait for ranks that have already ended.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 @functools.cache
-def _end_forks_by_sigterm() -> None:
-    """Let SIGTERM end processes that are forked from now on: the workers of a user's pool have no
+def _end_forks_on_sigterm() -> None:
+    """Let SIGTERM end processes forked from now on, like the workers of a user's pool: they have no
     state to save."""
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def run_child(name: str, command: list[str]) -> None:
-    """Run a command in a process of its own. Raises UserError where it fails.
+    """Run a command in a child process; raise UserError if it fails.
 
-    On Ctrl-C or SIGTERM it gets SIGTERM: it finishes its step and saves. If this process is killed,
-    it is too (Linux)."""
+    On Ctrl-C or SIGTERM the child gets SIGTERM, finishes its step and saves. On Linux the child is
+    killed if this process is killed.
+    """
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to both processes
         if sys.platform == "linux":
-            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     process = subprocess.Popen(command, preexec_fn=prepare)
     try:
@@ -118,61 +131,45 @@ def run_child(name: str, command: list[str]) -> None:
         process.terminate()
         process.wait()
         raise
-    if status != 0:
-        raise UserError(
-            f"ERROR: {name} ended with status {status}; mend the cause and run the same command again"
-        )
+    remedy = "fix the cause and run the same command again"
+    require(status == 0, f"{name} ended with status {status}; {remedy}")
 
 
 def is_main_rank() -> bool:
-    """Whether this process is the one that speaks: rank 0 of those that torchrun started, or one on
-    its own."""
+    """Return whether this process prints: rank 0 of torchrun's processes, or a single process."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that there is too little memory, for which torch has a class on CUDA
-    alone."""
-    words = ("out of memory", "not enough memory", "can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        part in str(error) for part in words
-    )
+    """Return whether an error means that memory ran out; torch has a class for it only on CUDA."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    phrases = ("out of memory", "not enough memory", "can't allocate memory")
+    return any(phrase in str(error) for phrase in phrases)
 
 
 def comes_from_another_rank(error: BaseException) -> bool:
-    """Whether torch.distributed failed: NCCL's errors have a class, gloo's only name one of gloo's
-    source files."""
+    """Return whether torch.distributed failed. NCCL's errors have a class; gloo's name one of
+    gloo's source files."""
     return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
 
 
 def printable(message: str) -> str:
-    """A message with its control characters, which a terminal would obey, and halves of characters
-    written out."""
-    return "".join(
-        sign if sign in "\n\t" or sign.isprintable() else ascii(sign)[1:-1] for sign in message
-    )
+    """Return a message with control characters and lone surrogates escaped: a terminal would obey
+    the former, and cannot encode the latter."""
+    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
 def warn(message: str) -> None:
-    """One warning line on stderr, from rank 0 alone."""
+    """Print a warning on stderr, on rank 0."""
     if is_main_rank():
         print(f"WARNING: {printable(message)}", file=sys.stderr)
 
 
-def _exit(message: str, status: int) -> None:
-    if message:
-        print(printable(message), file=sys.stderr, flush=True)
-    # taken apart in order, a rank would wait for one that is gone
-    if torch.distributed.is_initialized():
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
-
-
 @contextlib.contextmanager
 def flag_signals() -> Iterator[list[int]]:
-    """Within, Ctrl-C and SIGTERM are added to the list that this yields; a second Ctrl-C is raised
-    at once."""
+    """Yield a list to which Ctrl-C and SIGTERM are added instead of interrupting; a second Ctrl-C
+    interrupts."""
     flagged: list[int] = []
 
     def flag(number: int, frame: Any) -> None:
@@ -180,14 +177,12 @@ def flag_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         flagged.append(number)
 
-    numbers = [
-        each
-        for each in (signal.SIGINT, signal.SIGTERM)
-        if signal.getsignal(each) is not signal.SIG_IGN
-    ]
-    before = [(number, signal.signal(number, flag)) for number in numbers]
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # an ignored signal stays ignored
+            handlers[number] = signal.signal(number, flag)
     try:
         yield flagged
     finally:
-        for number, handler in before:
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -7,8 +7,9 @@ The settings of a script are one dataclass. A field is `name: type = default`, o
 
 A settings file contains plain assignments, as nanoGPT's do. It is read as data: nothing in it is
 executed. A dict is a section: `train = dict(max_iters=300)` is for train.py only, and
-`--section NAME` selects the section of another name. All errors of the file and of the command line
-are reported together.
+`--section NAME` selects the section of another name. `base = "NAME.py"` starts from the settings of
+another file in the same folder. All errors of the file and of the command line are reported
+together.
 """
 
 import argparse
@@ -198,7 +199,7 @@ def parse_settings(
     errors = Errors()
     given: dict[str, list[str]] = {}
     if path is not None:
-        given = _options_of_file(path, section or script, errors)
+        given = _group_by_option(_words_of_file(path, section or script, errors))
     given.update(_group_by_option(argv))  # the command line overrides the file
     parsed = {}
     for name, words in given.items():
@@ -225,14 +226,10 @@ def split_config(
     a command line."""
     if file_first and argv and not argv[0].startswith("-"):
         argv = [f"--config={argv[0]}", *argv[1:]]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--config")
     parser.add_argument("--section")
-    try:
-        found, others = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        remedy = "name a file with --config, a section of it with --section"
-        raise UserError(f"ERROR: {error}: {remedy}") from None
+    found, others = parser.parse_known_args(argv)  # exits with status 2 if a value is missing
     return found.config, found.section, others
 
 
@@ -249,14 +246,12 @@ def options_of_stages(
         section = name.partition(".")[0]
         if section == name:
             others += words
-            continue
-        if section not in sections:
-            error = f"--{name}: {section} is no section{_nearest(section, sections)}"
-            raise UserError(f"ERROR: {error}; sections are {', '.join(sections)}")
-        for word in words:
-            if word.startswith("--"):
-                word = "--" + word.partition(".")[2]
-            by_section.setdefault(section, []).append(word)
+        elif section in sections:
+            options = [word.replace(f"--{section}.", "--", 1) for word in words]
+            by_section[section] = by_section.get(section, []) + options
+        else:
+            error = f"--{name}: {section} is no section; sections are {', '.join(sections)}"
+            raise UserError(f"ERROR: {error}")
     return others, by_section
 
 
@@ -312,11 +307,9 @@ def _parse_words(settings_class: type[S], script: str, words: Iterable[str]) -> 
     except SystemExit as end:
         if not end.code:
             raise  # --help
-    # tyro printed a box: the title, the error, a ruled line, hints.
-    lines = [line.strip("│ ") for line in printed.getvalue().splitlines()[1:]]
-    error_lines = itertools.takewhile(lambda line: not line.startswith("──"), lines)
-    reason = " ".join(error_lines).rstrip(" .")
-    raise UserError(f"{reason}; see {script}.py --help")
+    # tyro printed a box: its title, the error, and the help of the option.
+    text = printed.getvalue().partition("\n")[2]
+    raise UserError(re.sub("[│─╰╯\\s]+", " ", text).strip())
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -339,7 +332,7 @@ def read_config(path: str) -> dict[str, Any]:
     return values
 
 
-def _options_of_file(path: str, section: str, errors: Errors) -> dict[str, list[str]]:
+def _words_of_file(path: str, section: str, errors: Errors) -> list[str]:
     """Return the settings of a file, those of the section last, as words of a command line.
 
     tyro then checks the types of the file's values too.
@@ -355,22 +348,40 @@ def _options_of_file(path: str, section: str, errors: Errors) -> dict[str, list[
         values.update(sections[section])
     else:
         # A file without the section is fine, but a similar name is probably a typing error.
-        for similar in difflib.get_close_matches(section, sections, n=1, cutoff=0.8):
-            errors.check(False, f"{path} has no section {section}; did you mean {similar}?")
-    options = {}
+        similar = ", ".join(difflib.get_close_matches(section, sections, cutoff=0.8))
+        errors.check(not similar, f"{path} has no section {section}; did you mean {similar}?")
+    words = []
     for name, value in values.items():
         if isinstance(value, list | tuple):
-            options[str(name)] = [f"--{name}", *map(str, value)]
+            words += [f"--{name}", *map(str, value)]
+        elif isinstance(value, float) and value.is_integer():
+            words.append(f"--{name}={int(value)}")  # 2e1 may be the value of an integer setting
         else:
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)  # 2e1 may be the value of an integer setting
-            # One word, so that the value may begin with dashes.
-            options[str(name)] = [f"--{name}={value}"]
-    return options
+            words.append(f"--{name}={value}")  # one word, so that the value may begin with dashes
+    return words
 
 
 def _read_assignments(path: str, errors: Errors) -> dict[str, Any]:
-    """Return the assignments of a settings file; add an error for each line that is no assignment
+    """Return the assignments of a settings file, on top of those of its `base`, another file in the
+    same folder; sections are merged option by option."""
+    values = _read_file(path, errors)
+    if "base" not in values:
+        return values
+    base = Path(path).parent / str(values.pop("base"))
+    if not base.is_file():
+        raise UserError(f"ERROR: settings file {path}: its base {base} is not a file")
+    merged = _read_file(str(base), errors)
+    errors.check("base" not in merged, f"{base}: a base cannot have a base itself")
+    for name, value in values.items():
+        if isinstance(value, dict) and isinstance(merged.get(name), dict):
+            merged[name].update(value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def _read_file(path: str, errors: Errors) -> dict[str, Any]:
+    """Return the assignments of one settings file; add an error for each line that is no assignment
     of a plain value."""
     text = "".join(read_pieces(path))
     try:

@@ -1,11 +1,13 @@
-# The experiment of benchmarks/evidence.py: works, seeds, arms and contrasts. docs/results.md has
-# the protocol.  python benchmarks/evidence.py
+# The experiment of benchmarks/evidence.py: works, seeds, arms and contrasts. docs/results.md has the
+# protocol.
+#
+#     python benchmarks/evidence.py
 
-# sections of the models, and the works of the natural model
-base = "config/shakespeare_library_cpu.py"
+# the sections of the models, and the works of the natural model
+models = "config/shakespeare_library_cpu.py"
 
-# The eight that the base reads nowhere. Seed 6 has the first for its own, the second to validate,
-# the third to test, its judge the rest; each further seed begins one work later.
+# The eight works that no model of `models` reads. Seed 6 has the first as its own, the second for
+# validation, the third for the test, and the rest for its judge. Each next seed begins one work later.
 works = (
     "HAMLET",
     "OTHELLO",
@@ -18,11 +20,11 @@ works = (
 )
 seeds = (6, 7, 8, 9, 10)
 
-judge_model = dict(max_iters=400, eval_interval=100, seed=2024)  # less the section natural_model
-own_natural_model = dict(max_iters=300, eval_interval=100, dropout=0.1)  # the same
+judge_model = dict(max_iters=400, eval_interval=100, seed=2024)  # changes of natural_model
+own_natural_model = dict(max_iters=300, eval_interval=100, dropout=0.1)  # changes of natural_model
 
-# Options of train_grpo.py, in GRPO's seconds; `exchange` and the names before it are the script's.
-# Rates of the pilot.
+# Options of train_grpo.py, for the seconds of GRPO; learning rates are those of the pilot. `cells`,
+# `exchange`, `refresh`, `shuffled` and `reward_model` are options of benchmarks/evidence.py.
 arms = dict(
     generator=dict(),
     natural=dict(),
@@ -95,7 +97,7 @@ contrasts = dict(
         ("", "auc", "exact", "off_policy"),
         ("", "auc", "grpo", "supervised"),
     ),
-    # After the runs of the main arms: what a reviewer of the protocol missed.
+    # Added after the runs of the main arms: what a reviewer of the protocol missed.
     added=(
         ("", "judge_gap", "grpo", "plain"),
         ("", "unknown_words", "grpo", "plain"),

@@ -1,6 +1,8 @@
-# nanoGPT's own recipe for a CPU, on Shakespeare by characters: shakespeare_complete_cpu.py is timed
-# against it. Prepare the data with `python data/shakespeare_char/prepare.py` and train with  python
-# train.py --config config/nanogpt_cpu.py
+# nanoGPT's own recipe for a CPU, on Shakespeare by characters. shakespeare_complete_cpu.py is timed
+# against it.
+#
+#     python data/shakespeare_char/prepare.py
+#     python train.py --config config/nanogpt_cpu.py
 
 train = dict(
     out_dir="out/nanogpt_cpu",

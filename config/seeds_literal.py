@@ -1,125 +1,26 @@
-# The reward of the project's first documents, on two CPU cores: one P(natural) a sequence,
-# group-relative advantages of whole completions, and the KL to the start in the loss. Corpora and
-# models are those of shakespeare_library_cpu.py.  python run_cycles.py --config
-# config/seeds_literal.py  Named in those documents: P(natural) of the sequence as reward, 10
-# samples of a block, temperature 1, the threshold of 0.9. Chosen here: models that make the reward
-# predict, rate, groups and the weight of the KL (docs/results.md, One P(natural) a sequence, says
-# what this form does and what it does not). A frozen trunk with a head on its last token, which
-# they have too, does not predict K/N: --train_reward_model.head last shows how the gate refuses it.
+# The reward of the project's first documents: one P(natural) per sequence, group-relative advantages
+# of whole completions, and the KL to the start in the loss. On two CPU cores:
+#
+#     python run_cycles.py --config config/seeds_literal.py
+#
+# From those documents: P(natural) of the sequence as reward, 10 samples of a block, temperature 1,
+# the threshold of 0.9. Chosen here: models whose reward predicts, learning rate, group size, and the
+# weight of the KL. docs/results.md ("One P(natural) a sequence") has the results. The documents also
+# have a frozen trunk with a head on its last token. It does not predict K/N:
+# --train_reward_model.head last shows how the gate refuses it.
 
-# All works are in the text, so that both corpora have the same characters; what is not named is in
-# no part.
-prepare = dict(
-    source="complete",
-    train_documents=("TWELFTH NIGHT",),
-    val_documents=("COMEDY OF ERRORS",),
-    test_documents=("TEMPEST",),
-)
-
-# Read by nothing: Hamlet, Othello, As You Like It, Much Ado, King John, Julius Caesar, Pericles,
-# Timon, short poems.
-prepare_natural = dict(
-    source="complete",
-    train_documents=(
-        "ALL'S WELL",
-        "ANTONY",
-        "CORIOLANUS",
-        "CYMBELINE",
-        "HENRY IV, THE FIRST",
-        "HENRY IV, SECOND",
-        "LIFE OF KING HENRY V",
-        "HENRY VI, FIRST",
-        "HENRY THE SIXTH, SECOND",
-        "HENRY THE SIXTH, THIRD",
-        "HENRY THE EIGHTH",
-        "KING LEAR",
-        "LOVE'S LABOUR",
-        "MACBETH",
-        "MEASURE FOR MEASURE",
-        "MERCHANT OF VENICE",
-        "MERRY WIVES",
-        "MIDSUMMER NIGHT",
-        "RAPE OF LUCRECE",
-        "RICHARD THE SECOND",
-        "RICHARD III",
-        "ROMEO AND JULIET",
-        "SONNETS",
-        "TAMING OF THE SHREW",
-        "TITUS ANDRONICUS",
-        "TROILUS",
-        "TWO GENTLEMEN",
-        "WINTER'S TALE",
-    ),
-    val_documents=("COMEDY OF ERRORS",),
-    test_documents=("TEMPEST",),
-)
+base = "shakespeare_library_cpu.py"  # corpora and models
 
 run_cycles = dict(
-    dataset="shakespeare_play_char",
-    natural_dataset="shakespeare_library_char",
-)
-
-# Dropout, rate and steps of the grid in docs/results.md with the lowest calibrated loss of the
-# selection part.
-train = dict(
-    dataset="shakespeare_play_char",
-    n_layer=2,
-    n_head=2,
-    n_embd=64,
-    block_size=128,
-    batch_size=16,
-    dropout=0.05,
-    short_contexts=(8, 16),
-    optimizer="muon",
-    learning_rate=2.5e-3,
-    weight_decay=0.1,
-    grad_clip=0.0,
-    max_iters=4000,
-    warmup_iters=3,
-    lr_schedule="cooldown",
-    keep="calibrated_loss",
-    eval_interval=400,
-)
-
-natural_model = dict(
-    dataset="shakespeare_library_char",
-    init_from="scratch",
-    n_layer=4,
-    n_head=4,
-    n_embd=128,
-    block_size=128,
-    batch_size=16,
-    short_contexts=(8, 16),
-    optimizer="muon",
-    learning_rate=1e-2,
-    weight_decay=0.1,
-    grad_clip=0.0,
-    max_iters=1200,
-    warmup_iters=3,
-    lr_schedule="cooldown",
-    keep="calibrated_loss",
-    eval_interval=200,
-    seed=1338,
-)
-
-prepare_reward_data = dict(
-    samples_per_chunk=10,
-    max_blocks=200,
-)
-
-train_reward_model = dict(
-    head="likelihood",
+    controls=False,
 )
 
 train_grpo = dict(
-    dataset="shakespeare_play_char",
     credit="sequence",
     reward="natural",
     reward_threshold=0.9,
-    prompts_per_step=16,
-    group_size=8,
     max_steps=80,
     learning_rate=5e-4,
+    lr_schedule="constant",
     beta=0.04,
-    eval_interval=20,
 )

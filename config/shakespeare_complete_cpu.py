@@ -1,10 +1,12 @@
-# The complete works of Shakespeare by characters on two CPU cores: two cycles of GRPO, stage by
-# stage, no controls. Plain training of this generator is far from exhausted and lowers the loss
-# more than GRPO. (A text that is in data/shakespeare_char already is used as it is: prepare.py
-# alone takes tiny Shakespeare if it can.)  python run_cycles.py --config
-# config/shakespeare_complete_cpu.py python train.py --config config/shakespeare_complete_cpu.py
-# (its first stage alone)  Each script reads the section named after it; train.py --section
-# natural_model reads that one.
+# The complete works of Shakespeare by characters, on two CPU cores: two cycles of GRPO, no controls.
+# Plain training of this generator is far from exhausted, and lowers the loss more than GRPO.
+#
+#     python run_cycles.py --config config/shakespeare_complete_cpu.py
+#     python train.py --config config/shakespeare_complete_cpu.py    # only its first stage
+#
+# Each script reads the section named after it; train.py --section natural_model reads that section.
+# A text that lies in data/shakespeare_char already is used as it is; without a source, prepare.py
+# takes tiny Shakespeare if it can.
 
 prepare = dict(
     source="complete",
@@ -36,7 +38,7 @@ train = dict(
     patience=5,
 )
 
-# Trains the base model further on natural text: the reward model compares it with the generator.
+# Trains the generator further on natural text. The reward model compares it with the generator.
 natural_model = dict(
     out_dir="out/shakespeare_complete_cpu",
     checkpoint_name="natural_model.pt",

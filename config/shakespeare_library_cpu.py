@@ -1,12 +1,15 @@
-# A generator of one play and a natural model of 28 other works: the reward knows what the generator
-# does not.  python run_cycles.py --config config/shakespeare_library_cpu.py  The natural model
-# stands in for what a user has, a pretrained model whose training text is not at hand. GRPO has
-# groups of 8, advantages of tokens against their group, and text that the policy samples. The whole
-# vocabulary in place of sampled tokens (credit="exact"), and supervised training on the natural
-# model's text, gain more: docs/results.md.
+# A generator of one play, and a natural model of 28 other works: the reward knows what the generator
+# does not.
+#
+#     python run_cycles.py --config config/shakespeare_library_cpu.py
+#
+# The natural model stands for what a user has: a pretrained model whose training text is not at hand.
+# GRPO compares the tokens of 8 completions of a prompt, which the policy samples. The whole
+# vocabulary instead of sampled tokens (credit="exact"), and supervised training on text of the
+# natural model, gain more: docs/results.md.
 
-# All works are in the text, so that both corpora have the same characters; what is not named is in
-# no part.
+# The text has all works, so that both corpora have the same characters. Works that are not named are
+# in no part.
 prepare = dict(
     source="complete",
     train_documents=("TWELFTH NIGHT",),
@@ -14,8 +17,8 @@ prepare = dict(
     test_documents=("TEMPEST",),
 )
 
-# Read by nothing: Hamlet, Othello, As You Like It, Much Ado, King John, Julius Caesar, Pericles,
-# Timon, short poems.
+# No model reads Hamlet, Othello, As You Like It, Much Ado, King John, Julius Caesar, Pericles, Timon,
+# and short poems.
 prepare_natural = dict(
     source="complete",
     train_documents=(
@@ -57,8 +60,8 @@ run_cycles = dict(
     natural_dataset="shakespeare_library_char",
 )
 
-# Dropout, rate and steps of the grid in docs/results.md with the lowest calibrated loss of the
-# selection part.
+# Dropout, learning rate and steps: the point of the grid in docs/results.md with the lowest calibrated
+# loss on the select part.
 train = dict(
     dataset="shakespeare_play_char",
     n_layer=2,
@@ -119,8 +122,8 @@ train_grpo = dict(
     eval_interval=20,
 )
 
-# What the policy is compared with. The generator's recipe from new weights, in the seconds of
-# natural model, reward model and GRPO together.
+# The controls, which the policy is compared with. First, the generator's recipe from new weights, in
+# the seconds of natural model, reward model and GRPO together.
 control_plain = dict(
     dataset="shakespeare_play_char",
     init_from="scratch",
@@ -142,8 +145,8 @@ control_plain = dict(
     eval_interval=500,
 )
 
-# The natural model's distribution at prefixes of the generator's own text (off-policy), in GRPO's
-# seconds.
+# Second, the natural model's distribution at prefixes of natural text (off-policy), in the seconds of
+# GRPO.
 control_distil = dict(
     dataset="shakespeare_play_char",
     credit="exact",

@@ -1,9 +1,12 @@
-# Shakespeare by GPT-2 tokens, a model of 10.65M parameters beside its embedding; a GPU makes it
-# quick. Prepare the data with `python data/shakespeare/prepare.py` and train with  python train.py
-# --config config/train_shakespeare.py  On a CPU, shrink it: --n_layer 4 --n_head 4 --n_embd 128
-# --block_size 64 --batch_size 12 --max_iters 500
+# Shakespeare with GPT-2 tokens, a model of 10.65M parameters besides its embedding, for a GPU.
+#
+#     python data/shakespeare/prepare.py
+#     python train.py --config config/train_shakespeare.py
+#
+# On a CPU, make it smaller: --n_layer 4 --n_head 4 --n_embd 128 --block_size 64 --batch_size 12
+# --max_iters 500
 
-out_dir = "logs"  # holds model_checkpoint.pt, which the guides go on with
+out_dir = "logs"  # of model_checkpoint.pt, which the guides use next
 dataset = "shakespeare"
 
 n_layer = 6

@@ -1,7 +1,7 @@
 """A corpus: the token files of a folder and their tokenizer.
 
-python -c "from corpus.corpus import open_corpus; print(open_corpus('data/shakespeare_char',
-2).describe())" """
+python -c "import corpus.corpus as c; print(c.open_corpus('shakespeare_char', 2).describe())"
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,13 +16,13 @@ from data_loader import dataset_folder, open_token_file
 from metrics.calibration import unigram_log_probs
 from tokenization_manager import TokenizationManager, detect_method
 
-# losses within fewer are correlated: smaller blocks give too narrow an interval
+# Losses of nearby tokens are correlated: smaller blocks would give too narrow intervals.
 INTERVAL_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token files of a folder: splits (n,) uint16, and their tokenizer."""
+    """The token files of a folder, memory-mapped splits (n,) uint16, and their tokenizer."""
 
     folder: Path
     tokenizer: TokenizationManager
@@ -36,44 +36,38 @@ class Corpus:
 
     @cached_property
     def interval_tokens(self) -> int:
-        """Tokens of INTERVAL_CHARACTERS, about: blocks of that size are drawn for intervals of
-        losses."""
+        """Tokens of about INTERVAL_CHARACTERS: the block size of bootstrap intervals of losses."""
         sample = self.val[:INTERVAL_CHARACTERS]
-        return max(
-            1,
-            round(
-                INTERVAL_CHARACTERS
-                * len(sample)
-                / max(1, len(self.tokenizer.decode(sample.tolist())))
-            ),
-        )
+        num_characters = max(1, len(self.tokenizer.decode(sample.tolist())))
+        return max(1, round(INTERVAL_CHARACTERS * len(sample) / num_characters))
 
     def describe(self) -> str:
-        """Folder, tokenization and sizes."""
-        return f"{self.folder} ({self.tokenizer.info().describe()}), {len(self.train):,} + {len(self.val):,} tokens"
+        """Return folder, tokenization and sizes as one phrase."""
+        tokenization = self.tokenizer.info().describe()
+        return f"{self.folder} ({tokenization}), {len(self.train):,} + {len(self.val):,} tokens"
 
 
 def open_corpus(dataset: str, min_train_tokens: int) -> Corpus:
-    """Open the corpus in a folder, or in one of that name below data/.
+    """Open the corpus in a folder, or in the folder of that name in data/.
 
-    UserError if it is missing, damaged, or has fewer than min_train_tokens training tokens.
+    Raises UserError if it is missing or damaged, or if it has fewer than min_train_tokens.
     """
     folder = dataset_folder(dataset)
-    way = "check --dataset"
+    remedy = "check --dataset"
     if (folder / "prepare.py").is_file():
-        way = f"make it with `python {folder}/prepare.py`"
+        remedy = f"make it with `python {folder}/prepare.py`"
     elif not folder.exists():
-        way = "put train.bin and val.bin there, as nanoGPT's data/NAME/prepare.py writes them (openwebtext), make them"
-        way += " from texts with prepare_text.py, or check --dataset"
-    require((folder / "train.bin").is_file(), f"{folder}/train.bin not found: {way}")
+        remedy = (
+            "put train.bin and val.bin there, as nanoGPT's data/NAME/prepare.py (openwebtext) "
+            "writes them, make them from texts with prepare_text.py, or check --dataset"
+        )
+    require((folder / "train.bin").is_file(), f"{folder}/train.bin not found: {remedy}")
     tokenizer = TokenizationManager(data_path=folder)
     if detect_method(folder) == "bpe":
-        way = "write a meta.pkl with vocab_size if there are others"
-        print0(f"{folder} has no meta.pkl or tokenizer.json: GPT-2's 50,257 ids assumed; {way}")
+        print0(
+            f"{folder} has no meta.pkl or tokenizer.json: GPT-2's 50,257 ids assumed; "
+            "write a meta.pkl with vocab_size if it has others"
+        )
     train = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, min_train_tokens)
-    return Corpus(
-        folder,
-        tokenizer,
-        train,
-        open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2),
-    )
+    val = open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)
+    return Corpus(folder, tokenizer, train, val)

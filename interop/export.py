@@ -21,44 +21,51 @@ class ExportSettings(Settings):
     """Write a generator in Hugging Face's form."""
 
     checkpoint_path: str | None = setting(None, model_file="required")
-    """the generator (required)"""
+    """checkpoint of the generator (required)"""
     output_dir: str = setting("hf_model", output="folder")
-    """the folder to make"""
+    """new folder to write"""
     meta_path: str | None = None
-    """meta.pkl with the characters, or a tokenizer.json; None: as the checkpoint says"""
+    """meta.pkl or tokenizer.json of the generator; None: the tokenizer in the checkpoint"""
 
 
 def main() -> None:
-    settings, transformers = parse_settings(ExportSettings, "export"), load_transformers()
-    path, final = str(settings.checkpoint_path), Path(settings.output_dir).resolve()
-    lock_output(final)
-    if final.exists():
-        raise UserError(f"ERROR: output_dir={final} is there already: remove it, or name another")
+    settings = parse_settings(ExportSettings, "export")
+    transformers = load_transformers()
+    path = str(settings.checkpoint_path)
+    output_dir = Path(settings.output_dir).resolve()
+    lock_output(output_dir)
+    if output_dir.exists():
+        raise UserError(
+            f"ERROR: output_dir={output_dir} is there already: remove it, or name another"
+        )
     checkpoint = load_checkpoint(path)
     tokenizer = choose_tokenizer(checkpoint, path, "auto", settings.meta_path)
-    state, partial = (
-        build_model(checkpoint, "generator", path).state_dict(),
-        final.with_name(f".{final.name}.partial"),
+    state = build_model(checkpoint, "generator", path).state_dict()
+
+    # Write everything beside the output, then rename.
+    partial = output_dir.with_name(f".{output_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # a killed export leaves one
+    tokenizer_path = partial / "tokenizer.json"
+    write_text(tokenizer_path, tokenizer.to_tokenizer_json())
+    fast_tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_path))
+    if "<|endoftext|>" in fast_tokenizer.get_vocab():
+        fast_tokenizer.eos_token = "<|endoftext|>"
+    fast_tokenizer.save_pretrained(partial)
+    eos_token_id = fast_tokenizer.eos_token_id
+    model = their_model(
+        checkpoint["config"],
+        state,
+        crossover={"data": checkpoint["data"]},
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
     )
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    write_text(partial / "tokenizer.json", tokenizer.to_tokenizer_json())
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(partial / "tokenizer.json"))
-    fast.eos_token = "<|endoftext|>" if "<|endoftext|>" in fast.get_vocab() else None
-    fast.save_pretrained(partial)
-    further = {
-        "crossover": {"data": checkpoint["data"]},
-        "bos_token_id": None,
-        "eos_token_id": fast.eos_token_id,
-    }
-    model = their_model(checkpoint["config"], state, **further)
-    # The distribution that the model was trained to have; transformers would else take the 50
-    # likeliest tokens.
+    # Sample from the whole distribution; transformers would take the 50 likeliest tokens.
     model.generation_config = transformers.GenerationConfig(
-        do_sample=True, top_k=0, eos_token_id=fast.eos_token_id
+        do_sample=True, top_k=0, eos_token_id=eos_token_id
     )
     model.save_pretrained(partial)
-    partial.rename(final)
-    print0(f"Saved {final}")
+    partial.rename(output_dir)
+    print0(f"Saved {output_dir}")
 
 
 if __name__ == "__main__":

@@ -1,39 +1,40 @@
-"""Read and write models in Hugging Face's form, GPT-2 and GPT-NeoX, by the package transformers.
+"""Read and write GPT-2 and GPT-NeoX models in Hugging Face's form, with the package transformers.
 
     python train.py --init_from gpt2 --dataset shakespeare
 
-GPT-2 has learned positions and transposed matrices. GPT-NeoX has rotary positions: queries, keys
-and values are (H, 3, D), ours (3, H, D), and it turns the first R dimensions of a head, in pairs d,
-d + R / 2, ours in d, d + D / 2."""
+GPT-2 has learned positions and transposed matrices. GPT-NeoX has rotary positions. Its rows of
+queries, keys and values are ordered (H, 3, D), ours (3, H, D). Of each head it rotates the first R
+dimensions, in pairs d and d + R/2; our pairs are d and d + D/2.
+"""
 
-import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.files import GPT2_NAMES, is_hub_name
+from common.files import GPT2_NAMES
 from common.process import UserError, warn
 from model import GPTConfig
 from tokenization_manager import TokenizationManager
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM"}  # by model_type
-OURS = ("block_size", "n_layer", "n_head", "n_embd", "tied_embeddings")
-THEIRS = (
-    "max_position_embeddings",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_size",
-    "tie_word_embeddings",
-)
-# Their names of an activation, and ours; `gelu_new` and `gelu_pytorch_tanh` are one function.
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+# Fields of GPTConfig, and the settings of transformers that mean the same.
+SETTINGS = {
+    "block_size": "max_position_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "tied_embeddings": "tie_word_embeddings",
+}
+# Names that transformers has for the tanh approximation of GELU.
+GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout")
-# Parts of GPT-NeoX's names of weights, and ours; GPT-2's names are ours.
+# Parts of GPT-NeoX's names of weights, and our names; GPT-2 has our names.
 RENAMED = {
     "gpt_neox.embed_in": "transformer.wte",
     "gpt_neox.final_layer_norm": "transformer.ln_f",
@@ -48,7 +49,7 @@ RENAMED = {
 
 
 def import_optional(name: str) -> Any:
-    """A package that is optional; raises UserError where it is not installed."""
+    """Import and return an optional package; raise UserError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -58,181 +59,216 @@ def import_optional(name: str) -> Any:
 
 
 def load_transformers() -> Any:
-    """The package transformers, quiet; raises UserError where it is not installed."""
+    """Import the package transformers without its progress bars."""
     transformers = import_optional("transformers")
     transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
-@functools.cache
-def model_path(name: str | Path) -> Path:
-    """The file or folder of a model by its name; one of the hub is fetched, or found in its
-    cache."""
-    if not is_hub_name(str(name)):
-        return Path(name)
+@cache
+def download_model(name: str) -> Path:
+    """Return the folder of a model of the Hugging Face hub, from the cache or downloaded."""
     load_transformers()
-    import huggingface_hub  # which transformers needs
+    import huggingface_hub  # a requirement of transformers
 
-    repository = f"openai-community/{name}" if name in GPT2_NAMES else str(name)
+    repository = name
+    if name in GPT2_NAMES:
+        repository = f"openai-community/{name}"
+    patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
     try:
-        patterns = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
-    # no network, no such name, no permission: each has a class of its own
+    # No network, no such name, no permission: each has its own class of exception.
     except Exception as error:
-        reason = str(error).partition("\n")[0]
-        way = f"where there is a network, `hf download {repository} --local-dir FOLDER`, then name FOLDER instead"
-        what = f"{name} is no path, and not to be had from the hub ({reason:.120})"
-        raise UserError(f"ERROR: {what}: {way}") from None
+        reason = first_line(error)
+        raise UserError(
+            f"ERROR: {name} is no path, and cannot be downloaded ({reason:.120}): where there is "
+            f"a network, `hf download {repository} --local-dir FOLDER`, then name FOLDER instead"
+        ) from None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class if it has none."""
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def read_folder(folder: str | Path) -> dict[str, Any]:
-    """A checkpoint's dict from a folder, in which nothing is executed; UserError for what GPTConfig
-    cannot express."""
+    """Return the model in a folder as the contents of a checkpoint; execute nothing.
+
+    Raises UserError for damaged files, and for models that GPTConfig cannot express."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"ERROR: {folder} is a folder without config.json, no model: name a checkpoint's file (.pt)"
+            f"ERROR: {folder} is a folder without config.json, not a model: "
+            "name the file of a checkpoint (.pt)"
         )
-    transformers, path = load_transformers(), folder / "tokenizer.json"
-    tokenizer = TokenizationManager("tokenizer", meta_path=path) if path.is_file() else None
-    if tokenizer is None:
-        warn(f"{folder} has no tokenizer.json: nothing is known of the text that its tokens mean")
+    load_transformers()
+    tokenization = None
+    num_tokens = None
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = TokenizationManager("tokenizer", meta_path=folder / "tokenizer.json")
+        tokenization = tokenizer.to_record()
+        num_tokens = tokenizer.vocab_size
+    else:
+        warn(f"{folder} has no tokenizer.json: the text of its tokens is unknown")
     try:
-        theirs = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if theirs.model_type not in CLASSES:
-            raise UserError(
-                f"a model of type {theirs.model_type!r}; supported are {', '.join(CLASSES)}"
-            )
-        data = getattr(theirs, "crossover", {}).get("data")
-        config = our_config(
-            theirs, theirs.vocab_size if tokenizer is None else tokenizer.vocab_size
-        )
-        num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        if num_bytes < config.n_embd * (config.vocab_size + 12 * config.n_layer * config.n_embd):
-            # a model of them could fill the memory
-            raise UserError("there are fewer weights than config.json says")
-        options = {"use_safetensors": True, "local_files_only": True, "dtype": torch.float32}
-        model_class = getattr(transformers, CLASSES[theirs.model_type])
-        model, info = model_class.from_pretrained(
-            folder, config=theirs, output_loading_info=True, **options
-        )
-        if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
-            raise UserError(f"the weights do not fit config.json: {wrong[0]}")
-    except Exception as error:  # damaged files can make the reader stumble in any way
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"ERROR: {folder} cannot be read: {reason:.300}") from None
-    state = {
-        our_name(name): permute_weights(tensor, our_name(name), config)
-        for name, tensor in model.state_dict().items()
-    }
-    # as exported
-    if not any(tensor.any() for name, tensor in state.items() if name.endswith(".bias")):
-        config, state = (
-            replace(config, bias=False),
-            {name: state[name] for name in state if not name.endswith(".bias")},
-        )
-    return {
-        "model": state,
-        "config": config,
-        "tokenization": tokenizer and tokenizer.to_record(),
-        "data": data,
-    }
+        config, state, data = read_model(folder, num_tokens)
+    except Exception as error:  # transformers raises any exception for damaged files
+        raise UserError(f"ERROR: {folder} cannot be read: {first_line(error):.300}") from None
+    return {"model": state, "config": config, "tokenization": tokenization, "data": data}
 
 
-def our_config(theirs: Any, num_tokens: int) -> GPTConfig:
-    """Our config of theirs; raises UserError for settings that it cannot express."""
-    is_rotary = theirs.model_type == "gpt_neox"
-    values = {
-        name: getattr(theirs, their_name) for name, their_name in zip(OURS, THEIRS, strict=True)
-    }
-    activation = theirs.hidden_act if is_rotary else theirs.activation_function
-    values |= {"activation": ACTIVATIONS.get(activation, activation), "position": "learned"}
-    if is_rotary:
-        values |= {
-            "position": "rope",
-            "rotary_share": theirs.rope_parameters["partial_rotary_factor"],
-        }
-        values["parallel_residual"] = theirs.use_parallel_residual
-    config = GPTConfig(vocab_size=theirs.vocab_size, num_tokens=num_tokens, **values)
-    if problem := config.problem():
+def read_model(folder: Path, num_tokens: int | None) -> tuple[GPTConfig, dict[str, Tensor], Any]:
+    """Return config, state dict, and the data record that our export wrote, or None.
+
+    num_tokens: the number of ids that the tokenizer uses; None: all."""
+    transformers = load_transformers()
+    their_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = our_config(their_config, num_tokens)
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if num_bytes < config.min_weights:
+        # Building the model could fill the memory.
+        raise UserError("there are fewer weights than config.json says")
+    model_class = getattr(transformers, CLASSES[their_config.model_type])
+    model, info = model_class.from_pretrained(
+        folder,
+        config=their_config,
+        output_loading_info=True,
+        use_safetensors=True,
+        local_files_only=True,
+        dtype=torch.float32,
+    )
+    wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+    if wrong:
+        raise UserError(f"the weights do not fit config.json: {wrong[0]}")
+    state = {}
+    for their_name, tensor in model.state_dict().items():
+        name = our_name(their_name)
+        state[name] = permute_weights(tensor, name, config)
+    biases = [name for name in state if name.endswith(".bias")]
+    # We export models without biases with biases of zero.
+    if not any(state[name].any() for name in biases):
+        config = replace(config, bias=False)
+        for name in biases:
+            del state[name]
+    data = getattr(their_config, "crossover", {}).get("data")
+    return config, state, data
+
+
+def our_config(theirs: Any, num_tokens: int | None) -> GPTConfig:
+    """Return our config for a config of transformers; UserError for what ours cannot express."""
+    if theirs.model_type not in CLASSES:
+        raise UserError(
+            f"a model of type {theirs.model_type!r}; supported are {', '.join(CLASSES)}"
+        )
+    config = GPTConfig(
+        vocab_size=theirs.vocab_size, num_tokens=num_tokens or theirs.vocab_size, position="learned"
+    )
+    for name, their_name in SETTINGS.items():
+        setattr(config, name, getattr(theirs, their_name))
+    if theirs.model_type == "gpt_neox":
+        config.position = "rope"
+        config.rotary_share = theirs.rope_parameters["partial_rotary_factor"]
+        config.parallel_residual = theirs.use_parallel_residual
+        activation = theirs.hidden_act
+    else:
+        activation = theirs.activation_function
+    config.activation = activation
+    if activation in GELU_TANH:
+        config.activation = "gelu_tanh"
+    problem = config.problem()
+    if problem is not None:
         raise UserError(problem)
-    also = {
+    # Settings that have another value of the same meaning.
+    synonyms = {
         "n_inner": 4 * config.n_embd,
         "hidden_act": activation,
         "activation_function": activation,
     }
-    for name, value in their_settings(config).items():
-        if getattr(theirs, name) not in (value, also.get(name, value)):
-            raise UserError(f"{name}={getattr(theirs, name)!r:.60} is not supported, only {value}")
+    for name, expected in their_settings(config).items():
+        value = getattr(theirs, name)
+        if value != expected and value != synonyms.get(name, expected):
+            raise UserError(f"{name}={value!r:.60} is not supported, only {expected}")
     return config
 
 
 def their_settings(config: GPTConfig) -> dict[str, Any]:
-    """The settings of GPT-2, or of GPT-NeoX for rotary positions, that make a model of our
-    config."""
-    settings = {
-        their_name: getattr(config, name) for name, their_name in zip(OURS, THEIRS, strict=True)
-    }
+    """Return settings of transformers for our config: GPT-NeoX for rotary positions, else GPT-2."""
+    settings = {their_name: getattr(config, name) for name, their_name in SETTINGS.items()}
     activation = "gelu_new" if config.activation == "gelu_tanh" else "gelu"
     if config.position == "learned":
-        settings |= {
-            "n_inner": None,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-        }
-        return settings | {"layer_norm_epsilon": 1e-5, "activation_function": activation}
+        settings.update(
+            n_inner=None,
+            scale_attn_weights=True,
+            scale_attn_by_inverse_layer_idx=False,
+            layer_norm_epsilon=1e-5,
+            activation_function=activation,
+        )
+        return settings
     rope = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "partial_rotary_factor": config.rotary_share,
     }
-    settings |= {
-        "rope_parameters": rope,
-        "use_parallel_residual": config.parallel_residual,
-        "attention_bias": True,
-    }
-    return settings | {
-        "intermediate_size": 4 * config.n_embd,
-        "layer_norm_eps": 1e-5,
-        "hidden_act": activation,
-    }
+    settings.update(
+        rope_parameters=rope,
+        use_parallel_residual=config.parallel_residual,
+        attention_bias=True,
+        intermediate_size=4 * config.n_embd,
+        layer_norm_eps=1e-5,
+        hidden_act=activation,
+    )
+    return settings
 
 
 def our_name(name: str) -> str:
-    """Our name of a weight of theirs."""
+    """Return our name of a weight that transformers calls `name`."""
     for theirs, ours in RENAMED.items():
         name = name.replace(theirs, ours)
     return name
 
 
 def permute_weights(tensor: Tensor, name: str, config: GPTConfig, back: bool = False) -> Tensor:
-    """A tensor of theirs, of our name, in our layout; with `back` one of ours in theirs."""
+    """Bring a weight of transformers into our order, or with `back` one of ours into theirs.
+
+    name: our name of the weight."""
     if config.position == "learned":
-        return tensor.t().contiguous() if ".h." in name and tensor.dim() == 2 else tensor
+        if ".h." in name and tensor.dim() == 2:
+            return tensor.t().contiguous()
+        return tensor
     if ".c_attn." not in name:
         return tensor
-    H, D, R = config.n_head, config.n_embd // config.n_head, config.rotary_size
-    # (D,)
-    order = torch.cat((torch.arange(R).view(2, -1), torch.arange(R, D).view(2, -1)), 1).flatten()
+    H = config.n_head
+    D = config.n_embd // H
+    R = config.rotary_size
+    rotated = torch.arange(R).view(2, -1)  # their pairs d, d + R/2 are the columns
+    fixed = torch.arange(R, D).view(2, -1)
+    order = torch.cat((rotated, fixed), 1).flatten()  # (D,): our pairs are d, d + D/2
     dims = torch.stack((order, order, torch.arange(D)))  # (3, D) of queries, keys and values
-    parts, heads = torch.arange(3).view(3, 1, 1), torch.arange(H).view(1, H, 1)
-    # (3C,): where theirs has each of our rows
-    rows = (heads * 3 * D + parts * D + dims[:, None]).flatten()
-    return tensor[rows.argsort() if back else rows]
+    parts = torch.arange(3).view(3, 1, 1)
+    heads = torch.arange(H).view(1, H, 1)
+    rows = (heads * 3 * D + parts * D + dims[:, None]).flatten()  # (3C,): their row of each of ours
+    if back:
+        rows = rows.argsort()
+    return tensor[rows]
 
 
-def their_model(config: GPTConfig, state: Mapping[str, Tensor], **further: Any) -> Any:
-    """A generator as a model of transformers, without padding ids; `further` are settings for its
-    config.json."""
-    model_class = getattr(
-        load_transformers(), CLASSES["gpt2" if config.position == "learned" else "gpt_neox"]
+def their_model(config: GPTConfig, state: Mapping[str, Tensor], **settings: Any) -> Any:
+    """Return a generator as a model of transformers, without padding ids.
+
+    settings: further entries of its config.json."""
+    model_type = "gpt2" if config.position == "learned" else "gpt_neox"
+    model_class = getattr(load_transformers(), CLASSES[model_type])
+    their_config = model_class.config_class(
+        vocab_size=config.num_real_tokens,
+        **their_settings(config),
+        **dict.fromkeys(DROPOUTS, config.dropout),
+        **settings,
     )
-    settings = their_settings(config) | dict.fromkeys(DROPOUTS, config.dropout) | further
-    model = model_class(
-        model_class.config_class(vocab_size=config.num_real_tokens, **settings)
-    ).eval()
-    for name, target in model.state_dict().items():
-        # bias=False: zeros do the same
-        tensor = state.get(our_name(name), torch.zeros(len(target)))
-        target.copy_(permute_weights(tensor, our_name(name), config, back=True)[: len(target)])
+    model = model_class(their_config).eval()
+    for their_name, target in model.state_dict().items():
+        name = our_name(their_name)
+        # A model without biases equals one with biases of zero.
+        tensor = state.get(name, torch.zeros(len(target)))
+        tensor = permute_weights(tensor, name, config, back=True)
+        target.copy_(tensor[: len(target)])
     return model

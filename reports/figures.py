@@ -2,12 +2,12 @@
 
     python -c "import reports.figures; help(reports.figures.skill_picture)"
 
-One quantity to a panel; 95% intervals as bands. matplotlib takes half a second to import: where
-something is drawn."""
+Each panel shows one quantity, with 95% intervals as bands. matplotlib takes half a second to import:
+the functions that draw import it.
+"""
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,23 +15,22 @@ from typing import Any
 from common.files import atomic_path
 from metrics.bootstrap import format_figure
 
-# The colours of Okabe and Ito, "Color Universal Design" (2008): distinct with deficient colour
-# vision, too.
+# Okabe and Ito, "Color Universal Design" (2008): distinct for colour-blind readers too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73")
 GREY = "#555555"
 COLUMNS = 3
-# a dollar is one
+# A dollar in a title is a dollar, and starts no formula.
 STYLE = {"font.size": 8.5, "axes.grid": True, "grid.color": "#d8d8d8", "text.parse_math": False}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A quantity, its unit, and its curves: label by a record's key."""
+    """A quantity, its unit, and its curves: the label of each key of a record."""
 
     name: str
     unit: str
     curves: Mapping[str, str]
-    natural: str = ""  # the record's key of natural text's own value, a dashed line
+    natural: str = ""  # the key of the value for natural text, drawn as a dashed line
 
 
 TRAINING = (
@@ -70,117 +69,133 @@ GRPO = (
 )
 
 
-@contextlib.contextmanager
-def _style() -> Iterator[None]:
-    """Draw in STYLE, whatever the user's matplotlibrc says."""
-    import matplotlib.style
+def _in_style(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that draws in STYLE, whatever the user's matplotlibrc says."""
 
-    with matplotlib.style.context(["default", STYLE]):
-        yield
+    @functools.wraps(draw)
+    def draw_in_style(*arguments: Any) -> Any:
+        import matplotlib.style
+
+        with matplotlib.style.context(["default", STYLE]):
+            return draw(*arguments)
+
+    return draw_in_style
 
 
-@_style()
-def _curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """A picture of records: the panels with two points, in rows of COLUMNS, without the final one,
-    of another part."""
-    steps = [record for record in records if "final" not in record]
-    shown = [panel for panel in panels if any(len(_points(steps, key)) > 1 for key in panel.curves)]
+def training_curves(records: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Draw the records of train.py; None if no quantity has two points."""
+    return _draw_curves(TRAINING, records, title)
+
+
+def grpo_curves(records: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Draw the records of train_grpo.py; None if no quantity has two points."""
+    return _draw_curves(GRPO, records, title)
+
+
+@_in_style
+def _draw_curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Draw the panels that have two points, in rows of COLUMNS."""
+    # The final record is of another part of the text.
+    records = [record for record in records if "final" not in record]
+    shown = []
+    for panel in panels:
+        if any(len(_values(records, key)[0]) > 1 for key in panel.curves):
+            shown.append(panel)
     if not shown:
         return None
-    rows = -(-len(shown) // COLUMNS)
-    figure, grid = _figure(title, rows, min(len(shown), COLUMNS))
+    num_rows = -(-len(shown) // COLUMNS)
+    figure, grid = _figure(title, num_rows, min(len(shown), COLUMNS))
     for axes, panel in zip(grid, shown, strict=False):
-        curves = {key: points for key in panel.curves if (points := _points(steps, key))}
-        for (key, points), colour in zip(curves.items(), COLOURS, strict=False):
-            at, values = [point["step"] for point in points], [point[key] for point in points]
-            name = f"{panel.curves[key] or 'last'} {values[-1]:.4g}"
-            axes.plot(at, values, ".-" if len(points) <= 16 else "-", color=colour, label=name)
-            if bounded := _points(points, f"{key}_low"):
-                lows, highs = (
-                    [point[f"{key}_{end}"] for point in bounded] for end in ("low", "high")
-                )
-                axes.fill_between(
-                    [point["step"] for point in bounded], lows, highs, color=colour, alpha=0.2
-                )
-        if natural := _points(steps, panel.natural):
-            value = natural[-1][panel.natural]
-            axes.axhline(value, color=GREY, linestyle="--", label=f"natural text {value:.4g}")
-        axes.set(title=panel.name, xlabel="step", ylabel=panel.unit)
-        axes.locator_params(axis="x", nbins=5, integer=True)
-        axes.legend()
+        _draw_panel(axes, panel, records)
     for axes in grid[len(shown) :]:
         axes.set_axis_off()
     return figure
 
 
-def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:
-    """The records in which a key has a value."""
-    return [record for record in records if record.get(key) is not None]
+def _draw_panel(axes: Any, panel: Panel, records: Sequence[Mapping[str, Any]]) -> None:
+    for (key, label), colour in zip(panel.curves.items(), COLOURS, strict=False):
+        steps, values = _values(records, key)
+        if not steps:
+            continue
+        line = ".-" if len(steps) <= 16 else "-"
+        axes.plot(steps, values, line, color=colour, label=f"{label or 'last'} {values[-1]:.4g}")
+        steps, lows = _values(records, f"{key}_low")
+        _, highs = _values(records, f"{key}_high")
+        if steps:
+            axes.fill_between(steps, lows, highs, color=colour, alpha=0.2)
+    _, natural = _values(records, panel.natural)
+    if natural:
+        label = f"natural text {natural[-1]:.4g}"
+        axes.axhline(natural[-1], color=GREY, linestyle="--", label=label)
+    axes.set(title=panel.name, xlabel="step", ylabel=panel.unit)
+    axes.locator_params(axis="x", nbins=5, integer=True)
+    axes.legend()
 
 
-training_curves = functools.partial(_curves, TRAINING)
-grpo_curves = functools.partial(_curves, GRPO)
+def _values(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Return the steps and the values of the records that have a value for a key."""
+    points = [record for record in records if record.get(key) is not None]
+    return [point["step"] for point in points], [point[key] for point in points]
 
 
-@_style()
+@_in_style
 def skill_picture(skill: Mapping[str, Any], title: str) -> Any:
-    """Draw the figures of `metrics.reward_skill.measure_skill`: calibration, mean prediction and
+    """Draw the figures of metrics.reward_skill.measure_skill: calibration, mean prediction and
     error by crossover."""
-    table, by_crossover = skill["calibration"], skill["by_crossover"]
-    figure, (left, middle, right) = _figure(
-        f"{title}: R² {format_figure(skill, 'r2', '.3f')}", 1, 3
-    )
-    areas = [15 + 250 * row["count"] / skill["num_sequences"] for row in table]
-    predicted, true = (
-        [row["mean_prediction"] for row in table],
-        [row["mean_target"] for row in table],
-    )
-    left.scatter(predicted, true, s=areas, color=COLOURS[0], label="a bin; area: its share")
-    left.set(
+    r2 = format_figure(skill, "r2", ".3f")
+    figure, (calibration, prediction, error) = _figure(f"{title}: R² {r2}", 1, 3)
+
+    bins = skill["calibration"]
+    predicted = [row["mean_prediction"] for row in bins]
+    true = [row["mean_target"] for row in bins]
+    areas = [15 + 250 * row["count"] / skill["num_sequences"] for row in bins]
+    label = "a bin; area: its share"
+    calibration.scatter(predicted, true, s=areas, color=COLOURS[0], label=label)
+    calibration.set(
         title="Calibration",
         xlabel="predicted P(natural), mean of the bin",
         ylabel="true K/N, mean of the bin",
     )
-    centres = [(row["lower"] + row["upper"]) / 2 for row in by_crossover]
-    means, errors = (
-        [row["mean_prediction"] for row in by_crossover],
-        [row["mae_tokens"] for row in by_crossover],
-    )
-    middle.plot(centres, means, color=COLOURS[0], marker="o", label="predicted")
-    middle.set(
+
+    rows = skill["by_crossover"]
+    centres = [(row["lower"] + row["upper"]) / 2 for row in rows]
+    means = [row["mean_prediction"] for row in rows]
+    prediction.plot(centres, means, color=COLOURS[0], marker="o", label="predicted")
+    prediction.set(
         title="Prediction by crossover", xlabel="true K/N", ylabel="predicted P(natural), mean"
     )
-    right.plot(centres, errors, color=COLOURS[1], marker="s", label="at this K/N")
-    right.axhline(
-        skill["mae_tokens"], color=GREY, linestyle="--", label=f"all {skill['mae_tokens']:.1f}"
-    )
-    right.set(
+    for axes in (calibration, prediction):
+        axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", label="perfect")
+        axes.set(xlim=(0, 1), ylim=(0, 1))
+        axes.legend()
+
+    errors = [row["mae_tokens"] for row in rows]
+    mean = skill["mae_tokens"]
+    error.plot(centres, errors, color=COLOURS[1], marker="s", label="at this K/N")
+    error.axhline(mean, color=GREY, linestyle="--", label=f"all {mean:.1f}")
+    error.set(
         title="Error by crossover",
         xlabel="true K/N",
         ylabel="mean absolute error, tokens",
         xlim=(0, 1),
     )
-    right.set_ylim(bottom=0)
-    for axes in (left, middle):
-        axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", label="perfect")
-        axes.set(xlim=(0, 1), ylim=(0, 1))
-    for axes in (left, middle, right):
-        axes.legend()
+    error.set_ylim(bottom=0)
+    error.legend()
     return figure
 
 
-def _figure(title: str, rows: int, columns: int) -> tuple[Any, Any]:
-    """A figure with a title, and its rows * columns panels."""
+def _figure(title: str, num_rows: int, num_columns: int) -> tuple[Any, Any]:
+    """Return a figure with a title, and its panels in a flat array."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.5 * columns, 2.6 * rows + 0.4), layout="constrained")
-    figure.suptitle(
-        "".join(sign if sign.isprintable() else "\ufffd" for sign in title), fontweight="bold"
-    )
-    return figure, figure.subplots(rows, columns, squeeze=False).flatten()
+    size = (3.5 * num_columns, 2.6 * num_rows + 0.4)
+    figure = Figure(figsize=size, layout="constrained")
+    signs = [sign if sign.isprintable() else "\ufffd" for sign in title]
+    figure.suptitle("".join(signs), fontweight="bold")
+    return figure, figure.subplots(num_rows, num_columns, squeeze=False).flatten()
 
 
 def write_png(figure: Any, path: str | Path) -> None:
-    """Write a figure, on white, whole or not at all."""
+    """Write a figure, the whole file or none."""
     with atomic_path(path) as partial:
         figure.savefig(partial, format="png", dpi=120)

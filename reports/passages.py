@@ -1,8 +1,6 @@
 """Passages of unseen reward data, with the P(natural) that a reward model gives each token.
 
-    python -c "import reports.passages; help(reports.passages.read_passages)"
-
-They are drawn at random, whatever is found in them.
+python -c "import reports.passages; help(reports.passages.read_passages)"
 """
 
 from dataclasses import dataclass
@@ -13,11 +11,13 @@ import numpy as np
 import torch
 
 from common.device import random_stream
+from reward.heads import build_reward_model
 from reward_dataset_loader import RewardDataset, rows_by_part
 from tokenization_manager import TokenizationManager
-from training.checkpoint import build_model, load_checkpoint
+from training.checkpoint import load_checkpoint
 
-SEED, SHOWN = 42, 6
+SEED = 42
+NUM_PASSAGES = 6
 
 
 @dataclass(frozen=True)
@@ -27,37 +27,44 @@ class Passage:
     tokens: list[str]
     crossover: int
     predicted: float  # the reward model's E[K], in tokens
-    # P(token is natural); None: the head gives one number for the sequence
-    natural: list[float] | None
+    natural: list[float] | None  # P(natural) of each token; None if the head has no token scores
 
 
 @torch.no_grad()
 def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -> list[Passage]:
-    """Passages drawn at random among the rows that report, each of another natural block."""
-    dataset, contents = RewardDataset(reward_data, "val"), load_checkpoint(reward_model)
-    tokenizer = TokenizationManager.from_record(contents["tokenization"])
-    model = build_model(contents, "reward", reward_model, device)
-    drawn = random_stream(SEED, "report", "rows").permutation(rows_by_part(dataset)[1])
-    _, firsts = np.unique(drawn // (dataset.samples_per_chunk or 1), return_index=True)
-    rows = drawn[np.sort(firsts)][:SHOWN]
-    ids = torch.from_numpy(dataset.x[rows].astype(np.int64)).to(device)  # (B, N)
-    shares, N = model(ids)[0][:, 0].tolist(), ids.shape[1]
-    natural = model.token_probabilities(ids).tolist() if model.knows_tokens else [None] * len(rows)
-    crossovers = np.round(dataset.y[rows, 0] * N).astype(int).tolist()
-    return [
-        Passage(pieces(tokenizer, dataset.x[row]), crossover, share * N, probabilities)
-        for row, crossover, share, probabilities in zip(
-            rows, crossovers, shares, natural, strict=True
+    """Return random passages of the report part, each from a different natural block."""
+    dataset = RewardDataset(reward_data, "val")
+    checkpoint = load_checkpoint(reward_model)
+    tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
+    model = build_reward_model(checkpoint, reward_model, device)
+    report_rows = rows_by_part(dataset)[1]
+    rows = random_stream(SEED, "report", "rows").permutation(report_rows)
+    _, firsts = np.unique(rows // (dataset.samples_per_chunk or 1), return_index=True)
+    passages = []
+    for row in rows[np.sort(firsts)][:NUM_PASSAGES]:
+        tokens = dataset.x[row]
+        N = len(tokens)
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]  # (1, N)
+        probabilities, _ = model(ids)  # (1, 2)
+        natural = None
+        if model.knows_tokens:
+            natural = model.token_probabilities(ids)[0].tolist()
+        passage = Passage(
+            tokens=pieces(tokenizer, tokens),
+            crossover=round(float(dataset.y[row, 0]) * N),
+            predicted=probabilities[0, 0].item() * N,
+            natural=natural,
         )
-    ]
+        passages.append(passage)
+    return passages
 
 
 def pieces(tokenizer: TokenizationManager, ids: np.ndarray) -> list[str]:
-    """The text of each token, which together are the whole text; of tokens that share a character
-    the last has it."""
+    """Return the text of each token; of tokens that share a character, the last one has it."""
     texts = [""]
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:end])
-        # within a character's bytes
-        texts.append(texts[-1] if text.endswith("\ufffd") and end < len(ids) else text)
+        if text.endswith("\ufffd") and end < len(ids):  # the next token continues the character
+            text = texts[-1]
+        texts.append(text)
     return [text[len(before) :] for before, text in pairwise(texts)]

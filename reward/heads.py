@@ -2,24 +2,28 @@
 
     python -c "from reward.heads import LikelihoodRewardModel; help(LikelihoodRewardModel)"
 
-A head is a class here, and a name in REWARD_MODELS. All of them have:
+A head is a class in this file and a name in REWARD_MODELS. Every head has:
 
-    losses         names of the losses it can be trained with; the first is the default knows_tokens
-    whether it has evidence of single tokens, and so `token_probabilities(idx)` (B, T) is_ratio
-    whether evidence is a log-ratio of two models' probabilities, not a score learned from labels
-    forward(idx, targets=None) -> probabilities (B, 2) [P(natural), P(synthetic)], mean squared
-    error () or None output(idx)                -> input of `loss` and `share`: evidence (B, T), or
-    scores (B, 2) before the softmax loss(output, targets, name) -> (); targets (B, 2) [K/T,
-    (T-K)/T] share(output)              -> P(natural) (B,)
+    losses        names of the losses that can train it; the first is the default
+    knows_tokens  whether it has evidence of single tokens, and thus token_probabilities(idx) (B, T)
+    is_ratio      whether its evidence is a log-ratio of two models, not a score learned from labels
+    forward(idx, targets=None)     probabilities (B, 2) [P(natural), P(synthetic)], and the mean
+                                   squared error () or None
+    output(idx)                    input of `loss` and `share`: evidence (B, T), or scores (B, 2)
+                                   before the softmax
+    loss(output, targets, name)    loss (); targets (B, 2) [K/T, (T-K)/T]
+    share(output)                  P(natural) (B,)
 
 With a uniform crossover K, P(K | x) is proportional to the product over the natural tokens t < K of
-p(x_t | x_<t) / q(x_t | x_<t): p natural text, q the generator (the posterior of a change point with
-known distributions on both sides; A. F. M. Smith, "A Bayesian approach to inference about a
-change-point in a sequence of random variables", Biometrika 62, 1975, section 2). Shapes: B
-sequences of T tokens, C = n_embd channels."""
+p(x_t | x_<t) / q(x_t | x_<t), where p models natural text and q is the generator. This is the
+posterior of a change point between two known distributions (A. F. M. Smith, "A Bayesian approach to
+inference about a change-point in a sequence of random variables", Biometrika 62, 1975, section 2).
+Shapes: B sequences of T tokens, C = n_embd channels, V token ids.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,28 +37,38 @@ from generation.sampling import Sampling, sampling_distribution
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig, check_same_fields
 from reward.posterior import crossover_loss, natural_probabilities, natural_share, reward_loss
+from training.checkpoint import check_mode, load_weights
 
 
 class TrunkRewardModel(GPT):
-    """A head that learns from labels: `score` is its output of the hidden states that `pool` takes
-    of the trunk's."""
+    """A head that learns from labels.
+
+    `pool` selects hidden states of the trunk; `score` maps them to the head's output.
+    """
 
     is_ratio: ClassVar[Literal[False]] = False
     knows_tokens: ClassVar[bool]
 
     def pool(self, hidden: Tensor) -> Tensor:
-        """Of hidden states (B, T, C) the last (B, C), or all where the head knows tokens."""
-        return hidden if self.knows_tokens else hidden[:, -1]
+        """Select all hidden states (B, T, C) if the head knows tokens, else the last (B, C)."""
+        if self.knows_tokens:
+            return hidden
+        return hidden[:, -1]
 
     def score(self, pooled: Tensor) -> Tensor:
-        """Scores (B, 2) of [natural, synthetic] before the softmax, or evidence (B, T); float32
-        under autocast too."""
+        """Return scores (B, 2) of [natural, synthetic] before the softmax, or evidence (B, T).
+
+        The dtype is that of the weights, also under autocast.
+        """
         with full_precision(pooled.device):
-            return self.reward_head[:3](pooled.to(self.transformer.wte.weight.dtype)).squeeze(-1)
+            pooled = pooled.to(self.transformer.wte.weight.dtype)
+            return self.reward_head[:3](pooled).squeeze(-1)  # without the softmax
 
     def output(self, inputs: Tensor) -> Tensor:
-        """The head's output of token ids (B, T), or of hidden states that `pool` took."""
-        return self.score(inputs if inputs.is_floating_point() else self.pool(self.trunk(inputs)))
+        """Return the head's output for token ids (B, T), or for hidden states that were pooled."""
+        if inputs.is_floating_point():
+            return self.score(inputs)
+        return self.score(self.pool(self.trunk(inputs)))
 
 
 class LastRewardModel(TrunkRewardModel):
@@ -65,12 +79,12 @@ class LastRewardModel(TrunkRewardModel):
     loss = staticmethod(reward_loss)
 
     def share(self, scores: Tensor) -> Tensor:
-        """P(natural) (B,)."""
+        """Return P(natural) (B,) for scores (B, 2)."""
         return scores.softmax(-1)[:, 0]
 
 
 class TokenEvidence(nn.Module):
-    """The common part of heads whose output is evidence (B, T) of every token being natural."""
+    """Base class of heads whose output is the evidence (B, T) that each token is natural."""
 
     losses: ClassVar[tuple[str, ...]] = ("nll", "token", "mse", "cross_entropy")
     knows_tokens: ClassVar[bool] = True
@@ -79,35 +93,36 @@ class TokenEvidence(nn.Module):
     share = staticmethod(natural_share)
 
     def token_probabilities(self, idx: Tensor) -> Tensor:
-        """P(token t is natural) (B, T), given the whole sequence."""
+        """Return P(token t is natural) (B, T), given the whole sequences (B, T)."""
         return natural_probabilities(self.output(idx))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(probabilities, loss) as GPT's in reward mode: (B, 2) [P(natural), P(synthetic)], mean
-        squared error."""
-        share = natural_share(self.output(idx))
+        """Return [P(natural), P(synthetic)] (B, 2), and the mean squared error () to targets."""
+        share = natural_share(self.output(idx))  # (B,)
         probabilities = torch.stack((share, 1 - share), -1)
-        return probabilities, None if targets is None else F.mse_loss(probabilities, targets)
+        if targets is None:
+            return probabilities, None
+        return probabilities, F.mse_loss(probabilities, targets)
 
 
-class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc]  # its forward takes no kv_cache
+class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc]  # no kv_cache
     """Predicts the evidence of each token from its hidden state."""
 
     head_type = "position"
 
     def make_reward_head(self) -> nn.Sequential:
-        """New layers from hidden states (..., C) to evidence (..., 1)."""
+        """Return new layers from hidden states (..., C) to evidence (..., 1)."""
         width = self.config.reward_head_hidden_dim
         return nn.Sequential(nn.Linear(self.config.n_embd, width), nn.ReLU(), nn.Linear(width, 1))
 
 
 class LikelihoodRewardModel(TokenEvidence):
-    """Two generators as one reward model: `natural` (p, trained on natural text alone) and
-    `generator` (q, frozen).
+    """Two generators as one reward model: `natural` (p) and the frozen `generator` (q).
 
-    Evidence is log(m / q) with the mixture m = w p + (1 - w) q, w learned: two models of the same
-    text predict it better together than each alone, and evidence cannot fall below log(1 - w).
-    `sampling` is how q's text was sampled. UserError for models that do not read the same tokens.
+    p is trained on natural text. Evidence is log(m / q) with the mixture m = w p + (1 - w) q and a
+    learned w. Two models of the same text predict it better together than either one, and evidence
+    cannot fall below log(1 - w). `sampling` says how the text of q was sampled. Raises UserError if
+    the models do not read the same tokens.
     """
 
     head_type = "likelihood"
@@ -118,64 +133,75 @@ class LikelihoodRewardModel(TokenEvidence):
         check_same_fields(
             natural.config, generator.config, "the model of natural text", "the generator"
         )
-        self.natural, self.generator = natural, generator.requires_grad_(False)
+        self.natural = natural
+        self.generator = generator.requires_grad_(False)
         self.sampling = sampling or Sampling()
         self.mixture = nn.Parameter(torch.tensor(2.0))  # w = sigmoid(mixture)
 
     @property
     def config(self) -> GPTConfig:
-        """That of the model of natural text, in reward mode."""
+        """The config of the model of natural text, in reward mode."""
         return replace(self.natural.config, mode="reward", reward_head_type=self.head_type)
 
+    def checkpoint_records(self) -> dict[str, Any]:
+        """Return what a checkpoint stores besides the config, as plain values."""
+        return {
+            "generator_config": replace(self.generator.config),
+            "sampling": asdict(self.sampling),
+        }
+
     def rows_at_a_time(self) -> int:
-        """Sequences to score together: see GPT.rows_at_a_time."""
+        """Return how many sequences to score together: see GPT.rows_at_a_time."""
         return self.natural.rows_at_a_time()
 
     def hidden_states(self, idx: Tensor, context: Context | None = None) -> tuple[Tensor, ...]:
-        """Hidden states of p and of q, (B, T, C) or (n, C) each with a C of its own: see
-        GPT.trunk."""
+        """Return the hidden states of p and of q: see GPT.trunk. Their widths C may differ."""
         return self.natural.trunk(idx, context), self.generator.trunk(idx, context)
 
     def written_logits(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of q as it was sampled, from its hidden states (..., C)."""
+        """Return logits (..., V) of q as it was sampled, from its hidden states (..., C)."""
         logits = self.generator.logits(hidden)
-        return (
-            logits if self.sampling == Sampling() else sampling_distribution(logits, self.sampling)
-        )
+        if self.sampling == Sampling():
+            return logits
+        return sampling_distribution(logits, self.sampling)
 
     @torch.no_grad()
     def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Evidence log(m/q) and log q (..., V) float32 of every next token, from `hidden_states`
-        (..., C).
+        """Return evidence log(m/q) and log q, both (..., V) float32, of all next tokens.
 
-        log m is their sum. Where p is more than e^MAX_LOG_RATIO times q, the probabilities of m sum
-        to less than 1."""
+        hidden: `hidden_states` (..., C). The sum of both is log m. If p is more than
+        e^MAX_LOG_RATIO times q somewhere, the probabilities of m sum to less than 1."""
         natural = self.natural.logits(hidden[0]).float().log_softmax(-1)
         written = self.written_logits(hidden[1]).float().log_softmax(-1)
         return self.over_generator(natural - written), written
 
     def log_probs(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (B, T - 1) float32 of all tokens but the first, under p and under q as
-        it was sampled."""
+        """Return log-probabilities (B, T - 1) float32 of tokens (B, T) under p, and under q.
+
+        The first token has none. q is the generator as it was sampled."""
         return self.read_hidden(self.hidden_states(idx[:, :-1]), idx[:, 1:])
 
     def read_hidden(self, hidden: tuple[Tensor, ...], tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (...) float32 of next tokens (...) under p and under q, from
-        `hidden_states` (..., C)."""
+        """Return log-probabilities (...) float32 of next tokens (...) under p, and under q.
+
+        hidden: `hidden_states` (..., C)."""
         natural = token_log_probs(self.natural.logits(hidden[0]), tokens)
-        return natural, token_log_probs(self.written_logits(hidden[1]), tokens)
+        written = token_log_probs(self.written_logits(hidden[1]), tokens)
+        return natural, written
 
     def over_generator(self, log_ratios: Tensor) -> Tensor:
-        """Evidence log(m/q) = log(w p / q + 1 - w) from log p - log q, clamped, of one shape."""
+        """Return evidence log(m/q) = log(w p/q + 1 - w) for log-ratios log p - log q (...)."""
         log_ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return torch.logaddexp(log_ratios + F.logsigmoid(self.mixture), F.logsigmoid(-self.mixture))
+        log_w = F.logsigmoid(self.mixture)
+        log_rest = F.logsigmoid(-self.mixture)  # log(1 - w)
+        return torch.logaddexp(log_ratios + log_w, log_rest)
 
     def calibrated(self, log_ratios: Tensor) -> Tensor:
-        """Evidence (B, T) from log p - log q (B, T - 1), and 0 for the first token."""
+        """Return evidence (B, T) for log p - log q (B, T - 1); the first token's is 0."""
         return F.pad(self.over_generator(log_ratios), (1, 0))
 
     def output(self, idx: Tensor) -> Tensor:
-        """Every token's evidence (B, T) of being natural, given the tokens before it."""
+        """Return the evidence (B, T) that tokens are natural, given the tokens before them."""
         natural, written = self.log_probs(idx)
         return self.calibrated(natural - written)
 
@@ -183,25 +209,33 @@ class LikelihoodRewardModel(TokenEvidence):
 HeadRewardModel = LastRewardModel | PositionRewardModel
 RewardModel = HeadRewardModel | LikelihoodRewardModel
 REWARD_MODELS: dict[str, type[RewardModel]] = {
-    kind.head_type: kind for kind in (LastRewardModel, PositionRewardModel, LikelihoodRewardModel)
+    "last": LastRewardModel,
+    "position": PositionRewardModel,
+    "likelihood": LikelihoodRewardModel,
 }
 
 
 def make_reward_model(
     config: GPTConfig, generator_config: GPTConfig | None = None, sampling: Sampling | None = None
 ) -> RewardModel:
-    """The reward model that a config describes, its weights new. `parts_of` gives the other
-    arguments."""
+    """Return a new reward model; only a likelihood head needs the last two arguments."""
     kind = REWARD_MODELS[config.reward_head_type]
     if not kind.is_ratio:
         return kind(config)
     if generator_config is None:
-        raise UserError("a likelihood head needs two models: give its generator's config too")
+        raise UserError("ERROR: a likelihood head needs two models: give its generator's config")
     return kind(GPT(replace(config, mode="generator")), GPT(generator_config), sampling)
 
 
-def parts_of(model: nn.Module) -> dict[str, Any]:
-    """Arguments of `make_reward_model` beside the config, as plain values for a checkpoint."""
-    if not isinstance(model, LikelihoodRewardModel):
-        return {}
-    return {"generator_config": replace(model.generator.config), "sampling": asdict(model.sampling)}
+def build_reward_model(
+    contents: Mapping[str, Any], path: str | Path = "", device: torch.device | str = "cpu"
+) -> Any:
+    """Return the RewardModel of a loaded checkpoint in evaluation mode; UserError for a generator.
+
+    contents: from training.checkpoint.load_checkpoint(path)."""
+    check_mode(contents, "reward", path)
+    model = make_reward_model(
+        contents["config"], contents["generator_config"], contents["sampling"]
+    )
+    load_weights(model, contents, path)
+    return model.to(device).eval()

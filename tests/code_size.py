@@ -30,6 +30,7 @@ def is_string(node: ast.AST) -> bool:
     )
 
 
+@cache
 def size(node: ast.AST) -> int:
     """Return the number of nodes of a tree."""
     if isinstance(node, ast.expr_context | ast.Assert) or is_string(node):
@@ -119,22 +120,37 @@ def sizes_of_functions(path: Path) -> dict[str, int]:
 # imports
 
 
+def is_for_types(node: ast.AST) -> bool:
+    """Whether a node is `if TYPE_CHECKING:`."""
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
+
+
 def imported_names(tree: ast.AST, when_loaded: bool = False) -> set[str]:
     """Return the dotted names that a tree imports; `when_loaded`: not those in functions and for
     type checkers."""
     names: set[str] = set()
-    for node in ast.iter_child_nodes(tree):
-        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if when_loaded and (isinstance(node, ast.FunctionDef) or is_for_types):
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if when_loaded and (isinstance(node, ast.FunctionDef) or is_for_types(node)):
             continue
+        nodes.extend(ast.iter_child_nodes(node))
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             names.add(module)
             names.update(f"{module}.{alias.name}" for alias in node.names)
-        names.update(imported_names(node, when_loaded))
     return names
+
+
+@cache
+def directly_loaded(path: Path) -> set[str]:
+    return imported_names(parse(path), when_loaded=True)
 
 
 def loaded_modules(module: str) -> set[str]:
@@ -146,5 +162,5 @@ def loaded_modules(module: str) -> set[str]:
         path = ROOT / f"{name.replace('.', '/')}.py"
         if name not in loaded and path.is_file():
             loaded.add(name)
-            waiting.extend(imported_names(parse(path), when_loaded=True))
+            waiting.extend(directly_loaded(path))
     return loaded

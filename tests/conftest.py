@@ -1,8 +1,7 @@
-"""What the tests share: the order they run in, and the artefacts of one tiny run of every stage.
-`pytest --fixtures`
+"""Fixtures of all tests: the artefacts of one tiny run of every stage.
 
-CROSSOVER_TEST_SEED=7 shuffles modules, and tests within a module, by that seed, and gives torch two
-threads."""
+pytest --fixtures
+"""
 
 import importlib.util
 import signal
@@ -14,13 +13,12 @@ import hypothesis
 import pytest
 from filelock import FileLock
 from helpers import (
-    SEED,
+    TINY_GRPO,
     TINY_REWARD,
     TINY_TRAIN,
     make_corpus,
     make_text,
     prepare_options,
-    shuffled,
     succeed,
 )
 
@@ -37,24 +35,20 @@ HAS_BENCH = all(importlib.util.find_spec(name) for name in ("transformers", "trl
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs other packages, and shuffle if asked to."""
-    if not HAS_BENCH:
-        config.hook.pytest_deselected(
-            items=[item for item in items if item.get_closest_marker("interop")]
-        )
-        items[:] = [item for item in items if not item.get_closest_marker("interop")]
-    if SEED is not None:
-        items[:] = shuffled(items, SEED)
+    """Leave out what needs other packages."""
+    if HAS_BENCH:
+        return
+    left_out = [item for item in items if item.get_closest_marker("interop")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what was left out, and the seed of the order, so that a failure can be reproduced."""
+    """Print what was left out."""
     if not HAS_BENCH:
         terminalreporter.write_line(
             "Tests that need requirements-bench.txt were left out: make test-interop"
         )
-    if SEED is not None:
-        terminalreporter.write_line(f"CROSSOVER_TEST_SEED={SEED}")
 
 
 @pytest.fixture(scope="session")
@@ -143,6 +137,50 @@ def predictive_reward_model(once, generator, reward_data, knowing) -> Path:
         lambda out: succeed("train_reward_model", output_path=out / "reward_model.pt", **options),
     )
     return made / "reward_model.pt"
+
+
+@pytest.fixture(scope="session")
+def commands(corpus, generator, reward_data, reward_model) -> Callable[[Path], dict[str, dict]]:
+    """Options with which each script runs, by the folder of its output."""
+
+    def of(out: Path) -> dict[str, dict]:
+        model = {"base_model_path": generator}
+        return {
+            "train": {**TINY_TRAIN, "dataset": corpus, "out_dir": out},
+            "prepare_reward_data": prepare_options(corpus, generator, out),
+            "train_reward_model": {
+                **model,
+                **TINY_REWARD,
+                "data_dir": reward_data,
+                "output_path": out / "reward.pt",
+                "max_epochs": 1,
+            },
+            "train_grpo": {
+                **model,
+                **TINY_GRPO,
+                "reward_model_path": reward_model,
+                "dataset": corpus,
+                "output_path": out / "policy.pt",
+                "max_steps": 1,
+            },
+            "evaluate": {
+                "checkpoints": [generator],
+                "dataset": corpus,
+                "output_path": out / "e.json",
+                "device": "cpu",
+            },
+            "sample": {
+                "checkpoint_path": generator,
+                "output_path": out / "s.txt",
+                "num_samples": 1,
+                "max_new_tokens": 5,
+                "start": "a",
+                "device": "cpu",
+            },
+            "run_cycles": {"out_dir": out, "dataset": corpus, "device": "cpu"},
+        }
+
+    return of
 
 
 def train(folder: Path, corpus: Path, **more: Any) -> None:

@@ -1,10 +1,8 @@
-"""What the tests of whole scripts share: ways to run a script, and to make tiny corpora and models.
+"""Run scripts in tests, and make tiny corpora and models.
 
     python -m pytest tests/test_end_to_end.py
 
-The artefacts of one tiny run, as fixtures, are in conftest.py. CROSSOVER_TEST_SEED=7 gives torch
-two threads, in this process and in those that tests start, and conftest.py an order of the tests by
-that seed; without it torch has one thread, with which tests of tiny models are fastest."""
+conftest.py has the artefacts of one tiny run as fixtures."""
 
 import atexit
 import contextlib
@@ -22,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,12 +66,9 @@ control_plain = dict(batch_size=8, eval_interval=4, warmup_iters=0, max_iters=6)
 control_distil = dict(credit='exact', prefixes='natural', prompts_per_step=4, max_steps=2)
 """
 
-# The sums of a test are the same in this process and in one that it starts, which inherits the
-# variables.
-SEED = os.environ.get("CROSSOVER_TEST_SEED")
-NUM_THREADS = 1 if SEED is None else 2
-os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(NUM_THREADS))
-torch.set_num_threads(NUM_THREADS)
+# Tests of tiny models are fastest with one thread, in this process and in those that it starts.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+torch.set_num_threads(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,32 +230,9 @@ def kill_once_saved(
     assert process.returncode == -signal.SIGKILL
 
 
-def run(script: str, *arguments: Any, folder: Path = ROOT, **options: Any) -> Finished:
-    """Run a script in a process of its own, a fork; tests/test_end_to_end.py also starts each
-    script without one."""
-    return run_forked(script, [*map(str, arguments), *as_arguments(options)], [{}], folder)
-
-
 def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
     """Run a script in several processes on this machine, with the variables and the store that
-    torchrun gives them."""
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    together = {
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
-    together |= {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
-    ranks = [{**together, "RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)]
-    variables = [{name: str(value) for name, value in rank.items()} for rank in ranks]
-    return run_forked(script, as_arguments(options), variables)
-
-
-def run_forked(
-    script: str, arguments: list[str], variables: list[dict[str, str]], where: Path = ROOT
-) -> Finished:
-    """Run a script, in the folder `where`, in one process for each of `variables`, set in its
-    environment.
+    torchrun gives them.
 
     Once one fails the others are ended; the status is that of the first to fail. The processes are
     forks of one that has imported the scripts, which takes longer than most of these runs (on
@@ -272,69 +244,57 @@ def run_forked(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
         forkserver.ensure_running()
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": store.port,
+    }
+    status = 0
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        status, deadline = 0, time.monotonic() + 240
-        try:
-            for index, own in enumerate(variables):
-                files = [Path(folder, f"{index}.{name}") for name in ("out", "err")]
-                started = (ROOT / script, arguments, {**os.environ, **own}, files, where)
-                processes.append(context.Process(target=be_script, args=started))
-                processes[-1].start()
-            while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-                time.sleep(0.02)
-                if not status and (
-                    status := next(
-                        (process.exitcode for process in processes if process.exitcode), 0
-                    )
-                ):
-                    deadline = min(deadline, time.monotonic() + 30)
-                    for process in processes:
-                        process.terminate()
-            is_late = not status and any(process.is_alive() for process in processes)
-        finally:
-            for process in processes:
-                process.kill()
+        files = [
+            (Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(num_ranks)
+        ]
+        running = {}
+        for rank in range(num_ranks):
+            of_rank = {**variables, "RANK": rank, "LOCAL_RANK": rank}
+            started = (ROOT / script, as_arguments(options), of_rank, files[rank])
+            process = context.Process(target=be_script, args=started)
+            process.start()
+            running[process.sentinel] = process
+        while running:
+            ended = connection.wait(running, timeout=240)
+            if not ended:
+                status = status or -1  # it takes too long
+            for process in [running.pop(sentinel) for sentinel in ended]:
                 process.join()
-        paths = sorted(Path(folder).iterdir())
+                status = status or process.exitcode
+            if status:
+                for process in running.values():
+                    process.terminate() if ended else process.kill()
         out, err = (
-            "".join(path.read_text() for path in paths if path.suffix == end)
-            for end in (".out", ".err")
+            "".join(path.read_text() for path in paths) for paths in zip(*files, strict=True)
         )
-    assert not is_late, f"{script} takes too long: {err}"
-    status = status or next((process.exitcode for process in processes if process.exitcode), 0)
     return Finished(status, out, err)
 
 
 def be_script(
-    script: Path, arguments: list[str], environment: dict[str, str], files: list[Path], where: Path
+    script: Path, arguments: list[str], variables: dict[str, Any], files: tuple[Path, Path]
 ) -> None:
-    """Run a script in this process, with its own environment, working directory and files for what
-    it prints."""
+    """Run a script in this process, with further variables and files for what it prints."""
     for path, number in zip(files, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    os.environ.clear()
-    os.environ |= environment
-    os.chdir(where)
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.chdir(ROOT)
     sys.argv = [str(script), *arguments]
-    sys.path[:] = [
-        str(script.parent),
-        *(path for path in sys.path if Path(path) not in (ROOT, ROOT / "tests")),
-    ]
+    sys.path[:] = [path for path in sys.path if Path(path) not in (ROOT, ROOT / "tests")]
+    sys.path.insert(0, str(script.parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out
-
-
-def shuffled(items: list[Any], seed: str) -> list[Any]:
-    """Collected tests in an order of that seed; those of a module stay together, as its fixtures
-    are made once."""
-    draw, modules = random.Random(seed), {}
-    for item in items:
-        modules.setdefault(item.path, []).append(item)
-    of_modules = draw.sample(list(modules.values()), len(modules))
-    return [item for module in of_modules for item in draw.sample(module, len(module))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

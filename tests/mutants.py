@@ -1,170 +1,119 @@
-"""Plant each fault of mutants.json in a copy of the checkout, one at a time, and see whether a test
-fails.
+"""Plant each fault of mutants.toml in a clone of the last commit, one at a time, and run its tests.
 
     python tests/mutants.py --check
-    make mutants ARGS="--only crossover --direct --records faults.jsonl"
 
-Tests that import the changed module run first, of these the file named after it; then, unless
---direct is given, all others. With --records an interrupted run goes on, and what a --direct run
-missed is tried on all other tests. Tests that take longer than their limit have failed. Status 1: a
-fault was missed."""
+A fault changes the code of one function, as ast.unparse prints it: formatting and edits elsewhere
+do not matter. The tests that import the file run, the one named after it first. Exit status 1: no
+test found a fault, or with --check, a fault no longer applies."""
 
 import ast
-import json
 import os
-import signal
+import re
 import subprocess
 import sys
 import tempfile
-import time
+import tomllib
 from pathlib import Path
 
 import tyro
-from tqdm import tqdm
+from code_size import ROOT, imported_names, parse
 
-ROOT = Path(__file__).resolve().parents[1]
-LIMIT, LIMIT_OF_FILE = 600, 60  # seconds: the least for a run of pytest, and for each of its files
+SECONDS = 1200  # tests that take longer have found the fault
 # Without bytecode: a file that changes twice within a second would be taken for the one before.
-os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-UNSOUND: list[str] = []  # tests that fail without a fault
-Fault = dict[str, str]  # file, fault (a short description of its own), old and new text
+ENVIRONMENT = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+Fault = dict[str, str]
 
 
-def copy_checkout(folder: str) -> None:
-    """Make a repository, as some tests ask for a commit, of the files that git knows here or would
-    add."""
-    commit = ["-c", "user.name=A", "-c", "user.email=a@b", "commit", "--quiet", "--message=Copy"]
-    for words in (
-        ["init", "-q"],
-        [f"--work-tree={ROOT}", "add", "--all"],
-        commit,
-        ["checkout", "-qf", "HEAD", "."],
-    ):
-        subprocess.run(["git", f"--git-dir={folder}/.git", *words], cwd=folder, check=True)
+def read_faults() -> list[Fault]:
+    """Return the faults of mutants.toml, each with its `file`."""
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    return [{"file": file, **fault} for file, faults in tables.items() for fault in faults]
 
 
-def tests_of(file: str) -> tuple[list[str], list[str]]:
-    """The test files that import a module, with the one that is named after it first, and all
-    others."""
-    module, first, others = file.removesuffix(".py").replace("/", "."), [], []
-    mirror = f"test_{module.replace('.', '_')}.py"
-    for path in sorted(
-        (ROOT / "tests").glob("test_*.py"), key=lambda path: (path.name != mirror, path.name)
-    ):
-        every = ast.walk(ast.parse(path.read_text()))
-        nodes = [node for node in every if isinstance(node, ast.Import | ast.ImportFrom)]
-        names = [
-            f"{getattr(node, 'module', '')}.{each.name}.".lstrip(".")
-            for node in nodes
-            for each in node.names
-        ]
-        is_first = path.name == mirror or any(name.startswith(f"{module}.") for name in names)
-        (first if is_first else others).append(f"tests/{path.name}")
-    return first, others
+def with_fault(source: str, fault: Fault) -> str | None:
+    """Return a file's source with a fault planted; None if the fault does not apply."""
+    tree = ast.parse(source)
+    node: ast.AST = tree
+    for name in filter(None, fault.get("function", "").split(".")):
+        children = ast.iter_child_nodes(node)
+        node = next((child for child in children if getattr(child, "name", "") == name), ast.Pass())
+    code, count = re.subn(fault["old"], fault["new"], ast.unparse(node))
+    if count == 0:
+        return None
+    changed = ast.parse(code)
+    vars(node).update(vars(changed if node is tree else changed.body[0]))
+    return ast.unparse(tree)
+
+
+def tests_of(file: str) -> list[str]:
+    """Return the test files that import a file, with the one that is named after it first."""
+    module = file.removesuffix(".py").replace("/", ".")
+    named = f"test_{module.replace('.', '_')}.py"
+    paths = sorted(ROOT.glob("tests/test_*.py"), key=lambda path: (path.name != named, path))
+    return [
+        f"tests/{path.name}"
+        for path in paths
+        if path.name == named or module in imported_names(parse(path))
+    ]
 
 
 def first_failure(folder: Path, tests: list[str]) -> str | None:
-    """The first test that fails in the folder, or what else went wrong; None where all pass."""
-    options = [
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--tb=no",
-        *(f"--deselect={test}" for test in UNSOUND),
-    ]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    limit = max(LIMIT, LIMIT_OF_FILE * len(tests))
-    with subprocess.Popen(
-        command, cwd=folder, start_new_session=True, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            out, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            return f"longer than {limit} seconds"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    failed = [
-        line.partition(" ")[2]
-        for line in out.splitlines()
-        if line.startswith(("FAILED ", "ERROR "))
-    ]
-    failed += [f"status {process.returncode}"]
-    return None if process.returncode in (0, 5) else failed[0].split(" - ")[0]  # 5: no test
+    """Return the first test that fails in a checkout, or what else went wrong."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", *tests]
+    try:
+        finished = subprocess.run(
+            command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"longer than {SECONDS} seconds"
+    if finished.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", finished.stdout, re.MULTILINE)
+    return failed[1] if failed else f"status {finished.returncode}"
 
 
-def caught_by(fault: Fault, folder: Path, tests: list[str]) -> str | None:
-    """The first test that fails with a fault, and not without it; None where there is none."""
-    path, source = folder / fault["file"], (ROOT / fault["file"]).read_text()
-    while tests:
-        path.write_text(source.replace(fault["old"], fault["new"]))
-        try:
-            failed = first_failure(folder, tests)
-        finally:
-            path.write_text(source)
-        if failed is None or "::" not in failed or first_failure(folder, [failed]) != failed:
-            return failed
-        UNSOUND.append(failed)
-        tqdm.write(f"{failed} fails without a fault too: it is left out")
-    return None
+def caught_by(fault: Fault, folder: Path) -> str | None:
+    """Return the first test that fails with a fault and not without it."""
+    path = folder / fault["file"]
+    source = path.read_text()
+    path.write_text(with_fault(source, fault) or source)
+    try:
+        failed = first_failure(folder, tests_of(fault["file"]))
+    finally:
+        path.write_text(source)
+    if failed and "::" in failed and first_failure(folder, [failed]):
+        print(f"{failed} fails without a fault too")
+        return None
+    return failed
 
 
-def main(
-    check: bool = False, only: str = "", direct: bool = False, records: Path | None = None
-) -> None:
-    """Plant faults, one at a time, and see whether a test fails.
+def main(check: bool = False, only: str = "") -> None:
+    """Plant faults, one at a time, and run the tests that import the file.
 
     Args:
-        check: only see whether each old text stands once in its file
+        check: only see whether each fault still applies
         only: only faults with this text in their file's name or description
-        direct: only tests that import the changed module
-        records: file of JSON lines, from which an interrupted run goes on
     """
-    faults: list[Fault] = json.loads(Path(__file__).with_suffix(".json").read_text())
-    sources = {
-        path: path.read_text() if path.is_file() else ""
-        for path in {ROOT / each["file"] for each in faults}
-    }
-    if wrong := [each for each in faults if sources[ROOT / each["file"]].count(each["old"]) != 1]:
-        raise SystemExit(
-            "\n".join(
-                "{file}: {fault}: not once in this file: {old!r}".format(**each) for each in wrong
-            )
-        )
-    chosen = (
-        [] if check else [fault for fault in faults if only in f"{fault['file']} {fault['fault']}"]
-    )
-    lines = records.read_text().splitlines() if records and records.is_file() else []
-    known, caught = (
-        {tuple(record[name] for name in faults[0]): record for record in map(json.loads, lines)},
-        0,
-    )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        open(records or os.devnull, "a", buffering=1) as log,
-    ):
-        copy_checkout(folder)
-        for fault in (bar := tqdm(chosen, "Faults")):
-            record = known.get(tuple(fault.values()))
-            if record is None or (record["caught_by"] is None and record["direct"] and not direct):
-                started, (first, others) = time.monotonic(), tests_of(fault["file"])
-                found = caught_by(fault, Path(folder), [] if record else first)
-                found = found or (None if direct else caught_by(fault, Path(folder), others))
-                record = {
-                    **fault,
-                    "caught_by": found,
-                    "direct": direct,
-                    "seconds": time.monotonic() - started,
-                }
-                print(json.dumps(record), file=log)
-            caught += (by := record["caught_by"]) is not None
-            said = f"{record['seconds']:6.1f} s  {fault['file']}: {fault['fault']}"
-            bar.write(f"caught     {said}  [{by}]" if by else f"NOT CAUGHT {said}")
-    print(
-        f"{len(faults)} faults, {len(chosen)} planted, {caught} caught ({caught / max(1, len(chosen)):.0%})"
-    )
-    raise SystemExit(caught < len(chosen))
+    faults = [fault for fault in read_faults() if only in f"{fault['file']} {fault['fault']}"]
+    missed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if not check:
+            subprocess.run(["git", "clone", "--quiet", ROOT, folder], check=True)
+        for fault in faults:
+            path = ROOT / fault["file"]
+            if not path.is_file() or with_fault(path.read_text(), fault) is None:
+                result = "DOES NOT APPLY"
+                missed += 1
+            elif check:
+                result = "applies"
+            else:
+                test = caught_by(fault, folder)
+                result = f"caught by {test}" if test else "NOT CAUGHT"
+                missed += test is None
+            print(f"{fault['file']}: {fault['fault']}: {result}", flush=True)
+    print(f"{len(faults)} faults, {missed} missed")
+    raise SystemExit(missed > 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Make the option tables of the pages from the settings of the scripts.
+"""Write the option tables of the pages from the settings of the scripts.
 
 python tests/option_tables.py
 """
@@ -32,36 +32,37 @@ ELSEWHERE = {
 
 
 def settings_of(script: str) -> type[Settings]:
-    """The settings of a script, wherever they are defined."""
-    module = importlib.import_module(
-        ELSEWHERE.get(script.replace("_char", ""), script).replace("/", ".")
-    )
-    kinds = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Settings)
-    ]
-    return next(kind for kind in kinds if kind.__module__ == module.__name__)
+    """Return the settings class of a script."""
+    file = ELSEWHERE.get(script.replace("_char", ""), script)
+    module = importlib.import_module(file.replace("/", "."))
+    for value in vars(module).values():
+        is_defined_here = getattr(value, "__module__", "") == module.__name__
+        if is_defined_here and isinstance(value, type) and issubclass(value, Settings):
+            return value
+    raise ValueError(f"{file}.py has no settings")
 
 
-def options_of(kind: type[Settings]) -> list[list[str]]:
-    """Name, default and help of each option, in order; the help is the string below the field."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
-    pairs = [each for each in itertools.pairwise(body) if isinstance(each[0], ast.AnnAssign)]
-    helps = {
-        field.target.id: text.value.value for field, text in pairs if isinstance(text, ast.Expr)
-    }
+def options_of(settings_class: type[Settings]) -> list[list[str]]:
+    """Return the name, default and help of each option; the help is the string below its field."""
+    source = textwrap.dedent(inspect.getsource(settings_class))
+    helps = {}
+    for statement, below in itertools.pairwise(ast.parse(source).body[0].body):
+        if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
+            helps[statement.target.id] = " ".join(below.value.value.split()).replace("|", "\\|")
     rows = []
-    for field in dataclasses.fields(kind):
-        # a newline written out
-        default = "none" if field.default == () else ascii(str(field.default))[1:-1]
-        name = field.name if is_positional(field) else f"--{field.name}"
-        rows.append([f"`{name}`", default, " ".join(helps[field.name].split()).replace("|", "\\|")])
+    for field in dataclasses.fields(settings_class):
+        name = f"--{field.name}"
+        if is_positional(field):
+            name = field.name
+        default = "none"
+        if field.default != ():
+            default = ascii(str(field.default))[1:-1]  # show a newline as backslash n
+        rows.append([f"`{name}`", default, helps[field.name]])
     return rows
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables made anew."""
+    """Return the page with new option tables."""
 
     def table(mark: re.Match[str]) -> str:
         rows = [["option", "default", "meaning"], ["---"] * 3, *options_of(settings_of(mark[2]))]

@@ -55,19 +55,18 @@ BUDGETS = {
     "options of evaluate": 11,
     "options of sample": 11,
     # that a script loads when it is imported, itself included
-    "modules of run_cycles": 51,
-    "modules of train": 28,
-    "modules of prepare_reward_data": 23,
-    "modules of train_reward_model": 28,
-    "modules of train_grpo": 39,
-    "modules of evaluate": 35,
-    "modules of sample": 21,
+    "modules of run_cycles": 49,
+    "modules of train": 22,
+    "modules of prepare_reward_data": 18,
+    "modules of train_reward_model": 25,
+    "modules of train_grpo": 35,
+    "modules of evaluate": 30,
+    "modules of sample": 15,
     "modules of prepare_text": 9,
-    "modules of reward_dataset_loader": 9,
+    "modules of reward_dataset_loader": 8,
 }
 # Which modules a script may load, by folder or name; and those that it loads today without need.
-MODEL = """common corpus.shakespeare data_loader generation interop.huggingface losses model
-    tokenization_manager training """
+MODEL = "common data_loader generation losses model tokenization_manager training "
 LOADS = {
     "run_cycles": (
         MODEL + "corpus grpo metrics reports reward reward_data_config reward_dataset_loader",
@@ -75,19 +74,19 @@ LOADS = {
     ),
     "train": (
         MODEL + "corpus.corpus metrics.bootstrap metrics.calibration",
-        "reward reward_dataset_loader",
+        "",
     ),
-    "prepare_reward_data": (MODEL + "reward_data_config reward_dataset_loader", "reward"),
+    "prepare_reward_data": (MODEL + "reward_data_config reward_dataset_loader", ""),
     "train_reward_model": (MODEL + "metrics reward reward_dataset_loader", "reports"),
     "train_grpo": (
         MODEL + "corpus.corpus grpo metrics reward",
         "reports reward_dataset_loader",
     ),
     "evaluate": (MODEL + "corpus.corpus metrics reward", "grpo reward_dataset_loader"),
-    "sample": (MODEL, "reward reward_dataset_loader"),
+    "sample": (MODEL, ""),
     "prepare_text": ("common corpus data_loader tokenization_manager", ""),
     "reward_dataset_loader": (
-        "common corpus.shakespeare data_loader tokenization_manager",
+        "common data_loader tokenization_manager",
         "generation",
     ),
 }
@@ -166,11 +165,8 @@ def exceeded() -> list[str]:
     return [name for name, count in counts().items() if count > BUDGETS.get(name, 0)]
 
 
-def test_budgets_are_kept():
+def test_budgets_are_kept_and_notice_one_too_many(monkeypatch):
     assert exceeded() == []
-
-
-def test_a_budget_notices_one_too_many(monkeypatch):
     for name, count in counts().items():
         with monkeypatch.context() as patch:
             patch.setitem(BUDGETS, name, count - 0.001 if "per" in name else count - 1)

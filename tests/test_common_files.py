@@ -1,5 +1,7 @@
-"""common/files.py: whole files or none, nothing executed, one writer.  `pytest
-tests/test_common_files.py`"""
+"""Test common/files.py: whole files or none, nothing executed, one writer.
+
+pytest tests/test_common_files.py
+"""
 
 import os
 import pickle
@@ -17,33 +19,32 @@ from common.process import UserError, run_main
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "folder" / "file.txt"
+    link = tmp_path / "link"
     files.write_text(path, "first")
-    (tmp_path / "link").hardlink_to(path)
+    link.hardlink_to(path)
     with pytest.raises(RuntimeError), files.atomic_path(path) as partial:
         partial.write_text("half")
         raise RuntimeError
     assert path.read_text() == "first" and os.listdir(path.parent) == ["file.txt"]
+    path.with_name(f".file.txt.{os.getpid()}.partial").symlink_to(link)
     files.write_text(path, "second")
     assert path.read_text() == "second" and os.listdir(path.parent) == ["file.txt"]
-    assert (tmp_path / "link").read_text() == "first"  # it was replaced, not written over
+    assert link.read_text() == "first"  # the file was replaced, and the link not followed
     with pytest.raises(OSError) as caught, files.atomic_path(path):
         raise OSError(28, "No space left on device")
-    assert caught.value.filename == str(path) and path.read_text() == "second"
-    path.with_name(f".file.txt.{os.getpid()}.partial").symlink_to(tmp_path / "link")
-    files.write_text(path, "third")
-    assert (tmp_path / "link").read_text() == "first"  # a link in the way is not written through
+    assert caught.value.filename == str(path)
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path):
     """Those of running processes, and of files with other names, stay. No process has the id
     9,999,999."""
-    stay = [".x.pt.1.partial", ".x.pt.note.partial", ".y.pt.9999999.partial"]
-    for name in (".x.pt.9999999.partial", ".x.pt.resume.9999999.partial", *stay):
+    kept = [".x.pt.1.partial", ".x.pt.lock", ".x.pt.note.partial", ".y.pt.9999999.partial"]
+    for name in (".x.pt.9999999.partial", ".x.pt.resume.9999999.partial", *kept):
         (tmp_path / name).touch()
     run_main(lambda: files.lock_output(tmp_path / "x.pt"))
-    assert sorted(os.listdir(tmp_path)) == sorted([".x.pt.lock", *stay])
+    assert sorted(os.listdir(tmp_path)) == kept
     files.write_text(tmp_path / "y.pt", "text")
-    assert sorted(os.listdir(tmp_path)) == sorted([".x.pt.lock", *stay[:2], "y.pt"])
+    assert sorted(os.listdir(tmp_path)) == [*kept[:3], "y.pt"]
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):
@@ -52,35 +53,39 @@ def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):
     assert list(files.read_pieces(tmp_path / "a.txt")) == ["na", "ïv", "e\n", "\ufeff"]
 
 
-def test_json_is_strict_and_comes_back(tmp_path):
-    path, value = tmp_path / "x.json", {"a": [1, 2.5, None, "é"], "b": {"c": True}}
+def test_json_comes_back(tmp_path):
+    path = tmp_path / "x.json"
+    value = {"a": [1, 2.5, None, "é"], "b": {"c": True}}
     files.write_json(path, value)
     with pytest.raises(ValueError):
         files.write_json(path, float("nan"))
     assert files.read_json(path) == value
-    for text in ("NaN", "[Infinity]", "1e999", "{", "[" * 100_000, '{"a": -Infinity}'):
-        with pytest.raises((ValueError, RecursionError)):
-            files.from_json(text)
+    for text in ("{", "[" * 100_000):
         path.write_text(text)
         with pytest.raises(UserError, match=r"ERROR: cannot read .*x.json"):
             files.read_json(path)
-    with pytest.raises(UserError):
-        files.read_json(tmp_path)
 
 
-def test_a_state_comes_back_and_equal_states_are_equal_bytes(tmp_path):
-    """Whatever the path: a model's hash is its lineage."""
+def test_a_state_comes_back_and_equal_states_have_equal_hashes(tmp_path):
+    """A model's hash is its lineage: it must not depend on the path."""
     state = {"model": {"w": torch.arange(3.0)}, "step": 3, "names": ["a"], "none": None}
-    for name in ("a.pt", "b.pt"):
-        files.save_state(tmp_path / name, state)
-    found = files.load_state(tmp_path / "a.pt")
-    assert torch.equal(found.pop("model")["w"], state["model"]["w"])
-    assert found == {"step": 3, "names": ["a"], "none": None}
-    assert files.hash_file(tmp_path / "a.pt") == files.hash_file(tmp_path / "b.pt")
-    (tmp_path / "x").write_bytes(b"abc")
-    assert files.hash_file(tmp_path / "x") == files.hash_bytes(b"abc") and files.hash_bytes(
-        b"abc"
-    ).startswith("ba7816bf")
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for path in paths:
+        files.save_state(path, state)
+    assert str(files.load_state(paths[0])) == str(state)
+    assert files.hash_file(paths[0]) == files.hash_file(paths[1])
+    assert files.hash_file(paths[0]) == files.hash_bytes(paths[0].read_bytes())
+    assert files.hash_bytes(b"abc").startswith("ba7816bf")
+
+
+def refused(path, data) -> str:
+    """Write `data` to the path, and return the error of load_state, which is one line."""
+    path.write_bytes(data)
+    with pytest.raises(UserError) as caught:
+        files.load_state(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
 
 
 class Harmful:
@@ -94,98 +99,86 @@ class Harmful:
 
 
 def test_nothing_in_a_state_is_executed(tmp_path):
-    made = str(tmp_path / "executed")
-    torch.save({"model": Harmful(made)}, tmp_path / "zip.pt")
-    torch.save({"model": Harmful(made)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    (tmp_path / "bare.pt").write_bytes(pickle.dumps(Harmful(made)))
-    with zipfile.ZipFile(tmp_path / "foreign.pt", "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps(Harmful(made)))
+    harm = Harmful(str(tmp_path / "executed"))
+    path = tmp_path / "x.pt"
+    torch.save({"model": harm}, path)
+    assert "nothing was executed" in refused(path, path.read_bytes())
+    torch.save({"model": harm}, path, _use_new_zipfile_serialization=False)
+    assert "x.pt" in refused(path, path.read_bytes())
+    assert "x.pt" in refused(path, pickle.dumps(harm))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(harm))
         archive.writestr("archive/version", "3\n")
-    for name in ("zip.pt", "old.pt", "bare.pt", "foreign.pt"):
-        with pytest.raises(UserError, match=rf"ERROR: .*{name}") as caught:
-            files.load_state(tmp_path / name)
-        assert "\n" not in str(caught.value)
-    assert not os.path.exists(made)
-    torch.load(tmp_path / "zip.pt", weights_only=False)
-    assert os.path.exists(made)  # read carelessly, it would have been
+    assert "x.pt" in refused(path, path.read_bytes())
+    assert not os.path.exists(harm.path)
+    pickle.loads(pickle.dumps(harm))
+    assert os.path.exists(harm.path)  # a careless reader would have executed it
 
 
 def test_a_damaged_state_is_one_line(tmp_path):
-    path, weights = tmp_path / "x.pt", torch.arange(1000.0)
-    files.save_state(path, {"w": weights})
+    path = tmp_path / "x.pt"
+    tensor = torch.arange(1000.0)
+    files.save_state(path, {"w": tensor})
     whole = path.read_bytes()
-    at = whole.index(weights.numpy().tobytes()) + 1234
-    flipped = whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :]
-    for data in (
-        b"",
-        b"text",
-        whole[: len(whole) // 2],
-        whole[:100] + b"\0" * 500 + whole[600:],
-        flipped,
-    ):
-        path.write_bytes(data)
-        with pytest.raises(UserError, match=r"x\.pt is damaged") as caught:
-            files.load_state(path)
-        assert "\n" not in str(caught.value)
-    assert "CRC" in str(caught.value)  # torch itself reads the last
+    assert "x.pt is damaged" in refused(path, b"")
+    assert "x.pt is damaged" in refused(path, b"text")
+    assert "x.pt is damaged" in refused(path, whole[: len(whole) // 2])
+    assert "x.pt is damaged" in refused(path, whole[:100] + b"\0" * 500 + whole[600:])
+    numbers = tensor.numpy().tobytes()
+    flipped = numbers[:1234] + b"\1" + numbers[1235:]
+    assert "CRC" in refused(path, whole.replace(numbers, flipped))  # torch itself reads it
+
+
+def test_a_state_of_another_kind_and_an_oversized_archive_are_refused(tmp_path):
+    path = tmp_path / "x.pt"
     torch.save([1], path)
-    with pytest.raises(UserError, match="holds a list"):
-        files.load_state(path)
+    assert "holds a list" in refused(path, path.read_bytes())
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", b"\0" * 10**7)
-    with pytest.raises(UserError, match="larger than the file"):
-        files.load_state(path)
+    assert "larger than the file" in refused(path, path.read_bytes())
 
 
 def test_obstacles_are_found_beforehand(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert files.check_writable(tmp_path / "new" / "folder") == ""
-    assert files.check_writable(tmp_path / "new" / "x.pt", is_file=True) == ""
-    assert "is a file, not a folder" in files.check_writable(
-        tmp_path / "file" / "x.pt", is_file=True
-    )
+    (tmp_path / "file").touch()
+    assert files.check_writable(tmp_path / "new/folder") == ""
+    assert files.check_writable(tmp_path / "new/x.pt", is_file=True) == ""
+    assert "is a file, not" in files.check_writable(tmp_path / "file/x.pt", is_file=True)
     assert "is no file" in files.check_writable(tmp_path, is_file=True)
-    assert files.check_writable("/dev/null", is_file=True)
+    assert "is no file" in files.check_writable("/dev/null", is_file=True)
 
 
 def test_one_process_writes_an_output(tmp_path, capsys):
     path = tmp_path / "model.pt"
-    lines = (
-        "from common.files import lock_output; from common.process import run_main; import sys\n"
-    )
-    lines += f"def main():\n    lock_output({str(path)!r}); print('held', flush=True); sys.stdin.read()\nrun_main(main)"
-    other = start("-c", lines, stdin=-1)
-    assert other.stdout.readline() == "held\n"
-    with pytest.raises(SystemExit) as caught:
+    lines = [
+        "import sys; from common.files import lock_output; from common.process import run_main",
+        f"def main(): lock_output({str(path)!r}); print('locked', flush=True); sys.stdin.read()",
+        "run_main(main)",
+    ]
+    other = start("-c", "\n".join(lines), stdin=-1)
+    assert other.stdout.readline() == "locked\n"
+    with pytest.raises(SystemExit, match="2"):
         run_main(lambda: files.lock_output(path))
-    assert (
-        caught.value.code == 2 and "is being written by another process" in capsys.readouterr().err
-    )
+    assert "is being written by another process" in capsys.readouterr().err
     other.communicate("")
     run_main(lambda: files.lock_output(path))
 
 
-def test_every_script_locks_what_it_writes(tmp_path, corpus, generator, reward_model, monkeypatch):
+def test_every_script_locks_its_output(tmp_path, corpus, generator, reward_model, monkeypatch):
     monkeypatch.setattr("interop.export.load_transformers", lambda: None)
     path = tmp_path / "output"
     models = {"base_model_path": generator, "reward_model_path": reward_model}
+    folders = {"model": tmp_path, "natural_model": tmp_path, "text": corpus}
     commands = {
         "evaluate": {"checkpoints": [generator], "dataset": corpus, "output_path": path},
         "sample": {"checkpoint_path": generator, "output_path": path},
         "train_grpo": {**models, "dataset": corpus, "gate_path": path},
         "interop.export": {"checkpoint_path": generator, "output_dir": path},
-        "interop.train_trl": {
-            "model": tmp_path,
-            "natural_model": tmp_path,
-            "text": corpus,
-            "output_dir": path,
-        },
+        "interop.train_trl": {**folders, "output_dir": path},
     }
     with FileLock(tmp_path / ".output.lock"):
         for script, options in commands.items():
-            assert "output is being written by another process" in refuse_in_one_line(
-                script, **options
-            ), script
+            line = refuse_in_one_line(script, **options)
+            assert "output is being written by another process" in line, script
     assert not path.exists()
 
 
@@ -199,5 +192,5 @@ def test_two_outputs_share_no_file_beside_them():
 def test_names_of_a_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    assert files.is_hub_name("gpt2") and files.is_hub_name("owner/name")
-    assert not any(map(files.is_hub_name, ("gpt3", "here/name", "owner/model.pt", "a/b/c")))
+    names = ("gpt2", "owner/name", "gpt3", "here/name", "owner/model.pt", "a/b/c")
+    assert [name for name in names if files.is_hub_name(name)] == ["gpt2", "owner/name"]

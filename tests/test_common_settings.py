@@ -91,7 +91,6 @@ def test_options_in_every_form():
         (["--optimizer", "sgd"], "invalid choice 'sgd'"),
         (["--compile"], "Missing value for argument '--compile'"),
         (["--contexts", "8", "x"], "['8', 'x']"),
-        (["--config"], "argument --config: expected one argument"),
         (["--model_path", "a\0b"], "'a\\x00b': no argument and no path can hold"),
         (["--optimizer", "\ud800"], "'\\ud800': no argument and no path can hold"),
     ],
@@ -99,6 +98,12 @@ def test_options_in_every_form():
 def test_a_wrong_command_line_is_one_line(argv, said):
     message = refused(*argv)
     assert message.startswith("ERROR: ") and said in message and "\n" not in message
+
+
+def test_an_option_for_a_settings_file_needs_a_value(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config")
+    assert "argument --config: expected one argument" in capsys.readouterr().err
 
 
 def test_all_errors_are_reported_at_once():
@@ -234,3 +239,16 @@ def test_settings_that_a_resumed_run_may_change():
         "b was 2, now 3; c was None, now 4"
     )
     assert differing_settings(before, {"a": 1}) == ""
+
+
+def test_a_settings_file_starts_from_its_base(tmp_path):
+    (tmp_path / "first.py").write_text("seed = 1\ntrain = dict(a=1, b=2)\nsample = dict(c=3)\n")
+    (tmp_path / "second.py").write_text("base = 'first.py'\nseed = 2\ntrain = dict(b=4)\n")
+    (tmp_path / "third.py").write_text("base = 'second.py'\n")
+    (tmp_path / "fourth.py").write_text("base = 'nowhere.py'\n")
+    expected = {"seed": 2, "train": {"a": 1, "b": 4}, "sample": {"c": 3}}
+    assert read_config(str(tmp_path / "second.py")) == expected
+    with pytest.raises(UserError, match=r"second.py: a base cannot have a base itself"):
+        read_config(str(tmp_path / "third.py"))
+    with pytest.raises(UserError, match=r"its base .*nowhere.py is not a file"):
+        read_config(str(tmp_path / "fourth.py"))

@@ -1,10 +1,9 @@
-"""corpus/encode.py: pieces have the tokens of the whole, memory stays flat, documents go to the
-parts named.
+"""corpus/encode.py: pieces have the tokens of the whole text, memory stays flat.
 
     pytest tests/test_corpus_encode.py
 
-Tests of tokenizer.json need requirements-bench.txt (the package tokenizers), and are skipped
-without it."""
+Tests of tokenizer.json need the package tokenizers (requirements-bench.txt), else they are skipped.
+"""
 
 import contextlib
 import shutil
@@ -43,31 +42,34 @@ NASTY = st.lists(
 ).map("".join)
 
 
-def check_pieces(tokenizer: TokenizationManager, least_cuts: int = 5) -> None:
-    """In small pieces the tokens of nasty texts are those of the whole, segment by segment."""
+def check_pieces(tokenizer: TokenizationManager, window: int, times: int) -> None:
+    """Check that small pieces of nasty texts have the tokens of the whole, in each segment."""
     cuts = []
 
-    @given(NASTY, st.integers(1, 40), st.integers(1, 5), st.floats(0.1, 0.9))
-    def equal(text, piece, window, share):
+    @given(NASTY, st.integers(1, 40), st.floats(0.1, 0.9))
+    def equal(text, piece, share):
+        text = text * times
+        boundary = max(1, int(len(text) * share))
+        segments = [("train", boundary), ("val", len(text) - boundary)]
+        pieces = (text[start : start + piece] for start in range(0, len(text), piece))
+        tokens = {"train": [], "val": []}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(encode, "PIECE_CHARACTERS", piece)
-            patch.setattr(encode, "WINDOW", window if tokenizer.method == "bpe" else 40)
-            text = text * (1 if tokenizer.method == "bpe" else 4)
-            boundary = max(1, int(len(text) * share))
-            pieces = (text[start : start + piece] for start in range(0, len(text), piece))
-            segments = [("train", boundary), ("val", len(text) - boundary)]
-            found = list(encode_segments(pieces, segments, tokenizer))
-        cuts.append(sum(len(tokens) > 0 for _, tokens in found))
-        for split, part in (("train", text[:boundary]), ("val", text[boundary:])):
-            tokens = [token for name, tokens in found if name == split for token in tokens.tolist()]
-            assert tokens == tokenizer.encode(part).tolist()
+            patch.setattr(encode, "WINDOW", window)
+            arrays = list(encode_segments(pieces, segments, tokenizer))
+        for name, array in arrays:
+            tokens[name] += array.tolist()
+        cuts.append(sum(len(array) > 0 for _, array in arrays))
+        assert tokens["train"] == tokenizer.encode(text[:boundary]).tolist()
+        assert tokens["val"] == tokenizer.encode(text[boundary:]).tolist()
 
     equal()
-    assert max(cuts) > least_cuts  # else nothing was shown
+    assert max(cuts) > 5  # else nothing was shown
 
 
-def test_pieces_have_the_tokens_of_the_whole(bpe):
-    check_pieces(bpe)
+@pytest.mark.parametrize("window", [1, 3, 5])
+def test_pieces_have_the_tokens_of_the_whole(bpe, window):
+    check_pieces(bpe, window, times=1)
 
 
 def test_a_text_without_a_cut_grows_and_is_searched_seldom(bpe, monkeypatch):
@@ -93,12 +95,11 @@ def test_paragraphs_that_blank_lines_separate_are_cut(bpe, monkeypatch):
 
 def test_segments_are_encoded_each_by_itself_and_nameless_ones_left_out():
     tokenizer = TokenizationManager.from_text("abc")
-    pieces, segments = ["ab", "cab", "c"], [("train", 1), ("", 2), ("val", 2), ("train", 1)]
-    found = [
-        (part, tokenizer.decode(tokens))
-        for part, tokens in encode_segments(iter(pieces), segments, tokenizer)
-    ]
-    joined = {part: "".join(text for name, text in found if name == part) for part, _ in found}
+    pieces = ["ab", "cab", "c"]
+    segments = [("train", 1), ("", 2), ("val", 2), ("train", 1)]
+    joined = {"train": "", "val": ""}
+    for part, tokens in encode_segments(iter(pieces), segments, tokenizer):
+        joined[part] += tokenizer.decode(tokens)
     assert joined == {"train": "ac", "val": "ab"}
     for pieces in (["abcab"], ["abcabca"]):
         with pytest.raises(UserError, match="not as long as"):
@@ -107,17 +108,11 @@ def test_segments_are_encoded_each_by_itself_and_nameless_ones_left_out():
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
     """Of a text of 20 MB, whose tokens are 40 MB, a few pieces are held."""
-    with open(tmp_path / "large.txt", "w") as file:
-        for _ in range(20):
-            file.write((TEXT * (1_000_000 // len(TEXT) + 1))[:1_000_000])
+    path = tmp_path / "large.txt"
+    path.write_text((TEXT * 10_000)[:20_000_000])
     tracemalloc.start()
     try:
-        succeed(
-            "prepare_text",
-            str(tmp_path / "large.txt"),
-            out_dir=tmp_path / "large",
-            tokenization="char",
-        )
+        succeed("prepare_text", str(path), out_dir=tmp_path / "large", tokenization="char")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -142,7 +137,6 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
     folder.mkdir()
     for name in ("meta.pkl", "tokenizer.json", "test.bin"):
         (folder / name).write_text("of an earlier corpus")
-        (folder / f".{name}.9999999.partial").write_text("cut")
     prepare_texts([novel], folder, bpe)
     assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", ".train.bin.lock"}
     assert "".join(tokens_of(folder, "train", "val")) == TEXT
@@ -253,9 +247,9 @@ def prefixing(tokenizers, tokenizer):
 
 
 @pytest.mark.interop
-@pytest.mark.parametrize(("change", "least_cuts"), [(looking_ahead, 5), (prefixing, 5)])
-def test_pieces_have_the_tokens_of_the_whole_with_a_tokenizer(tmp_path, change, least_cuts):
-    check_pieces(make_tokenizer(tmp_path, change), least_cuts)
+@pytest.mark.parametrize("change", [looking_ahead, prefixing])
+def test_pieces_have_the_tokens_of_the_whole_with_a_tokenizer(tmp_path, change):
+    check_pieces(make_tokenizer(tmp_path, change), window=40, times=4)
 
 
 @pytest.mark.interop

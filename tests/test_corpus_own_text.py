@@ -1,5 +1,7 @@
-"""corpus/own_text.py, `run_cycles.py --text`: parts, one vocabulary, sizes.  `pytest
-tests/test_corpus_own_text.py`"""
+"""corpus/own_text.py, `run_cycles.py --text`: parts, one vocabulary, sizes.
+
+pytest tests/test_corpus_own_text.py
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from tokenization_manager import TokenizationManager
 def texts(tmp_path):
     """A text of the user's, and another that does not end with a newline and has a character of its
     own."""
-    own, other = tmp_path / "own.txt", tmp_path / "other.txt"
+    own = tmp_path / "own.txt"
+    other = tmp_path / "other.txt"
     own.write_text((make_text(2000) * 9)[:30_000])
     other.write_text(make_text(100) + "§")
     return own, other
@@ -30,7 +33,8 @@ def read(folder, part: str) -> str:
 
 def test_the_last_tenths_are_held_out_of_both_corpora(texts, tmp_path):
     own, other = texts
-    text, arguments = own.read_text(), ([str(own)], [str(other)], None, tmp_path / "out")
+    text = own.read_text()
+    arguments = ([str(own)], [str(other)], None, tmp_path / "out")
     folder, library, size = make_corpora(*arguments)
     assert size == 30_000 and read(folder, "train") == text[:24_000]
     assert read(library, "train") == other.read_text() + "\n"
@@ -56,21 +60,23 @@ def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
 
 
 def test_sizes_follow_the_length():
-    short, long = sizes_for(30_000, 90, True), sizes_for(2_000_000, 5000, False)
+    short = sizes_for(30_000, 90, True)
+    long = sizes_for(2_000_000, 5000, False)
     assert short["train"] == ["--block_size=32", "--batch_size=64", "--max_iters=1200"]
-    assert (
-        short["control_plain"][-1] == "--max_iters=3000"
-        and long["control_plain"][-1] == "--dropout=0.0"
-    )
+    assert short["control_plain"][-1] == "--max_iters=3000"
+    assert long["control_plain"][-1] == "--dropout=0.0"
     assert long["natural_model"] == ["--block_size=128", "--batch_size=16", "--max_iters=550"]
     assert sizes_for(60_000, 90, False)["natural_model"][-1] == "--dropout=0.2"
 
 
 def test_settings_of_stages():
-    words = "--text a.txt --train.max_iters 4 b --train_grpo.group-size=2 --controls False --train.short_contexts 8 16"
+    words = (
+        "--text a.txt --train.max_iters 4 b --train_grpo.group-size=2 --controls False "
+        "--train.short_contexts 8 16"
+    )
     others, own = options_of_stages(words.split(), list(run_cycles.SECTIONS))
     assert others == ["--text", "a.txt", "--controls", "False"]
     assert own["train"] == ["--max_iters", "4", "b", "--short_contexts", "8", "16"]
     assert own["train_grpo"] == ["--group-size=2"]
-    with pytest.raises(UserError, match=r"trian is no section; did you mean train\?"):
+    with pytest.raises(UserError, match=r"trian is no section; sections are train,"):
         options_of_stages(["--trian.max_iters", "4"], list(run_cycles.SECTIONS))

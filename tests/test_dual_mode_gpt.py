@@ -1,5 +1,7 @@
-"""Tests of model.py: both heads against a forward pass by hand, configs, padding ids,
-initialisation."""
+"""Tests of model.py: heads against a forward pass by hand, configs, padding ids, initialisation.
+
+pytest tests/test_dual_mode_gpt.py
+"""
 
 import dataclasses
 import math
@@ -17,7 +19,7 @@ TINY = {"block_size": 12, "vocab_size": 11, "n_layer": 2, "n_head": 2, "n_embd":
 
 
 def tiny_model(seed: int = 0, lively: bool = False, **changes) -> GPT:
-    """A tiny model; a lively one has weights so large that every part of it shows in the output."""
+    """A tiny model; a lively one has large weights, so that every part affects the output."""
     torch.manual_seed(seed)
     config = GPTConfig(**{**TINY, **changes})
     kind = PositionRewardModel if config.reward_head_type == "position" else GPT
@@ -34,15 +36,18 @@ def some_ids(*shape: int, vocab_size: int = TINY["vocab_size"], seed: int = 1) -
 
 
 def trunk_names(bias: bool, position: str, n_layer: int = 2) -> set[str]:
-    """The trunk's state-dict names as nanoGPT has them."""
-    names = {"transformer.wte.weight", "transformer.ln_f.weight"}
-    names |= {"transformer.wpe.weight"} if position == "learned" else set()
-    names |= {"transformer.ln_f.bias"} if bias else set()
+    """The names of nanoGPT for the trunk's weights."""
+    names = {"transformer.wte.weight"}
+    if position == "learned":
+        names.add("transformer.wpe.weight")
+    parts = ["ln_f"]
     for layer in range(n_layer):
         for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
-            names.add(f"transformer.h.{layer}.{part}.weight")
-            if bias:
-                names.add(f"transformer.h.{layer}.{part}.bias")
+            parts.append(f"h.{layer}.{part}")
+    for part in parts:
+        names.add(f"transformer.{part}.weight")
+        if bias:
+            names.add(f"transformer.{part}.bias")
     return names
 
 
@@ -67,25 +72,11 @@ def test_config_fields_and_defaults_of_the_seeds_come_first():
 def test_configurable_reward_head_hidden_dim(hidden):
     changes = {} if hidden is None else {"reward_head_hidden_dim": hidden}
     model, width = tiny_model(mode="reward", **changes), hidden or 256
-    shapes = {
-        name: tuple(p.shape)
-        for name, p in model.state_dict().items()
-        if name.startswith("reward_head")
-    }
-    assert shapes == {
-        "reward_head.0.weight": (width, 8),
-        "reward_head.0.bias": (width,),
-        "reward_head.2.weight": (2, width),
-        "reward_head.2.bias": (2,),
-    }
-    assert [type(layer).__name__ for layer in model.reward_head] == [
-        "Linear",
-        "ReLU",
-        "Linear",
-        "Softmax",
-    ]
-    probabilities, _ = model(some_ids(3, 5))
-    assert probabilities.shape == (3, 2)
+    shapes = [tuple(parameter.shape) for parameter in model.reward_head.parameters()]
+    assert shapes == [(width, 8), (width,), (2, width), (2,)]
+    layers = [type(layer).__name__ for layer in model.reward_head]
+    assert layers == ["Linear", "ReLU", "Linear", "Softmax"]
+    assert model(some_ids(3, 5))[0].shape == (3, 2)
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
@@ -121,52 +112,44 @@ def test_num_parameters_counts_tied_weights_once_and_positions_never():
 
 
 def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
-    """The trunk's output in float64, position by position and head by head; rotary positions as
-    complex numbers."""
-    config, weights = (
-        model.config,
-        {name: tensor.double() for name, tensor in model.state_dict().items()},
-    )
-    head_dim, T = config.n_embd // config.n_head, idx.size(1)
+    """The trunk's output (B, T, C) float64, one head at a time; rotary positions as complex numbers."""
+    config = model.config
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    head_dim = config.n_embd // config.n_head
+    half = head_dim // 2
+    T = idx.size(1)
+    angles = torch.outer(torch.arange(T), 10000.0 ** -(torch.arange(half).double() / half))
+    turn = torch.polar(torch.ones_like(angles), angles)  # (T, D / 2)
+    is_later = torch.ones(T, T).triu(1).bool()
 
     def linear(name, x):
-        y = x @ weights[f"{name}.weight"].T
-        return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
     def norm(name, x):
-        x = (x - x.mean(-1, keepdim=True)) / torch.sqrt(
-            x.var(-1, unbiased=False, keepdim=True) + 1e-5
-        )
-        x = x * weights[f"{name}.weight"]
-        return x + weights[f"{name}.bias"] if f"{name}.bias" in weights else x
+        variance = x.var(-1, unbiased=False, keepdim=True)
+        x = (x - x.mean(-1, keepdim=True)) / torch.sqrt(variance + 1e-5)
+        return x * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
 
-    def turned(x, t):  # (B, D) -> (B, D)
-        half = head_dim // 2
-        angle = t * 10000.0 ** (-2 * torch.arange(half, dtype=torch.float64) / head_dim)
-        z = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat((z.real, z.imag), dim=1)
+    def place(x):  # (B, T, D) -> (B, T, D)
+        if config.position == "learned":
+            return x
+        z = torch.complex(x[..., :half], x[..., half:]) * turn
+        return torch.cat((z.real, z.imag), -1)
 
     x = weights["transformer.wte.weight"][idx]
     if config.position == "learned":
         x = x + weights["transformer.wpe.weight"][:T]
     for layer in range(config.n_layer):
         name = f"transformer.h.{layer}"
-        q, k, v = linear(f"{name}.attn.c_attn", norm(f"{name}.ln_1", x)).split(
-            config.n_embd, dim=-1
-        )
-        y = torch.zeros_like(x)
-        for head in range(config.n_head):
-            part = slice(head * head_dim, (head + 1) * head_dim)
-            for t in range(T):
-                place = turned if config.position == "rope" else lambda vector, _: vector
-                query = place(q[:, t, part], t)
-                scores = [
-                    (query * place(k[:, s, part], s)).sum(-1) / math.sqrt(head_dim)
-                    for s in range(t + 1)
-                ]
-                attention = torch.stack(scores, dim=1).softmax(dim=1)  # (B, t + 1)
-                y[:, t, part] = (attention[:, :, None] * v[:, : t + 1, part]).sum(1)
-        x = x + linear(f"{name}.attn.c_proj", y)
+        qkv = linear(f"{name}.attn.c_attn", norm(f"{name}.ln_1", x))
+        q, k, v = qkv.split(config.n_embd, dim=-1)
+        heads = []
+        for query, key, value in zip(
+            *(part.split(head_dim, -1) for part in (q, k, v)), strict=True
+        ):
+            scores = place(query) @ place(key).mT / math.sqrt(head_dim)  # (B, T, T)
+            heads.append(scores.masked_fill(is_later, -math.inf).softmax(-1) @ value)
+        x = x + linear(f"{name}.attn.c_proj", torch.cat(heads, -1))
         h = linear(f"{name}.mlp.c_fc", norm(f"{name}.ln_2", x))
         x = x + linear(f"{name}.mlp.c_proj", h * 0.5 * (1 + torch.erf(h / math.sqrt(2))))
     return norm("transformer.ln_f", x)
@@ -175,16 +158,14 @@ def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("position", ["rope", "learned"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_generator_equals_the_forward_pass_by_hand(position, bias):
-    model, idx, targets = (
-        tiny_model(lively=True, position=position, bias=bias),
-        some_ids(3, 9),
-        some_ids(3, 9, seed=2),
-    )
+    model = tiny_model(lively=True, position=position, bias=bias)
+    idx = some_ids(3, 9)
+    targets = some_ids(3, 9, seed=2)
     targets[1, 4:] = -1
     expected = hidden_states_by_hand(model, idx) @ model.lm_head.weight.double().T
-    log_probs = expected.log_softmax(-1)
-    kept = [(b, t) for b in range(3) for t in range(9) if targets[b, t] != -1]
-    expected_loss = -sum(log_probs[b, t, targets[b, t]] for b, t in kept) / len(kept)
+    is_kept = targets != -1
+    log_probs = expected.log_softmax(-1)[is_kept]
+    expected_loss = -log_probs.gather(1, targets[is_kept][:, None]).mean()
 
     logits, loss = model(idx, targets)
     torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
@@ -195,44 +176,29 @@ def test_generator_equals_the_forward_pass_by_hand(position, bias):
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
-def test_reward_model_equals_the_forward_pass_by_hand(position):
-    model = tiny_model(lively=True, mode="reward", reward_head_hidden_dim=6, position=position)
+@pytest.mark.parametrize("head", ["last", "position"])
+def test_reward_models_equal_the_forward_pass_by_hand(position, head):
+    changes = {"mode": "reward", "reward_head_type": head, "reward_head_hidden_dim": 6}
+    model = tiny_model(lively=True, position=position, **changes)
     idx = some_ids(3, 9)
-    hidden, _, scores, _ = model.reward_head.double()
-    last = hidden_states_by_hand(model, idx)[:, -1]  # pooling is the last token
-    inner = (last @ hidden.weight.T + hidden.bias).clamp(min=0)
-    expected = (inner @ scores.weight.T + scores.bias).softmax(-1)
+    states = hidden_states_by_hand(model, idx)  # (3, 9, C)
+    hidden, _, score = model.reward_head[:3].double()
+    inner = (states @ hidden.weight.T + hidden.bias).clamp(min=0)
+    scores = inner @ score.weight.T + score.bias
     model.float()
-
+    if head == "last":
+        expected = scores[:, -1].softmax(-1)  # pooling is the last token
+    else:
+        torch.testing.assert_close(model.output(idx).double(), scores[..., 0], rtol=1e-4, atol=1e-4)
+        share = model.token_probabilities(idx).mean(1)
+        expected = torch.stack((share, 1 - share), -1).double()
     probabilities, no_loss = model(idx)
     assert no_loss is None
     torch.testing.assert_close(probabilities.double(), expected, rtol=1e-4, atol=1e-4)
+    assert probabilities.std(0).min() > 1e-3  # the model reads its input
     targets = torch.tensor([[0.25, 0.75], [1.0, 0.0], [0.5, 0.5]])
-    by_hand = (
-        sum(
-            (probabilities[b, c].item() - targets[b, c].item()) ** 2
-            for b in range(3)
-            for c in range(2)
-        )
-        / 6
-    )
+    by_hand = (probabilities - targets).square().sum().item() / 6
     assert model(idx, targets)[1].item() == pytest.approx(by_hand, rel=1e-5)
-    assert probabilities.std(0).min() > 1e-3  # it does read its input
-
-
-@pytest.mark.parametrize("position", ["rope", "learned"])
-def test_a_position_head_equals_the_forward_pass_by_hand(position):
-    head = {"mode": "reward", "reward_head_type": "position", "reward_head_hidden_dim": 6}
-    model, idx = tiny_model(lively=True, position=position, **head), some_ids(3, 9)
-    hidden, _, score = model.reward_head.double()
-    inner = (hidden_states_by_hand(model, idx) @ hidden.weight.T + hidden.bias).clamp(min=0)
-    evidence = (inner @ score.weight.T + score.bias)[..., 0]  # (3, 9)
-    model.float()
-    torch.testing.assert_close(model.output(idx).double(), evidence, rtol=1e-4, atol=1e-4)
-    probabilities, no_loss = model(idx)
-    assert no_loss is None
-    torch.testing.assert_close(probabilities[:, 0], model.token_probabilities(idx).mean(1))
-    assert probabilities.std(0).min() > 1e-3  # it does read its input
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
@@ -265,13 +231,10 @@ def test_dropout_works_in_training_only():
 
 @pytest.mark.parametrize("num_tokens", [None, 9])
 def test_logits_are_float32_in_mixed_precision(num_tokens):
-    """Those that are compared; those of the loss are not. Without autocast both are the same
-    numbers."""
-    model, idx, targets = (
-        tiny_model(lively=True, num_tokens=num_tokens),
-        some_ids(2, 6) % 9,
-        some_ids(2, 6, seed=2) % 9,
-    )
+    """Only `logits` are; the logits of a loss have autocast's dtype."""
+    model = tiny_model(lively=True, num_tokens=num_tokens)
+    idx = some_ids(2, 6) % 9
+    targets = some_ids(2, 6, seed=2) % 9
     hidden = model.trunk(idx)
     plain, loss = model(idx, targets)
     assert torch.equal(model.logits(hidden), plain)
@@ -289,9 +252,13 @@ MANY_TOKENS = GPTConfig(block_size=1024, vocab_size=5000, n_layer=1, n_head=1, n
 @pytest.mark.parametrize(
     ("config", "gib", "rows"),
     [
-        # they decide the order of sums
-        *((GPTConfig(), None, 1), (SMALL, None, 64), (MANY_TOKENS, None, 10)),
-        *((GPTConfig(), 1, 1), (GPTConfig(), 80, 6), (SMALL, 80, 1024)),
+        # The number of rows determines the order of sums.
+        (GPTConfig(), None, 1),
+        (SMALL, None, 64),
+        (MANY_TOKENS, None, 10),
+        (GPTConfig(), 1, 1),
+        (GPTConfig(), 80, 6),
+        (SMALL, 80, 1024),
     ],
 )
 def test_rows_at_a_time_follow_from_shapes_and_cudas_memory(monkeypatch, config, gib, rows):
@@ -320,16 +287,8 @@ def test_padding_ids_have_no_probability_and_change_nothing_else():
 @pytest.mark.parametrize("mode", ["generator", "reward"])
 def test_initialisation(mode):
     torch.manual_seed(0)
-    config = GPTConfig(
-        block_size=64,
-        vocab_size=200,
-        n_layer=3,
-        n_head=4,
-        n_embd=128,
-        mode=mode,
-        position="learned",
-    )
-    model = GPT(config)
+    sizes = {"block_size": 64, "vocab_size": 200, "n_layer": 3, "n_head": 4, "n_embd": 128}
+    model = GPT(GPTConfig(**sizes, mode=mode, position="learned"))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert (parameter == 0).all(), name
@@ -355,10 +314,10 @@ def test_initialisation(mode):
         ({"activation": "relu"}, "activation='relu': must be one of gelu, gelu_tanh"),
         ({"dropout": -0.1}, "dropout=-0.1"),
         ({"dropout": math.nan}, "dropout=nan"),
-        ({"mode": "critic"}, "mode must be 'generator' or 'reward'"),
+        ({"mode": "critic"}, "mode='critic': must be one of generator, reward"),
         ({"position": "alibi"}, "position='alibi'"),
         ({"num_tokens": 12}, "num_tokens=12"),
-        ({"n_layer": 2.0}, "n_layer=2.0: must be a whole number"),
+        ({"n_layer": 2.0}, "n_layer=2.0: wrong type float"),
         ({"dropout": "0.1"}, "dropout='0.1'"),
         (
             {"reward_head_type": "linear"},

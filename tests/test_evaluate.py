@@ -88,7 +88,7 @@ def test_the_test_split_is_for_models_of_the_same_split_alone(tmp_path, corpus, 
     tokens[::-1].tofile(folder / "test.bin")
     assert succeed("evaluate", **options).startswith(f"{generator}: loss ")
     tokens[1:].tofile(folder / "val.bin")
-    assert "learned another corpus" in call("evaluate", **options).err
+    assert "was trained on another corpus" in call("evaluate", **options).err
 
 
 def test_what_cannot_be_compared_or_asked_for_is_refused(
@@ -102,7 +102,7 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
     )
     record = TokenizationManager.from_text("abc").to_record()
     strange = make_checkpoint(tmp_path / "strange.pt", 3, record)
-    assert "the model reads char (vocab_size=3)" in refuse_in_one_line(
+    assert "char (vocab_size=3) in the model" in refuse_in_one_line(
         "evaluate", checkpoints=[strange], **options
     )
     shutil.copytree(corpus, tmp_path / "short", ignore=shutil.ignore_patterns("sha256sums.txt"))

@@ -1,5 +1,4 @@
-"""interop/huggingface.py: parity with transformers both ways, names of the hub, damaged folders,
-the export.
+"""Tests of interop/huggingface.py and export.py: parity with transformers, damaged folders.
 
     pytest tests/test_interop_huggingface.py
 
@@ -18,10 +17,10 @@ from helpers import assert_same_weights, make_checkpoint, refuse_in_one_line, su
 from common.files import read_json
 from common.process import UserError
 from interop import huggingface
-from interop.huggingface import model_path, read_folder, their_model
+from interop.huggingface import download_model, read_folder, their_model
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager, save_meta
-from training.checkpoint import build_model, load_checkpoint
+from training.checkpoint import build_model, find_model, load_checkpoint
 
 EXPORT = "interop.export"
 SIZES = {"block_size": 32, "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32}
@@ -45,20 +44,8 @@ OURS = [
 ]
 
 
-def name_of(config: GPTConfig) -> str:
-    names = (
-        "position",
-        "bias",
-        "activation",
-        "rotary_share",
-        "parallel_residual",
-        "tied_embeddings",
-    )
-    return "-".join(str(getattr(config, name)) for name in names)
-
-
 def with_large_weights(model):
-    """A model whose weights are far from those of a new one, biases and norms too."""
+    """Draw large random weights, biases and norms too."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
@@ -77,7 +64,7 @@ def transformers():
 
 @pytest.fixture
 def folder(tmp_path, transformers):
-    """A small model of GPT-NeoX's form."""
+    """The folder of a small GPT-NeoX model."""
     their_model(OURS[3], with_large_weights(GPT(OURS[3])).state_dict()).save_pretrained(
         tmp_path / "hf"
     )
@@ -91,7 +78,7 @@ def change(folder, **settings):
 
 
 @pytest.mark.interop
-@pytest.mark.parametrize("config", OURS, ids=name_of)
+@pytest.mark.parametrize("config", OURS)
 def test_our_models_have_the_same_logits_and_come_back_as_they_were(tmp_path, transformers, config):
     model, ids = with_large_weights(GPT(config)), torch.randint(61, (3, 32))
     theirs = their_model(config, model.state_dict())
@@ -105,6 +92,9 @@ def test_our_models_have_the_same_logits_and_come_back_as_they_were(tmp_path, tr
 
 
 GPT2 = {"n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
+NEOX = {"max_position_embeddings": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+NEOX = {**NEOX, "hidden_size": 32, "intermediate_size": 128}
+CLASSES = {"GPT2": "GPT2LMHeadModel", "GPTNeoX": "GPTNeoXForCausalLM"}
 
 
 @pytest.mark.interop
@@ -127,22 +117,16 @@ GPT2 = {"n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
 )
 def test_their_models_have_the_same_logits_here(tmp_path, transformers, form, options):
     if form == "GPTNeoX":
-        options |= {"max_position_embeddings": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        options |= {"hidden_size": 32, "intermediate_size": 128}
+        options = {**NEOX, **options}
     config = getattr(transformers, f"{form}Config")(vocab_size=61, **options)
     theirs = with_large_weights(getattr(transformers, CLASSES[form])(config))
     theirs.save_pretrained(tmp_path)
-    if form == "GPT2":  # which ties them, says this
+    if form == "GPT2":
         change(tmp_path, tie_word_embeddings=True)
-    model, ids = (
-        build_model(load_checkpoint(tmp_path), "generator", tmp_path),
-        torch.randint(61, (3, 32)),
-    )
+    model = build_model(load_checkpoint(tmp_path), "generator", tmp_path)
+    ids = torch.randint(61, (3, 32))
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model, ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
-
-
-CLASSES = {"GPT2": "GPT2LMHeadModel", "GPTNeoX": "GPTNeoXForCausalLM"}
 
 
 @pytest.mark.interop
@@ -232,7 +216,7 @@ def test_damaged_files_are_refused(folder, file, damage):
 
 @pytest.mark.interop
 def test_weights_as_a_pickle_are_not_read(folder, tmp_path):
-    """A file that executes something when it is unpickled; nor is a folder without a model."""
+    """Unpickling this file would execute a command."""
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch hostile'\ntR.")
     for path, said in ((folder, "cannot be read"), (tmp_path, r"config\.json")):
@@ -253,15 +237,15 @@ def test_names_of_the_hub_are_fetched_by_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download)
     )
-    model_path.cache_clear()
-    assert model_path("gpt2") == model_path("EleutherAI/pythia-14m") == tmp_path
-    assert model_path(tmp_path / "model.pt") == tmp_path / "model.pt"
+    download_model.cache_clear()
+    assert find_model("gpt2") == find_model("EleutherAI/pythia-14m") == tmp_path
+    assert find_model(tmp_path / "model.pt") == tmp_path / "model.pt"
     assert asked == ["openai-community/gpt2", "EleutherAI/pythia-14m"]
-    with pytest.raises(UserError, match="not to be had from the hub") as caught:
-        model_path("no/network")
+    with pytest.raises(UserError, match="cannot be downloaded") as caught:
+        find_model("no/network")
     assert "\n" not in str(caught.value)
     assert "`hf download no/network --local-dir FOLDER`, then name FOLDER" in str(caught.value)
-    model_path.cache_clear()
+    download_model.cache_clear()
 
 
 @pytest.mark.interop
@@ -307,9 +291,7 @@ def test_models_without_a_tokenizer_and_reward_models(tmp_path, transformers):
     assert "--meta_path" in refuse_in_one_line(EXPORT, checkpoint_path=path, output_dir=out)
     record = TokenizationManager.from_text("abc").to_record()
     reward = make_checkpoint(tmp_path / "reward.pt", 3, record, mode="reward")
-    assert "a generator is needed" in refuse_in_one_line(
-        EXPORT, checkpoint_path=reward, output_dir=out
-    )
+    assert "not a generator" in refuse_in_one_line(EXPORT, checkpoint_path=reward, output_dir=out)
     assert not out.exists()
     succeed(EXPORT, checkpoint_path=path, meta_path=tmp_path / "meta.pkl", output_dir=out)
     assert load_checkpoint(out)["tokenization"]["chars"] == "abc"

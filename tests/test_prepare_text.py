@@ -1,4 +1,7 @@
-"""prepare_text.py: nanoGPT's bytes from texts of one's own, and what is refused."""
+"""prepare_text.py: the bytes of nanoGPT's prepare.py, and what is refused.
+
+pytest tests/test_prepare_text.py
+"""
 
 import os
 import pickle
@@ -26,28 +29,26 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def files_of(name: str) -> dict[str, Any]:
-    """The files of a corpus, locks aside; a meta.pkl's contents."""
-    files = {
-        path.name: path.read_bytes()
-        for path in Path("data", name).glob("*.*")
-        if path.suffix in (".bin", ".pkl")
-    }
-    return {
-        name: pickle.loads(data) if name == "meta.pkl" else data for name, data in files.items()
-    }
+    """The files of a corpus without locks; a meta.pkl's contents."""
+    files = {path.name: path.read_bytes() for path in Path("data", name).glob("*.bin")}
+    meta = Path("data", name, "meta.pkl")
+    if meta.exists():
+        files["meta.pkl"] = pickle.loads(meta.read_bytes())
+    return files
 
 
 def nanogpt_char(text: str) -> dict[str, Any]:
     """The files of nanoGPT's data/shakespeare_char/prepare.py, by its own few lines."""
     chars = sorted(set(text))
-    stoi, itos = {ch: i for i, ch in enumerate(chars)}, dict(enumerate(chars))
-    n = len(text)
-    parts = {"train.bin": text[: int(n * 0.9)], "val.bin": text[int(n * 0.9) :]}
-    files = {
-        name: np.array([stoi[c] for c in part], dtype=np.uint16).tobytes()
-        for name, part in parts.items()
+    stoi = {ch: i for i, ch in enumerate(chars)}
+    itos = dict(enumerate(chars))
+    ids = np.array([stoi[ch] for ch in text], dtype=np.uint16)
+    boundary = int(len(text) * 0.9)
+    return {
+        "train.bin": ids[:boundary].tobytes(),
+        "val.bin": ids[boundary:].tobytes(),
+        "meta.pkl": {"vocab_size": len(chars), "itos": itos, "stoi": stoi},
     }
-    return files | {"meta.pkl": {"vocab_size": len(chars), "itos": itos, "stoi": stoi}}
 
 
 def test_characters_are_nanogpts_bytes(monkeypatch):
@@ -77,49 +78,43 @@ def test_text_mode_gives_the_same_tokens(tokenization):
     assert np.array_equal(files.train, text.train) and np.array_equal(files.val, text.val)
 
 
-def test_paths_may_stand_anywhere_and_folders_mean_their_texts(folder):
-    for name, text in (
-        ("b/z.txt", "z\n"),
-        ("b/a/x.txt", "xx"),
-        ("b/a.txt", "aa"),
-        ("b/no.md", "?"),
-        ("c.txt", "c"),
-    ):
+def text_of(folder: str) -> str:
+    """The text of both splits of a corpus."""
+    tokenizer = TokenizationManager(data_path=folder)
+    splits = load_binary(f"{folder}/train.bin", f"{folder}/val.bin", tokenizer.vocab_size)
+    return tokenizer.decode(np.concatenate(splits))
+
+
+def write_files(files: dict[str, bytes]) -> None:
+    for name, data in files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(text)
-    options = [
-        "--name",
-        "mixed",
-        "--tokenization=char",
-        "--block_size",
-        "1",
-        "--train_split",
-        "0.5",
-    ]
-    succeed("prepare_text", *options, "c.txt", "b")
-    tokenizer = TokenizationManager(data_path="data/mixed")
-    splits = load_binary("data/mixed/train.bin", "data/mixed/val.bin", tokenizer.vocab_size)
-    assert tokenizer.decode(splits.train) + tokenizer.decode(splits.val) == "c\nxx\naa\nz\n"
+        Path(name).write_bytes(data)
+
+
+def test_paths_may_stand_anywhere_and_folders_mean_their_texts():
+    write_files(
+        {"b/z.txt": b"z\n", "b/a/x.txt": b"xx", "b/a.txt": b"aa", "b/no.md": b"?", "c.txt": b"c"}
+    )
+    options = "--name mixed --tokenization=char --block_size 1 --train_split 0.5 c.txt b"
+    succeed("prepare_text", *options.split())
+    assert text_of("data/mixed") == "c\nxx\naa\nz\n"
     Path("settings.py").write_text("name = 'other'\nprepare_text = dict(tokenization='char')\n")
     succeed("prepare_text", "novel.txt", "--config", "settings.py")
     assert files_of("other") == nanogpt_char(TEXT)
 
 
 def test_marks_and_hidden_files_are_no_text_and_capitals_in_a_suffix_are_allowed():
-    files = {
-        "a.txt": b"\xef\xbb\xbfaa\n",
-        "B.TXT": b"\xef\xbb\xbfBB\n",
-        "._a.txt": b"\0",
-        ".c/c.txt": b"c",
-    }
-    Path(".folder/.c").mkdir(parents=True)
-    for name, data in files.items():
-        Path(".folder", name).write_bytes(data)
-    Path("settings.py").write_bytes(b"\xef\xbb\xbftokenization = 'char'\r\nblock_size = 1\r\n")
+    write_files(
+        {
+            ".folder/a.txt": b"\xef\xbb\xbfaa\n",
+            ".folder/B.TXT": b"\xef\xbb\xbfBB\n",
+            ".folder/._a.txt": b"\0",
+            ".folder/.c/c.txt": b"c",
+            "settings.py": b"\xef\xbb\xbftokenization = 'char'\r\nblock_size = 1\r\n",
+        }
+    )
     succeed("prepare_text", ".folder", "--config=settings.py", name="marked", train_split=0.5)
-    tokenizer = TokenizationManager(data_path="data/marked")
-    splits = load_binary("data/marked/train.bin", "data/marked/val.bin", tokenizer.vocab_size)
-    assert tokenizer.decode(np.concatenate(splits)) == "BB\naa\n"
+    assert text_of("data/marked") == "BB\naa\n"
 
 
 def refused(*paths: str, **options: object) -> str:
@@ -170,9 +165,7 @@ def test_texts_that_are_too_short_and_a_folder_named_for_characters():
 )
 def test_settings_that_are_refused(options, said):
     message = refuse("prepare_text", "novel.txt", **{"name": "novel", **PLAIN, **options})
-    assert [
-        line.startswith(f"  ERROR: {said}") for line in message.splitlines() if "ERROR" in line
-    ] == [True]
+    assert message.count("ERROR") == 1 and f"  ERROR: {said}" in message
     assert not Path("data").exists()
 
 

@@ -1,4 +1,7 @@
-"""Settings of reward-data preparation: every problem is found, all at once, in the seeds' words."""
+"""reward_data_config.py: all problems are reported at once, in the words of the seed documents.
+
+pytest tests/test_reward_data_config.py
+"""
 
 import dataclasses
 from pathlib import Path
@@ -79,7 +82,8 @@ def test_seeds_example_of_validation_errors(text_config):
         "\n"
         "Suggested fixes:\n"
         "  SUGGESTION: Check that the model checkpoint file exists and the path is correct\n"
-        "  SUGGESTION: Specify --meta_path when using character tokenization, or use --tokenization auto"
+        "  SUGGESTION: Specify --meta_path when using character tokenization, or use "
+        "--tokenization auto"
     )
 
 

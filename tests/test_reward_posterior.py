@@ -1,5 +1,7 @@
-"""reward/posterior.py: the posterior and its losses by hand and by finite differences; mixtures
-against a grid."""
+"""Tests of reward/posterior.py: posterior and losses by hand and by finite differences.
+
+pytest tests/test_reward_posterior.py
+"""
 
 import math
 
@@ -13,20 +15,19 @@ from reward import posterior as posteriors
 
 
 def test_reward_losses_by_hand():
-    """Of scores, or of log-probabilities in their place."""
+    """Log-probabilities may serve as scores."""
     # probabilities 1/4, 3/4
-    scores, targets = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.5, 0.5]])
+    scores = torch.tensor([[0.0, math.log(3.0)]])
+    targets = torch.tensor([[0.5, 0.5]])
     by_hand = {"mse": 0.0625, "cross_entropy": -0.5 * (math.log(0.25) + math.log(0.75))}
     for loss, expected in by_hand.items():
-        for given_scores in (scores, scores.log_softmax(-1)):
-            assert posteriors.reward_loss(given_scores, targets, loss).item() == pytest.approx(
-                expected, rel=1e-5
-            )
+        for values in (scores, scores.log_softmax(-1)):
+            value = posteriors.reward_loss(values, targets, loss).item()
+            assert value == pytest.approx(expected, rel=1e-5)
 
 
 def posterior_by_hand(evidence: list[float]) -> list[float]:
-    """P(K = k | x) for k = 1, 2, ..., T - 1 (1 alone where T = 1): each k's product of ratios,
-    normalised."""
+    """P(K = k | x) for k = 1, ..., max(T - 1, 1): the product of k likelihood ratios, normalised."""
     numbers = range(1, max(len(evidence), 2))
     weights = [math.exp(math.fsum(evidence[:k])) for k in numbers]
     return [weight / math.fsum(weights) for weight in weights]
@@ -39,7 +40,7 @@ def test_posterior_and_shares_by_hand(values):
     by_hand = posterior_by_hand(values)
     log_posterior = posteriors.crossover_log_posterior(evidence)
     assert log_posterior.exp()[0].tolist() == pytest.approx(by_hand)
-    # P(K > t) of every token; with one token alone there is nothing else than K = 1
+    # P(K > t) of every token t
     natural = [math.fsum(p for k, p in enumerate(by_hand, 1) if k > t) for t in range(T)]
     assert posteriors.natural_probabilities(evidence)[0].tolist() == pytest.approx(natural)
     mean = math.fsum(k * p for k, p in enumerate(by_hand, 1))
@@ -50,8 +51,10 @@ CROSSOVER_LOSSES = ("mse", "cross_entropy", "token", "nll")
 
 
 def crossover_loss_by_hand(values: list[float], crossover: int, loss: str) -> float:
-    """Of one sequence."""
-    K, T, posterior = crossover, len(values), posterior_by_hand(values)
+    """The loss of one sequence."""
+    K = crossover
+    T = len(values)
+    posterior = posterior_by_hand(values)
     share = math.fsum(k * p for k, p in enumerate(posterior, 1)) / T
     if loss == "mse":
         return (share - K / T) ** 2
@@ -69,7 +72,7 @@ def crossover_loss_by_hand(values: list[float], crossover: int, loss: str) -> fl
 @settings(max_examples=30, deadline=None)
 @given(st.integers(3, 8), st.integers(0, 2**31), st.data())
 def test_crossover_losses_by_hand(loss, length, seed, data):
-    """K of 0 and T among them: labels of data that were not made here."""
+    """Labels of foreign data can have K = 0 and K = T."""
     T = length
     evidence = torch.randn(3, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     K = data.draw(st.lists(st.integers(0, T), min_size=3, max_size=3))
@@ -82,14 +85,13 @@ def test_crossover_losses_by_hand(loss, length, seed, data):
 
 
 @pytest.mark.parametrize("length", [6, 49, 100, 1024])
-def test_every_crossover_is_read_off_its_label(length):
-    """K / T is rounded, and a little less than K comes out of it again."""
+def test_every_crossover_is_recovered_from_its_label(length):
+    """K / T is rounded, so that K / T * T may be a little less than K."""
     T, K = length, torch.arange(1, length)
     targets = torch.stack((K / T, (T - K) / T), 1)  # float32, as the files have them
     evidence = torch.randn(1, T, generator=torch.Generator().manual_seed(0))
-    losses = torch.stack(
-        [posteriors.crossover_loss(evidence, target[None], "nll") for target in targets]
-    )
+    losses = [posteriors.crossover_loss(evidence, target[None], "nll") for target in targets]
+    losses = torch.stack(losses)
     assert torch.equal(losses, -posteriors.crossover_log_posterior(evidence)[0])
 
 

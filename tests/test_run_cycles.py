@@ -1,5 +1,7 @@
-"""run_cycles.py: its plan, its ledger, what is made again, how it goes on.  `pytest
-tests/test_run_cycles.py`"""
+"""Tests of run_cycles.py: the plan, what is made again, interruptions, refusals.
+
+pytest tests/test_run_cycles.py
+"""
 
 import html
 import os
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +37,14 @@ import run_cycles
 from common.files import read_json
 from common.log import read_records
 from common.process import UserError
-from common.settings import parse_settings, read_config
 from grpo.rollouts import draw_prompts
+from metrics.settings import EvaluateSettings
 from prepare_reward_data import crossovers_and_uniforms
-from reports.summary import Ledger, headline
+from reports.ledger import Ledger
+from reports.summary import headline
 from reward_data_config import RewardDataConfig
-from run_cycles import SECTIONS, CycleSettings, Loop, Stage, hash_input
+from run_cycles import CycleSettings, Loop, check_stages, prepare_corpora, read_loop
+from training.stage import Stage, hash_input
 
 NAMES = [
     "base_model_v1",
@@ -100,41 +105,33 @@ def copy(tmp_path, unbroken):
 def test_artefacts_and_ledger(unbroken, corpus):
     _, out, printed = unbroken
     contents = read_json(out / "cycles.json")
-    records = {each["name"]: each for each in contents["stages"]}
-    assert (
-        list(records) == contents["about"]["planned"] == NAMES and contents["outcome"] == "finished"
-    )
-    assert set(NAMES) <= {path.stem for path in out.iterdir()} and not list(out.glob("*partial*"))
-    assert contents["about"]["train_tokens"] == (corpus / "train.bin").stat().st_size // 2
-    assert records["base_model_v2"]["inputs"].keys() == {
-        "dataset",
-        "base_model_path",
-        "reward_model_path",
-    }
-    assert (
-        records["control_plain_v2"]["inputs"]["init_from"]
-        == records["gate_v1"]["inputs"]["base_model_path"]
-    )
+    records = {record["name"]: record for record in contents["stages"]}
+    about = contents["about"]
+    assert list(records) == about["planned"] == NAMES
+    assert contents["outcome"] == "finished"
+    assert set(NAMES) <= {path.stem for path in out.iterdir()}
+    assert not list(out.glob("*partial*"))
+    assert about["train_tokens"] == (corpus / "train.bin").stat().st_size // 2
+    inputs = {name: record["inputs"] for name, record in records.items()}
+    assert inputs["base_model_v2"].keys() == {"dataset", "base_model_path", "reward_model_path"}
+    assert inputs["control_plain_v2"]["init_from"] == inputs["gate_v1"]["base_model_path"]
     assert records["control_plain_v2"]["settings"]["max_iters"] == 6
-    found, controls = (records[name]["figures"] for name in ("evaluation_v2", "controls_v2"))
+    found = records["evaluation_v2"]["figures"]
     assert list(found) == ["base_model_v1", "base_model_v2", "natural_model_v1"]
-    assert list(controls) == ["control_plain_v2", "control_distil_v2"]
+    assert list(records["controls_v2"]["figures"]) == ["control_plain_v2", "control_distil_v2"]
     assert found["base_model_v1"]["kl_now"] < 1e-9 < found["base_model_v2"]["kl_now"]
-    page, last = (out / "report.html").read_text(), printed.splitlines()[-3:]
-    assert last == [html.unescape(line) for line in re.findall(r'(?:<h1>|"lead">)(.*)</', page)]
-    assert "of 1 cycles the policy is not shown to differ from (no verdict: 0 blocks" in last[1]
-    assert f"{found['base_model_v2']['fresh_reward']:.3f}; KL to its start" in last[2]
-    for text in (
-        "##### 10 of 10, controls_v2: evaluate.py",
-        f"{found['base_model_v2']['loss']:.4f}",
-        "policy - it: ",
-    ):
-        assert text in printed
+    page = (out / "report.html").read_text()
+    lines = printed.splitlines()[-3:]
+    assert lines == [html.unescape(line) for line in re.findall(r'(?:<h1>|"lead">)(.*)</', page)]
+    assert "of 1 cycles the policy is not shown to differ from (no verdict: 0 blocks" in lines[1]
+    assert f"{found['base_model_v2']['fresh_reward']:.3f}; KL to its start" in lines[2]
+    assert "##### 10 of 10, controls_v2: evaluate.py" in printed
+    assert f"{found['base_model_v2']['loss']:.4f}" in printed
 
 
-def test_the_page_that_comes_before_the_controls_says_so(unbroken):
+def test_the_page_before_the_controls_announces_them(unbroken):
     ledger = Ledger(unbroken[1])
-    ledger.records = {name: ledger.records[name] for name in NAMES[:7]}
+    del ledger.records["controls_v2"]
     assert headline(ledger)[1].endswith("controls are coming.")
     ledger.about["planned"] = NAMES[:7]
     assert headline(ledger)[1].endswith("there are no controls.")
@@ -150,7 +147,7 @@ def test_a_second_command_has_nothing_to_do(copy, corpus, tmp_path, in_this_proc
     assert read_json(tmp_path / "moved/cycles.json")["stages"] == before
 
 
-def test_what_is_lost_or_has_other_settings_is_made_again_and_what_read_it(
+def test_a_stage_is_made_again_if_its_file_its_settings_or_its_inputs_changed(
     copy, corpus, unbroken, in_this_process
 ):
     config, out = copy
@@ -162,56 +159,44 @@ def test_what_is_lost_or_has_other_settings_is_made_again_and_what_read_it(
     assert (out / "gate_v1.json").read_text() == (unbroken[1] / "gate_v1.json").read_text()
     assert "base_model_v2 is made again: max_steps was 2, now 3" in finished.out
     assert "evaluation_v2 is made again: checkpoints was " in finished.out
-    records = {each["name"]: each for each in read_json(out / "cycles.json")["stages"]}
-    assert list(records) == NAMES and records["base_model_v2"]["figures"]["steps"] == 3
-    assert_same_weights(
-        weights(out / "base_model_v1.pt"), weights(unbroken[1] / "base_model_v1.pt")
-    )
+    ledger = Ledger(out)
+    assert list(ledger.records) == NAMES
+    assert ledger.figures("base_model_v2")["steps"] == 3
+    before = weights(unbroken[1] / "base_model_v1.pt")
+    assert_same_weights(weights(out / "base_model_v1.pt"), before)
 
 
 def test_a_closed_gate_carries_the_generator_on(copy, corpus, in_this_process):
     config, out = copy
-    config.write_text(
-        config.read_text().replace(
-            "allow_unpredictive_reward=True", "allow_unpredictive_reward=False"
-        )
-    )
+    text = config.read_text()
+    config.write_text(text.replace("_reward=True", "_reward=False"))
     finished = loop(config, corpus, out, num_cycles=3)
     assert finished.status == 0, finished.err
-    contents = read_json(out / "cycles.json")
-    assert [each["name"] for each in contents["stages"]] == NAMES[:7]
+    assert Ledger(out).about["planned"] == NAMES[:7]
     assert (out / "base_model_v2.pt").read_bytes() == (out / "base_model_v1.pt").read_bytes()
-    assert "GRPO did not start" in finished.out and "is not shown to predict" in finished.out
-    config.write_text(
-        config.read_text().replace(
-            "allow_unpredictive_reward=False", "allow_unpredictive_reward=True"
-        )
-    )
-    assert loop(config, corpus, out).status == 0  # the stages before it are kept
-    assert in_this_process[1] == "train_grpo" and "prepare_reward_data" not in in_this_process
-    assert read_json(out / "cycles.json")["stages"][5]["script"] == "train_grpo"
+    assert "GRPO did not start" in finished.out
+    assert "is not shown to predict" in finished.out
+    in_this_process.clear()
+    config.write_text(text)
+    assert loop(config, corpus, out).status == 0
+    # Earlier stages are kept, and so are the controls, which this run has again.
+    assert in_this_process == ["train_grpo", "train_grpo", "evaluate"]
+    assert Ledger(out).records["base_model_v2"]["script"] == "train_grpo"
 
 
 def test_a_stage_that_fails_ends_the_run(tmp_path, corpus, in_this_process):
-    """Exit status 2, its name in the ledger, and a page of what there is."""
+    """The exit status is 2, the ledger names the stage, and the page shows the stages before."""
     (tmp_path / "broken.pt").write_text("no checkpoint")
-    start = f"natural_model = dict(init_from='{tmp_path}/broken.pt', "
-    finished = loop(
-        write_config(tmp_path, CONFIG.replace("natural_model = dict(", start)),
-        corpus,
-        tmp_path / "out",
-    )
+    section = f"natural_model = dict(init_from='{tmp_path}/broken.pt', "
+    config = write_config(tmp_path, CONFIG.replace("natural_model = dict(", section))
+    finished = loop(config, corpus, tmp_path / "out")
     assert finished.status == 2
-    assert (
-        "ERROR: natural_model_v1 ended with status 2; mend the cause and run the same command again"
-        in finished.err
-    )
-    contents = read_json(tmp_path / "out/cycles.json")
-    assert (
-        contents["outcome"] == "failed in natural_model_v1"
-        and "seconds" not in contents["stages"][-1]
-    )
-    assert [each["name"] for each in contents["stages"]] == NAMES[:2]
+    error = "natural_model_v1 ended with status 2; mend the cause and run the same command again"
+    assert error in finished.err
+    ledger = Ledger(tmp_path / "out")
+    assert ledger.outcome == "failed in natural_model_v1"
+    assert list(ledger.records) == NAMES[:2]
+    assert "seconds" not in ledger.records["natural_model_v1"]
     assert "failed in natural_model_v1" in (tmp_path / "out/report.html").read_text()
 
 
@@ -261,40 +246,39 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
     )
 
 
-def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, **changes: Any) -> Loop:
-    """The loop of a settings file, of which nothing is run."""
-    config = str(write_config(tmp_path, text))
-    sections = {
-        name: parse_settings(kind, script, ["--config", config, "--section", name], check=False)
-        for name, (script, kind) in SECTIONS.items()
-    }
-    own = read_config(config).get("run_cycles", {})
-    settings = CycleSettings(**{"out_dir": str(tmp_path / "out"), **own, **changes})
-    return Loop(settings, sections, read_config(config), {})
+def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, words=None, **changes: Any) -> Loop:
+    """Return the loop of a settings file, without running it."""
+    settings = CycleSettings(out_dir=str(tmp_path / "out"), **changes)
+    return read_loop(settings, str(write_config(tmp_path, text)), words or {})
 
 
-def kinds(stages: list[Stage]) -> list[str]:
-    return [stage.kind for stage in stages if stage.kind not in ("evaluation", "controls")]
+def kinds(stages: Iterable[Stage]) -> list[str]:
+    return [stage.kind for stage in stages if stage.script != "evaluate"]
 
 
 CYCLE = ["reward_data", "reward_model", "gate", "policy"]
 
 
 def test_plan_of_two_cycles(tmp_path):
-    stages = list(plan(tmp_path, num_cycles=2).stages(Ledger()))
+    stages = plan(tmp_path, num_cycles=2).stages()
     controls = ["control_plain", "control_distil"]
     assert kinds(stages) == ["base", "natural_model", *CYCLE, *controls, *CYCLE, *controls]
-    by_name = {stage.artefact.name: stage for stage in stages}
-    assert by_name["control_plain_v2.pt"].inputs["init_from"].name == "base_model_v1.pt"
-    assert by_name["control_plain_v3.pt"].inputs["init_from"].name == "control_plain_v2.pt"
-    assert by_name["base_model_v3.pt"].inputs["base_model_path"].name == "base_model_v2.pt"
-    assert [path.name for path in by_name["evaluation_v3.json"].inputs["checkpoints"]] == [
-        *("base_model_v1.pt", "base_model_v2.pt", "base_model_v3.pt", "natural_model_v1.pt")
+    settings = {stage.name: stage.settings for stage in stages}
+    assert settings["control_plain_v2"].init_from == f"{tmp_path}/out/base_model_v1.pt"
+    assert settings["control_plain_v3"].init_from == f"{tmp_path}/out/control_plain_v2.pt"
+    assert settings["base_model_v3"].base_model_path == f"{tmp_path}/out/base_model_v2.pt"
+    assert [Path(path).stem for path in settings["evaluation_v3"].checkpoints] == [
+        "base_model_v1",
+        "base_model_v2",
+        "base_model_v3",
+        "natural_model_v1",
     ]
 
 
 def test_a_cycle_draws_other_numbers_than_the_one_before(tmp_path):
-    """K, text offsets and prompt lengths; those of cycle 1 are of the section's own seed."""
+    """K, text offsets and prompt lengths; those of cycle 1 come from the seed of the section."""
+    stages = plan(tmp_path, num_cycles=2).stages()
+    seeds = {stage.name: getattr(stage.settings, "seed", None) for stage in stages}
 
     def crossovers(data):
         config = RewardDataConfig(samples_per_chunk=3, seed=seeds[data])
@@ -304,18 +288,12 @@ def test_a_cycle_draws_other_numbers_than_the_one_before(tmp_path):
         text, lengths, _ = draw_prompts(np.arange(1000), 100, 4, 1, seeds[policy], "rollout", 1)
         return text[:, 0].tolist(), lengths.flatten().tolist()
 
-    made, seeds = plan(tmp_path, num_cycles=2), {}
-    for stage in made.stages(Ledger()):
-        seeds[stage.artefact.stem] = stage.identity(made.sections)["settings"].get("seed")
     assert seeds["reward_data_v1"] == seeds["gate_v1"] == seeds["base_model_v2"] == 42
     assert crossovers("reward_data_v1") == [7, 7, 91] != crossovers("reward_data_v2")
-    assert prompts("base_model_v2") == ([521, 12, 782, 739], [42, 43, 28, 4])
-    assert prompts("base_model_v3")[0] != [521, 12, 782, 739] and prompts("base_model_v3")[1] != [
-        42,
-        43,
-        28,
-        4,
-    ]
+    offsets, lengths = prompts("base_model_v2")
+    assert (offsets, lengths) == ([521, 12, 782, 739], [42, 43, 28, 4])
+    later_offsets, later_lengths = prompts("base_model_v3")
+    assert later_offsets != offsets and later_lengths != lengths
 
 
 @pytest.mark.parametrize(
@@ -327,26 +305,22 @@ def test_a_cycle_draws_other_numbers_than_the_one_before(tmp_path):
     ],
 )
 def test_controls_of_the_settings(tmp_path, text, changes, expected):
-    found = kinds(list(plan(tmp_path, text, **changes).stages(Ledger())))
+    found = kinds(plan(tmp_path, text, **changes).stages())
     assert found == ["base", "natural_model", *CYCLE, *expected]
 
 
 def test_the_natural_model(tmp_path):
-    """None for other heads; one that is given is taken; a corpus of its own is read by it alone."""
-    of = {
-        stage.kind: stage.inputs
-        for stage in plan(tmp_path, natural_dataset="library").stages(Ledger())
+    """Only the natural model reads its corpus; a given one is used; other heads need none."""
+    settings = {
+        stage.kind: stage.settings for stage in plan(tmp_path, natural_dataset="library").stages()
     }
-    assert [kind for kind in of if of[kind].get("dataset") == Path("data/library")] == [
-        "natural_model"
-    ]
-    text = CONFIG.replace("likelihood", "last")
-    assert kinds(list(plan(tmp_path, text, num_cycles=1).stages(Ledger()))) == ["base", *CYCLE]
-    stages = list(plan(tmp_path, CONFIG, natural_model="mine.pt", num_cycles=1).stages(Ledger()))
+    assert settings["natural_model"].dataset == "data/library"
+    assert settings["natural_model"].init_from == "scratch"
+    assert settings["base"].dataset == settings["policy"].dataset == "data/shakespeare_char"
+    assert kinds(plan(tmp_path, CONFIG.replace("likelihood", "last")).stages()) == ["base", *CYCLE]
+    stages = plan(tmp_path, CONFIG, natural_model="mine.pt").stages()
     assert kinds(stages) == ["base", *CYCLE]
-    assert [
-        stage.inputs["natural_model_path"] for stage in stages if stage.kind == "reward_model"
-    ] == ["mine.pt"]
+    assert stages[2].settings.natural_model_path == "mine.pt"
 
 
 @pytest.mark.parametrize(
@@ -359,13 +333,21 @@ def test_the_natural_model(tmp_path):
     ],
 )
 def test_patience_ends_the_loop(tmp_path, losses, patience, cycles):
-    """By the policies' losses on the select part, the first that of the start."""
-    ledger = Ledger()
-    for cycle, loss in enumerate(losses[1:], 1):
-        policy = {"steps": 2, "start_select_loss": losses[cycle - 1], "select_loss": loss}
-        ledger.records[f"base_model_v{cycle + 1}"] = {"figures": policy}
-    stages = plan(tmp_path, num_cycles=3, perplexity_patience=patience).stages(ledger)
-    assert kinds(list(stages)).count("policy") == cycles
+    """The losses are those on the select part, of the start and of each policy."""
+    made = plan(tmp_path, num_cycles=3, perplexity_patience=patience)
+    ledger = Ledger(tmp_path)
+    ledger.start({"planned": [stage.name for stage in made.stages()]})
+    for cycle in (1, 2, 3):
+        figures = {
+            f"gate_v{cycle}": {"r2_low": 0.1},
+            f"base_model_v{cycle + 1}": {
+                "start_select_loss": losses[0],
+                "select_loss": losses[min(cycle, len(losses) - 1)],
+            },
+        }
+        for name, found in figures.items():
+            ledger.records[name] = {"name": name, "seconds": 1, "kind": "", "figures": found}
+    assert kinds(made.stages_to_make(ledger)).count("policy") == cycles
 
 
 def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_path, corpus):
@@ -391,64 +373,49 @@ def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, mo
     """Another of the same name needs --out_dir; the same command, also with another form of the
     path, goes on."""
     monkeypatch.chdir(tmp_path)
-    Ledger(Path("out/input"), {"settings": {"text": ["x/input.txt"]}, "config": "c.py"}).end([])
-    assert run_cycles.own_folder([str(tmp_path / "x/input.txt")]) == "out/input"
+    ledger = Ledger(Path("out/input"))
+    ledger.start({"sources": ["x/input.txt"]})
+    ledger.finish([])
+    assert run_cycles.default_folder([str(tmp_path / "x/input.txt")]) == "out/input"
     line = refuse_in_one_line("run_cycles", text="y/input.txt")
-    assert (
-        "holds a run of x/input.txt, and this one is of y/input.txt: name another folder with --out_dir"
-        in line
-    )
-    Ledger(Path("out/input"), {"settings": {"text": []}, "config": "x/input.py"}).end([])
-    assert run_cycles.own_folder(["./x/input.py"]) == "out/input"
-    with pytest.raises(UserError, match=r"a run of x/input.py, and this one is of y/input.py"):
-        run_cycles.own_folder(["y/input.py"])
+    sources = "a run of x/input.txt, and this one is of y/input.txt"
+    assert f"out/input holds {sources}: name another folder with --out_dir" in line
 
 
-def test_values_of_a_command_line():
-    """One word for a value that begins with dashes, a word for each of several values."""
-    paths = Path("a.pt"), Path("b.pt")
-    stage = Stage(
-        "evaluation", 0, "evaluate", Path("out/s.json"), {"checkpoints": paths}, {"part": "--x"}
-    )
-    words = stage.command(["--config", "c.py"], {"device": "cpu"}, ["--part=y"])[2:]
-    own = ["--part=y", "--checkpoints", "a.pt", "b.pt", "--part=--x", "--output_path=out/s.json"]
-    assert words == ["--config", "c.py", *own, "--device=cpu"]
+def test_command_of_a_stage():
+    """Settings that are not the default: one word for a value that may begin with dashes, a word for
+    each of several values."""
+    settings = EvaluateSettings(checkpoints=("a.pt", "b.pt"), baseline="--x", calibrate=True)
+    stage = Stage("evaluation", 0, Path("s.json"), "evaluate", "evaluate", settings)
+    words = ["--checkpoints", "a.pt", "b.pt", "--baseline=--x", "--calibrate=True", "--device=cpu"]
+    assert stage.command(device="cpu")[2:] == words
 
 
 def test_the_corpus_is_made_where_it_is_missing(tmp_path):
-    """By its own prepare.py; without one the error says what to do, and a mistyped name makes no
-    other corpus."""
-    with pytest.raises(UserError, match="name another --dataset"):
-        run_cycles.prepare_corpus(tmp_path, [], section="")
-    config = write_config(
-        tmp_path, "prepare = dict(source='complete')\nrun_cycles = dict(dataset='novel_char')\n"
-    )
+    """By its own prepare.py; a mistyped name gets no corpus."""
+    lines = "prepare = dict(source='complete')\nrun_cycles = dict(dataset='novel_char')\n"
+    config = write_config(tmp_path, lines)
     options = options_of(tmp_path / "novle_char", tmp_path / "out")
-    assert "name another --dataset (data/ has" in refuse_in_one_line(
-        "run_cycles", str(config), **options
-    )
+    error = refuse_in_one_line("run_cycles", str(config), **options)
+    assert "name another --dataset (data/ has" in error
+
+    folder = tmp_path / "novel"
+    folder.mkdir()
+    config.write_text(f"prepare = dict()\nrun_cycles = dict(dataset='{folder}')\n")
     lines = "import sys, pathlib\nfolder = pathlib.Path(__file__).parent\n"
     lines += "(folder / 'made').write_text(' '.join(sys.argv[1:]))\nsys.exit('--bad' in sys.argv)\n"
-    (tmp_path / "prepare.py").write_text(lines)
-    run_cycles.prepare_corpus(tmp_path, ["--config", "c.py"], section="prepare")
-    assert (
-        tmp_path / "made"
-    ).read_text() == f"--config c.py --section=prepare --out_dir={tmp_path}"
+    (folder / "prepare.py").write_text(lines)
+    settings = CycleSettings(dataset=str(folder))
     with pytest.raises(UserError, match="corpus ended with status 1"):
-        run_cycles.prepare_corpus(tmp_path, ["--bad"], section="prepare")
+        prepare_corpora(settings, str(config), {"prepare": ["--bad"]})
+    made = (folder / "made").read_text()
+    assert made == f"--config={config} --section=prepare --out_dir={folder} --bad"
 
 
-def test_options_that_nothing_reads_or_that_the_run_sets_itself_are_refused(tmp_path):
-    made, other = (
-        plan(tmp_path, CONFIG),
-        plan(tmp_path, CONFIG + CONTROLS, controls=False, num_cycles=2),
-    )
-    made.own = {"control_plain": ["--seed=1"], "train": ["--dataset=x"]}
-    with pytest.raises(UserError, match=r"(?s)--control_plain.seed.*--train.dataset"):
-        made.check()
-    other.own = {
-        "control_plain": ["--seed=1"],
-        "natural_model": ["--init_from=scratch"],
-        "train_grpo": ["--seed=8"],
-    }
-    other.check()
+def test_options_that_the_run_sets_itself_are_refused(tmp_path):
+    words = {"train": ["--dataset=x", "--seed=1"], "control_plain": ["--init_from=scratch"]}
+    made = plan(tmp_path, CONFIG, words, num_cycles=2)
+    assert "control_plain" in kinds(made.stages())  # the command line has its section
+    with pytest.raises(UserError, match=r"--train.dataset: this run sets it itself") as error:
+        check_stages(made, words)
+    assert str(error.value).count("ERROR") == 1

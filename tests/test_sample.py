@@ -1,4 +1,7 @@
-"""sample.py: text that starts as asked, and what is refused.  `pytest tests/test_sample.py`"""
+"""Tests of sample.py: texts begin with the start, and bad starts are refused.
+
+pytest tests/test_sample.py
+"""
 
 import re
 

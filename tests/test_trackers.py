@@ -1,5 +1,7 @@
-"""Trackers: each record once, and one line where none can be; with stand-ins.  `pytest
-tests/test_trackers.py`"""
+"""Trackers: every record is sent once, and a failure is one line; with stand-ins for packages.
+
+pytest tests/test_trackers.py
+"""
 
 import importlib.machinery
 import sys
@@ -17,7 +19,8 @@ def package(monkeypatch, request):
     of them all."""
     module = ModuleType(request.param)
     module.__spec__ = importlib.machinery.ModuleSpec(request.param, None)
-    module.begun, module.logged = [], []
+    module.begun = []
+    module.logged = []
 
     class Run:
         def log(self, numbers, step):
@@ -31,16 +34,12 @@ def package(monkeypatch, request):
 def numbers_of(path):
     """(step, numbers) of the records of a run."""
     records = read_records(path / "model_checkpoint.jsonl")
-    is_number = {
-        name
-        for record in records
-        for name, value in record.items()
-        if isinstance(value, int | float)
-    }
-    return [
-        (r["step"], {n: r[n] for n in r if n != "step" and n in is_number and r[n] is not None})
-        for r in records
-    ]
+    numbers = []
+    for record in records:
+        step = record.pop("step")
+        is_number = {name: isinstance(value, int | float) for name, value in record.items()}
+        numbers.append((step, {name: record[name] for name in record if is_number[name]}))
+    return numbers
 
 
 def test_every_record_is_sent(package, corpus, tmp_path):
@@ -49,11 +48,8 @@ def test_every_record_is_sent(package, corpus, tmp_path):
     names = {"wandb_project": "plays", "wandb_run_name": "mini-gpt"}
     succeed("train", dataset=corpus, out_dir=tmp_path, **TINY_TRAIN, **asked, **names)
     (begun,) = package.begun
-    assert (begun["project"], begun["name"], begun["config"]["max_iters"]) == (
-        "plays",
-        "mini-gpt",
-        20,
-    )
+    assert (begun["project"], begun["name"]) == ("plays", "mini-gpt")
+    assert begun["config"]["max_iters"] == 20
     assert len(package.logged) == 22 and package.logged == numbers_of(tmp_path)
 
 
@@ -70,7 +66,8 @@ def test_a_tracker_that_cannot_be_is_one_line(package, monkeypatch, corpus, tmp_
 
 def test_tensorboard_forgets_what_a_resumed_run_makes_again(monkeypatch, tmp_path):
     """`purge_step` is the first step that it forgets."""
-    begun, module = [], ModuleType("torch.utils.tensorboard")
+    begun = []
+    module = ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = lambda folder, purge_step: begun.append(purge_step)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for kept in (-1, 9):

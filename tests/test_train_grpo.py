@@ -40,7 +40,7 @@ from grpo.settings import GRPOSettings
 from grpo.update import Updater
 from losses import token_log_probs
 from model import GPT, GPTConfig
-from reward.heads import LikelihoodRewardModel
+from reward.heads import LikelihoodRewardModel, build_reward_model
 from reward.scorer import RewardScorer, Scores
 from training.checkpoint import build_model, load_checkpoint
 
@@ -187,11 +187,10 @@ def test_scores_are_what_the_models_say_of_whole_rows(
 
     One pass serves a reward model and a reference that share weights, several those that do not
     (factor 1.5)."""
-    load = lambda path, mode="generator": build_model(load_checkpoint(path), mode, path)  # noqa: E731
-    model, reference = None, load(generator)
+    model, reference = None, build_model(load_checkpoint(generator), "generator")
     reference.transformer.ln_f.weight.data *= factor
     if name is not None:
-        model = load(request.getfixturevalue(name), "reward")
+        model = build_reward_model(load_checkpoint(request.getfixturevalue(name)))
     asked = RewardScorer(model, reference)
     assert asked.is_shared == (factor == 1)
     torch.manual_seed(0)

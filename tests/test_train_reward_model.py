@@ -1,5 +1,7 @@
-"""train_reward_model.py: every head and loss, natural models, refusals, a second command, on data
-of one tiny run."""
+"""train_reward_model.py: heads and losses, natural models, refusals, a second command.
+
+pytest tests/test_train_reward_model.py
+"""
 
 import dataclasses
 import math
@@ -30,7 +32,7 @@ from metrics.bootstrap import format_figure
 from metrics.reward_skill import measure_skill
 from model import GPT
 from prepare_reward_data import save_reward_dataset
-from reward.heads import LikelihoodRewardModel, RewardModel
+from reward.heads import LikelihoodRewardModel, RewardModel, build_reward_model
 from reward.posterior import crossover_loss
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager
@@ -42,28 +44,32 @@ LAST = {"head": "last", "max_epochs": 2}
 
 @pytest.fixture
 def good(tmp_path, generator, reward_data) -> dict:
-    """Options with which the script runs, but for those of the head; the output in the test's own
-    folder."""
-    paths = {
+    """Options with which the script runs, except those of the head."""
+    return {
         "base_model_path": generator,
         "data_dir": reward_data,
         "output_path": tmp_path / "out" / "reward.pt",
+        "device": "cpu",
     }
-    return {**paths, "device": "cpu"}
 
 
-def trained(options: dict) -> tuple[dict, RewardModel]:
-    """The checkpoint that a run left, and its model."""
-    path = options["output_path"]
-    checkpoint = load_checkpoint(path)
-    return checkpoint, build_model(checkpoint, "reward", path)
+def load_result(options: dict) -> tuple[dict, RewardModel]:
+    """Return the checkpoint that a run wrote, and its model."""
+    checkpoint = load_checkpoint(options["output_path"])
+    return checkpoint, build_reward_model(checkpoint, options["output_path"])
+
+
+def epochs_of(options: dict) -> list[dict]:
+    """Return the records of a run's epochs."""
+    records = read_records(options["output_path"].with_suffix(".jsonl"))
+    return [record for record in records if "train_loss" in record]
 
 
 def parts(data_dir: Path) -> tuple:
-    """(tokens, labels) of the validation blocks that select, 6 of 32, and of those that report, the
-    last 16."""
+    """Return tokens and labels of the select part, 6 validation blocks, and the report part, 16."""
     data = RewardDataset(data_dir, "val")
-    x, y = torch.from_numpy(np.array(data.x).astype(np.int64)), torch.from_numpy(np.array(data.y))
+    x = torch.from_numpy(np.array(data.x).astype(np.int64))
+    y = torch.from_numpy(np.array(data.y))
     assert len(x) == 32 * 4
     return (x[: 6 * 4], y[: 6 * 4]), (x[16 * 4 :], y[16 * 4 :])
 
@@ -80,30 +86,29 @@ def test_a_likelihood_head_learns_the_weight_of_its_natural_model(
     predictive_reward_model, generator, reward_data, knowing
 ):
     path = predictive_reward_model
-    checkpoint, model = trained({"output_path": path})
-    assert (
-        checkpoint["config"].reward_head_type == "likelihood"
-        and checkpoint["sampling"] == Sampling()
-    )
-    base, training = load_checkpoint(generator), checkpoint["training"]
-    assert checkpoint["tokenization"] == base["tokenization"] and checkpoint["data"] == base["data"]
+    checkpoint, model = load_result({"output_path": path})
+    assert checkpoint["config"].reward_head_type == "likelihood"
+    assert checkpoint["sampling"] == Sampling()
+    base = load_checkpoint(generator)
+    training = checkpoint["training"]
+    assert checkpoint["tokenization"] == base["tokenization"]
+    assert checkpoint["data"] == base["data"]
     assert training["generator_sha256"] == hash_file(generator)
     assert_same_weights(trunk_of(checkpoint["model"], "generator."), trunk_of(base["model"]))
     assert_same_weights(trunk_of(checkpoint["model"], "natural."), trunk_of(weights(knowing)))
     assert model.mixture.sigmoid().item() == pytest.approx(training["mixture"], rel=1e-5)
 
     # skill is measured on what selected nothing
-    (x, y), skill = parts(reward_data)[1], training["skill"]
+    x, y = parts(reward_data)[1]
+    skill = training["skill"]
     with torch.no_grad():
         share = model(x)[0][:, 0]
-    # Predictions are 1e-6 apart where rows are cut otherwise, which may move one across the edge of
-    # a bin.
-    counts = dict.fromkeys(("auc", "calibration_error"), 2 / len(x))
-    for name, value in measure_skill(
-        share, y[:, 0], torch.arange(len(x)) // 4, 16, seed=42
-    ).items():
+    # Batches of another size give predictions 1e-6 apart, which may move one to another bin.
+    tolerances = dict.fromkeys(("auc", "calibration_error"), 2 / len(x))
+    expected = measure_skill(share, y[:, 0], torch.arange(len(x)) // 4, 16, seed=42)
+    for name, value in expected.items():
         if isinstance(value, float):
-            assert skill[name] == pytest.approx(value, abs=counts.get(name, 1e-4)), name
+            assert skill[name] == pytest.approx(value, abs=tolerances.get(name, 1e-4)), name
     assert skill["r2_low"] > 0.8  # and this one predicts
     final = read_records(path.with_suffix(".jsonl"))[-1]
     assert final["final"] and final == {**final, **skill}
@@ -113,20 +118,17 @@ def test_a_likelihood_head_learns_the_weight_of_its_natural_model(
     x, y = parts(reward_data)[0]
     with torch.no_grad():
         natural, written = model.log_probs(x)
-        assert crossover_loss(model.output(x), y).item() == pytest.approx(
-            training["val_loss"], rel=1e-4
-        )
+        loss = crossover_loss(model.output(x), y).item()
+        assert loss == pytest.approx(training["val_loss"], rel=1e-4)
         for mixture in torch.linspace(-6, 6, 25):
             model.mixture.copy_(mixture)
-            assert (
-                crossover_loss(model.calibrated(natural - written), y).item()
-                >= training["val_loss"] - 1e-5
-            )
+            other = crossover_loss(model.calibrated(natural - written), y).item()
+            assert other >= training["val_loss"] - 1e-5
 
 
 def test_losses_are_those_of_the_written_model_on_both_parts(good, reward_data, knowing):
     out = succeed("train_reward_model", **good, natural_model_path=knowing)
-    checkpoint, model = trained(good)
+    checkpoint, model = load_result(good)
     training = checkpoint["training"]
     for (x, y), prefix in zip(parts(reward_data), ("", "report_"), strict=True):
         is_natural = torch.arange(1, 16) < (y[:, :1] * 16).round()
@@ -148,7 +150,7 @@ def test_the_sampling_is_that_of_the_reward_data(good, tmp_path, corpus, generat
     succeed(
         "train_reward_model", **{**good, "data_dir": tmp_path / "data"}, natural_model_path=knowing
     )
-    assert trained(good)[1].sampling == Sampling(temperature=0.8, top_k=3)
+    assert load_result(good)[1].sampling == Sampling(temperature=0.8, top_k=3)
 
 
 def test_a_fit_whose_loss_is_not_finite_is_reported(monkeypatch, good, natural_model):
@@ -172,48 +174,34 @@ def test_heads_and_their_losses(good, generator, reward_data, head, loss):
     selects."""
     given = {} if loss in ("nll", "mse") else {"loss": loss}  # those are the heads' own
     succeed("train_reward_model", **good, **head, **given, reward_head_hidden_dim=9)
-    checkpoint, model = trained(good)
+    checkpoint, model = load_result(good)
     assert (model.config.reward_head_type, model.config.reward_head_hidden_dim) == (head["head"], 9)
     assert_same_weights(trunk_of(checkpoint["model"]), trunk_of(weights(generator)))
-    epochs = [
-        r for r in read_records(good["output_path"].with_suffix(".jsonl")) if "train_loss" in r
-    ]
+    epochs = epochs_of(good)
     losses = [record["val_loss"] for record in epochs]
-    training = checkpoint["training"]
     assert len(losses) == 2
-    assert (
-        training["val_loss"] == min(losses) and training["epoch"] == losses.index(min(losses)) + 1
-    )
+    training = checkpoint["training"]
+    assert training["val_loss"] == min(losses)
+    assert training["epoch"] == losses.index(min(losses)) + 1
     x, y = parts(reward_data)[0]
     assert model.loss(model.output(x), y, loss).item() == pytest.approx(min(losses), rel=1e-5)
     assert epochs[0]["mae_tokens"] == pytest.approx(16 * epochs[0]["mae"])
 
 
 def test_unfrozen_trunks(good, tmp_path, generator):
-    succeed(
-        "train_reward_model",
-        **good,
-        **{**LAST, "max_epochs": 9},
-        unfreeze_layers=-1,
-        patience=1,
-        min_delta=10.0,
-    )
-    assert [
-        r["step"]
-        for r in read_records(good["output_path"].with_suffix(".jsonl"))
-        if "train_loss" in r
-    ] == [1, 2]
-    ours, theirs = trunk_of(weights(good["output_path"])), trunk_of(weights(generator))
+    options = {**good, "head": "last", "max_epochs": 9, "unfreeze_layers": -1}
+    succeed("train_reward_model", **options, patience=1, min_delta=10.0)
+    assert [record["step"] for record in epochs_of(good)] == [1, 2]
+    ours = trunk_of(weights(good["output_path"]))
+    theirs = trunk_of(weights(generator))
     assert not any(torch.equal(ours[name], theirs[name]) for name in ours)
     last_block = {**good, **LAST, "output_path": tmp_path / "last.pt", "unfreeze_layers": 1}
     succeed("train_reward_model", **last_block)
     ours = trunk_of(weights(tmp_path / "last.pt"))
-    assert {name for name in ours if torch.equal(ours[name], theirs[name])} == {
-        "transformer.wte.weight"
-    }
-    assert "unfreeze_layers=2" in refuse_in_one_line(
-        "train_reward_model", **{**last_block, "unfreeze_layers": 2}
-    )
+    unchanged = [name for name in ours if torch.equal(ours[name], theirs[name])]
+    assert unchanged == ["transformer.wte.weight"]
+    too_many = {**last_block, "unfreeze_layers": 2}
+    assert "unfreeze_layers=2" in refuse_in_one_line("train_reward_model", **too_many)
 
 
 @pytest.mark.parametrize("head", [POSITION, LAST], ids=lambda head: head["head"])
@@ -237,7 +225,7 @@ def test_an_output_is_kept_until_overwritten(good, natural_model):
         assert str(output) in line and "--overwrite True" in line
     assert folder_bytes(output.parent) == before
     succeed("train_reward_model", **options, overwrite=True, seed=3)
-    assert trained(good)[0]["training"]["settings"]["seed"] == 3
+    assert load_result(good)[0]["training"]["settings"]["seed"] == 3
 
 
 def variant(path: Path, source: Path, tokenization: dict | None = None, **config) -> Path:
@@ -264,15 +252,12 @@ def test_a_model_of_longer_texts_is_cut_to_the_generator(good, tmp_path, generat
     path = variant(tmp_path / "natural.pt", generator, **size)
     epochs = {"max_epochs": 1} if head == "position" else {}
     succeed("train_reward_model", **good, natural_model_path=path, head=head, **epochs)
-    checkpoint, model = trained(good)
-    assert (
-        checkpoint["config"].block_size,
-        checkpoint["config"].n_layer,
-        checkpoint["config"].n_embd,
-    ) == (16, 2, 24)
-    assert checkpoint["config"].vocab_size == 25
+    checkpoint, model = load_result(good)
+    config = checkpoint["config"]
+    assert (config.block_size, config.n_layer, config.n_embd, config.vocab_size) == (16, 2, 24, 25)
     ours = model.natural if head == "likelihood" else model
-    theirs, idx = build_model(load_checkpoint(path), "generator", path), torch.arange(16)[None]
+    theirs = build_model(load_checkpoint(path), "generator")
+    idx = torch.arange(16)[None]
     assert torch.equal(ours.trunk(idx), theirs.trunk(idx))
 
 
@@ -289,7 +274,8 @@ def test_a_model_of_longer_texts_is_cut_to_the_generator(good, tmp_path, generat
 def test_a_natural_model_that_does_not_fit_is_refused(
     good, tmp_path, generator, reward_model, kind, said
 ):
-    path, record = tmp_path / "natural.pt", load_checkpoint(generator)["tokenization"]
+    path = tmp_path / "natural.pt"
+    record = load_checkpoint(generator)["tokenization"]
     if kind in ("generator", "reward model"):
         shutil.copy({"generator": generator, "reward model": reward_model}[kind], path)
     elif kind == "characters":  # as many, but not the same
@@ -315,17 +301,13 @@ def test_a_natural_model_that_does_not_fit_is_refused(
     ],
 )
 def test_settings_that_make_no_sense_together(good, knowing, options, said, way_out):
-    given = {
-        name: value
-        for name, value in {"natural_model_path": knowing, **options}.items()
-        if value is not None
-    }
-    lines = refuse("train_reward_model", **good, **given).splitlines()
-    problems, suggestions = (
-        [line for line in lines if kind in line] for kind in ("ERROR:", "SUGGESTION:")
-    )
-    assert len(problems) == len(suggestions) == 1
-    assert said in problems[0] and way_out in suggestions[0]
+    options = {"natural_model_path": knowing, **options}
+    if options["natural_model_path"] is None:
+        del options["natural_model_path"]
+    message = refuse("train_reward_model", **good, **options)
+    assert message.count("ERROR:") == message.count("SUGGESTION:") == 1
+    problem, _, suggestion = message.partition("SUGGESTION:")
+    assert said in problem and way_out in suggestion
     assert not good["output_path"].parent.exists()
 
 
@@ -343,7 +325,8 @@ def test_degenerate_data_are_refused(good, tmp_path, corpus, knowing, split, sai
     """In either split; the other is as it should be."""
     rng = np.random.default_rng(0)
     for name in ("train", "val"):
-        x, crossovers = rng.integers(25, size=(40, 16)), rng.integers(1, 16, size=40)
+        x = rng.integers(25, size=(40, 16))
+        crossovers = rng.integers(1, 16, size=40)
         if name == split:
             (x if said == "every token" else crossovers)[:] = 4
         save_data(tmp_path / "data", corpus, name, x, crossovers)
@@ -354,12 +337,12 @@ def test_degenerate_data_are_refused(good, tmp_path, corpus, knowing, split, sai
 
 def test_a_model_that_is_no_better_than_a_constant_is_said_to_be_none(good, tmp_path, corpus):
     """A single sequence that differs is enough to learn from."""
-    x, crossovers = np.full((48, 16), 7), np.full(48, 4)
-    x[-1, 3], crossovers[-1] = 8, 5
+    x = np.full((48, 16), 7)
+    crossovers = np.full(48, 4)
+    x[-1, 3] = 8
+    crossovers[-1] = 5
     for name in ("train", "val"):
         save_data(tmp_path / "data", corpus, name, x, crossovers)
-    out = succeed(
-        "train_reward_model",
-        **{**good, **TINY_REWARD, "data_dir": tmp_path / "data", "max_epochs": 1},
-    )
+    options = {**good, **TINY_REWARD, "data_dir": tmp_path / "data", "max_epochs": 1}
+    out = succeed("train_reward_model", **options)
     assert "CONSTANT" in out and "(no interval)" in out

@@ -1,5 +1,7 @@
-"""training/checkpoint.py: what is saved comes back, the rest is refused.  `pytest
-tests/test_training_checkpoint.py`"""
+"""Tests of training/checkpoint.py and training/lineage.py: round trips, and bad or hostile files.
+
+pytest tests/test_training_checkpoint.py
+"""
 
 import dataclasses
 import os
@@ -13,7 +15,7 @@ from common.process import UserError
 from corpus.corpus import open_corpus
 from data_loader import hash_tokens
 from model import GPT, GPTConfig
-from reward.heads import LikelihoodRewardModel, make_reward_model, parts_of
+from reward.heads import LikelihoodRewardModel, build_reward_model, make_reward_model
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training.lineage import (
@@ -41,11 +43,18 @@ def contents(**changes) -> dict:
     return {"model": tiny_model().state_dict(), "config": dataclasses.replace(CONFIG), **changes}
 
 
+def build(loaded: dict, path="model.pt"):
+    """The model of a loaded checkpoint."""
+    if loaded["config"].mode == "reward":
+        return build_reward_model(loaded, path)
+    return ckpt.build_model(loaded, "generator", path)
+
+
 def refusal(path, value) -> str:
-    """The one line that load_checkpoint refuses `value` with."""
+    """The one line that refuses `value` as a checkpoint."""
     torch.save(value, path)
     with pytest.raises(UserError) as caught:
-        ckpt.load_checkpoint(path)
+        build(ckpt.load_checkpoint(path), path)
     message = str(caught.value)
     assert message.startswith("ERROR: ") and "\n" not in message and path.name in message
     return message
@@ -57,36 +66,25 @@ def refusal(path, value) -> str:
 )
 def test_round_trip(tmp_path, mode, head, position):
     model = tiny_model(mode=mode, position=position, reward_head_type=head)
-    ckpt.save_checkpoint(
-        tmp_path / "deep" / "model.pt",
-        model,
-        TOKENIZATION,
-        DATA,
-        {"step": 7, "settings": {"lr": 1e-3}},
-    )
-    loaded = ckpt.load_checkpoint(tmp_path / "deep" / "model.pt")
+    path = tmp_path / "deep" / "model.pt"
+    training = {"step": 7, "settings": {"lr": 1e-3}}
+    ckpt.save_checkpoint(path, model, TOKENIZATION, DATA, training)
+    loaded = ckpt.load_checkpoint(path)
     assert loaded["config"] == model.config and loaded["config"] is not model.config
     assert loaded["tokenization"] == TOKENIZATION and loaded["data"] == DATA
-    assert loaded["training"] == {"step": 7, "settings": {"lr": 1e-3}}
-    rebuilt = ckpt.build_model(loaded, mode, "model.pt")
+    assert loaded["training"] == training
+    rebuilt = build(loaded)
     assert not rebuilt.training
     assert torch.equal(rebuilt(IDX)[0], model(IDX)[0])
-    assert os.listdir(tmp_path / "deep") == ["model.pt"]
+    assert os.listdir(path.parent) == ["model.pt"]
+    other_mode = "generator" if mode == "reward" else "reward"
+    with pytest.raises(UserError, match=f"model.pt holds a {mode} model"):
+        ckpt.build_model(loaded, other_mode, path)
 
 
-def test_a_generator_s_checkpoint_gives_a_reward_model_but_not_the_other_way(tmp_path):
-    """The seeds' snippet, as a user runs it, and ckpt.build_model()."""
+def test_the_seeds_snippet_makes_a_reward_model_of_a_generator(tmp_path):
     generator = tiny_model()
     ckpt.save_checkpoint(tmp_path / "generator.pt", generator, None, None, {})
-    loaded = ckpt.load_checkpoint(tmp_path / "generator.pt")
-    for head in ("position", "last"):
-        loaded["config"].reward_head_type = head
-        reward = ckpt.build_model(loaded, "reward", "generator.pt")
-        assert (reward.config.mode, reward.config.reward_head_type) == ("reward", head)
-        assert reward(IDX)[0].shape == (2, 2) and reward.reward_head[2].out_features == (
-            1 if head == "position" else 2
-        )
-        assert torch.equal(reward.trunk(IDX), generator.trunk(IDX))
 
     # Load base model checkpoint
     checkpoint = torch.load(tmp_path / "generator.pt", map_location="cpu")
@@ -101,19 +99,13 @@ def test_a_generator_s_checkpoint_gives_a_reward_model_but_not_the_other_way(tmp
     # Freeze transformer trunk (optional but recommended)
     for param in model.transformer.parameters():
         param.requires_grad = False
-    assert {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad} == {
-        "reward_head"
-    }
+    trained = {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"reward_head"}
     torch.save({"model": model.state_dict(), "config": config}, tmp_path / "reward.pt")
-    again = ckpt.build_model(ckpt.load_checkpoint(tmp_path / "reward.pt"), "reward")
+    again = build(ckpt.load_checkpoint(tmp_path / "reward.pt"))
     assert again.config.reward_head_hidden_dim == 128
-    assert torch.equal(again(IDX)[0], model.eval()(IDX)[0]) and torch.equal(
-        again.trunk(IDX), generator.trunk(IDX)
-    )
-    with pytest.raises(UserError, match=r"reward\.pt .*reward model"):
-        ckpt.build_model(
-            ckpt.load_checkpoint(tmp_path / "reward.pt"), "generator", tmp_path / "reward.pt"
-        )
+    assert torch.equal(again(IDX)[0], model.eval()(IDX)[0])
+    assert torch.equal(again.trunk(IDX), generator.trunk(IDX))
 
 
 def test_records_of_data_and_tokens_are_compared(capsys):
@@ -126,7 +118,7 @@ def test_records_of_data_and_tokens_are_compared(capsys):
         check_same_splits(other, DATA, None)
     assert "--allow" not in str(caught.value)
     check_unseen(other, DATA, "natural.pt")
-    assert "natural.pt learned another corpus" in capsys.readouterr().err
+    assert "natural.pt was trained on another corpus" in capsys.readouterr().err
     check_same_splits(other, DATA, True)
     check_same_splits(None, DATA, None)
     check_unseen(None, DATA, "natural.pt")
@@ -139,14 +131,14 @@ def test_records_of_data_and_tokens_are_compared(capsys):
 
 
 def test_what_a_checkpoint_does_not_say_is_none_or_a_default(tmp_path):
-    """A file as a user saves it, after the seeds, from before some fields existed."""
+    """A user saved this file as the seeds do, before some fields existed."""
     older = config()
     del vars(older)["num_tokens"], vars(older)["position"], vars(older)["reward_head_type"]
     torch.save(contents(config=older), tmp_path / "seeds.pt")
     loaded = ckpt.load_checkpoint(tmp_path / "seeds.pt")
     assert loaded["config"] == CONFIG and vars(loaded["config"]) == vars(CONFIG)
     assert loaded["tokenization"] is loaded["data"] is loaded["training"] is None
-    assert torch.equal(ckpt.build_model(loaded, "generator", "")(IDX)[0], tiny_model()(IDX)[0])
+    assert torch.equal(build(loaded)(IDX)[0], tiny_model()(IDX)[0])
 
 
 def test_a_model_s_hash_is_that_of_its_file_or_of_the_weights_in_its_folder(tmp_path):
@@ -160,24 +152,20 @@ def test_a_model_s_hash_is_that_of_its_file_or_of_the_weights_in_its_folder(tmp_
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_nanogpt_s_checkpoints_load(tmp_path, prefix):
-    """A compiled model's has a prefix, and one from where there is no flash attention keeps its
-    causal mask.
+    """A compiled model's names have a prefix; old versions store a causal mask.
 
-    That our model with learned positions computes what nanoGPT's does: test_dual_mode_gpt.py.
+    test_dual_mode_gpt.py compares our model with learned positions to nanoGPT's.
     """
     model = tiny_model(position="learned", bias=False)
     named = {prefix + name: tensor for name, tensor in model.state_dict().items()}
     if prefix:
-        named |= {
-            f"{prefix}transformer.h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(2)
-        }
+        for layer in range(2):
+            named[f"{prefix}transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8)
     names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
     theirs = {
         "model": named,
         "model_args": {name: getattr(model.config, name) for name in names},
         "iter_num": 2000,
-    }
-    theirs |= {
         "best_val_loss": torch.tensor(1.47),
         "optimizer": {"state": {}},
         "config": {"out_dir": "out"},
@@ -185,13 +173,9 @@ def test_nanogpt_s_checkpoints_load(tmp_path, prefix):
     torch.save(theirs, tmp_path / "ckpt.pt")
     loaded = ckpt.load_checkpoint(tmp_path / "ckpt.pt")
     assert loaded["config"] == model.config and loaded["tokenization"] is None
-    assert torch.equal(ckpt.build_model(loaded, "generator", "ckpt.pt")(IDX)[0], model(IDX)[0])
-    for bad in (
-        {"model_args": {"n_layers": 2}},
-        {"model_args": {"position": "rope"}},
-        {"model": [1]},
-    ):
-        refusal(tmp_path / "ckpt.pt", theirs | bad)
+    assert torch.equal(build(loaded)(IDX)[0], model(IDX)[0])
+    for name, value in (("model_args", {"n_layers": 2}), ("model_args", {}), ("model", [1])):
+        refusal(tmp_path / "ckpt.pt", {**theirs, name: value})
 
 
 @pytest.mark.parametrize("form", ["ours", "nanogpt", "likelihood"])
@@ -202,12 +186,12 @@ def test_embeddings_that_differ_are_both_kept(tmp_path, capsys, form):
         file["model_args"] = vars(file.pop("config"))
     elif form == "likelihood":
         model, name = LikelihoodRewardModel(model, GPT(model.config)), "natural.lm_head.weight"
-        file = {"model": model.state_dict(), "config": model.config, **parts_of(model)}
+        file = {"model": model.state_dict(), "config": model.config, **model.checkpoint_records()}
     file["model"][name] = file["model"][name] + 1
     torch.save(file, tmp_path / "untied.pt")
     loaded = ckpt.load_checkpoint(tmp_path / "untied.pt")
     assert f"{name} differ" in capsys.readouterr().err and not loaded["config"].tied_embeddings
-    assert_same_weights(ckpt.build_model(loaded, loaded["config"].mode).state_dict(), file["model"])
+    assert_same_weights(build(loaded).state_dict(), file["model"])
 
 
 def state(**changes) -> dict:
@@ -220,55 +204,35 @@ def state(**changes) -> dict:
 
 
 def config(**changes) -> GPTConfig:
-    """A config with attributes as a hand-made file can have them, fields or not."""
+    """A config with changed attributes, which need not be fields."""
     made = dataclasses.replace(CONFIG)
     vars(made).update(changes)
     return made
 
 
-HUGE = 1 << 2000  # too long to be shown
+HUGE = 1 << 2000
+BIAS = "transformer__ln_f__bias"
+PLAIN = "ln_f.bias is no plain tensor"
 WRONG = [
     ([1, 2], "holds a list, not the dict of a checkpoint"),
-    (contents(config=[2]), "no checkpoint of a model"),
-    (contents(config=config(n_head=3)), "impossible config: n_embd=8 is not a multiple"),
-    (contents(config=config(block_size="8")), "impossible config: block_size"),
-    (
-        contents(config=config(reward_head_type="linear")),
-        "impossible config: reward_head_type='linear': must be one",
-    ),
+    (contents(config=[2]), "not the checkpoint of a model"),
+    (contents(config=config(block_size="8")), "impossible config: block_size='8': wrong type"),
     (contents(config=config(mode="reward")), "Missing key"),
     (contents(config=config(n_layer=1)), "transformer.h.1"),
     (contents(config=config(vocab_size=12)), "size mismatch for"),
-    (contents(model=state(lm_head__weight=[1.0])), "no checkpoint of a model"),
-    (
-        contents(model=state(lm_head__weight=torch.full((11, 8), torch.nan))),
-        "lm_head.weight holds NaN or infinite",
-    ),
-    (
-        contents(model=state(transformer__ln_f__bias=torch.zeros(8).long())),
-        "ln_f.bias is no plain tensor",
-    ),
-    (
-        contents(model=state(transformer__ln_f__bias=torch.zeros(8).to_sparse())),
-        "ln_f.bias is no plain tensor",
-    ),
-    (
-        contents(model=state(transformer__ln_f__bias=torch.zeros(8, device="meta"))),
-        "ln_f.bias is no plain tensor",
-    ),
-    (
-        contents(model=state(lm_head__weight=torch.zeros(1).expand(11, 8))),
-        "lm_head.weight is no plain tensor",
-    ),
     (contents(config=config(problem=None)), "problem"),
-    (
-        contents(config=config(block_size=HUGE)),
-        "config: block_size: must be of type int, and at most 16777216",
-    ),
-    (contents(config=config(block_size=1 << 24)), "its positions would fill the memory"),
-    (contents(config=config(n_layer=1 << 24)), "n_layer=16777216, but 28 weights"),
+    (contents(config=config(block_size=HUGE)), "block_size: must be <= 16777216"),
+    (contents(config=config(block_size=1 << 24)), "times n_embd, must be <= 67108864"),
+    (contents(config=config(n_layer=1 << 24)), "it has 1,936 weights, its config needs"),
+    (contents(config=config(n_embd=1 << 16)), "its config needs 103,079,936,000 or more"),
+    (contents(model=state(lm_head__weight=[1.0])), "lm_head.weight is no plain tensor"),
+    (contents(model=state(**{BIAS: torch.full((8,), torch.nan)})), "ln_f.bias holds NaN or inf"),
+    (contents(model=state(**{BIAS: torch.zeros(8).long()})), PLAIN),
+    (contents(model=state(**{BIAS: torch.zeros(8).to_sparse()})), "not the checkpoint of a model"),
+    (contents(model=state(**{BIAS: torch.zeros(8, device="meta")})), "not the checkpoint of"),
+    (contents(model=state(**{BIAS: torch.zeros(1).expand(8)})), PLAIN),
     (contents(training={"generator_sha256": True}), "impossible generator_sha256"),
-    (contents(tokenization={**TOKENIZATION, "vocab_size": 3}), "no checkpoint of a model"),
+    (contents(tokenization={**TOKENIZATION, "vocab_size": 3}), "not the checkpoint of a model"),
     (contents(data={**DATA, "train_sha256": None}), "impossible train_sha256"),
 ]
 

@@ -1,173 +1,198 @@
-"""Checkpoints: one file, read with weights_only, from which a model, its tokenizer and its history
-can be rebuilt.
+"""Checkpoints: files with the weights of a model, its config, its tokenizer and its history.
 
-    python -c "from training.checkpoint import load_checkpoint;
-    print(load_checkpoint('logs/model_checkpoint.pt'))"
+    python -c "from training.checkpoint import load_checkpoint as load; print(load('logs/model.pt'))"
 
-A dict: `model`, `config`, `tokenization`, `data` (hashes), `training` (settings and figures), and
-LIKELIHOOD_PARTS."""
+A checkpoint is a dict. All records but the first two may be None:
+
+    model             the state dict
+    config            GPTConfig
+    tokenization      TokenizationManager.to_record()
+    data              sizes and hashes of the corpus: see training.lineage.data_record
+    training          settings and figures of the training run
+    generator_config  of a likelihood reward model: GPTConfig of its generator
+    sampling          of a likelihood reward model: how its generator was sampled
+"""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from common.files import load_state, save_state
+from common.files import is_hub_name, load_state, save_state
 from common.process import UserError, is_main_rank, require, warn
 from generation.sampling import Sampling
-from interop.huggingface import model_path, read_folder
 from model import GPT, GPTConfig
-from reward.heads import REWARD_MODELS, RewardModel, make_reward_model, parts_of
 from tokenization_manager import TokenizationManager
 
-# of anything that a config counts, and of the table of rotary positions, which no weights show
-MAX_SIZE = 2**24
+RECORDS = ("tokenization", "data", "training", "generator_config", "sampling")
+CHECKED_ENTRIES = (
+    ("data", "train_sha256", str),
+    ("data", "val_sha256", str),
+    ("training", "generator_sha256", str | None),
+    ("training", "batches", int | None),
+)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LIKELIHOOD_PARTS = ("generator_config", "sampling")
 Record = Mapping[str, Any]
 
 
 def save_checkpoint(
     path: Path, model: Any, tokenization: Record | None, data: Record | None, training: Record
 ) -> None:
-    """Write a GPT or RewardModel, whole or not at all, from rank 0 alone. The records hold plain
-    values only."""
-    if is_main_rank():
-        weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-        records = {"tokenization": tokenization, "data": data, "training": dict(training)}
-        save_state(
-            path, {"model": weights, "config": replace(model.config)} | records | parts_of(model)
-        )
+    """Write the checkpoint of a GPT or RewardModel atomically, on rank 0 only.
+
+    The records may hold only plain values."""
+    if not is_main_rank():
+        return
+    weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    contents = {
+        "model": weights,
+        "config": replace(model.config),
+        "tokenization": tokenization,
+        "data": data,
+        "training": dict(training),
+        **model.checkpoint_records(),
+    }
+    save_state(path, contents)
+
+
+def find_model(name: str | Path) -> Path:
+    """Return the file or folder of a model; download it if `name` is a Hugging Face name."""
+    if not is_hub_name(str(name)):
+        return Path(name)
+    from interop.huggingface import download_model  # only needed for such names
+
+    return download_model(str(name))
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A checked checkpoint: ours, nanoGPT's, a folder of Hugging Face's or a hub's name. Absent
-    records are None."""
-    path = model_path(path)
-    contents = read_folder(path) if path.is_dir() else load_state(path)
+    """Read and check a checkpoint; missing records are None.
+
+    `path` is our file, nanoGPT's file, a Hugging Face folder, or a Hugging Face name. Raises
+    UserError for anything else; nothing in a file is executed."""
+    path = find_model(path)
+    if path.is_dir():
+        from interop.huggingface import read_folder  # only needed for folders
+
+        contents = read_folder(path)
+    else:
+        contents = load_state(path)
     try:
         return checked_contents(contents)
-    # anything can be in a file
+    # A damaged or hostile file can hold any value in any place.
     except (TypeError, LookupError, AttributeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).removeprefix("ERROR: ").partition(".\n")[0].split())
-        what = f"is no checkpoint of a model, or damaged: {reason:.200}; take an earlier one, or another"
-        raise UserError(f"ERROR: {path} {what}") from None
+        reason = one_line(error).removeprefix("ERROR: ")
+        raise UserError(
+            f"ERROR: {path} is damaged, or not the checkpoint of a model: {reason}; "
+            "name an earlier or another one"
+        ) from None
 
 
-def checked_contents(contents: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's contents with all keys, and with new configs in the place of those that
-    came."""
-    # nanoGPT's; a compiled model has a prefix, old versions keep a causal mask
+def checked_contents(contents: Record) -> dict[str, Any]:
+    """Return the checked records of a checkpoint that was read from a file."""
     if "model_args" in contents:
-        weights = {
-            name.removeprefix("_orig_mod."): tensor for name, tensor in contents["model"].items()
-        }
-        weights = {
-            name: tensor for name, tensor in weights.items() if not name.endswith(".attn.bias")
-        }
-        contents = {"model": weights, "config": {"position": "learned", **contents["model_args"]}}
-    contents = dict.fromkeys(("tokenization", "data", "training", *LIKELIHOOD_PARTS)) | contents
-    weights, tokenization, data, training = (
-        contents[each] for each in ("model", "tokenization", "data", "training")
-    )
+        contents = convert_nanogpt(contents)
+    checked: dict[str, Any] = {name: contents.get(name) for name in RECORDS}
+    weights = dict(contents["model"])
     for name, tensor in weights.items():
-        is_plain = (
-            tensor.dtype in WEIGHT_DTYPES and tensor.layout == torch.strided and not tensor.is_meta
+        check_tensor(name, tensor)
+    checked["model"] = weights
+    checked["config"] = check_config(contents["config"], weights, ("", "natural."))
+    if checked["generator_config"] is not None:
+        checked["generator_config"] = check_config(
+            checked["generator_config"], weights, ("generator.",)
         )
-        # One number can stand for any shape.
-        require(
-            is_plain and tensor.untyped_storage().nbytes() >= tensor.nbytes,
-            f"{name} is no plain tensor of floats",
-        )
-        require(bool(tensor.isfinite().all()), f"{name} holds NaN or infinite values")
-    if tokenization is not None:
-        TokenizationManager.from_record(tokenization)  # raises
-    hashes = (
-        (data, "train_sha256", str),
-        (data, "val_sha256", str),
-        (training, "generator_sha256", str | None),
+    if checked["sampling"] is not None:
+        checked["sampling"] = Sampling(**checked["sampling"])
+    if checked["tokenization"] is not None:
+        TokenizationManager.from_record(checked["tokenization"])  # raises if it is impossible
+    for record_name, name, kind in CHECKED_ENTRIES:
+        record = checked[record_name]
+        if record is not None:
+            require(isinstance(record.get(name), kind), f"impossible {name}")
+    return checked
+
+
+def convert_nanogpt(contents: Record) -> dict[str, Any]:
+    """Return a nanoGPT checkpoint in our form."""
+    weights = {}
+    for name, tensor in contents["model"].items():
+        # Old versions of nanoGPT store the causal mask; torch.compile adds a prefix.
+        if not name.endswith(".attn.bias"):
+            weights[name.removeprefix("_orig_mod.")] = tensor
+    return {"model": weights, "config": {"position": "learned", **contents["model_args"]}}
+
+
+def check_tensor(name: Any, tensor: Any) -> None:
+    """Raise UserError unless an entry of a state dict is a finite, dense tensor of floats."""
+    is_plain = (
+        isinstance(name, str)
+        and isinstance(tensor, Tensor)
+        and tensor.dtype in WEIGHT_DTYPES
+        # An expanded tensor shows one stored number as any number of weights.
+        and tensor.untyped_storage().nbytes() >= tensor.nbytes
     )
-    for record, name, kind in (*hashes, (training, "batches", int | None)):
-        require(record is None or isinstance(record.get(name), kind), f"impossible {name}")
-    config = contents["config"] = _checked_config(contents["config"], weights, "", "natural.")
-    if config.mode == "reward" and REWARD_MODELS[config.reward_head_type].is_ratio:
-        contents["generator_config"] = _checked_config(
-            contents["generator_config"], weights, "generator."
-        )
-        contents["sampling"] = Sampling(**(contents["sampling"] or {}))
-    else:
-        contents |= dict.fromkeys(LIKELIHOOD_PARTS)
-    with torch.device("meta"), _WithoutInitialisation():
-        _new_model(contents).load_state_dict(weights, assign=True)
-    return contents
+    require(is_plain, f"{name} is no plain tensor of floats")
+    require(bool(tensor.isfinite().all()), f"{name} holds NaN or infinite values")
 
 
-def _checked_config(config: Any, weights: Record, *parts: str) -> GPTConfig:
-    """A new config from the fields of one in a file: onto that anything may have been hung, methods
-    of its own too.
+def check_config(
+    config: Any, weights: Mapping[str, Tensor], prefixes: tuple[str, ...]
+) -> GPTConfig:
+    """Return a config from a file as a new GPTConfig; raise UserError if it is impossible.
 
-    A config that ties the embeddings is corrected where those of one of `parts` differ: both are
-    kept."""
-    made = GPTConfig(**(config if isinstance(config, dict) else vars(config)))
-    for each in fields(GPTConfig):
-        value, also = (
-            getattr(made, each.name),
-            {int} if each.name in ("dropout", "rotary_share", "num_tokens") else {},
-        )
-        possible = type(value) in {type(each.default), *also} and (
-            type(value) is not int or value <= MAX_SIZE
-        )
-        rule = f"must be of type {type(each.default).__name__}, and at most {MAX_SIZE}"
-        require(possible, f"impossible config: {each.name}: {rule}")
-    require(not made.problem(), f"impossible config: {made.problem()}")
+    `prefixes` are those that the names of the config's weights may have.
+    """
+    # Rebuild the config field by field: a loaded object may carry arbitrary attributes.
+    values = config if isinstance(config, dict) else vars(config)
+    config = GPTConfig(**values)
+    problem = config.problem()
+    require(problem is None, f"impossible config: {problem}")
+    # Otherwise building the model could fill the memory.
+    num_weights = sum(tensor.numel() for tensor in weights.values())
     require(
-        made.n_layer <= len(weights),
-        f"impossible config: n_layer={made.n_layer}, but {len(weights)} weights",
+        config.n_layer <= len(weights) and config.min_weights <= num_weights,
+        f"it has {num_weights:,} weights, its config needs {config.min_weights:,} or more",
     )
-    table = made.block_size * made.n_embd // made.n_head if made.position == "rope" else 0
-    require(
-        table <= MAX_SIZE,
-        f"impossible config: block_size={made.block_size}: its positions would fill the memory",
-    )
-    for part in parts:
-        names = f"{part}transformer.wte.weight", f"{part}lm_head.weight"
+    for prefix in prefixes:
+        names = (f"{prefix}transformer.wte.weight", f"{prefix}lm_head.weight")
         embeddings = [weights[name] for name in names if name in weights]
-        if made.tied_embeddings and len(embeddings) == 2 and not torch.equal(*embeddings):
-            warn(f"{names[0]} and {names[1]} differ, although the config ties them: both are kept")
-            made.tied_embeddings = False
-    return made
-
-
-class _WithoutInitialisation(TorchFunctionMode):
-    """Leave out torch.nn.init: on the meta device some of its functions import torch._dynamo, for a
-    second."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
-def _new_model(contents: Record) -> GPT | RewardModel:
-    """The model that a checked checkpoint describes, its weights new."""
-    if contents["config"].mode == "generator":
-        return GPT(contents["config"])
-    return make_reward_model(contents["config"], *(contents[name] for name in LIKELIHOOD_PARTS))
+        if config.tied_embeddings and len(embeddings) == 2 and not torch.equal(*embeddings):
+            warn(f"{' and '.join(names)} differ, although the config ties them: both are kept")
+            config.tied_embeddings = False
+    return config
 
 
 def build_model(
     contents: Record, mode: str, path: str | Path = "", device: torch.device | str = "cpu"
-) -> Any:
-    """The GPT (mode generator) or RewardModel (mode reward; of a generator under a new head) of a
-    loaded checkpoint."""
-    config, is_same = contents["config"], contents["config"].mode == mode
-    require(
-        is_same or mode == "reward",
-        f"{path} holds a {config.mode} model, but a generator is needed here",
-    )
-    model = _new_model(contents) if is_same else make_reward_model(replace(config, mode=mode))
-    model.load_state_dict(contents["model"], strict=is_same)
+) -> GPT:
+    """Return the model of a loaded checkpoint in evaluation mode; UserError for another mode.
+
+    reward.heads.build_reward_model builds reward models with any head."""
+    check_mode(contents, mode, path)
+    model = GPT(contents["config"])
+    load_weights(model, contents, path)
     return model.to(device).eval()
+
+
+def check_mode(contents: Record, mode: str, path: str | Path) -> None:
+    """Raise UserError unless a loaded checkpoint holds a model of this mode."""
+    found = contents["config"].mode
+    require(found == mode, f"{path} holds a {found} model, not a {mode} model")
+
+
+def load_weights(model: nn.Module, contents: Record, path: str | Path) -> None:
+    """Load a checkpoint's weights; raise UserError if their names or shapes differ."""
+    try:
+        model.load_state_dict(contents["model"])
+    except RuntimeError as error:
+        raise UserError(
+            f"ERROR: {path} is damaged: its weights do not fit its config: {one_line(error)}"
+        ) from None
+
+
+def one_line(error: Exception) -> str:
+    """Return the message of an error on one line, cut to 200 characters."""
+    return " ".join(str(error).split())[:200]

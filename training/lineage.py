@@ -1,5 +1,4 @@
-"""Which data, tokenizer and generator a checkpoint comes from, and whether two checkpoints fit
-together.
+"""Which data, tokenizer and generator a checkpoint comes from, and whether checkpoints fit together.
 
 python -c "from training.lineage import hash_model; print(hash_model('logs/model_checkpoint.pt'))"
 """
@@ -13,127 +12,144 @@ import numpy as np
 from common.files import hash_bytes, hash_file
 from common.process import require, warn
 from data_loader import hash_tokens
-from interop.huggingface import model_path
-from reward_dataset_loader import RewardDataset
-from tokenization_manager import TokenizationManager
+from tokenization_manager import TokenizationInfo, TokenizationManager
+from training.checkpoint import find_model
 
 Record = Mapping[str, Any]
 
 
 def hash_model(path: str | Path) -> str:
-    """sha256, in hexadecimal, of a file, or of the hashes of weights, tokens and vocabularies in a
-    folder."""
-    path = model_path(path)
+    """Return the sha256, in hexadecimal, of a checkpoint's file or of a Hugging Face folder.
+
+    In a folder, only weights, configs and vocabularies count."""
+    path = find_model(path)
     if path.is_file():
         return hash_file(path)
-    files = sorted(
-        each for each in path.glob("*") if each.suffix in (".bin", ".safetensors", ".json", ".pkl")
-    )
-    return hash_bytes("".join(map(hash_file, files)).encode())
+    hashes = ""
+    for file in sorted(path.glob("*")):
+        if file.suffix in (".bin", ".safetensors", ".json", ".pkl"):
+            hashes += hash_file(file)
+    return hash_bytes(hashes.encode())
 
 
 def data_record(train: np.ndarray, val: np.ndarray) -> dict[str, Any]:
-    """A checkpoint's record of its data: sizes and hashes of both splits' tokens."""
-    hashes = {"train_sha256": hash_tokens(train), "val_sha256": hash_tokens(val)}
-    return {"train_tokens": len(train), "val_tokens": len(val)} | hashes
+    """Return a checkpoint's record of its data: sizes and hashes of both splits' tokens."""
+    return {
+        "train_tokens": len(train),
+        "val_tokens": len(val),
+        "train_sha256": hash_tokens(train),
+        "val_sha256": hash_tokens(val),
+    }
 
 
 def check_same_splits(trained: Record | None, data: Record, allow_mismatch: bool | None) -> None:
-    """Raise UserError where the model was trained on other splits; allow_mismatch True: warn; None:
-    it is no option."""
+    """Raise UserError if a model was trained on other splits than `data`.
+
+    trained: the data record of the model's checkpoint; without one, warn.
+    allow_mismatch: True warns instead; None means that the script has no option to allow it."""
     if trained is None:
         warn(
-            "this checkpoint has no record of its training data; make sure that it used the same train/val split"
+            "the checkpoint has no record of its training data; "
+            "make sure that it was trained on the same train/validation split"
         )
-    elif differing := [
-        name for name in ("train", "val") if trained[f"{name}_sha256"] != data[f"{name}_sha256"]
-    ]:
-        what = f"the model was trained on another train/validation split ({' and '.join(differing)} differ)"
-        option = "" if allow_mismatch is None else ", or --allow_split_mismatch True"
-        require(
-            bool(allow_mismatch),
-            f"{what}: its training text may be validation text: use the same data{option}",
-        )
-        warn(f"{what}, as allowed")
+        return
+    differing = []
+    for name in ("train", "val"):
+        if trained[f"{name}_sha256"] != data[f"{name}_sha256"]:
+            differing.append(name)
+    if not differing:
+        return
+    problem = f"the model was trained on another train/validation split ({' and '.join(differing)} differ)"
+    if allow_mismatch:
+        warn(f"{problem}; allow_split_mismatch permits it")
+        return
+    remedy = "use the data of its training"
+    if allow_mismatch is not None:
+        remedy += ", or --allow_split_mismatch True"
+    require(False, f"{problem}: its training text may be validation text here: {remedy}")
 
 
 def check_same_tokens(
     ours: Record | None, theirs: Record | None, our_name: str, their_name: str
 ) -> None:
-    """Raise UserError where two checkpoints' tokenization records differ; one without a record says
-    nothing."""
-    if ours is not None and theirs is not None:
-        first, second = (TokenizationManager.from_record(each) for each in (ours, theirs))
-        what, other = (
-            f"{first.info().describe()} in {our_name}",
-            f"{second.info().describe()} in {their_name}",
-        )
-        same = first.info().describe() == second.info().describe() and first.same_vocabulary(theirs)
-        require(
-            same,
-            f"tokenization is {what} and {other}: they do not match, or their ids have other meanings",
-        )
+    """Raise UserError if the tokenization records of two checkpoints differ; either may be None."""
+    if ours is None or theirs is None:
+        return
+    our_tokenizer = TokenizationManager.from_record(ours)
+    our_description = our_tokenizer.info().describe()
+    their_description = TokenizationManager.from_record(theirs).info().describe()
+    require(
+        our_description == their_description and our_tokenizer.same_vocabulary(theirs),
+        f"tokenization is {our_description} in {our_name} and {their_description} in {their_name}: "
+        "they do not match, or give tokens other ids; use a --dataset, or the --meta_path, "
+        "of the same training",
+    )
 
 
 def check_tokenizer(contents: Record, tokenizer: TokenizationManager) -> None:
-    """Raise UserError where a loaded checkpoint's model reads other tokens than `tokenizer`
-    makes."""
-    record, known, ours = (
-        contents["tokenization"],
-        contents["config"].num_real_tokens,
-        tokenizer.info(),
-    )
-    if record is not None:
-        data, model = ours.describe(), TokenizationManager.from_record(record).info().describe()
-        require(
-            data == model,
-            f"the data are {data}, the model reads {model}: name the --dataset, or the --meta_path, of its training",
-        )
-        what = f"{tokenizer.meta_path} numbers its tokens otherwise than the model; use the file of its training"
-        require(tokenizer.same_vocabulary(record), what)
-    elif tokenizer.method == "char" and tokenizer.vocab_size < known:
-        warn(
-            f"the model has {known} token ids, the data fewer, {ours.describe()}: make sure that they are the same"
-        )
-    what = f"the data's vocabulary ({ours.describe()}) exceeds the model's {known} tokens"
+    """Raise UserError if a checkpoint's model reads other tokens than `tokenizer` makes."""
+    check_same_tokens(tokenizer.to_record(), contents["tokenization"], "the data", "the model")
+    num_tokens = contents["config"].num_real_tokens
+    description = tokenizer.info().describe()
     require(
-        tokenizer.vocab_size <= known, f"{what}; use the data, or the --meta_path, of its training"
+        tokenizer.vocab_size <= num_tokens,
+        f"the data's vocabulary ({description}) exceeds the model's {num_tokens} tokens; "
+        "use the data, or the --meta_path, of its training",
     )
+    is_unknown = contents["tokenization"] is None and tokenizer.method == "char"
+    if is_unknown and tokenizer.vocab_size < num_tokens:
+        warn(
+            f"the model has {num_tokens} token ids, the data have fewer, {description}: "
+            "make sure that they are the same"
+        )
 
 
 def choose_tokenizer(
     checkpoint: Record, path: str | Path, method: str, meta_path: str | None
 ) -> TokenizationManager:
-    """The tokenizer that two settings name, else the checkpoint's; raises UserError for none, or
-    for another's."""
-    record, is_named = checkpoint["tokenization"], method != "auto" or meta_path is not None
-    way = "give its meta.pkl or tokenizer.json with --meta_path"
-    require(is_named or record is not None, f"{path} does not say how its text is tokenized: {way}")
-    named = TokenizationManager(method, meta_path=meta_path) if is_named else None
-    tokenizer = named or TokenizationManager.from_record(record)
+    """Return the tokenizer that two settings name, or else the checkpoint's.
+
+    Raises UserError if there is none, or if it does not fit the checkpoint."""
+    record = checkpoint["tokenization"]
+    if method != "auto" or meta_path is not None:
+        tokenizer = TokenizationManager(method, meta_path=meta_path)
+    else:
+        remedy = "name its meta.pkl or tokenizer.json with --meta_path"
+        require(record is not None, f"{path} does not say how its text is tokenized: {remedy}")
+        tokenizer = TokenizationManager.from_record(record)
     check_tokenizer(checkpoint, tokenizer)
     return tokenizer
 
 
 def check_origin(
-    dataset: RewardDataset, generator: Record, generator_sha256: str, path: str
+    tokenization: TokenizationInfo,
+    metadata: Mapping[str, str],
+    generator: Record,
+    generator_sha256: str,
+    path: str,
 ) -> None:
-    """Raise UserError unless the dataset has the generator's tokenizer, and that very model wrote
-    it."""
-    record, writer = generator["tokenization"], dataset.metadata.get("model_sha256")
+    """Raise UserError unless this very generator wrote a reward dataset.
+
+    tokenization, metadata: of the dataset. generator: its checkpoint, read from `path`."""
+    record = generator["tokenization"]
     if record is not None:
-        dataset.get_tokenization_info().check_compatible(
-            TokenizationManager.from_record(record).info()
-        )
-    what = f"{dataset.data_dir} was written by another model (sha256 {writer}) than {path} ({generator_sha256})"
+        tokenization.check_compatible(TokenizationManager.from_record(record).info())
+    writer = metadata.get("model_sha256", generator_sha256)
     require(
-        writer in (None, generator_sha256), f"{what}; name that model, or make data with this one"
+        writer == generator_sha256,
+        f"another model (sha256 {writer}) wrote the reward data, not {path} ({generator_sha256}); "
+        "name that model, or make data with this one",
     )
 
 
 def check_unseen(trained: Record | None, metadata: Mapping[str, str], path: str) -> None:
-    """Warn of a model that was not selected on the same validation text: it may have learned that,
-    or test.bin."""
-    if trained is None or trained["val_sha256"] != metadata.get("val_sha256"):
-        what = "has no record of its training text" if trained is None else "learned another corpus"
-        warn(f"{path} {what}: make sure that it has read neither the validation nor the test text")
+    """Warn if a model may have been trained on the validation or test text.
+
+    trained: its data record. metadata: a data record of, or for, the text."""
+    if trained is None:
+        problem = "has no record of its training text"
+    elif trained["val_sha256"] != metadata.get("val_sha256"):
+        problem = "was trained on another corpus"
+    else:
+        return
+    warn(f"{path} {problem}: make sure that it has read neither the validation nor the test text")

@@ -197,7 +197,8 @@ class Schedule:
 
     def check_num_steps(self, option: str, num_steps: int) -> None:
         """Raise UserError if an option asks for steps whose learning rate would be 0."""
-        if num_steps > self.num_steps and self.factor(num_steps) == 0:
+        ends_at_zero = self.shape in ("linear", "cooldown") or self.factor(num_steps) == 0
+        if num_steps > self.num_steps and ends_at_zero:
             raise UserError(
                 f"ERROR: {option}={num_steps}: the learning rate of lr_schedule={self.shape} is 0 "
                 f"from step {self.num_steps} on; use --{option} {self.num_steps}, or train anew"

@@ -1,0 +1,457 @@
+"""Try to break what the project promises, with values, files, texts and kills drawn by Hypothesis.
+
+    make campaign EXAMPLES=1000
+
+`make test` tries a few fixed examples. CROSSOVER_EXAMPLES sets their number and draws others, by
+pytest's --hypothesis-seed. Bad input must end in success or in clear words and exit status 2."""
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    CONFIG,
+    CONTROLS,
+    ROOT,
+    Finished,
+    as_arguments,
+    assert_same_weights,
+    call,
+    folder_bytes,
+    make_text,
+    refuse,
+    refuse_in_one_line,
+    weights,
+)
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from option_tables import settings_of
+
+from data_loader import TOKEN_DTYPE
+from tokenization_manager import TokenizationManager
+from train import TrainSettings
+
+NUM_EXAMPLES = int(os.environ.get("CROSSOVER_EXAMPLES", 0))
+campaign = settings(
+    max_examples=NUM_EXAMPLES or 6,
+    derandomize=not NUM_EXAMPLES,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """Enter a new folder, deep enough for ../../.. in a value."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name, "a", "b", "c")
+        folder.mkdir(parents=True)
+        patch.chdir(folder)
+        yield folder
+
+
+def attempt(script: str, *arguments: str, **options: Any) -> Finished:
+    """Run a script that may succeed or refuse its input in clear words."""
+    finished = call(script, *arguments, **options)
+    assert finished.status in (0, 2), finished.err
+    assert "Traceback" not in finished.err, finished.err
+    assert finished.status == 0 or finished.err.strip(), "it ended without a word"
+    return finished
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# options and settings files
+
+SCRIPTS = ["evaluate", "prepare_reward_data", "sample", "train", "train_grpo", "train_reward_model"]
+SMALL = {
+    "max_iters": 2,
+    "max_steps": 1,
+    "max_epochs": 1,
+    "max_new_tokens": 3,
+    "eval_interval": 1,
+}
+NUMBERS = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "1e-9",
+    "0.5",
+    "99999999999999999999",
+]
+WORDS = [
+    "None",
+    "True",
+    "x",
+    "é",
+    "\x07",
+    "../..",
+    "/dev/null",
+    "gpt2",
+    "a/b",
+    "cuda:7",
+    "token",
+    "--seed",
+    "�",
+]
+VALUES = st.sampled_from([*NUMBERS, *WORDS, "", " ", "nan 1", "[1, 2]"])
+EXPRESSIONS = ["2**4", "5 * 8", "2e1", "'ft-' + str(time.time())", "1e-3", "True", "2**9**9"]
+EXPRESSIONS += ["-(8**.5)", "1 / 0", "[1]", "{1: 2}", "dict(a=1)", "open('x')", "x", "'a' * 9"]
+EXPRESSIONS += ["str(str)", "time.time(1)", "None", "'\ud83d'", "("]
+FIRST_LINES = ["import time", "import os, sys", "from os import *", "# a comment", "", "print('x')"]
+
+
+def options_of(script: str) -> st.SearchStrategy[tuple[str, dict[str, str]]]:
+    """Draw one or two options of a script, of which a name may be mistyped, and their values."""
+    names = [field.name for field in fields(settings_of(script))]
+    mistyped = [f"{name[:-1]}q" for name in names]
+    name = st.sampled_from(names * 9 + mistyped)
+    values = st.dictionaries(name, VALUES, min_size=1, max_size=2)
+    return st.tuples(st.just(script), values)
+
+
+def small_options(script: str) -> dict[str, int]:
+    """Return options that make a run short."""
+    names = {field.name for field in fields(settings_of(script))}
+    return {name: value for name, value in SMALL.items() if name in names}
+
+
+@campaign
+@given(st.sampled_from(SCRIPTS).flatmap(options_of))
+def test_values_that_nobody_means(commands, drawn):
+    script, values = drawn
+    with own_folder() as folder:
+        attempt(script, **{**commands(folder / "out")[script], **small_options(script), **values})
+
+
+@campaign
+@given(
+    first=st.sampled_from(FIRST_LINES),
+    assignments=st.dictionaries(
+        st.sampled_from(
+            [field.name for field in fields(TrainSettings)]
+            + [*TrainSettings.without_effect, "use_svd", "train"]
+        ),
+        st.sampled_from(EXPRESSIONS),
+        min_size=1,
+        max_size=6,
+    ),
+    mark=st.sampled_from([b"", b"\xef\xbb\xbf"]),
+    newline=st.sampled_from(["\n", "\r\n"]),
+)
+def test_settings_files_in_nanogpts_form(commands, first, assignments, mark, newline):
+    lines = [first, *(f"{name} = {value} # why" for name, value in assignments.items())]
+    with own_folder() as folder:
+        text = newline.join(lines).encode(errors="surrogatepass")
+        (folder / "settings.py").write_bytes(mark + text)
+        options = {**commands(folder / "out")["train"], **small_options("train")}
+        attempt("train", config="settings.py", **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hostile files
+
+
+class Harmful:
+    """Make a folder when the object's pickle is loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.makedirs, (self.folder,)
+
+
+@contextmanager
+def nothing_executed() -> Iterator[tuple[Path, Path]]:
+    """Enter a folder; yield it and the folder that harmful code would make."""
+    with own_folder() as folder:
+        yield folder, folder / "executed"
+        assert not (folder / "executed").exists()
+
+
+MODEL_OPTIONS = [
+    ("sample", "checkpoint_path"),
+    ("evaluate", "checkpoints"),
+    ("train", "init_from"),
+    ("prepare_reward_data", "model_path"),
+    ("train_reward_model", "base_model_path"),
+    ("train_reward_model", "natural_model_path"),
+    ("train_grpo", "base_model_path"),
+    ("train_grpo", "reward_model_path"),
+]
+SIZES = ["n_layer", "n_embd", "vocab_size", "block_size"]
+
+
+@campaign
+@given(
+    target=st.sampled_from(MODEL_OPTIONS),
+    place=st.sampled_from(
+        ["model", "config", "training", "tokenization", "bare", "cut", "shape", "nan", *SIZES]
+    ),
+    number=st.integers(0, 10**6),
+    is_zip=st.booleans(),
+)
+def test_checkpoints_with_code_or_impossible_weights(
+    commands, generator, reward_model, target, place, number, is_zip
+):
+    script, option = target
+    contents = torch.load(
+        reward_model if option == "reward_model_path" else generator, weights_only=True
+    )
+    name = sorted(contents["model"])[number % len(contents["model"])]
+    weight = contents["model"][name]
+    with nothing_executed() as (folder, marker):
+        if place in SIZES:
+            setattr(contents["config"], place, 2**40)
+        elif place == "shape":
+            contents["model"][name] = weight.flatten()[:-1]
+        elif place == "nan":
+            contents["model"][name] = weight * float("nan")
+        elif place == "config":
+            contents["config"] = Harmful(marker)
+        elif place in contents:
+            contents[place] = {**contents[place], "x": Harmful(marker)}
+        path = folder / "bad.pt"
+        torch.save(contents, path, _use_new_zipfile_serialization=is_zip)
+        if place == "bare":
+            path.write_bytes(pickle.dumps(Harmful(marker)))
+        elif place == "cut":
+            path.write_bytes(path.read_bytes()[: number % path.stat().st_size])
+        options = {**commands(folder / "out")[script], option: path}
+        if option == "init_from":  # the checkpoint decides the shape
+            for field in ("n_layer", "n_head", "n_embd", "block_size"):
+                del options[field]
+        if option == "natural_model_path":
+            options["head"] = "likelihood"
+            del options["max_epochs"]
+        refuse(script, **options)
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [("train", "dataset"), ("evaluate", "dataset"), ("prepare_reward_data", "data_path")],
+)
+def test_vocabularies_with_code(commands, corpus, script, option):
+    with nothing_executed() as (folder, marker):
+        shutil.copytree(corpus, folder / "corpus")
+        meta = {"stoi": Harmful(marker), "itos": {}, "vocab_size": 3}
+        (folder / "corpus/meta.pkl").write_bytes(pickle.dumps(meta))
+        err = refuse_in_one_line(script, **{**commands(folder / "out")[script], option: "corpus"})
+        assert "corpus/meta.pkl" in err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "code", ["import os; os.makedirs({!r})", "seed = __import__('os').makedirs({!r})"]
+)
+def test_settings_files_with_code(commands, script, code):
+    with nothing_executed() as (folder, marker):
+        (folder / "settings.py").write_text(code.format(str(marker)))
+        refuse(script, config="settings.py", **commands(folder / "out")[script])
+
+
+def test_states_with_code(commands):
+    with nothing_executed() as (folder, marker):
+        path = folder / "out/model_checkpoint.resume"
+        path.parent.mkdir()
+        torch.save({"step": 1, "parts": Harmful(marker)}, path)
+        options = commands(folder / "out")["train"]
+        err = refuse_in_one_line("train", **options, init_from="resume")
+        assert "nothing was executed" in err
+    with own_folder() as folder:
+        torch.save(Harmful(folder / "executed"), "harmful.pt")
+        torch.load("harmful.pt", weights_only=False)
+        assert (folder / "executed").is_dir()  # read carelessly, it would have been executed
+
+
+@pytest.mark.parametrize("name", ["train_x.bin", "val_y.bin", "train_metadata.txt"])
+def test_damaged_reward_data(commands, reward_data, name):
+    with own_folder() as folder:
+        path = shutil.copytree(reward_data, folder / "data") / name
+        data = path.read_bytes()
+        options = {**commands(folder / "out")["train_reward_model"], "data_dir": "data"}
+        for damaged in (data[:-3], data + b"\0" * 6, b"\xff" * len(data), b""):
+            path.write_bytes(damaged)
+            refuse("train_reward_model", **options)
+
+
+@campaign
+@given(
+    name=st.sampled_from(["transformer.wte.weight", "lm_head.weight"]),
+    difference=st.floats(0.1, 1),
+    is_nanogpts=st.booleans(),
+)
+def test_differing_embeddings_are_both_kept(commands, generator, name, difference, is_nanogpts):
+    contents = torch.load(generator, weights_only=True)
+    contents["model"][name] = contents["model"][name] + difference
+    if is_nanogpts:
+        contents["model_args"] = vars(contents.pop("config"))
+    with own_folder() as folder:
+        torch.save(contents, folder / "ties.pt")
+        options = {**commands(folder / "out")["train"], "init_from": "ties.pt", "max_iters": 0}
+        assert attempt("train", **options).status == 0
+        assert_same_weights(weights(folder / "out/model_checkpoint.pt"), contents["model"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# token files and texts
+
+
+@campaign
+@given(
+    script=st.sampled_from(["train", "evaluate"]),
+    split=st.sampled_from(["train", "val"]),
+    dtype=st.sampled_from(["<u2", "<u4", "<i8", "<f4", ">u2"]),
+    end=st.sampled_from([None, -1, 0]),  # the last byte is lost, or the file is empty
+    has_vocabulary=st.booleans(),
+)
+def test_token_files_of_other_types(commands, corpus, script, split, dtype, end, has_vocabulary):
+    with own_folder() as folder:
+        path = shutil.copytree(corpus, folder / "corpus") / f"{split}.bin"
+        path.write_bytes(np.fromfile(path, TOKEN_DTYPE).astype(dtype).tobytes()[:end])
+        if not has_vocabulary:
+            (folder / "corpus/meta.pkl").unlink()
+        options = {**commands(folder / "out")[script], "dataset": "corpus"}
+        finished = attempt(script, **options)
+    if dtype in ("<u4", "<i8") or end is not None:
+        assert finished.status == 2
+    elif has_vocabulary:  # ids of the other types are beyond it
+        assert finished.status == (0 if dtype == "<u2" else 2)
+
+
+ENDS = ["", "", "\n", "你好。\n\n", "é\u2028\ufeff\r", "é\r\nx", "\0"]
+
+
+def odd_text(seed: int, end: str) -> str:
+    """Return one of a few texts, the first of them empty."""
+    return make_text(300, seed).strip() + end if seed else ""
+
+
+ENCODINGS = ["utf-8", "utf-8", "utf-8", "utf-8-sig", "utf-8-sig", "utf-16", "latin-1"]
+NAMES = ["a.txt", "B.TXT", "._a.txt", ".b/a.txt", "b/c/a b.txt", "é.txt", "\n.txt", "[a]*.txt"]
+
+
+@campaign
+@given(
+    texts=st.dictionaries(
+        st.sampled_from(NAMES),
+        st.tuples(
+            st.builds(odd_text, st.integers(0, 20), st.sampled_from(ENDS)),
+            st.sampled_from(ENCODINGS),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    is_folder=st.sampled_from([True, True, False]),
+    encoding=st.sampled_from(ENCODINGS),
+)
+def test_odd_texts_are_refused_or_kept_whole(texts, is_folder, encoding):
+    with own_folder() as folder:
+        for name, (text, its_encoding) in texts.items():
+            path = folder / "texts" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode(its_encoding, "replace"))
+        (folder / "settings.py").write_bytes("block_size = 8\r\n".encode(encoding))
+        if is_folder:
+            names = sorted(name for name in texts if not name.startswith("."))
+            names.sort(key=Path)
+            argument = "texts"
+        else:
+            names = [min(texts)]
+            argument = f"texts/{names[0]}"
+        options = {"out_dir": "out", "tokenization": "char", "train_split": 0.5}
+        finished = attempt("prepare_text", argument, config="settings.py", **options)
+        if finished.status == 2:
+            return
+        expected = ""
+        for name in names:
+            if expected and not expected.endswith("\n"):
+                expected += "\n"
+            data = (folder / "texts" / name).read_bytes()
+            text = data.decode("utf-8-sig")
+            expected += text.replace("\r\n", "\n").replace("\r", "\n")
+        tokenizer = TokenizationManager(meta_path=folder / "out/meta.pkl")
+        splits = [np.fromfile(folder / f"out/{name}.bin", TOKEN_DTYPE) for name in ("train", "val")]
+        assert "".join(map(tokenizer.decode, splits)) == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# kills
+
+
+def start_loop(folder: Path, corpus: Path) -> subprocess.Popen:
+    """Start run_cycles.py on a tiny loop with controls, in a group of processes of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "loop.py").write_text(CONFIG + CONTROLS)
+    options = {"config": "loop.py", "dataset": corpus, "out_dir": "out", "num_cycles": 1}
+    command = [sys.executable, ROOT / "run_cycles.py", *as_arguments({**options, "device": "cpu"})]
+    with open(folder / "log", "a") as log:
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+
+
+def finish(process: subprocess.Popen, folder: Path) -> None:
+    """Wait for the end of a loop, which must succeed."""
+    assert process.wait(600) == 0, (folder / "log").read_text()[-2000:]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(once, corpus):
+    """The folder of a tiny loop that ran to its end."""
+    return once("loop", lambda folder: finish(start_loop(folder, corpus), folder))
+
+
+def assert_same_artefacts(one: Path, other: Path) -> None:
+    """Compare the tensors of every model and reward dataset below two folders."""
+    ours, theirs = ({*folder_bytes(folder)} for folder in (one, other))
+    names = [name for name in sorted(ours | theirs) if name.endswith((".pt", "_x.bin", "_y.bin"))]
+    assert len(names) > 5
+    for name in names:
+        if name.endswith(".pt"):
+            assert_same_weights(weights(one / name), weights(other / name))
+        else:
+            assert (one / name).read_bytes() == (other / name).read_bytes()
+
+
+@pytest.mark.skipif(not NUM_EXAMPLES, reason="test_run_cycles.py interrupts a run")
+@settings(campaign, max_examples=max(1, NUM_EXAMPLES // 50), phases=[Phase.generate])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]),
+            st.sampled_from([os.kill, os.killpg]),
+            st.floats(0.5, 9),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_a_loop_that_is_killed_ends_in_the_same_tensors(undisturbed, corpus, kills):
+    with own_folder() as folder:
+        for number, kill, seconds in kills:
+            process = start_loop(folder, corpus)
+            try:
+                process.wait(seconds)
+                break  # it was through
+            except subprocess.TimeoutExpired:
+                kill(process.pid, number)
+                process.wait(600)
+        finish(start_loop(folder, corpus), folder)
+        assert_same_artefacts(undisturbed / "out", folder / "out")
