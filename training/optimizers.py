@@ -27,7 +27,8 @@ class Muon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the base's closure can be a function
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        # The base class also accepts a closure.
         (group,) = self.param_groups
         if group["params"][0].device.type != "cpu":
             super().step()
@@ -71,7 +72,7 @@ def orthogonalised(
 
 
 class Optimizers:
-    """One or two torch optimizers as one. AdamW is the last; `learning_rate` is its current rate."""
+    """One or two torch optimizers as one; `learning_rate` is that of AdamW, which is the last."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -241,7 +242,10 @@ def take_step(
 
 
 class EarlyStopping(SavedAttributes):
-    """Stops after `patience` evaluations in which a value has not fallen by `min_delta`; None: never."""
+    """Stops after `patience` evaluations in which a value has not fallen by `min_delta`.
+
+    With a patience of None it never stops.
+    """
 
     saved = ("best", "num_without_improvement")
 
@@ -267,7 +271,7 @@ class EarlyStopping(SavedAttributes):
 
 
 class Best(SavedAttributes):
-    """Keeps the weights with the lowest value, with figures about them; ties keep the earlier ones."""
+    """Keeps the weights with the lowest value, and their figures; ties keep the earlier ones."""
 
     saved = ("value", "at", "figures", "weights")
 
@@ -293,6 +297,7 @@ class Best(SavedAttributes):
         fits = all(state[name].shape == weight.shape for name, weight in self.weights.items())
         if not self.weights or not fits:
             raise UserError(
-                "ERROR: the saved state has no best weights of this model: delete it, start from scratch"
+                "ERROR: the saved state has no best weights of this model: "
+                "delete it, start from scratch"
             )
         model.load_state_dict(self.weights, strict=False)

@@ -47,7 +47,8 @@ class Run:
         self.log_path = beside(output, ".jsonl")
         if self.output.suffix in (".resume", ".jsonl"):
             raise UserError(
-                f"ERROR: {output}: the state (.resume) and records (.jsonl) lie beside it: name it .pt"
+                f"ERROR: {output}: the state (.resume) and records (.jsonl) lie beside it: "
+                "name it .pt"
             )
         self.settings = settings
         self.ranks = ranks
