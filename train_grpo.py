@@ -1,4 +1,4 @@
-"""Train the policy with GRPO so that a frozen reward model takes its text for natural.
+"""Train the policy with GRPO so that a frozen reward model rates its text as natural.
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
@@ -17,10 +17,10 @@ now and then a fifth:
                 ratio = pi(token t of o_i) / pi_old(token t of o_i),  KL = KL(pi || pi_ref)
     evaluate    measure the policy on other prompts; the best evaluated policy is kept
 
-Shapes: P prompts per step, G completions per prompt, R = P * G rows, N tokens in a row (the block
-size), V token ids. A row is a prompt of 1 to N / 2 tokens and its completion up to N tokens.
-Nothing predicts a row's first token, so tensors about predicted tokens are (R, N - 1): column t
-belongs to token t + 1. With torchrun, each rank holds the rows of its share of the P prompts.
+Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens in
+a row (block_size of the generator), V token ids. A row is a prompt of 1 to N / 2 tokens and its
+completion up to N tokens. Nothing predicts the first token of a row, so tensors of predictions are
+(R, N - 1): column t belongs to token t + 1. With torchrun a rank holds the rows of its share of P.
 """
 
 from dataclasses import asdict
@@ -75,11 +75,12 @@ def main() -> None:
 
     # Three models, all without dropout: the policy pi learns; the scorer holds the frozen reward
     # model and pi_ref, the policy's start. pi_old is pi at the beginning of a step.
-    base = load_checkpoint(str(settings.base_model_path))
+    base_path = str(settings.base_model_path)
+    base = load_checkpoint(base_path)
     corpus = open_corpus(settings.dataset, base["config"].block_size + 1)
     check_tokenizer(base, corpus.tokenizer)
     scorer = load_scorer(settings, base, corpus, ranks.device)
-    policy = build_model(base, "generator", str(settings.base_model_path), ranks.device)
+    policy = build_model(base, "generator", base_path, ranks.device)
     completer = Completer(policy, policy.config.block_size)
     settings = resolve(settings, scorer.is_ratio, scorer.knows_tokens)
     print_choices(settings, policy, scorer, ranks)
@@ -115,28 +116,35 @@ def main() -> None:
     warned_of_flat_groups = False
 
     for step in run.steps(settings.max_steps, stops.reason):
-        # Sample: ids (R, N) int64; log pi_old (R, N - 1); mask (R, N - 1), the tokens that the
-        # policy wrote. (With prefixes=natural the rows are natural text, without log pi_old.)
+        # Sample: draw P prompts, (P, N) natural text with prompt lengths (P, G), and complete them:
+        # (P, G, N) ids become rows, ids (R, N) int64. Sampling notes log pi_old (R, N - 1) of every
+        # token; mask (R, N - 1) bool says which tokens follow a prompt. Only these are scored and
+        # learned. (With prefixes=natural, rows are natural text, and there is no log pi_old.)
         rollouts = sample(completer, corpus.train, settings, step + 1, ranks)
 
-        # Score: log pi_ref (R, N - 1), P(natural) (R,), and from a likelihood head the evidence
-        # (R, N - 1) of each token, log(m/q), for its mixture m and the start q. credit=exact also
-        # needs the head's hidden states before each token.
+        # Score: the models read the rows and return log pi_ref (R, N - 1) and P(natural) (R,). A
+        # likelihood head adds the evidence (R, N - 1): log(m/q) of each token, where q = pi_ref and
+        # m is its mixture of q and a natural model. A reward function adds (R,) or (R, N - 1).
+        # credit=exact also needs the head's hidden states before each token.
         keep_hidden = settings.credit == "exact"
         scores = scorer(rollouts.ids, rollouts.mask, rollouts.group_size, keep_hidden)
         figures = step_figures(rollouts, scores, settings, ranks)
 
-        # Advantages: (R,), one for all tokens of a sequence, or (R, N - 1), one per token. They
-        # are relative to the G rows of the same prompt. None with credit=exact: it computes the
-        # expectation over all V next tokens instead of comparing sampled ones.
+        # Advantages: first the rewards. That of a token is log(m/q) - log(pi_old/pi_ref) from a
+        # likelihood head, that of a sequence is its tokens' mean, or P(natural) from other heads.
+        # Then each is compared with its group, the G rows of the same prompt. The result is (R,),
+        # one advantage for all tokens of a row, or (R, N - 1), one per token. It is None with
+        # credit=exact, which computes the expectation over all V next tokens instead of
+        # comparing sampled ones.
         advantages, advantage_figures = compute_advantages(rollouts, scores, settings, ranks)
         figures.update(advantage_figures)
         if figures.get("flat_groups") == 1 and not warned_of_flat_groups:
             warn(FLAT_NOTE)
             warned_of_flat_groups = True
 
-        # Update: updates_per_step times the gradient of the mean loss over all R rows, summed up
-        # from micro-batches, and a step of AdamW. This changes the policy.
+        # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old, the
+        # loss of each token (R, N - 1), and their mean (). Its gradients are summed up over
+        # micro-batches of rows; then AdamW takes a step. This happens updates_per_step times.
         figures.update(update(rollouts, scores, advantages, schedule.factor(step)))
         stops.step(figures)
 

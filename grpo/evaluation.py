@@ -23,7 +23,7 @@ from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo.policy_loss import kl_estimate
 from grpo.rewards import named_rewards, sequence_rewards
-from grpo.rollouts import draw_prompts, written_mask
+from grpo.rollouts import draw_prompts, text_rows, written_mask
 from grpo.settings import GRPOSettings
 from losses import text_log_probs
 from metrics import reward_skill as skills
@@ -152,7 +152,8 @@ class PolicyEvaluation:
 def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:
     """Return the report's figures of the start and of the kept policy, and their paired difference.
 
-    'start' and 'kept' hold the figures of each, 'difference' compares their losses token by token.
+    'start' and 'kept' hold the figures of the two; 'difference' is the mean paired difference of
+    their losses.
     """
     figures: dict[str, Any] = {}
     losses = {}
@@ -182,13 +183,12 @@ def skill_on_policy(
         )
     P = min(GATE_BLOCKS, len(gate))
     blocks = gate.start + np.arange(P) * len(gate) // P
-    natural = np.stack([tokens[block * N : (block + 1) * N] for block in blocks])  # (P, N)
+    natural = text_rows(tokens, blocks * N, N).to(device)  # (P, N)
     draw = random_stream(seed, "gate")
     crossovers = torch.from_numpy(draw.integers(1, N, size=(P, G)))
     uniforms = torch.from_numpy(draw.random((P, G, N), dtype=np.float32))
-    prompts = torch.from_numpy(natural.astype(np.int64)).to(device)
     with autocast(device, scorer.dtype):
-        ids = completer(prompts, crossovers, uniforms, Sampling()).ids.flatten(0, 1)  # (R, N)
+        ids = completer(natural, crossovers, uniforms, Sampling()).ids.flatten(0, 1)  # (R, N)
     completer.release()
     prediction = scorer.score_by_models(ids).natural  # (R,)
     assert prediction is not None  # there is a reward model

@@ -5,8 +5,10 @@
 Shapes: P prompts, G completions of each, R = P * G rows; N tokens in a row.
 """
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.distributed import Ranks
@@ -23,48 +25,38 @@ def token_rewards(scores: Scores, log_probs: Tensor, mask: Tensor) -> Tensor:
     log(m/q) - log(pi/q), whose expectation is -KL(pi || m); other heads with P(token is natural).
     A function's reward of a sequence counts for each of its tokens in the mask (R, N - 1).
     """
-    rewards = scores.by_token
+    rewards = torch.zeros_like(log_probs)
     if scores.evidence is not None:
         rewards = scores.evidence - kl_estimate(log_probs, scores.reference_log_probs, "k1")
-    function_rewards = scores.function
-    if function_rewards is not None and function_rewards.dim() == 1:
-        function_rewards = function_rewards[:, None] * mask  # (R,) -> (R, N - 1)
-    return _add(rewards, function_rewards)
+    elif scores.by_token is not None:
+        rewards = scores.by_token
+    if scores.function is None:
+        return rewards
+    return rewards + scores.function.view(len(mask), -1) * mask  # (R, 1) or (R, N - 1)
 
 
 def sequence_rewards(scores: Scores, log_probs: Tensor, mask: Tensor) -> Tensor:
     """Return the rewards (R,) of sequences: the reward model's plus the user's function's.
 
     A likelihood head rewards a sequence with the mean reward of its tokens, other heads with
-    P(natural).
+    P(natural). A function's sequence reward is the mean of its token rewards, if it returns those.
     """
-    rewards = scores.natural
+    rewards = torch.zeros(len(mask), device=mask.device)
     if scores.evidence is not None:
-        kl = kl_estimate(log_probs, scores.reference_log_probs, "k1")
-        rewards = mean_over_mask(scores.evidence - kl, mask)
-    return _add(rewards, function_sequence_rewards(scores, mask))
-
-
-def function_sequence_rewards(scores: Scores, mask: Tensor) -> Tensor | None:
-    """Return the function's rewards (R,) of sequences, the mean of token rewards; None without."""
-    if scores.function is None or scores.function.dim() == 1:
-        return scores.function
-    return mean_over_mask(scores.function, mask)
+        model_scores = replace(scores, function=None)
+        rewards = mean_over_mask(token_rewards(model_scores, log_probs, mask), mask)
+    elif scores.natural is not None:
+        rewards = scores.natural
+    if scores.function is None:
+        return rewards
+    return rewards + mean_over_mask(scores.function, mask)
 
 
 def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the means (R,) of values (R, N - 1) over the mask (R, N - 1)."""
+    """Return the means (R,) of values (R, N - 1) over the mask; values (R,) stay as they are."""
+    if values.dim() == 1:
+        return values
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
-
-
-def _add(model_rewards: Tensor | None, function_rewards: Tensor | None) -> Tensor:
-    """Add the rewards of the reward model and of the function; one of them may be missing."""
-    if function_rewards is None:
-        assert model_rewards is not None
-        return model_rewards
-    if model_rewards is None:
-        return function_rewards
-    return model_rewards + function_rewards
 
 
 def named_rewards(
@@ -77,9 +69,8 @@ def named_rewards(
     rewards = {}
     if scores.natural is not None:
         rewards[f"{prefix}reward"] = scores.natural
-    function_rewards = function_sequence_rewards(scores, mask)
-    if function_rewards is not None:
-        rewards[f"{prefix}function_reward"] = function_rewards
+    if scores.function is not None:
+        rewards[f"{prefix}function_reward"] = mean_over_mask(scores.function, mask)
         if log_probs is not None:
             rewards[f"{prefix}total_reward"] = sequence_rewards(scores, log_probs, mask)
     return rewards
@@ -130,7 +121,6 @@ def step_figures(
     for name, values in named_rewards("", scores, mask, log_probs).items():
         rewards = ranks.gather(values)  # (P * G,)
         figures[name] = rewards.mean().item()
-        figures[f"{name}_std"] = None
         if len(rewards) > 1:
             figures[f"{name}_std"] = rewards.std().item()
     objective = ranks.gather(sequence_rewards(scores, log_probs, mask))  # (P * G,)

@@ -55,12 +55,17 @@ def draw_prompts(
     offsets = draw.integers(0, len(tokens) - length + 1, size=num_prompts)
     lengths = draw.integers(1, max(1, length // 2) + 1, size=num_prompts)
     uniforms = draw.random((num_prompts, group_size, length), dtype=np.float32)
-    natural = np.stack([tokens[offset : offset + length] for offset in offsets])
     return Prompts(
-        torch.from_numpy(natural.astype(np.int64)),
+        text_rows(tokens, offsets, length),
         torch.from_numpy(lengths)[:, None].expand(num_prompts, group_size),
         torch.from_numpy(uniforms),
     )
+
+
+def text_rows(tokens: np.ndarray, offsets: np.ndarray, length: int) -> Tensor:
+    """Return (P, length) int64: the tokens (n,) from each of P offsets on."""
+    rows = np.stack([tokens[offset : offset + length] for offset in offsets])
+    return torch.from_numpy(rows.astype(np.int64))
 
 
 def written_mask(prefix_lengths: Tensor, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Settings of train_grpo.py: its options, which of them contradict each other, and their defaults.
+"""Settings of train_grpo.py: the options, rules about their combinations, and derived values.
 
 python train_grpo.py --help
 """
@@ -14,6 +14,7 @@ from common.settings import Errors, Settings, setting
 DEFAULT_BETA = 0.04  # weight of the KL penalty if the reward contains no KL
 SAMPLED_ONLY = (  # options that only apply to sampled tokens
     "reward",
+    "reward_function",
     "importance_level",
     "epsilon",
     "epsilon_high",
@@ -25,7 +26,7 @@ SAMPLED_ONLY = (  # options that only apply to sampled tokens
 
 @dataclass
 class GRPOSettings(Settings):
-    """Train a generator with GRPO so that a frozen reward model takes its text for natural."""
+    """Train a generator with GRPO so that a frozen reward model rates its text as natural."""
 
     base_model_path: str | None = setting(None, model_file="required", changeable=True)
     """checkpoint of the generator: the policy starts from it, and the KL refers to it (required)"""
@@ -46,7 +47,7 @@ class GRPOSettings(Settings):
     prompts_per_step: int = setting(16, minimum=1)
     """prompts (groups) per step"""
     group_size: int = setting(8, minimum=1)
-    """completions per prompt, compared with each other: at least 2, or 1 with credit=exact"""
+    """completions per prompt, whose rewards are compared: at least 2, or 1 with credit=exact"""
     max_steps: int = setting(100, minimum=1, unit="steps", changeable=True)
     """maximum number of steps"""
     updates_per_step: int = setting(1, minimum=1)
@@ -110,7 +111,7 @@ class GRPOSettings(Settings):
         return ignored
 
     def check_settings(self, errors: Errors) -> None:
-        """Note options that contradict each other, and a tracker that is not installed."""
+        """Note options that do not go together, and a tracker that is not installed."""
         for name, reason in self.ignored_options().items():
             value = getattr(self, name)
             default = getattr(GRPOSettings, name)
@@ -128,11 +129,6 @@ class GRPOSettings(Settings):
             not (is_exact and is_cispo),
             "loss_type=cispo weights sampled tokens, and credit=exact samples none",
             "Use --loss_type dapo",
-        )
-        errors.check(
-            not (is_exact and self.reward_function),
-            "credit=exact takes no reward_function",
-            "Use --credit token",
         )
         errors.check(
             not is_cispo or self.epsilon_high is not None,

@@ -170,8 +170,7 @@ def exact_loss(
 def over_vocabulary(
     policy: GPT, rollouts: Rollouts, hidden: Hidden, formula: Callable[[Tensor, Hidden], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return a formula's values and the policy's log-probabilities, (R, N - 1) each, 0 outside the
-    mask.
+    """Return a formula's values and log pi of the tokens: (R, N - 1) each, 0 outside the mask.
 
     `formula` computes (m,) from log pi (m, V) and hidden states (m, C). With many tokens the
     logits are computed in pieces of at most PIECE_LOGITS, and again in the backward pass.

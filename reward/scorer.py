@@ -17,14 +17,13 @@ from generation.sampling import Sampling
 from generation.shared_prompts import SharedPrompts, rows_of_whole_groups, scatter_to_mask
 from losses import token_log_probs
 from model import GPT
-from reward.heads import LikelihoodRewardModel, RewardModel
 from reward.posterior import natural_probabilities
 from reward.user_function import RewardFunction
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the frozen models and a user's function say of R sequences of N tokens."""
+    """Scores of R sequences of N tokens, from the frozen models and a user's function."""
 
     reference_log_probs: Tensor  # (R, N - 1): log pi_ref of the written tokens; 0 elsewhere
     natural: Tensor | None = None  # (R,): P(natural); None without a reward model
@@ -51,7 +50,7 @@ class RewardScorer:
     shares the reference's trunk, one pass serves both.
     """
 
-    reward_model: RewardModel | None  # None: only a function gives rewards
+    reward_model: Any  # a RewardModel; None: only a function gives rewards
     reference: GPT
     dtype: torch.dtype = torch.float32  # precision of the passes
     function: RewardFunction | None = None  # a user's
@@ -69,7 +68,7 @@ class RewardScorer:
         if not model.is_ratio:
             self.is_shared = have_same_weights(model.transformer, self.reference.transformer)
             return
-        # The policy's text is sampled plainly, whatever sampling the reward data had.
+        # The reward data may have used another sampling; the policy's text is sampled plainly.
         model.sampling = Sampling()
         if not have_same_weights(model.generator, self.reference):
             raise UserError(
@@ -79,23 +78,17 @@ class RewardScorer:
 
     @torch.no_grad()
     def __call__(
-        self,
-        ids: Tensor,
-        written: Tensor | None = None,
-        group_size: int = 1,
-        keep_hidden: bool = False,
+        self, ids: Tensor, written: Tensor, group_size: int = 1, keep_hidden: bool = False
     ) -> Scores:
         """Score sequences (R, N) int64 by the models and by the function, if there is one.
 
-        written: (R, N - 1) bool, the tokens after the first that follow a prompt; None: all.
+        written: (R, N - 1) bool, the tokens after the first that follow a prompt.
         group_size: consecutive sequences that share a prompt, which is read once.
         keep_hidden: keep the hidden states of a likelihood model.
         """
         scores = self.score_by_models(ids, written, group_size, keep_hidden)
         if self.function is None:
             return scores
-        if written is None:
-            written = torch.ones_like(ids[:, 1:], dtype=torch.bool)
         return replace(scores, function=self.function(ids, written))
 
     @torch.no_grad()
@@ -114,63 +107,67 @@ class RewardScorer:
         parts = []
         with autocast(ids.device, self.dtype):
             for rows, mask in zip(ids.split(size), written.split(size), strict=True):
-                if self.reward_model is not None and self.reward_model.is_ratio:
-                    parts.append(
-                        self._score_by_ratio(self.reward_model, rows, mask, group_size, keep_hidden)
-                    )
+                if self.is_ratio:
+                    parts.append(self._score_by_ratio(rows, mask, group_size, keep_hidden))
                 else:
-                    parts.append(self._score_by_head(self.reward_model, rows, mask, group_size))
+                    parts.append(self._score_by_head(rows, mask, group_size))
         return concatenated(parts)
 
     def _score_by_ratio(
-        self,
-        model: LikelihoodRewardModel,
-        ids: Tensor,
-        written: Tensor,
-        group_size: int,
-        keep_hidden: bool,
+        self, ids: Tensor, written: Tensor, group_size: int, keep_hidden: bool
     ) -> Scores:
         """Score by a likelihood model, whose generator is the reference."""
+        model = self.reward_model
         context = SharedPrompts(ids[:, :-1], ids.size(1) - written.sum(1), group_size)
         hidden = model.hidden_states(context.ids, context)
         once = context.predicts  # (R, N - 1): prompt tokens once per group
-        at_once = tuple(context.at(once, states) for states in hidden)
-        natural, generator = (
-            context.spread(scatter_to_mask(log_probs, once))
-            for log_probs in model.read_hidden(at_once, ids[:, 1:][once])
-        )  # log p and log q, (R, N - 1) each
-        evidence = model.calibrated(natural - generator)  # (R, N)
-        shares = natural_probabilities(evidence)  # (R, N)
-        kept: tuple[Tensor, ...] = ()
+        states_once = tuple(context.at(once, states) for states in hidden)
+        log_p, log_q = (
+            context.spread(scatter_to_mask(log_probs, once))  # (R, N - 1)
+            for log_probs in model.read_hidden(states_once, ids[:, 1:][once])
+        )
+        evidence = model.calibrated(log_p - log_q)  # (R, N)
+        probabilities = natural_probabilities(evidence)  # (R, N)
+        scores = Scores(
+            reference_log_probs=log_q.masked_fill(~written, 0.0),
+            natural=probabilities.mean(1),
+            by_token=probabilities[:, 1:],
+        )
+        if self.gives_evidence:
+            scores = replace(scores, evidence=evidence[:, 1:])
         if keep_hidden:
             kept = tuple(context.at(written, states) for states in hidden)
-        return Scores(
-            reference_log_probs=generator.masked_fill(~written, 0.0),
-            natural=shares.mean(1),
-            evidence=evidence[:, 1:] if self.gives_evidence else None,
-            by_token=shares[:, 1:],
-            hidden=kept,
-        )
+            scores = replace(scores, hidden=kept)
+        return scores
 
-    def _score_by_head(self, model: Any, ids: Tensor, written: Tensor, group_size: int) -> Scores:
-        """Score by another head, which reads the last token too, or only by the reference."""
-        read = ids if model is not None else ids[:, :-1]
-        context = SharedPrompts(read, ids.size(1) - written.sum(1), group_size)
-        trunk = self.reference.trunk if model is None else model.trunk
-        states = trunk(context.ids, context)
+    def _score_by_head(self, ids: Tensor, written: Tensor, group_size: int) -> Scores:
+        """Score by another head, or, without a reward model, only by the reference."""
+        model = self.reward_model
+        prompt_lengths = ids.size(1) - written.sum(1)
+        if model is None:
+            context = SharedPrompts(ids[:, :-1], prompt_lengths, group_size)
+            states = self.reference.trunk(context.ids, context)
+            return Scores(self._reference_log_probs(context, states, ids, written))
+        context = SharedPrompts(ids, prompt_lengths, group_size)  # heads read the last token too
+        states = model.trunk(context.ids, context)
         reference_states = states
         if not self.is_shared:
             reference_states = self.reference.trunk(context.ids, context)
-        logits = self.reference.logits(context.at(written, reference_states))  # (m, V)
-        log_probs = token_log_probs(logits, ids[:, 1:][written])  # (m,)
-        reference_log_probs = scatter_to_mask(log_probs, written)  # (R, N - 1)
-        if model is None:
-            return Scores(reference_log_probs)
         output = model.score(model.pool(context.to_rows(states)))
-        by_token = None
+        scores = Scores(
+            self._reference_log_probs(context, reference_states, ids, written),
+            natural=model.share(output).float(),
+        )
         if model.knows_tokens:
-            by_token = natural_probabilities(output)[:, 1:]
-        return Scores(reference_log_probs, model.share(output).float(), by_token=by_token)
+            scores = replace(scores, by_token=natural_probabilities(output)[:, 1:])
+        return scores
+
+    def _reference_log_probs(
+        self, context: SharedPrompts, states: Tensor, ids: Tensor, written: Tensor
+    ) -> Tensor:
+        """Return log pi_ref (R, N - 1) of the written tokens, 0 elsewhere, from hidden states."""
+        logits = self.reference.logits(context.at(written, states))  # (m, V)
+        return scatter_to_mask(token_log_probs(logits, ids[:, 1:][written]), written)
 
 
 def have_same_weights(one: nn.Module, other: nn.Module) -> bool:

@@ -33,8 +33,8 @@ def share(completions, **kwargs):
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """Makes a function `score` of a file with this text; its ids are the letters a, b, c, ..."""
-
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    # without the folders of functions that other tests have loaded
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "pytest-" not in path])
     sys.modules.pop("mine", None)
 
     def make(text: str, name: str = "score") -> RewardFunction:
@@ -176,23 +176,19 @@ def test_all_calls_give_rewards_of_one_kind(made):
 @pytest.mark.parametrize(
     "value",
     [
-        *(
-            "None",
-            "'good'",
-            "[]",
-            "[1, 2, 3]",
-            "np.zeros((2, 4))",
-            "np.zeros((2, 3, 1))",
-            "[[1, 2], [3]]",
-        ),
-        *(
-            "[1, [1, 2, 3]]",
-            "[1, math.nan]",
-            "[1e13, 1]",
-            "[10 ** 400, 1]",
-            "[1j, 1]",
-            "[[1, math.inf], [1, 2, 3]]",
-        ),
+        "None",
+        "'good'",
+        "[]",
+        "[1, 2, 3]",
+        "np.zeros((2, 4))",
+        "np.zeros((2, 3, 1))",
+        "[[1, 2], [3]]",
+        "[1, [1, 2, 3]]",
+        "[1, math.nan]",
+        "[1e13, 1]",
+        "[10 ** 400, 1]",
+        "[1j, 1]",
+        "[[1, math.inf], [1, 2, 3]]",
         "torch.zeros(2, device='meta')",
     ],
 )

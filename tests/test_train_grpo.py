@@ -213,7 +213,7 @@ def test_scores_are_what_the_models_say_of_whole_rows(
                 "evidence": model.output(ids)[:, 1:],
                 "by_token": model.token_probabilities(ids)[:, 1:],
             }
-    torch.testing.assert_close(asked(ids).reference_log_probs, log_probs)
+    torch.testing.assert_close(asked.score_by_models(ids).reference_log_probs, log_probs)
     for most in (64, 7, 2, 1):
         monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=most: most)
         scores = asked(ids, written, 3, keep_hidden=asked.is_ratio)

@@ -39,7 +39,8 @@ class TrainSettings(Settings):
     without_effect: ClassVar[Mapping[str, str]] = {
         "eval_iters": "an evaluation always reads the same part of the validation split",
         "log_interval": "every step is logged",
-        "always_save_checkpoint": "an evaluation always saves the state, and the model if it is the best so far",
+        "always_save_checkpoint": "an evaluation always saves the state, "
+        "and the model if it is the best so far",
         "beta1": "it is always 0.9",
         "backend": "it is nccl on CUDA and gloo on the CPU",
     }
@@ -105,13 +106,13 @@ class TrainSettings(Settings):
     decay_lr: bool = True
     """False: learning_rate at every step, without warm-up or schedule"""
     short_contexts: tuple[int, ...] = ()
-    """context lengths in tokens of the first 60 % of steps, for instance 8 16; empty: block_size"""
+    """context lengths, in tokens, of the first 60 % of steps, like 8 16; empty: block_size"""
     warmup_iters: int = setting(20, minimum=0, unit="steps")
     """steps of linear warm-up"""
     keep: Literal["select_loss", "calibrated_loss"] = "select_loss"
     """loss that selects the model; calibrated_loss: after a temperature and a unigram weight"""
     patience: int | None = setting(None, minimum=1, unit="evaluations", changeable=True)
-    """stop after this many evaluations without an improvement of 0.001 nats per token; None: never"""
+    """stop after this many evaluations without improvement by 0.001 nats per token; None: never"""
     device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
