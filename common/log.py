@@ -114,7 +114,7 @@ def check_finite(metrics: Mapping[str, Any]) -> None:
             json.dumps(value, allow_nan=False)
         except ValueError:
             remedy = "lower the learning rate, or take an earlier checkpoint"
-            error = f"{name} is {value}: the model has diverged; {remedy}"
+            error = f"{name} is {value!s:.200}: the model has diverged; {remedy}"
             raise UserError(f"ERROR: {error}") from None
 
 
