@@ -90,7 +90,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
     for name, value in metrics.items():
         if isinstance(value, float):
             parts.append(f"{name} {value:.4g}")
-        elif not isinstance(value, str | list | dict):
+        elif not isinstance(value, (str, list, dict)):
             parts.append(f"{name} {value}")
     return " | ".join(parts)
 
@@ -204,7 +204,7 @@ class Tracker:
         """Send the numbers of a record."""
         numbers = {}
         for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
+            if isinstance(value, (int, float)) and name != "step":
                 numbers[name] = value
         if not self.is_tensorboard:
             self.run.log(numbers, step=record["step"])

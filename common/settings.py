@@ -113,7 +113,7 @@ class Settings:
         errors = Errors()
         for member in fields(self):
             value = getattr(self, member.name)
-            if isinstance(value, int | float):
+            if isinstance(value, (int, float)):
                 _check_range(member, value, errors)
             if "model_file" in member.metadata:
                 _check_models(member, value, errors)
@@ -352,7 +352,7 @@ def _words_of_file(path: str, section: str, errors: Errors) -> list[str]:
         errors.check(not similar, f"{path} has no section {section}; did you mean {similar}?")
     words = []
     for name, value in values.items():
-        if isinstance(value, list | tuple):
+        if isinstance(value, (list, tuple)):
             words += [f"--{name}", *map(str, value)]
         elif isinstance(value, float) and value.is_integer():
             words.append(f"--{name}={int(value)}")  # 2e1 may be the value of an integer setting
@@ -432,6 +432,6 @@ def _number(node: ast.expr, limit: int) -> int | float:
     """Return the value of a number up to `limit`: the result of * or ** must not fill the
     memory."""
     value = _evaluate(node)
-    if not isinstance(value, int | float) or abs(value) > limit:
+    if not isinstance(value, (int, float)) or abs(value) > limit:
         raise ValueError("* and ** are for numbers up to 2**64, and exponents up to 64")
     return value
