@@ -82,12 +82,12 @@ class Errors:
 def setting(default: Any, **rules: Any) -> Any:
     """Return a field of Settings with its default and its rules.
 
-    minimum, maximum, above, below: the range of a number; `unit` is its unit in the error.
+    minimum, maximum, above, below: the range of a number.
     model_file='required' or 'optional': the setting names one or more models, which must exist.
     output='file' or 'folder': the setting names a place that the script writes to.
     changeable=True: a resumed run may have another value.
     """
-    assert rules.keys() <= {*BOUNDS, "unit", "model_file", "output", "changeable"}, rules
+    assert rules.keys() <= {*BOUNDS, "model_file", "output", "changeable"}, rules
     return field(default=default, metadata=rules)
 
 
@@ -142,8 +142,6 @@ def _check_range(member: Field[Any], value: int | float, errors: Errors) -> None
         requirements.append("< 2**63" if isinstance(value, int) else "finite")
         holds = False
     error = f"{member.name}={value}: must be {' and '.join(requirements)}"
-    if "unit" in member.metadata:
-        error += f" ({member.metadata['unit']})"
     errors.check(holds, error, f"Leave out {member.name} for its default, {member.default}")
 
 
