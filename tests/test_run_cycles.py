@@ -191,7 +191,7 @@ def test_a_stage_that_fails_ends_the_run(tmp_path, corpus, in_this_process):
     config = write_config(tmp_path, CONFIG.replace("natural_model = dict(", section))
     finished = loop(config, corpus, tmp_path / "out")
     assert finished.status == 2
-    error = "natural_model_v1 ended with status 2; mend the cause and run the same command again"
+    error = "natural_model_v1 ended with status 2; fix the cause and run the same command again"
     assert error in finished.err
     ledger = Ledger(tmp_path / "out")
     assert ledger.outcome == "failed in natural_model_v1"
