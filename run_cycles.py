@@ -72,7 +72,7 @@ class CycleSettings(Settings):
     """corpus of the natural model, with the same val.bin and characters; None: dataset"""
     num_cycles: int = setting(1, minimum=1)
     """cycles after the first generator"""
-    perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
+    perplexity_patience: int | None = setting(None, minimum=1)
     """end after this many cycles without a lower loss on the select part; None: never"""
     controls: bool = True
     """train the models to compare the policy with: sections control_plain, control_distil"""

@@ -36,7 +36,7 @@ class SampleSettings(Settings):
     """text to continue, or FILE:path; None: a newline, or token 0 if the model has no newline"""
     num_samples: int = setting(10, minimum=1)
     """number of texts"""
-    max_new_tokens: int = setting(500, minimum=0, unit="tokens")
+    max_new_tokens: int = setting(500, minimum=0)
     """length of each text after the start"""
     temperature: float = setting(0.8, minimum=0)
     """1: the model's own distribution; lower: safer text; 0: always the likeliest token"""

@@ -48,7 +48,7 @@ class GRPOSettings(Settings):
     """prompts (groups) per step"""
     group_size: int = setting(8, minimum=1)
     """completions per prompt, whose rewards are compared: at least 2, or 1 with credit=exact"""
-    max_steps: int = setting(100, minimum=1, unit="steps", changeable=True)
+    max_steps: int = setting(100, minimum=1, changeable=True)
     """maximum number of steps"""
     updates_per_step: int = setting(1, minimum=1)
     """passes over the completions of a step; the clipped ratio matters from the second pass on"""
@@ -85,7 +85,7 @@ class GRPOSettings(Settings):
     """estimator of that KL; as a loss k2 descends KL(policy || start), k3 KL(start || policy)"""
     reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
     """stop when the mean P(natural) over a tenth of max_steps (at most 10 steps) reaches this"""
-    eval_interval: int = setting(10, minimum=1, unit="steps")
+    eval_interval: int = setting(10, minimum=1)
     """steps between evaluations of natural loss, fresh completions, their variety and copies"""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = setting("none", changeable=True)
     """also send the records to Weights & Biases, TensorBoard or trackio (needs its package)"""

@@ -37,9 +37,9 @@ class RewardModelSettings(Settings):
     """learning rate of AdamW for head and unfrozen blocks, constant"""
     batch_size: int = setting(64, minimum=1)
     """sequences in a batch, over all ranks"""
-    max_epochs: int = setting(20, minimum=1, unit="epochs")
+    max_epochs: int = setting(20, minimum=1)
     """largest number of passes over the training samples"""
-    patience: int = setting(3, minimum=1, unit="epochs")
+    patience: int = setting(3, minimum=1)
     """stop after this many epochs without improvement of the selection loss"""
     min_delta: float = setting(1e-5, minimum=0)
     """minimum decrease of the selection loss that resets patience"""
