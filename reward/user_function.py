@@ -150,8 +150,8 @@ class RewardFunction:
 
 def _plain(value: Any) -> Any:
     """Return arrays, tensors and scalars, also within lists, as Python's lists and numbers."""
-    if isinstance(value, Tensor | np.ndarray | np.generic):
+    if hasattr(value, "tolist"):
         return value.tolist()
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value

@@ -227,8 +227,9 @@ def test_policy_loss_and_gradient_by_finite_differences(
         "importance_level": level,
         "epsilon_low": low,
         "epsilon_high": high,
+        "kl_estimator": estimator,
+        "max_completion_length": 8,
     }
-    options |= {"kl_estimator": estimator, "max_completion_length": 8}
     loss, _ = loss_of((log_probs.requires_grad_(), old, ref, mask, advantages), **options)
     loss.backward()
     held = log_probs.detach()

@@ -56,14 +56,16 @@ def grpo(monkeypatch, tmp_path, corpus, generator):
             "reward_model_path": generator,
             "dataset": corpus,
             "device": "cpu",
-        }
-        common |= {
             "output_path": tmp_path / "policy.pt",
             "overwrite": True,
             "allow_unpredictive_reward": True,
+            "prompts_per_step": 8,
+            "group_size": 8,
+            "reward_threshold": 1.0,
+            "beta": 0.0,
+            "learning_rate": 1e-2,
+            "eval_interval": 10,
         }
-        common |= {"prompts_per_step": 8, "group_size": 8, "reward_threshold": 1.0, "beta": 0.0}
-        common |= {"learning_rate": 1e-2, "eval_interval": 10}
         succeed("train_grpo", **{**common, **options})
         records = read_records(tmp_path / "policy.jsonl")
         return [r for r in records if "reward" in r], [r for r in records if "select_loss" in r]

@@ -227,9 +227,14 @@ def test_a_policy_learns_what_the_function_rewards(
         "base_model_path": generator,
         "dataset": corpus,
         "reward_function": f"{tmp_path}/letters.py:share",
+        "output_path": tmp_path / "policy.pt",
+        "learning_rate": 1e-2,
+        "device": "cpu",
+        "max_steps": 12,
+        "prompts_per_step": 8,
+        "group_size": 8,
+        "eval_interval": 6,
     }
-    options |= {"output_path": tmp_path / "policy.pt", "learning_rate": 1e-2, "device": "cpu"}
-    options |= {"max_steps": 12, "prompts_per_step": 8, "group_size": 8, "eval_interval": 6}
     out = succeed("train_grpo", **options)
     records = read_records(options["output_path"].with_suffix(".jsonl"))
     steps, looks = ([record for record in records if name in record] for name in ("loss", "kl_now"))
@@ -261,14 +266,14 @@ def test_a_task_that_changes_the_text_is_learned_though_the_loss_rises(tmp_path,
         "base_model_path": knowing,
         "dataset": corpus,
         "reward_function": f"{tmp_path}/letters.py:no_e",
-    }
-    options |= {
         "output_path": tmp_path / "policy.pt",
         "learning_rate": 3e-3,
         "beta": 0.1,
         "device": "cpu",
+        "max_steps": 24,
+        "prompts_per_step": 8,
+        "eval_interval": 4,
     }
-    options |= {"max_steps": 24, "prompts_per_step": 8, "eval_interval": 4}
     finished = call("train_grpo", **options)
     assert finished.status == 0 and finished.err.count("WARNING: loss_rise") == 1, finished.err
     training = load_checkpoint(options["output_path"])["training"]

@@ -51,17 +51,15 @@ EXACT = {"credit": "exact", "group_size": 1, "prompts_per_step": 16}
 def good(tmp_path, corpus, generator, predictive_reward_model) -> dict:
     """Options with which the script runs; the gate is closed to a reward model that does not
     predict."""
-    paths = {
+    return {
+        **TINY_GRPO,
         "base_model_path": generator,
         "reward_model_path": predictive_reward_model,
         "dataset": corpus,
-    }
-    more = {
         "allow_unpredictive_reward": False,
         "max_steps": 1,
         "output_path": tmp_path / "out" / "policy.pt",
     }
-    return {**TINY_GRPO, **paths, **more}
 
 
 def records_of(options: dict) -> list[dict]:
@@ -74,10 +72,8 @@ def test_a_reward_model_that_predicts_is_let_through(good):
     assert "WARNING" not in finished.err
     assert re.search(r"R2 .*\b40 .*: 0\.9", finished.out)
     training = load_checkpoint(good["output_path"])["training"]
-    assert training["steps"] == 1 and (
-        training["settings"]["credit"],
-        training["settings"]["beta"],
-    ) == ("token", 0)
+    settings = training["settings"]
+    assert (training["steps"], settings["credit"], settings["beta"]) == (1, "token", 0)
     assert [record["step"] for record in records_of(good)] == [0, 1, 1]
 
 
