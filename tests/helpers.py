@@ -53,6 +53,9 @@ TINY_GRPO = {
     "device": "cpu",
 }
 
+# Examples of each kind that `make campaign` draws; 0 in `make test`, which tries a few.
+NUM_EXAMPLES = int(os.environ.get("CROSSOVER_EXAMPLES", 0))
+
 # The settings file of a tiny loop, and what its controls need.
 CONFIG = """
 train = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=8, max_iters=20, eval_interval=5, warmup_iters=2)
