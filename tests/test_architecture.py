@@ -65,26 +65,18 @@ BUDGETS = {
 MODEL = "common data_loader generation losses model tokenization_manager training "
 LOADS = {
     "run_cycles": (
-        MODEL + "corpus grpo metrics reports reward reward_data_config reward_dataset_loader",
+        MODEL
+        + "corpus grpo.settings metrics reports reward reward_data_config reward_dataset_loader",
         "",
     ),
-    "train": (
-        MODEL + "corpus.corpus metrics.bootstrap metrics.calibration",
-        "",
-    ),
+    "train": (MODEL + "corpus.corpus metrics.bootstrap metrics.calibration", ""),
     "prepare_reward_data": (MODEL + "reward_data_config reward_dataset_loader", ""),
     "train_reward_model": (MODEL + "metrics reward reward_dataset_loader", "reports"),
-    "train_grpo": (
-        MODEL + "corpus.corpus grpo metrics reward",
-        "reports reward_dataset_loader",
-    ),
-    "evaluate": (MODEL + "corpus.corpus metrics reward", "grpo reward_dataset_loader"),
+    "train_grpo": (MODEL + "corpus.corpus grpo metrics reward", "reports"),
+    "evaluate": (MODEL + "corpus.corpus metrics reward", "grpo"),
     "sample": (MODEL, ""),
     "prepare_text": ("common corpus data_loader tokenization_manager", ""),
-    "reward_dataset_loader": (
-        "common data_loader tokenization_manager",
-        "generation",
-    ),
+    "reward_dataset_loader": ("common data_loader tokenization_manager", "generation"),
 }
 DRAWING = re.search(
     r"^```text\n(.*?)^```", (ROOT / "docs/development.md").read_text(), re.DOTALL | re.MULTILINE
