@@ -29,11 +29,11 @@ class GRPOSettings(Settings):
     """Train a generator with GRPO so that a frozen reward model rates its text as natural."""
 
     base_model_path: str | None = setting(None, model_file="required", changeable=True)
-    """checkpoint of the generator: the policy starts from it, and the KL refers to it (required)"""
+    """the generator: the policy's start and the reference of the KL (required)"""
     reward_model_path: str | None = setting(None, model_file="optional", changeable=True)
     """checkpoint of the reward model (required without a reward_function)"""
     dataset: str = setting("shakespeare_char", changeable=True)
-    """folder of train.bin (prompts) and val.bin (evaluation): a path, or a name below data/"""
+    """folder of train.bin (prompts) and val.bin (evaluation), or its name in data/"""
     output_path: str = setting("logs/grpo_model.pt", output="file", changeable=True)
     """file for the improved generator; the records are written beside it (.jsonl)"""
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
@@ -41,7 +41,7 @@ class GRPOSettings(Settings):
     overwrite: bool = setting(False, changeable=True)
     """replace an output that other settings made"""
     allow_unpredictive_reward: bool = setting(False, changeable=True)
-    """continue if the interval of the reward model's R2 on the policy's text includes 0"""
+    """continue if R2 of the reward model on the policy's text may be 0"""
     gate_path: str | None = setting(None, output="file", changeable=True)
     """measure that R2, write it to this file (JSON) and exit; None: continue with GRPO"""
     prompts_per_step: int = setting(16, minimum=1)
@@ -59,8 +59,7 @@ class GRPOSettings(Settings):
     reward: Literal["evidence", "natural"] = "evidence"
     """evidence log(m/q) minus the KL to the start (likelihood head), or P(natural)"""
     reward_function: str | None = None
-    """FILE.py:NAME, your own reward function, used instead of or added to the reward model; its
-    file is executed"""
+    """FILE.py:NAME, used instead of or with the reward model; the file is executed"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
     """exact: expectation over the vocabulary (likelihood head); auto: token if tokens have
     rewards"""
