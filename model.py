@@ -83,7 +83,8 @@ class GPTConfig:
     def problem(self) -> str | None:
         """Return why this configuration is impossible, as one sentence, or None if it is possible.
 
-        A config from a file can hold values of any type."""
+        A config from a file can hold values of any type.
+        """
         for field in fields(self):
             value = getattr(self, field.name)
             # A whole number may stand for a float.
@@ -250,7 +251,8 @@ class GPT(nn.Module):
     def _init_weights(self) -> None:
         """Initialise as GPT-2: normal 0.02, residual projections scaled down by depth.
 
-        The first layer of the reward head gets He initialisation."""
+        The first layer of the reward head gets He initialisation.
+        """
         for name, parameter in self.named_parameters():
             if name == "reward_head.0.weight":
                 nn.init.kaiming_normal_(parameter, nonlinearity="relu")
@@ -265,7 +267,8 @@ class GPT(nn.Module):
     def init_orthogonal(self) -> None:
         """Initialise the blocks with orthogonal matrices and zero-initialised output projections.
 
-        This suits short training runs."""
+        This suits short training runs.
+        """
         for name, parameter in self.transformer.h.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.zeros_(parameter)
@@ -287,7 +290,8 @@ class GPT(nn.Module):
         """Return how many sequences of full length one pass should take.
 
         On CUDA at most 1,024: their logits with copies, and 64 bytes per channel, layer and
-        position, take an eighth of the memory. Elsewhere at most 64: their logits take 1 GiB."""
+        position, take an eighth of the memory. Elsewhere at most 64: their logits take 1 GiB.
+        """
         config = self.config
         memory = total_memory(self.transformer.wte.weight.device)
         logits_bytes = 5 * 4 * config.block_size * config.vocab_size
@@ -300,7 +304,8 @@ class GPT(nn.Module):
         """Return the hidden states (B, T, C) of token ids (B, T) after the last normalisation.
 
         `context` says what the tokens attend to: by default, to the tokens before them in their
-        row. With SharedPrompts, pass its `ids` (n,) and get (n, C)."""
+        row. With SharedPrompts, pass its `ids` (n,) and get (n, C).
+        """
         if context is None:
             context = Context(idx)
         if context.length > self.config.block_size:
@@ -321,7 +326,8 @@ class GPT(nn.Module):
         """Return next-token logits (B, T, V) of hidden states (B, T, C); padding ids get finfo.min.
 
         They have the dtype of the weights, also under autocast: bfloat16 logits would change GRPO's
-        probability ratios (MiniMax-M1, arXiv 2506.13585)."""
+        probability ratios (MiniMax-M1, arXiv 2506.13585).
+        """
         with full_precision(hidden.device):
             return self._logits_in_autocast(hidden.to(self.lm_head.weight.dtype))
 
@@ -339,7 +345,8 @@ class GPT(nn.Module):
 
         Generator: logits (B, T, V), or (B, 1, V) of the last position without targets; targets
         (B, T) int64, -1 is ignored; the loss is the mean cross-entropy in nats. Reward model:
-        [P(natural), P(synthetic)] (B, 2); targets (B, 2); the loss is the mean squared error."""
+        [P(natural), P(synthetic)] (B, 2); targets (B, 2); the loss is the mean squared error.
+        """
         if self.config.mode == "reward":
             return self._forward_reward(idx, targets)
         x = self.trunk(idx, kv_cache)
@@ -392,7 +399,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue ids (B, T) by `max_new_tokens`, or to a full block (None).
 
-        See generation.completions.generate."""
+        See generation.completions.generate.
+        """
         if self.config.mode != "generator":
             raise UserError("ERROR: a reward model cannot generate: load a generator's checkpoint")
         return generate(self, idx, max_new_tokens, Sampling(temperature, top_k, top_p), generator)

@@ -56,7 +56,8 @@ GPT2_TOKENS = 50257
 @dataclass
 class CycleSettings(Settings):
     """Run the whole loop. --SECTION.OPTION VALUE sets a stage's option, as its section of the
-    settings file does."""
+    settings file does.
+    """
 
     text: tuple[str, ...] = ()
     """text files, or folders of *.txt, to train a generator on, instead of a dataset"""
@@ -352,7 +353,8 @@ def make(stage: Stage, ledger: Ledger, device: str) -> bool:
 
 def make_own_corpora(settings: CycleSettings) -> dict[str, list[str]]:
     """Make the corpora of the user's texts and name them in the settings; return options for the
-    sizes of the models, by section."""
+    sizes of the models, by section.
+    """
     tokenizer = None
     longest = None
     if settings.natural_model is not None:  # all models read its tokens
@@ -397,7 +399,8 @@ def read_loop(
 
 def default_folder(sources: Sequence[str]) -> str:
     """Return out/ and the name of the first source; raise UserError if it holds a run of other
-    sources."""
+    sources.
+    """
     folder = Path("out", Path(sources[0]).stem)
     earlier = Ledger(folder).about.get("sources", sources)
     if list(map(os.path.abspath, earlier)) != list(map(os.path.abspath, sources)):

@@ -57,7 +57,8 @@ class SampleSettings(Settings):
 def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarray:
     """Return the tokens (T,) uint16 that all texts start with; see SampleSettings.start.
 
-    Raises UserError if the text is empty, or has a character that the tokenizer lacks."""
+    Raises UserError if the text is empty, or has a character that the tokenizer lacks.
+    """
     if start is None:
         if tokenizer.chars is None or "\n" in tokenizer.chars:
             tokens = tokenizer.encode("\n")

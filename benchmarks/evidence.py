@@ -5,7 +5,8 @@ plays.
 
 In: config/evidence.py. Out: `records` of all arms and seeds (those in it are not made again), a
 picture, the tables of docs/results.md, which has the protocol. train_grpo.py trains the policies,
-one thing exchanged. R rows, N positions."""
+one thing exchanged. R rows, N positions.
+"""
 
 import json
 import os
@@ -68,7 +69,8 @@ class EvidenceSettings(Settings):
 
 class Lab:
     """The settings file, each seed's works (own, validation, test, the judge's), how models and
-    corpora are made."""
+    corpora are made.
+    """
 
     def __init__(self, settings: EvidenceSettings) -> None:
         self.config: dict[str, Any] = read_config(settings.config_file)
@@ -136,7 +138,8 @@ def do_job(lab: Lab, job: str) -> dict[str, Any]:
 
 def make_base(lab: Lab, works: tuple[str, ...], seed: int, folder: Path) -> dict[str, Any]:
     """A generator, reward data, reward models with the shared natural model and with one of the own
-    play; seconds."""
+    play; seconds.
+    """
     own, generator, data = folder / "own", folder / "generator.pt", folder / "reward_data"
     lab.corpus(own, works[:1], works)
     began = time.monotonic()
@@ -167,7 +170,8 @@ def make_base(lab: Lab, works: tuple[str, ...], seed: int, folder: Path) -> dict
 
 def train_arm(lab: Lab, name: str, seed: int, folder: Path) -> tuple[Path, dict[str, Any]]:
     """The path of an arm's model, and which step or cell was kept: the lowest calibrated loss of
-    the select part."""
+    the select part.
+    """
     given, path = dict(lab.config["arms"][name]), folder / f"{name}.pt"
     made = {
         "natural": (lab.natural, lab.out / "natural.json"),
@@ -205,7 +209,8 @@ class CalibratedEvaluation(evaluation.PolicyEvaluation):
 
 class PlaceboScorer(RewardScorer):
     """Exchanges the evidence of a sequence's written tokens at random: right in the mean, wrong at
-    each position."""
+    each position.
+    """
 
     def score_by_models(self, ids: Tensor, written: Tensor | None = None, *further: Any) -> Scores:
         scores = super().score_by_models(ids, written, *further)
@@ -220,7 +225,8 @@ class CorrectedScorer(RewardScorer):
 
     It is fitted (-log P(K)), added to log(m / pi), to text of the policy pi after natural `text`
     (n,); the reward, evidence less log(pi / q), is then that sum. `shuffled`: with labels exchanged
-    between sequences."""
+    between sequences.
+    """
 
     def __init__(self, text: np.ndarray, shuffled: bool, *models: Any, **options: Any) -> None:
         super().__init__(*models, **options)
@@ -230,7 +236,8 @@ class CorrectedScorer(RewardScorer):
     @torch.no_grad()
     def features(self, ids: Tensor) -> Tensor:
         """Hidden states (R, N - 1, C + 1) at all tokens but the first, each of which has read its
-        token, and a 1."""
+        token, and a 1.
+        """
         parts = [
             torch.cat(self.reward_model.hidden_states(rows), -1)[:, 1:] for rows in ids.split(64)
         ]
@@ -286,7 +293,8 @@ def train_policy(
     lab: Lab, seed: int, given: dict[str, Any], folder: Path, path: Path
 ) -> dict[str, Any]:
     """Train a policy by train_grpo.py, in which `exchange` replaces one thing; its R2, and which
-    step was kept."""
+    step was kept.
+    """
     own, generator = folder / "own", folder / "generator.pt"
     exchange, reward = (
         given.pop("exchange", ""),
@@ -309,7 +317,8 @@ def train_policy(
         completer: Completer, tokens: Any, settings: GRPOSettings, step: int, ranks: Any
     ) -> rollouts.Rollouts:
         """A step's rollouts: natural text in each second step (mixed), the natural model's text
-        (teacher), as ever."""
+        (teacher), as ever.
+        """
         if every and step > 1 and step % every == 1:
             scorers[0].fit(completer)
         if exchange == "mixed" and step % 2 == 0:
@@ -349,7 +358,8 @@ def log_probs_from(model: Any, ids: Tensor, first: int, temperature: float = 1.0
 
 def measure(lab: Lab, model: Any, folder: Path, seed: int) -> dict[str, Any]:
     """Losses on the test play, figures of fresh text; judge_loss: where its distinct-3 is natural
-    text's."""
+    text's.
+    """
     corpus, N = open_corpus(str(folder / "own"), 2), model.config.block_size
     test = open_token_file(folder / "own/test.bin", "test", corpus.tokenizer.vocab_size)
     select, temperatures = validation_part(corpus.val, N, "select"), lab.config["temperatures"]
@@ -391,7 +401,8 @@ def fresh_text(
     halves (R, N / 2).
 
     The detector knows the judge and the writer: its score is the mean of log(judge / writer) over a
-    half."""
+    half.
+    """
     N, num_rows = model.config.block_size, min(CURVE_ROWS, len(text) // model.config.block_size)
     half, blocks = N // 2, evenly_spaced(np.arange(num_rows), len(text) // N, num_rows)
     rows = torch.from_numpy(text[blocks[:, None] * N + np.arange(N)].astype(np.int64))  # (R, N)
@@ -429,7 +440,8 @@ def fresh_text(
 
 def interval(values: list[float]) -> tuple[float, float, float, float]:
     """Mean over seeds, its 95% interval by Student's t, and the two-sided p of a mean of 0; NaN of
-    fewer than two."""
+    fewer than two.
+    """
     sample, n = np.asarray(values), len(values) - 1
     mean, error = sample.mean(), sample.std(ddof=1) / np.sqrt(len(sample)) if n else np.nan
     # of t = sqrt(n) tan(a): density cos(a)^(n - 1)

@@ -6,7 +6,8 @@ runs, as ratios.
 "The seeds" are the documents that the project comes from: their way to write text is the reference
 of the ratios, and their headline job took 150 s on their GPU. Untrained models, as speed does not
 depend on what they know; natural text is random. Hugging Face's `generate` is in the table where
-transformers is installed (requirements-bench.txt)."""
+transformers is installed (requirements-bench.txt).
+"""
 
 import multiprocessing
 import os
@@ -125,7 +126,8 @@ def batched_way(model: GPT, rows: int) -> Callable[[], int]:
 
 def hugging_face_way(model: GPT, rows: int) -> Callable[[], int] | None:
     """Hugging Face's `generate` with its cache, a GPT-2 of the same shape, prompts of a token; None
-    if not there."""
+    if not there.
+    """
     try:
         from transformers import GPT2Config, GPT2LMHeadModel, logging
     except ImportError:
@@ -170,7 +172,8 @@ def engine_way(
     model: GPT, group: int = GROUP, blocks: int | None = None, of_a_token: bool = False
 ) -> Callable[[], int]:
     """The engine, with as many blocks in flight as it takes by default; `of_a_token`: prompts as
-    Hugging Face's."""
+    Hugging Face's.
+    """
     completer = Completer(model, model.config.block_size)
     natural, crossovers, uniforms = make_job(
         model, blocks or max(1, completer.rows // group), group
@@ -218,7 +221,8 @@ def synchronise() -> None:
 
 def product_rate(device: torch.device, repetitions: int = 30) -> float:
     """Floating-point operations a second of square matrix products, large enough not to be bound by
-    their launches."""
+    their launches.
+    """
     size = 1024 if device.type == "cpu" else 8192
     a, b = (
         torch.randn(size, size, device=device, dtype=select_dtype("auto", device)) for _ in range(2)

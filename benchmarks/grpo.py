@@ -7,7 +7,8 @@ optimizer update a step; TRL's prompts have 32 tokens, ours 1 to 64, so that bot
 tokens a completion. Ours is train_grpo.py itself, in a process of its own, with two reward models:
 a last head, with the KL in the loss (beta 0.04) as TRL has it, and the default, a likelihood head.
 TRL's reward costs nothing. Models have learned for a few steps: speed does not depend on what they
-know. Without TRL (requirements-bench.txt) ours is timed alone."""
+know. Without TRL (requirements-bench.txt) ours is timed alone.
+"""
 
 import os
 import statistics
@@ -97,7 +98,8 @@ class Ours:
 
     def steps(self, count: int) -> list[float]:
         """Seconds of each of so many steps, the first and the last, which is evaluated, not
-        counted."""
+        counted.
+        """
         options = self.options | {"max_steps": count + 2, "eval_interval": count + 2}
         words = [f"--{name}={value}" for name, value in options.items()]
         done = subprocess.run(
@@ -114,7 +116,8 @@ class Ours:
 
 class TRL:
     """TRL's GRPOTrainer on the same shapes; every call of `steps` trains anew from the weights so
-    far."""
+    far.
+    """
 
     def __init__(self, folder: str, num_prompts: int) -> None:
         import transformers

@@ -5,7 +5,8 @@ runs.
 
 In: folders that data/NAME/prepare.py has filled (input.txt, train.bin, val.bin, and meta.pkl for
 characters). Both modes are timed from file to checked tokens; tokenizers are made before, and one
-run of each mode is a warm-up."""
+run of each mode is a warm-up.
+"""
 
 import statistics
 import sys
@@ -43,7 +44,8 @@ def seconds(load: Callable[[], TokenSplits]) -> float:
 
 def measure(folder: str, num_runs: int) -> tuple[str, int, float, float, float]:
     """(method, tokens, median text seconds, median binary seconds, median of the runs' ratios) of
-    one folder."""
+    one folder.
+    """
     tokenizer = TokenizationManager(data_path=folder)
     train_bin, val_bin = Path(folder, "train.bin"), Path(folder, "val.bin")
 

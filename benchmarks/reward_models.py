@@ -5,7 +5,8 @@ as tables.
 
 In: a corpus that data/NAME/prepare.py has made. Everything is made by the project's own scripts, in
 --out_dir; what is there is not made again. R2 with its 95% interval is of the validation blocks
-that report."""
+that report.
+"""
 
 import math
 import re
@@ -136,7 +137,8 @@ class Pipeline:
 
     def make(self, artefact: str, script: str, **options: Any) -> Path:
         """The artefact's path, made by `script`, which makes it once. Raises UserError where the
-        script fails."""
+        script fails.
+        """
         path, notes = self.out / artefact, self.out / "seconds.json"
         print0(f"\n##### {artefact}: {script}.py")
         is_there, start = path.exists(), time.perf_counter()
@@ -198,7 +200,8 @@ class Pipeline:
         **options: Any,
     ) -> dict[str, Any]:
         """A reward model's skill and `seconds`; with `natural_iters` a natural model is trained for
-        so many steps."""
+        so many steps.
+        """
         seconds = 0.0
         if natural_iters:
             natural = self.natural_model(
@@ -282,7 +285,8 @@ def prepared(
     settings: TableSettings, pipeline: Pipeline
 ) -> Iterator[tuple[Path, Path, Path, str, list[str]]]:
     """Generators with their reward data: checkpoint, data, corpus, a name for files, and cells for
-    the table."""
+    the table.
+    """
     corpus = dataset_folder(settings.dataset).resolve()
     quick = settings.quick
     for block_size in (16,) if quick else settings.block_sizes:
@@ -309,7 +313,8 @@ def prepared(
 
 def fitted_skill(features: dict[str, np.ndarray], data: Path) -> dict[str, Any]:
     """Skill of ridge regression from features (n, F) of both splits, its strength chosen on the
-    selecting rows."""
+    selecting rows.
+    """
     train, val = RewardDataset(data, "train"), RewardDataset(data, "val")
     select, report, _ = rows_by_part(val)
     mean, std = features["train"].mean(0), features["train"].std(0) + 1e-8

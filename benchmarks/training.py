@@ -6,7 +6,8 @@ In: data/shakespeare_char/prepare.py has run. Ratios of one run on one machine. 
 config/, both at block 64 and the fast one for --max_iters steps, run by train.py; training seconds
 leave evaluations out, and nothing is chosen by validation text. nanoGPT's own train.py (--nanogpt)
 and ours take turns, whole processes, start-up and evaluations included. The rest is timed in this
-process: medians, after a warm-up."""
+process: medians, after a warm-up.
+"""
 
 import os
 import shutil
@@ -171,7 +172,8 @@ def time_to_loss(settings: TrainingBenchSettings) -> None:
 
 def throughput(settings: TrainingBenchSettings) -> None:
     """Floating-point operations of passes and step over the machine's rate in matrix products, as a
-    table."""
+    table.
+    """
     size, shapes = (
         (512, (("S", 4),))
         if settings.quick
@@ -207,7 +209,8 @@ def throughput(settings: TrainingBenchSettings) -> None:
 
 def beside_nanogpt(settings: TrainingBenchSettings) -> None:
     """Seconds of nanoGPT's own train.py and of ours, whole processes in turns, and both models'
-    losses, as a table."""
+    losses, as a table.
+    """
     if settings.nanogpt is None:
         print0(
             "\nnanoGPT's own train.py is not timed: name a checkout of nanoGPT with --nanogpt PATH"
@@ -293,7 +296,8 @@ def copy_nanogpt(checkout: Path, corpus: Path, folder: Path) -> None:
 
 def run_quietly(command: list[str], folder: str) -> str:
     """Run a command to its end; returns what it printed. Raises UserError with its last lines if it
-    fails."""
+    fails.
+    """
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise UserError(

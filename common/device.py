@@ -50,7 +50,8 @@ def select_device(name: str) -> torch.device:
 
 def select_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return one of DTYPES; for 'auto' bfloat16 if a CUDA device supports it in hardware, else
-    float32."""
+    float32.
+    """
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
@@ -60,7 +61,8 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def check_compiler(device: torch.device) -> None:
     """Raise UserError unless torch.compile works on a device; it needs a C++ compiler, and on CUDA
-    a C compiler."""
+    a C compiler.
+    """
     try:
         torch.compile(lambda x: x.exp())(torch.zeros(1, device=device))
     except Exception as error:  # any error of the compiler or of the packages that call it
@@ -98,7 +100,8 @@ def total_memory(device: torch.device) -> int | None:
 
 def peak_memory_mb(device: torch.device) -> float:
     """Return the peak memory of this process in MiB: on the CUDA device, or else resident memory
-    with mapped files."""
+    with mapped files.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

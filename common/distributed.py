@@ -59,7 +59,8 @@ class Ranks:
 
     def share(self, count: int) -> slice:
         """Return this rank's part of `count` rows: contiguous, and of equal size if the number of
-        ranks divides `count`."""
+        ranks divides `count`.
+        """
         start = self.rank * count // self.world_size
         end = (self.rank + 1) * count // self.world_size
         return slice(start, end)
@@ -75,7 +76,8 @@ class Ranks:
 
     def gather(self, part: Tensor) -> Tensor:
         """Return (world_size * n, ...): the tensors (n, ...) of the ranks, which have equal shapes,
-        in the order of the ranks."""
+        in the order of the ranks.
+        """
         if self.world_size == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.world_size)]

@@ -33,7 +33,8 @@ CHUNK = 1 << 20  # characters or tokens that are read at a time
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a path beside `path` to write to; on success fsync it and rename it to `path`, else
-    remove it."""
+    remove it.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -94,7 +95,8 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Write `value` to `path` as JSON, whole or not at all; raise ValueError for NaN and
-    infinities."""
+    infinities.
+    """
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -199,7 +201,8 @@ def beside(output: str | Path, suffix: str) -> Path:
 
 def is_hub_name(name: str) -> bool:
     """Return whether a name may be one of the model hub: one of GPT2_NAMES, or OWNER/NAME if there
-    is no folder OWNER here."""
+    is no folder OWNER here.
+    """
     path = Path(name)
     if path.exists():
         return False

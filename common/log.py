@@ -85,7 +85,8 @@ def format_size(num_parameters: int) -> str:
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
     """Return `name value | name value`, floats with four significant digits; leave out texts and
-    tables."""
+    tables.
+    """
     parts = []
     for name, value in metrics.items():
         if isinstance(value, float):
@@ -108,7 +109,8 @@ def step_line(record: Mapping[str, Any]) -> str:
 
 def check_finite(metrics: Mapping[str, Any]) -> None:
     """Raise UserError for a metric that is NaN or infinite, or a table that contains such a
-    value."""
+    value.
+    """
     for name, value in metrics.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -139,7 +141,8 @@ class RunLog:
 
     def log(self, step: int, quiet: bool = False, **metrics: Any) -> None:
         """Append the record of a step and, unless `quiet`, print its line; raise UserError for a
-        value that is not finite."""
+        value that is not finite.
+        """
         check_finite(metrics)
         if not is_main_rank():
             return
@@ -154,7 +157,8 @@ class RunLog:
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """Return the records of a log file, none if it does not exist; a last line cut short is left
-    out."""
+    out.
+    """
     if not Path(path).is_file():
         return []
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()

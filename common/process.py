@@ -28,7 +28,8 @@ class UserError(ValueError):
 
 class Terminated(BaseException):
     """SIGTERM arrived. Like KeyboardInterrupt no Exception, so that `except Exception` lets it
-    through."""
+    through.
+    """
 
 
 class Finished(BaseException):
@@ -107,7 +108,8 @@ def _exit(message: str, status: int, all_ranks: bool = True) -> None:
 @functools.cache
 def _end_forks_on_sigterm() -> None:
     """Let SIGTERM end processes forked from now on, like the workers of a user's pool: they have no
-    state to save."""
+    state to save.
+    """
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
@@ -150,13 +152,15 @@ def lacks_memory(error: BaseException) -> bool:
 
 def comes_from_another_rank(error: BaseException) -> bool:
     """Return whether torch.distributed failed. NCCL's errors have a class; gloo's name one of
-    gloo's source files."""
+    gloo's source files.
+    """
     return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
 
 
 def printable(message: str) -> str:
     """Return a message with control characters and lone surrogates escaped: a terminal would obey
-    the former, and cannot encode the latter."""
+    the former, and cannot encode the latter.
+    """
     return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
@@ -169,7 +173,8 @@ def warn(message: str) -> None:
 @contextlib.contextmanager
 def flag_signals() -> Iterator[list[int]]:
     """Yield a list to which Ctrl-C and SIGTERM are added instead of interrupting; a second Ctrl-C
-    interrupts."""
+    interrupts.
+    """
     flagged: list[int] = []
 
     def flag(number: int, frame: Any) -> None:

@@ -100,7 +100,8 @@ class Settings:
 
     def notes(self, given: Mapping[str, Sequence[str]]) -> list[str]:
         """Return lines to print at the start; `given` maps the name of each given option to its
-        words."""
+        words.
+        """
         notes = []
         for name, reason in self.without_effect.items():
             if name in given:
@@ -171,7 +172,8 @@ def changeable(settings_class: type[Settings]) -> set[str]:
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a text that lists the settings with other values than before; empty if there are
-    none."""
+    none.
+    """
     names = [name for name in now if str(then.get(name)) != str(now[name])]
     return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
 
@@ -221,7 +223,8 @@ def split_config(
     argv: list[str], file_first: bool = True
 ) -> tuple[str | None, str | None, list[str]]:
     """Return the settings file (--config, or the first word), the --section, and the other words of
-    a command line."""
+    a command line.
+    """
     if file_first and argv and not argv[0].startswith("-"):
         argv = [f"--config={argv[0]}", *argv[1:]]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
@@ -255,7 +258,8 @@ def options_of_stages(
 
 def _group_by_option(argv: Iterable[str]) -> dict[str, list[str]]:
     """Return the words of each option of a command line, with `--name` first; '' maps to the words
-    before the first option."""
+    before the first option.
+    """
     groups: dict[str, list[str]] = {}
     name = ""
     for word in argv:
@@ -269,7 +273,8 @@ def _parse(
     settings_class: type[S], script: str, options: Mapping[str, list[str]], errors: Errors
 ) -> S:
     """Parse the words of all options; add an error for each option that is wrong, and leave it
-    out."""
+    out.
+    """
     try:
         return _parse_words(settings_class, script, itertools.chain(*options.values()))
     except UserError:
@@ -361,7 +366,8 @@ def _words_of_file(path: str, section: str, errors: Errors) -> list[str]:
 
 def _read_assignments(path: str, errors: Errors) -> dict[str, Any]:
     """Return the assignments of a settings file, on top of those of its `base`, another file in the
-    same folder; sections are merged option by option."""
+    same folder; sections are merged option by option.
+    """
     values = _read_file(path, errors)
     if "base" not in values:
         return values
@@ -380,7 +386,8 @@ def _read_assignments(path: str, errors: Errors) -> dict[str, Any]:
 
 def _read_file(path: str, errors: Errors) -> dict[str, Any]:
     """Return the assignments of one settings file; add an error for each line that is no assignment
-    of a plain value."""
+    of a plain value.
+    """
     text = "".join(read_pieces(path))
     try:
         tree = ast.parse(text)
@@ -409,7 +416,8 @@ def _read_file(path: str, errors: Errors) -> dict[str, Any]:
 
 def _evaluate(node: ast.expr) -> Any:
     """Return the value of a literal, dict(NAME=VALUE), str(VALUE), time.time(), or of two values
-    joined by +, * or **."""
+    joined by +, * or **.
+    """
     match node:
         case ast.Call(ast.Name("dict"), [], keywords):
             return {keyword.arg: _evaluate(keyword.value) for keyword in keywords}
@@ -428,7 +436,8 @@ def _evaluate(node: ast.expr) -> Any:
 
 def _number(node: ast.expr, limit: int) -> int | float:
     """Return the value of a number up to `limit`: the result of * or ** must not fill the
-    memory."""
+    memory.
+    """
     value = _evaluate(node)
     if not isinstance(value, (int, float)) or abs(value) > limit:
         raise ValueError("* and ** are for numbers up to 2**64, and exponents up to 64")

@@ -9,7 +9,8 @@ to a floor, and from there one arm goes on: `supervised` (more of the same), `cr
 (CrossoverTrainer, token credit), `sequence` (that reward as one number a sequence, in plain
 GRPOTrainer), `distillation` (TRL's DistillationTrainer: all tokens' probabilities) or `constant`
 (GRPOTrainer with nothing to learn, for its seconds). Each arm adds its figures to results.json in
-out_dir. Text: English paragraphs of the descriptions of the installed packages, or --text."""
+out_dir. Text: English paragraphs of the descriptions of the installed packages, or --text.
+"""
 
 import resource
 import shutil
@@ -180,7 +181,8 @@ def main() -> None:
 
 def make_whole(settings: HealSettings, folder: Path) -> Any:
     """The whole model in float32; what GGUF holds is copied into a fresh model, which can be
-    saved."""
+    saved.
+    """
     if not folder.exists():
         options = {"gguf_file": settings.gguf_file, "trust_remote_code": False}
         only = {"dtype": torch.float32, "use_safetensors": None if settings.gguf_file else True}
@@ -288,7 +290,8 @@ def run(
     reward: CrossoverReward | None = None,
 ) -> None:
     """Train all weights of a model but the embeddings, by one arm; every step sees prompts * GROUP
-    sequences."""
+    sequences.
+    """
     model.get_input_embeddings().requires_grad_(False)
     common: dict[str, Any] = {
         "max_steps": steps,
@@ -339,7 +342,8 @@ def measure(
 
     `nll`, and `calibrated_nll` with the one temperature that is best on the other half, in nats a
     token; `kl` to the whole model, over the vocabulary at each token of fresh text; `natural`: its
-    P(natural)."""
+    P(natural).
+    """
     model, fitted, report = model.eval(), held_out[::2], held_out[1::2]
     best = float(TEMPERATURES[block_losses(model, fitted, TEMPERATURES).mean(1).argmin()])
     raw, calibrated = block_losses(model, report, torch.tensor([1.0, best]))
@@ -363,7 +367,8 @@ def measure(
 
 def block_losses(model: Any, blocks: Tensor, temperatures: Tensor) -> Tensor:
     """Mean losses (t, n) in nats a token of blocks (n, T), the logits divided by each of t
-    temperatures."""
+    temperatures.
+    """
     parts = []
     for part in blocks.to(model.device).split(ROWS):
         logits = model(input_ids=part).logits[:, :-1].float()  # (b, T - 1, V)
@@ -385,7 +390,8 @@ def block_kl(model: Any, whole: Any, ids: Tensor) -> Tensor:
 
 def draw(path: Path, tokenizer: Any, rows: Tensor, natural: Tensor) -> None:
     """A picture of prompts (grey) and completions, each token's colour its P(natural): red written,
-    green natural."""
+    green natural.
+    """
     figure, axes = plt.subplots(len(rows), figsize=(11, 1.5 * len(rows)))
     for axis, row, shares in zip(axes, rows.tolist(), natural.tolist(), strict=True):
         axis.set_axis_off()

@@ -6,7 +6,8 @@ block.
 
 Rows are sorted by K, the tokens that they keep: at position t those with K <= t are one slice,
 without masks. Shapes: P prompts (natural blocks), G completions of each, R = P * G rows, N
-positions, V token ids."""
+positions, V token ids.
+"""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ def complete(
 
     natural: (P, N) int64; prefix_lengths: (P, G) int64, 1 <= K <= N; uniforms: (P, G, N) float32 in
     [0, 1), of which entry t decides the token at position t; a `cache` to use again has at least R
-    rows and N positions. UserError for wrong lengths or logits of NaN."""
+    rows and N positions. UserError for wrong lengths or logits of NaN.
+    """
     config: Any = model.config
     prompts, length = natural.shape
     group = prefix_lengths.size(1)
@@ -172,7 +174,8 @@ def generate(
 
     Beyond the block the oldest tokens leave the window, and the whole window is computed again for
     every token. UserError for an empty prompt, unknown ids, a number or a prompt that is out of
-    range, or logits of NaN."""
+    range, or logits of NaN.
+    """
     config: Any = model.config
     if idx.ndim != 2 or idx.size(1) == 0:
         raise UserError(

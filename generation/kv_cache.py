@@ -100,7 +100,8 @@ class KVCache(Context):
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, dropout: float = 0.0
     ) -> Tensor:
         """Store keys and values (A, H, T, D); return the attention (A, H, T, D) to all stored
-        ones."""
+        ones.
+        """
         self._new[layer, 0] = keys
         self._new[layer, 1] = values
         all_keys, all_values = self._keys_and_values[layer]

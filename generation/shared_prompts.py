@@ -44,7 +44,8 @@ class SharedPrompts(Context):
 
     def to_rows(self, tokens: Tensor) -> Tensor:
         """Repeat tokens (n, C) as rows (R, T, C). The gradient is always summed in the same
-        order."""
+        order.
+        """
         if self._is_shared:
             return F.embedding(self.index, tokens)
         return tokens.view(*self.index.shape, -1)
@@ -57,7 +58,8 @@ class SharedPrompts(Context):
 
     def at(self, wanted: Tensor, tokens: Tensor) -> Tensor:
         """Take from tokens (n, C) those at the m places where wanted (R, T') bool is set, T' <=
-        T."""
+        T.
+        """
         return F.embedding(self.index[:, : wanted.size(1)][wanted], tokens)
 
     def spread(self, values: Tensor) -> Tensor:

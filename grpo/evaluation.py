@@ -78,7 +78,8 @@ class PolicyEvaluation:
 
     def losses(self, policy: GPT) -> Tensor:
         """Return the policy's cross-entropies (n,) in nats of the part's tokens; of a subset of the
-        select part."""
+        select part.
+        """
         most = EVAL_TOKENS if self.part == "select" else None
         batches = WholeSplitBatches(
             self.text, self.length, policy.rows_at_a_time(), self.device, most

@@ -94,7 +94,8 @@ def first_line(error: Exception) -> str:
 def read_folder(folder: str | Path) -> dict[str, Any]:
     """Return the model in a folder as the contents of a checkpoint; execute nothing.
 
-    Raises UserError for damaged files, and for models that GPTConfig cannot express."""
+    Raises UserError for damaged files, and for models that GPTConfig cannot express.
+    """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(
@@ -120,7 +121,8 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
 def read_model(folder: Path, num_tokens: int | None) -> tuple[GPTConfig, dict[str, Tensor], Any]:
     """Return config, state dict, and the data record that our export wrote, or None.
 
-    num_tokens: the number of ids that the tokenizer uses; None: all."""
+    num_tokens: the number of ids that the tokenizer uses; None: all.
+    """
     transformers = load_transformers()
     their_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config = our_config(their_config, num_tokens)
@@ -230,7 +232,8 @@ def our_name(name: str) -> str:
 def permute_weights(tensor: Tensor, name: str, config: GPTConfig, back: bool = False) -> Tensor:
     """Bring a weight of transformers into our order, or with `back` one of ours into theirs.
 
-    name: our name of the weight."""
+    name: our name of the weight.
+    """
     if config.position == "learned":
         if ".h." in name and tensor.dim() == 2:
             return tensor.t().contiguous()
@@ -255,7 +258,8 @@ def permute_weights(tensor: Tensor, name: str, config: GPTConfig, back: bool = F
 def their_model(config: GPTConfig, state: Mapping[str, Tensor], **settings: Any) -> Any:
     """Return a generator as a model of transformers, without padding ids.
 
-    settings: further entries of its config.json."""
+    settings: further entries of its config.json.
+    """
     model_type = "gpt2" if config.position == "learned" else "gpt_neox"
     model_class = getattr(load_transformers(), CLASSES[model_type])
     their_config = model_class.config_class(

@@ -137,7 +137,8 @@ def _values(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
 @_style()
 def skill_picture(skill: Mapping[str, Any], title: str) -> Any:
     """Draw the figures of metrics.reward_skill.measure_skill: calibration, mean prediction and
-    error by crossover."""
+    error by crossover.
+    """
     r2 = format_figure(skill, "r2", ".3f")
     figure, (calibration, prediction, error) = _figure(f"{title}: R² {r2}", 1, 3)
 

@@ -85,7 +85,8 @@ class Ledger:
 
     def difference(self, name: str, identity: Record) -> str:
         """Return how script, settings and inputs differ from the record of a stage; empty if there
-        is no record."""
+        is no record.
+        """
         if name not in self.records:
             return ""
         return differing_settings(_compared(self.records[name]), _compared(identity))

@@ -76,7 +76,8 @@ def evaluated_models(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
 
 def compare(policy: Record, other: Record) -> dict[str, Any]:
     """Return the difference of calibrated losses, policy - other, with its interval over the same
-    blocks of text."""
+    blocks of text.
+    """
     blocks = torch.tensor(policy["blocks"]) - torch.tensor(other["blocks"])
     figures: dict[str, Any] = {}
     if len(blocks):
@@ -223,7 +224,8 @@ def _samples_and_seconds(ledger: Ledger, cycle: int) -> str:
 
 def table(ledger: Ledger) -> list[dict[str, str]]:
     """Return the rows of the table, each a text for every head: the first generator, the natural
-    model, then the policy and the controls of each cycle."""
+    model, then the policy and the controls of each cycle.
+    """
     last = last_cycle(ledger) or 1
     records = []
     for kind in MODEL_KINDS:
@@ -263,7 +265,8 @@ def _row(ledger: Ledger, record: Record, cycle: int) -> dict[str, str]:
 
 def share_of_ceiling(models: Mapping[str, Record], model: Record) -> str:
     """Return (generator - model) / (generator - natural model), in calibrated losses, as text;
-    empty unless the natural model is shown to be better than the generator."""
+    empty unless the natural model is shown to be better than the generator.
+    """
     natural = next((name for name in models if name.startswith("natural")), None)
     if natural is None or GENERATOR not in models:
         return ""
@@ -311,7 +314,8 @@ def table_text(ledger: Ledger) -> str:
 
 def completions(ledger: Ledger) -> dict[str, str]:
     """Return one prompt, and how generator and policy continue it, by name; empty before the policy
-    is evaluated."""
+    is evaluated.
+    """
     cycle = last_cycle(ledger)
     if not cycle:
         return {}

@@ -170,7 +170,8 @@ class LikelihoodRewardModel(TokenEvidence):
         """Return evidence log(m/q) and log q, both (..., V) float32, of all next tokens.
 
         hidden: the `hidden_states` (..., C). The sum of both results is log m. The probabilities
-        of m sum to less than 1 if p exceeds e^MAX_LOG_RATIO times q for some token."""
+        of m sum to less than 1 if p exceeds e^MAX_LOG_RATIO times q for some token.
+        """
         natural = self.natural.logits(hidden[0]).float().log_softmax(-1)
         written = self.written_logits(hidden[1]).float().log_softmax(-1)
         return self.over_generator(natural - written), written
@@ -178,13 +179,15 @@ class LikelihoodRewardModel(TokenEvidence):
     def log_probs(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities (B, T - 1) float32 of ids (B, T) under p, and under q.
 
-        The first token has none. `sampling` applies to q."""
+        The first token has none. `sampling` applies to q.
+        """
         return self.read_hidden(self.hidden_states(idx[:, :-1]), idx[:, 1:])
 
     def read_hidden(self, hidden: tuple[Tensor, ...], tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities (...) float32 of next tokens (...) under p, and under q.
 
-        hidden: the `hidden_states` (..., C) at the positions before them."""
+        hidden: the `hidden_states` (..., C) at the positions before them.
+        """
         natural = token_log_probs(self.natural.logits(hidden[0]), tokens)
         written = token_log_probs(self.written_logits(hidden[1]), tokens)
         return natural, written
@@ -232,7 +235,8 @@ def build_reward_model(
 ) -> Any:
     """Return the RewardModel of a loaded checkpoint in evaluation mode; UserError for a generator.
 
-    contents: from training.checkpoint.load_checkpoint(path)."""
+    contents: from training.checkpoint.load_checkpoint(path).
+    """
     check_mode(contents, "reward", path)
     model = make_reward_model(
         contents["config"], contents["generator_config"], contents["sampling"]

@@ -3,7 +3,8 @@
     python tests/test_architecture.py
 
 Size is the number of nodes of the syntax tree, without docstrings, annotations, asserts and the
-contexts of names: it does not change when code is written on fewer lines."""
+contexts of names: it does not change when code is written on fewer lines.
+"""
 
 import ast
 import io
@@ -131,7 +132,8 @@ def is_for_types(node: ast.AST) -> bool:
 
 def imported_names(tree: ast.AST, when_loaded: bool = False) -> set[str]:
     """Return the dotted names that a tree imports; `when_loaded`: not those in functions and for
-    type checkers."""
+    type checkers.
+    """
     names: set[str] = set()
     nodes = [tree]
     while nodes:

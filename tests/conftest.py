@@ -56,7 +56,8 @@ def once(
     tmp_path_factory: pytest.TempPathFactory, worker_id: str
 ) -> Callable[[str, Callable[[Path], object]], Path]:
     """Make a folder of that name by a function, once for all workers. A test that changes a file
-    copies it first."""
+    copies it first.
+    """
     base = tmp_path_factory.getbasetemp()
     base = base if worker_id == "master" else base.parent
 

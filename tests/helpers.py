@@ -2,7 +2,8 @@
 
     python -m pytest tests/test_end_to_end.py
 
-conftest.py has the artefacts of one tiny run as fixtures."""
+conftest.py has the artefacts of one tiny run as fixtures.
+"""
 
 import atexit
 import contextlib
@@ -235,7 +236,8 @@ def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
 
     If one process fails, end the others; the status is that of the first to fail. The processes
     are forks of a server that has imported the scripts: imports take longer than most of these
-    runs. On macOS, where such forks are not safe, start new processes."""
+    runs. On macOS, where such forks are not safe, start new processes.
+    """
     context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
     # the first imports the others
     context.set_forkserver_preload(["helpers", "run_cycles", "prepare_reward_data"])
@@ -381,7 +383,8 @@ def assert_weights_near(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
 
     No bound holds for each weight: Adam divides a gradient by its size, so that one which is all
     rounding moves its weight by the learning rate, either way. Trainings on other batches end some
-    1e-3 apart, a learning rate."""
+    1e-3 apart, a learning rate.
+    """
     assert one.keys() == other.keys()
     apart = torch.cat([(one[name] - other[name]).abs().flatten() for name in one])
     assert apart.mean() < 1e-5, (apart.mean(), apart.max())

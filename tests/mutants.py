@@ -4,7 +4,8 @@
 
 A fault changes the code of one function, as ast.unparse prints it: formatting and edits elsewhere
 do not matter. The tests that import the file run, the one named after it first. Exit status 1: no
-test found a fault, or with --check, a fault no longer applies."""
+test found a fault, or with --check, a fault no longer applies.
+"""
 
 import ast
 import os

@@ -2,7 +2,8 @@
 
     pytest tests/test_architecture.py
 
-`python tests/test_architecture.py` prints sizes beside their budgets; tests/code_size.py counts."""
+`python tests/test_architecture.py` prints sizes beside their budgets; tests/code_size.py counts.
+"""
 
 import ast
 import re

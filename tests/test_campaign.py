@@ -3,7 +3,8 @@
     make campaign EXAMPLES=1000
 
 `make test` tries a few fixed examples. CROSSOVER_EXAMPLES sets their number and draws others, by
-pytest's --hypothesis-seed. Bad input must end in success or in clear words and exit status 2."""
+pytest's --hypothesis-seed. Bad input must end in success or in clear words and exit status 2.
+"""
 
 import os
 import pickle

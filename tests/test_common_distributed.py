@@ -115,7 +115,8 @@ def test_a_batch_that_cannot_be_shared_out_is_refused(tmp_path, corpus):
 
 def start_ranks_and_wait(folder, corpus):
     """Start a long training on two ranks; after a step return torchrun's process, the options, and
-    the process ids of the ranks."""
+    the process ids of the ranks.
+    """
     options = {**TINY_TRAIN, "max_iters": 10**6, "dataset": corpus, "out_dir": folder}
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     process = start(*launch, ROOT / "train.py", *as_arguments(options))

@@ -37,7 +37,8 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path):
     """Those of running processes, and of files with other names, stay. No process has the id
-    9,999,999."""
+    9,999,999.
+    """
     kept = [".x.pt.1.partial", ".x.pt.lock", ".x.pt.note.partial", ".y.pt.9999999.partial"]
     for name in (".x.pt.9999999.partial", ".x.pt.resume.9999999.partial", *kept):
         (tmp_path / name).touch()

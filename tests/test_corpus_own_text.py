@@ -17,7 +17,8 @@ from tokenization_manager import TokenizationManager
 @pytest.fixture
 def texts(tmp_path):
     """A text of the user's, and another that does not end with a newline and has a character of its
-    own."""
+    own.
+    """
     own = tmp_path / "own.txt"
     other = tmp_path / "other.txt"
     own.write_text((make_text(2000) * 9)[:30_000])

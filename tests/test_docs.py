@@ -5,7 +5,8 @@
 README and the guide, in this order, and the pages of RUN are run from top to bottom, in this
 process, in a folder with the settings files and two small corpora. A command is first parsed as it
 is printed, then run, once, with further options that make it small. Blocks of bash and Python are
-run; others are only parsed."""
+run; others are only parsed.
+"""
 
 import contextlib
 import dataclasses
@@ -87,7 +88,8 @@ def commands_in(text: str) -> list[str]:
 
 def check_command(line: str) -> list[str]:
     """Assert that a command's script or target exists and takes its options; the words, if it is a
-    script's."""
+    script's.
+    """
     words = shlex.split(line.replace("-m interop.", "interop/"), comments=True)
     if words[:1] == ["make"]:
         targets = re.findall(

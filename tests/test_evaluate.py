@@ -1,5 +1,6 @@
 """evaluate.py: losses and their differences, splits, figures of samples.  `pytest
-tests/test_evaluate.py`"""
+tests/test_evaluate.py`
+"""
 
 import math
 import shutil
@@ -28,7 +29,8 @@ def evaluate(tmp_path, **options) -> dict:
 
 def test_perplexity_by_hand(generator):
     """All targets weigh the same, in batches of other sizes too; -1 is none, and the mode is as
-    before."""
+    before.
+    """
     model = build_model(load_checkpoint(generator), "generator", generator).train()
     x, y = torch.randint(10, (5, 8)), torch.randint(10, (5, 8))
     y[0, :3] = -1

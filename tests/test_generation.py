@@ -77,7 +77,8 @@ def lengths(prompts: int, group: int) -> torch.Tensor:
 
 def exact_distribution(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
     """What `sampling` draws from, token by token in plain float64 Python: (V,) logits -> (V,)
-    probabilities."""
+    probabilities.
+    """
     logits = logits.double().numpy()
     if sampling.temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
@@ -214,7 +215,8 @@ def test_a_whole_natural_block_stays_as_it_is(length):
 @pytest.mark.parametrize("length", [kv_cache.GROWTH, 2 * kv_cache.GROWTH + 6])
 def test_rows_of_a_cache_that_grow_keep_their_prefixes_and_read_nothing_else(length):
     """Prefixes end before, at and beyond the ends of the room; the memory holds NaN where nothing
-    was written."""
+    was written.
+    """
     model, natural = tiny_model(block_size=length), blocks(3, length)
     ends = np.arange(0, length, kv_cache.GROWTH)
     crossovers = np.concatenate([ends + 1, ends + 2, ends + 3, [20, length]])

@@ -6,7 +6,8 @@ changes no number.
 tests/data/golden_curves.json holds the curves. A change that is meant to alter them makes them
 anew, with CROSSOVER_NEW_CURVES=1, and dev/LOG.md says why. Processors round otherwise: 1e-7 of a
 loss, which thirty steps of Adam make at most some 1e-5; a single draw of a token that falls the
-other way would show as more."""
+other way would show as more.
+"""
 
 import json
 import os
@@ -36,7 +37,8 @@ FIGURES = {
 @pytest.fixture(scope="module")
 def knowing(tmp_path_factory, corpus):
     """The natural model with which the curves were drawn: its Muon had settings that are constants
-    now."""
+    now.
+    """
     own, out = optimizers.Muon, tmp_path_factory.mktemp("knowing")
     more = {
         "max_iters": 200,

@@ -50,7 +50,8 @@ def test_the_mask_is_of_predicted_tokens():
 
 def test_rewards_by_hand():
     """Of two rows of three tokens: evidence less KL, P(natural), and a function's numbers of either
-    kind."""
+    kind.
+    """
     mask = torch.tensor([[False, True, True], [True, True, True]])
     evidence, log_probs, start = torch.tensor(
         [[[9.0, 1, 2], [0, 3, 0]], [[0, -1, -2], [-1, -1, -1]], [[0, -2, -2], [-3, -1, -1]]]
@@ -133,7 +134,8 @@ def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(
 )
 def test_the_gate_s_texts(generator, monkeypatch, num_blocks, gate_blocks, first, count):
     """Natural text, evenly spaced in the gate's part of the split, up to a uniform K; then the
-    policy's."""
+    policy's.
+    """
     policy = build_model(load_checkpoint(generator), "generator", generator)
     tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
     seen = []

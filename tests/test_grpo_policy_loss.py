@@ -1,5 +1,6 @@
 """grpo/policy_loss.py: hand-computed values, TRL's figures (tests/data/grpo_losses.json), finite
-differences."""
+differences.
+"""
 
 import ast
 import json
@@ -73,7 +74,8 @@ def test_advantages_have_mean_zero_and_do_not_see_a_constant(num_prompts, group_
 
 def test_token_advantages_by_hand():
     """Against the group's mean at the same token; over the deviation of the group, of the batch, or
-    nothing."""
+    nothing.
+    """
     rewards = torch.tensor([[9.0, 1.0, 4.0], [7.0, 3.0, 0.0], [5.0, 5.0, 5.0], [5.0, 5.0, 5.0]])
     mask = torch.tensor([[False, True, True]] * 2 + [[True, True, True]] * 2)
     plain = token_advantages(rewards, mask, 2, "none")
@@ -173,7 +175,8 @@ def plain_loss(
     log_probs, held, old, ref, mask, advantages, loss_type, low, high, level, beta, estimator
 ):
     """The formulas again, token by token in plain Python; `held` is log_probs where gradients are
-    stopped."""
+    stopped.
+    """
     num_sequences, length = mask.shape
     per_sequence = []
     for b in range(num_sequences):

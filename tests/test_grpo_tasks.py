@@ -1,5 +1,6 @@
 """train_grpo.py on tasks with a known answer: a letter to write, a policy held and one let
-loose."""
+loose.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ class TaskScorer:
 @pytest.fixture
 def grpo(monkeypatch, tmp_path, corpus, generator):
     """Runs train_grpo.py with a reward of ids (R, N), without caps but those given; its records:
-    steps, evaluations."""
+    steps, evaluations.
+    """
 
     def train(
         reward, caps: dict[str, float] | None = None, **options: Any
@@ -91,7 +93,8 @@ def share_of(corpus: Path):
 )
 def test_every_loss_learns_to_write_a_letter(grpo, share_of, loss):
     """The mean reward passes 90 percent of its maximum, 1, within 100 steps; the threshold ends the
-    run."""
+    run.
+    """
     steps, _ = grpo(share_of("e"), max_steps=100, updates_per_step=2, reward_threshold=0.92, **loss)
     rewards = [record["reward"] for record in steps]
     assert rewards[0] < 0.2 and max(rewards) > 0.9 and len(rewards) < 100
@@ -99,7 +102,8 @@ def test_every_loss_learns_to_write_a_letter(grpo, share_of, loss):
 
 def test_a_collapse_shows_in_the_figures_and_a_large_beta_holds_the_policy(grpo, share_of):
     """No KL and no cap: natural loss and repetition rise, variety falls, and completions beat
-    natural text."""
+    natural text.
+    """
     steps, looks = grpo(share_of("e"), max_steps=40, eval_interval=20)
     first, last = looks[0], looks[-1]
     assert last["select_loss"] > first["select_loss"] + 1
@@ -150,7 +154,8 @@ def test_an_update_that_moves_too_far_ends_the_run_or_with_several_a_step_the_up
 
 def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):
     """At an evaluation, and above the cap it ends the run. The first of the two updates is below
-    the cap."""
+    the cap.
+    """
     steps, _ = grpo(share_of("e"), max_steps=1, updates_per_step=2)
     (record,) = steps
     assert 0 < record["kl_update"] < record["kl_step"]

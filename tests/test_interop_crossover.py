@@ -1,5 +1,6 @@
 """The reward of two Hugging Face models beside our own head, and CrossoverTrainer beside
-train_grpo.py."""
+train_grpo.py.
+"""
 
 import os
 import subprocess
@@ -305,7 +306,8 @@ def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus
 
 def replay(generator: str, natural: str, out: str) -> None:
     """One step on completions of several lengths, a function of their prompts; writes its gradients
-    to `out`."""
+    to `out`.
+    """
     from accelerate import PartialState
     from transformers import TrainerCallback
 

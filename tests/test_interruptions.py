@@ -56,7 +56,8 @@ def send_sigint() -> None:
 
 class AnyOrder(RuleBasedStateMachine):
     """One folder of a run; `undisturbed` is the folder, beside its corpus, that it must come to
-    equal."""
+    equal.
+    """
 
     undisturbed: Path
 

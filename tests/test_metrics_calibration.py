@@ -1,5 +1,6 @@
 """metrics/calibration.py: the formula by hand, the minimum that is found, models that differ in
-sharpness alone."""
+sharpness alone.
+"""
 
 import math
 
@@ -35,7 +36,8 @@ def sharp_model(factor: float = 1.0) -> GPT:
 @torch.no_grad()
 def test_calibration_finds_the_sharpness_of_a_model_and_its_losses_are_those_by_hand():
     """Text that the model wrote needs none; for a model of twice the logits the temperature is
-    twice as high."""
+    twice as high.
+    """
     model, sharper, unigram = sharp_model(), sharp_model(2.0), unigram_log_probs(np.arange(V), V)
     ids = model.generate(torch.randint(V, (400, 1)), 7, generator=torch.Generator().manual_seed(1))
     batches, by_hand = [(part[:, :-1], part[:, 1:]) for part in ids.split(150)], []

@@ -1,5 +1,6 @@
 """metrics/reward_skill.py: metrics by hand and by brute force, intervals, records.  `pytest
-tests/test_metrics_reward_skill.py`"""
+tests/test_metrics_reward_skill.py`
+"""
 
 import json
 import math
@@ -119,7 +120,8 @@ def test_skill_by_crossover_by_hand():
 @pytest.mark.parametrize(("alike", "num_blocks"), [(False, 20), (True, 20), (False, 7)])
 def test_everything_measured_is_plain_json(alike, num_blocks):
     """Of predictions that err by about 0.1; what is undefined, as of labels that do not differ, is
-    null, not NaN."""
+    null, not NaN.
+    """
     draw = torch.Generator().manual_seed(0)
     target = (
         torch.full((num_blocks * 4,), 0.5) if alike else torch.rand(num_blocks * 4, generator=draw)

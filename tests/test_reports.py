@@ -27,7 +27,8 @@ HOSTILE = "</div><script>alert(1)</script>&\x00\ud800"
 
 def evaluated(loss: float, reward: float, spread: float = 0.01) -> dict:
     """Return figures of evaluate.py: twelve blocks, whose differences from those of another model
-    vary by this spread."""
+    vary by this spread.
+    """
     blocks = [2 + block / 8 + (loss - 2) + spread * (-1) ** block for block in range(12)]
     return {
         "loss": loss + 0.1,
@@ -70,7 +71,8 @@ STAGES = {  # kind, cycle, figures
 
 def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
     """Return the ledger of one cycle; a change is the figures of a stage, or None if it is not
-    finished."""
+    finished.
+    """
     settings = {
         "dataset": "data/plays",
         "natural_dataset": "lib",

@@ -178,7 +178,8 @@ def test_a_samples_randomness_depends_on_its_place_alone(block_size, seed, block
 
 def test_counts_of_the_guide_as_printed(tmp_path):
     """The guide's run with everything 128 times smaller, block_size 8: the very counts of its
-    expected output."""
+    expected output.
+    """
     tokens = np.random.default_rng(0).integers(11, size=900_000 // 128)
     write_token_files(tmp_path, (tokens, tokens[: 100_000 // 128]))
     save_meta(tmp_path / "meta.pkl", "aehilmnorst")

@@ -131,7 +131,8 @@ def test_binary_round_trip(tmp_path_factory, natural):
 
 def test_tokens_are_not_read_into_memory_nor_pickled(tmp_path, monkeypatch):
     """A spawned worker of a DataLoader opens the files again, even from another working
-    directory."""
+    directory.
+    """
     monkeypatch.chdir(tmp_path)
     write_split(tmp_path, "train", *make_arrays(4000, 1024))
     tracemalloc.start()

@@ -220,7 +220,8 @@ def test_a_policy_learns_what_the_function_rewards(
     tmp_path, monkeypatch, corpus, generator, reward_model
 ):
     """Alone: no gate and no P(natural); the records have its rewards. A run is resumed with the
-    same file alone."""
+    same file alone.
+    """
     monkeypatch.setattr(stopping, "CAPS", {})
     (tmp_path / "letters.py").write_text(LETTERS)
     options = {
@@ -258,7 +259,8 @@ def test_a_policy_learns_what_the_function_rewards(
 
 def test_a_task_that_changes_the_text_is_learned_though_the_loss_rises(tmp_path, corpus, knowing):
     """-2 for each letter e: the loss on natural text rises above its cap. One warning; a later
-    policy is kept."""
+    policy is kept.
+    """
     (tmp_path / "letters.py").write_text(
         "def no_e(completions): return [-2.0 * t.count('e') for t in completions]"
     )

@@ -203,7 +203,8 @@ def test_a_stage_that_fails_ends_the_run(tmp_path, corpus, in_this_process):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
 def test_an_interrupted_run_goes_on(tmp_path, corpus):
     """The stage ends with the run; the next run resumes it and ends in an undisturbed run's
-    tensors."""
+    tensors.
+    """
     config = write_config(tmp_path, CONFIG.replace("max_iters=20", "max_iters=500"))
     out = tmp_path / "out"
     state = out / "base_model_v1.resume"
@@ -333,7 +334,8 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
 
 def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, monkeypatch):
     """Another of the same name needs --out_dir; the same command, also with another form of the
-    path, goes on."""
+    path, goes on.
+    """
     monkeypatch.chdir(tmp_path)
     ledger = Ledger(Path("out/input"))
     ledger.start({"sources": ["x/input.txt"]})
@@ -346,7 +348,8 @@ def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, mo
 
 def test_command_of_a_stage():
     """Settings that are not the default: one word for a value that may begin with dashes, a word for
-    each of several values."""
+    each of several values.
+    """
     settings = EvaluateSettings(checkpoints=("a.pt", "b.pt"), baseline="--x", calibrate=True)
     stage = Stage("evaluation", 0, Path("s.json"), "evaluate", "evaluate", settings)
     words = ["--checkpoints", "a.pt", "b.pt", "--baseline=--x", "--calibrate=True", "--device=cpu"]

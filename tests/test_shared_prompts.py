@@ -17,7 +17,8 @@ PROMPT_LENGTHS = torch.tensor([1, 5, N - 1, N]).repeat_interleave(G)
 
 def completions() -> tuple[torch.Tensor, torch.Tensor]:
     """Ids (R, N) of completions of four prompts, and which tokens after the first are not the
-    prompt's (R, N - 1)."""
+    prompt's (R, N - 1).
+    """
     torch.manual_seed(0)
     written = torch.arange(N) >= PROMPT_LENGTHS[:, None]
     prompts = torch.randint(V, (len(written) // G, N)).repeat_interleave(G, 0)

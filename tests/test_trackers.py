@@ -16,7 +16,8 @@ from common.log import Tracker, read_records
 @pytest.fixture(params=["wandb", "trackio"])
 def package(monkeypatch, request):
     """A stand-in for a package: `begun` are the arguments of its runs, `logged` the (step, numbers)
-    of them all."""
+    of them all.
+    """
     module = ModuleType(request.param)
     module.__spec__ = importlib.machinery.ModuleSpec(request.param, None)
     module.begun = []

@@ -300,7 +300,8 @@ def test_ranks_share_out_an_evaluation_in_batches_that_fit(
     monkeypatch, corpus, generator, num_ranks
 ):
     """Every token is read once, also by more ranks than there are batches; rows of 16 tokens, 3 at
-    a time."""
+    a time.
+    """
     parts: list[torch.Tensor] = []
     monkeypatch.setattr(Ranks, "collect", lambda ranks, part: parts.append(part) or [part])
     monkeypatch.setattr(Ranks, "run_on_rank0", lambda ranks, work: work())

@@ -50,7 +50,8 @@ EXACT = {"credit": "exact", "group_size": 1, "prompts_per_step": 16}
 @pytest.fixture
 def good(tmp_path, corpus, generator, predictive_reward_model) -> dict:
     """Options with which the script runs; the gate is closed to a reward model that does not
-    predict."""
+    predict.
+    """
     return {
         **TINY_GRPO,
         "base_model_path": generator,
@@ -79,7 +80,8 @@ def test_a_reward_model_that_predicts_is_let_through(good):
 
 def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, reward_model):
     """With the figures and the way out; nothing is written. One that does not say its generator is
-    reported."""
+    reported.
+    """
     contents, path = torch.load(reward_model, weights_only=True), tmp_path / "silent.pt"
     del contents["training"]["generator_sha256"]
     torch.save(contents, path)
@@ -182,7 +184,8 @@ def test_scores_are_what_the_models_say_of_whole_rows(
     and of one row.
 
     One pass serves a reward model and a reference that share weights, several those that do not
-    (factor 1.5)."""
+    (factor 1.5).
+    """
     model, reference = None, build_model(load_checkpoint(generator), "generator")
     reference.transformer.ln_f.weight.data *= factor
     if name is not None:
@@ -233,7 +236,8 @@ TINY = GPTConfig(block_size=3, vocab_size=V, n_layer=1, n_head=1, n_embd=8)
 
 def make_models(deviation: float) -> tuple[GPT, RewardScorer]:
     """A policy that has moved from its start, and a scorer of a likelihood head; all with such
-    weights of tokens."""
+    weights of tokens.
+    """
     torch.manual_seed(0)
     policy, generator, natural = (GPT(TINY).eval() for _ in range(3))
     for model in (policy, generator, natural):
@@ -285,7 +289,8 @@ def expected_gradient(models: tuple[GPT, RewardScorer], settings: GRPOSettings) 
 @pytest.mark.parametrize("deviation", [0.5, 1.0])
 def test_sampled_gradients_have_the_exact_one_as_their_expectation(deviation):
     """Times G / (G - 1), as the group's mean contains the token's own reward. With a deviation of 1
-    some log ratios of p and q are clamped, alike in both forms."""
+    some log ratios of p and q are clamped, alike in both forms.
+    """
     models = make_models(deviation)
     exact = expected_gradient(models, settings_of(credit="exact", group_size=1, prompts_per_step=1))
     assert exact.abs().max() > 0.01
@@ -336,7 +341,8 @@ def test_pieces_of_the_vocabulary_change_nothing(monkeypatch, options):
 
 def test_rollouts_are_completions_or_rows_of_the_corpus_each_after_a_prompt_of_its_own():
     """With the policy's log-probabilities; as many rows as completions; the ranks' shares are those
-    of one."""
+    of one.
+    """
     policy, _ = make_models(0.5)
     completer, tokens = Completer(policy, 3), np.arange(1000) % V
     settings = GRPOSettings(prompts_per_step=6, group_size=4, credit="exact")
@@ -408,7 +414,8 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
     good, tmp_path, monkeypatch, more
 ):
     """Interrupted once, and ended once: the state has the last policy, not the one that was
-    kept."""
+    kept.
+    """
     options = {
         **good,
         **more,

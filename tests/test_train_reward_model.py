@@ -155,7 +155,8 @@ def test_the_sampling_is_that_of_the_reward_data(good, tmp_path, corpus, generat
 
 def test_a_fit_whose_loss_is_not_finite_is_reported(monkeypatch, good, natural_model):
     """Torch's LBFGS ends such a search in an error of its own, of a value that cannot be
-    converted."""
+    converted.
+    """
     monkeypatch.setattr(
         LikelihoodRewardModel, "loss", staticmethod(lambda *_: torch.tensor(math.nan))
     )
@@ -171,7 +172,8 @@ def test_a_fit_whose_loss_is_not_finite_is_reported(monkeypatch, good, natural_m
 )
 def test_heads_and_their_losses(good, generator, reward_data, head, loss):
     """The trunk stays as it was; of two epochs the better is kept, by the loss on the half that
-    selects."""
+    selects.
+    """
     given = {} if loss in ("nll", "mse") else {"loss": loss}  # those are the heads' own
     succeed("train_reward_model", **good, **head, **given, reward_head_hidden_dim=9)
     checkpoint, model = load_result(good)
@@ -240,7 +242,8 @@ def variant(path: Path, source: Path, tokenization: dict | None = None, **config
 @pytest.mark.parametrize(("head", "position"), [("likelihood", "rope"), ("position", "learned")])
 def test_a_model_of_longer_texts_is_cut_to_the_generator(good, tmp_path, generator, head, position):
     """And may be deeper, wider and padded further. Its predictions for texts as short as the
-    generator's stay."""
+    generator's stay.
+    """
     size = {
         "block_size": 40,
         "n_layer": 2,

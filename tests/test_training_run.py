@@ -77,7 +77,8 @@ def finish(path, **options):
 
 def test_a_second_command(tmp_path):
     """It has nothing to do, or is refused: for other settings, inputs or limits, and for a run that
-    was interrupted."""
+    was interrupted.
+    """
     path = tmp_path / "model.pt"
     run, counts = begin(path)
     make_steps(run, counts, total=2)
@@ -163,7 +164,8 @@ def whole(tmp_path_factory, corpus):
 
 def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpus, whole):
     """Interrupted in a step, which is finished and saved, and in the last pass over the validation
-    split."""
+    split.
+    """
     options = {**SETTINGS, "dataset": corpus, "out_dir": tmp_path}
     path = tmp_path / "model_checkpoint"
     for name, number, more in (("get_batch", 12, {}), ("measure", 3, {"init_from": "resume"})):

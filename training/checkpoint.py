@@ -43,7 +43,8 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint of a GPT or RewardModel atomically, on rank 0 only.
 
-    The records may hold only plain values."""
+    The records may hold only plain values.
+    """
     if not is_main_rank():
         return
     weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
@@ -71,7 +72,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read and check a checkpoint; missing records are None.
 
     `path` is our file, nanoGPT's file, a Hugging Face folder, or a Hugging Face name. Raises
-    UserError for anything else; nothing in a file is executed."""
+    UserError for anything else; nothing in a file is executed.
+    """
     path = find_model(path)
     if path.is_dir():
         from interop.huggingface import read_folder  # only needed for folders
@@ -172,7 +174,8 @@ def build_model(
 ) -> GPT:
     """Return the model of a loaded checkpoint in evaluation mode; UserError for another mode.
 
-    reward.heads.build_reward_model builds reward models with any head."""
+    reward.heads.build_reward_model builds reward models with any head.
+    """
     check_mode(contents, mode, path)
     model = GPT(contents["config"])
     load_weights(model, contents, path)

@@ -21,7 +21,8 @@ Record = Mapping[str, Any]
 def hash_model(path: str | Path) -> str:
     """Return the sha256, in hexadecimal, of a checkpoint's file or of a Hugging Face folder.
 
-    In a folder, only weights, configs and vocabularies count."""
+    In a folder, only weights, configs and vocabularies count.
+    """
     path = find_model(path)
     if path.is_file():
         return hash_file(path)
@@ -46,7 +47,8 @@ def check_same_splits(trained: Record | None, data: Record, allow_mismatch: bool
     """Raise UserError if a model was trained on other splits than `data`.
 
     trained: the data record of the model's checkpoint; without one, warn.
-    allow_mismatch: True warns instead; None means that the script has no option to allow it."""
+    allow_mismatch: True warns instead; None means that the script has no option to allow it.
+    """
     if trained is None:
         warn(
             "the checkpoint has no record of its training data; "
@@ -110,7 +112,8 @@ def choose_tokenizer(
 ) -> TokenizationManager:
     """Return the tokenizer that two settings name, or else the checkpoint's.
 
-    Raises UserError if there is none, or if it does not fit the checkpoint."""
+    Raises UserError if there is none, or if it does not fit the checkpoint.
+    """
     record = checkpoint["tokenization"]
     if method != "auto" or meta_path is not None:
         tokenizer = TokenizationManager(method, meta_path=meta_path)
@@ -131,7 +134,8 @@ def check_origin(
 ) -> None:
     """Raise UserError unless a reward dataset was written by this generator.
 
-    tokenization, metadata: those of the dataset. generator: the checkpoint in `path`."""
+    tokenization, metadata: those of the dataset. generator: the checkpoint in `path`.
+    """
     record = generator["tokenization"]
     if record is not None:
         tokenization.check_compatible(TokenizationManager.from_record(record).info())
@@ -147,7 +151,8 @@ def check_origin(
 def check_unseen(trained: Record | None, metadata: Mapping[str, str], path: str) -> None:
     """Warn if a model may have been trained on the validation or test text.
 
-    trained: the model's data record, or None. metadata: a mapping with the text's val_sha256."""
+    trained: the model's data record, or None. metadata: a mapping with the text's val_sha256.
+    """
     if trained is None:
         problem = "has no record of its training text"
     elif trained["val_sha256"] != metadata.get("val_sha256"):
