@@ -3,12 +3,12 @@
     python run_cycles.py --text my_novel.txt --natural_text other_novels/
 
 Each stage runs a script in a process of its own and makes a file or folder in out_dir:
-base_model_v1.pt and natural_model_v1.pt; in cycle n reward_data_vn, reward_model_vn.pt, gate_vn.json,
-base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings file has their
-sections, are control_plain_v(n+1).pt and control_distil_v(n+1).pt, and controls_v(n+1).json is their
-evaluation. cycles.json is the ledger of results, report.html the report. A stage is done if its
-artefact exists and the ledger has the same script, settings and hashes of inputs: repeat the command
-to go on.
+base_model_v1.pt and natural_model_v1.pt; in cycle n reward_data_vn, reward_model_vn.pt,
+gate_vn.json, base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings file
+has their sections, are control_plain_v(n+1).pt and control_distil_v(n+1).pt, and
+controls_v(n+1).json is their evaluation. cycles.json is the ledger of results, report.html the
+report. A stage is done if its artefact exists and the ledger has the same script, settings and
+hashes of inputs: repeat the command to go on.
 """
 
 import os
@@ -314,7 +314,9 @@ def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:
 
 
 def make(stage: Stage, ledger: Ledger, device: str) -> bool:
-    """Make the artefact of a stage and record it, unless that is done; return whether it was made."""
+    """Make the artefact of a stage and record it, unless that is done; return whether it was
+    made.
+    """
     name = stage.name
     identity = stage.identity()
     record = ledger.records.get(name, {})

@@ -5,8 +5,8 @@
 Reads a generator, a reward model (or a reward function of yours) and natural text for prompts.
 Writes the improved generator, one JSON record per step, and a picture of the training.
 
-Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats four verbs, and
-now and then a fifth:
+Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats four verbs,
+and now and then a fifth:
 
     sample      the policy pi_old completes each of P prompts G times: a group o_1 .. o_G
     score       frozen models read each completion: is it natural, and how likely does the start
@@ -17,8 +17,8 @@ now and then a fifth:
                 ratio = pi(token t of o_i) / pi_old(token t of o_i),  KL = KL(pi || pi_ref)
     evaluate    measure the policy on other prompts; the best evaluated policy is kept
 
-Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens in
-a row (block_size of the generator), V token ids. A row is a prompt of 1 to N / 2 tokens and its
+Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens
+in a row (block_size of the generator), V token ids. A row is a prompt of 1 to N / 2 tokens and its
 completion up to N tokens. Nothing predicts the first token of a row, so tensors of predictions are
 (R, N - 1): column t belongs to token t + 1. With torchrun a rank holds the rows of its share of P.
 """
@@ -142,8 +142,8 @@ def main() -> None:
             warn(FLAT_NOTE)
             warned_of_flat_groups = True
 
-        # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old, the
-        # loss of each token (R, N - 1), and their mean (). Its gradients are summed up over
+        # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old,
+        # the loss of each token (R, N - 1), and their mean (). Its gradients are summed up over
         # micro-batches of rows; then AdamW takes a step. This happens updates_per_step times.
         figures.update(update(rollouts, scores, advantages, schedule.factor(step)))
         stops.step(figures)
@@ -288,7 +288,9 @@ def report_outcome(
     base: dict[str, Any],
     settings: GRPOSettings,
 ) -> None:
-    """Measure the kept policy on text that nothing has used yet; write it, its records, a picture."""
+    """Measure the kept policy on text that nothing has used yet; write it, its records, a
+    picture.
+    """
     kept = build_model(base, "generator", str(settings.base_model_path), run.ranks.device)
     best.restore(kept)
     training = {

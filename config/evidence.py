@@ -1,5 +1,5 @@
-# The experiment of benchmarks/evidence.py: works, seeds, arms and contrasts. docs/results.md has the
-# protocol.
+# The experiment of benchmarks/evidence.py: works, seeds, arms and contrasts. docs/results.md has
+# the protocol.
 #
 #     python benchmarks/evidence.py
 
@@ -7,7 +7,8 @@
 models = "config/shakespeare_library_cpu.py"
 
 # The eight works that no model of `models` reads. Seed 6 has the first as its own, the second for
-# validation, the third for the test, and the rest for its judge. Each next seed begins one work later.
+# validation, the third for the test, and the rest for its judge. Each next seed begins one work
+# later.
 works = (
     "HAMLET",
     "OTHELLO",

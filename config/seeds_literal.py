@@ -1,12 +1,12 @@
-# The reward of the project's first documents: one P(natural) per sequence, group-relative advantages
-# of whole completions, and the KL to the start in the loss. On two CPU cores:
+# The reward of the project's first documents: one P(natural) per sequence, group-relative
+# advantages of whole completions, and the KL to the start in the loss. On two CPU cores:
 #
 #     python run_cycles.py --config config/seeds_literal.py
 #
 # From those documents: P(natural) of the sequence as reward, 10 samples of a block, temperature 1,
-# the threshold of 0.9. Chosen here: models whose reward predicts, learning rate, group size, and the
-# weight of the KL. docs/results.md ("One P(natural) a sequence") has the results. The documents also
-# have a frozen trunk with a head on its last token. It does not predict K/N:
+# the threshold of 0.9. Chosen here: models whose reward predicts, learning rate, group size, and
+# the weight of the KL. docs/results.md ("One P(natural) a sequence") has the results. The documents
+# also have a frozen trunk with a head on its last token. It does not predict K/N:
 # --train_reward_model.head last shows how the gate refuses it.
 
 base = "shakespeare_library_cpu.py"  # corpora and models

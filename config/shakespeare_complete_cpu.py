@@ -1,5 +1,6 @@
-# The complete works of Shakespeare by characters, on two CPU cores: two cycles of GRPO, no controls.
-# Plain training of this generator is far from exhausted, and lowers the loss more than GRPO.
+# The complete works of Shakespeare by characters, on two CPU cores: two cycles of GRPO, no
+# controls. Plain training of this generator is far from exhausted, and lowers the loss more than
+# GRPO.
 #
 #     python run_cycles.py --config config/shakespeare_complete_cpu.py
 #     python train.py --config config/shakespeare_complete_cpu.py    # only its first stage

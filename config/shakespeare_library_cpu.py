@@ -1,15 +1,15 @@
-# A generator of one play, and a natural model of 28 other works: the reward knows what the generator
-# does not.
+# A generator of one play, and a natural model of 28 other works: the reward knows what the
+# generator does not.
 #
 #     python run_cycles.py --config config/shakespeare_library_cpu.py
 #
-# The natural model stands for what a user has: a pretrained model whose training text is not at hand.
-# GRPO compares the tokens of 8 completions of a prompt, which the policy samples. The whole
+# The natural model stands for what a user has: a pretrained model whose training text is not at
+# hand. GRPO compares the tokens of 8 completions of a prompt, which the policy samples. The whole
 # vocabulary instead of sampled tokens (credit="exact"), and supervised training on text of the
 # natural model, gain more: docs/results.md.
 
-# The text has all works, so that both corpora have the same characters. Works that are not named are
-# in no part.
+# The text has all works, so that both corpora have the same characters. Works that are not named
+# are in no part.
 prepare = dict(
     source="complete",
     train_documents=("TWELFTH NIGHT",),
@@ -17,8 +17,8 @@ prepare = dict(
     test_documents=("TEMPEST",),
 )
 
-# No model reads Hamlet, Othello, As You Like It, Much Ado, King John, Julius Caesar, Pericles, Timon,
-# and short poems.
+# No model reads Hamlet, Othello, As You Like It, Much Ado, King John, Julius Caesar, Pericles,
+# Timon, and short poems.
 prepare_natural = dict(
     source="complete",
     train_documents=(
@@ -60,8 +60,8 @@ run_cycles = dict(
     natural_dataset="shakespeare_library_char",
 )
 
-# Dropout, learning rate and steps: the point of the grid in docs/results.md with the lowest calibrated
-# loss on the select part.
+# Dropout, learning rate and steps: the point of the grid in docs/results.md with the lowest
+# calibrated loss on the select part.
 train = dict(
     dataset="shakespeare_play_char",
     n_layer=2,
@@ -122,8 +122,8 @@ train_grpo = dict(
     eval_interval=20,
 )
 
-# The controls, which the policy is compared with. First, the generator's recipe from new weights, in
-# the seconds of natural model, reward model and GRPO together.
+# The controls, which the policy is compared with. First, the generator's recipe from new weights,
+# in the seconds of natural model, reward model and GRPO together.
 control_plain = dict(
     dataset="shakespeare_play_char",
     init_from="scratch",
@@ -145,8 +145,8 @@ control_plain = dict(
     eval_interval=500,
 )
 
-# Second, the natural model's distribution at prefixes of natural text (off-policy), in the seconds of
-# GRPO.
+# Second, the natural model's distribution at prefixes of natural text (off-policy), in the seconds
+# of GRPO.
 control_distil = dict(
     dataset="shakespeare_play_char",
     credit="exact",

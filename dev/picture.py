@@ -2,8 +2,8 @@
 
     python dev/picture.py out/shakespeare_library_cpu
 
-The argument is the folder of a finished run of run_cycles.py. The picture, docs/passage.svg, shows a
-sample, texts and figures of the run's page.
+The argument is the folder of a finished run of run_cycles.py. The picture, docs/passage.svg, shows
+a sample, texts and figures of the run's page.
 """
 
 import html

@@ -100,7 +100,8 @@ def check_drawn(model_log_probs: Tensor) -> None:
     if not bool(model_log_probs.isfinite().all()):
         remedy = "take an earlier checkpoint, or another dtype"
         raise UserError(
-            f"ERROR: the model's logits are NaN or infinite: it diverged, or overflows float16; {remedy}"
+            "ERROR: the model's logits are NaN or infinite: it diverged, or overflows float16; "
+            f"{remedy}"
         )
 
 

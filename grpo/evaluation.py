@@ -180,7 +180,8 @@ def skill_on_policy(
     gate = ValidationParts.of(len(tokens) // N).gate
     if not gate:
         raise UserError(
-            f"ERROR: {len(tokens)} validation tokens are fewer than four blocks of {N}: use more text"
+            f"ERROR: {len(tokens)} validation tokens are fewer than four blocks of {N}: "
+            "use more text"
         )
     P = min(GATE_BLOCKS, len(gate))
     blocks = gate.start + np.arange(P) * len(gate) // P
@@ -198,7 +199,8 @@ def skill_on_policy(
 
 
 def passes_gate(skill: dict[str, Any], settings: GRPOSettings) -> bool:
-    """Return whether to continue with GRPO, from the skill of the reward model on the policy's text.
+    """Return whether to continue with GRPO, from the skill of the reward model on the policy's
+    text.
 
     With gate_path, writes the figures there and returns False. Raises UserError if the interval of
     R2 is not above 0, unless allow_unpredictive_reward is set.

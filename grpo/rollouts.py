@@ -2,9 +2,9 @@
 
     python -c "from grpo.rollouts import Rollouts; help(Rollouts)"
 
-Shapes: P prompts, G completions of each, R = P * G rows; N tokens in a row, V token ids, C channels;
-m tokens that the policy wrote. With several ranks, each rank holds whole groups: its share of the P
-prompts.
+Shapes: P prompts, G completions of each, R = P * G rows; N tokens in a row, V token ids, C
+channels; m tokens that the policy wrote. With several ranks, each rank holds whole groups: its
+share of the P prompts.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,8 @@ def draw_prompts(
     """
     if len(tokens) < length:
         raise UserError(
-            f"ERROR: prompts of {length} tokens need more text than {len(tokens):,} tokens: use more data"
+            f"ERROR: prompts of {length} tokens need more text than {len(tokens):,} tokens: "
+            "use more data"
         )
     draw = random_stream(seed, *purpose)
     offsets = draw.integers(0, len(tokens) - length + 1, size=num_prompts)

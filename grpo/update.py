@@ -2,8 +2,8 @@
 
     python -c "from grpo.update import Updater; help(Updater)"
 
-Shapes: P prompts, G completions of each, R = P * G rows (a rank has its share; a micro-batch some of
-them); N tokens in a row, V token ids, C channels; m tokens that the policy wrote.
+Shapes: P prompts, G completions of each, R = P * G rows (a rank has its share; a micro-batch some
+of them); N tokens in a row, V token ids, C channels; m tokens that the policy wrote.
 """
 
 from collections.abc import Callable

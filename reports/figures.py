@@ -2,8 +2,8 @@
 
     python -c "import reports.figures; help(reports.figures.skill_picture)"
 
-Each panel shows one quantity, with 95% intervals as bands. matplotlib takes half a second to import:
-the functions that draw import it.
+Each panel shows one quantity, with 95% intervals as bands. matplotlib takes half a second to
+import: the functions that draw import it.
 """
 
 import contextlib

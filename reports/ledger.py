@@ -17,10 +17,10 @@ Record = Mapping[str, Any]
 class Ledger:
     """The ledger in a folder; empty if the folder has none.
 
-    `about` has the settings of the run and `planned`, the names of its stages in order. A record has
-    name, kind, cycle, script, settings, and the hashes of inputs; the record of a finished stage
-    also has `seconds` and `figures`. Records of stages that are not planned stay in the file, for a
-    later run with more stages, but are not reported. Raises UserError for a damaged file.
+    `about` has the settings of the run and `planned`, the names of its stages in order. A record
+    has name, kind, cycle, script, settings, and the hashes of inputs; the record of a finished
+    stage also has `seconds` and `figures`. Records of stages that are not planned stay in the file,
+    for a later run with more stages, but are not reported. Raises UserError for a damaged file.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -3,8 +3,8 @@
     python -c "import reports.summary as s; print(s.table_text(s.Ledger(s.Path('out/my_novel'))))"
 
 Losses are of natural text in nats per token, after calibration (metrics/calibration.py): on
-test.bin, or on the report part of val.bin if there is no test.bin. Intervals are 95%, over blocks of
-2,000 characters.
+test.bin, or on the report part of val.bin if there is no test.bin. Intervals are 95%, over blocks
+of 2,000 characters.
 """
 
 from collections.abc import Mapping, Sequence

@@ -72,8 +72,8 @@ class RewardScorer:
         model.sampling = Sampling()
         if not have_same_weights(model.generator, self.reference):
             raise UserError(
-                "ERROR: the generator in the reward model is not the policy's start: train a reward "
-                "model for this generator"
+                "ERROR: the generator in the reward model is not the policy's start: train a "
+                "reward model for this generator"
             )
 
     @torch.no_grad()

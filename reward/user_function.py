@@ -33,8 +33,8 @@ class RewardFunction:
     """A user's function in TRL's form. Its file is executed once; what it returns is checked.
 
     The function is called with those of these arguments that it takes: prompts, completions (R str
-    each), prompt_ids, completion_ids (R lists of int each), ids (int64 array (R, N)) and masks (bool
-    array (R, N - 1): the tokens after the first that were written).
+    each), prompt_ids, completion_ids (R lists of int each), ids (int64 array (R, N)) and masks
+    (bool array (R, N - 1): the tokens after the first that were written).
     """
 
     def __init__(self, name: str, decode: Callable[[list[int]], str] = str) -> None:
@@ -131,7 +131,9 @@ class RewardFunction:
         return returned
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Return the result of `work`; turn anything that the user's code raises into a UserError."""
+        """Return the result of `work`; turn anything that the user's code raises into a
+        UserError.
+        """
         try:
             return work()
         except (KeyboardInterrupt, Terminated):

@@ -75,7 +75,7 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 torch.set_num_threads(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # running scripts
 
 
@@ -100,7 +100,9 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
 
 
 def call(script: str, *arguments: str, **options: Any) -> Finished:
-    """Run a script's main() in this process, like `python script.py ...` without starting Python."""
+    """Run a script's main() in this process, like `python script.py ...` without starting
+    Python.
+    """
     module = importlib.import_module(script)
     out, err = io.StringIO(), io.StringIO()
     argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
@@ -150,7 +152,9 @@ def succeed(script: str, *arguments: str, **options: Any) -> str:
 
 
 def refuse(script: str, *arguments: str, **options: Any) -> str:
-    """Run a script, which must refuse its input with exit status 2 and no traceback; return stderr."""
+    """Run a script, which must refuse its input with exit status 2 and no traceback; return
+    stderr.
+    """
     finished = call(script, *arguments, **options)
     assert finished.status == 2, (finished.out, finished.err)
     assert finished.err.strip(), "it ended without a word"
@@ -298,12 +302,14 @@ def be_script(
         atexit._run_exitfuncs()  # which multiprocessing leaves out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # files
 
 
 def make_text(num_words: int, seed: int = 0) -> str:
-    """Return lines of made-up words, with few characters and some order for a tiny model to learn."""
+    """Return lines of made-up words, with few characters and some order for a tiny model to
+    learn.
+    """
     draw = random.Random(seed)
     words = ["".join(draw.choices("aehilmnorst", k=draw.randint(2, 6))) for _ in range(30)]
     lines = [" ".join(draw.choices(words, k=7)).capitalize() + ".\n" for _ in range(num_words // 7)]

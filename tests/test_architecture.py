@@ -113,7 +113,7 @@ PRODUCT = [path for path in SOURCES if folder_of(path) != "data"]
 TESTS = tracked("tests/*.py")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # budgets
 
 
@@ -186,12 +186,14 @@ def test_tricks_are_counted():
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # imports
 
 
 def places(drawing: str) -> dict[str, int]:
-    """Return the line of each module in the drawing of docs/development.md, the first at the top."""
+    """Return the line of each module in the drawing of docs/development.md, the first at the
+    top.
+    """
     lines: dict[str, int] = {}
     folder = ""
     for number, line in enumerate(drawing.splitlines()):
@@ -242,7 +244,7 @@ def test_imports_in_functions_and_for_types_are_not_loaded():
     assert imported_names(ast.parse(source), when_loaded=True) == {"a", "e"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # files
 
 
@@ -269,7 +271,7 @@ def test_every_file_begins_with_purpose_and_command_and_does_no_work(path):
             assert ast.unparse(node.test) in ("__name__ == '__main__'", "TYPE_CHECKING")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def table() -> str:

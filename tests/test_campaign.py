@@ -73,7 +73,7 @@ def attempt(script: str, *arguments: str, **options: Any) -> Finished:
     return finished
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # options and settings files
 
 SCRIPTS = ["evaluate", "prepare_reward_data", "sample", "train", "train_grpo", "train_reward_model"]
@@ -166,7 +166,7 @@ def test_settings_files_in_nanogpts_form(commands, first, assignments, mark, new
         attempt("train", config="settings.py", **options)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # hostile files
 
 
@@ -312,7 +312,7 @@ def test_differing_embeddings_are_both_kept(commands, generator, name, differenc
         assert_same_weights(weights(folder / "out/model_checkpoint.pt"), contents["model"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # token files and texts
 
 
@@ -394,7 +394,7 @@ def test_odd_texts_are_refused_or_kept_whole(texts, is_folder, encoding):
         assert "".join(map(tokenizer.decode, splits)) == expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # kills
 
 

@@ -27,7 +27,9 @@ def test_reward_losses_by_hand():
 
 
 def posterior_by_hand(evidence: list[float]) -> list[float]:
-    """P(K = k | x) for k = 1, ..., max(T - 1, 1): the product of k likelihood ratios, normalised."""
+    """P(K = k | x) for k = 1, ..., max(T - 1, 1): the product of k likelihood ratios,
+    normalised.
+    """
     numbers = range(1, max(len(evidence), 2))
     weights = [math.exp(math.fsum(evidence[:k])) for k in numbers]
     return [weight / math.fsum(weights) for weight in weights]

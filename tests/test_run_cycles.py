@@ -347,8 +347,8 @@ def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, mo
 
 
 def test_command_of_a_stage():
-    """Settings that are not the default: one word for a value that may begin with dashes, a word for
-    each of several values.
+    """Settings that are not the default: one word for a value that may begin with dashes, a word
+    for each of several values.
     """
     settings = EvaluateSettings(checkpoints=("a.pt", "b.pt"), baseline="--x", calibrate=True)
     stage = Stage("evaluation", 0, Path("s.json"), "evaluate", "evaluate", settings)
