@@ -31,7 +31,7 @@ campaign-short: EXAMPLES := 60
 campaign-short: campaign ## try for a minute to break what the project promises, each commit in other ways
 
 campaign: setup ## the same with EXAMPLES examples of each kind (5,000: some hours)
-	CROSSOVER_EXAMPLES=$(EXAMPLES) $(PYTHON) -m pytest tests/test_campaign.py \
+	CROSSOVER_EXAMPLES=$(EXAMPLES) $(PYTHON) -m pytest tests/test_campaign.py tests/test_interruptions.py \
 		--hypothesis-seed=$$((0x$$(git rev-parse --short=8 HEAD 2>/dev/null || echo 0))) $(ARGS)
 
 tree: setup ## print sizes and options beside their budgets

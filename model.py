@@ -32,9 +32,9 @@ CHOICES = {
     "reward_head_type": REWARD_HEADS,
     "activation": tuple(ACTIVATIONS),
 }
-# Bounds for configs in damaged files, so that none can fill the memory.
+# Bounds that keep the config of a damaged file from filling the memory.
 MAX_SIZE = 2**24  # of every size
-MAX_TABLE = 2**26  # of numbers in the positions' table and in the reward head
+MAX_TABLE = 2**26  # of the table of positions, and of the reward head's weights
 
 
 @dataclass
@@ -77,7 +77,7 @@ class GPTConfig:
 
     @property
     def min_weights(self) -> int:
-        """A lower bound of the number of weights: embeddings, attention and MLPs without biases."""
+        """A lower bound of the number of weights: embeddings and the matrices of all blocks."""
         return self.n_embd * (self.vocab_size + 12 * self.n_layer * self.n_embd)
 
     def problem(self) -> str | None:
@@ -399,11 +399,12 @@ class GPT(nn.Module):
 
 
 def rotary_angles(length: int, head_dim: int, rotary_dim: int, base: float = 10000.0) -> Tensor:
-    """Return cos and signed sin (2, T, D) of rotary position embeddings (Su et al. 2021,
-    arXiv:2104.09864, eq. 34).
+    """Return cos and signed sin (2, T, D) of rotary position embeddings.
 
-    Dimensions d and d + D/2 are a pair; only the first rotary_dim / 2 pairs are rotated.
-    interop/huggingface.py reorders GPT-NeoX's dimensions to these pairs."""
+    Su et al. 2021, arXiv:2104.09864, eq. 34. Dimensions d and d + D/2 are a pair; only the first
+    rotary_dim / 2 pairs are rotated. interop/huggingface.py reorders GPT-NeoX's dimensions to these
+    pairs.
+    """
     # float64 needs the CPU: Apple's devices lack it.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
     frequencies = base**-exponents

@@ -122,11 +122,12 @@ def write_shards(
             "Going on with work that was interrupted: "
             f"{len(paths) - len(missing)} of {len(paths)} shards are there"
         )
+    share = missing[ranks.rank :: ranks.world_size]
     ranks.sum(0.0)  # wait until every rank has looked
     num_blocks = sum(map(len, shards))
     with progress(num_blocks, "Processing blocks") as bar:
         for path, blocks in zip(paths, shards, strict=True):
-            if path in missing[ranks.rank :: ranks.world_size]:
+            if path in share:
                 x, y = make_samples(completer, tokens, blocks, split, config)
                 with atomic_path(path) as partial, open(partial, "wb") as file:
                     np.savez(file, x=x, y=y)

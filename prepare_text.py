@@ -35,7 +35,7 @@ class PrepareTextSettings(Settings):
     """another encoding: a tokenizer.json (Hugging Face's form), or the folder that holds it"""
     train_split: float = setting(0.9, above=0, below=1)
     """fraction of the characters for training"""
-    block_size: int = setting(128, minimum=1, unit="tokens")
+    block_size: int = setting(128, minimum=1)
     """both splits must hold a block of this length: the block_size of train.py"""
 
     def check_settings(self, errors: Errors) -> None:

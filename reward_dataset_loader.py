@@ -104,8 +104,6 @@ class RewardDataset(Dataset):
         self.metadata_path = self.data_dir / f"{split}_metadata.txt"
         for path in (x_path, y_path, self.metadata_path):
             self.check(path.is_file(), f"Dataset file not found: {path}")
-        x_bytes = x_path.stat().st_size
-        y_bytes = y_path.stat().st_size
         self.metadata = read_metadata(self.metadata_path)
         for key in ("tokenization_method", "vocab_size"):
             self.check(
@@ -117,16 +115,14 @@ class RewardDataset(Dataset):
             self._read_size("vocab_size"),
             self.metadata.get("meta_path"),
         )
-        rows = self._read_size("num_samples", y_bytes // 8)
-        width = self._read_size("block_size", x_bytes // 2 // max(rows, 1))
+        rows = self._read_size("num_samples", y_path.stat().st_size // 8)
+        width = self._read_size("block_size", x_path.stat().st_size // 2 // max(rows, 1))
         self.num_samples = rows
         self.block_size = width
         self.samples_per_chunk = self._read_size("samples_per_chunk")
         self.val_tokens = self._read_size("val_tokens")
-        for path, size, needed in (
-            (x_path, x_bytes, 2 * rows * width),
-            (y_path, y_bytes, 8 * rows),
-        ):
+        for path, needed in {x_path: 2 * rows * width, y_path: 8 * rows}.items():
+            size = path.stat().st_size
             self.check(
                 size == needed > 0,
                 f"{path} has {size:,} bytes, but {rows:,} samples need {needed:,} bytes: make it "
@@ -135,8 +131,8 @@ class RewardDataset(Dataset):
         if self.samples_per_chunk is not None:
             self.check(
                 rows % self.samples_per_chunk == 0,
-                f"{self.metadata_path}: "
-                f"samples_per_chunk={self.samples_per_chunk} does not divide {rows:,} samples",
+                f"{self.metadata_path}: samples_per_chunk={self.samples_per_chunk} does not "
+                f"divide {rows:,} samples",
             )
         self.x = np.memmap(x_path, dtype="<u2", mode="r", shape=(rows, width))
         self.y = np.memmap(y_path, dtype="<f4", mode="r", shape=(rows, 2))
@@ -263,9 +259,8 @@ def check_model_compatibility(
         f"Vocabulary size mismatch: dataset uses {tokens} but model uses {model_tokens}: use a "
         "dataset made with this model's tokenization",
     )
-    is_short = block_size <= model_config.block_size
     require(
-        is_short,
+        block_size <= model_config.block_size,
         f"Block size mismatch: dataset uses {block_size} but model takes at most "
         f"{model_config.block_size}: use a dataset made with this model",
     )
@@ -274,9 +269,8 @@ def check_model_compatibility(
 def check_variety(dataset: RewardDataset) -> None:
     """Raise UserError if all labels or all tokens of a dataset are equal."""
     for name, values in {"label": dataset.y[:, 0], "token": dataset.x}.items():
-        varies = values.min() < values.max()
         require(
-            varies,
+            values.min() < values.max(),
             f"{dataset.data_dir}, {dataset.split} split: every {name} is the same: there is "
             "nothing to learn; make the data again",
         )
@@ -296,7 +290,7 @@ def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
     description = "validation blocks that did not select it"
     if dataset.samples_per_chunk is None:
         description = "validation rows that did not select it (but may share text with others)"
-    total = num_blocks  # blocks of the whole split, of which max_blocks may have left out some
+    total = num_blocks  # blocks of the whole split; max_blocks can have left some out
     if dataset.val_tokens is not None:
         total = max(num_blocks, dataset.val_tokens // dataset.block_size)
     blocks = evenly_spaced(rows // per_block, total, num_blocks)

@@ -4,10 +4,11 @@
 
 Each stage runs a script in a process of its own and makes a file or folder in out_dir:
 base_model_v1.pt and natural_model_v1.pt; in cycle n reward_data_vn, reward_model_vn.pt, gate_vn.json,
-base_model_v(n+1).pt and evaluation_v(n+1).json; for the controls that the settings file has
-control_plain_v(n+1).pt, control_distil_v(n+1).pt and controls_v(n+1).json, their evaluation.
-cycles.json is the ledger of results, report.html the report. A stage is done if its artefact exists
-and the ledger has the same script, settings and hashes of inputs: repeat the command to go on.
+base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings file has their
+sections, are control_plain_v(n+1).pt and control_distil_v(n+1).pt, and controls_v(n+1).json is their
+evaluation. cycles.json is the ledger of results, report.html the report. A stage is done if its
+artefact exists and the ledger has the same script, settings and hashes of inputs: repeat the command
+to go on.
 """
 
 import os
@@ -32,6 +33,7 @@ from common.settings import (
     setting,
     split_config,
 )
+from corpus.missing import CORPORA, prepare_corpora
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from data_loader import dataset_folder
 from grpo.settings import GRPOSettings
@@ -39,7 +41,7 @@ from metrics.reward_skill import better_than_constant
 from metrics.settings import EvaluateSettings
 from reports.ledger import Ledger
 from reports.page import write_page
-from reports.summary import headline, table_text
+from reports.summary import cycles_since_best, headline, table_text
 from reward.settings import RewardModelSettings
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
@@ -48,8 +50,6 @@ from training.settings import TrainSettings
 from training.stage import OUTPUTS, Stage
 
 ROOT = Path(__file__).resolve().parent
-# The sections for a prepare.py, and the setting that names the corpus.
-CORPORA = {"prepare": "dataset", "prepare_natural": "natural_dataset"}
 GPT2_TOKENS = 50257
 
 
@@ -72,7 +72,7 @@ class CycleSettings(Settings):
     """corpus of the natural model, with the same val.bin and characters; None: dataset"""
     num_cycles: int = setting(1, minimum=1)
     """cycles after the first generator"""
-    perplexity_patience: int | None = setting(None, minimum=1, unit="cycles")
+    perplexity_patience: int | None = setting(None, minimum=1)
     """end after this many cycles without a lower loss on the select part; None: never"""
     controls: bool = True
     """train the models to compare the policy with: sections control_plain, control_distil"""
@@ -270,16 +270,18 @@ class Loop:
 
         The ledger must have the figures of all stages that were yielded before.
         """
-        is_closed = False
+        patience = self.settings.perplexity_patience or self.settings.num_cycles
+        is_open = True
         for stage in self.stages():
-            if stage.kind == "reward_data" and self.is_exhausted(ledger, stage.cycle):
+            if stage.kind == "reward_data" and cycles_since_best(ledger, stage.cycle) >= patience:
                 return
-            if stage.kind == "policy" and not self.is_gate_open(ledger, stage.cycle):
-                is_closed = True
+            if stage.kind == "policy":
+                is_open = self.is_gate_open(ledger, stage.cycle)
+            if stage.kind == "policy" and not is_open:
                 generator = stage.settings.base_model_path
                 stage = Stage("policy", stage.cycle, stage.artefact, source=generator)
             yield stage
-            if is_closed and stage.kind == "evaluation":
+            if stage.kind == "evaluation" and not is_open:
                 return
 
     def is_gate_open(self, ledger: Ledger, cycle: int) -> bool:
@@ -287,17 +289,6 @@ class Loop:
         skill = ledger.figures(f"gate_v{cycle}")
         is_allowed = self.sections["train_grpo"].allow_unpredictive_reward
         return is_allowed or better_than_constant(skill["r2_low"])
-
-    def is_exhausted(self, ledger: Ledger, cycle: int) -> bool:
-        """Return whether the last `perplexity_patience` cycles before this one did not lower the
-        loss on the select part."""
-        patience = self.settings.perplexity_patience
-        if patience is None or cycle == 1:
-            return False
-        losses = [ledger.figures("base_model_v2")["start_select_loss"]]
-        for version in range(2, cycle + 1):
-            losses.append(ledger.figures(f"base_model_v{version}")["select_loss"])
-        return cycle - 1 - losses.index(min(losses)) >= patience
 
 
 def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:
@@ -357,37 +348,6 @@ def make(stage: Stage, ledger: Ledger, device: str) -> bool:
 
 # --------------------------------------------------------------------------------------------------
 # corpora and settings
-
-
-def prepare_corpora(
-    settings: CycleSettings, config_path: str | None, words: Mapping[str, Sequence[str]]
-) -> None:
-    """Make the corpora that are missing, by their prepare.py.
-
-    The corpus that the settings file names may lack a prepare.py: that of Shakespeare makes it, with
-    the section for this corpus. Another name may be a typing error, and gets no corpus.
-    """
-    contents = read_config(config_path) if config_path else {}
-    for section, name in CORPORA.items():
-        dataset = getattr(settings, name) or settings.dataset
-        folder = dataset_folder(dataset)
-        if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
-            continue
-        script = folder / "prepare.py"
-        options = []
-        if section in contents and contents.get("run_cycles", {}).get(name) == dataset:
-            options = [f"--config={config_path}", f"--section={section}", f"--out_dir={folder}"]
-            options += words.get(section, ())
-            if not script.is_file():
-                corpus = "shakespeare_char" if "char" in folder.name else "shakespeare"
-                script = ROOT / "data" / corpus / "prepare.py"
-        if not script.is_file():
-            known = sorted(path.parent.name for path in Path("data").glob("*/train.bin"))
-            raise UserError(
-                f"ERROR: {folder} has no train.bin and val.bin, nor a prepare.py: name another "
-                f"--dataset (data/ has {', '.join(known) or 'none'}), or make it by prepare_text.py"
-            )
-        run_child("corpus", [sys.executable, str(script), *options])
 
 
 def make_own_corpora(settings: CycleSettings) -> dict[str, list[str]]:
@@ -469,10 +429,14 @@ def main() -> None:
         sizes = make_own_corpora(settings)
         if chooses_sizes:
             for section, options in sizes.items():
-                print0(f"{section}, for a text of this size: {' '.join(options)}")
+                print0(
+                    f"Sizes for this text, unless --{section}.OPTION is set: {' '.join(options)}"
+                )
                 words[section] = [*options, *words.get(section, ())]
         loop = read_loop(settings, config_path, words)
-    prepare_corpora(settings, config_path, words)
+    natural_dataset = settings.natural_dataset or settings.dataset
+    datasets = {"dataset": settings.dataset, "natural_dataset": natural_dataset}
+    prepare_corpora(datasets, config_path, words)
     lock_output(ledger_path)
 
     # stages

@@ -2,8 +2,8 @@
 
     python sample.py --checkpoint_path logs/model_checkpoint.pt --start "ROMEO:" --num_samples 2
 
-In: a generator's checkpoint, which holds its tokenizer; for another one, of nanoGPT for instance,
---meta_path names the tokenizer. Out: text, also in a file with --output_path.
+In: the checkpoint of a generator. Ours hold their tokenizer; nanoGPT's need --meta_path. Out: the
+texts, printed, and with --output_path also in a file.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class SampleSettings(Settings):
     """text to continue, or FILE:path; None: a newline, or token 0 if the model has no newline"""
     num_samples: int = setting(10, minimum=1)
     """number of texts"""
-    max_new_tokens: int = setting(500, minimum=0, unit="tokens")
+    max_new_tokens: int = setting(500, minimum=0)
     """length of each text after the start"""
     temperature: float = setting(0.8, minimum=0)
     """1: the model's own distribution; lower: safer text; 0: always the likeliest token"""
@@ -55,9 +55,9 @@ class SampleSettings(Settings):
 
 
 def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarray:
-    """Return the tokens (T,) uint16 to continue: of a text, of FILE:path, or the default's (None).
+    """Return the tokens (T,) uint16 that all texts start with; see SampleSettings.start.
 
-    Raises UserError if there are none, or if the tokenizer lacks a character."""
+    Raises UserError if the text is empty, or has a character that the tokenizer lacks."""
     if start is None:
         if tokenizer.chars is None or "\n" in tokenizer.chars:
             tokens = tokenizer.encode("\n")

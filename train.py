@@ -222,7 +222,7 @@ def load_start(settings: TrainSettings, path: str | Path) -> tuple[dict[str, Any
 
 
 def model_to_resume(run: Run) -> tuple[GPT, int]:
-    """Return a model of the saved shape, whose weights `run.track` restores, and the first batch."""
+    """Return a model of the saved shape, and the first batch. `run.track` restores the weights."""
     saved = run.resume()
     with run.reading("model"):
         checked = ckpt.checked_contents({"model": saved["model"], "config": saved["config"]})

@@ -81,7 +81,7 @@ class TrainingBenchSettings(Settings):
     nanogpt: str | None = None
     """checkout of nanoGPT, whose train.py is executed, in a copy, beside ours; None: that part is
     left out"""
-    large_tokens: int = setting(500_000_000, minimum=10_000, unit="tokens")
+    large_tokens: int = setting(500_000_000, minimum=10_000)
     """tokens of the corpus that memory is measured with, two bytes each"""
     num_runs: int = setting(5, minimum=1)
     """timed runs of what is timed in this process"""

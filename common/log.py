@@ -90,7 +90,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
     for name, value in metrics.items():
         if isinstance(value, float):
             parts.append(f"{name} {value:.4g}")
-        elif not isinstance(value, str | list | dict):
+        elif not isinstance(value, (str, list, dict)):
             parts.append(f"{name} {value}")
     return " | ".join(parts)
 
@@ -114,7 +114,7 @@ def check_finite(metrics: Mapping[str, Any]) -> None:
             json.dumps(value, allow_nan=False)
         except ValueError:
             remedy = "lower the learning rate, or take an earlier checkpoint"
-            error = f"{name} is {value}: the model has diverged; {remedy}"
+            error = f"{name} is {value!s:.200}: the model has diverged; {remedy}"
             raise UserError(f"ERROR: {error}") from None
 
 
@@ -204,7 +204,7 @@ class Tracker:
         """Send the numbers of a record."""
         numbers = {}
         for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
+            if isinstance(value, (int, float)) and name != "step":
                 numbers[name] = value
         if not self.is_tensorboard:
             self.run.log(numbers, step=record["step"])

@@ -82,12 +82,12 @@ class Errors:
 def setting(default: Any, **rules: Any) -> Any:
     """Return a field of Settings with its default and its rules.
 
-    minimum, maximum, above, below: the range of a number; `unit` is its unit in the error.
+    minimum, maximum, above, below: the range of a number.
     model_file='required' or 'optional': the setting names one or more models, which must exist.
     output='file' or 'folder': the setting names a place that the script writes to.
     changeable=True: a resumed run may have another value.
     """
-    assert rules.keys() <= {*BOUNDS, "unit", "model_file", "output", "changeable"}, rules
+    assert rules.keys() <= {*BOUNDS, "model_file", "output", "changeable"}, rules
     return field(default=default, metadata=rules)
 
 
@@ -113,7 +113,7 @@ class Settings:
         errors = Errors()
         for member in fields(self):
             value = getattr(self, member.name)
-            if isinstance(value, int | float):
+            if isinstance(value, (int, float)):
                 _check_range(member, value, errors)
             if "model_file" in member.metadata:
                 _check_models(member, value, errors)
@@ -142,8 +142,6 @@ def _check_range(member: Field[Any], value: int | float, errors: Errors) -> None
         requirements.append("< 2**63" if isinstance(value, int) else "finite")
         holds = False
     error = f"{member.name}={value}: must be {' and '.join(requirements)}"
-    if "unit" in member.metadata:
-        error += f" ({member.metadata['unit']})"
     errors.check(holds, error, f"Leave out {member.name} for its default, {member.default}")
 
 
@@ -352,7 +350,7 @@ def _words_of_file(path: str, section: str, errors: Errors) -> list[str]:
         errors.check(not similar, f"{path} has no section {section}; did you mean {similar}?")
     words = []
     for name, value in values.items():
-        if isinstance(value, list | tuple):
+        if isinstance(value, (list, tuple)):
             words += [f"--{name}", *map(str, value)]
         elif isinstance(value, float) and value.is_integer():
             words.append(f"--{name}={int(value)}")  # 2e1 may be the value of an integer setting
@@ -432,6 +430,6 @@ def _number(node: ast.expr, limit: int) -> int | float:
     """Return the value of a number up to `limit`: the result of * or ** must not fill the
     memory."""
     value = _evaluate(node)
-    if not isinstance(value, int | float) or abs(value) > limit:
+    if not isinstance(value, (int, float)) or abs(value) > limit:
         raise ValueError("* and ** are for numbers up to 2**64, and exponents up to 64")
     return value

@@ -36,7 +36,7 @@ class Corpus:
 
     @cached_property
     def interval_tokens(self) -> int:
-        """Tokens of about INTERVAL_CHARACTERS: the block size of bootstrap intervals of losses."""
+        """Number of tokens in INTERVAL_CHARACTERS: the block size for bootstrap intervals."""
         sample = self.val[:INTERVAL_CHARACTERS]
         num_characters = max(1, len(self.tokenizer.decode(sample.tolist())))
         return max(1, round(INTERVAL_CHARACTERS * len(sample) / num_characters))

@@ -29,11 +29,11 @@ class GRPOSettings(Settings):
     """Train a generator with GRPO so that a frozen reward model rates its text as natural."""
 
     base_model_path: str | None = setting(None, model_file="required", changeable=True)
-    """checkpoint of the generator: the policy starts from it, and the KL refers to it (required)"""
+    """the generator: the policy's start and the reference of the KL (required)"""
     reward_model_path: str | None = setting(None, model_file="optional", changeable=True)
     """checkpoint of the reward model (required without a reward_function)"""
     dataset: str = setting("shakespeare_char", changeable=True)
-    """folder of train.bin (prompts) and val.bin (evaluation): a path, or a name below data/"""
+    """folder of train.bin (prompts) and val.bin (evaluation), or its name in data/"""
     output_path: str = setting("logs/grpo_model.pt", output="file", changeable=True)
     """file for the improved generator; the records are written beside it (.jsonl)"""
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
@@ -41,14 +41,14 @@ class GRPOSettings(Settings):
     overwrite: bool = setting(False, changeable=True)
     """replace an output that other settings made"""
     allow_unpredictive_reward: bool = setting(False, changeable=True)
-    """continue if the interval of the reward model's R2 on the policy's text includes 0"""
+    """continue if R2 of the reward model on the policy's text may be 0"""
     gate_path: str | None = setting(None, output="file", changeable=True)
     """measure that R2, write it to this file (JSON) and exit; None: continue with GRPO"""
     prompts_per_step: int = setting(16, minimum=1)
     """prompts (groups) per step"""
     group_size: int = setting(8, minimum=1)
     """completions per prompt, whose rewards are compared: at least 2, or 1 with credit=exact"""
-    max_steps: int = setting(100, minimum=1, unit="steps", changeable=True)
+    max_steps: int = setting(100, minimum=1, changeable=True)
     """maximum number of steps"""
     updates_per_step: int = setting(1, minimum=1)
     """passes over the completions of a step; the clipped ratio matters from the second pass on"""
@@ -59,8 +59,7 @@ class GRPOSettings(Settings):
     reward: Literal["evidence", "natural"] = "evidence"
     """evidence log(m/q) minus the KL to the start (likelihood head), or P(natural)"""
     reward_function: str | None = None
-    """FILE.py:NAME, your own reward function, used instead of or added to the reward model; its
-    file is executed"""
+    """FILE.py:NAME, used instead of or with the reward model; the file is executed"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
     """exact: expectation over the vocabulary (likelihood head); auto: token if tokens have
     rewards"""
@@ -85,7 +84,7 @@ class GRPOSettings(Settings):
     """estimator of that KL; as a loss k2 descends KL(policy || start), k3 KL(start || policy)"""
     reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
     """stop when the mean P(natural) over a tenth of max_steps (at most 10 steps) reaches this"""
-    eval_interval: int = setting(10, minimum=1, unit="steps")
+    eval_interval: int = setting(10, minimum=1)
     """steps between evaluations of natural loss, fresh completions, their variety and copies"""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = setting("none", changeable=True)
     """also send the records to Weights & Biases, TensorBoard or trackio (needs its package)"""

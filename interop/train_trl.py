@@ -51,7 +51,7 @@ class TrlSettings(Settings):
     """generate with vLLM (needs the package and a GPU)"""
     natural_bits: Literal[4, 8] | None = None
     """read the natural model in 4 or 8 bits (needs bitsandbytes); None: as it is"""
-    max_steps: int = setting(100, minimum=1, unit="steps")
+    max_steps: int = setting(100, minimum=1)
     """optimizer steps"""
     learning_rate: float | None = setting(None, above=0)
     """of AdamW, with linear decay; None: 1e-4 with LoRA, else 1e-5"""
@@ -59,9 +59,9 @@ class TrlSettings(Settings):
     """prompts of a step, on all processes together"""
     group_size: int = setting(4, minimum=2)
     """completions of each prompt, compared with each other"""
-    prompt_length: int = setting(32, minimum=1, unit="tokens")
+    prompt_length: int = setting(32, minimum=1)
     """tokens of a prompt"""
-    max_completion_length: int = setting(64, minimum=2, unit="tokens")
+    max_completion_length: int = setting(64, minimum=2)
     """tokens of a completion, at most"""
     report_to: str = "none"
     """TRL's tracker: none, tensorboard, wandb, trackio, ..."""

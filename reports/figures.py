@@ -6,8 +6,8 @@ Each panel shows one quantity, with 95% intervals as bands. matplotlib takes hal
 the functions that draw import it.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,17 +69,13 @@ GRPO = (
 )
 
 
-def _in_style(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that draws in STYLE, whatever the user's matplotlibrc says."""
+@contextlib.contextmanager
+def _style() -> Iterator[None]:
+    """Draw in STYLE, whatever the user's matplotlibrc says."""
+    import matplotlib.style
 
-    @functools.wraps(draw)
-    def draw_in_style(*arguments: Any) -> Any:
-        import matplotlib.style
-
-        with matplotlib.style.context(["default", STYLE]):
-            return draw(*arguments)
-
-    return draw_in_style
+    with matplotlib.style.context(["default", STYLE]):
+        yield
 
 
 def training_curves(records: Sequence[Mapping[str, Any]], title: str) -> Any:
@@ -92,7 +88,7 @@ def grpo_curves(records: Sequence[Mapping[str, Any]], title: str) -> Any:
     return _draw_curves(GRPO, records, title)
 
 
-@_in_style
+@_style()
 def _draw_curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title: str) -> Any:
     """Draw the panels that have two points, in rows of COLUMNS."""
     # The final record is of another part of the text.
@@ -138,7 +134,7 @@ def _values(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
     return [point["step"] for point in points], [point[key] for point in points]
 
 
-@_in_style
+@_style()
 def skill_picture(skill: Mapping[str, Any], title: str) -> Any:
     """Draw the figures of metrics.reward_skill.measure_skill: calibration, mean prediction and
     error by crossover."""

@@ -79,10 +79,9 @@ class Ledger:
 
     def figures(self, name: str) -> dict[str, Any]:
         """Return the figures of a finished stage; an empty dict for any other stage."""
-        for record in self.finished():
-            if record["name"] == name:
-                return record["figures"]
-        return {}
+        if name not in self.about.get("planned", ()):
+            return {}
+        return self.records.get(name, {}).get("figures", {})
 
     def difference(self, name: str, identity: Record) -> str:
         """Return how script, settings and inputs differ from the record of a stage; empty if there

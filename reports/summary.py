@@ -34,6 +34,14 @@ HEADS = (
     "kept",
     "seconds",
 )
+# The figure of evaluate.py in a column, and its form.
+FIGURES = {
+    "loss": ("loss", ".4f"),
+    "P(natural)": ("fresh_reward", ".3f"),
+    "unknown words": ("unknown_words", ".3f"),
+    "distinct-3": ("distinct_3", ".3f"),
+    "KL to the start": ("kl_now", ".3f"),
+}
 GENERATOR = "base_model_v1"
 SEED = 42  # of the intervals
 
@@ -43,6 +51,19 @@ def last_cycle(ledger: Ledger) -> int:
     trained = {record["cycle"] for record in ledger.finished("policy") if record["script"]}
     evaluated = {record["cycle"] for record in ledger.finished("evaluation")}
     return max(trained & evaluated, default=0)
+
+
+def cycles_since_best(ledger: Ledger, cycle: int) -> int:
+    """Return how many cycles before this one did not lower the loss on the select part."""
+    losses: list[float] = []
+    for version in range(2, cycle + 1):
+        policy = ledger.figures(f"base_model_v{version}")
+        if not losses:
+            losses.append(policy["start_select_loss"])
+        losses.append(policy["select_loss"])
+    if not losses:
+        return 0
+    return len(losses) - 1 - losses.index(min(losses))
 
 
 def evaluated_models(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
@@ -68,11 +89,10 @@ def compare(policy: Record, other: Record) -> dict[str, Any]:
 def verdict(comparison: Record) -> str:
     """Return what the interval of a difference shows about the policy."""
     low = comparison.get("difference_low")
-    high = comparison.get("difference_high")
-    if low is None or high is None:
+    if low is None:
         count = comparison["blocks"]
         return f"no verdict: {count} blocks of 2,000 characters, {MIN_BLOCKS} are needed"
-    if high < 0:
+    if comparison["difference_high"] < 0:
         return "better"
     if low > 0:
         return "worse"
@@ -102,22 +122,25 @@ def seconds_of(ledger: Ledger, record: Record) -> float:
 
 def headline(ledger: Ledger) -> list[str]:
     """Return up to three lines: the training, the gain, and P(natural), KL and seconds."""
-    status = "" if ledger.outcome == "finished" else f"Run {ledger.outcome}: "
-    generators = ledger.finished("base")
-    policies = ledger.finished("policy")
-    cycle = last_cycle(ledger)
-    if not generators:
+    status = ""
+    if ledger.outcome != "finished":
+        status = f"Run {ledger.outcome}: "
+    if not ledger.finished("base"):
         return [f"{status}nothing is trained yet."]
-    training = f"{status}{_training(ledger)}"
-    unchanged = "GRPO did not start, and the generator is carried on unchanged"
+    lines = [f"{status}{_training(ledger)}"]
+    cycle = last_cycle(ledger)
+    copied = ""
+    for policy in ledger.finished("policy"):
+        if not policy["script"]:  # the gate of this last cycle is closed
+            copied = "GRPO did not start, and the generator is carried on unchanged"
+            if cycle:
+                copied = f"; in cycle {policy['cycle']} {copied}"
     if cycle:
-        gain = _gain(ledger, cycle)
-        if not policies[-1]["script"]:
-            gain += f"; in cycle {policies[-1]['cycle']} {unchanged}"
-        return [training, f"{gain}.", _samples_and_seconds(ledger, cycle)]
-    if policies and not policies[-1]["script"]:
-        return [training, f"{unchanged}."]
-    return [training, "The policy is not trained yet."]
+        lines.append(f"{_gain(ledger, cycle)}{copied}.")
+        lines.append(_samples_and_seconds(ledger, cycle))
+    else:
+        lines.append(f"{copied or 'The policy is not trained yet'}.")
+    return lines
 
 
 def _training(ledger: Ledger) -> str:
@@ -202,17 +225,14 @@ def table(ledger: Ledger) -> list[dict[str, str]]:
     """Return the rows of the table, each a text for every head: the first generator, the natural
     model, then the policy and the controls of each cycle."""
     last = last_cycle(ledger) or 1
-    rows = []
+    records = []
     for kind in MODEL_KINDS:
-        records = ledger.finished(kind)
+        records += ledger.finished(kind)
         if kind == "natural_model" and kind in evaluated_models(ledger, last):
             # The user's own natural model: no stage trained it.
-            records = [{"name": kind, "kind": kind, "cycle": 0, "figures": {}, "seconds": 0.0}]
-        for record in records:
-            row = _row(ledger, record, record["cycle"] or last)
-            rows.append((record["cycle"], row))
-    rows.sort(key=lambda pair: pair[0])  # a stable sort: the kinds keep their order
-    return [row for _, row in rows]
+            records.append({"name": kind, "kind": kind, "cycle": 0, "figures": {}, "seconds": 0})
+    records.sort(key=lambda record: record["cycle"])  # of a cycle, the kinds keep their order
+    return [_row(ledger, record, record["cycle"] or last) for record in records]
 
 
 def _row(ledger: Ledger, record: Record, cycle: int) -> dict[str, str]:
@@ -228,14 +248,11 @@ def _row(ledger: Ledger, record: Record, cycle: int) -> dict[str, str]:
     if name not in models:
         return row
     model = models[name]
-    row["loss"] = f"{model['loss']:.4f}"
+    for head, (figure, form) in FIGURES.items():
+        if model.get(figure) is not None:
+            row[head] = format(model[figure], form)
     row["calibrated loss"] = format_figure(model, "calibrated_loss")
     row["of the ceiling"] = share_of_ceiling(models, model)
-    row["P(natural)"] = f"{model['fresh_reward']:.3f}"
-    if model.get("unknown_words") is not None:
-        row["unknown words"] = f"{model['unknown_words']:.3f}"
-    row["distinct-3"] = f"{model['distinct_3']:.3f}"
-    row["KL to the start"] = f"{model['kl_now']:.3f}"
     policy = f"base_model_v{cycle + 1}"
     if policy in models and name != policy:
         comparison = compare(models[policy], model)

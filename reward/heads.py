@@ -65,7 +65,7 @@ class TrunkRewardModel(GPT):
             return self.reward_head[:3](pooled).squeeze(-1)  # without the softmax
 
     def output(self, inputs: Tensor) -> Tensor:
-        """Return the head's output for token ids (B, T), or for hidden states that were pooled."""
+        """Return the head's output for token ids (B, T), or for pooled hidden states."""
         if inputs.is_floating_point():
             return self.score(inputs)
         return self.score(self.pool(self.trunk(inputs)))
@@ -169,22 +169,22 @@ class LikelihoodRewardModel(TokenEvidence):
     def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return evidence log(m/q) and log q, both (..., V) float32, of all next tokens.
 
-        hidden: `hidden_states` (..., C). The sum of both is log m. If p is more than
-        e^MAX_LOG_RATIO times q somewhere, the probabilities of m sum to less than 1."""
+        hidden: the `hidden_states` (..., C). The sum of both results is log m. The probabilities
+        of m sum to less than 1 if p exceeds e^MAX_LOG_RATIO times q for some token."""
         natural = self.natural.logits(hidden[0]).float().log_softmax(-1)
         written = self.written_logits(hidden[1]).float().log_softmax(-1)
         return self.over_generator(natural - written), written
 
     def log_probs(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities (B, T - 1) float32 of tokens (B, T) under p, and under q.
+        """Return log-probabilities (B, T - 1) float32 of ids (B, T) under p, and under q.
 
-        The first token has none. q is the generator as it was sampled."""
+        The first token has none. `sampling` applies to q."""
         return self.read_hidden(self.hidden_states(idx[:, :-1]), idx[:, 1:])
 
     def read_hidden(self, hidden: tuple[Tensor, ...], tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities (...) float32 of next tokens (...) under p, and under q.
 
-        hidden: `hidden_states` (..., C)."""
+        hidden: the `hidden_states` (..., C) at the positions before them."""
         natural = token_log_probs(self.natural.logits(hidden[0]), tokens)
         written = token_log_probs(self.written_logits(hidden[1]), tokens)
         return natural, written

@@ -68,7 +68,7 @@ def log_probs_of_split(model: LikelihoodRewardModel, split: Split) -> tuple[Tens
 def natural_losses(
     natural: Tensor, written: Tensor, split: Split, w: float
 ) -> dict[str, float | None]:
-    """Return the mean losses of p, q and their mixture on natural tokens, in nats; None if infinite.
+    """Return mean losses of p, q and their mixture on natural tokens, in nats; None if infinite.
 
     natural, written: log p and log q (n, N - 1) of the tokens of the split.
     """

@@ -32,14 +32,14 @@ class RewardModelSettings(Settings):
     unfreeze_layers: int = setting(0, minimum=-1)
     """last, position: also train this many of the last blocks; 0: only the head, -1: all"""
     loss: Literal["mse", "cross_entropy", "token", "nll"] | None = None
-    """token (a label for every token), nll (-log P(K)): not for last. None: mse for last, else nll"""
+    """token (a label per token), nll (-log P(K)): not for last. None: mse for last, else nll"""
     learning_rate: float = setting(1e-3, above=0)
     """learning rate of AdamW for head and unfrozen blocks, constant"""
     batch_size: int = setting(64, minimum=1)
     """sequences in a batch, over all ranks"""
-    max_epochs: int = setting(20, minimum=1, unit="epochs")
+    max_epochs: int = setting(20, minimum=1)
     """largest number of passes over the training samples"""
-    patience: int = setting(3, minimum=1, unit="epochs")
+    patience: int = setting(3, minimum=1)
     """stop after this many epochs without improvement of the selection loss"""
     min_delta: float = setting(1e-5, minimum=0)
     """minimum decrease of the selection loss that resets patience"""

@@ -53,6 +53,9 @@ TINY_GRPO = {
     "device": "cpu",
 }
 
+# Examples of each kind that `make campaign` draws; 0 in `make test`, which tries a few.
+NUM_EXAMPLES = int(os.environ.get("CROSSOVER_EXAMPLES", 0))
+
 # The settings file of a tiny loop, and what its controls need.
 CONFIG = """
 train = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=8, max_iters=20, eval_interval=5, warmup_iters=2)
@@ -85,7 +88,7 @@ class Finished:
 
 
 def as_arguments(options: dict[str, Any]) -> list[str]:
-    """`--name value` for every option; a list gives several values."""
+    """Return `--name value` for every option; a list gives several values."""
     arguments = []
     for name, value in options.items():
         arguments += [
@@ -96,8 +99,7 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
 
 
 def call(script: str, *arguments: str, **options: Any) -> Finished:
-    """Run a script's main() in this process, as `python script.py ...` would but for the start of
-    Python."""
+    """Run a script's main() in this process, like `python script.py ...` without starting Python."""
     module = importlib.import_module(script)
     out, err = io.StringIO(), io.StringIO()
     argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
@@ -117,8 +119,7 @@ def call(script: str, *arguments: str, **options: Any) -> Finished:
 
 
 class InThisProcess:
-    """Stand-in for subprocess.Popen: each script runs at once, in this process; `started` lists
-    them."""
+    """Replace subprocess.Popen: run each script at once, in this process; `started` lists them."""
 
     started: ClassVar[list[str]] = []
     run = staticmethod(call)
@@ -141,14 +142,14 @@ class InThisProcess:
 
 
 def succeed(script: str, *arguments: str, **options: Any) -> str:
-    """What a script that must succeed prints, run in this process."""
+    """Run a script in this process, which must succeed; return what it prints."""
     finished = call(script, *arguments, **options)
     assert finished.status == 0, finished.err
     return finished.out
 
 
 def refuse(script: str, *arguments: str, **options: Any) -> str:
-    """What a script that must refuse its input says on stderr: exit status 2 and no traceback."""
+    """Run a script, which must refuse its input with exit status 2 and no traceback; return stderr."""
     finished = call(script, *arguments, **options)
     assert finished.status == 2, (finished.out, finished.err)
     assert finished.err.strip(), "it ended without a word"
@@ -157,7 +158,7 @@ def refuse(script: str, *arguments: str, **options: Any) -> str:
 
 
 def printed_lines(err: str) -> list[str]:
-    """What is said on stderr, progress bars and torch's warnings aside."""
+    """Return the lines of stderr except progress bars and torch's warnings."""
     lines = [line for line in err.splitlines() if line.strip()]
     return [
         line
@@ -167,14 +168,14 @@ def printed_lines(err: str) -> list[str]:
 
 
 def refuse_in_one_line(script: str, *arguments: str, **options: Any) -> str:
-    """As `refuse`; what is said, progress bars aside, is a single line."""
+    """Run a script, which must refuse its input in a single line; return that line."""
     lines = printed_lines(refuse(script, *arguments, **options))
     assert len(lines) == 1, lines
     return lines[0]
 
 
 def start(*command: Any, **keywords: Any) -> subprocess.Popen:
-    """Start Python on a command from the root, in a group of processes of its own."""
+    """Start Python on a command from the root, in a new process group."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
@@ -191,8 +192,7 @@ def start(*command: Any, **keywords: Any) -> subprocess.Popen:
 def end_in_call(
     patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, end: Callable[[], None]
 ) -> None:
-    """Have `end` called, once, before the call of that number of a function of a module or
-    class."""
+    """Patch a function of a module or class to call `end` before its `number`-th call."""
     original, calls = getattr(owner, name), []
 
     def ended(*arguments: Any, **keywords: Any) -> Any:
@@ -205,20 +205,19 @@ def end_in_call(
 
 
 def terminate() -> None:
-    """SIGTERM to this process."""
+    """Send SIGTERM to this process."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def press_ctrl_c() -> None:
-    """Ctrl-C that does not wait for the end of a step: the step is broken off and not saved."""
+    """Interrupt in the middle of a step, which is not saved."""
     raise KeyboardInterrupt
 
 
 def kill_once_saved(
     script: str, function: str, seconds: float, state: Path, **options: Any
 ) -> None:
-    """Run a script, whose `function` takes so much longer, and kill it without warning once `state`
-    is there."""
+    """Run a script with a slower `function`, and kill it as soon as the file `state` exists."""
     slow = f"import time, {script}; from common import process; original = {script}.{function}\n"
     slow += f"def slow(*a): time.sleep({seconds}); return original(*a)\n"
     slow += f"{script}.{function} = slow; process.run_main({script}.main)"
@@ -234,9 +233,9 @@ def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
     """Run a script in several processes on this machine, with the variables and the store that
     torchrun gives them.
 
-    Once one fails the others are ended; the status is that of the first to fail. The processes are
-    forks of one that has imported the scripts, which takes longer than most of these runs (on
-    macOS, where a fork of such a process is not safe, new ones)."""
+    If one process fails, end the others; the status is that of the first to fail. The processes
+    are forks of a server that has imported the scripts: imports take longer than most of these
+    runs. On macOS, where such forks are not safe, start new processes."""
     context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
     # the first imports the others
     context.set_forkserver_preload(["helpers", "run_cycles", "prepare_reward_data"])
@@ -302,8 +301,7 @@ def be_script(
 
 
 def make_text(num_words: int, seed: int = 0) -> str:
-    """Lines of made-up words: few characters, and enough order for a tiny model to learn some of
-    it."""
+    """Return lines of made-up words, with few characters and some order for a tiny model to learn."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("aehilmnorst", k=draw.randint(2, 6))) for _ in range(30)]
     lines = [" ".join(draw.choices(words, k=7)).capitalize() + ".\n" for _ in range(num_words // 7)]
@@ -311,7 +309,7 @@ def make_text(num_words: int, seed: int = 0) -> str:
 
 
 def make_corpus(folder: Path, text: str) -> Path:
-    """A corpus as data/shakespeare_char/prepare.py leaves it."""
+    """Make a corpus as data/shakespeare_char/prepare.py does; return its folder."""
     folder.mkdir(parents=True)
     (folder / "input.txt").write_text(text, encoding="utf-8")
     tokenizer = TokenizationManager.from_text(text)
@@ -327,7 +325,7 @@ def write_token_files(folder: Path, splits: Sequence[np.ndarray]) -> None:
 
 
 def works_archive(works):
-    """A source package with the files of `works` (name to text) in it."""
+    """Return a source package with the files of `works` (name to text)."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         for name, text in works.items():
@@ -340,7 +338,7 @@ def works_archive(works):
 def make_checkpoint(
     path: Path, vocab_size: int, tokenization: dict | None = None, **config: Any
 ) -> Path:
-    """An untrained model's checkpoint, without a record of training data."""
+    """Save an untrained model without a record of training data; return the path."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=vocab_size, **{**TINY_MODEL, **config}))
     save_checkpoint(path, model, tokenization, None, {})
@@ -348,7 +346,7 @@ def make_checkpoint(
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its relative path."""
+    """Return the bytes of every file below a folder, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -357,12 +355,12 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a checkpoint."""
+    """Return the state dict in a checkpoint."""
     return torch.load(path, weights_only=True)["model"]
 
 
 def untimed(path: Path) -> list[dict[str, Any]]:
-    """The records of a log without what another run of the same would not repeat."""
+    """Return the records of a log without timings, which differ between equal runs."""
     timings = ("seconds", "val_seconds", "tokens_per_second", "peak_memory_mb")
     return [
         {name: record[name] for name in record if name not in timings}
@@ -371,13 +369,15 @@ def untimed(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Equal to the last bit."""
+    """Assert that two state dicts are equal to the last bit."""
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def assert_weights_near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Ends of two trainings that differ in the order of their sums alone: 1e-5 apart on average.
+    """Assert that two state dicts differ by less than 1e-5 on average.
+
+    So do two trainings that differ only in the order of their sums.
 
     No bound holds for each weight: Adam divides a gradient by its size, so that one which is all
     rounding moves its weight by the learning rate, either way. Trainings on other batches end some
@@ -390,7 +390,7 @@ def assert_weights_near(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
 def prepare_options(
     corpus: Path, generator: Path, output_dir: Path, **changes: Any
 ) -> dict[str, Any]:
-    """Options of prepare_reward_data.py in text mode; a change to None leaves an option out."""
+    """Return options of prepare_reward_data.py in text mode; a change to None removes an option."""
     options = {"model_path": generator, "data_path": corpus / "input.txt", "output_dir": output_dir}
     options |= {"samples_per_chunk": 4, "device": "cpu", **changes}
     return {name: value for name, value in options.items() if value is not None}

@@ -31,20 +31,16 @@ from option_tables import settings_of
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
     "nodes of the product": 50_326,
-    "nodes of tests": 51_700,
-    # files of more than 2,000 nodes and functions of more than 550 that are left
-    "nodes of run_cycles.py": 2_791,
-    "nodes of train.py": 2_165,
-    "nodes of train.py main": 803,
-    "nodes of tests/test_dual_mode_gpt.py": 2_048,
-    "nodes of tests/test_generation.py": 2_158,
+    "nodes of tests": 48_800,
+    # files of more than 2,000 nodes and functions of more than 550 need a budget
+    "nodes of run_cycles.py": 2_213,
     "nodes of tests/test_interop_crossover.py": 2_633,
     # of the product's code
     "nodes per line": 6.9,
-    "tuple assignments per 100 lines": 2.5,
-    "dict merges per 100 lines": 1.3,
-    "walruses per 100 lines": 0.64,
-    "conditional expressions per 100 lines": 3.22,
+    "tuple assignments per 100 lines": 0.8,
+    "dict merges per 100 lines": 0.4,
+    "walruses per 100 lines": 0.2,
+    "conditional expressions per 100 lines": 2.0,
     "files at the root": 14,
     "folders": 9,
     "options of train": 38,
@@ -55,7 +51,7 @@ BUDGETS = {
     "options of evaluate": 11,
     "options of sample": 11,
     # that a script loads when it is imported, itself included
-    "modules of run_cycles": 49,
+    "modules of run_cycles": 35,
     "modules of train": 23,
     "modules of prepare_reward_data": 18,
     "modules of train_reward_model": 27,
@@ -69,26 +65,18 @@ BUDGETS = {
 MODEL = "common data_loader generation losses model tokenization_manager training "
 LOADS = {
     "run_cycles": (
-        MODEL + "corpus grpo metrics reports reward reward_data_config reward_dataset_loader",
-        "evaluate train train_grpo train_reward_model",
-    ),
-    "train": (
-        MODEL + "corpus.corpus metrics.bootstrap metrics.calibration",
+        MODEL
+        + "corpus grpo.settings metrics reports reward reward_data_config reward_dataset_loader",
         "",
     ),
+    "train": (MODEL + "corpus.corpus metrics.bootstrap metrics.calibration", ""),
     "prepare_reward_data": (MODEL + "reward_data_config reward_dataset_loader", ""),
     "train_reward_model": (MODEL + "metrics reward reward_dataset_loader", "reports"),
-    "train_grpo": (
-        MODEL + "corpus.corpus grpo metrics reward",
-        "reports reward_dataset_loader",
-    ),
-    "evaluate": (MODEL + "corpus.corpus metrics reward", "grpo reward_dataset_loader"),
+    "train_grpo": (MODEL + "corpus.corpus grpo metrics reward", "reports"),
+    "evaluate": (MODEL + "corpus.corpus metrics reward", "grpo"),
     "sample": (MODEL, ""),
     "prepare_text": ("common corpus data_loader tokenization_manager", ""),
-    "reward_dataset_loader": (
-        "common data_loader tokenization_manager",
-        "generation",
-    ),
+    "reward_dataset_loader": ("common data_loader tokenization_manager", "generation"),
 }
 DRAWING = re.search(
     r"^```text\n(.*?)^```", (ROOT / "docs/development.md").read_text(), re.DOTALL | re.MULTILINE

@@ -24,6 +24,7 @@ import torch
 from helpers import (
     CONFIG,
     CONTROLS,
+    NUM_EXAMPLES,
     ROOT,
     Finished,
     as_arguments,
@@ -43,7 +44,6 @@ from data_loader import TOKEN_DTYPE
 from tokenization_manager import TokenizationManager
 from train import TrainSettings
 
-NUM_EXAMPLES = int(os.environ.get("CROSSOVER_EXAMPLES", 0))
 campaign = settings(
     max_examples=NUM_EXAMPLES or 6,
     derandomize=not NUM_EXAMPLES,

@@ -1,4 +1,4 @@
-"""Test common/distributed.py: two ranks do what one does, and end together.
+"""Tests of common/distributed.py: two ranks do what one does, and end together.
 
 pytest tests/test_common_distributed.py
 """

@@ -27,7 +27,7 @@ class Tiny(Settings):
     """Train a tiny model."""
 
     out_dir: str = setting("out", output="folder", changeable=True)
-    batch_size: int = setting(8, minimum=1, maximum=64, unit="sequences")
+    batch_size: int = setting(8, minimum=1, maximum=64)
     """sequences in a batch"""
     learning_rate: float = setting(1e-3, above=0)
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -110,7 +110,7 @@ def test_all_errors_are_reported_at_once():
     message = refused("--batch_size=0", "--learning_rate=nan", "--model_path=absent.pt")
     assert message.splitlines() == [
         "Validation Errors:",
-        "  ERROR: batch_size=0: must be >= 1 and <= 64 (sequences)",
+        "  ERROR: batch_size=0: must be >= 1 and <= 64",
         "  ERROR: learning_rate=nan: must be > 0 and finite",
         "  ERROR: Model file not found: absent.pt",
         "",

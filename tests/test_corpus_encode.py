@@ -144,8 +144,7 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
 
 @pytest.mark.parametrize("name", ["replace", "unlink", "fsync"])
 def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, novel, monkeypatch, name, bpe):
-    """Before whichever change of a file it comes: they are the earlier ones, or the new ones, or
-    one is missing."""
+    """Interrupt each change of a file: the corpus is the old one, the new one, or incomplete."""
     folder, states = tmp_path / "novel", set()
 
     def contents() -> dict[str, bytes]:
@@ -234,7 +233,7 @@ def make_tokenizer(folder: Path, prepare: Callable) -> TokenizationManager:
 
 
 def looking_ahead(tokenizers, tokenizer):
-    """As GPT-4's pattern: marks go with the newlines that follow."""
+    """Like GPT-4's pattern, join punctuation and the newlines after it."""
     pattern = tokenizers.Regex(r" ?[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)| ?\w+|\s+")
     split = tokenizers.pre_tokenizers.Split(pattern, "isolated")
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -242,7 +241,7 @@ def looking_ahead(tokenizers, tokenizer):
 
 
 def prefixing(tokenizers, tokenizer):
-    """As SentencePiece: every text begins as if with a space."""
+    """Like SentencePiece, prepend a marker to every text."""
     tokenizer.normalizer = tokenizers.normalizers.Prepend("x")
 
 

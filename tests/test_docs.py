@@ -29,7 +29,7 @@ from option_tables import PAGES, settings_of, with_tables
 from common.log import read_records
 from common.settings import options_of_stages, parse_settings
 from reward_dataset_loader import RewardDataset
-from run_cycles import PREPARED, SECTIONS
+from run_cycles import CORPORA, SECTIONS
 
 NAMES = [
     "README.md",
@@ -51,7 +51,7 @@ SHRINK = {
     "benchmarks/loading": "--num_runs 1",
 }
 # Options of every script and of run_cycles.py's stages; then of launchers, the example, the tests.
-KNOWN_OPTIONS = ["config", "section", "help", *SECTIONS, *PREPARED]
+KNOWN_OPTIONS = ["config", "section", "help", *SECTIONS, *CORPORA]
 KNOWN_OPTIONS += ["standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"]
 KNOWN_OPTIONS += ["master_port", "num_processes", "config_file"]
 KNOWN_OPTIONS += ["whole", "gguf_file", "arm", "steps", "check", "hypothesis"]
@@ -101,7 +101,7 @@ def check_command(line: str) -> list[str]:
         assert words[0] == "python" and (ROOT / f"{name}.py").is_file(), words
         own = words[2:]
         if name == "run_cycles":
-            own = options_of_stages(own, [*SECTIONS, *PREPARED])[0]
+            own = options_of_stages(own, [*SECTIONS, *CORPORA])[0]
         parse_settings(settings_of(name), Path(name).name, own, check=False)
         return words
     return []

@@ -112,7 +112,7 @@ def test_num_parameters_counts_tied_weights_once_and_positions_never():
 
 
 def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
-    """The trunk's output (B, T, C) float64, one head at a time; rotary positions as complex numbers."""
+    """The trunk's output (B, T, C) float64, head by head; rotary positions are complex."""
     config = model.config
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
     head_dim = config.n_embd // config.n_head

@@ -1,4 +1,7 @@
-"""The stages together: one tokenization, and the examples of the first documents."""
+"""Test the stages together: one tokenization, and the examples of the first documents.
+
+pytest tests/test_integration.py
+"""
 
 import re
 import shutil
@@ -24,22 +27,21 @@ def test_every_component_names_the_same_tokenization(corpus, generator, reward_d
         assert checkpoint["config"].vocab_size == info.vocab_size
 
 
-def test_a_mismatch_is_refused_wherever_it_shows(tmp_path, corpus, reward_data, reward_model):
+def test_a_mismatch_is_refused(tmp_path, corpus, reward_data, reward_model):
     record = TokenizationManager.from_text("abcdefghijklmnopqrstuvwxyz.\n").to_record()
     foreign = make_checkpoint(tmp_path / "foreign.pt", 28, record)
     options = {"base_model_path": foreign, "output_path": tmp_path / "out.pt", "device": "cpu"}
     line = refuse_in_one_line("train_reward_model", **options, head="last", data_dir=reward_data)
     assert re.search(r"Vocabulary .*\b25 .*\b28\b", line)
-    line = refuse_in_one_line(
-        "train_grpo", **options, reward_model_path=reward_model, dataset=corpus
-    )
-    assert re.search(r"vocab_size .*\b28 .*\b25 ", line)
+    options["reward_model_path"] = reward_model
+    line = refuse_in_one_line("train_grpo", **options, dataset=corpus)
+    assert re.search(r"vocab_size=25\b.*vocab_size=28\b", line)
     assert not (tmp_path / "out.pt").exists()
 
 
 @pytest.fixture
 def guide_paths(monkeypatch, tmp_path, generator, reward_data):
-    """The places that the guide names, in a folder of the test's own."""
+    """Work in a folder with the files that the guide names."""
     (tmp_path / "logs").mkdir()
     shutil.copy(generator, tmp_path / "logs" / "model_checkpoint.pt")
     shutil.copytree(reward_data, tmp_path / "data" / "reward_dataset")
@@ -91,25 +93,23 @@ if __name__ == '__main__':
 """  # without its comments and blank lines
 
 
+def run_example(source: str) -> dict:
+    names = {"__name__": "__main__"}
+    exec(compile(source, "example", "exec"), names)
+    return names
+
+
 def test_training_example_of_the_guide(guide_paths, corpus, capsys):
-    exec(compile(TRAINING_EXAMPLE, "example", "exec"), {"__name__": "__main__"})
+    run_example(TRAINING_EXAMPLE)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"Epoch {epoch}" for epoch in range(1, 11)]
-    losses = [float(line.split("Train Loss: ")[1].split(",")[0]) for line in lines]
+    losses = [float(re.search(r"Train Loss: ([\d.]+)", line)[1]) for line in lines]
     assert losses[-1] < losses[0]
-    # What it saves is a checkpoint like any other: train_grpo.py takes it for its reward model.
-    options = {
-        "base_model_path": "logs/model_checkpoint.pt",
-        "reward_model_path": "logs/reward_model.pt",
-    }
-    succeed(
-        "train_grpo",
-        **options,
-        dataset=corpus,
-        output_path="logs/grpo.pt",
-        **TINY_GRPO,
-        max_steps=1,
-    )
+    # The example saves a checkpoint that train_grpo.py accepts as its reward model.
+    options = {**TINY_GRPO, "dataset": corpus, "output_path": "logs/grpo.pt", "max_steps": 1}
+    options["base_model_path"] = "logs/model_checkpoint.pt"
+    options["reward_model_path"] = "logs/reward_model.pt"
+    succeed("train_grpo", **options)
 
 
 DATASET_EXAMPLE = """
@@ -130,8 +130,7 @@ train_loader, val_loader = create_reward_dataloaders(
 
 
 def test_dataset_example_of_the_guide(guide_paths, capsys):
-    names = {}
-    exec(compile(DATASET_EXAMPLE, "example", "exec"), names)
+    names = run_example(DATASET_EXAMPLE)
     count = len(RewardDataset(guide_paths / "data" / "reward_dataset"))
     assert capsys.readouterr().out.splitlines() == [
         f"Dataset size: {count}",
@@ -141,10 +140,7 @@ def test_dataset_example_of_the_guide(guide_paths, capsys):
     assert isinstance(names["x"], torch.LongTensor) and isinstance(names["y"], torch.FloatTensor)
     for loader in (names["train_loader"], names["val_loader"]):
         batch_x, batch_y = next(iter(loader))
-        assert (batch_x.shape, batch_x.dtype) == (torch.Size([32, 16]), torch.int64)
-        assert (batch_y.shape, batch_y.dtype) == (torch.Size([32, 2]), torch.float32)
+        assert batch_x.shape == (32, 16) and batch_x.dtype == torch.int64
+        assert batch_y.shape == (32, 2) and batch_y.dtype == torch.float32
     with pytest.raises(ValueError, match=r"Vocabulary .*\b25 .*\b65\b"):
-        exec(
-            compile(DATASET_EXAMPLE.replace("vocab_size=25", "vocab_size=65"), "example", "exec"),
-            {},
-        )
+        run_example(DATASET_EXAMPLE.replace("vocab_size=25", "vocab_size=65"))

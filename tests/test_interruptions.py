@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import (
+    NUM_EXAMPLES,
     TINY_MODEL,
     Finished,
     assert_same_weights,
@@ -161,5 +162,5 @@ def test_any_order_of_interruptions_changes_and_damage_ends_in_the_same_tensors(
     AnyOrder.undisturbed = tmp_path / "undisturbed"
     corpus = make_corpus(tmp_path / "tiny_char", make_text(500))
     succeed("train", dataset=corpus, out_dir=AnyOrder.undisturbed, **OPTIONS)
-    limits = settings(max_examples=16, stateful_step_count=8, deadline=None)
+    limits = settings(max_examples=NUM_EXAMPLES or 8, stateful_step_count=8, deadline=None)
     run_state_machine_as_test(AnyOrder, settings=limits)

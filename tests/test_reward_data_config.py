@@ -18,7 +18,7 @@ from tokenization_manager import TokenizationInfo
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Files that exist; what is in them is not for these to judge."""
+    """Existing files; the settings do not check their contents."""
     paths = {
         name: tmp_path / name
         for name in ("model.pt", "input.txt", "train.bin", "val.bin", "meta.pkl")

@@ -56,12 +56,12 @@ def splits(corpus):
 
 @pytest.fixture
 def options(tmp_path, corpus, generator):
-    """Those of the shared dataset, in the test's own folder."""
+    """The options of the shared dataset, with a folder of this test."""
     return prepare_options(corpus, generator, tmp_path / "out")
 
 
 def test_samples_are_drawn_as_grpo_draws_them(monkeypatch, options):
-    """Where passes are in bfloat16, as on CUDA: under autocast, by weights in float32."""
+    """With bfloat16 passes, as on CUDA: autocast, and float32 weights."""
     found = set()
 
     def noted(model, *arguments):
@@ -363,12 +363,12 @@ def test_a_vocabulary_numbered_otherwise_is_refused(tmp_path, corpus, generator)
     foreign = make_corpus(tmp_path / "foreign_char", text + "z")
     options = prepare_options(foreign, generator, tmp_path / "out")
     assert re.search(
-        r"the data .*\b26\b.*\b25\b", refuse_in_one_line("prepare_reward_data", **options)
+        r"\b26\b.* in the data .*\b25\b", refuse_in_one_line("prepare_reward_data", **options)
     )
     chars = TokenizationManager(data_path=corpus).chars
     save_meta(foreign / "meta.pkl", chars[::-1])
     (foreign / "input.txt").write_text(text)
-    assert str(foreign / "meta.pkl") in refuse_in_one_line("prepare_reward_data", **options)
+    assert "give tokens other ids" in refuse_in_one_line("prepare_reward_data", **options)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,5 +1,7 @@
-"""Tests of generation/shared_prompts.py: log-probabilities and gradients beside those of whole
-rows."""
+"""Tests of generation/shared_prompts.py: log-probabilities and gradients equal those of whole rows.
+
+pytest tests/test_shared_prompts.py
+"""
 
 import pytest
 import torch

@@ -102,7 +102,7 @@ def test_rule_1_a_meta_file_in_the_folder_or_named_means_characters(char_folder,
     assert TokenizationManager(data_path=char_folder, meta_path=other).chars == "xyz"
     assert TokenizationManager("char", meta_path=str(other)).meta_path == str(other)
     assert TokenizationManager("char", data_path=char_folder).vocab_size == len(set(TEXT))
-    # may be chosen all the same
+    # an explicit method overrides detection
     assert TokenizationManager("bpe", data_path=char_folder).method == "bpe"
 
 
@@ -204,7 +204,7 @@ def test_meta_files_of_every_protocol_are_read_and_hostile_ones_run_nothing(tmp_
     path.write_bytes(data)
     with pytest.raises(MetaFileError, match="nothing was executed"):
         TokenizationManager(data_path=tmp_path)
-    with open(path, "rb") as file, pytest.raises(KeyError):  # the unpickler alone looks up no name
+    with open(path, "rb") as file, pytest.raises(KeyError):  # the unpickler itself looks up no name
         tokenization_manager._PlainUnpickler(file).load()
     assert not mark.exists()
     pickle.loads(data)  # the test would notice: read carelessly, the file does run its command

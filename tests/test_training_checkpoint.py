@@ -212,28 +212,28 @@ def config(**changes) -> GPTConfig:
 
 HUGE = 1 << 2000
 BIAS = "transformer__ln_f__bias"
-PLAIN = "ln_f.bias is no plain tensor"
+PLAIN = "ln_f.bias is not a dense float tensor"
 WRONG = [
     ([1, 2], "holds a list, not the dict of a checkpoint"),
     (contents(config=[2]), "not the checkpoint of a model"),
-    (contents(config=config(block_size="8")), "impossible config: block_size='8': wrong type"),
+    (contents(config=config(block_size="8")), "invalid config: block_size='8': wrong type"),
     (contents(config=config(mode="reward")), "Missing key"),
     (contents(config=config(n_layer=1)), "transformer.h.1"),
     (contents(config=config(vocab_size=12)), "size mismatch for"),
     (contents(config=config(problem=None)), "problem"),
     (contents(config=config(block_size=HUGE)), "block_size: must be <= 16777216"),
     (contents(config=config(block_size=1 << 24)), "times n_embd, must be <= 67108864"),
-    (contents(config=config(n_layer=1 << 24)), "it has 1,936 weights, its config needs"),
+    (contents(config=config(n_layer=1 << 24)), "1,936 weights, but its config needs"),
     (contents(config=config(n_embd=1 << 16)), "its config needs 103,079,936,000 or more"),
-    (contents(model=state(lm_head__weight=[1.0])), "lm_head.weight is no plain tensor"),
+    (contents(model=state(lm_head__weight=[1.0])), "lm_head.weight is not a dense float tensor"),
     (contents(model=state(**{BIAS: torch.full((8,), torch.nan)})), "ln_f.bias holds NaN or inf"),
     (contents(model=state(**{BIAS: torch.zeros(8).long()})), PLAIN),
     (contents(model=state(**{BIAS: torch.zeros(8).to_sparse()})), "not the checkpoint of a model"),
     (contents(model=state(**{BIAS: torch.zeros(8, device="meta")})), "not the checkpoint of"),
     (contents(model=state(**{BIAS: torch.zeros(1).expand(8)})), PLAIN),
-    (contents(training={"generator_sha256": True}), "impossible generator_sha256"),
+    (contents(training={"generator_sha256": True}), "invalid generator_sha256"),
     (contents(tokenization={**TOKENIZATION, "vocab_size": 3}), "not the checkpoint of a model"),
-    (contents(data={**DATA, "train_sha256": None}), "impossible train_sha256"),
+    (contents(data={**DATA, "train_sha256": None}), "invalid train_sha256"),
 ]
 
 

@@ -23,8 +23,9 @@ def tiny_model() -> GPT:
 
 
 def train(model: nn.Module, optimizers: optim.Optimizers, steps: range) -> None:
+    schedule = optim.Schedule("cosine", num_steps=10, warmup_steps=2, min_factor=0.1)
     for step in steps:
-        optimizers.set_learning_rate_factor(optim.learning_rate_factor(step, 2, 10, 0.1))
+        optimizers.set_learning_rate_factor(schedule.factor(step))
         ids = torch.randint(5, (3, 6), generator=torch.Generator().manual_seed(step))
         model(ids[:, :-1], ids[:, 1:])[1].backward()
         optim.take_step(model, optimizers, 1.0, FLOAT32)

@@ -1,16 +1,16 @@
 """Checkpoints: files with the weights of a model, its config, its tokenizer and its history.
 
-    python -c "from training.checkpoint import load_checkpoint as load; print(load('logs/model.pt'))"
+    python -c "import training.checkpoint as c; print(c.load_checkpoint('logs/model.pt')['config'])"
 
 A checkpoint is a dict. All records but the first two may be None:
 
     model             the state dict
     config            GPTConfig
-    tokenization      TokenizationManager.to_record()
+    tokenization      the result of TokenizationManager.to_record()
     data              sizes and hashes of the corpus: see training.lineage.data_record
-    training          settings and figures of the training run
-    generator_config  of a likelihood reward model: GPTConfig of its generator
-    sampling          of a likelihood reward model: how its generator was sampled
+    training          settings and metrics of the training run
+    generator_config  GPTConfig of the generator in a likelihood reward model
+    sampling          how that generator was sampled: see generation.sampling.Sampling
 """
 
 from collections.abc import Mapping
@@ -107,11 +107,13 @@ def checked_contents(contents: Record) -> dict[str, Any]:
     if checked["sampling"] is not None:
         checked["sampling"] = Sampling(**checked["sampling"])
     if checked["tokenization"] is not None:
-        TokenizationManager.from_record(checked["tokenization"])  # raises if it is impossible
+        TokenizationManager.from_record(
+            checked["tokenization"]
+        )  # raises UserError if it is invalid
     for record_name, name, kind in CHECKED_ENTRIES:
         record = checked[record_name]
         if record is not None:
-            require(isinstance(record.get(name), kind), f"impossible {name}")
+            require(isinstance(record.get(name), kind), f"invalid {name}")
     return checked
 
 
@@ -131,30 +133,30 @@ def check_tensor(name: Any, tensor: Any) -> None:
         isinstance(name, str)
         and isinstance(tensor, Tensor)
         and tensor.dtype in WEIGHT_DTYPES
-        # An expanded tensor shows one stored number as any number of weights.
+        # An expanded tensor stores one number and has any size.
         and tensor.untyped_storage().nbytes() >= tensor.nbytes
     )
-    require(is_plain, f"{name} is no plain tensor of floats")
+    require(is_plain, f"{name} is not a dense float tensor")
     require(bool(tensor.isfinite().all()), f"{name} holds NaN or infinite values")
 
 
 def check_config(
     config: Any, weights: Mapping[str, Tensor], prefixes: tuple[str, ...]
 ) -> GPTConfig:
-    """Return a config from a file as a new GPTConfig; raise UserError if it is impossible.
+    """Return a config from a file as a new GPTConfig; raise UserError if it is invalid.
 
-    `prefixes` are those that the names of the config's weights may have.
+    prefixes: what the names of the model's weights may begin with.
     """
     # Rebuild the config field by field: a loaded object may carry arbitrary attributes.
     values = config if isinstance(config, dict) else vars(config)
     config = GPTConfig(**values)
     problem = config.problem()
-    require(problem is None, f"impossible config: {problem}")
-    # Otherwise building the model could fill the memory.
+    require(problem is None, f"invalid config: {problem}")
+    # A wrong size could make a model that fills the memory.
     num_weights = sum(tensor.numel() for tensor in weights.values())
     require(
         config.n_layer <= len(weights) and config.min_weights <= num_weights,
-        f"it has {num_weights:,} weights, its config needs {config.min_weights:,} or more",
+        f"it has {num_weights:,} weights, but its config needs {config.min_weights:,} or more",
     )
     for prefix in prefixes:
         names = (f"{prefix}transformer.wte.weight", f"{prefix}lm_head.weight")

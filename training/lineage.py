@@ -1,4 +1,4 @@
-"""Which data, tokenizer and generator a checkpoint comes from, and whether checkpoints fit together.
+"""Which data and generator a checkpoint comes from, and whether checkpoints fit together.
 
 python -c "from training.lineage import hash_model; print(hash_model('logs/model_checkpoint.pt'))"
 """
@@ -59,7 +59,8 @@ def check_same_splits(trained: Record | None, data: Record, allow_mismatch: bool
             differing.append(name)
     if not differing:
         return
-    problem = f"the model was trained on another train/validation split ({' and '.join(differing)} differ)"
+    problem = "the model was trained on another train/validation split "
+    problem += f"({' and '.join(differing)} differ)"
     if allow_mismatch:
         warn(f"{problem}; allow_split_mismatch permits it")
         return
@@ -128,16 +129,17 @@ def check_origin(
     generator_sha256: str,
     path: str,
 ) -> None:
-    """Raise UserError unless this very generator wrote a reward dataset.
+    """Raise UserError unless a reward dataset was written by this generator.
 
-    tokenization, metadata: of the dataset. generator: its checkpoint, read from `path`."""
+    tokenization, metadata: those of the dataset. generator: the checkpoint in `path`."""
     record = generator["tokenization"]
     if record is not None:
         tokenization.check_compatible(TokenizationManager.from_record(record).info())
     writer = metadata.get("model_sha256", generator_sha256)
     require(
         writer == generator_sha256,
-        f"another model (sha256 {writer}) wrote the reward data, not {path} ({generator_sha256}); "
+        f"the reward data were written by another model (sha256 {writer}), not by {path} "
+        f"({generator_sha256}); "
         "name that model, or make data with this one",
     )
 
@@ -145,7 +147,7 @@ def check_origin(
 def check_unseen(trained: Record | None, metadata: Mapping[str, str], path: str) -> None:
     """Warn if a model may have been trained on the validation or test text.
 
-    trained: its data record. metadata: a data record of, or for, the text."""
+    trained: the model's data record, or None. metadata: a mapping with the text's val_sha256."""
     if trained is None:
         problem = "has no record of its training text"
     elif trained["val_sha256"] != metadata.get("val_sha256"):

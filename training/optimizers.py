@@ -8,7 +8,7 @@ Steps are counted from 0.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch.nn import Module
 
 from common.process import UserError
 
-# By schedule: the share of the steps over which the factor falls linearly, and its last value
-COOLDOWN = {"cooldown": (0.6, 0.0), "linear": (1.0, 0.0), "constant": (1.0, 1.0)}
+# Share of the steps over which the learning rate falls linearly to 0, by schedule
+COOLDOWN = {"cooldown": 0.6, "linear": 1.0}
 
 
 class Muon(torch.optim.Muon):
@@ -27,7 +27,8 @@ class Muon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the base's closure can be a function
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        # The base class also accepts a closure.
         (group,) = self.param_groups
         if group["params"][0].device.type != "cpu":
             super().step()
@@ -71,7 +72,7 @@ def orthogonalised(
 
 
 class Optimizers:
-    """One or two torch optimizers as one. AdamW is the last; `learning_rate` is its current rate."""
+    """One or two torch optimizers as one; `learning_rate` is that of AdamW, which is the last."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -144,42 +145,28 @@ def make_optimizers(
     return Optimizers(optimizers)
 
 
-def learning_rate_factor(
-    step: int, warmup_steps: int, decay_steps: int, min_factor: float
-) -> float:
-    """Return the cosine schedule's factor of a step.
+class SavedAttributes:
+    """A part of a run's state: the attributes that `saved` names."""
 
-    It rises by (step + 1) / (warmup_steps + 1) as in nanoGPT, then follows half a cosine to
-    min_factor at decay_steps.
-    """
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    progress = 1.0
-    if step < decay_steps:
-        progress = (step - warmup_steps) / (decay_steps - warmup_steps)
-    return min_factor + (1 - min_factor) * 0.5 * (1 + math.cos(math.pi * progress))
+    saved: ClassVar[tuple[str, ...]]
 
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.saved}
 
-def cooldown_factor(
-    step: int, warmup_steps: int, num_steps: int, cooldown: float, min_factor: float
-) -> float:
-    """Return the factor of a step in a schedule with a linear cooldown.
-
-    After the same warm-up it is 1, and falls to min_factor over the last `cooldown` (a share) of
-    num_steps (Haegele et al., arXiv:2405.18392).
-    """
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    remaining = max(0, num_steps - step) / max(1, cooldown * num_steps)
-    return min_factor + (1 - min_factor) * min(1.0, remaining)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.saved:
+            kind = type(getattr(self, name))
+            setattr(self, name, kind(state[name]))  # raises for a value of an impossible type
 
 
 @dataclass
-class Schedule:
+class Schedule(SavedAttributes):
     """The learning rate of each step as a factor of its peak.
 
     A resumed run keeps the saved length and warm-up: more steps do not stretch the schedule.
     """
+
+    saved = ("num_steps", "warmup_steps")
 
     shape: str  # cosine, cooldown, linear or constant
     num_steps: int
@@ -188,28 +175,34 @@ class Schedule:
     decay_steps: int | None = None  # last step of the cosine; None: num_steps
 
     def factor(self, step: int) -> float:
-        """Return the factor of a step."""
+        """Return the factor of a step.
+
+        The warm-up rises by (step + 1) / (warmup_steps + 1), as in nanoGPT. The cosine then falls
+        to min_factor at decay_steps. The linear cooldown is that of Haegele et al.,
+        arXiv:2405.18392.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.shape == "constant":
+            return 1.0
         if self.shape == "cosine":
+            progress = 1.0
             decay_steps = self.decay_steps or self.num_steps
-            return learning_rate_factor(step, self.warmup_steps, decay_steps, self.min_factor)
-        cooldown, min_factor = COOLDOWN[self.shape]
-        return cooldown_factor(step, self.warmup_steps, self.num_steps, cooldown, min_factor)
+            if step < decay_steps:
+                progress = (step - self.warmup_steps) / (decay_steps - self.warmup_steps)
+            cosine = 0.5 * (1 + math.cos(math.pi * progress))
+            return self.min_factor + (1 - self.min_factor) * cosine
+        cooldown_steps = max(1, COOLDOWN[self.shape] * self.num_steps)
+        return min(1.0, max(0, self.num_steps - step) / cooldown_steps)
 
     def check_num_steps(self, option: str, num_steps: int) -> None:
         """Raise UserError if an option asks for steps whose learning rate would be 0."""
-        ends_at_zero = self.shape in ("linear", "cooldown") or self.factor(num_steps) == 0
+        ends_at_zero = self.shape in COOLDOWN or self.factor(num_steps) == 0
         if num_steps > self.num_steps and ends_at_zero:
             raise UserError(
                 f"ERROR: {option}={num_steps}: the learning rate of lr_schedule={self.shape} is 0 "
                 f"from step {self.num_steps} on; use --{option} {self.num_steps}, or train anew"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps, "warmup_steps": self.warmup_steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_steps = int(state["num_steps"])
-        self.warmup_steps = int(state["warmup_steps"])
 
 
 def take_step(
@@ -248,8 +241,13 @@ def take_step(
     return float(norm) if is_finite else None
 
 
-class EarlyStopping:
-    """Stops after `patience` evaluations in which a value has not fallen by `min_delta`; None: never."""
+class EarlyStopping(SavedAttributes):
+    """Stops after `patience` evaluations in which a value has not fallen by `min_delta`.
+
+    With a patience of None it never stops.
+    """
+
+    saved = ("best", "num_without_improvement")
 
     def __init__(self, patience: int | None, min_delta: float = 0.0) -> None:
         self.patience = patience
@@ -271,16 +269,11 @@ class EarlyStopping:
             return ""
         return f"patience: no improvement of {self.min_delta} in {self.patience} evaluations"
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "num_without_improvement": self.num_without_improvement}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = float(state["best"])
-        self.num_without_improvement = int(state["num_without_improvement"])
+class Best(SavedAttributes):
+    """Keeps the weights with the lowest value, and their figures; ties keep the earlier ones."""
 
-
-class Best:
-    """Keeps the weights with the lowest value, with figures about them; ties keep the earlier ones."""
+    saved = ("value", "at", "figures", "weights")
 
     def __init__(self) -> None:
         self.value = math.inf
@@ -304,15 +297,7 @@ class Best:
         fits = all(state[name].shape == weight.shape for name, weight in self.weights.items())
         if not self.weights or not fits:
             raise UserError(
-                "ERROR: the saved state has no best weights of this model: delete it, start from scratch"
+                "ERROR: the saved state has no best weights of this model: "
+                "delete it, start from scratch"
             )
         model.load_state_dict(self.weights, strict=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = float(state["value"])
-        self.at = int(state["at"])
-        self.figures = dict(state["figures"])
-        self.weights = dict(state["weights"])

@@ -47,7 +47,8 @@ class Run:
         self.log_path = beside(output, ".jsonl")
         if self.output.suffix in (".resume", ".jsonl"):
             raise UserError(
-                f"ERROR: {output}: the state (.resume) and records (.jsonl) lie beside it: name it .pt"
+                f"ERROR: {output}: the state (.resume) and records (.jsonl) lie beside it: "
+                "name it .pt"
             )
         self.settings = settings
         self.ranks = ranks
@@ -116,16 +117,11 @@ class Run:
 
     def _read_state(self) -> dict[str, Any] | None:
         """Return the saved state; None if there is none. Raises UserError if it is damaged."""
-
-        def read() -> dict[str, Any] | None:
-            if not self.state_path.is_file():
-                return None
-            way_out = "--overwrite True, without --init_from resume, begins anew"
-            return load_state(self.state_path, way_out)
-
-        state = self.ranks.run_on_rank0(read)
-        if state is None:
+        # Only rank 0 writes the state, so only rank 0 reads it.
+        if not self.ranks.run_on_rank0(self.state_path.is_file):
             return None
+        way_out = "--overwrite True, without --init_from resume, begins anew"
+        state = self.ranks.run_on_rank0(lambda: load_state(self.state_path, way_out))
         has_types = all(type(state.get(name)) is kind for name, kind in STATE_TYPES.items())
         if not has_types or state["step"] < 0:
             raise UserError(

@@ -39,7 +39,8 @@ class TrainSettings(Settings):
     without_effect: ClassVar[Mapping[str, str]] = {
         "eval_iters": "an evaluation always reads the same part of the validation split",
         "log_interval": "every step is logged",
-        "always_save_checkpoint": "an evaluation always saves the state, and the model if it is the best so far",
+        "always_save_checkpoint": "an evaluation always saves the state, "
+        "and the model if it is the best so far",
         "beta1": "it is always 0.9",
         "backend": "it is nccl on CUDA and gloo on the CPU",
     }
@@ -52,7 +53,7 @@ class TrainSettings(Settings):
     """scratch; resume: the run in out_dir; or a checkpoint, ours or nanoGPT's, or a hub's name"""
     overwrite: bool = False
     """replace the model of another run in out_dir"""
-    eval_interval: int = setting(250, minimum=1, unit="steps")
+    eval_interval: int = setting(250, minimum=1)
     """steps between evaluations"""
     eval_only: bool = setting(False, changeable=True)
     """evaluate the checkpoint in out_dir, or of init_from, on the validation split, and exit"""
@@ -70,7 +71,7 @@ class TrainSettings(Settings):
     """batches whose gradients are summed for one step"""
     batch_size: int = setting(16, minimum=1)
     """sequences in a batch"""
-    block_size: int = setting(128, minimum=1, unit="tokens")
+    block_size: int = setting(128, minimum=1)
     """longest context, in tokens; a longer checkpoint is cropped only if this is set"""
     n_layer: int = setting(4, minimum=1)
     """transformer blocks"""
@@ -90,7 +91,7 @@ class TrainSettings(Settings):
     """peak learning rate of AdamW"""
     beta2: float = setting(0.99, minimum=0, below=1)
     """decay rate of AdamW's mean of squared gradients"""
-    max_iters: int = setting(1000, minimum=0, unit="steps", changeable=True)
+    max_iters: int = setting(1000, minimum=0, changeable=True)
     """total optimizer steps, including those before a resumption"""
     weight_decay: float = setting(1e-1, minimum=0)
     """decoupled weight decay of matrices"""
@@ -98,20 +99,20 @@ class TrainSettings(Settings):
     """largest gradient norm; 0: no clipping"""
     lr_schedule: Literal["cosine", "cooldown", "linear", "constant"] = "cosine"
     """after the warm-up; cosine: to a tenth; linear: to 0; cooldown: to 0 over the last 60 %"""
-    lr_decay_iters: int | None = setting(None, minimum=1, unit="steps")
+    lr_decay_iters: int | None = setting(None, minimum=1)
     """last step of the cosine; None: max_iters"""
     min_lr: float | None = setting(None, minimum=0)
     """learning rate at the end of the cosine; None: a tenth of learning_rate"""
     decay_lr: bool = True
     """False: learning_rate at every step, without warm-up or schedule"""
     short_contexts: tuple[int, ...] = ()
-    """context lengths in tokens of the first 60 % of steps, for instance 8 16; empty: block_size"""
-    warmup_iters: int = setting(20, minimum=0, unit="steps")
+    """context lengths, in tokens, of the first 60 % of steps, like 8 16; empty: block_size"""
+    warmup_iters: int = setting(20, minimum=0)
     """steps of linear warm-up"""
     keep: Literal["select_loss", "calibrated_loss"] = "select_loss"
     """loss that selects the model; calibrated_loss: after a temperature and a unigram weight"""
-    patience: int | None = setting(None, minimum=1, unit="evaluations", changeable=True)
-    """stop after this many evaluations without an improvement of 0.001 nats per token; None: never"""
+    patience: int | None = setting(None, minimum=1, changeable=True)
+    """stop after this many evaluations without improvement by 0.001 nats per token; None: never"""
     device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

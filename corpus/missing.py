@@ -1,0 +1,49 @@
+"""Make the corpora that a run needs and that are missing.
+
+python run_cycles.py --config config/shakespeare_library_cpu.py
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common.process import UserError, run_child
+from common.settings import read_config
+from data_loader import dataset_folder
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+# The sections of a settings file for prepare.py, and the settings that name their corpora.
+CORPORA = {"prepare": "dataset", "prepare_natural": "natural_dataset"}
+
+
+def prepare_corpora(
+    datasets: Mapping[str, str], config_path: str | None, words: Mapping[str, Sequence[str]]
+) -> None:
+    """Make the missing ones of `datasets`, a name or path for each setting of CORPORA.
+
+    The prepare.py of a folder makes its corpus. For the corpus that the settings file names, it
+    gets the section for it and the words of the command line; without a prepare.py of its own, that
+    of Shakespeare is run. Another name may be a typing error, and gets no corpus.
+    """
+    contents = {}
+    if config_path:
+        contents = read_config(config_path)
+    for section, name in CORPORA.items():
+        folder = dataset_folder(datasets[name])
+        if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
+            continue
+        script = folder / "prepare.py"
+        options = []
+        if section in contents and contents.get("run_cycles", {}).get(name) == datasets[name]:
+            options = [f"--config={config_path}", f"--section={section}", f"--out_dir={folder}"]
+            options += words.get(section, ())
+            if not script.is_file():
+                corpus = "shakespeare_char" if "char" in folder.name else "shakespeare"
+                script = DATA / corpus / "prepare.py"
+        if not script.is_file():
+            known = sorted(path.parent.name for path in Path("data").glob("*/train.bin"))
+            raise UserError(
+                f"ERROR: {folder} has no train.bin and val.bin, nor a prepare.py: name another "
+                f"--dataset (data/ has {', '.join(known) or 'none'}), or make it by prepare_text.py"
+            )
+        run_child("corpus", [sys.executable, str(script), *options])
