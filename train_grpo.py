@@ -302,7 +302,7 @@ def report_outcome(
         "start_select_loss": stops.start_loss,
         **run.ranks.run_on_rank0(lambda: report_figures(report, kept)),
     }
-    check_finite(training)
+    check_finite(training["start"])  # `log` checks the figures of the kept policy
     run.log(run.step, final=True, kept_step=best.at, **training["kept"])
     if run.ranks.rank == 0:
         save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
