@@ -2,25 +2,27 @@
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
-Reads a generator, a reward model (or a reward function of yours) and natural text for prompts.
+Reads a generator, a reward model and/or your own reward function, and natural text for prompts.
 Writes the improved generator, one JSON record per step, and a picture of the training.
 
 Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats four verbs,
 and now and then a fifth:
 
     sample      the policy pi_old completes each of P prompts G times: a group o_1 .. o_G
-    score       frozen models read each completion: is it natural, and how likely does the start
-                pi_ref write it? From the scores follow the rewards r_1 .. r_G
-    advantages  compare a reward with its group: A_i = (r_i - mean(r)) / std(r)
+    score       frozen models read each completion: is it natural, and how probable is it under
+                the start pi_ref? The rewards r_1 .. r_G follow from the scores
+    advantages  compare a reward with its group: A_i = (r_i - mean(r)) / std(r), 0 for equal r
     update      take steps up the gradient of the objective (equation 3)
                 mean over i, t of  min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon) A) - beta KL,
-                ratio = pi(token t of o_i) / pi_old(token t of o_i),  KL = KL(pi || pi_ref)
+                ratio = pi(token t of o_i) / pi_old(token t of o_i), KL estimated at the sampled
+                tokens (k3). credit=exact instead descends KL(pi || m) over the whole vocabulary
     evaluate    measure the policy on other prompts; the best evaluated policy is kept
 
 Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens
 in a row (block_size of the generator), V token ids. A row is a prompt of 1 to N / 2 tokens and its
 completion up to N tokens. Nothing predicts the first token of a row, so tensors of predictions are
-(R, N - 1): column t belongs to token t + 1. With torchrun a rank holds the rows of its share of P.
+(R, N - 1): column t belongs to token t + 1. With torchrun, P below is a rank's share of the prompts;
+figures are those of all ranks.
 """
 
 from dataclasses import asdict
@@ -73,8 +75,9 @@ def main() -> None:
     ranks = start_ranks(select_device(settings.device))
     ranks.check_divides("prompts_per_step", settings.prompts_per_step)
 
-    # Three models, all without dropout: the policy pi learns; the scorer holds the frozen reward
-    # model and pi_ref, the policy's start. pi_old is pi at the beginning of a step.
+    # The policy pi learns. The scorer holds frozen models: the reward model, if there is one, and
+    # pi_ref, the policy's start. pi_old is pi at the beginning of a step: no copy of it is kept,
+    # only its log-probabilities. No model has dropout.
     base_path = str(settings.base_model_path)
     base = load_checkpoint(base_path)
     corpus = open_corpus(settings.dataset, base["config"].block_size + 1)
@@ -93,12 +96,13 @@ def main() -> None:
             lambda: skill_on_policy(completer, scorer, corpus.val, settings.seed)
         )
         if not passes_gate(skill, settings):
-            return
-    copies = CopyFinder(corpus.train)
+            return  # it has printed why, or --gate_path asked for this measurement only
+    copies = CopyFinder(corpus.train)  # finds what the policy copies from the training text
     evaluate = PolicyEvaluation(scorer, corpus, copies, settings.seed, "select")
     report = PolicyEvaluation(scorer, corpus, copies, settings.seed, "report")
 
-    # What learns, and what the saved state contains. `track` restores it in a resumed run.
+    # What learns, and what the saved state contains. In a resumed run, start_run has read the state
+    # and `track` loads it into these objects; then the schedule has its original length.
     update = Updater(policy, scorer.reward_model, settings, ranks)
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
     stops = Stops.of(settings)
@@ -116,40 +120,45 @@ def main() -> None:
     warned_of_flat_groups = False
 
     for step in run.steps(settings.max_steps, stops.reason):
-        # Sample: draw P prompts, (P, N) natural text with prompt lengths (P, G), and complete them:
-        # (P, G, N) ids become rows, ids (R, N) int64. Sampling notes log pi_old (R, N - 1) of every
-        # token; mask (R, N - 1) bool says which tokens follow a prompt. Only these are scored and
-        # learned. (With prefixes=natural, rows are natural text, and there is no log pi_old.)
+        # Sample: draw P prompts, (P, N) natural text with one prompt length each, and complete each
+        # of them G times: (P, G, N) ids become rows, ids (R, N) int64. Sampling notes log pi_old
+        # (R, N - 1) float32; mask (R, N - 1) bool says which tokens follow a prompt. Only these are
+        # rewarded and learned. (With prefixes=natural, which requires credit=exact, the rows are
+        # natural text after a prompt, G is 1, and there is no log pi_old.)
         rollouts = sample(completer, corpus.train, settings, step + 1, ranks)
 
-        # Score: the models read the rows and return log pi_ref (R, N - 1) and P(natural) (R,). A
-        # likelihood head adds the evidence (R, N - 1): log(m/q) of each token, where q = pi_ref and
-        # m is its mixture of q and a natural model. A reward function adds (R,) or (R, N - 1).
-        # credit=exact also needs the head's hidden states before each token.
+        # Score: the models read the rows, prompts included, and return log pi_ref (R, N - 1) and
+        # P(natural) (R,), all float32. A likelihood head also returns the evidence (R, N - 1):
+        # log(m / pi_ref) of each token, where m is the head's mixture of pi_ref and a natural model.
+        # A reward function returns (R,) or (R, N - 1). credit=exact also needs the head's hidden
+        # states before each token, (M, C) of the M tokens in the mask.
         keep_hidden = settings.credit == "exact"
         scores = scorer(rollouts.ids, rollouts.mask, rollouts.group_size, keep_hidden)
         figures = step_figures(rollouts, scores, settings, ranks)
 
-        # Advantages: first the rewards. That of a token is log(m/q) - log(pi_old/pi_ref) from a
-        # likelihood head, that of a sequence is its tokens' mean, or P(natural) from other heads.
-        # Then each is compared with its group, the G rows of the same prompt. The result is (R,),
-        # one advantage for all tokens of a row, or (R, N - 1), one per token. It is None with
-        # credit=exact, which computes the expectation over all V next tokens instead of
-        # comparing sampled ones.
+        # Advantages: first the rewards, (R, N - 1) of tokens or (R,) of rows. A likelihood head
+        # rewards a token with log(m / pi_ref) - log(pi_old / pi_ref) = log(m / pi_old), and a row
+        # with the mean of its tokens; other heads reward a row with P(natural). The reward of a
+        # function is added. Then each reward is compared with those of its group, the G rows of the
+        # same prompt: token t with the group's tokens t. The result is (R,), one advantage for all
+        # tokens of a row, or (R, N - 1), one per token. It is None with credit=exact, which computes
+        # the expectation over all V next tokens instead of comparing sampled ones.
         advantages, advantage_figures = compute_advantages(rollouts, scores, settings, ranks)
         figures.update(advantage_figures)
         if figures.get("flat_groups") == 1 and not warned_of_flat_groups:
             warn(FLAT_NOTE)
             warned_of_flat_groups = True
 
-        # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old,
-        # the loss of each token (R, N - 1), and their mean (). Its gradients are summed up over
-        # micro-batches of rows; then AdamW takes a step. This happens updates_per_step times.
+        # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old, the
+        # loss of each token (R, N - 1), and their mean (), as loss_type says. Gradients are summed
+        # over micro-batches of rows; then AdamW takes a step. This happens at most updates_per_step
+        # times: a KL from pi_old above the cap ends the updates of a step.
         figures.update(update(rollouts, scores, advantages, schedule.factor(step)))
         stops.step(figures)
 
         # Evaluate: the loss on natural text, and fresh completions of the same prompts each time.
-        # A policy that exceeds a cap ends the run and is not kept.
+        # A policy that exceeds a cap (on its KL, or on that loss) ends the run and is not kept. Of
+        # the others, the start included, the one with the lowest selection value is kept.
         num_steps = step + 1
         is_last = num_steps == settings.max_steps or stops.reason() is not None
         is_evaluated = is_last or num_steps % settings.eval_interval == 0
