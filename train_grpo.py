@@ -2,7 +2,7 @@
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
-Reads a generator, a reward model and/or your own reward function, and natural text for prompts.
+Reads a generator, a reward model and/or a reward function of yours, and natural text for prompts.
 Writes the improved generator, one JSON record per step, and a picture of the training.
 
 Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats four verbs,
@@ -21,8 +21,7 @@ and now and then a fifth:
 Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens
 in a row (block_size of the generator), V token ids. A row is a prompt of 1 to N / 2 tokens and its
 completion up to N tokens. Nothing predicts the first token of a row, so tensors of predictions are
-(R, N - 1): column t belongs to token t + 1. With torchrun, P below is a rank's share of the prompts;
-figures are those of all ranks.
+(R, N - 1): column t belongs to token t + 1. With torchrun, P below is a rank's share of prompts.
 """
 
 from dataclasses import asdict
@@ -101,7 +100,7 @@ def main() -> None:
     evaluate = PolicyEvaluation(scorer, corpus, copies, settings.seed, "select")
     report = PolicyEvaluation(scorer, corpus, copies, settings.seed, "report")
 
-    # What learns, and what the saved state contains. In a resumed run, start_run has read the state
+    # What learns, and what the saved state contains. In a resumed run, start_run reads the state
     # and `track` loads it into these objects; then the schedule has its original length.
     update = Updater(policy, scorer.reward_model, settings, ranks)
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
@@ -129,9 +128,9 @@ def main() -> None:
 
         # Score: the models read the rows, prompts included, and return log pi_ref (R, N - 1) and
         # P(natural) (R,), all float32. A likelihood head also returns the evidence (R, N - 1):
-        # log(m / pi_ref) of each token, where m is the head's mixture of pi_ref and a natural model.
-        # A reward function returns (R,) or (R, N - 1). credit=exact also needs the head's hidden
-        # states before each token, (M, C) of the M tokens in the mask.
+        # log(m / pi_ref) of each token, where m is the head's mixture of pi_ref and a natural
+        # model. A reward function returns (R,) or (R, N - 1). credit=exact also needs the head's
+        # hidden states before each token, (M, C) for the M tokens in the mask.
         keep_hidden = settings.credit == "exact"
         scores = scorer(rollouts.ids, rollouts.mask, rollouts.group_size, keep_hidden)
         figures = step_figures(rollouts, scores, settings, ranks)
@@ -141,18 +140,18 @@ def main() -> None:
         # with the mean of its tokens; other heads reward a row with P(natural). The reward of a
         # function is added. Then each reward is compared with those of its group, the G rows of the
         # same prompt: token t with the group's tokens t. The result is (R,), one advantage for all
-        # tokens of a row, or (R, N - 1), one per token. It is None with credit=exact, which computes
-        # the expectation over all V next tokens instead of comparing sampled ones.
+        # tokens of a row, or (R, N - 1), one per token. It is None with credit=exact, which
+        # computes the expectation over all V next tokens instead of comparing sampled ones.
         advantages, advantage_figures = compute_advantages(rollouts, scores, settings, ranks)
         figures.update(advantage_figures)
         if figures.get("flat_groups") == 1 and not warned_of_flat_groups:
             warn(FLAT_NOTE)
             warned_of_flat_groups = True
 
-        # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old, the
-        # loss of each token (R, N - 1), and their mean (), as loss_type says. Gradients are summed
-        # over micro-batches of rows; then AdamW takes a step. This happens at most updates_per_step
-        # times: a KL from pi_old above the cap ends the updates of a step.
+        # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old,
+        # the loss of each token (R, N - 1), and their mean (), as loss_type says. Gradients are
+        # summed over micro-batches of rows; then AdamW takes a step. This happens at most
+        # updates_per_step times: a KL from pi_old above the cap ends the updates of a step.
         figures.update(update(rollouts, scores, advantages, schedule.factor(step)))
         stops.step(figures)
 
