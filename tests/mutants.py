@@ -82,7 +82,7 @@ def caught_by(fault: Fault, folder: Path) -> str | None:
         failed = first_failure(folder, tests_of(fault["file"]))
     finally:
         path.write_text(source)
-    if failed and "::" in failed and first_failure(folder, [failed]):
+    if failed and failed.startswith("tests/") and first_failure(folder, [failed]):
         print(f"{failed} fails without a fault too")
         return None
     return failed
