@@ -50,11 +50,12 @@ def tests_of(file: str) -> list[str]:
     """Return the test files that import a file, with the one that is named after it first."""
     module = file.removesuffix(".py").replace("/", ".")
     named = f"test_{module.replace('.', '_')}.py"
+    of_folder = f"test_{module.partition('.')[0]}.py"  # as test_generation.py
     paths = sorted(ROOT.glob("tests/test_*.py"), key=lambda path: (path.name != named, path))
     return [
         f"tests/{path.name}"
         for path in paths
-        if path.name == named or module in imported_names(parse(path))
+        if path.name in (named, of_folder) or module in imported_names(parse(path))
     ]
 
 
@@ -82,7 +83,7 @@ def caught_by(fault: Fault, folder: Path) -> str | None:
         failed = first_failure(folder, tests_of(fault["file"]))
     finally:
         path.write_text(source)
-    if failed and "::" in failed and first_failure(folder, [failed]):
+    if failed and failed.startswith("tests/") and first_failure(folder, [failed]):
         print(f"{failed} fails without a fault too")
         return None
     return failed

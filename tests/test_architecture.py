@@ -32,9 +32,8 @@ from option_tables import settings_of
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
     "nodes of the product": 50_326,
-    "nodes of tests": 48_800,
+    "nodes of tests": 48_670,
     # files of more than 2,000 nodes and functions of more than 550 need a budget
-    "nodes of run_cycles.py": 2_213,
     "nodes of tests/test_interop_crossover.py": 2_633,
     # of the product's code
     "nodes per line": 6.9,
@@ -52,7 +51,7 @@ BUDGETS = {
     "options of evaluate": 11,
     "options of sample": 11,
     # that a script loads when it is imported, itself included
-    "modules of run_cycles": 35,
+    "modules of run_cycles": 36,
     "modules of train": 23,
     "modules of prepare_reward_data": 18,
     "modules of train_reward_model": 27,
