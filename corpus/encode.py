@@ -27,8 +27,8 @@ from data_loader import TOKEN_DTYPE, split_boundary, text_pieces
 from tokenization_manager import TokenizationManager, save_meta
 
 PIECE_CHARACTERS = 1 << 20  # encode at least so many at a time
-# A text without a place to cut is encoded at once; a character then takes up to 100 bytes.
-MOST_CHARACTERS = 1 << 24
+# A text without a place to cut is encoded at once; a character then takes up to 300 bytes.
+MOST_CHARACTERS = 1 << 22
 WINDOW = 200  # characters on either side of a cut that are encoded to check it
 CORPUS_FILES = ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin")
 

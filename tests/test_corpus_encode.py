@@ -83,9 +83,8 @@ def test_a_text_without_a_cut_grows_and_is_searched_seldom(bpe, monkeypatch):
         assert len(encoder.encode(text[first : first + 10], False)) == 0
     assert tried == [100 * 2**n for n in range(7)]
     assert encoder.encode("", True).tolist() == bpe.encode(text).tolist()
-    monkeypatch.setattr(encode, "MOST_CHARACTERS", 300)
-    with pytest.raises(UserError, match="the text has 10,000 characters without a space"):
-        PiecewiseEncoder(bpe).encode(text, False)
+    with pytest.raises(UserError, match="the text has 4,194,304 characters without a space"):
+        PiecewiseEncoder(bpe).encode("ab" * 2**21, False)
 
 
 def test_paragraphs_that_blank_lines_separate_are_cut(bpe, monkeypatch):
