@@ -64,10 +64,15 @@ def texts_below(folder: Path) -> list[Path]:
 
 
 def hash_text(path: Path) -> str:
-    """Return the sha256 of a text in UTF-8, without byte-order mark, newlines as \\n."""
+    """Return the sha256 of a text in UTF-8, newlines as \\n, without byte-order mark and without
+    newlines at the end."""
     digest = hashlib.sha256()
+    newlines = ""  # hashed if more text follows
     for piece in text_pieces(path):
-        digest.update(piece.encode())
+        piece = newlines + piece
+        text = piece.rstrip("\n")
+        newlines = piece[len(text) :]
+        digest.update(text.encode())
     return digest.hexdigest()
 
 

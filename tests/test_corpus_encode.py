@@ -18,6 +18,7 @@ from helpers import ROOT, end_in_call, make_text, press_ctrl_c, refuse, refuse_i
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import files
 from common.files import write_json
 from common.process import UserError
 from corpus import encode
@@ -90,6 +91,17 @@ def test_a_text_without_a_cut_grows_and_is_searched_seldom(bpe, monkeypatch):
 def test_paragraphs_that_blank_lines_separate_are_cut(bpe, monkeypatch):
     monkeypatch.setattr(encode, "PIECE_CHARACTERS", 1000)
     assert len(PiecewiseEncoder(bpe).encode("你好世界今天天气很好。\n\n" * 100, is_last=False)) > 0
+
+
+def test_only_newlines_at_the_end_are_left_out_of_the_hash(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 2)
+    hashes = []
+    for number, text in enumerate(["a\n\n\nb", "a\n\n\nb\n\n\n", "a\nb", "a\n\n\nb\n "]):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(text)
+        hashes.append(encode.hash_text(path))
+    assert hashes[0] == hashes[1] == files.hash_bytes(b"a\n\n\nb")
+    assert len(set(hashes)) == 3
 
 
 def test_segments_are_encoded_each_by_itself_and_nameless_ones_left_out():
