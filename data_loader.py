@@ -23,7 +23,7 @@ from tokenization_manager import TokenizationManager
 TOKEN_DTYPE = np.dtype("<u2")
 # The check for wider integers reads this many tokens at the start of a file ...
 CHECKED_TOKENS = 1_000_000
-# ... and needs this many zeros at every second place, because a few can be chance.
+# ... and needs this many zeros at every second place; fewer can be chance.
 MIN_ZEROS = 32
 WHOLE_BATCH = slice(None)
 
@@ -117,11 +117,15 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
             f"vocab_size={vocab_size} allows 0 to {vocab_size - 1}: make the files again with "
             "prepare_text.py, or choose the tokenization they were made with"
         )
-    # Small uint32 or int64 numbers, read as uint16, are 0 at every second place.
-    low = tokens[:CHECKED_TOKENS:2]
-    high = tokens[1:CHECKED_TOKENS:2]
-    if len(high) >= MIN_ZEROS and not high.any() and low.min() < low.max():
-        raise BinaryFileError(f"ERROR: {path} is like uint32, every second id is 0: save uint16")
+    # Small uint32 or int64 numbers, read as uint16, are 0 at every second place: at the odd places
+    # if they are little-endian, at the even places if they are big-endian.
+    even = tokens[:CHECKED_TOKENS:2]
+    odd = tokens[1:CHECKED_TOKENS:2]
+    for zeros, others in ((odd, even), (even, odd)):
+        if len(zeros) >= MIN_ZEROS and not zeros.any() and others.min() < others.max():
+            raise BinaryFileError(
+                f"ERROR: {path} is like uint32, every second id is 0: save uint16"
+            )
     return tokens
 
 

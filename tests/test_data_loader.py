@@ -102,13 +102,13 @@ def test_bad_token_files_are_refused(tmp_path):
 def test_token_files_of_wider_integers_are_refused_and_zeros_are_not(tmp_path):
     """Few tokens, only zeros, and two alternating ids are accepted."""
     path = tmp_path / "train.bin"
-    for ids in ([7, 0, 8, 0] * 10, [0] * 500, [1, 0] * 500):
+    for ids in ([7, 0, 8, 0] * 10, [0] * 500, [1, 0] * 500, [0, 1] * 500):
         uint16(ids).tofile(path)
         assert open_token_file(path, "train", 10).tolist() == ids
-    for dtype in ("<u4", "<i8"):
+    for dtype in ("<u4", "<i8", ">u4", ">i8"):
         np.arange(100, dtype=dtype).tofile(path)
         with pytest.raises(BinaryFileError, match=r"bin is like uint32, .* is 0: save uint16$"):
-            open_token_file(path, "train", 100)
+            open_token_file(path, "train", 50257)
 
 
 def test_get_batch_gives_windows_and_the_next_tokens():
