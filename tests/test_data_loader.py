@@ -42,6 +42,8 @@ def test_texts_are_read_or_refused(tmp_path):
         (b"voil\xe0", "is not UTF-8 .* iconv -f LATIN1 -t UTF-8 "),
         (b"\xff\xfea\0", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 "),
         (b"\xfe\xff\0a", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 "),
+        (b"\xff\xfe\0\0a\0\0\0", "If it is UTF-32, convert it: iconv -f UTF-32 -t UTF-8 "),
+        (b"\0\0\xfe\xff\0\0\0a", "If it is UTF-32, convert it: iconv -f UTF-32 -t UTF-8 "),
         (b"text\0", "NUL"),
     ):
         (tmp_path / "bad.txt").write_bytes(contents)
