@@ -128,7 +128,8 @@ class TokenizationInfo:
     def __post_init__(self) -> None:
         require(
             self.method in METHODS,
-            f"tokenization method={self.method!r:.60}: must be 'bpe', 'char' or 'tokenizer'",
+            f"tokenization method={self.method!r:.60}: must be 'bpe', 'char', 'tokenizer' or "
+            "'ids'",
         )
         is_possible = 1 <= self.vocab_size <= MAX_VOCAB_SIZE
         require(

@@ -128,7 +128,7 @@ def test_impossible_choices_are_refused(char_folder, tmp_path):
         TokenizationManager("char")
     with pytest.raises(UserError, match=r"meta_path=.*'bpe'"):
         TokenizationManager("bpe", meta_path=char_folder / "meta.pkl")
-    with pytest.raises(UserError, match="method='words'"):
+    with pytest.raises(UserError, match="method='words': .*, 'tokenizer' or 'ids'"):
         TokenizationManager("words")
     with pytest.raises(UserError, match=r"not found: .*absent"):
         TokenizationManager(data_path=tmp_path / "absent")
