@@ -173,9 +173,17 @@ class ValidationParts(NamedTuple):
 
 
 def validation_part(tokens: np.ndarray, block_size: int, name: str) -> np.ndarray:
-    """Return the tokens of the part 'select', 'gate' or 'report', and the last target after it."""
+    """Return the tokens of the part 'select', 'gate' or 'report', and the last target after it.
+
+    Raise UserError if the gate part has no block.
+    """
     num_blocks = len(tokens) // block_size
     blocks = getattr(ValidationParts.of(num_blocks), name)
+    require(
+        name != "gate" or len(blocks) > 0,
+        f"the gate part of {num_blocks} blocks (block_size={block_size}) is empty: 4 are needed: "
+        "use more text, or choose another part",
+    )
     start = blocks.start * block_size
     if blocks.stop == num_blocks:
         return tokens[start:]  # with the tokens after the last whole block

@@ -196,7 +196,14 @@ def test_parts_are_all_blocks_in_order(num_blocks):
 def test_the_windows_of_the_parts_are_those_of_the_split(num_tokens, block_size):
     tokens = np.arange(num_tokens, dtype=np.uint16)
     whole = [tuple(row) for x, _ in WholeSplitBatches(tokens, block_size, 3) for row in x.tolist()]
-    names = ("select", "gate", "report") if num_tokens // block_size >= 2 else ("select",)
+    num_blocks = num_tokens // block_size
+    names = ["select", "gate", "report"]
+    if num_blocks < 4:
+        with pytest.raises(UserError, match=f"the gate part of {num_blocks} blocks .* is empty"):
+            validation_part(tokens, block_size, "gate")
+        names.remove("gate")
+    if num_blocks < 2:
+        names.remove("report")
     parts = [validation_part(tokens, block_size, name) for name in names]
     windows = [WholeSplitBatches(part, block_size, 3) for part in parts if len(part) > 1]
     assert [tuple(row) for batches in windows for x, _ in batches for row in x.tolist()] == whole
