@@ -84,7 +84,8 @@ def split_and_encode(
 ) -> TokenSplits:
     """Cut the text at `split_boundary`, then encode each part by itself."""
     boundary = split_boundary(len(text), train_split)
-    return TokenSplits(tokenizer.encode(text[:boundary]), tokenizer.encode(text[boundary:]))
+    line = 1 + text.count("\n", 0, boundary)  # of the first character for validation
+    return TokenSplits(tokenizer.encode(text[:boundary]), tokenizer.encode(text[boundary:], line))
 
 
 def load_text(

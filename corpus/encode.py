@@ -87,6 +87,19 @@ def joined_pieces(texts: Iterable[Path]) -> Iterator[str]:
             end = piece[-1]
 
 
+def check_characters(texts: Iterable[Path], tokenizer: TokenizationManager) -> None:
+    """Raise UserError, with file and line, if texts have a character that a tokenizer lacks."""
+    for path in texts:
+        line = 1
+        for piece in text_pieces(path):
+            try:
+                tokenizer.encode(piece, line)
+            except UserError as error:
+                reason = str(error).removeprefix("ERROR: ")
+                raise UserError(f"ERROR: {path}: {reason}") from None
+            line += piece.count("\n")
+
+
 class PiecewiseEncoder:
     """Encodes a text that comes in pieces into the tokens of the whole text.
 
@@ -197,6 +210,8 @@ def prepare_texts(
         chars.update(piece)
     if tokenizer is None:
         tokenizer = TokenizationManager.from_text("".join(chars))
+    if tokenizer.chars is not None and not chars.issubset(tokenizer.chars):
+        check_characters(texts, tokenizer)
     print(f"length of dataset in characters: {num_characters:,}")
     print(f"vocab size: {tokenizer.vocab_size:,}")
     if segments is None:

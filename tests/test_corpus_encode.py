@@ -143,6 +143,17 @@ def tokens_of(folder: Path, *parts: str) -> list[str]:
     return [tokenizer.decode(np.fromfile(folder / f"{part}.bin", np.uint16)) for part in parts]
 
 
+def test_an_unknown_character_has_file_and_line(tmp_path, novel, monkeypatch):
+    """The second file, and a piece that is not its first."""
+    monkeypatch.setattr(files, "CHUNK", 2)
+    other = tmp_path / "other.txt"
+    other.write_text("the\nthe\nthé\n")
+    tokenizer = TokenizationManager.from_text(TEXT)
+    with pytest.raises(UserError, match=r"other\.txt: .* '\\xe9' \(the first is in line 3\)"):
+        prepare_texts([novel, other], tmp_path / "made", tokenizer)
+    assert not (tmp_path / "made/train.bin").exists()
+
+
 def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
     folder = tmp_path / "novel"
     folder.mkdir()

@@ -65,6 +65,12 @@ def test_the_split_is_by_characters_and_loses_none(text, train_split):
     assert tokenizer.decode(splits.val) == text[boundary:]
 
 
+def test_the_line_of_an_unknown_character_is_that_of_the_whole_text():
+    tokenizer = TokenizationManager.from_text("ab\n")
+    with pytest.raises(UserError, match="the first is in line 4"):
+        split_and_encode("a\nb\na\nx", tokenizer, 0.6)
+
+
 @pytest.mark.parametrize("train_split", [0.0, 1.0, float("nan")])
 def test_splits_out_of_range_are_refused(train_split):
     tokenizer = TokenizationManager.from_text("abc\n")
