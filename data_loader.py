@@ -23,7 +23,7 @@ from tokenization_manager import TokenizationManager
 TOKEN_DTYPE = np.dtype("<u2")
 # The check for wider integers reads this many tokens at the start of a file ...
 CHECKED_TOKENS = 1_000_000
-# ... and needs this many zeros at every second place, because a few can be chance.
+# ... and needs this many zeros at every second place; fewer can be chance.
 MIN_ZEROS = 32
 WHOLE_BATCH = slice(None)
 
@@ -84,7 +84,8 @@ def split_and_encode(
 ) -> TokenSplits:
     """Cut the text at `split_boundary`, then encode each part by itself."""
     boundary = split_boundary(len(text), train_split)
-    return TokenSplits(tokenizer.encode(text[:boundary]), tokenizer.encode(text[boundary:]))
+    line = 1 + text.count("\n", 0, boundary)  # of the first character for validation
+    return TokenSplits(tokenizer.encode(text[:boundary]), tokenizer.encode(text[boundary:], line))
 
 
 def load_text(
@@ -117,11 +118,15 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
             f"vocab_size={vocab_size} allows 0 to {vocab_size - 1}: make the files again with "
             "prepare_text.py, or choose the tokenization they were made with"
         )
-    # Small uint32 or int64 numbers, read as uint16, are 0 at every second place.
-    low = tokens[:CHECKED_TOKENS:2]
-    high = tokens[1:CHECKED_TOKENS:2]
-    if len(high) >= MIN_ZEROS and not high.any() and low.min() < low.max():
-        raise BinaryFileError(f"ERROR: {path} is like uint32, every second id is 0: save uint16")
+    # Small uint32 or int64 numbers, read as uint16, are 0 at every second place: at the odd places
+    # if they are little-endian, at the even places if they are big-endian.
+    even = tokens[:CHECKED_TOKENS:2]
+    odd = tokens[1:CHECKED_TOKENS:2]
+    for zeros, others in ((odd, even), (even, odd)):
+        if len(zeros) >= MIN_ZEROS and not zeros.any() and others.min() < others.max():
+            raise BinaryFileError(
+                f"ERROR: {path} is like uint32, every second id is 0: save uint16"
+            )
     return tokens
 
 
@@ -169,9 +174,17 @@ class ValidationParts(NamedTuple):
 
 
 def validation_part(tokens: np.ndarray, block_size: int, name: str) -> np.ndarray:
-    """Return the tokens of the part 'select', 'gate' or 'report', and the last target after it."""
+    """Return the tokens of the part 'select', 'gate' or 'report', and the last target after it.
+
+    Raise UserError if the gate part has no block.
+    """
     num_blocks = len(tokens) // block_size
     blocks = getattr(ValidationParts.of(num_blocks), name)
+    require(
+        name != "gate" or len(blocks) > 0,
+        f"the gate part of {num_blocks} blocks (block_size={block_size}) is empty: 4 are needed: "
+        "use more text, or choose another part",
+    )
     start = blocks.start * block_size
     if blocks.stop == num_blocks:
         return tokens[start:]  # with the tokens after the last whole block

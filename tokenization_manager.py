@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pickle
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ class TokenizationInfo:
     def __post_init__(self) -> None:
         require(
             self.method in METHODS,
-            f"tokenization method={self.method!r:.60}: must be 'bpe', 'char' or 'tokenizer'",
+            f"tokenization method={self.method!r:.60}: must be 'bpe', 'char', 'tokenizer' or 'ids'",
         )
         is_possible = 1 <= self.vocab_size <= MAX_VOCAB_SIZE
         require(
@@ -223,8 +224,9 @@ class TokenizationManager:
         elif self.method == "char":
             if not isinstance(self.chars, str) or len(set(self.chars)) != len(self.chars):
                 raise UserError("ERROR: tokenizer record: its characters are missing or repeated")
-            self._ids = _meta(self.chars)["stoi"]
-            self.vocab_size = len(self._ids)
+            self.vocab_size = len(self.chars)
+            self._ids = np.full(sys.maxunicode + 1, -1, dtype=np.int32)  # by code point; -1: no id
+            self._ids[_code_points(self.chars)] = np.arange(self.vocab_size)
         elif self.method == "tokenizer":
             self._set_json(str(self.tokenizer_json))
         self.info()  # check method and vocab_size
@@ -301,21 +303,25 @@ class TokenizationManager:
             names.append("tokenizer_json")
         return {name: getattr(self, name) for name in names}
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, first_line: int = 1) -> np.ndarray:
         """Return the tokens of a text, (num_tokens,) uint16. Unknown characters are a UserError.
 
+        first_line: the number of the text's first line in its file, for this error.
         GPT-2's BPE reads its special tokens as text. A tokenizer.json recognises its own in the
         text and adds none.
         """
         if self.method == "char":
-            unknown = sorted(set(text) - self._ids.keys())
-            require(
-                not unknown,
-                f"the vocabulary ({self.meta_path}) lacks the characters "
-                f"{' '.join(map(ascii, unknown[:10]))}: replace them in the text, or use a "
-                "meta.pkl made from it",
-            )
-            return np.fromiter((self._ids[char] for char in text), np.uint16, len(text))
+            ids = self._ids[_code_points(text)]
+            places = np.flatnonzero(ids < 0)
+            if len(places) > 0:
+                unknown = sorted({text[place] for place in places})
+                line = first_line + text.count("\n", 0, int(places[0]))
+                raise UserError(
+                    f"ERROR: the vocabulary ({self.meta_path}) lacks the characters "
+                    f"{' '.join(map(ascii, unknown[:10]))} (the first is in line {line}): replace "
+                    "them in the text, or use a meta.pkl made from it"
+                )
+            return ids.astype(np.uint16)
         try:
             if self.method == "bpe":
                 ids = _gpt2_encoding().encode_to_numpy(text, disallowed_special=())
@@ -345,6 +351,10 @@ class TokenizationManager:
             return self._library.decode(ids.tolist(), skip_special_tokens=False)
         assert self.chars is not None, self.method
         return "".join(self.chars[token] for token in ids.tolist())
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
 def _is_gpt2(library: Any, ids: dict[str, int]) -> bool:

@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -86,9 +87,12 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
                 piece = file.read(CHUNK)
     except UnicodeDecodeError as error:
         encoding = "LATIN1"
-        if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        # First UTF-32: its mark begins with that of UTF-16.
+        if error.object.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+            encoding = "UTF-32"
+        elif error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             encoding = "UTF-16"
-        command = f"iconv -f {encoding} -t UTF-8 {path} > new.txt"
+        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > new.txt"
         remedy = f"If it is {encoding}, convert it: {command}"
         raise UserError(f"ERROR: {path} is not UTF-8 text ({error.reason}). {remedy}") from None
 

@@ -27,8 +27,8 @@ from data_loader import TOKEN_DTYPE, split_boundary, text_pieces
 from tokenization_manager import TokenizationManager, save_meta
 
 PIECE_CHARACTERS = 1 << 20  # encode at least so many at a time
-# A text without a place to cut is encoded at once; a character then takes up to 100 bytes.
-MOST_CHARACTERS = 1 << 24
+# A text without a place to cut is encoded at once; a character then takes up to 300 bytes.
+MOST_CHARACTERS = 1 << 22
 WINDOW = 200  # characters on either side of a cut that are encoded to check it
 CORPUS_FILES = ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin")
 
@@ -64,10 +64,15 @@ def texts_below(folder: Path) -> list[Path]:
 
 
 def hash_text(path: Path) -> str:
-    """Return the sha256 of a text in UTF-8, without byte-order mark, newlines as \\n."""
+    """Return the sha256 of a text in UTF-8, newlines as \\n, without byte-order mark and without
+    newlines at the end."""
     digest = hashlib.sha256()
+    newlines = ""  # hashed if more text follows
     for piece in text_pieces(path):
-        digest.update(piece.encode())
+        piece = newlines + piece
+        text = piece.rstrip("\n")
+        newlines = piece[len(text) :]
+        digest.update(text.encode())
     return digest.hexdigest()
 
 
@@ -80,6 +85,19 @@ def joined_pieces(texts: Iterable[Path]) -> Iterator[str]:
         for piece in text_pieces(path):
             yield piece
             end = piece[-1]
+
+
+def check_characters(texts: Iterable[Path], tokenizer: TokenizationManager) -> None:
+    """Raise UserError, with file and line, if texts have a character that a tokenizer lacks."""
+    for path in texts:
+        line = 1
+        for piece in text_pieces(path):
+            try:
+                tokenizer.encode(piece, line)
+            except UserError as error:
+                reason = str(error).removeprefix("ERROR: ")
+                raise UserError(f"ERROR: {path}: {reason}") from None
+            line += piece.count("\n")
 
 
 class PiecewiseEncoder:
@@ -192,6 +210,8 @@ def prepare_texts(
         chars.update(piece)
     if tokenizer is None:
         tokenizer = TokenizationManager.from_text("".join(chars))
+    if tokenizer.chars is not None and not chars.issubset(tokenizer.chars):
+        check_characters(texts, tokenizer)
     print(f"length of dataset in characters: {num_characters:,}")
     print(f"vocab size: {tokenizer.vocab_size:,}")
     if segments is None:

@@ -121,7 +121,7 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
 def read_model(folder: Path, num_tokens: int | None) -> tuple[GPTConfig, dict[str, Tensor], Any]:
     """Return config, state dict, and the data record that our export wrote, or None.
 
-    num_tokens: the number of ids that the tokenizer uses; None: all.
+    num_tokens: the number of ids that the tokenizer uses; None: see GPTConfig.num_real_tokens.
     """
     transformers = load_transformers()
     their_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -162,9 +162,7 @@ def our_config(theirs: Any, num_tokens: int | None) -> GPTConfig:
         raise UserError(
             f"a model of type {theirs.model_type!r}; supported are {', '.join(CLASSES)}"
         )
-    config = GPTConfig(
-        vocab_size=theirs.vocab_size, num_tokens=num_tokens or theirs.vocab_size, position="learned"
-    )
+    config = GPTConfig(vocab_size=theirs.vocab_size, num_tokens=num_tokens, position="learned")
     for name, their_name in SETTINGS.items():
         setattr(config, name, getattr(theirs, their_name))
     if theirs.model_type == "gpt_neox":

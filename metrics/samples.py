@@ -16,9 +16,12 @@ from torch import Tensor
 MAX_TOKENS = 1 << 24  # tokens of a corpus that are searched for copies
 GRAM = 4  # tokens in the keys by which copies are looked up
 # Scripts without spaces between words, by how the Unicode names of their characters begin:
-# ideographs, kana, and the scripts whose lines only a dictionary can break (Unicode Standard
-# Annex 14, class SA).
-UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TAI ", "NEW TAI ")
+# ideographs and their iteration marks, kana, and the scripts whose lines only a dictionary can
+# break (Unicode Standard Annex 14, class SA).
+IDEOGRAPHS = ("CJK", "IDEOGRAPHIC", "VERTICAL IDEOGRAPHIC")
+KANA = ("HIRAGANA", "HENTAIGANA", "KATAKANA", "HALFWIDTH KATAKANA", "VERTICAL KANA")
+CLASS_SA = ("THAI", "LAO", "KHMER", "MYANMAR", "TAI ", "NEW TAI ", "AHOM")
+UNSPACED = IDEOGRAPHS + KANA + CLASS_SA
 
 
 def sample_figures(

@@ -38,10 +38,15 @@ class Ledger:
             for record in contents["stages"]:
                 self.records[record["name"]] = record
                 _compared(record)
-        except (KeyError, TypeError):
+            names = [*self.about.get("sources", []), *self.about.get("planned", [])]
+            is_ledger = isinstance(contents["stages"], list)
+            is_ledger = is_ledger and all(isinstance(name, str) for name in names)
+        except (AttributeError, KeyError, TypeError):
+            is_ledger = False
+        if not is_ledger:
             raise UserError(
                 f"ERROR: {self.path} is no ledger of this version: use another --out_dir"
-            ) from None
+            )
 
     def start(self, about: dict[str, Any]) -> None:
         """Begin a run; earlier records stay."""

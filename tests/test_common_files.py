@@ -5,6 +5,7 @@ pytest tests/test_common_files.py
 
 import os
 import pickle
+import shlex
 import zipfile
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 2)
     (tmp_path / "a.txt").write_bytes("\ufeffnaïve\r\n\ufeff".encode())
     assert list(files.read_pieces(tmp_path / "a.txt")) == ["na", "ïv", "e\n", "\ufeff"]
+
+
+def test_the_command_for_another_encoding_has_the_path_as_one_word(tmp_path):
+    path = tmp_path / "my novel.txt"
+    path.write_bytes("voilà".encode("latin-1"))
+    with pytest.raises(UserError) as caught:
+        list(files.read_pieces(path))
+    command = str(caught.value).partition("convert it: ")[2]
+    assert shlex.split(command)[:-2] == ["iconv", "-f", "LATIN1", "-t", "UTF-8", str(path)]
 
 
 def test_json_comes_back(tmp_path):

@@ -18,6 +18,7 @@ from helpers import ROOT, end_in_call, make_text, press_ctrl_c, refuse, refuse_i
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import files
 from common.files import write_json
 from common.process import UserError
 from corpus import encode
@@ -83,14 +84,24 @@ def test_a_text_without_a_cut_grows_and_is_searched_seldom(bpe, monkeypatch):
         assert len(encoder.encode(text[first : first + 10], False)) == 0
     assert tried == [100 * 2**n for n in range(7)]
     assert encoder.encode("", True).tolist() == bpe.encode(text).tolist()
-    monkeypatch.setattr(encode, "MOST_CHARACTERS", 300)
-    with pytest.raises(UserError, match="the text has 10,000 characters without a space"):
-        PiecewiseEncoder(bpe).encode(text, False)
+    with pytest.raises(UserError, match="the text has 4,194,304 characters without a space"):
+        PiecewiseEncoder(bpe).encode("ab" * 2**21, False)
 
 
 def test_paragraphs_that_blank_lines_separate_are_cut(bpe, monkeypatch):
     monkeypatch.setattr(encode, "PIECE_CHARACTERS", 1000)
     assert len(PiecewiseEncoder(bpe).encode("你好世界今天天气很好。\n\n" * 100, is_last=False)) > 0
+
+
+def test_only_newlines_at_the_end_are_left_out_of_the_hash(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 2)
+    hashes = []
+    for number, text in enumerate(["a\n\n\nb", "a\n\n\nb\n\n\n", "a\nb", "a\n\n\nb\n "]):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(text)
+        hashes.append(encode.hash_text(path))
+    assert hashes[0] == hashes[1] == files.hash_bytes(b"a\n\n\nb")
+    assert len(set(hashes)) == 3
 
 
 def test_segments_are_encoded_each_by_itself_and_nameless_ones_left_out():
@@ -130,6 +141,17 @@ def tokens_of(folder: Path, *parts: str) -> list[str]:
     """The text of the parts of a corpus."""
     tokenizer = TokenizationManager(data_path=folder)
     return [tokenizer.decode(np.fromfile(folder / f"{part}.bin", np.uint16)) for part in parts]
+
+
+def test_an_unknown_character_has_file_and_line(tmp_path, novel, monkeypatch):
+    """The second file, and a piece that is not its first."""
+    monkeypatch.setattr(files, "CHUNK", 2)
+    other = tmp_path / "other.txt"
+    other.write_text("the\nthe\nthé\n")
+    tokenizer = TokenizationManager.from_text(TEXT)
+    with pytest.raises(UserError, match=r"other\.txt: .* '\\xe9' \(the first is in line 3\)"):
+        prepare_texts([novel, other], tmp_path / "made", tokenizer)
+    assert not (tmp_path / "made/train.bin").exists()
 
 
 def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):

@@ -42,6 +42,8 @@ def test_texts_are_read_or_refused(tmp_path):
         (b"voil\xe0", "is not UTF-8 .* iconv -f LATIN1 -t UTF-8 "),
         (b"\xff\xfea\0", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 "),
         (b"\xfe\xff\0a", "If it is UTF-16, convert it: iconv -f UTF-16 -t UTF-8 "),
+        (b"\xff\xfe\0\0a\0\0\0", "If it is UTF-32, convert it: iconv -f UTF-32 -t UTF-8 "),
+        (b"\0\0\xfe\xff\0\0\0a", "If it is UTF-32, convert it: iconv -f UTF-32 -t UTF-8 "),
         (b"text\0", "NUL"),
     ):
         (tmp_path / "bad.txt").write_bytes(contents)
@@ -61,6 +63,12 @@ def test_the_split_is_by_characters_and_loses_none(text, train_split):
     assert splits.train.dtype == splits.val.dtype == np.uint16
     assert tokenizer.decode(splits.train) == text[:boundary]
     assert tokenizer.decode(splits.val) == text[boundary:]
+
+
+def test_the_line_of_an_unknown_character_is_that_of_the_whole_text():
+    tokenizer = TokenizationManager.from_text("ab\n")
+    with pytest.raises(UserError, match="the first is in line 4"):
+        split_and_encode("a\nb\na\nx", tokenizer, 0.6)
 
 
 @pytest.mark.parametrize("train_split", [0.0, 1.0, float("nan")])
@@ -102,13 +110,13 @@ def test_bad_token_files_are_refused(tmp_path):
 def test_token_files_of_wider_integers_are_refused_and_zeros_are_not(tmp_path):
     """Few tokens, only zeros, and two alternating ids are accepted."""
     path = tmp_path / "train.bin"
-    for ids in ([7, 0, 8, 0] * 10, [0] * 500, [1, 0] * 500):
+    for ids in ([7, 0, 8, 0] * 10, [0] * 500, [1, 0] * 500, [0, 1] * 500):
         uint16(ids).tofile(path)
         assert open_token_file(path, "train", 10).tolist() == ids
-    for dtype in ("<u4", "<i8"):
+    for dtype in ("<u4", "<i8", ">u4", ">i8"):
         np.arange(100, dtype=dtype).tofile(path)
         with pytest.raises(BinaryFileError, match=r"bin is like uint32, .* is 0: save uint16$"):
-            open_token_file(path, "train", 100)
+            open_token_file(path, "train", 50257)
 
 
 def test_get_batch_gives_windows_and_the_next_tokens():
@@ -194,7 +202,14 @@ def test_parts_are_all_blocks_in_order(num_blocks):
 def test_the_windows_of_the_parts_are_those_of_the_split(num_tokens, block_size):
     tokens = np.arange(num_tokens, dtype=np.uint16)
     whole = [tuple(row) for x, _ in WholeSplitBatches(tokens, block_size, 3) for row in x.tolist()]
-    names = ("select", "gate", "report") if num_tokens // block_size >= 2 else ("select",)
+    num_blocks = num_tokens // block_size
+    names = ["select", "gate", "report"]
+    if num_blocks < 4:
+        with pytest.raises(UserError, match=f"the gate part of {num_blocks} blocks .* is empty"):
+            validation_part(tokens, block_size, "gate")
+        names.remove("gate")
+    if num_blocks < 2:
+        names.remove("report")
     parts = [validation_part(tokens, block_size, name) for name in names]
     windows = [WholeSplitBatches(part, block_size, 3) for part in parts if len(part) > 1]
     assert [tuple(row) for batches in windows for x, _ in batches for row in x.tolist()] == whole

@@ -142,6 +142,17 @@ def test_padding_ids_are_left_out(tmp_path, transformers):
 
 
 @pytest.mark.interop
+def test_gpt2s_padded_vocabulary_is_known_without_a_tokenizer(tmp_path, transformers):
+    """It fits a generator of 50257 tokens, as a checkpoint of that size does."""
+    config = replace(OURS[0], vocab_size=50304, num_tokens=50304, n_embd=4)
+    their_model(config, GPT(config).state_dict()).save_pretrained(tmp_path)
+    model = build_model(load_checkpoint(tmp_path), "generator", tmp_path)
+    assert model.config.vocab_size == 50304 and model.config.num_real_tokens == 50257
+    model.pad_vocabulary(50257)
+    assert model.config.vocab_size == 50257
+
+
+@pytest.mark.interop
 def test_half_precision_is_read_as_float32(folder):
     whole = load_checkpoint(folder)["model"]
     model = huggingface.load_transformers().GPTNeoXForCausalLM.from_pretrained(

@@ -180,7 +180,19 @@ def test_a_ledger_is_read_back(tmp_path):
     assert [record["name"] for record in again.finished()] == ["base_model_v1", "gate_v1"]
 
 
-@pytest.mark.parametrize("contents", [[], {"about": {}}, {"outcome": "", "stages": [{}]}])
+@pytest.mark.parametrize(
+    "contents",
+    [
+        [],
+        {"about": {}},
+        {"about": {}, "outcome": "", "stages": [{}]},
+        {"about": {}, "outcome": "", "stages": {}},
+        {"about": 5, "outcome": "", "stages": []},
+        {"about": {"sources": 5}, "outcome": "", "stages": []},
+        {"about": {"planned": [5]}, "outcome": "", "stages": []},
+    ],
+    ids=str,
+)
 def test_a_damaged_ledger_is_refused(tmp_path, contents):
     write_json(tmp_path / "cycles.json", contents)
     error = "cycles.json is no ledger of this version: use another --out_dir"
