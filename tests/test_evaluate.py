@@ -115,10 +115,10 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
         "samples": 10,
         "device": "cpu",
     }
-    assert "need more text" in refuse_in_one_line("evaluate", **options)
+    assert "tokens of text, got" in refuse_in_one_line("evaluate", **options)
     # of no block
     gate = {"part": "gate", "reward_model_path": predictive_reward_model, "baseline": generator}
-    assert "need more text" in refuse_in_one_line("evaluate", **options, **gate)
+    assert "tokens of text, got" in refuse_in_one_line("evaluate", **options, **gate)
     message = refuse("evaluate", split="train", part="gate", samples=1)
     for said in ("checkpoints is required", "part is ignored when split is 'train'", "samples=1"):
         assert f"ERROR: {said}" in message
