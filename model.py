@@ -63,7 +63,7 @@ class GPTConfig:
 
     @property
     def num_real_tokens(self) -> int:
-        """The number of ids that are tokens; ids from here on are padding."""
+        """Return the number of ids that are tokens. Higher ids are padding."""
         if self.num_tokens is not None:
             return self.num_tokens
         if self.vocab_size == 50304:  # GPT-2's padded vocabulary
@@ -72,16 +72,16 @@ class GPTConfig:
 
     @property
     def rotary_size(self) -> int:
-        """The number of dimensions of a head that rotary positions rotate."""
+        """Return the number of dimensions of a head that rotary positions rotate."""
         return int(self.n_embd // self.n_head * self.rotary_share)
 
     @property
     def min_weights(self) -> int:
-        """A lower bound of the number of weights: embeddings and the matrices of all blocks."""
+        """Return a lower bound of the number of weights: embeddings and matrices of all blocks."""
         return self.n_embd * (self.vocab_size + 12 * self.n_layer * self.n_embd)
 
     def problem(self) -> str | None:
-        """Return why this configuration is impossible, as one sentence, or None if it is possible.
+        """Return the reason why this configuration is impossible, or None if it is possible.
 
         A config from a file can hold values of any type.
         """
@@ -126,7 +126,7 @@ def check_same_fields(ours: GPTConfig, theirs: GPTConfig, our_name: str, their_n
         if our_value != their_value:
             raise UserError(
                 f"ERROR: {name} is {our_value} in {our_name} and {their_value} in {their_name}: "
-                "they do not match; name two models of the same tokenization and size"
+                "they do not match; use two models of the same tokenization and size"
             )
 
 
@@ -201,7 +201,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A generator, or a reward model with a 'last' head: see `forward`.
 
-    Raises UserError if the config is impossible.
+    Raise UserError if the config is impossible.
     """
 
     head_type = "last"
@@ -242,7 +242,7 @@ class GPT(nn.Module):
         self._init_weights()
 
     def make_reward_head(self) -> nn.Sequential:
-        """Return new layers from hidden states (B, C) to [P(natural), P(synthetic)] (B, 2)."""
+        """Return new layers that map hidden states (B, C) to [P(natural), P(synthetic)] (B, 2)."""
         width = self.config.reward_head_hidden_dim
         return nn.Sequential(
             nn.Linear(self.config.n_embd, width), nn.ReLU(), nn.Linear(width, 2), nn.Softmax(dim=-1)
@@ -332,7 +332,10 @@ class GPT(nn.Module):
             return self._logits_in_autocast(hidden.to(self.lm_head.weight.dtype))
 
     def _logits_in_autocast(self, hidden: Tensor) -> Tensor:
-        """Return `logits` in autocast's dtype, for losses that average over many tokens."""
+        """Compute the logits in the autocast dtype.
+
+        Use this only for losses averaged over many tokens.
+        """
         logits = self.lm_head(hidden)
         if self.config.num_real_tokens < self.config.vocab_size:
             logits[..., self.config.num_real_tokens :] = torch.finfo(logits.dtype).min

@@ -4,8 +4,8 @@
 
 In: a generator's checkpoint and a corpus (a text, or train.bin and val.bin). Out, in output_dir,
 for each split: x.bin (uint16, samples x block_size), y.bin (float32, samples x 2: the label K/N,
-(N-K)/N), metadata.txt. Unfinished work lies in output_dir.partial as shards. A sample depends only
-on (seed, split, block, sample). P: blocks. G: samples of a block. N: block_size.
+(N-K)/N), metadata.txt. Unfinished work is kept in output_dir.partial as shards. A sample depends
+only on (seed, split, block, sample). P: blocks. G: samples of a block. N: block_size.
 """
 
 import os
@@ -113,14 +113,14 @@ def write_shards(
     split: str,
     config: RewardDataConfig,
 ) -> list[Path]:
-    """Write the missing shards of a split, this rank its share; return the paths of all."""
+    """Write this rank's share of the missing shards of a split. Return the paths of all shards."""
     shards = blocks_by_shard(tokens, completer, config)
     paths = [folder / f"{split}_{number:06}.npz" for number in range(len(shards))]
     missing = [path for path in paths if not path.is_file()]
     if len(missing) < len(paths):
         print0(
-            "Going on with work that was interrupted: "
-            f"{len(paths) - len(missing)} of {len(paths)} shards are there"
+            "Continuing interrupted work: "
+            f"{len(paths) - len(missing)} of {len(paths)} shards are done"
         )
     share = missing[ranks.rank :: ranks.world_size]
     ranks.sum(0.0)  # wait until every rank has looked
@@ -138,9 +138,10 @@ def write_shards(
 
 
 def is_complete(output: Path, partial: Path, identity: Mapping[str, Any], overwrite: bool) -> bool:
-    """Return whether `output` holds this dataset already; else make the folder `partial`.
+    """Return True if `output` already holds this dataset. Otherwise create `partial`.
 
-    Raise UserError for another dataset in either folder, unless `overwrite`.
+    Return False in the latter case. Raise UserError if either folder holds a different dataset and
+    `overwrite` is False.
     """
     found = set(os.listdir(output)) if output.is_dir() else set()
     foreign = ", ".join(sorted(found - FILES))
@@ -392,4 +393,4 @@ def save_reward_dataset(
 
 
 if __name__ == "__main__":
-    run_main(main, resume_hint="Finished shards are kept; run the same command again to go on.")
+    run_main(main, resume_hint="Finished shards are kept; run the same command again to continue.")

@@ -42,23 +42,25 @@ class PrepareTextSettings(Settings):
         """Check that texts, one folder and one tokenization are named."""
         errors.check(
             bool(self.paths) and all(self.paths),
-            "no text is named",
-            "Name text files, or folders that hold *.txt files: "
+            "no text is given",
+            "Pass text files, or folders that hold *.txt files: "
             "python prepare_text.py my_novel.txt --name novel",
         )
         if self.name is not None:
             is_plain = self.name == Path(self.name).name and self.name != ".."
             errors.check(
-                is_plain, f"name={self.name}: must be a plain name", "Name a folder with --out_dir"
+                is_plain,
+                f"name={self.name}: must be a plain name",
+                "Choose a folder with --out_dir",
             )
         errors.check(
             bool(self.name) != bool(self.out_dir),
             "one of name and out_dir is required",
-            "Name the corpus with --name, or its folder with --out_dir",
+            "Set the name of the corpus with --name, or its folder with --out_dir",
         )
         errors.check(
             (self.tokenization is None) != (self.tokenizer is None),
-            "name one tokenization",
+            "exactly one of tokenization and tokenizer is required",
             "Use --tokenization char, --tokenization bpe, or --tokenizer with a tokenizer.json",
         )
 

@@ -62,7 +62,7 @@ class RewardDataConfig(Settings):
             self.val_bin = self.val_bin or str(folder / "val.bin")
 
     def check_settings(self, errors: Errors) -> None:
-        """Check that files exist, and that no setting is given which the mode ignores."""
+        """Check that files exist, and that no given setting is ignored by the mode."""
         if self.input_mode == "text":
             self._check_ignored(errors, "train_bin", "val_bin", "dataset")
             self._check_file(errors, "data_path", "Data")

@@ -84,8 +84,8 @@ class RewardDataset(Dataset):
     """One split of a reward dataset: dataset[i] is LongTensor (block_size,), FloatTensor (2,).
 
     `x` and `y` are memory maps: (num_samples, block_size) uint16 and (num_samples, 2) float32. Row
-    r belongs to natural block r // samples_per_chunk. Raise UserError for a bad dataset, and for
-    another tokenization than the expected one.
+    r belongs to natural block r // samples_per_chunk. Raise UserError if the dataset is bad, or if
+    its tokenization differs from the expected one.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class RewardDataset(Dataset):
         self.x = np.memmap(x_path, dtype="<u2", mode="r", shape=(rows, width))
         self.y = np.memmap(y_path, dtype="<f4", mode="r", shape=(rows, 2))
         labels = np.asarray(self.y, dtype=np.float64)
-        # Every comparison with NaN is false, so NaN is refused.
+        # Every comparison with NaN is false, so NaN is rejected.
         is_label = ((labels >= 0) & (labels <= 1)).all(axis=1)
         is_label &= np.abs(labels.sum(axis=1) - 1) <= LABEL_TOLERANCE
         self._check_rows(is_label, "do not sum to 1 within [0, 1]")
@@ -189,7 +189,10 @@ class RewardDataset(Dataset):
         return self.tokenization
 
     def get_stats(self) -> dict[str, Any]:
-        """Return sizes, tokenization, and label statistics: floats prob_sum_*, arrays y_* (2,)."""
+        """Return the sizes, the tokenization and the label statistics.
+
+        The statistics are floats prob_sum_* and arrays y_* (2,).
+        """
         labels = np.asarray(self.y, dtype=np.float64)
         sums = labels.sum(axis=1)
         return {
@@ -271,8 +274,8 @@ def check_variety(dataset: RewardDataset) -> None:
     for name, values in {"label": dataset.y[:, 0], "token": dataset.x}.items():
         require(
             values.min() < values.max(),
-            f"{dataset.data_dir}, {dataset.split} split: every {name} is the same: there is "
-            "nothing to learn; make the data again",
+            f"{dataset.data_dir}, {dataset.split} split: every {name} is the same, so "
+            "there is nothing to learn; make the data again",
         )
 
 
@@ -299,7 +302,7 @@ def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
 
 
 def print_dataset_info(data_dir: str | Path) -> None:
-    """Print sizes, tokenization and label statistics of both splits."""
+    """Print the sizes, the tokenization and the label statistics of both splits."""
     train = RewardDataset(data_dir, "train")
     val = RewardDataset(data_dir, "val")
     print(f"=== Reward Dataset Info: {data_dir} ===")

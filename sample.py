@@ -57,7 +57,7 @@ class SampleSettings(Settings):
 def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarray:
     """Return the tokens (T,) uint16 that all texts start with; see SampleSettings.start.
 
-    Raises UserError if the text is empty, or has a character that the tokenizer lacks.
+    Raise UserError if the text is empty, or has a character that the tokenizer lacks.
     """
     if start is None:
         if tokenizer.chars is None or "\n" in tokenizer.chars:
@@ -74,7 +74,7 @@ def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarra
         unknown = "".join(sorted(set(text) - set(tokenizer.chars)))
         if unknown:
             raise UserError(
-                f"ERROR: start has {unknown!r:.100}, which the model does not know: change --start"
+                f"ERROR: start has {unknown!r:.100}, which the tokenizer lacks: change --start"
             )
     tokens = tokenizer.encode(text)
     if len(tokens) == 0:

@@ -5,8 +5,8 @@
 Reads a generator, a reward model and/or a reward function of yours, and natural text for prompts.
 Writes the improved generator, one JSON record per step, and a picture of the training.
 
-Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats four verbs,
-and now and then a fifth:
+Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats four steps,
+and occasionally a fifth:
 
     sample      the policy pi_old completes each of P prompts G times: a group o_1 .. o_G
     score       frozen models read each completion: is it natural, and how probable is it under
@@ -64,8 +64,8 @@ from training.run import RESUME_HINT, Run
 WARMUP = 0.05  # share of the steps in which the learning rate rises: Adam's first steps are long
 FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "group_std")  # beside the progress bar
 FLAT_NOTE = (
-    "the rewards of every group are equal: this step teaches nothing; use more completions, or "
-    "finer rewards"
+    "the rewards of every group are equal: this step provides no gradient; use more "
+    "completions, or finer rewards"
 )
 
 
@@ -192,7 +192,7 @@ def load_scorer(
     reference = build_model(base, "generator", base_path, device)
     if reference.config.block_size < 2:
         raise UserError(
-            f"ERROR: {base_path} has block_size 1: there is nothing to complete; use 2 or more"
+            f"ERROR: {base_path} has block_size 1, so there is nothing to complete; use 2 or more"
         )
     reward_model = None
     if settings.reward_model_path is not None:
@@ -220,15 +220,15 @@ def load_scorer(
 
 
 def check_generator(path: str, training: dict[str, Any], base_path: str) -> None:
-    """Raise UserError if the reward model was trained against another generator than the policy."""
+    """Raise UserError if the reward model was trained against a generator other than the policy."""
     trained_against = training.get("generator_sha256")
     base_sha256 = hash_model(base_path)
     if trained_against is None:
-        warn(f"{path} does not say against which generator it was trained")
+        warn(f"{path} does not record against which generator it was trained")
     elif trained_against != base_sha256:
         raise UserError(
-            f"ERROR: {path} was trained against another generator (sha256 {trained_against:.12}) "
-            f"than {base_path} ({base_sha256:.12}): train a reward model for this generator"
+            f"ERROR: {path} was trained against another generator (sha256 {trained_against:.12}), "
+            f"not {base_path} ({base_sha256:.12}): train a reward model for this generator"
         )
 
 

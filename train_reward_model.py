@@ -107,8 +107,8 @@ def main() -> None:
     print0(f"\nSkill on {measured_on}:\n{describe_skill(skill)}")
     if not better_than_constant(skill["r2_low"]):
         print0(
-            "NO BETTER THAN A CONSTANT, as far as these data show: "
-            "try --head likelihood, a better natural model, or more data."
+            "Warning: on this data the reward model is not shown to beat a constant prediction. "
+            "Try --head likelihood, a better natural model, or more data."
         )
     print0(f"Saved {output} and {picture}")
 
@@ -187,7 +187,7 @@ def load_natural_model(path: str, base: Mapping, base_sha256: str, metadata: Map
     contents = checkpoint.load_checkpoint(path)
     if hash_model(path) == base_sha256:
         raise UserError(
-            f"ERROR: {path} is the same model as {role}: name another --natural_model_path"
+            f"ERROR: {path} is the same model as {role}: choose another --natural_model_path"
         )
     model: GPT = checkpoint.build_model(contents, "generator", path)
     check_same_tokens(contents["tokenization"], base["tokenization"], path, role)
@@ -232,7 +232,7 @@ def make_model(
 def check_output(
     output: Path, settings: RewardModelSettings, lineage: Mapping[str, str], ranks: Ranks
 ) -> None:
-    """Lock the output. Raise Finished if it is already made, UserError if it is of another run."""
+    """Lock the output. Raise Finished if it exists, UserError if it belongs to a different run."""
     if ranks.rank == 0:
         lock_output(output)
     is_kept = output.exists() and not settings.overwrite
@@ -247,10 +247,11 @@ def check_output(
     difference = differing_settings(recorded, current)
     if difference:
         raise UserError(
-            f"ERROR: {output} is of another run ({difference}); --overwrite True replaces it"
+            f"ERROR: {output} belongs to a different run ({difference}). "
+            "Choose another output_path, or pass --overwrite True to replace it."
         )
     raise Finished(
-        f"{output} was made with these settings already; --overwrite True makes it again."
+        f"{output} was already made with these settings. Pass --overwrite True to make it again."
     )
 
 
@@ -267,7 +268,8 @@ def frozen_features(model: HeadRewardModel, split: Split) -> Split:
     if num_bytes > MAX_FEATURE_BYTES:
         size = f"{num_bytes / 2**30:.1f} GiB"
         print0(
-            f"Hidden states of {num_samples:,} samples take {size}: computed anew in every epoch"
+            f"The hidden states of {num_samples:,} samples take {size}, which is too much to keep. "
+            "They will be recomputed every epoch."
         )
         return split
     device = model.transformer.wte.weight.device

@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def select_device(name: str) -> torch.device:
     """Return the device of a name, or for 'auto' the first of cuda, mps and cpu that is available.
 
-    Raises UserError for a device that this machine lacks. With CUDA, float32 matrix products use
+    Raise UserError for a device that this machine lacks. With CUDA, float32 matrix products use
     TF32 from then on: inputs rounded to 11 significant bits, sums in float32.
     """
     counts = {
@@ -39,7 +39,7 @@ def select_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         rule = "use auto, cpu, cuda, cuda:N or mps"
-        raise UserError(f"ERROR: device={name!r} is no device name: {rule}") from None
+        raise UserError(f"ERROR: device={name!r} is not a device name: {rule}") from None
     available = f"{counts['cuda']} usable CUDA and {counts['mps']} MPS device(s)"
     error = f"device={name!r}, but this machine has {available}: use --device cpu or auto"
     require((device.index or 0) < counts.get(device.type, 0), error)
@@ -68,12 +68,12 @@ def check_compiler(device: torch.device) -> None:
     except Exception as error:  # any error of the compiler or of the packages that call it
         reason = " ".join(str(error).partition("\n\n")[0].split())
         remedy = "install g++ (for CUDA also gcc), or leave out --compile"
-        message = f"compile=True: torch.compile fails here: {reason:.200}: {remedy}"
+        message = f"compile=True: torch.compile fails here ({reason:.200}); {remedy}"
         raise UserError(f"ERROR: {message}") from None
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes of memory that are free on a device; if the system does not say, all bytes.
+    """Return the bytes of free memory on a device, or all bytes if the system does not report them.
 
     Memory that torch's allocator holds but does not use counts as free.
     """
@@ -92,7 +92,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of memory of a CUDA device, in use or not; None for other devices."""
+    """Return the bytes of memory of a CUDA device, in use or not, or None for other devices."""
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory

@@ -107,7 +107,7 @@ def start_ranks(device: torch.device) -> Ranks:
         local_rank = int(os.environ["LOCAL_RANK"])
         count = torch.cuda.device_count()
         remedy = f"use --nproc_per_node {count}"
-        require(local_rank < count, f"more processes than CUDA devices here: {remedy}")
+        require(local_rank < count, f"there are more processes than CUDA devices: {remedy}")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"

@@ -27,8 +27,8 @@ class UserError(ValueError):
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Like KeyboardInterrupt no Exception, so that `except Exception` lets it
-    through.
+    """SIGTERM arrived. Not an Exception, like KeyboardInterrupt, so that `except Exception` does
+    not catch it.
     """
 
 
@@ -55,7 +55,7 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     """Run the main() of a script; turn errors that a user can cause into one line and an exit
     status.
 
-    `resume_hint` follows the message of an interruption.
+    `resume_hint` is printed after the message of an interruption.
     """
     signal.signal(signal.SIGTERM, terminate)
     if hasattr(sys.stdout, "reconfigure"):
@@ -158,7 +158,7 @@ def comes_from_another_rank(error: BaseException) -> bool:
 
 
 def printable(message: str) -> str:
-    """Return a message with control characters and lone surrogates escaped: a terminal would obey
+    """Return a message with control characters and lone surrogates escaped: a terminal interprets
     the former, and cannot encode the latter.
     """
     return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in message)

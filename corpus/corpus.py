@@ -31,18 +31,18 @@ class Corpus:
 
     @cached_property
     def unigram(self) -> Tensor:
-        """Log-frequencies (V,) float64 of the training tokens."""
+        """Return the log-frequencies (V,) float64 of the training tokens."""
         return unigram_log_probs(self.train, self.tokenizer.vocab_size)
 
     @cached_property
     def interval_tokens(self) -> int:
-        """Number of tokens in INTERVAL_CHARACTERS: the block size for bootstrap intervals."""
+        """Return the block size for bootstrap intervals: the tokens in INTERVAL_CHARACTERS."""
         sample = self.val[:INTERVAL_CHARACTERS]
         num_characters = max(1, len(self.tokenizer.decode(sample.tolist())))
         return max(1, round(INTERVAL_CHARACTERS * len(sample) / num_characters))
 
     def describe(self) -> str:
-        """Return folder, tokenization and sizes as one phrase."""
+        """Return a one-line description: the folder, the tokenization and the split sizes."""
         tokenization = self.tokenizer.info().describe()
         return f"{self.folder} ({tokenization}), {len(self.train):,} + {len(self.val):,} tokens"
 
@@ -50,7 +50,7 @@ class Corpus:
 def open_corpus(dataset: str, min_train_tokens: int) -> Corpus:
     """Open the corpus in a folder, or in the folder of that name in data/.
 
-    Raises UserError if it is missing or damaged, or if it has fewer than min_train_tokens.
+    Raise UserError if it is missing or damaged, or if it has fewer than min_train_tokens.
     """
     folder = dataset_folder(dataset)
     remedy = "check --dataset"
@@ -65,8 +65,8 @@ def open_corpus(dataset: str, min_train_tokens: int) -> Corpus:
     tokenizer = TokenizationManager(data_path=folder)
     if detect_method(folder) == "bpe":
         print0(
-            f"{folder} has no meta.pkl or tokenizer.json: GPT-2's 50,257 ids assumed; "
-            "write a meta.pkl with vocab_size if it has others"
+            f"{folder} has no meta.pkl or tokenizer.json: assuming GPT-2's 50,257 ids. "
+            "If it uses other ids, write a meta.pkl with vocab_size"
         )
     train = open_token_file(folder / "train.bin", "train", tokenizer.vocab_size, min_train_tokens)
     val = open_token_file(folder / "val.bin", "val", tokenizer.vocab_size, 2)

@@ -23,7 +23,7 @@ def prepare_corpora(
 
     The prepare.py of a folder makes its corpus. For the corpus that the settings file names, it
     gets the section for it and the words of the command line; without a prepare.py of its own, that
-    of Shakespeare is run. Another name may be a typing error, and gets no corpus.
+    of Shakespeare is run. No corpus is made for another name, which may be a typing error.
     """
     contents = {}
     if config_path:
@@ -43,7 +43,7 @@ def prepare_corpora(
         if not script.is_file():
             known = sorted(path.parent.name for path in Path("data").glob("*/train.bin"))
             raise UserError(
-                f"ERROR: {folder} has no train.bin and val.bin, nor a prepare.py: name another "
-                f"--dataset (data/ has {', '.join(known) or 'none'}), or make it by prepare_text.py"
+                f"ERROR: {folder} has no train.bin and val.bin, nor a prepare.py: choose another "
+                f"--dataset (data/ has {', '.join(known) or 'none'}), or use prepare_text.py"
             )
         run_child("corpus", [sys.executable, str(script), *options])

@@ -33,14 +33,14 @@ def make_corpora(
 
     Return both folders and the number of tokens of `text`. Without natural texts both are the same
     folder. Without a `tokenizer` the tokens are characters. Raise UserError for a text that is too
-    short, that is a natural text, too, or that has characters unknown to the tokenizer.
+    short, is also a natural text, or has characters unknown to the tokenizer.
     """
     own_texts = find_texts(text)
     natural_texts = find_texts(natural_text)
     for digest, path in natural_texts.items():
         require(
             digest not in own_texts,
-            f"{path} is in text and in natural_text: the natural model would know the test text",
+            f"{path} is in text and in natural_text: the natural model would learn the test text",
         )
     texts = [*natural_texts.values(), *own_texts.values()]
     folder = out / "corpus"
@@ -57,7 +57,7 @@ def make_corpora(
         size = count_characters(own_texts.values())
         if size < MIN_TEST_CHARACTERS:
             warn(
-                f"--text has {size:,} characters: below {MIN_TEST_CHARACTERS:,} the test text is "
+                f"--text has {size:,} characters. Below {MIN_TEST_CHARACTERS:,} the test text is "
                 "too short for a verdict"
             )
         before = count_characters(texts) - size  # the natural texts
@@ -73,7 +73,7 @@ def make_corpora(
     num_tokens = sum(file.stat().st_size // 2 for file in token_files)
     require(
         num_tokens >= MIN_TOKENS,
-        f"--text has {num_tokens:,} tokens, and {MIN_TOKENS:,} are needed: add text",
+        f"--text has {num_tokens:,} tokens, but at least {MIN_TOKENS:,} are needed: add text",
     )
     return folder, natural_folder, num_tokens
 

@@ -40,7 +40,7 @@ BPE_FILES = {
 
 
 def ensure_corpus(folder: str | Path, source: str = "auto", plays: tuple[str, ...] = ()) -> Path:
-    """Return the path of folder/input.txt; fetch the text if it is missing.
+    """Return the path of folder/input.txt. Fetch the text if it is missing.
 
     The source is 'tiny', 'complete' (all works, or the `plays`), or 'auto' (tiny, else complete).
     """
@@ -51,7 +51,7 @@ def ensure_corpus(folder: str | Path, source: str = "auto", plays: tuple[str, ..
             titles = list(read_documents(path))
             require(
                 find_titles(plays, titles) == titles,
-                f"{path} holds other works than plays={', '.join(plays)}: remove it",
+                f"{path} holds works other than plays={', '.join(plays)}: remove it",
             )
         return path
     if source != "complete":
@@ -82,7 +82,7 @@ def read_documents(path: Path) -> dict[str, int]:
     )
     require(
         is_record,
-        f"documents.json is no record of the works in {path}: remove both to fetch them again",
+        f"documents.json is not a record of the works in {path}: remove both to fetch them again",
     )
     return record
 
@@ -111,7 +111,7 @@ def fetch_tiny_shakespeare() -> str:
     except OSError as error:
         raise UserError(f"ERROR: cannot fetch {TINY_URL}: {error}") from None
     is_expected = hash_bytes(data) == TINY_SHA256
-    require(is_expected, f"{TINY_URL} is not what was expected, of sha256 {TINY_SHA256}")
+    require(is_expected, f"{TINY_URL} does not have the expected sha256, {TINY_SHA256}")
     return data.decode()
 
 

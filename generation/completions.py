@@ -44,12 +44,12 @@ def complete(
     sampling: Sampling,
     cache: KVCache | None = None,
 ) -> Completions:
-    """Keep the first K tokens of natural text and let the model write the rest, G times for every
+    """Keep the first K tokens of natural text and let the model generate the rest, G times per
     block.
 
     natural: (P, N) int64; prefix_lengths: (P, G) int64, 1 <= K <= N; uniforms: (P, G, N) float32 in
     [0, 1), of which entry t decides the token at position t; a `cache` to use again has at least R
-    rows and N positions. UserError for wrong lengths or logits of NaN.
+    rows and N positions. Raise UserError if lengths are wrong or logits are NaN.
     """
     config: Any = model.config
     prompts, length = natural.shape
@@ -98,8 +98,8 @@ class Completer:
     """`complete` for any number of rows: as many at a time as fit, in one cache for all calls.
 
     Half of the free memory is for keys and values. Without CUDA at most DEFAULT_CPU_ROWS rows and
-    DEFAULT_CPU_MB are used, as more gain nothing. If memory runs out, it goes on with half as many
-    rows. UserError if a single row does not fit.
+    DEFAULT_CPU_MB are used, as more gain nothing. If memory runs out, it continues with half as
+    many rows. Raise UserError if a single row does not fit.
     """
 
     def __init__(self, model: Any, length: int) -> None:
@@ -133,9 +133,9 @@ class Completer:
             self.release()
             if rows == 1:
                 way_out = "use a smaller model or device"
-                raise UserError(f"ERROR: memory does not suffice for a single sample; {way_out}")
+                raise UserError(f"ERROR: a single sample does not fit in memory; {way_out}")
             self.rows = rows // 2
-            warn(f"out of memory with {rows} samples at a time; going on with {self.rows}")
+            warn(f"out of memory with {rows} samples at a time; continuing with {self.rows}")
         done = []
         if prompts > 1:
             size = max(1, self.rows // group)  # whole prompts
@@ -169,12 +169,12 @@ def generate(
     sampling: Sampling = PLAIN,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue every row of `idx` (B, T) int64 by `max_new_tokens` (None: up to block_size);
-    returns (B, T + new).
+    """Continue every row of `idx` (B, T) int64 by `max_new_tokens` (None: up to block_size); return
+    (B, T + new).
 
     Beyond the block the oldest tokens leave the window, and the whole window is computed again for
-    every token. UserError for an empty prompt, unknown ids, a number or a prompt that is out of
-    range, or logits of NaN.
+    every token. Raise UserError if the prompt is empty, ids are unknown, a number or a prompt is
+    out of range, or logits are NaN.
     """
     config: Any = model.config
     if idx.ndim != 2 or idx.size(1) == 0:

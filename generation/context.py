@@ -1,5 +1,4 @@
-"""What attention reads: whole sequences here; a KV cache or shared prompts in the files beside this
-one.
+"""Attention contexts: full sequences here, a KV cache and shared prompts in files next to this one.
 
     python -c "import torch; from generation.context import Context; print(Context(torch.ones(1,
     4)).length)"
@@ -15,11 +14,11 @@ from torch.nn import functional as F
 
 
 class Context:
-    """Whole sequences: every token attends to itself and to the tokens before it in its row.
+    """Attention context for full sequences: each token attends to itself and to earlier tokens.
 
     token_positions: positions (T,) int64 of the tokens, for learned position embeddings.
     row_positions: positions of a row's T columns, for rotary embeddings.
-    length: number of positions that a row has after this pass.
+    length: number of positions in a row after this pass.
     """
 
     token_positions: Tensor

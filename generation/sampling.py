@@ -98,9 +98,9 @@ def sample_tokens(
 def check_drawn(model_log_probs: Tensor) -> None:
     """Raise UserError if the log-probabilities of drawn tokens are NaN or infinite."""
     if not bool(model_log_probs.isfinite().all()):
-        remedy = "take an earlier checkpoint, or another dtype"
+        remedy = "use an earlier checkpoint, or another dtype"
         raise UserError(
-            "ERROR: the model's logits are NaN or infinite: it diverged, or overflows float16; "
+            "ERROR: the model's logits are NaN or infinite. It diverged, or overflows float16; "
             f"{remedy}"
         )
 
@@ -109,4 +109,4 @@ def check_ids(ids: Tensor, num_tokens: int) -> None:
     """Raise UserError for ids outside [0, num_tokens): padding ids are not valid input."""
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_tokens:
         span = f"[{int(ids.min())}, {int(ids.max())}]"
-        raise UserError(f"token ids span {span}, but this model knows [0, {num_tokens - 1}]")
+        raise UserError(f"token ids span {span}, but this model accepts [0, {num_tokens - 1}]")

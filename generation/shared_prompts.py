@@ -51,7 +51,7 @@ class SharedPrompts(Context):
         return tokens.view(*self.index.shape, -1)
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Take the distinct tokens (n, C) from rows (R, T, C)."""
+        """Return the distinct tokens (n, C) of rows (R, T, C)."""
         if self._is_shared:
             return F.embedding(self._places, rows.flatten(0, 1))
         return rows.flatten(0, 1)
@@ -73,7 +73,7 @@ def scatter_to_mask(values: Tensor, places: Tensor) -> Tensor:
 
 
 def rows_of_whole_groups(most: int, group_size: int) -> int:
-    """Return the largest micro-batch size <= most that holds whole groups or divides one evenly."""
+    """Return the largest multiple or divisor of `group_size` that is at most `most`."""
     if most >= group_size:
         return most // group_size * group_size
     rows = most

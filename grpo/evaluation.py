@@ -202,8 +202,8 @@ def passes_gate(skill: dict[str, Any], settings: GRPOSettings) -> bool:
     """Return whether to continue with GRPO, from the skill of the reward model on the policy's
     text.
 
-    With gate_path, writes the figures there and returns False. Raises UserError if the interval of
-    R2 is not above 0, unless allow_unpredictive_reward is set.
+    With gate_path, write the figures there and return False. Raise UserError if the interval of R2
+    is not above 0, unless allow_unpredictive_reward is set.
     """
     is_open = skills.better_than_constant(skill["r2_low"])
     r2 = format_figure(skill, "r2")
@@ -222,11 +222,11 @@ def passes_gate(skill: dict[str, Any], settings: GRPOSettings) -> bool:
         f"{skill['num_blocks']} blocks"
     )
     if settings.allow_unpredictive_reward:
-        warn(f"{finding}; continuing, as allowed")
+        warn(f"{finding}; continuing, because this is allowed")
         return True
     remedy = "train one with a --natural_model_path that learned more natural text"
     if skill["num_blocks"] < MIN_BLOCKS:
-        remedy = f"use more text, {MIN_BLOCKS} blocks at least"
+        remedy = f"use more text, at least {MIN_BLOCKS} blocks"
     raise UserError(
         f"ERROR: {finding}; {remedy}, or optimise noise with --allow_unpredictive_reward True"
     )

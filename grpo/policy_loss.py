@@ -31,8 +31,8 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
     """Return the advantages (P * G,) of rewards (P * G,): A = (r - mean of the group) / std.
 
     scale: the standard deviation is that of the group (GRPO, section 4.1.2), of the batch, or 1
-    (none: Dr. GRPO). It has Bessel's correction, and EPSILON is added. Groups whose rewards lie
-    within FLAT get exactly 0.
+    (none: Dr. GRPO). It has Bessel's correction, and EPSILON is added. Groups whose rewards are
+    within FLAT of each other get exactly 0.
     """
     groups = _at_least_float32(rewards).view(-1, group_size)  # (P, G)
     advantages = groups - groups.mean(1, keepdim=True)
@@ -51,9 +51,9 @@ def token_advantages(
 
     A token's advantage is its reward minus the group's mean at the same position, divided by the
     standard deviation around 0 of all advantages of the group or the batch (scale as above).
-    mask: (P * G, T), the written tokens, equal within a group; the others get 0, as do groups whose
-    advantages lie within FLAT. The mean contains the token's own reward: the expected gradient is
-    (G - 1) / G of the policy gradient.
+    mask: (P * G, T), the generated tokens, equal within a group; the others get 0, as do groups
+    whose advantages are all within FLAT. The mean contains the token's own reward: the expected
+    gradient is (G - 1) / G of the policy gradient.
     """
     written = mask.bool().unflatten(0, (-1, group_size))  # (P, G, T)
     groups = _at_least_float32(rewards).view_as(written).masked_fill(~written, 0.0)
@@ -74,8 +74,8 @@ def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str =
     """Return KL(policy || reference) per sampled token, in the shape of the log-probabilities.
 
     With d = reference_log_prob - log_prob the values are k1 = -d (unbiased, high variance), k2 =
-    d^2 / 2 (biased) and k3 = e^d - 1 - d (unbiased, never negative; d at most MAX_EXPONENT). As a
-    term of a loss, the expected gradient of k1 is 0, that of k2 descends KL(policy || reference),
+    d^2 / 2 (biased) and k3 = e^d - 1 - d (unbiased, never negative; d is at most MAX_EXPONENT). As
+    a term of a loss, the expected gradient of k1 is 0, that of k2 descends KL(policy || reference),
     that of k3 KL(reference || policy) (arXiv 2506.09477).
     """
     _choose("estimator", estimator, ("k1", "k2", "k3"))
@@ -93,9 +93,9 @@ def divergence(
 ) -> Tensor:
     """Return the divergence (...) in nats of a policy pi from a target m, over the vocabulary.
 
-    Takes float32 log pi, log(m/q) and log q, (..., V) each. kl 'reverse': KL(pi || m), whose
-    gradient is minus the expected policy gradient of the reward log(m/q) - log(pi/q); 'forward':
-    KL(m || pi), as in distillation. The target is not normalised.
+    The inputs are float32 log pi, log(m/q) and log q, (..., V) each. kl 'reverse': KL(pi || m),
+    whose gradient is minus the expected policy gradient of the reward log(m/q) - log(pi/q);
+    'forward': KL(m || pi), as in distillation. The target is not normalised.
     """
     if kl == "forward":
         target = reference_log_probs + evidence

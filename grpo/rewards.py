@@ -53,7 +53,7 @@ def sequence_rewards(scores: Scores, log_probs: Tensor, mask: Tensor) -> Tensor:
 
 
 def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the means (R,) of values (R, N - 1) over the mask; values (R,) stay as they are."""
+    """Average values (R, N - 1) over the mask to shape (R,). Return values (R,) unchanged."""
     if values.dim() == 1:
         return values
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
@@ -82,8 +82,8 @@ def compute_advantages(
     """Return advantages of this rank's tokens (R, N - 1) or sequences (R,), and figures.
 
     An advantage compares a reward with those of its group: A_i = (r_i - mean(r)) / std(r). The
-    figure flat_groups is the share of groups whose advantages are all 0: they teach nothing.
-    credit=exact computes the expectation over all tokens and needs no advantages: returns None.
+    figure flat_groups is the share of groups whose advantages are all 0: they provide no gradient.
+    credit=exact computes the expectation over all tokens and needs no advantages: return None.
     """
     if settings.credit == "exact":
         return None, {}

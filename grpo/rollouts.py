@@ -3,7 +3,7 @@
     python -c "from grpo.rollouts import Rollouts; help(Rollouts)"
 
 Shapes: P prompts, G completions of each, R = P * G rows; N tokens in a row, V token ids, C
-channels; m tokens that the policy wrote. With several ranks, each rank holds whole groups: its
+channels; m tokens that the policy generated. With several ranks, each rank holds whole groups: its
 share of the P prompts.
 """
 
@@ -44,13 +44,13 @@ def draw_prompts(
 ) -> Prompts:
     """Draw prompts from natural text (n,), as a function of seed and purpose.
 
-    Each prompt starts at a uniform offset; its length is uniform on [1, length / 2]. Raises
-    UserError for text of fewer than `length` tokens.
+    Each prompt starts at a uniform offset. Its length is uniform on [1, length / 2]. Raise
+    UserError if the text has fewer than `length` tokens.
     """
     if len(tokens) < length:
         raise UserError(
-            f"ERROR: prompts of {length} tokens need more text than {len(tokens):,} tokens: "
-            "use more data"
+            f"ERROR: prompts of {length} tokens need at least {length} tokens of text, got "
+            f"{len(tokens):,}: use more data"
         )
     draw = random_stream(seed, *purpose)
     offsets = draw.integers(0, len(tokens) - length + 1, size=num_prompts)
@@ -130,9 +130,9 @@ def sample(
 ) -> Rollouts:
     """Sample the rollouts of a step, counted from 1: this rank's share of R = P * G rows.
 
-    Draws P prompts from the tokens (n,) and samples G completions of each, at temperature 1 over
+    Draw P prompts from the tokens (n,) and sample G completions of each, at temperature 1 over
     all tokens: the distribution whose log-probabilities the formulas use. With prefixes=natural,
-    takes R rows of natural text instead, each with a prompt of its own.
+    take R rows of natural text instead, each with a prompt of its own.
     """
     is_natural = settings.prefixes == "natural"
     P = settings.prompts_per_step

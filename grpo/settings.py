@@ -122,7 +122,7 @@ class GRPOSettings(Settings):
         errors.check(
             bool(self.reward_function or self.reward_model_path),
             "reward_model_path is required",
-            "Name the checkpoint with --reward_model_path, or your function with --reward_function",
+            "Pass the checkpoint with --reward_model_path, or your function with --reward_function",
         )
         errors.check(
             not (is_exact and is_cispo),
@@ -142,7 +142,7 @@ class GRPOSettings(Settings):
         errors.check(
             Path(self.output_path).suffix != ".png",
             f"output_path={self.output_path}: the picture of the training is written there",
-            "Name it .pt",
+            "Choose a name that ends in .pt",
         )
         tracker_error = check_tracker(self.tracker)
         errors.check(not tracker_error, tracker_error)
@@ -153,7 +153,7 @@ def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOS
 
     is_ratio: the head compares two models (likelihood head), so that it has evidence.
     knows_tokens: the head rewards single tokens. Without a reward model credit=auto stays: the
-    reward function returns numbers of sequences or of tokens. Raises UserError if the head lacks
+    reward function returns numbers of sequences or of tokens. Raise UserError if the head lacks
     what the settings ask for.
     """
     credit = settings.credit
@@ -168,8 +168,8 @@ def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOS
             credit = "sequence"
         if (credit == "exact" and not is_ratio) or (credit == "token" and not knows_tokens):
             raise UserError(
-                f"ERROR: credit={credit}: {settings.reward_model_path} does not know the reward of "
-                "every token; use --credit auto, or a reward model with a likelihood head"
+                f"ERROR: credit={credit}: {settings.reward_model_path} has no per-token rewards; "
+                "use --credit auto, or a reward model with a likelihood head"
             )
     reward_has_kl = is_ratio and settings.reward == "evidence"
     if beta is None and reward_has_kl:

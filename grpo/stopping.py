@@ -32,7 +32,7 @@ class Stops:
 
     window: int  # steps
     reward_threshold: float  # for the mean P(natural) of a window
-    has_reward_model: bool  # False: only a user's function, which may want other text than natural
+    has_reward_model: bool  # False: only a user's function, which may not reward natural text
     start_loss: float = math.nan  # of the starting policy on natural text
     rewards: list[float] = field(default_factory=list)  # per step: P(natural), or a function's
     objectives: list[float] = field(default_factory=list)  # per step: mean of what is optimised
@@ -57,11 +57,11 @@ class Stops:
         self.has_warned = bool(state["has_warned"])
 
     def start(self, evaluation: Mapping[str, Any]) -> None:
-        """Take the figures of the starting policy, with which later ones are compared."""
+        """Record the figures of the starting policy, with which later ones are compared."""
         self.start_loss = evaluation["select_loss"]
 
     def step(self, figures: Mapping[str, Any]) -> None:
-        """Take the figures of a step. Natural text has no reward and no objective."""
+        """Record the figures of a step. Natural text has no reward and no objective."""
         if "objective" in figures:
             self.objectives.append(figures["objective"])
             name = "reward" if "reward" in figures else "total_reward"
@@ -69,7 +69,7 @@ class Stops:
         self._check_caps(figures)
 
     def evaluation(self, figures: Mapping[str, Any]) -> None:
-        """Take the figures of the evaluation after a step."""
+        """Record the figures of the evaluation after a step."""
         loss_rise = figures["select_loss"] - self.start_loss
         self._check_caps({**figures, "loss_rise": loss_rise})
 
@@ -84,13 +84,13 @@ class Stops:
             if name == "loss_rise" and not self.has_reward_model:
                 # A user who rewards other text expects the loss on natural text to rise.
                 if not self.has_warned:
-                    warn(f"{finding}; going on, as the reward is only your function")
+                    warn(f"{finding}; continuing, because the reward is only your function")
                 self.has_warned = True
             elif not self.broken_cap:
                 self.broken_cap = f"cap: {finding}; {way_out}"
 
     def reason(self) -> str | None:
-        """Return why to stop: a cap, the reward threshold, or a plateau; None to go on."""
+        """Return the reason to stop (cap, reward threshold or plateau), or None to continue."""
         if self.broken_cap:
             return self.broken_cap
         if len(self.rewards) < self.window:

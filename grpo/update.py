@@ -3,7 +3,7 @@
     python -c "from grpo.update import Updater; help(Updater)"
 
 Shapes: P prompts, G completions of each, R = P * G rows (a rank has its share; a micro-batch some
-of them); N tokens in a row, V token ids, C channels; m tokens that the policy wrote.
+of them); N tokens in a row, V token ids, C channels; m tokens that the policy generated.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,10 @@ class Updater:
     def accumulate_gradients(
         self, rollouts: Rollouts, scores: Scores, advantages: Tensor | None
     ) -> dict[str, float]:
-        """Add up the gradients of all micro-batches; return loss and metrics, means over tokens."""
+        """Accumulate the gradients of all micro-batches.
+
+        Return the loss and the metrics, averaged over tokens.
+        """
         figures: dict[str, float] = {}
         num_tokens = rollouts.totals["num_tokens"]
         for part in rollouts.micro_batches(self.policy.rows_at_a_time()):

@@ -1,1 +1,1 @@
-"""Doors to other libraries: reward models as functions for TRL."""
+"""Adapters for other libraries: reward models as functions for TRL."""

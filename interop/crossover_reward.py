@@ -67,7 +67,7 @@ class CrossoverReward:
     name or a loaded model. weight: w of the mixture m = w p + (1 - w) q; None: call `fit`.
     tokenizer: of both models; None: the generator's, loaded by its name. max_completion_length: the
     tokens asked for, as in GRPOConfig. natural_bits: 4 or 8 quantizes p (needs bitsandbytes).
-    UserError for models with different vocabularies and for models that cannot be loaded.
+    Raise UserError if the vocabularies differ or a model cannot be loaded.
 
     As a reward function of TRL's GRPOTrainer it returns E[K] / T, with T the tokens of the prompt
     and those asked for. Text after an early end could only raise E[K]; stopping early is therefore
@@ -117,7 +117,8 @@ class CrossoverReward:
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
         if not 0 < weight <= 1:
-            raise UserError(f"ERROR: weight={weight}: must be > 0 and <= 1; None lets fit find it")
+            way_out = "Pass None to estimate it with fit()."
+            raise UserError(f"ERROR: weight must be in (0, 1], got {weight}. {way_out}")
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
         self.has_weight = True
 
@@ -151,14 +152,14 @@ class CrossoverReward:
     def token_probabilities(self, rows: Rows) -> Tensor:
         """Return P(token is natural) (B, T) given its whole row; 0 after the end of a row.
 
-        The last token of a row counts as written.
+        The last token of a row counts as generated.
         """
         return probabilities_of_rows(self.evidence(rows), [len(row) for row in rows])
 
     def __call__(self, prompts: Sequence[Any], completion_ids: Rows, **_: Any) -> list[float]:
         """Return E[K] / T of each prompt with its completion."""
         if not self.has_weight:
-            way_out = "call its fit(blocks), or give it weight="
+            way_out = "call its fit(blocks), or pass weight="
             raise UserError(f"ERROR: the reward has no weight yet: {way_out}")
         prompt_ids = self.prompt_ids(prompts)
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
@@ -173,7 +174,7 @@ class CrossoverReward:
     def prompt_ids(self, prompts: Sequence[Any]) -> Rows:
         """Return the token ids of prompts, texts or lists of messages, as TRL makes them."""
         if self.tokenizer is None:
-            way_out = "give it tokenizer=, or name the generator's folder"
+            way_out = "pass tokenizer=, or the generator's folder"
             raise UserError(f"ERROR: the reward has no tokenizer: {way_out}")
         if isinstance(prompts[0], str):
             return self.tokenizer(text=list(prompts))["input_ids"]
@@ -197,7 +198,7 @@ class CrossoverReward:
         """
         count, T = blocks.shape
         if count < 2 or T < 2:
-            need = "two at least of two are needed"
+            need = "at least two of at least two tokens are needed"
             raise UserError(f"ERROR: {count} blocks of {T} tokens: {need}")
         draw = random_stream(seed, "fit")
         crossovers = torch.from_numpy(draw.integers(1, T, size=count * SAMPLES))  # (n * SAMPLES,)
@@ -214,10 +215,10 @@ class CrossoverReward:
         print0(f"Weight of the natural model: {figures['mixture']:.3f}\n{describe_skill(figures)}")
         if not better_than_constant(figures["r2_low"]):
             finding = "the reward does not predict where the generator's text begins"
-            way_out = "take a better natural model"
+            way_out = "use a better natural model"
             if not allow_unpredictive:
                 raise UserError(f"ERROR: {finding}: {way_out}, or more text")
-            warn(f"{finding}: {way_out}; going on, as allowed")
+            warn(f"{finding}: {way_out}; continuing, because this is allowed")
         self.has_weight = True
         return figures
 
@@ -225,9 +226,10 @@ class CrossoverReward:
 def common_vocab_size(
     natural: Any, generator: Any, natural_tokenizer: Any, generator_tokenizer: Any
 ) -> int:
-    """Return the number of token ids that both models have; UserError for different vocabularies.
+    """Return the number of token ids that both models have.
 
-    One vocabulary may be padded to two sizes: the tokenizers decide, if both are given.
+    Raise UserError if the vocabularies differ. One vocabulary may be padded to two sizes: if both
+    tokenizers are given, they decide.
     """
     natural_size = natural.config.get_text_config().vocab_size
     generator_size = generator.config.get_text_config().vocab_size
@@ -237,8 +239,8 @@ def common_vocab_size(
         natural_ids = ids_below(vocab_size, natural_tokenizer)
         is_same = natural_ids == ids_below(vocab_size, generator_tokenizer)
     if not is_same:
-        finding = f"has another vocabulary than the generator ({generator_size})"
-        way_out = "take a model of the same family, or train one on the generator's tokens"
+        finding = f"differs in vocabulary from the generator ({generator_size})"
+        way_out = "use a model of the same family, or train one on the generator's tokens"
         raise UserError(f"ERROR: the natural model ({natural_size} token ids) {finding}: {way_out}")
     return vocab_size
 
@@ -261,14 +263,14 @@ def probabilities_of_rows(evidence: Tensor, lengths: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def complete(model: Any, natural: Tensor, crossovers: Tensor, seed: int) -> Tensor:
-    """Return blocks (n, T) that keep crossovers (n,) natural tokens and let a model write the rest.
+    """Return blocks (n, T) that keep crossovers (n,) natural tokens; a model generates the rest.
 
     natural: (n, T) int64. The model samples at temperature 1 from all tokens.
     """
     T = natural.size(1)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", 2 * T)
     if positions < T:
-        raise UserError(f"ERROR: blocks of {T} tokens: the generator reads {positions} at most")
+        raise UserError(f"ERROR: blocks of {T} tokens: the generator reads at most {positions}")
     ids = natural.clone()
     kept = model.generation_config
     model.generation_config = load_transformers().GenerationConfig(
@@ -298,8 +300,8 @@ def complete(model: Any, natural: Tensor, crossovers: Tensor, seed: int) -> Tens
 def similar_crossovers(crossovers: Tensor, most_apart: int) -> list[list[int]]:
     """Return the rows of crossovers (n,) in batches of at most 2 ROWS rows, sorted by crossover.
 
-    All rows of a batch write the same number of tokens. Rows whose crossovers differ by more than
-    `most_apart` would exceed the model's positions.
+    All rows of a batch generate the same number of tokens. Rows whose crossovers differ by more
+    than `most_apart` would exceed the model's positions.
     """
     batches: list[list[int]] = []
     for row in crossovers.argsort().tolist():
@@ -342,7 +344,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def loaded(kind: Any, name: str, **options: Any) -> Any:
-    """Return `kind.from_pretrained(name)`; UserError in one line if it cannot be read."""
+    """Return `kind.from_pretrained(name)`. Raise UserError if it cannot be read."""
     try:
         return kind.from_pretrained(name, **options)
     except Exception as error:  # damaged files can raise anything

@@ -40,9 +40,9 @@ class CrossoverTrainer(GRPOTrainer):
     The policy starts as the reward's generator q. With LoRA, give reward and trainer the same
     loaded model: q is this model with its adapters off. Dropout is off, as it is during sampling.
 
-    UserError for sampling that is not plain; for a policy that does not start as the reward's
-    generator; and for prompts of several lengths if the model has no rotary positions, because TRL
-    would then read completions at other positions than they were sampled at.
+    Raise UserError if the sampling is not plain, or if the policy does not start as the reward's
+    generator. Also raise it if prompts have several lengths and the model has no rotary positions:
+    TRL would then read completions at positions different from those of the sampling.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class CrossoverTrainer(GRPOTrainer):
         generator = reward.head.generator
         if is_peft_model(policy):
             if policy.get_base_model() is not generator.model:
-                rule = "with LoRA, give reward and trainer one and the same loaded model"
+                rule = "with LoRA, pass the same loaded model to the reward and to the trainer"
                 raise UserError(f"ERROR: {rule}")
             generator.model = policy  # read with its adapters off
         elif policy is generator.model:
-            way_out = "name its folder, or train with LoRA"
+            way_out = "pass its folder instead, or train with LoRA"
             raise UserError(f"ERROR: the reward holds the model that is trained: {way_out}")
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class CrossoverTrainer(GRPOTrainer):
         """Raise UserError if the policy's first log-probabilities are not the generator's."""
         if difference > MAX_START_DIFFERENCE:
             finding = f"differs from the reward's generator by {difference:.2f} nats per token"
-            way_out = "make the reward of the model that is trained"
+            way_out = "make the reward from the model that is trained"
             raise UserError(f"ERROR: the policy {finding} at its start: {way_out}")
 
     def _gathered(self, values: Tensor) -> Tensor:
@@ -130,8 +130,8 @@ class CrossoverTrainer(GRPOTrainer):
             raise UserError(f"ERROR: {rule}")
         config = self.model.config.get_text_config()
         if getattr(config, "rope_parameters", None) is None and not masks.all():
-            finding = "prompts of several lengths, and no rotary positions"
-            raise UserError(f"ERROR: {finding}: use prompts of as many tokens")
+            finding = "prompts have several lengths, but the model has no rotary positions"
+            raise UserError(f"ERROR: {finding}: use prompts of equal length")
         C = batch["completion_ids"].size(1)
         device = batch["completion_ids"].device
         lengths = torch.tensor([len(prompt) for prompt in prompts])

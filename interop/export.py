@@ -36,13 +36,13 @@ def main() -> None:
     lock_output(output_dir)
     if output_dir.exists():
         raise UserError(
-            f"ERROR: output_dir={output_dir} is there already: remove it, or name another"
+            f"ERROR: output_dir={output_dir} already exists: remove it, or choose another"
         )
     checkpoint = load_checkpoint(path)
     tokenizer = choose_tokenizer(checkpoint, path, "auto", settings.meta_path)
     state = build_model(checkpoint, "generator", path).state_dict()
 
-    # Write everything beside the output, then rename.
+    # Write everything next to the output, then rename.
     partial = output_dir.with_name(f".{output_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # a killed export leaves one
     tokenizer_path = partial / "tokenizer.json"

@@ -71,7 +71,7 @@ class TrlSettings(Settings):
     def check_settings(self, errors: Errors) -> None:
         """Check that a text is named."""
         is_named = bool(self.text) and all(self.text)
-        errors.check(is_named, "text is required", "Name files with --text a.txt b.txt")
+        errors.check(is_named, "text is required", "Pass files with --text a.txt b.txt")
 
 
 def main() -> None:
@@ -87,15 +87,15 @@ def main() -> None:
     if record.exists():
         difference = differing_settings(read_json(record), compared)
         if difference:
-            finding = f"{folder} is of another run ({difference})"
-            raise UserError(f"ERROR: {finding}: name another output_dir")
+            finding = f"{folder} belongs to a different run ({difference})"
+            raise UserError(f"ERROR: {finding}: choose another output_dir")
     trainer = make_trainer(settings)
     if trainer.accelerator.is_main_process:
         write_json(record, compared)
     trainer.accelerator.wait_for_everyone()
     last = import_optional("transformers.trainer_utils").get_last_checkpoint(settings.output_dir)
     if last:
-        print0(f"Going on from {last}")
+        print0(f"Resuming from {last}")
     else:
         print0(f"Training {settings.model}")
     trainer.train(resume_from_checkpoint=last)
@@ -176,7 +176,7 @@ def split_text(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Tenso
     """Return the texts' tokens (n,) int64 for prompts, and blocks (b, length) of their last part.
 
     The blocks come from the share FITTED at the end. Each begins with the tokens that the tokenizer
-    puts before a text. UserError if the text is too short.
+    puts before a text. Raise UserError if the text is too short.
     """
     text = "".join(joined_pieces(find_texts(texts).values()))
     try:
@@ -190,8 +190,8 @@ def split_text(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Tenso
     num_blocks = (len(tokens) - cut) // size
     blocks = tokens[cut : cut + num_blocks * size].view(-1, size)[:MOST_BLOCKS]
     if len(blocks) < 16:  # half of them are reported on; fewer give no interval
-        need = f"{16 * size / FITTED:,.0f} at least are needed"
-        raise UserError(f"ERROR: a text of {len(tokens):,} tokens: {need}")
+        need = f"at least {16 * size / FITTED:,.0f} are needed"
+        raise UserError(f"ERROR: the text has {len(tokens):,} tokens, but {need}: add text")
     return tokens[:cut], torch.cat((start.expand(len(blocks), -1), blocks), 1)
 
 

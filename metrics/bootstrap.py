@@ -1,4 +1,5 @@
-"""Confidence intervals by bootstrap, of independent values and of blocks of consecutive values.
+"""Compute bootstrap confidence intervals for independent values and for blocks of consecutive
+values.
 
 python -c "import torch, metrics.bootstrap as b; print(b.bootstrap_mean('x', torch.rand(99), 0))"
 """

@@ -2,10 +2,10 @@
 
     python evaluate.py --checkpoints a.pt b.pt --part report --calibrate True
 
-An overconfident model gains by a flatter distribution alone. Therefore fit a temperature and a
-unigram weight on text that no model was trained on (the select part) before losses are compared:
-what then differs is what the models know. Temperature scaling: Guo et al., "On Calibration of
-Modern Neural Networks" (arXiv 1706.04599), section 4.2.
+A flatter distribution alone lowers the loss of an overconfident model. Therefore fit a temperature
+and a unigram weight on text that no model was trained on (the select part) before losses are
+compared: what then differs is what the models know. Temperature scaling: Guo et al., "On
+Calibration of Modern Neural Networks" (arXiv 1706.04599), section 4.2.
 """
 
 from collections.abc import Iterable, Sequence

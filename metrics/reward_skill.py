@@ -1,4 +1,4 @@
-"""How well a reward model predicts: R2 with its interval, MAE, AUC, calibration.
+"""Measure how well a reward model predicts: R2 with its interval, MAE, AUC and calibration.
 
     python -c "import torch, metrics.reward_skill as s; x = torch.rand(9); print(s.r_squared(x, x))"
 

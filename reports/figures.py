@@ -71,7 +71,7 @@ GRPO = (
 
 @contextlib.contextmanager
 def _style() -> Iterator[None]:
-    """Draw in STYLE, whatever the user's matplotlibrc says."""
+    """Draw in STYLE, and ignore the user's matplotlibrc."""
     import matplotlib.style
 
     with matplotlib.style.context(["default", STYLE]):
@@ -79,19 +79,19 @@ def _style() -> Iterator[None]:
 
 
 def training_curves(records: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Draw the records of train.py; None if no quantity has two points."""
+    """Plot the records of train.py. Return None if no quantity has two points."""
     return _draw_curves(TRAINING, records, title)
 
 
 def grpo_curves(records: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Draw the records of train_grpo.py; None if no quantity has two points."""
+    """Plot the records of train_grpo.py. Return None if no quantity has two points."""
     return _draw_curves(GRPO, records, title)
 
 
 @_style()
 def _draw_curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title: str) -> Any:
     """Draw the panels that have two points, in rows of COLUMNS."""
-    # The final record is of another part of the text.
+    # The final record describes another part of the text.
     records = [record for record in records if "final" not in record]
     shown = []
     for panel in panels:
@@ -136,8 +136,9 @@ def _values(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
 
 @_style()
 def skill_picture(skill: Mapping[str, Any], title: str) -> Any:
-    """Draw the figures of metrics.reward_skill.measure_skill: calibration, mean prediction and
-    error by crossover.
+    """Plot the results of measure_skill: calibration, and two panels by crossover.
+
+    These are the mean prediction and the mean absolute error.
     """
     r2 = format_figure(skill, "r2", ".3f")
     figure, (calibration, prediction, error) = _figure(f"{title}: R² {r2}", 1, 3)
@@ -193,6 +194,6 @@ def _figure(title: str, num_rows: int, num_columns: int) -> tuple[Any, Any]:
 
 
 def write_png(figure: Any, path: str | Path) -> None:
-    """Write a figure, the whole file or none."""
+    """Write a figure atomically."""
     with atomic_path(path) as partial:
         figure.savefig(partial, format="png", dpi=120)

@@ -24,7 +24,7 @@ TRAINING_KINDS = ("base", "natural_model", "control_plain")
 
 
 def write_page(ledger: Ledger, device: torch.device) -> Path:
-    """Write report.html and return its path; warn if that fails, so that the loop goes on."""
+    """Write report.html and return its path. If that fails, warn, so that the loop continues."""
     path = ledger.folder / "report.html"
     try:
         write_text(path, make_page(ledger, device))
@@ -36,7 +36,7 @@ def write_page(ledger: Ledger, device: torch.device) -> Path:
 
 
 def make_page(ledger: Ledger, device: torch.device) -> str:
-    """Return the HTML of the page; it escapes every text, and leaves out what has no file."""
+    """Return the HTML of the page. Every text is escaped, and parts without a file are left out."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # --help does not need it
 
     passages = {}

@@ -47,7 +47,7 @@ SEED = 42  # of the intervals
 
 
 def last_cycle(ledger: Ledger) -> int:
-    """Return the last cycle whose policy was trained and evaluated; 0 if there is none."""
+    """Return the last cycle whose policy was trained and evaluated, or 0 if there is none."""
     trained = {record["cycle"] for record in ledger.finished("policy") if record["script"]}
     evaluated = {record["cycle"] for record in ledger.finished("evaluation")}
     return max(trained & evaluated, default=0)
@@ -103,8 +103,8 @@ def verdict(comparison: Record) -> str:
 def seconds_of(ledger: Ledger, record: Record) -> float:
     """Return the seconds of a stage.
 
-    A policy, and control_distil in its place, also need the natural model and the stages of their
-    cycles; a generator is not counted.
+    The time of a policy, or of control_distil, includes that of the natural model and the stages of
+    their cycles; a generator is not counted.
     """
     seconds = record["seconds"]
     if record["kind"] not in ("policy", "control_distil"):
@@ -133,7 +133,7 @@ def headline(ledger: Ledger) -> list[str]:
     copied = ""
     for policy in ledger.finished("policy"):
         if not policy["script"]:  # the gate of this last cycle is closed
-            copied = "GRPO did not start, and the generator is carried on unchanged"
+            copied = "GRPO did not start, and the generator continues unchanged"
             if cycle:
                 copied = f"; in cycle {policy['cycle']} {copied}"
     if cycle:
@@ -264,8 +264,10 @@ def _row(ledger: Ledger, record: Record, cycle: int) -> dict[str, str]:
 
 
 def share_of_ceiling(models: Mapping[str, Record], model: Record) -> str:
-    """Return (generator - model) / (generator - natural model), in calibrated losses, as text;
-    empty unless the natural model is shown to be better than the generator.
+    """Return, as text, the fraction of the gap in calibrated loss that a model closes.
+
+    The fraction is (generator - model) / (generator - natural model). Return "" unless the natural
+    model is significantly better than the generator.
     """
     natural = next((name for name in models if name.startswith("natural")), None)
     if natural is None or GENERATOR not in models:
@@ -313,8 +315,9 @@ def table_text(ledger: Ledger) -> str:
 
 
 def completions(ledger: Ledger) -> dict[str, str]:
-    """Return one prompt, and how generator and policy continue it, by name; empty before the policy
-    is evaluated.
+    """Return one prompt and its continuations by generator and policy, by name.
+
+    Return an empty dict before the policy is evaluated.
     """
     cycle = last_cycle(ledger)
     if not cycle:

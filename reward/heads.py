@@ -111,7 +111,7 @@ class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc
     head_type = "position"
 
     def make_reward_head(self) -> nn.Sequential:
-        """Return new layers from hidden states (..., C) to evidence (..., 1)."""
+        """Return new layers that map hidden states (..., C) to evidence (..., 1)."""
         width = self.config.reward_head_hidden_dim
         return nn.Sequential(nn.Linear(self.config.n_embd, width), nn.ReLU(), nn.Linear(width, 1))
 
@@ -121,7 +121,7 @@ class LikelihoodRewardModel(TokenEvidence):
 
     p is trained on natural text. Evidence is log(m / q) with the mixture m = w p + (1 - w) q and a
     learned w. Two models of the same text predict it better together than either one, and evidence
-    cannot fall below log(1 - w). `sampling` says how the text of q was sampled. Raises UserError if
+    cannot fall below log(1 - w). `sampling` says how the text of q was sampled. Raise UserError if
     the models do not read the same tokens.
     """
 
@@ -140,7 +140,7 @@ class LikelihoodRewardModel(TokenEvidence):
 
     @property
     def config(self) -> GPTConfig:
-        """The config of the model of natural text, in reward mode."""
+        """Return the config of the model of natural text, in reward mode."""
         return replace(self.natural.config, mode="reward", reward_head_type=self.head_type)
 
     def checkpoint_records(self) -> dict[str, Any]:
@@ -233,9 +233,9 @@ def make_reward_model(
 def build_reward_model(
     contents: Mapping[str, Any], path: str | Path = "", device: torch.device | str = "cpu"
 ) -> Any:
-    """Return the RewardModel of a loaded checkpoint in evaluation mode; UserError for a generator.
+    """Return the RewardModel of a loaded checkpoint in evaluation mode.
 
-    contents: from training.checkpoint.load_checkpoint(path).
+    contents: from training.checkpoint.load_checkpoint(path). Raise UserError if it is a generator.
     """
     check_mode(contents, "reward", path)
     model = make_reward_model(

@@ -30,7 +30,7 @@ def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
 def crossover_log_posterior(evidence: Tensor) -> Tensor:
     """Return log P(K = k | x), (B, max(T - 1, 1)) for k = 1, 2, ..., from evidence (B, T).
 
-    Evidence is the log-likelihood ratio of a token, natural over written, given the tokens before
+    Evidence is the log-likelihood ratio of a token, natural over generated, given the tokens before
     it. K is uniform a priori. The likelihood of k is the product over the tokens t < k. The first
     token is in all of these products and the last is in none, so neither matters.
     """

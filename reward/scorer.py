@@ -2,7 +2,7 @@
 
     python -c "from reward.scorer import RewardScorer; help(RewardScorer)"
 
-Shapes: R sequences of N tokens, C channels; m tokens that were written after prompts.
+Shapes: R sequences of N tokens, C channels; m tokens that were generated after prompts.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class Scores:
     # (R, N - 1): P(token is natural); None if the head has no output per token
     by_token: Tensor | None = None
     function: Tensor | None = None  # (R,) or (R, N - 1): rewards of a user's function
-    # (m, C) per model of a likelihood head, before each written token; empty unless kept
+    # (m, C) per model of a likelihood head, before each generated token; empty unless kept
     hidden: tuple[Tensor, ...] = ()
 
     def hidden_rows(self, part: slice, mask: Tensor) -> tuple[Tensor, ...]:
@@ -46,7 +46,7 @@ class Scores:
 class RewardScorer:
     """Scores sequences with frozen models: a reward model, and the reference, the policy's start.
 
-    The generator of a likelihood model must be the reference, else UserError. If another head
+    Raise UserError if the generator of a likelihood model is not the reference. If another head
     shares the reference's trunk, one pass serves both.
     """
 
@@ -82,7 +82,7 @@ class RewardScorer:
     ) -> Scores:
         """Score sequences (R, N) int64 by the models and by the function, if there is one.
 
-        written: (R, N - 1) bool, the tokens after the first that follow a prompt.
+        written: (R, N - 1) bool, the generated tokens: those after the first that follow a prompt.
         group_size: consecutive sequences that share a prompt, which is read once.
         keep_hidden: keep the hidden states of a likelihood model.
         """
@@ -165,7 +165,7 @@ class RewardScorer:
     def _reference_log_probs(
         self, context: SharedPrompts, states: Tensor, ids: Tensor, written: Tensor
     ) -> Tensor:
-        """Return log pi_ref (R, N - 1) of the written tokens, 0 elsewhere, from hidden states."""
+        """Return log pi_ref (R, N - 1) of the generated tokens, 0 elsewhere, from hidden states."""
         logits = self.reference.logits(context.at(written, states))  # (m, V)
         return scatter_to_mask(token_log_probs(logits, ids[:, 1:][written]), written)
 

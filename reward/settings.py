@@ -50,15 +50,15 @@ class RewardModelSettings(Settings):
 
     @property
     def loss_name(self) -> str:
-        """The loss to train with, or the default of the head."""
+        """Return the loss to train with, or the default of the head."""
         return self.loss or REWARD_MODELS[self.head].losses[0]
 
     def check_settings(self, errors: Errors) -> None:
         """Check the output's name, and the options that depend on the head."""
         errors.check(
             Path(self.output_path).suffix not in (".png", ".jsonl"),
-            f"output_path={self.output_path}: records and a picture lie there",
-            "Name it .pt",
+            f"output_path={self.output_path}: records and a picture are written there",
+            "Choose a name that ends in .pt",
         )
         errors.check(
             self.loss_name in REWARD_MODELS[self.head].losses,
@@ -76,7 +76,7 @@ class RewardModelSettings(Settings):
             self.natural_model_path is not None,
             "head=likelihood needs natural_model_path, a model of natural text: "
             f"make one with `{command}`",
-            "Name it with --natural_model_path",
+            "Pass it with --natural_model_path",
         )
         used = changeable(type(self)) | {"head", "loss", "seed"}
         for field in fields(self):

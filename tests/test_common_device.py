@@ -56,7 +56,7 @@ def test_a_machine_with_only_a_cpu(monkeypatch):
     for name in ("cuda", "cuda:0", "mps", "meta", "xpu"):
         assert "has 0 usable CUDA and 0 MPS device(s): use --device cpu or auto" in refused(name)
     for name in ("gpu", "", "cuda:x"):
-        assert "is no device name: use auto, cpu, cuda" in refused(name)
+        assert "is not a device name: use auto, cpu, cuda" in refused(name)
 
 
 @pytest.fixture

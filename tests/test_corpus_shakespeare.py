@@ -88,7 +88,7 @@ def test_other_names_and_damaged_records_are_refused(tmp_path):
 
 def test_tiny_shakespeare_is_held_to_its_hash(monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(b"data"))
-    with pytest.raises(UserError, match="is not what was expected"):
+    with pytest.raises(UserError, match="does not have the expected sha256"):
         shakespeare.fetch_tiny_shakespeare()
     monkeypatch.setattr(shakespeare, "TINY_SHA256", hash_bytes(b"data"))
     assert shakespeare.fetch_tiny_shakespeare() == "data"

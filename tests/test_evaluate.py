@@ -115,7 +115,7 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
         "samples": 10,
         "device": "cpu",
     }
-    assert "need more text" in refuse_in_one_line("evaluate", **options)
+    assert "tokens of text, got" in refuse_in_one_line("evaluate", **options)
     error = "ERROR: the gate part of 1 blocks (block_size=16) is empty: 4 are needed"
     gate = {"part": "gate", "reward_model_path": predictive_reward_model, "baseline": generator}
     assert error in refuse_in_one_line("evaluate", **options, **gate)

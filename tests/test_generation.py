@@ -269,9 +269,9 @@ def test_half_the_rows_where_memory_runs_out(monkeypatch, capsys):
     completer = Completer(model, N)
     assert torch.equal(completer(*arguments).ids, expected)
     assert completer.rows == 2
-    assert "out of memory with 12 samples at a time; going on with 6" in capsys.readouterr().err
+    assert "out of memory with 12 samples at a time; continuing with 6" in capsys.readouterr().err
     most = 0
-    with pytest.raises(UserError, match="memory does not suffice for a single sample"):
+    with pytest.raises(UserError, match="a single sample does not fit in memory"):
         Completer(model, N)(*arguments)
 
 
@@ -358,7 +358,7 @@ def test_generate_fills_the_block_when_no_number_is_given():
         (torch.zeros(1, N + 1, dtype=torch.int64), {}, "after 11 tokens: .* block_size 10"),
         (torch.zeros(1, 0, dtype=torch.int64), {}, "at least one token"),
         (torch.zeros(3, dtype=torch.int64), {}, r"shape \(3,\)"),
-        (torch.tensor([[V]]), {}, r"span \[13, 13\], but this model knows \[0, 12\]"),
+        (torch.tensor([[V]]), {}, r"span \[13, 13\], but this model accepts \[0, 12\]"),
         (torch.tensor([[-1, 2]]), {}, r"span \[-1, 2\]"),
         (torch.tensor([[1]]), {"max_new_tokens": -1}, "max_new_tokens=-1 .* must be >= 0"),
         (torch.tensor([[1]]), {"top_k": 0}, "top_k=0"),

@@ -106,9 +106,9 @@ def test_the_weight_is_fitted_and_the_gate_holds(exported, corpus):
     assert again == figures
     with pytest.raises(UserError, match="does not predict where"):
         make_reward(exported, weight=None).fit(blocks[:8])
-    with pytest.raises(UserError, match="two at least of two are needed"):
+    with pytest.raises(UserError, match="at least two of at least two tokens"):
         make_reward(exported, weight=None).fit(blocks[:1])
-    with pytest.raises(UserError, match="32 tokens: the generator reads 16 at most"):
+    with pytest.raises(UserError, match="32 tokens: the generator reads at most 16"):
         make_reward(exported, weight=None).fit(blocks.view(32, 32))
 
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_used_is_one_line(exported, tmp_path):
     )
     with pytest.raises(
         UserError,
-        match=r"natural model \(7 token ids\) has another .* take a model of the same family",
+        match=r"natural model \(7 token ids\) differs in vocabulary .* use a model of the same family",
     ):
         CrossoverReward(other, exported[0])
 
@@ -300,7 +300,7 @@ def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus
     trainer = make_trainer(
         exported, tmp_path, load_model(str(tmp_path / "q")), reward=reward, prompts=["The ", "a h"]
     )
-    with pytest.raises(UserError, match="no rotary positions: use prompts of as many tokens"):
+    with pytest.raises(UserError, match="no rotary positions: use prompts of equal length"):
         trainer.train()
 
 
@@ -389,7 +389,7 @@ def test_train_trl_trains_goes_on_and_refuses(exported, corpus, tmp_path, monkey
     again = succeed(
         "interop.train_trl", **trl_options(exported, corpus, tmp_path, lora_rank=2, max_steps=3)
     )
-    assert f"Going on from {tmp_path / 'trained/checkpoint-2'}" in again
+    assert f"Resuming from {tmp_path / 'trained/checkpoint-2'}" in again
     steps = [
         each["step"]
         for each in read_json(tmp_path / "trained/checkpoint-3/trainer_state.json")["log_history"]
@@ -398,7 +398,7 @@ def test_train_trl_trains_goes_on_and_refuses(exported, corpus, tmp_path, monkey
     (tmp_path / "short.txt").write_text((corpus / "input.txt").read_text()[:200])
     (tmp_path / "foreign.txt").write_text("\u0416" * 9999)
     for options, said in (
-        ({"text": tmp_path / "short.txt"}, "tokens: 1,920 at least are needed"),
+        ({"text": tmp_path / "short.txt"}, "tokens, but at least 1,920 are needed"),
         ({"text": tmp_path / "foreign.txt"}, "tokenizer cannot read the text"),
         ({"natural_model": tmp_path}, "cannot be read"),
         (

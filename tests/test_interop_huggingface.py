@@ -277,9 +277,7 @@ def test_an_export_read_again_is_the_same_checkpoint(tmp_path, transformers, gen
         "evaluate", checkpoints=[out, generator], dataset=corpus, device="cpu"
     ).splitlines()
     assert figures[0].partition(": ")[2] == figures[1].partition(": ")[2]
-    assert "is there already" in refuse_in_one_line(
-        EXPORT, checkpoint_path=generator, output_dir=out
-    )
+    assert "already exists" in refuse_in_one_line(EXPORT, checkpoint_path=generator, output_dir=out)
 
 
 @pytest.mark.interop

@@ -173,7 +173,7 @@ def test_settings_that_are_refused(options, said):
 
 def test_everything_that_is_missing_is_named():
     message = refuse("prepare_text")
-    for missing in ("no text is named", "one of name and out_dir", "name one tokenization"):
+    for missing in ("no text is given", "one of name and out_dir", "exactly one of tokenization"):
         assert f"ERROR: {missing}" in message
     assert "tokenizer.json" in refuse_in_one_line(
         "prepare_text", "novel.txt", name="novel", tokenizer="."

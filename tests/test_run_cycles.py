@@ -362,7 +362,7 @@ def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):
     config = write_config(tmp_path, lines.format("novel_char"))
     options = options_of(tmp_path / "novle_char", tmp_path / "out")
     error = refuse_in_one_line("run_cycles", str(config), **options)
-    assert "name another --dataset (data/ has" in error
+    assert "choose another --dataset (data/ has" in error
 
     write_config(tmp_path, lines.format(tmp_path))
     script = tmp_path / "prepare.py"

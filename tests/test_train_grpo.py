@@ -91,7 +91,7 @@ def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, 
     assert not good["output_path"].parent.exists()
     finished = call("train_grpo", **{**options, "allow_unpredictive_reward": True})
     assert finished.status == 0 and "R2 " in finished.err
-    assert f"WARNING: {path} does not say against which generator" in finished.err
+    assert f"WARNING: {path} does not record against which generator" in finished.err
     settings = load_checkpoint(good["output_path"])["training"]["settings"]
     assert (settings["credit"], settings["beta"]) == ("sequence", 0.04)  # of a last head
     assert settings["reward"] == "natural" and f"Reward: {path} (natural)" in finished.out
@@ -403,7 +403,7 @@ def test_more_steps_than_the_schedule_has_are_refused(good, schedule):
     before = folder_bytes(good["output_path"].parent)
     line = refuse_in_one_line("train_grpo", **options)
     assert f"max_steps=3: the learning rate of lr_schedule={schedule} is 0 from step 2 on" in line
-    assert "use --max_steps 2, or train anew" in line
+    assert "use --max_steps 2, or retrain" in line
     assert folder_bytes(good["output_path"].parent) == before
 
 

@@ -247,7 +247,7 @@ def test_one_line_says_which_ids_are_assumed_without_a_vocabulary(tmp_path, corp
     assert open_corpus(str(tmp_path), 1).tokenizer.vocab_size == 50257
     said = capsys.readouterr().out
     assert (
-        "50,257 ids assumed" in said
+        "assuming GPT-2's 50,257 ids" in said
         and "meta.pkl with vocab_size" in said
         and said.count("\n") == 1
     )

@@ -71,8 +71,8 @@ def find_model(name: str | Path) -> Path:
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read and check a checkpoint; missing records are None.
 
-    `path` is our file, nanoGPT's file, a Hugging Face folder, or a Hugging Face name. Raises
-    UserError for anything else; nothing in a file is executed.
+    `path` is a Crossover or nanoGPT file, a Hugging Face folder, or a Hugging Face name. Raise
+    UserError for anything else. Nothing in a file is executed.
     """
     path = find_model(path)
     if path.is_dir():
@@ -88,7 +88,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         reason = one_line(error).removeprefix("ERROR: ")
         raise UserError(
             f"ERROR: {path} is damaged, or not the checkpoint of a model: {reason}; "
-            "name an earlier or another one"
+            "use an earlier or another one"
         ) from None
 
 
@@ -120,7 +120,7 @@ def checked_contents(contents: Record) -> dict[str, Any]:
 
 
 def convert_nanogpt(contents: Record) -> dict[str, Any]:
-    """Return a nanoGPT checkpoint in our form."""
+    """Convert a nanoGPT checkpoint to a Crossover checkpoint."""
     weights = {}
     for name, tensor in contents["model"].items():
         # Old versions of nanoGPT store the causal mask; torch.compile adds a prefix.
@@ -172,9 +172,10 @@ def check_config(
 def build_model(
     contents: Record, mode: str, path: str | Path = "", device: torch.device | str = "cpu"
 ) -> GPT:
-    """Return the model of a loaded checkpoint in evaluation mode; UserError for another mode.
+    """Return the model of a loaded checkpoint in evaluation mode.
 
-    reward.heads.build_reward_model builds reward models with any head.
+    Raise UserError if the checkpoint has another mode. reward.heads.build_reward_model builds
+    reward models with any head.
     """
     check_mode(contents, mode, path)
     model = GPT(contents["config"])

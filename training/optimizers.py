@@ -90,7 +90,7 @@ class Optimizers:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments only: learning rates and weight decay are settings."""
+        """Return only the moments: learning rates and weight decay are settings."""
         return {"moments": [optimizer.state_dict()["state"] for optimizer in self.optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ def make_optimizers(
     needed = hidden if optimizer == "muon" else matrices + vectors
     if not needed:
         raise UserError(
-            f"ERROR: optimizer={optimizer}: nothing to train: unfreeze a part of the model's blocks"
+            f"ERROR: optimizer={optimizer} has nothing to train: unfreeze a part of the blocks"
         )
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
@@ -146,7 +146,7 @@ def make_optimizers(
 
 
 class SavedAttributes:
-    """A part of a run's state: the attributes that `saved` names."""
+    """Base class that saves and restores the attributes listed in `saved`."""
 
     saved: ClassVar[tuple[str, ...]]
 
@@ -201,7 +201,7 @@ class Schedule(SavedAttributes):
         if num_steps > self.num_steps and ends_at_zero:
             raise UserError(
                 f"ERROR: {option}={num_steps}: the learning rate of lr_schedule={self.shape} is 0 "
-                f"from step {self.num_steps} on; use --{option} {self.num_steps}, or train anew"
+                f"from step {self.num_steps} on; use --{option} {self.num_steps}, or retrain"
             )
 
 
@@ -210,7 +210,7 @@ def take_step(
 ) -> float | None:
     """Clip the gradients to a norm of grad_clip (0: do not clip), step, and reset the gradients.
 
-    Return the norm before clipping; None if gradients overflowed under a float16 scaler, which
+    Return the norm before clipping, or None if gradients overflowed under a float16 scaler, which
     skips the step. Raise UserError if other gradients, a weight or a moment are not finite.
     """
     for optimizer in optimizers.optimizers:
@@ -264,7 +264,7 @@ class EarlyStopping(SavedAttributes):
             self.num_without_improvement = 0
 
     def reason(self) -> str:
-        """Return why to stop; empty: go on."""
+        """Return the reason to stop, or "" to continue."""
         if self.patience is None or self.num_without_improvement < self.patience:
             return ""
         return f"patience: no improvement of {self.min_delta} in {self.patience} evaluations"
@@ -298,6 +298,6 @@ class Best(SavedAttributes):
         if not self.weights or not fits:
             raise UserError(
                 "ERROR: the saved state has no best weights of this model: "
-                "delete it, start from scratch"
+                "delete it and start from scratch"
             )
         model.load_state_dict(self.weights, strict=False)
