@@ -406,39 +406,67 @@ def _read_file(path: str, errors: Errors) -> dict[str, Any]:
                 case _:
                     raise ValueError("only plain assignments `name = value` are read, none twice")
         except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
-            reason = str(error)
-            if "malformed" in reason:  # ast.literal_eval names a node, which helps nobody
-                reason = "a value must be a literal, or literals joined by +, * or **"
+            reason = str(error) or type(error).__name__
             line = f"settings file {path}, line {statement.lineno}"
             errors.check(False, f"{line}: {reason:.200}; nothing is executed")
     return values
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Return the value of a literal, dict(NAME=VALUE), str(VALUE), time.time(), or of two values
-    joined by +, * or **.
+    """Return the value of an expression of a settings file; integers are below 2**64.
+
+    The expression is a literal, dict(NAME=VALUE), str(VALUE), time.time(), or two values joined by
+    +, * or **.
     """
+    value = _evaluate_unchecked(node)
+    if isinstance(value, int) and abs(value) >= 2**64:
+        raise ValueError("integers must be below 2**64")
+    return value
+
+
+def _evaluate_unchecked(node: ast.expr) -> Any:
+    """Return the value of an expression, which may be an integer of any size up to 2**4096."""
     match node:
+        case ast.Constant(None | bool() | int() | float() | str() as value):
+            return value
+        case ast.List(elements):
+            return [_evaluate(element) for element in elements]
+        case ast.Tuple(elements):
+            return tuple(_evaluate(element) for element in elements)
+        case ast.Dict(keys, values) if None not in keys:
+            names = [_evaluate(key) for key in keys if key is not None]
+            return dict(zip(names, map(_evaluate, values), strict=True))
         case ast.Call(ast.Name("dict"), [], keywords):
             return {keyword.arg: _evaluate(keyword.value) for keyword in keywords}
-        case ast.Call(ast.Name("str"), [value], []):
-            return str(_evaluate(value))
+        case ast.Call(ast.Name("str"), [operand], []):
+            value = _evaluate(operand)
+            if not isinstance(value, (str, int, float)):
+                raise ValueError("str is for numbers and text")  # else it could fill the memory
+            return str(value)
         case ast.Call(ast.Attribute(ast.Name("time"), "time"), [], []):
             return time.time()
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_number(operand)
+        case ast.UnaryOp(ast.UAdd(), operand):
+            return _number(operand)
         case ast.BinOp(left, ast.Add(), right):
             return _evaluate(left) + _evaluate(right)
         case ast.BinOp(left, ast.Mult(), right):
-            return _number(left, 2**64) * _number(right, 2**64)
+            return _number(left) * _number(right)
         case ast.BinOp(left, ast.Pow(), right):
-            return _number(left, 2**64) ** _number(right, 64)
-    return ast.literal_eval(node)
+            exponent = _number(right)
+            if abs(exponent) > 64:  # the result must not fill the memory
+                raise ValueError("exponents must be at most 64")
+            power = _number(left) ** exponent
+            if isinstance(power, complex):
+                raise ValueError("a root of a negative number is no real number")
+            return power
+    raise ValueError("a value must be a literal, or literals joined by +, * or **")
 
 
-def _number(node: ast.expr, limit: int) -> int | float:
-    """Return the value of a number up to `limit`: the result of * or ** must not fill the
-    memory.
-    """
+def _number(node: ast.expr) -> int | float:
+    """Return the value of an operand, which must be a number."""
     value = _evaluate(node)
-    if not isinstance(value, (int, float)) or abs(value) > limit:
-        raise ValueError("* and ** are for numbers up to 2**64, and exponents up to 64")
+    if not isinstance(value, (int, float)):
+        raise ValueError("-, * and ** are for numbers")
     return value

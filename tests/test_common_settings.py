@@ -179,6 +179,22 @@ def test_a_settings_file_gives_defaults(written):
         assert read_config(str(config))
 
 
+def test_arithmetic_within_a_value(written):
+    path = written("contexts = [2**4, -(2**3), +8]\ntrain = {'learning_rate': -(2) * -2e-3}\n")
+    assert parse(path) == Tiny(contexts=(16, -8, 8), learning_rate=4e-3)
+    path = written("a = -(2**4)\nb = (2 * 3, None)\nc = str(2.0**64)\n")
+    assert read_config(path) == {"a": -16, "b": (6, None), "c": "1.8446744073709552e+19"}
+
+
+def test_an_error_without_a_message_is_named_by_its_type(written, monkeypatch):
+    def fail(node):
+        raise MemoryError
+
+    monkeypatch.setattr("common.settings._evaluate", fail)
+    path = written("run_name = 'x'")
+    assert "line 1: MemoryError; nothing" in refused(path)
+
+
 def test_a_dict_of_a_settings_file_is_a_section(written):
     path = written(
         "train = dict(contexts=(8, 16))\nnatural_model = dict(batch_size=2, contexts=[4])\n"
@@ -209,12 +225,20 @@ def test_a_settings_file_in_nanogpts_form(written):
         ("from os import getcwd", "only plain assignments"),
         ("batch_size = __import__('os').getcwd()", "nothing is executed"),
         ("import os\nbatch_size = os.getpid()", "nothing is executed"),
-        ("batch_size = 2 ** 99999999", "exponents up to 64"),
-        ("batch_size = 9 ** 9 ** 9", "exponents up to 64"),
+        ("batch_size = 2 ** 99999999", "exponents must be at most 64"),
+        ("batch_size = 9 ** 9 ** 9", "exponents must be at most 64"),
         ("batch_size = 9 - 1", "must be a literal"),
         ("batch_size = 'a' + 1", "can only concatenate str"),
         ("batch_size = 'a' * 99999999999", "** are for numbers"),
-        ("batch_size = 99999999999999999999999 * 9", "** are for numbers"),
+        ("batch_size = -'a'", "** are for numbers"),
+        ("batch_size = 99999999999999999999999 * 9", "integers must be below 2**64"),
+        ("batch_size = 2**32 * 2**32", "integers must be below 2**64"),
+        ("batch_size = 0x" + "f" * 5000, "integers must be below 2**64"),
+        ("contexts = [8, 0x" + "f" * 5000 + "]", "integers must be below 2**64"),
+        ("train = {'batch_size': 0x" + "f" * 5000 + "}", "integers must be below 2**64"),
+        ("batch_size = (-8) ** 0.5", "no real number"),
+        ("batch_size = 8j", "must be a literal"),
+        ("run_name = " + "str(dict(a=" * 34 + "1" + "))" * 34, "str is for numbers and text"),
         ("batch_size = 1\nbatch_size = 2", "none twice"),
         ("batch_size = (", "cannot read settings file"),
         ("train = dict(batch_size=1, batch_size=2)", "keyword argument repeated"),
