@@ -24,7 +24,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
@@ -98,20 +98,15 @@ class Settings:
     without_effect: ClassVar[Mapping[str, str]] = {}
     """names of nanoGPT that are accepted but have no effect, each with the reason"""
 
-    def notes(self, given: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return lines to print at the start; `given` maps the name of each given option to its
-        words.
-        """
-        notes = []
-        for name, reason in self.without_effect.items():
-            if name in given:
-                value = given[name][-1].rpartition("=")[2]
-                notes.append(f"{name}={value} has no effect here: {reason}")
-        return notes
-
     def errors(self) -> Errors:
         """Check every setting by its rules, then call `check_settings`; no file is read."""
         errors = Errors()
+        self.check_rules(errors)
+        self.check_settings(errors)
+        return errors
+
+    def check_rules(self, errors: Errors) -> None:
+        """Check every setting by its rules."""
         for member in fields(self):
             value = getattr(self, member.name)
             if isinstance(value, (int, float)):
@@ -122,8 +117,6 @@ class Settings:
                 obstacle = check_writable(value, member.metadata["output"] == "file")
                 remedy = f"Choose a place you may write to with --{member.name}"
                 errors.check(not obstacle, obstacle, remedy)
-        self.check_settings(errors)
-        return errors
 
     def check_settings(self, errors: Errors) -> None:
         """Add the errors that the rules of single settings cannot find; for subclasses."""
@@ -188,7 +181,9 @@ def parse_settings(
     """Return the settings of a script (its name without .py); raise UserError for any error.
 
     The settings file is the value of --config, or the first word if the script has no positional
-    setting. With `check`, check the rules of the settings too, and print the notes.
+    setting. With `check`, check the rules of the settings too, and print a note for each given name
+    that has no effect. If a word is wrong, a default stands in for its setting: only the rules of
+    single settings are then checked.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -197,24 +192,31 @@ def parse_settings(
     known = [*names, *settings_class.without_effect]
     path, section, argv = split_config(argv, file_first=len(names) == len(members))
     errors = Errors()
-    given: dict[str, list[str]] = {}
+    sources = {"": _group_by_option(argv)}
     if path is not None:
-        given = _group_by_option(_words_of_file(path, section or script, errors))
-    given.update(_group_by_option(argv))  # the command line overrides the file
-    parsed = {}
-    for name, words in given.items():
-        if name in names or name in ("", "help"):
-            parsed[name] = words
-        elif name not in known:
-            errors.check(False, f"{script}.py has no option --{name}{_nearest(name, known)}")
+        words_of_file = _words_of_file(path, section or script, errors)
+        sources = {f"settings file {path}: ": _group_by_option(words_of_file), **sources}
+    parsed: dict[str, list[str]] = {}
+    ignored: dict[str, list[str]] = {}
+    for source, given in sources.items():  # the command line, which overrides the file, is last
+        for name, words in given.items():
+            if name in names or name in ("", "help"):
+                parsed[name] = words
+            elif name in known:
+                ignored[name] = words
+            else:
+                error = f"{source}{script}.py has no option --{name}{_nearest(name, known)}"
+                errors.check(False, error)
     settings = _parse(settings_class, script, parsed, errors)
+    notes = _notes(settings_class, script, ignored, errors)
     if check:
-        found = settings.errors()
-        errors.messages += found.messages
-        errors.suggestions += found.suggestions
+        can_check_all = not errors.messages
+        settings.check_rules(errors)
+        if can_check_all:
+            settings.check_settings(errors)
     errors.raise_if_any()
     if check:
-        for note in settings.notes(given):
+        for note in notes:
             print0(note)
     return settings
 
@@ -267,6 +269,19 @@ def _group_by_option(argv: Iterable[str]) -> dict[str, list[str]]:
             name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         groups.setdefault(name, []).append(word)
     return groups
+
+
+def _notes(
+    settings_class: type[Settings], script: str, ignored: Mapping[str, list[str]], errors: Errors
+) -> list[str]:
+    """Return a line for each given name without effect; add an error unless it has one value."""
+    options = [(name, str, "") for name in ignored]
+    values = _parse(make_dataclass("Ignored", options, bases=(Settings,)), script, ignored, errors)
+    notes = []
+    for name in ignored:
+        reason = settings_class.without_effect[name]
+        notes.append(f"{name}={getattr(values, name)} has no effect here: {reason}")
+    return notes
 
 
 def _parse(
