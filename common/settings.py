@@ -276,7 +276,8 @@ def _notes(
 ) -> list[str]:
     """Return a line for each given name without effect; add an error unless it has one value."""
     options = [(name, str, "") for name in ignored]
-    values = _parse(make_dataclass("Ignored", options, bases=(Settings,)), script, ignored, errors)
+    ignored_class = make_dataclass("Ignored", options, bases=(Settings,))
+    values: Any = _parse(ignored_class, script, ignored, errors)
     notes = []
     for name in ignored:
         reason = settings_class.without_effect[name]
@@ -427,7 +428,7 @@ def _read_file(path: str, errors: Errors) -> dict[str, Any]:
     return values
 
 
-def _evaluate(node: ast.expr) -> Any:
+def _evaluate(node: ast.expr | None) -> Any:
     """Return the value of an expression of a settings file; integers are below 2**64.
 
     The expression is a literal, dict(NAME=VALUE), str(VALUE), time.time(), or two values joined by
@@ -439,18 +440,15 @@ def _evaluate(node: ast.expr) -> Any:
     return value
 
 
-def _evaluate_unchecked(node: ast.expr) -> Any:
+def _evaluate_unchecked(node: ast.expr | None) -> Any:
     """Return the value of an expression, which may be an integer of any size up to 2**4096."""
     match node:
         case ast.Constant(None | bool() | int() | float() | str() as value):
             return value
-        case ast.List(elements):
-            return [_evaluate(element) for element in elements]
-        case ast.Tuple(elements):
+        case ast.List(elements) | ast.Tuple(elements):
             return tuple(_evaluate(element) for element in elements)
-        case ast.Dict(keys, values) if None not in keys:
-            names = [_evaluate(key) for key in keys if key is not None]
-            return dict(zip(names, map(_evaluate, values), strict=True))
+        case ast.Dict(keys, members):  # the key of `**OTHER` is None, which is refused
+            return dict(zip(map(_evaluate, keys), map(_evaluate, members), strict=True))
         case ast.Call(ast.Name("dict"), [], keywords):
             return {keyword.arg: _evaluate(keyword.value) for keyword in keywords}
         case ast.Call(ast.Name("str"), [operand], []):

@@ -94,6 +94,8 @@ def test_options_in_every_form():
         (["--optimizer", "sgd"], "invalid choice 'sgd'"),
         (["--compile"], "Missing value for argument '--compile'"),
         (["--contexts", "8", "x"], "['8', 'x']"),
+        (["--eval_iters", "20", "junk"], "options: junk"),
+        (["--eval_iters"], "Missing value for argument '--eval_iters'"),
         (["--model_path", "a\0b"], "'a\\x00b': no argument and no path can hold"),
         (["--optimizer", "\ud800"], "'\\ud800': no argument and no path can hold"),
     ],
@@ -165,17 +167,6 @@ def test_a_name_without_effect_is_accepted_and_noted_once(argv, written, capsys)
     assert capsys.readouterr().out == "eval_iters=20 has no effect here: all is evaluated\n"
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--eval_iters", "20", "junk"], "options: junk"),
-        (["--eval_iters"], "Missing value for argument '--eval_iters'"),
-    ],
-)
-def test_a_name_without_effect_takes_one_value(argv, said):
-    assert said in refused(*argv)
-
-
 @pytest.mark.parametrize("argv", [["--foo=1", "a.txt", "--name", "n"], ["--name"]])
 def test_a_wrong_option_causes_no_further_error(argv):
     """The texts behind it, and its own value, are not known: no rule may miss them."""
@@ -204,10 +195,8 @@ def test_a_settings_file_gives_defaults(written):
 
 
 def test_arithmetic_within_a_value(written):
-    path = written("contexts = [2**4, -(2**3), +8]\ntrain = {'learning_rate': -(2) * -2e-3}\n")
-    assert parse(path) == Tiny(contexts=(16, -8, 8), learning_rate=4e-3)
-    path = written("a = -(2**4)\nb = (2 * 3, None)\nc = str(2.0**64)\n")
-    assert read_config(path) == {"a": -16, "b": (6, None), "c": "1.8446744073709552e+19"}
+    path = written("a = -(2**4)\nb = [2**4, (+8, None)]\nc = {'d': -2 * 3}\n")
+    assert read_config(path) == {"a": -16, "b": (16, (8, None)), "c": {"d": -6}}
 
 
 def test_an_error_without_a_message_is_named_by_its_type(written, monkeypatch):
@@ -254,15 +243,13 @@ def test_a_settings_file_in_nanogpts_form(written):
         ("batch_size = 9 - 1", "must be a literal"),
         ("batch_size = 'a' + 1", "can only concatenate str"),
         ("batch_size = 'a' * 99999999999", "** are for numbers"),
-        ("batch_size = -'a'", "** are for numbers"),
         ("batch_size = 99999999999999999999999 * 9", "integers must be below 2**64"),
         ("batch_size = 2**32 * 2**32", "integers must be below 2**64"),
         ("batch_size = 0x" + "f" * 5000, "integers must be below 2**64"),
-        ("contexts = [8, 0x" + "f" * 5000 + "]", "integers must be below 2**64"),
-        ("train = {'batch_size': 0x" + "f" * 5000 + "}", "integers must be below 2**64"),
+        ("train = {'contexts': [8, 0x" + "f" * 5000 + "]}", "integers must be below 2**64"),
         ("batch_size = (-8) ** 0.5", "no real number"),
         ("batch_size = 8j", "must be a literal"),
-        ("run_name = " + "str(dict(a=" * 34 + "1" + "))" * 34, "str is for numbers and text"),
+        ("run_name = " + "str(dict(a=1))", "str is for numbers and text"),
         ("batch_size = 1\nbatch_size = 2", "none twice"),
         ("batch_size = (", "cannot read settings file"),
         ("train = dict(batch_size=1, batch_size=2)", "keyword argument repeated"),
