@@ -55,9 +55,10 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove partial files of killed processes: those of `path`, and of files named after it."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        pid = leftover.name.split(".")[-2]
+    """Remove the partial files of `path` that killed processes have left."""
+    prefix = f".{path.name}."
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.partial"):
+        pid = leftover.name.removeprefix(prefix).removesuffix(".partial")
         try:
             os.kill(int(pid), 0)  # signal 0 only checks whether the process exists
         except ProcessLookupError:
@@ -193,11 +194,27 @@ def lock_output(path: str | Path) -> None:
     remove_leftovers(path)
 
 
+def lock_run(output: str | Path) -> None:
+    """Lock an output and its records until main() ends.
+
+    Raise UserError if another process holds a lock, or if another output has the same records.
+    """
+    output = Path(output)
+    twin = output.with_name(f"{output.name}.pt")
+    if output.suffix == ".pt":
+        twin = beside(output, "")
+    if twin.is_file():
+        problem = f"{twin} has the same state and records beside it"
+        raise UserError(f"ERROR: {output}: {problem}; name another output")
+    lock_output(output)
+    lock_output(beside(output, ".jsonl"))
+
+
 def beside(output: str | Path, suffix: str) -> Path:
     """Return the file with this suffix that belongs to an output: `x.jsonl` for `x.pt`.
 
     Only `.pt` is replaced by the suffix. It is added to any other name (`x0.001.jsonl` for
-    `x0.001`), so that two outputs do not share a file.
+    `x0.001`). So two outputs share a file only if their names are `x` and `x.pt`: see lock_run.
     """
     output = Path(output)
     return output.with_name(output.name.removesuffix(".pt") + suffix)

@@ -24,7 +24,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
@@ -98,20 +98,15 @@ class Settings:
     without_effect: ClassVar[Mapping[str, str]] = {}
     """names of nanoGPT that are accepted but have no effect, each with the reason"""
 
-    def notes(self, given: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return lines to print at the start; `given` maps the name of each given option to its
-        words.
-        """
-        notes = []
-        for name, reason in self.without_effect.items():
-            if name in given:
-                value = given[name][-1].rpartition("=")[2]
-                notes.append(f"{name}={value} has no effect here: {reason}")
-        return notes
-
     def errors(self) -> Errors:
         """Check every setting by its rules, then call `check_settings`; no file is read."""
         errors = Errors()
+        self.check_rules(errors)
+        self.check_settings(errors)
+        return errors
+
+    def check_rules(self, errors: Errors) -> None:
+        """Check every setting by its rules."""
         for member in fields(self):
             value = getattr(self, member.name)
             if isinstance(value, (int, float)):
@@ -122,8 +117,6 @@ class Settings:
                 obstacle = check_writable(value, member.metadata["output"] == "file")
                 remedy = f"Choose a place you may write to with --{member.name}"
                 errors.check(not obstacle, obstacle, remedy)
-        self.check_settings(errors)
-        return errors
 
     def check_settings(self, errors: Errors) -> None:
         """Add the errors that the rules of single settings cannot find; for subclasses."""
@@ -188,7 +181,9 @@ def parse_settings(
     """Return the settings of a script (its name without .py); raise UserError for any error.
 
     The settings file is the value of --config, or the first word if the script has no positional
-    setting. With `check`, check the rules of the settings too, and print the notes.
+    setting. With `check`, check the rules of the settings too, and print a note for each given name
+    that has no effect. If a word is wrong, a default stands in for its setting: only the rules of
+    single settings are then checked.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -197,24 +192,31 @@ def parse_settings(
     known = [*names, *settings_class.without_effect]
     path, section, argv = split_config(argv, file_first=len(names) == len(members))
     errors = Errors()
-    given: dict[str, list[str]] = {}
+    sources = {"": _group_by_option(argv)}
     if path is not None:
-        given = _group_by_option(_words_of_file(path, section or script, errors))
-    given.update(_group_by_option(argv))  # the command line overrides the file
-    parsed = {}
-    for name, words in given.items():
-        if name in names or name in ("", "help"):
-            parsed[name] = words
-        elif name not in known:
-            errors.check(False, f"{script}.py has no option --{name}{_nearest(name, known)}")
+        words_of_file = _words_of_file(path, section or script, errors)
+        sources = {f"settings file {path}: ": _group_by_option(words_of_file), **sources}
+    parsed: dict[str, list[str]] = {}
+    ignored: dict[str, list[str]] = {}
+    for source, given in sources.items():  # the command line, which overrides the file, is last
+        for name, words in given.items():
+            if name in names or name in ("", "help"):
+                parsed[name] = words
+            elif name in known:
+                ignored[name] = words
+            else:
+                error = f"{source}{script}.py has no option --{name}{_nearest(name, known)}"
+                errors.check(False, error)
     settings = _parse(settings_class, script, parsed, errors)
+    notes = _notes(settings_class, script, ignored, errors)
     if check:
-        found = settings.errors()
-        errors.messages += found.messages
-        errors.suggestions += found.suggestions
+        can_check_all = not errors.messages
+        settings.check_rules(errors)
+        if can_check_all:
+            settings.check_settings(errors)
     errors.raise_if_any()
     if check:
-        for note in settings.notes(given):
+        for note in notes:
             print0(note)
     return settings
 
@@ -267,6 +269,20 @@ def _group_by_option(argv: Iterable[str]) -> dict[str, list[str]]:
             name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         groups.setdefault(name, []).append(word)
     return groups
+
+
+def _notes(
+    settings_class: type[Settings], script: str, ignored: Mapping[str, list[str]], errors: Errors
+) -> list[str]:
+    """Return a line for each given name without effect; add an error unless it has one value."""
+    options = [(name, str, "") for name in ignored]
+    ignored_class = make_dataclass("Ignored", options, bases=(Settings,))
+    values: Any = _parse(ignored_class, script, ignored, errors)
+    notes = []
+    for name in ignored:
+        reason = settings_class.without_effect[name]
+        notes.append(f"{name}={getattr(values, name)} has no effect here: {reason}")
+    return notes
 
 
 def _parse(
@@ -406,39 +422,64 @@ def _read_file(path: str, errors: Errors) -> dict[str, Any]:
                 case _:
                     raise ValueError("only plain assignments `name = value` are read, none twice")
         except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
-            reason = str(error)
-            if "malformed" in reason:  # ast.literal_eval names a node, which helps nobody
-                reason = "a value must be a literal, or literals joined by +, * or **"
+            reason = str(error) or type(error).__name__
             line = f"settings file {path}, line {statement.lineno}"
             errors.check(False, f"{line}: {reason:.200}; nothing is executed")
     return values
 
 
-def _evaluate(node: ast.expr) -> Any:
-    """Return the value of a literal, dict(NAME=VALUE), str(VALUE), time.time(), or of two values
-    joined by +, * or **.
+def _evaluate(node: ast.expr | None) -> Any:
+    """Return the value of an expression of a settings file; integers are below 2**64.
+
+    The expression is a literal, dict(NAME=VALUE), str(VALUE), time.time(), or two values joined by
+    +, * or **.
     """
+    value = _evaluate_unchecked(node)
+    if isinstance(value, int) and abs(value) >= 2**64:
+        raise ValueError("integers must be below 2**64")
+    return value
+
+
+def _evaluate_unchecked(node: ast.expr | None) -> Any:
+    """Return the value of an expression, which may be an integer of any size up to 2**4096."""
     match node:
+        case ast.Constant(None | bool() | int() | float() | str() as value):
+            return value
+        case ast.List(elements) | ast.Tuple(elements):
+            return tuple(_evaluate(element) for element in elements)
+        case ast.Dict(keys, members):  # the key of `**OTHER` is None, which is refused
+            return dict(zip(map(_evaluate, keys), map(_evaluate, members), strict=True))
         case ast.Call(ast.Name("dict"), [], keywords):
             return {keyword.arg: _evaluate(keyword.value) for keyword in keywords}
-        case ast.Call(ast.Name("str"), [value], []):
-            return str(_evaluate(value))
+        case ast.Call(ast.Name("str"), [operand], []):
+            value = _evaluate(operand)
+            if not isinstance(value, (str, int, float)):
+                raise ValueError("str is for numbers and text")  # else it could fill the memory
+            return str(value)
         case ast.Call(ast.Attribute(ast.Name("time"), "time"), [], []):
             return time.time()
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_number(operand)
+        case ast.UnaryOp(ast.UAdd(), operand):
+            return _number(operand)
         case ast.BinOp(left, ast.Add(), right):
             return _evaluate(left) + _evaluate(right)
         case ast.BinOp(left, ast.Mult(), right):
-            return _number(left, 2**64) * _number(right, 2**64)
+            return _number(left) * _number(right)
         case ast.BinOp(left, ast.Pow(), right):
-            return _number(left, 2**64) ** _number(right, 64)
-    return ast.literal_eval(node)
+            exponent = _number(right)
+            if abs(exponent) > 64:  # the result must not fill the memory
+                raise ValueError("exponents must be at most 64")
+            power = _number(left) ** exponent
+            if isinstance(power, complex):
+                raise ValueError("a root of a negative number is no real number")
+            return power
+    raise ValueError("a value must be a literal, or literals joined by +, * or **")
 
 
-def _number(node: ast.expr, limit: int) -> int | float:
-    """Return the value of a number up to `limit`: the result of * or ** must not fill the
-    memory.
-    """
+def _number(node: ast.expr) -> int | float:
+    """Return the value of an operand, which must be a number."""
     value = _evaluate(node)
-    if not isinstance(value, (int, float)) or abs(value) > limit:
-        raise ValueError("* and ** are for numbers up to 2**64, and exponents up to 64")
+    if not isinstance(value, (int, float)):
+        raise ValueError("-, * and ** are for numbers")
     return value

@@ -65,7 +65,8 @@ def texts_below(folder: Path) -> list[Path]:
 
 def hash_text(path: Path) -> str:
     """Return the sha256 of a text in UTF-8, newlines as \\n, without byte-order mark and without
-    newlines at the end."""
+    newlines at the end.
+    """
     digest = hashlib.sha256()
     newlines = ""  # hashed if more text follows
     for piece in text_pieces(path):

@@ -114,7 +114,9 @@ class RewardFunction:
         The file becomes a module, which worker processes of a pool can import, unless there is
         another module of its name.
         """
-        sys.path.append(str(self.path.resolve().parent))  # last: files there hide no other module
+        folder = str(self.path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.append(folder)  # last: files there hide no other module
         module = ModuleType(self.path.stem)
         module.__file__ = str(self.path)
         spec = PathFinder.find_spec(self.path.stem)

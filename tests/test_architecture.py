@@ -32,7 +32,7 @@ from option_tables import settings_of
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
     "nodes of the product": 50_326,
-    "nodes of tests": 48_670,
+    "nodes of tests": 48_890,
     # files of more than 2,000 nodes and functions of more than 550 need a budget
     "nodes of tests/test_interop_crossover.py": 2_633,
     # of the product's code

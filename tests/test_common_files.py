@@ -40,13 +40,14 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     """Those of running processes, and of files with other names, stay. No process has the id
     9,999,999.
     """
-    kept = [".x.pt.1.partial", ".x.pt.lock", ".x.pt.note.partial", ".y.pt.9999999.partial"]
-    for name in (".x.pt.9999999.partial", ".x.pt.resume.9999999.partial", *kept):
+    others = [".x.pt.1.partial", ".x.pt.lock", ".x.pt.note.partial", ".x.pt.pt.9999999.partial"]
+    kept = [*others, ".y.pt.9999999.partial"]
+    for name in (".x.pt.9999999.partial", *kept):
         (tmp_path / name).touch()
     run_main(lambda: files.lock_output(tmp_path / "x.pt"))
     assert sorted(os.listdir(tmp_path)) == kept
     files.write_text(tmp_path / "y.pt", "text")
-    assert sorted(os.listdir(tmp_path)) == [*kept[:3], "y.pt"]
+    assert sorted(os.listdir(tmp_path)) == [*others, "y.pt"]
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):
@@ -193,7 +194,20 @@ def test_every_script_locks_its_output(tmp_path, corpus, generator, reward_model
     assert not path.exists()
 
 
-def test_two_outputs_share_no_file_beside_them():
+@pytest.mark.parametrize(("name", "twin"), [("x", "x.pt"), ("x.pt", "x")])
+def test_outputs_that_share_their_records_exclude_each_other(tmp_path, capsys, name, twin):
+    """The records are locked, too; once one output exists, the other is refused."""
+    (tmp_path / "x0.001").touch()
+    with FileLock(tmp_path / ".x.jsonl.lock"), pytest.raises(SystemExit, match="2"):
+        run_main(lambda: files.lock_run(tmp_path / name))
+    assert "x.jsonl is being written by another process" in capsys.readouterr().err
+    run_main(lambda: files.lock_run(tmp_path / name))
+    (tmp_path / twin).touch()
+    with pytest.raises(UserError, match=rf"/{name}: .*/{twin} has the same state"):
+        files.lock_run(tmp_path / name)
+
+
+def test_an_output_names_the_files_beside_it():
     assert files.beside("logs/grpo_model.pt", ".jsonl") == Path("logs/grpo_model.jsonl")
     assert files.beside("out/x0.001", ".jsonl") == Path("out/x0.001.jsonl")
     assert files.beside("out/x0.0003", ".jsonl") == Path("out/x0.0003.jsonl")

@@ -53,4 +53,4 @@ def test_a_settings_file_in_nanogpts_form(tmp_path, corpus):
     with open(config, "a") as file:
         file.write("lr_decay_steps = 1\n")
     line = refuse_in_one_line("train", str(config), **small, overwrite=True)
-    assert "--lr_decay_steps" in line
+    assert f"settings file {config}: train.py has no option --lr_decay_steps" in line

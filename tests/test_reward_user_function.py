@@ -111,6 +111,14 @@ def test_kinds_that_can_be_called(made, recwarn, text):
     assert not recwarn.list
 
 
+def test_two_functions_are_independent(made):
+    """Each has its own event loop; the folder is searched once."""
+    first = made(ASYNC)
+    second = made(ASYNC)
+    assert first(IDS, MASK).tolist() == second(IDS, MASK).tolist() == first(IDS, MASK).tolist()
+    assert sys.path.count(str(first.path.resolve().parent)) == 1
+
+
 POOL = """
 import multiprocessing
 def length(text):

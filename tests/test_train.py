@@ -209,7 +209,6 @@ decay_lr = False
 NANOGPT_EVALUATE = (
     "batch_size = 8\neval_iters = 500 # a good estimate\neval_only = True\nwandb_log = False\n"
 )
-UNLIKE = "Not given, and by default not as in nanoGPT (in brackets): "
 
 
 @pytest.fixture
@@ -240,7 +239,6 @@ def test_a_settings_file_of_nanogpt_trains(monkeypatch, nanogpt, tmp_path):
     ignored = ["eval_iters=200", "log_interval=10", "always_save_checkpoint=False", "beta1=0.9"]
     for name in (*ignored, "backend=nccl"):
         assert out.count(f"{name} has no effect here: ") == 1
-    assert f"{UNLIKE}position=rope (learned), compile=False (True)\n" in out
     checkpoint = load_checkpoint(tmp_path / "out/model_checkpoint.pt")
     assert checkpoint["config"].bias
     assert "transformer.h.0.attn.c_attn.bias" in checkpoint["model"]
@@ -252,8 +250,7 @@ def test_settings_files_of_nanogpt_evaluate_and_finetune(nanogpt, tmp_path, gene
     assert "eval_iters=20 has no effect here" in out
     assert f"val_loss {load_checkpoint(generator)['training']['val_loss']:.4g}" in out
     assert not (tmp_path / "out").exists()
-    out = nanogpt(NANOGPT_TUNE, init_from=generator)
-    assert f"{UNLIKE}beta2=0.99 (0.95), warmup_iters=20 (2000), compile=False (True)\n" in out
+    nanogpt(NANOGPT_TUNE, init_from=generator)
     assert records_of(tmp_path / "out", "learning_rate") == [3e-5]
 
 

@@ -3,7 +3,7 @@
 python train.py --help
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -15,21 +15,6 @@ from model import GPTConfig
 
 # Settings that a checkpoint decides if the run starts from one
 SHAPE = ("block_size", "n_layer", "n_head", "n_embd", "bias", "position")
-# Defaults of nanoGPT's train.py that differ from those of TrainSettings
-NANOGPT_DEFAULTS = {
-    "dataset": "openwebtext",
-    "gradient_accumulation_steps": 40,
-    "batch_size": 12,
-    "block_size": 1024,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "position": "learned",
-    "learning_rate": 6e-4,
-    "beta2": 0.95,
-    "warmup_iters": 2000,
-    "compile": True,
-}
 
 
 @dataclass
@@ -180,21 +165,3 @@ class TrainSettings(Settings):
             errors.check(fits, f"{problem} has {name}={actual}", f"Leave out --{name}")
         self.check_contexts(config.block_size, errors)
         errors.raise_if_any()
-
-    def notes(self, given: Mapping[str, Sequence[str]]) -> list[str]:
-        """Add the defaults that differ from nanoGPT's if a setting is only nanoGPT's."""
-        notes = super().notes(given)
-        if not notes:
-            return []
-        decided = set(given)
-        if self.start_path is not None:
-            decided.update(SHAPE)
-        differing = []
-        for name, default in NANOGPT_DEFAULTS.items():
-            has_effect = name == "dataset" or not self.eval_only
-            if name not in decided and has_effect:
-                differing.append(f"{name}={getattr(self, name)} ({default})")
-        if differing:
-            defaults = ", ".join(differing)
-            notes.append(f"Not given, and by default not as in nanoGPT (in brackets): {defaults}")
-        return notes
