@@ -52,7 +52,7 @@ def read_text(data_path: str | Path) -> str:
     path = text_file(data_path)
     require(
         path.is_file(),
-        f"Data file not found: {path}: give a text file, or a folder that holds input.txt",
+        f"Data file not found: {path}: pass a text file, or a folder that holds input.txt",
     )
     return "".join(text_pieces(path))
 

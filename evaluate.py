@@ -112,11 +112,11 @@ def load_model(path: str, settings: EvaluateSettings, corpus: Corpus, device: to
 
 
 def crop_context(model: GPT, context: int, path: str, baseline: str) -> None:
-    """Give the model the baseline's context; UserError if its own is shorter."""
+    """Crop the model to the baseline's context. Raise UserError if its own is shorter."""
     block_size = model.config.block_size
     if block_size < context:
-        shorter = f"block_size is {block_size} in {path} and {context} in {baseline}"
-        raise UserError(f"ERROR: {shorter}: it reads less; compare models of one block_size")
+        finding = f"block_size is {block_size} in {path} but {context} in the baseline {baseline}"
+        raise UserError(f"ERROR: {finding}. Compare models with the same block_size.")
     model.crop_block_size(context)
 
 
@@ -155,11 +155,11 @@ def batches_of_part(model: GPT, tokens: np.ndarray, part: str) -> WholeSplitBatc
 
 
 def token_losses(model: GPT, batches: WholeSplitBatches, title: str) -> Tensor:
-    """Return the cross-entropies (n,) in nats of all targets; UserError if they are not finite."""
+    """Return all targets' cross-entropies (n,) in nats. Raise UserError if they are not finite."""
     counted_batches = counted(batches, len(batches), f"Evaluating {title}", passing=False)
     losses = -text_log_probs(model, counted_batches)
     if not losses.isfinite().all():
-        finding = "the model has diverged; take an earlier checkpoint"
+        finding = "the model has diverged; use an earlier checkpoint"
         raise UserError(f"ERROR: the loss of {title} is not finite: {finding}")
     return losses
 

@@ -68,7 +68,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def sampling_of(metadata: Mapping[str, str]) -> Sampling:
-    """Return how the generator sampled a dataset's text; temperature 1 if the metadata omit it."""
+    """Return how a dataset's text was sampled. Without metadata on it the temperature is 1."""
     temperature = metadata.get("temperature", "1.0")
     top_k = metadata.get("top_k")
     try:

@@ -8,7 +8,7 @@ gate_vn.json, base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if 
 has their sections, are control_plain_v(n+1).pt and control_distil_v(n+1).pt, and
 controls_v(n+1).json is their evaluation. cycles.json is the ledger of results, report.html the
 report. A stage is done if its artefact exists and the ledger has the same script, settings and
-hashes of inputs: repeat the command to go on.
+hashes of inputs: repeat the command to continue.
 """
 
 import os
@@ -86,7 +86,7 @@ class CycleSettings(Settings):
             errors.check(
                 bool(self.text),
                 "natural_text is ignored without text",
-                "Name your text with --text",
+                "Pass your text with --text",
             )
             is_only_source = self.natural_model is None
             error = "natural_text and natural_model are both given"
@@ -95,7 +95,10 @@ class CycleSettings(Settings):
 
 @dataclass
 class FurtherTrainSettings(TrainSettings):
-    """Settings of train.py for a model whose start this run chooses, unless init_from is set."""
+    """Settings of train.py for a model initialized from a checkpoint that run_cycles.py chooses.
+
+    An explicit init_from takes precedence.
+    """
 
     init_from: str = ""
 
@@ -286,7 +289,11 @@ class Loop:
                 return
 
     def is_gate_open(self, ledger: Ledger, cycle: int) -> bool:
-        """Return whether the reward model of a cycle predicts, or need not predict."""
+        """Return whether GRPO may start.
+
+        It may if the cycle's reward model beats a constant predictor, or if
+        allow_unpredictive_reward is set.
+        """
         skill = ledger.figures(f"gate_v{cycle}")
         is_allowed = self.sections["train_grpo"].allow_unpredictive_reward
         return is_allowed or better_than_constant(skill["r2_low"])
@@ -296,7 +303,7 @@ def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:
     """Raise a UserError that lists the errors in the settings of all stages, before the run."""
     errors = Errors()
     stages = loop.stages()
-    # Files that are yet to be made: it is no error that they do not exist.
+    # Files that are yet to be made: it is not an error that they do not exist.
     paths = [f"{loop.corpus}/train.bin", f"{loop.corpus}/val.bin"]
     paths += [str(stage.artefact) for stage in stages]
     for stage in stages:
@@ -368,8 +375,8 @@ def make_own_corpora(settings: CycleSettings) -> dict[str, list[str]]:
             tokenizer = TokenizationManager("bpe")
         else:
             raise UserError(
-                f"ERROR: natural_model={settings.natural_model}: it does not say how its text is "
-                f"tokenized, and does not have GPT-2's {GPT2_TOKENS} tokens: name one that does, "
+                f"ERROR: natural_model={settings.natural_model}: it does not record how its text "
+                f"is tokenized, and does not have GPT-2's {GPT2_TOKENS} tokens: use one that does, "
                 "or use --natural_text"
             )
     folder = Path(str(settings.out_dir))
@@ -408,7 +415,7 @@ def default_folder(sources: Sequence[str]) -> str:
     if list(map(os.path.abspath, earlier)) != list(map(os.path.abspath, sources)):
         raise UserError(
             f"ERROR: {folder} holds a run of {', '.join(earlier)}, and this one is of "
-            f"{', '.join(sources)}: name another folder with --out_dir"
+            f"{', '.join(sources)}: choose another folder with --out_dir"
         )
     return str(folder)
 
@@ -471,9 +478,9 @@ def main() -> None:
     page = write_page(ledger, device)
     print0(f"\n{table_text(ledger)}\n\nLedger: {ledger.path}\nReport: {page}\n")
     if not is_changed:
-        print0("Nothing to do: this run was finished already. Start anew with --out_dir OTHER.")
+        print0("Nothing to do: this run is already finished. Start another with --out_dir OTHER.")
     print0("\n".join(headline(ledger)))
 
 
 if __name__ == "__main__":
-    run_main(main, "Finished stages are kept; run the same command again to go on.")
+    run_main(main, "Finished stages are kept; run the same command again to continue.")

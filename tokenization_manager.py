@@ -52,7 +52,7 @@ def _read_file(path: str | Path) -> bytes:
     path = Path(path)
     if not path.is_file():
         raise MetaFileError(
-            f"Meta file not found: {path}: make it with data/NAME/prepare.py, name another by "
+            f"Meta file not found: {path}: make it with data/NAME/prepare.py, pass another with "
             "--meta_path, or use --tokenization bpe"
         )
     return path.read_bytes()
@@ -68,7 +68,7 @@ def load_meta(path: str | Path) -> dict[str, Any]:
         meta = _PlainUnpickler(io.BytesIO(data)).load()
         vocab_size = meta["vocab_size"]
         if type(vocab_size) is not int:
-            raise ValueError("vocab_size is no whole number")
+            raise ValueError("vocab_size is not a whole number")
         if "stoi" not in meta and "itos" not in meta:  # nanoGPT's train.py needs no more
             return {"method": "ids", "vocab_size": vocab_size}
         chars = [meta["itos"][token] for token in range(vocab_size)]
@@ -248,9 +248,9 @@ class TokenizationManager:
             raise UserError(
                 f"ERROR: {self.meta_path} needs a package: pip install tokenizers"
             ) from None
-        except BaseException as error:  # the library's panic is no Exception
+        except BaseException as error:  # the library's panic is not an Exception
             raise MetaFileError(
-                f"{self.meta_path} is no {TOKENIZER_FILE}, or damaged: {error!s:.200}"
+                f"{self.meta_path} is damaged or not a {TOKENIZER_FILE}: {error!s:.200}"
             ) from None
         self._library = library
         vocabulary = library.get_vocab(with_added_tokens=False)
@@ -267,7 +267,7 @@ class TokenizationManager:
         """Return the text of a tokenizer.json with the same encoding, for transformers."""
         if self.tokenizer_json is not None:
             return self.tokenizer_json
-        require(self.method != "ids", "the ids have no text: name a corpus with a tokenizer.json")
+        require(self.method != "ids", "the ids have no text: use a corpus with a tokenizer.json")
         import tokenizers  # optional package; transformers needs it, too
 
         if self.chars is None:
@@ -287,13 +287,13 @@ class TokenizationManager:
         return library.to_str()
 
     def same_vocabulary(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record of equal method and vocab_size gives every id the same meaning."""
+        """Return whether a record of equal method and vocab_size gives each id the same meaning."""
         if self.tokenizer_json is None:
             return self.chars == record["chars"]
         return self._library.to_str() == self.from_record(record)._library.to_str()
 
     def info(self) -> TokenizationInfo:
-        """Return method, vocabulary size and meta path, as datasets record them."""
+        """Return the method, vocabulary size and meta path, in the form stored with a dataset."""
         return TokenizationInfo(self.method, self.vocab_size, self.meta_path)
 
     def to_record(self) -> dict[str, Any]:

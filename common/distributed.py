@@ -34,7 +34,7 @@ class Ranks:
 
     @property
     def where(self) -> str:
-        """The device, and the number of ranks if there are several, as text."""
+        """Return the device, and the number of ranks if there are several, as text."""
         if self.world_size == 1:
             return str(self.device)
         return f"{self.device} on {self.world_size} ranks"

@@ -1,8 +1,8 @@
-"""Write files whole or not at all, read them without executing anything, lock and hash them.
+"""Write files atomically, read them without executing anything, lock and hash them.
 
     python -c "from common.files import hash_file; print(hash_file('README.md'))"
 
-A file is written to a partial file beside it, flushed to the disk, and renamed. One process at a
+A file is written to a partial file next to it, flushed to the disk, and renamed. One process at a
 time writes an output.
 """
 
@@ -33,7 +33,7 @@ CHUNK = 1 << 20  # characters or tokens that are read at a time
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; on success fsync it and rename it to `path`, else
+    """Yield a path next to `path` to write to. On success fsync it and rename it to `path`, else
     remove it.
     """
     path = Path(path)
@@ -68,7 +68,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write `text` to `path`, whole or not at all."""
+    """Write `text` to `path` atomically."""
     with atomic_path(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -76,14 +76,16 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 def read_pieces(path: str | os.PathLike) -> Iterator[str]:
     """Yield the text of a UTF-8 file in pieces of CHUNK characters, without a byte-order mark.
 
-    Raises UserError if the file has another encoding or contains the character NUL.
+    Raise UserError if the file has another encoding or contains the character NUL.
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
             piece = file.read(CHUNK)
             while piece:
                 if "\0" in piece:
-                    raise UserError(f"ERROR: {path} has the character NUL: it is not UTF-8 text")
+                    raise UserError(
+                        f"ERROR: {path} contains a NUL character, so it is not UTF-8 text"
+                    )
                 yield piece
                 piece = file.read(CHUNK)
     except UnicodeDecodeError as error:
@@ -99,9 +101,7 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write `value` to `path` as JSON, whole or not at all; raise ValueError for NaN and
-    infinities.
-    """
+    """Write `value` to `path` as JSON atomically. Raise ValueError for NaN and infinities."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -114,7 +114,7 @@ def read_json(path: str | os.PathLike) -> Any:
 
 
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
-    """torch.save `contents` to `path`, whole or not at all."""
+    """torch.save `contents` to `path` atomically."""
     with atomic_path(path) as partial, open(partial, "wb") as file:
         try:
             torch.save(dict(contents), file)
@@ -125,10 +125,10 @@ def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
             raise
 
 
-def load_state(path: str | Path, remedy: str = "name another file") -> dict[str, Any]:
+def load_state(path: str | Path, remedy: str = "choose another file") -> dict[str, Any]:
     """Return the dict of tensors and plain values in a file, on the CPU; nothing is executed.
 
-    Raises UserError, with the remedy, for any other file.
+    Raise UserError, with the remedy, for any other file.
     """
     path = Path(path)
     if not path.is_file():
@@ -141,13 +141,15 @@ def load_state(path: str | Path, remedy: str = "name another file") -> dict[str,
     except pickle.UnpicklingError as error:
         culprit = re.search(r".*(Unsupported|GLOBAL).*", str(error))
         detail = culprit[0].strip() if culprit else ""
-        what = "holds something else than tensors and settings; nothing was executed"
+        what = "holds something other than tensors and settings; nothing was executed"
         raise UserError(f"ERROR: {path} {what}. {detail} ({remedy})") from None
     except MemoryError:
         raise
     except Exception as error:  # damaged bytes may raise any error
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"ERROR: {path} is damaged or no checkpoint: {reason}; {remedy}") from None
+        raise UserError(
+            f"ERROR: {path} is damaged or not a checkpoint: {reason}; {remedy}"
+        ) from None
     if not isinstance(contents, dict):
         kind = type(contents).__name__
         raise UserError(f"ERROR: {path} holds a {kind}, not the dict of a checkpoint; {remedy}")
@@ -155,22 +157,22 @@ def load_state(path: str | Path, remedy: str = "name another file") -> dict[str,
 
 
 def _check_archive(path: Path) -> None:
-    """Raise ValueError if a ZIP archive is damaged, or is larger when unpacked."""
+    """Raise ValueError if a ZIP archive is damaged or unpacks to more bytes than its file."""
     with zipfile.ZipFile(path) as archive:
         # torch.save does not compress: a small file that does could fill the memory.
         if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-            raise ValueError("its records are said to be larger than the file")
+            raise ValueError("its records unpack to more bytes than the file")
         damaged = archive.testzip()  # torch.load does not compare the CRC-32 of its own format
         if damaged:
             raise ValueError(f"the CRC-32 of {damaged} differs")
 
 
 def check_writable(path: str | os.PathLike, is_file: bool = False) -> str:
-    """Return why `path`, a folder or a file, cannot be created or replaced; empty if it can."""
+    """Return the reason why the folder or file `path` cannot be created or replaced, or ""."""
     path = Path(path).absolute()
     if is_file:
         if path.exists() and not path.is_file():
-            return f"{path} is no file"
+            return f"{path} is not a file"
         path = path.parent
     while not path.exists():
         path = path.parent
@@ -189,7 +191,7 @@ def lock_output(path: str | Path) -> None:
     try:
         until_main_ends.enter_context(lock)
     except filelock.Timeout:
-        remedy = "wait for it, or name another"
+        remedy = "wait for it, or choose another output"
         raise UserError(f"ERROR: {path} is being written by another process: {remedy}") from None
     remove_leftovers(path)
 
@@ -221,7 +223,7 @@ def beside(output: str | Path, suffix: str) -> Path:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name may be one of the model hub: one of GPT2_NAMES, or OWNER/NAME if there
+    """Return whether a name may belong to the model hub: one of GPT2_NAMES, or OWNER/NAME if there
     is no folder OWNER here.
     """
     path = Path(name)

@@ -108,14 +108,12 @@ def step_line(record: Mapping[str, Any]) -> str:
 
 
 def check_finite(metrics: Mapping[str, Any]) -> None:
-    """Raise UserError for a metric that is NaN or infinite, or a table that contains such a
-    value.
-    """
+    """Raise UserError if a metric, or a value in a table, is NaN or infinite."""
     for name, value in metrics.items():
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:
-            remedy = "lower the learning rate, or take an earlier checkpoint"
+            remedy = "lower the learning rate, or use an earlier checkpoint"
             error = f"{name} is {value!s:.200}: the model has diverged; {remedy}"
             raise UserError(f"ERROR: {error}") from None
 
@@ -170,13 +168,13 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
             records.append(record)
         except (ValueError, TypeError, KeyError, RecursionError):
             if number < len(lines):
-                error = f"{path}, line {number} is no record: move the file away and go on"
+                error = f"{path}, line {number} is not a record: move the file away to continue"
                 raise UserError(f"ERROR: {error}") from None
     return records
 
 
 def check_tracker(name: str) -> str:
-    """Return an error if a tracker's package is not installed; empty otherwise."""
+    """Return an error if a tracker's package is not installed, else ""."""
     if name == "none" or importlib.util.find_spec(name) is not None:
         return ""
     remedy = f"pip install {name}, or use --tracker none (in train.py also --wandb_log False)"

@@ -142,7 +142,7 @@ def _check_range(member: Field[Any], value: int | float, errors: Errors) -> None
 def _check_models(member: Field[Any], value: Any, errors: Errors) -> None:
     """Check that every model that a setting names exists, here or on the model hub."""
     is_named = bool(value) or member.metadata["model_file"] == "optional"
-    remedy = f"Name the checkpoint with --{member.name}"
+    remedy = f"Pass the checkpoint with --{member.name}"
     errors.check(is_named, f"{member.name} is required", remedy)
     paths = value or ()
     if isinstance(paths, str):
@@ -164,9 +164,7 @@ def changeable(settings_class: type[Settings]) -> set[str]:
 
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a text that lists the settings with other values than before; empty if there are
-    none.
-    """
+    """Return a text that lists the settings whose values changed, or "" if there are none."""
     names = [name for name in now if str(then.get(name)) != str(now[name])]
     return "; ".join(f"{name} was {then.get(name)}, now {now[name]}" for name in names)
 
@@ -253,7 +251,7 @@ def options_of_stages(
             options = [word.replace(f"--{section}.", "--", 1) for word in words]
             by_section[section] = by_section.get(section, []) + options
         else:
-            error = f"--{name}: {section} is no section; sections are {', '.join(sections)}"
+            error = f"--{name}: {section} is not a section; sections are {', '.join(sections)}"
             raise UserError(f"ERROR: {error}")
     return others, by_section
 
@@ -401,8 +399,9 @@ def _read_assignments(path: str, errors: Errors) -> dict[str, Any]:
 
 
 def _read_file(path: str, errors: Errors) -> dict[str, Any]:
-    """Return the assignments of one settings file; add an error for each line that is no assignment
-    of a plain value.
+    """Return the assignments of one settings file.
+
+    Add an error for each line that does not assign a plain value.
     """
     text = "".join(read_pieces(path))
     try:

@@ -37,20 +37,20 @@ def find_texts(paths: Sequence[str]) -> dict[str, Path]:
     """Return the text files that `paths` name, in order, by the hash of their text.
 
     A folder stands for the texts below it. Raise UserError for a path without text files, a file
-    that is no text, and a text that is named twice.
+    that is not text, and a text that is given twice.
     """
     texts: dict[str, Path] = {}
     for path in map(Path, paths):
         files = texts_below(path) if path.is_dir() else [path]
         are_files = len(files) > 0 and all(file.is_file() for file in files)
         require(
-            are_files, f"{path}: no text file: name text files, or folders that hold *.txt files"
+            are_files, f"{path}: no text file: pass text files, or folders that hold *.txt files"
         )
         for file in files:
             digest = hash_text(file)
             require(
                 digest not in texts,
-                f"the same text is named twice, as {texts.get(digest)} and as {file}: it could be "
+                f"the same text is given twice, as {texts.get(digest)} and as {file}: it could be "
                 "in two splits: leave one out",
             )
             texts[digest] = file
@@ -295,7 +295,9 @@ def document_segments(
     for part in ("train", "val", "test"):
         for title in find_titles(getattr(settings, f"{part}_documents"), list(documents)):
             other = part_of.setdefault(title, part)
-            require(other == part, f"{part}_documents: {title} is in {other} too: name it once")
+            require(
+                other == part, f"{part}_documents: {title} is in {other} too: list it only once"
+            )
     rest = "" if settings.train_documents else "train"
     return [(part_of.get(title, rest), size) for title, size in documents.items()]
 

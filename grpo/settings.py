@@ -35,7 +35,7 @@ class GRPOSettings(Settings):
     dataset: str = setting("shakespeare_char", changeable=True)
     """folder of train.bin (prompts) and val.bin (evaluation), or its name in data/"""
     output_path: str = setting("logs/grpo_model.pt", output="file", changeable=True)
-    """file for the improved generator; the records are written beside it (.jsonl)"""
+    """file for the improved generator; the records are written next to it (.jsonl)"""
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
     """scratch, or resume an interrupted run of the same settings"""
     overwrite: bool = setting(False, changeable=True)

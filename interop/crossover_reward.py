@@ -23,7 +23,7 @@ from reward.heads import LikelihoodRewardModel
 from reward.mixture import fit_mixture
 from reward.posterior import natural_probabilities
 
-ROWS = 8  # sequences read or written at a time: their logits are B * T * V numbers
+ROWS = 8  # sequences read or generated at a time: their logits are B * T * V numbers
 SAMPLES = 2  # crossover samples of a natural block
 Rows = Sequence[Sequence[int]]  # token ids of sequences of any lengths
 
@@ -336,7 +336,7 @@ def load_tokenizer(name: str) -> Any:
     """Load the tokenizer of a folder or hub name, with the special tokens that TRL demands."""
     tokenizer = loaded(load_transformers().AutoTokenizer, name, trust_remote_code=False)
     if tokenizer.eos_token is None:
-        # An id beyond the model's is never written; padding is masked.
+        # An id beyond the model's is never generated; padding is masked.
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
         tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     tokenizer.padding_side = "left"

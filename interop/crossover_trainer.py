@@ -37,7 +37,7 @@ MAX_START_DIFFERENCE = 0.1
 class CrossoverTrainer(GRPOTrainer):
     """GRPO with token credit: the reward of a token is log(m/q) - log(pi/q), as in train_grpo.py.
 
-    The policy starts as the reward's generator q. With LoRA, give reward and trainer the same
+    The policy starts as the reward's generator q. With LoRA, pass reward and trainer the same
     loaded model: q is this model with its adapters off. Dropout is off, as it is during sampling.
 
     Raise UserError if the sampling is not plain, or if the policy does not start as the reward's

@@ -34,7 +34,7 @@ SETTINGS = {
 # Names that transformers has for the tanh approximation of GELU.
 GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout")
-# Parts of GPT-NeoX's names of weights, and our names; GPT-2 has our names.
+# Parts of GPT-NeoX's names of weights, and GPT's names; GPT-2 has the same names.
 RENAMED = {
     "gpt_neox.embed_in": "transformer.wte",
     "gpt_neox.final_layer_norm": "transformer.ln_f",
@@ -81,8 +81,8 @@ def download_model(name: str) -> Path:
     except Exception as error:
         reason = first_line(error)
         raise UserError(
-            f"ERROR: {name} is no path, and cannot be downloaded ({reason:.120}): where there is "
-            f"a network, `hf download {repository} --local-dir FOLDER`, then name FOLDER instead"
+            f"ERROR: {name} is not a path, and cannot be downloaded ({reason:.120}). With "
+            f"a network, run `hf download {repository} --local-dir FOLDER`, then pass FOLDER"
         ) from None
 
 
@@ -94,13 +94,13 @@ def first_line(error: Exception) -> str:
 def read_folder(folder: str | Path) -> dict[str, Any]:
     """Return the model in a folder as the contents of a checkpoint; execute nothing.
 
-    Raises UserError for damaged files, and for models that GPTConfig cannot express.
+    Raise UserError if files are damaged, or if GPTConfig cannot represent the model.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(
             f"ERROR: {folder} is a folder without config.json, not a model: "
-            "name the file of a checkpoint (.pt)"
+            "pass the file of a checkpoint (.pt)"
         )
     load_transformers()
     tokenization = None
@@ -157,7 +157,7 @@ def read_model(folder: Path, num_tokens: int | None) -> tuple[GPTConfig, dict[st
 
 
 def our_config(theirs: Any, num_tokens: int | None) -> GPTConfig:
-    """Return our config for a config of transformers; UserError for what ours cannot express."""
+    """Convert a transformers config to a GPTConfig. Raise UserError if it cannot represent it."""
     if theirs.model_type not in CLASSES:
         raise UserError(
             f"a model of type {theirs.model_type!r}; supported are {', '.join(CLASSES)}"
@@ -192,7 +192,7 @@ def our_config(theirs: Any, num_tokens: int | None) -> GPTConfig:
 
 
 def their_settings(config: GPTConfig) -> dict[str, Any]:
-    """Return settings of transformers for our config: GPT-NeoX for rotary positions, else GPT-2."""
+    """Return transformers settings for a GPTConfig: GPT-NeoX for rotary positions, else GPT-2."""
     settings = {their_name: getattr(config, name) for name, their_name in SETTINGS.items()}
     activation = "gelu_new" if config.activation == "gelu_tanh" else "gelu"
     if config.position == "learned":
@@ -221,16 +221,16 @@ def their_settings(config: GPTConfig) -> dict[str, Any]:
 
 
 def our_name(name: str) -> str:
-    """Return our name of a weight that transformers calls `name`."""
+    """Return GPT's name of a weight that transformers calls `name`."""
     for theirs, ours in RENAMED.items():
         name = name.replace(theirs, ours)
     return name
 
 
 def permute_weights(tensor: Tensor, name: str, config: GPTConfig, back: bool = False) -> Tensor:
-    """Bring a weight of transformers into our order, or with `back` one of ours into theirs.
+    """Reorder a weight from transformers for GPT, or with `back` from GPT for transformers.
 
-    name: our name of the weight.
+    name: GPT's name of the weight.
     """
     if config.position == "learned":
         if ".h." in name and tensor.dim() == 2:

@@ -62,7 +62,7 @@ class TrlSettings(Settings):
     prompt_length: int = setting(32, minimum=1)
     """tokens of a prompt"""
     max_completion_length: int = setting(64, minimum=2)
-    """tokens of a completion, at most"""
+    """maximum number of tokens of a completion"""
     report_to: str = "none"
     """TRL's tracker: none, tensorboard, wandb, trackio, ..."""
     seed: int = setting(42, minimum=0)

@@ -104,7 +104,7 @@ def calibration(
 
 
 def area_under_curve(positive: Tensor, negative: Tensor) -> float | None:
-    """Return P(a positive (n,) > a negative (m,)), counting ties half; None if one is empty."""
+    """Return P(a positive (n,) > a negative (m,)), counting ties half, or None if one is empty."""
     if len(positive) == 0 or len(negative) == 0:
         return None
     ordered = float64(negative).sort().values

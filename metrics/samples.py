@@ -30,8 +30,8 @@ def sample_figures(
     """Return distinct_1 to distinct_3, repetition and longest_copy of completions (R, N) int64.
 
     prompt_lengths: (R,) int64, at most N / 2. All figures but the last are of the last N / 2
-    tokens, which the model wrote. longest_copy is the longest piece of the corpus in the written
-    part of at most `copies_sought` rows.
+    tokens, which the model generated. longest_copy is the longest piece of the corpus in this part
+    of at most `copies_sought` rows.
     """
     R, N = ids.shape
     last_half = ids[:, -(N // 2) :]
@@ -82,7 +82,7 @@ def words_of(text: str) -> list[str]:
 
 
 def unknown_words(texts: Iterable[str], known: Set[str]) -> float | None:
-    """Return the share of the words in texts that are not known; None if there are no words.
+    """Return the share of the words in texts that are not known, or None if there are no words.
 
     The first and the last word of each text do not count, because they may be cut.
     """
@@ -105,7 +105,7 @@ class CopyFinder:
 
     @functools.cached_property
     def index(self) -> tuple[np.ndarray, np.ndarray]:
-        """The runs of GRAM tokens of the corpus (n,) uint64, sorted, and their places (n,)."""
+        """Return the sorted runs of GRAM tokens in the corpus, uint64, and their places: (n,)."""
         grams = grams_of(self.tokens, GRAM)
         places = np.argsort(grams, kind="stable")
         return grams[places], places
@@ -119,7 +119,7 @@ class CopyFinder:
         lasts = np.searchsorted(grams, wanted, "right")
         best = at_least
         for start, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
-            ends = places[first:last] + GRAM  # where the corpus goes on after each copy
+            ends = places[first:last] + GRAM  # where the corpus continues after each copy
             length = GRAM
             while len(ends):
                 best = max(best, length)

@@ -46,7 +46,7 @@ class EvaluateSettings(Settings):
         errors.check(is_unseen or not self.calibrate, what, "Add --part report or --split test")
         is_read = bool(self.reward_model_path and self.baseline)
         what = "reward_model_path needs a baseline, the generator of its training"
-        errors.check(is_read or not self.reward_model_path, what, "Name it with --baseline")
+        errors.check(is_read or not self.reward_model_path, what, "Pass it with --baseline")
         errors.check(
             is_read or not self.word_dataset,
             "word_dataset needs a reward_model_path",

@@ -15,12 +15,12 @@ Record = Mapping[str, Any]
 
 
 class Ledger:
-    """The ledger in a folder; empty if the folder has none.
+    """The ledger in a folder, empty if the folder has none.
 
     `about` has the settings of the run and `planned`, the names of its stages in order. A record
     has name, kind, cycle, script, settings, and the hashes of inputs; the record of a finished
     stage also has `seconds` and `figures`. Records of stages that are not planned stay in the file,
-    for a later run with more stages, but are not reported. Raises UserError for a damaged file.
+    for a later run with more stages, but are not reported. Raise UserError if the file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,7 +45,7 @@ class Ledger:
             is_ledger = False
         if not is_ledger:
             raise UserError(
-                f"ERROR: {self.path} is no ledger of this version: use another --out_dir"
+                f"ERROR: {self.path} is not a ledger of this version: use another --out_dir"
             )
 
     def start(self, about: dict[str, Any]) -> None:
@@ -83,13 +83,13 @@ class Ledger:
         return found
 
     def figures(self, name: str) -> dict[str, Any]:
-        """Return the figures of a finished stage; an empty dict for any other stage."""
+        """Return the figures of a finished stage, or {} for any other stage."""
         if name not in self.about.get("planned", ()):
             return {}
         return self.records.get(name, {}).get("figures", {})
 
     def difference(self, name: str, identity: Record) -> str:
-        """Return how script, settings and inputs differ from the record of a stage; empty if there
+        """Return how the script, settings and inputs differ from a stage's record, or "" if there
         is no record.
         """
         if name not in self.records:

@@ -77,7 +77,7 @@ def _read_once(
 
 
 def draw_training(folder: Path, name: str) -> None:
-    """Draw the curves of a training beside its records, unless its picture is newer than these."""
+    """Plot the curves of a training next to its records, unless its picture is newer than these."""
     log = folder / f"{name}.jsonl"
     png = folder / f"{name}.png"
     if not log.is_file():

@@ -50,7 +50,7 @@ class TrunkRewardModel(GPT):
     knows_tokens: ClassVar[bool]
 
     def pool(self, hidden: Tensor) -> Tensor:
-        """Select all hidden states (B, T, C) if the head knows tokens, else the last (B, C)."""
+        """Select all hidden states (B, T, C) if the head is per token, else the last (B, C)."""
         if self.knows_tokens:
             return hidden
         return hidden[:, -1]
@@ -226,7 +226,7 @@ def make_reward_model(
     if not kind.is_ratio:
         return kind(config)
     if generator_config is None:
-        raise UserError("ERROR: a likelihood head needs two models: give its generator's config")
+        raise UserError("ERROR: a likelihood head needs two models: pass its generator's config")
     return kind(GPT(replace(config, mode="generator")), GPT(generator_config), sampling)
 
 

@@ -25,7 +25,7 @@ from reward.user_function import RewardFunction
 class Scores:
     """Scores of R sequences of N tokens, from the frozen models and a user's function."""
 
-    reference_log_probs: Tensor  # (R, N - 1): log pi_ref of the written tokens; 0 elsewhere
+    reference_log_probs: Tensor  # (R, N - 1): log pi_ref of generated tokens; 0 elsewhere
     natural: Tensor | None = None  # (R,): P(natural); None without a reward model
     # (R, N - 1): log(m / q) of all tokens but the first; None: P(natural) is the reward
     evidence: Tensor | None = None

@@ -25,7 +25,7 @@ from common.process import Terminated, UserError, until_main_ends
 LARGEST = 1e12  # absolute value of a reward: its square is still a float32
 RULE = (
     f"return a finite number, at most {LARGEST:g}, for every sequence, or for every sequence a "
-    "list of one for each written token"
+    "list of one for each generated token"
 )
 
 
@@ -34,7 +34,7 @@ class RewardFunction:
 
     The function is called with those of these arguments that it takes: prompts, completions (R str
     each), prompt_ids, completion_ids (R lists of int each), ids (int64 array (R, N)) and masks
-    (bool array (R, N - 1): the tokens after the first that were written).
+    (bool array (R, N - 1): the generated tokens after the first).
     """
 
     def __init__(self, name: str, decode: Callable[[list[int]], str] = str) -> None:
@@ -48,13 +48,13 @@ class RewardFunction:
         self.sha256 = hash_file(self.path)
         self.function = self._guarded(self._execute_file).get(function_name)
         if not callable(self.function):
-            self._fail(f"{self.path} has no function {function_name!r}: name one that it has")
+            self._fail(f"{self.path} has no function {function_name!r}: choose one that it has")
         try:
             self.parameters = inspect.signature(self.function).parameters
         except ValueError:
             kind = type(self.function).__name__
             self._fail(
-                f"{function_name} is a {kind}, whose arguments are not known: call it in a function"
+                f"{function_name} is a {kind}, whose arguments are unknown: call it from a function"
             )
         self.takes_all = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())
         self.event_loop = until_main_ends.enter_context(asyncio.Runner())  # one for all calls
@@ -63,7 +63,7 @@ class RewardFunction:
     def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return float32 rewards of sequences (R,) or tokens (R, N - 1), 0 outside the mask.
 
-        ids: (R, N) int64. mask: (R, N - 1) bool, the written tokens. Raises UserError if the
+        ids: (R, N) int64. mask: (R, N - 1) bool, the generated tokens. Raise UserError if the
         function raises anything, or returns anything but finite numbers of one kind in all calls.
         """
         lengths = mask.sum(1).tolist()
@@ -77,7 +77,7 @@ class RewardFunction:
         if is_per_token:
             numbers = []
             for values, length in zip(rewards, lengths, strict=True):
-                # of the written tokens, or aligned with masks
+                # of the generated tokens, or aligned with masks
                 if not isinstance(values, list) or len(values) not in (length, mask.size(1)):
                     self._fail(f"returned {values!r:.40} for {length} tokens; {RULE}")
                 numbers += values[-length:]

@@ -147,7 +147,7 @@ def test_a_state_of_another_kind_and_an_oversized_archive_are_refused(tmp_path):
     assert "holds a list" in refused(path, path.read_bytes())
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", b"\0" * 10**7)
-    assert "larger than the file" in refused(path, path.read_bytes())
+    assert "unpack to more bytes" in refused(path, path.read_bytes())
 
 
 def test_obstacles_are_found_beforehand(tmp_path):
@@ -155,8 +155,8 @@ def test_obstacles_are_found_beforehand(tmp_path):
     assert files.check_writable(tmp_path / "new/folder") == ""
     assert files.check_writable(tmp_path / "new/x.pt", is_file=True) == ""
     assert "is a file, not" in files.check_writable(tmp_path / "file/x.pt", is_file=True)
-    assert "is no file" in files.check_writable(tmp_path, is_file=True)
-    assert "is no file" in files.check_writable("/dev/null", is_file=True)
+    assert "is not a file" in files.check_writable(tmp_path, is_file=True)
+    assert "is not a file" in files.check_writable("/dev/null", is_file=True)
 
 
 def test_one_process_writes_an_output(tmp_path, capsys):

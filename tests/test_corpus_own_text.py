@@ -55,7 +55,7 @@ def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
     own, other = map(str, texts)
     with pytest.raises(UserError, match=r"in text and in natural_text"):
         make_corpora([own], [own], None, tmp_path)
-    with pytest.raises(UserError, match=r"tokens, and 25,000 are needed"):
+    with pytest.raises(UserError, match=r"tokens, but at least 25,000 are needed"):
         make_corpora([other], [], None, tmp_path)
     assert "natural_text is ignored without text" in refuse("run_cycles", natural_text=[other])
 
@@ -79,5 +79,5 @@ def test_settings_of_stages():
     assert others == ["--text", "a.txt", "--controls", "False"]
     assert own["train"] == ["--max_iters", "4", "b", "--short_contexts", "8", "16"]
     assert own["train_grpo"] == ["--group-size=2"]
-    with pytest.raises(UserError, match=r"trian is no section; sections are train,"):
+    with pytest.raises(UserError, match=r"trian is not a section; sections are train,"):
         options_of_stages(["--trian.max_iters", "4"], list(run_cycles.SECTIONS))

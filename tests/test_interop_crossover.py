@@ -116,8 +116,8 @@ def test_what_cannot_be_used_is_one_line(exported, tmp_path):
     import transformers
 
     for options, said in (
-        ({"weight": 1.5}, r"weight=1\.5: must be > 0 and <= 1"),
-        ({"weight": float("nan")}, "weight=nan"),
+        ({"weight": 1.5}, r"weight must be in \(0, 1\], got 1\.5"),
+        ({"weight": float("nan")}, "got nan"),
     ):
         with pytest.raises(UserError, match=said):
             make_reward(exported, **options)
@@ -267,7 +267,7 @@ def test_what_the_formulas_do_not_score_is_refused(exported, tmp_path):
     reward = CrossoverReward(
         exported[1], same, weight=WEIGHT, tokenizer=load_tokenizer(exported[0])
     )
-    with pytest.raises(UserError, match="one and the same loaded model"):
+    with pytest.raises(UserError, match="the same loaded model"):
         make_trainer(
             exported,
             tmp_path,

@@ -255,7 +255,7 @@ def test_names_of_the_hub_are_fetched_by_its_package(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be downloaded") as caught:
         find_model("no/network")
     assert "\n" not in str(caught.value)
-    assert "`hf download no/network --local-dir FOLDER`, then name FOLDER" in str(caught.value)
+    assert "`hf download no/network --local-dir FOLDER`, then pass FOLDER" in str(caught.value)
     download_model.cache_clear()
 
 

@@ -116,7 +116,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.records_are_whole = True
             assert self.command().status == 0
         elif has_model and self.is_whole(STATE) and load_state(self.folder / STATE)["finished"]:
-            assert "made with these settings already" in self.command().out
+            assert "already made with these settings" in self.command().out
             if self.is_whole(MODEL):
                 assert_same_weights(weights(self.folder / MODEL), weights(self.undisturbed / MODEL))
         else:

@@ -131,7 +131,7 @@ def test_texts_that_cannot_be_read():
     assert "latin1.txt is not UTF-8" in refused("novel.txt", "latin1.txt")
     for name in ("absent.txt", "folder", "fifo.txt"):
         assert f"{name}: no text file" in refused("novel.txt", name)
-    assert "named twice" in refused("novel.txt", "./novel.txt")
+    assert "given twice" in refused("novel.txt", "./novel.txt")
     Path("copy.txt").write_text("\ufeff" + TEXT, newline="\r\n")
     assert "twice, as novel.txt and as copy.txt" in refused(
         "novel.txt", "copy.txt", train_split=0.5
@@ -160,7 +160,7 @@ def test_texts_that_are_too_short_and_a_folder_named_for_characters():
         ({"name": "a/b"}, "name=a/b: must be a plain name"),
         ({"name": ".."}, "name=..: must be a plain name"),
         ({"out_dir": "here"}, "one of name and out_dir"),
-        ({"tokenizer": "here"}, "name one tokenization"),
+        ({"tokenizer": "here"}, "exactly one of tokenization"),
         ({"train_split": 1.0}, "train_split=1.0"),
         ({"block_size": 0}, "block_size=0"),
     ],

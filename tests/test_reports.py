@@ -195,7 +195,7 @@ def test_a_ledger_is_read_back(tmp_path):
 )
 def test_a_damaged_ledger_is_refused(tmp_path, contents):
     write_json(tmp_path / "cycles.json", contents)
-    error = "cycles.json is no ledger of this version: use another --out_dir"
+    error = "cycles.json is not a ledger of this version: use another --out_dir"
     with pytest.raises(UserError, match=error):
         Ledger(tmp_path)
 

@@ -218,7 +218,7 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
         kill(process.pid, number)
         _, err = process.communicate(timeout=60)  # the stage's process would hold stderr open
         assert process.returncode == status, err
-        hint = "Finished stages are kept; run the same command again to go on."
+        hint = "Finished stages are kept; run the same command again to continue."
         assert (hint in err) == (status > 0)
         (record,) = Ledger(out).records.values()
         assert record["name"] == "base_model_v1" and "seconds" not in record
@@ -343,7 +343,7 @@ def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, mo
     assert run_cycles.default_folder([str(tmp_path / "x/input.txt")]) == "out/input"
     line = refuse_in_one_line("run_cycles", text="y/input.txt")
     sources = "a run of x/input.txt, and this one is of y/input.txt"
-    assert f"out/input holds {sources}: name another folder with --out_dir" in line
+    assert f"out/input holds {sources}: choose another folder with --out_dir" in line
 
 
 def test_command_of_a_stage():

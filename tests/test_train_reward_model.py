@@ -219,7 +219,7 @@ def test_an_output_is_kept_until_overwritten(good, natural_model):
     options, output = {**good, **LAST}, good["output_path"]
     succeed("train_reward_model", **options)
     before = folder_bytes(output.parent)
-    assert f"{output} was made with these settings already" in succeed(
+    assert f"{output} was already made with these settings" in succeed(
         "train_reward_model", **options
     )
     for changes in ({"seed": 3}, {"natural_model_path": natural_model}):  # a setting, an input

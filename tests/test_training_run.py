@@ -83,11 +83,11 @@ def test_a_second_command(tmp_path):
     run, counts = begin(path)
     make_steps(run, counts, total=2)
     run.save(run.step)
-    ways_out = "interrupted: --init_from resume goes on, --overwrite True begins anew"
+    ways_out = "interrupted: pass --init_from resume to continue, or --overwrite True to start over"
     with pytest.raises(UserError, match=ways_out):
         begin(path)
     finish(path, overwrite=True)
-    with pytest.raises(Finished, match="made with these settings already"):
+    with pytest.raises(Finished, match="already made with these settings"):
         begin(path, device="mps")
     for options, difference in (
         ({"lr": 0.2}, "lr was 0.1, now 0.2"),
@@ -100,10 +100,10 @@ def test_a_second_command(tmp_path):
     assert path.with_suffix(".resume").exists()
     run.log(0)
     assert not path.with_suffix(".resume").exists()
-    with pytest.raises(UserError, match="no state of its run lies beside it"):
+    with pytest.raises(UserError, match="no state of its run is stored next to it"):
         begin(path)
     for name in ("model.resume", "model.jsonl"):
-        with pytest.raises(UserError, match=r"the state \(.resume\) and records \(.jsonl\) lie"):
+        with pytest.raises(UserError, match=r"the state .* of a run have this name"):
             begin(tmp_path / name)
 
 
@@ -115,13 +115,13 @@ def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):
     run, counts = begin(path, resume=True, device="mps", max_steps=9, init_from="resume")
     assert run.step == run.first_settings["max_steps"] == 6
     assert counts.made == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(UserError, match=r"another run \(lr was 0\.1, now 0\.2"):
+    with pytest.raises(UserError, match=r"a different run \(lr was 0\.1, now 0\.2"):
         begin(path, resume=True, lr=0.2)
     state = load_state(path.with_suffix(".resume"))
     for damage, message in (
         ({"parts": {}}, "is damaged"),
-        ({"step": "six"}, "no state of a run"),
-        ({"step": -1}, "no state of a run"),
+        ({"step": "six"}, "not the state of a run"),
+        ({"step": -1}, "not the state of a run"),
     ):
         save_state(path.with_suffix(".resume"), {**state, **damage})
         with pytest.raises(UserError, match=message):
@@ -172,7 +172,7 @@ def test_train_goes_on_and_ends_in_the_same_tensors(monkeypatch, tmp_path, corpu
         with monkeypatch.context() as patch:
             end_in_call(patch, train, name, number, terminate)
             finished = call("train", **options, **more)
-        assert finished.status == 143 and "Go on with --init_from resume." in finished.err
+        assert finished.status == 143 and "Continue with --init_from resume." in finished.err
     assert "at step 12" in finished.out
     for _ in range(2):  # the second time only the same files are written again
         assert "Resuming" in succeed("train", **options, init_from="resume")

@@ -132,7 +132,7 @@ def check_origin(
     generator_sha256: str,
     path: str,
 ) -> None:
-    """Raise UserError unless this generator generated the reward dataset.
+    """Raise UserError unless the reward dataset comes from this generator.
 
     tokenization, metadata: those of the dataset. generator: the checkpoint in `path`.
     """

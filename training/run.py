@@ -2,9 +2,9 @@
 
     python train.py --config config/train_shakespeare.py --init_from resume
 
-The state (`.resume`) and the records (`.jsonl`) lie beside the output and share its name. The state
-is saved at each evaluation and, on Ctrl-C or SIGTERM, after the current step. A resumed run of the
-same settings and inputs ends in the same tensors.
+The state (`.resume`) and the records (`.jsonl`) are stored next to the output and share its name.
+The state is saved at each evaluation and, on Ctrl-C or SIGTERM, after the current step. A resumed
+run of the same settings and inputs ends in the same tensors.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from common.process import Finished, UserError, flag_signals
 from common.settings import Settings, changeable, differing_settings
 
 RESUME_HINT = (
-    "Go on with --init_from resume. Where nothing was saved yet, run the same command again."
+    "Continue with --init_from resume. If nothing was saved yet, run the same command again."
 )
 STATE_TYPES = {"settings": dict, "input_hashes": dict, "parts": dict, "step": int, "finished": bool}
 
@@ -47,8 +47,8 @@ class Run:
         self.log_path = beside(output, ".jsonl")
         if self.output.suffix in (".resume", ".jsonl"):
             raise UserError(
-                f"ERROR: {output}: the state (.resume) and records (.jsonl) lie beside it: "
-                "name it .pt"
+                f"ERROR: {output}: the state (.resume) and the records (.jsonl) of a run have this "
+                "name: choose a name that ends in .pt"
             )
         self.settings = settings
         self.ranks = ranks
@@ -67,7 +67,7 @@ class Run:
         """Check that a new run replaces nothing of value.
 
         `limits` names the settings that a resumed run may change although they change the result.
-        Raises Finished if the same settings and inputs have already made the output.
+        Raise Finished if the same settings and inputs have already made the output.
         """
         if overwrite:
             return
@@ -75,23 +75,25 @@ class Run:
         if state is None:
             if self.output.exists():
                 raise UserError(
-                    f"ERROR: {self.output} exists, and no state of its run lies beside it: "
-                    "name another output, or --overwrite True replaces it"
+                    f"ERROR: {self.output} exists, but no state of its run is stored next to it: "
+                    "choose another output, or pass --overwrite True to replace it"
                 )
             return
         difference = self._difference(state, changeable(type(self.settings)) - set(limits))
         if difference:
             raise UserError(
-                f"ERROR: {self.output} is of another run ({difference}): name another output; "
-                "--overwrite True replaces it, --init_from resume goes on with its settings"
+                f"ERROR: {self.output} belongs to a different run ({difference}). Choose "
+                "another output, pass --overwrite True to replace it, or pass --init_from resume "
+                "to continue that run with its own settings."
             )
         if not (state["finished"] and self.output.exists()):
             raise UserError(
                 f"ERROR: {self.output} has a run of these settings that was interrupted: "
-                "--init_from resume goes on, --overwrite True begins anew"
+                "pass --init_from resume to continue, or --overwrite True to start over"
             )
         raise Finished(
-            f"{self.output} was made with these settings already; --overwrite True makes it again."
+            f"{self.output} was already made with these settings. "
+            "Pass --overwrite True to make it again."
         )
 
     def resume(self) -> dict[str, Any]:
@@ -105,7 +107,8 @@ class Run:
         difference = self._difference(state, changeable(type(self.settings)))
         if difference:
             raise UserError(
-                f"ERROR: {self.state_path} is of another run ({difference}); name another output"
+                f"ERROR: {self.state_path} belongs to a different run ({difference}); "
+                "choose another output"
             )
         self.is_resumed = True
         self.step = state["step"]
@@ -116,22 +119,22 @@ class Run:
         return self.saved
 
     def _read_state(self) -> dict[str, Any] | None:
-        """Return the saved state; None if there is none. Raises UserError if it is damaged."""
+        """Return the saved state, or None. Raise UserError if it is damaged."""
         # Only rank 0 writes the state, so only rank 0 reads it.
         if not self.ranks.run_on_rank0(self.state_path.is_file):
             return None
-        way_out = "--overwrite True, without --init_from resume, begins anew"
+        way_out = "pass --overwrite True, without --init_from resume, to start over"
         state = self.ranks.run_on_rank0(lambda: load_state(self.state_path, way_out))
         has_types = all(type(state.get(name)) is kind for name, kind in STATE_TYPES.items())
         if not has_types or state["step"] < 0:
             raise UserError(
-                f"ERROR: {self.state_path} is no state of a run, or damaged: "
+                f"ERROR: {self.state_path} is damaged or not the state of a run: "
                 "delete it and start from scratch"
             )
         return state
 
     def _difference(self, state: Mapping[str, Any], ignored: set[str]) -> str:
-        """Return how the settings and inputs of a state differ from this run's; empty if equal."""
+        """Return how a state's settings and inputs differ from this run's, or ""."""
         compared = asdict(self.settings)
         for name in ignored | {"init_from", "overwrite"}:
             compared.pop(name, None)
@@ -145,7 +148,7 @@ class Run:
         """Save these parts with the state, and restore those of a resumed run.
 
         A part has `state_dict` and `load_state_dict`. Any other value is saved as it is, and a
-        resumed run takes it from what `resume` returns. Raises UserError if the state is damaged.
+        resumed run takes it from what `resume` returns. Raise UserError if the state is damaged.
         """
         self.parts.update(parts)
         for name, part in parts.items():

@@ -113,7 +113,10 @@ class TrainSettings(Settings):
 
     @property
     def start_path(self) -> str | None:
-        """Path or hub name of the checkpoint to start from; None: new weights, or a resumed run."""
+        """Return the path or hub name of the checkpoint to start from.
+
+        Return None for new weights or a resumed run.
+        """
         return None if self.init_from in ("scratch", "resume") else self.init_from
 
     def check_settings(self, errors: Errors) -> None:

@@ -2,7 +2,7 @@
 
     python data/shakespeare/prepare.py --source auto
 
-In: input.txt beside the outputs; fetched if missing. Out: train.bin, val.bin (uint16).
+In: input.txt next to the outputs; fetched if missing. Out: train.bin, val.bin (uint16).
 """
 
 import sys
