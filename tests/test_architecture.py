@@ -31,8 +31,8 @@ from option_tables import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 50_326,
-    "nodes of tests": 48_890,
+    "nodes of the product": 49_550,
+    "nodes of tests": 49_300,
     # files of more than 2,000 nodes and functions of more than 550 need a budget
     "nodes of tests/test_interop_crossover.py": 2_633,
     # of the product's code
@@ -47,7 +47,7 @@ BUDGETS = {
     "options of train_grpo": 31,
     "options of train_reward_model": 16,
     "options of prepare_reward_data": 18,
-    "options of run_cycles": 12,
+    "options of run_cycles": 10,
     "options of evaluate": 11,
     "options of sample": 11,
     # that a script loads when it is imported, itself included
