@@ -43,7 +43,7 @@ def token_log_probs(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def next_token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross-entropy () in nats of targets y (B, T) after tokens x (B, T), int64."""
+    """Return the mean cross-entropy (a scalar, in nats) of targets y given tokens x, (B, T)."""
     return model(x, y)[1]
 
 

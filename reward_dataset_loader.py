@@ -151,7 +151,9 @@ class RewardDataset(Dataset):
         text = self.metadata.get(key)
         if text is None:
             if size_of_files is not None:
-                warn(f"{self.metadata_path}: {key}={size_of_files} is taken from the file sizes")
+                warn(
+                    f"{self.metadata_path}: {key} is missing; using {size_of_files} from file sizes"
+                )
             return size_of_files
         is_size = re.fullmatch("[1-9][0-9]{0,14}", text) is not None
         self.check(is_size, f"{self.metadata_path}: {key}={text}: must be a whole number >= 1")

@@ -221,7 +221,7 @@ class Loop:
     def train(
         self, kind: str, section: str, cycle: int, name: str, corpus: str, start: str
     ) -> Stage:
-        """Return a stage of train.py; `start` is its init_from unless the user sets another."""
+        """Return a stage of train.py that starts from `start`, unless the user sets init_from."""
         settings = self.sections[section]
         start = settings.init_from or start
         options = {}

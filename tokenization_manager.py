@@ -143,7 +143,7 @@ class TokenizationInfo:
         return f"{self.method} (vocab_size={self.vocab_size})"
 
     def check_compatible(self, expected: "TokenizationInfo") -> None:
-        """Raise UserError unless method and vocabulary size of this dataset are as expected."""
+        """Raise UserError unless the tokenization method and vocabulary size match `expected`."""
         if self.method != expected.method:
             raise UserError(
                 f"Tokenization method mismatch: dataset uses {self.method!r} but expected "
@@ -208,7 +208,7 @@ class TokenizationManager:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "TokenizationManager":
-        """Return the tokenizer of a `to_record`, without reading a file. Check the record."""
+        """Check a record that `to_record` returned, and return its tokenizer; read no file."""
         manager = cls.__new__(cls)
         manager._set(record)
         return manager

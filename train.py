@@ -222,7 +222,10 @@ def load_start(settings: TrainSettings, path: str | Path) -> tuple[dict[str, Any
 
 
 def model_to_resume(run: Run) -> tuple[GPT, int]:
-    """Return a model of the saved shape, and the first batch. `run.track` restores the weights."""
+    """Return a model of the saved shape and the number of the first batch.
+
+    `run.track` restores the weights later.
+    """
     saved = run.resume()
     with run.reading("model"):
         checked = ckpt.checked_contents({"model": saved["model"], "config": saved["config"]})

@@ -143,7 +143,10 @@ def is_main_rank() -> bool:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out; torch has a class for it only on CUDA."""
+    """Return whether an error means out of memory.
+
+    Compare messages too: torch has an error class for it only on CUDA.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     phrases = ("out of memory", "not enough memory", "can't allocate memory")

@@ -237,9 +237,9 @@ def split_config(
 def options_of_stages(
     argv: Sequence[str], sections: Sequence[str]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Separate the words `--SECTION.NAME VALUE` of a command line from the others.
+    """Split `--SECTION.NAME VALUE` options from the other arguments.
 
-    Return the other words, and the words `--NAME VALUE` of each section.
+    Return the other arguments, and the options of each section as `--NAME VALUE`.
     """
     others: list[str] = []
     by_section: dict[str, list[str]] = {}
@@ -272,7 +272,10 @@ def _group_by_option(argv: Iterable[str]) -> dict[str, list[str]]:
 def _notes(
     settings_class: type[Settings], script: str, ignored: Mapping[str, list[str]], errors: Errors
 ) -> list[str]:
-    """Return a line for each given name without effect; add an error unless it has one value."""
+    """Return a line for each option that was given but has no effect.
+
+    Add an error for each of them that does not have exactly one value.
+    """
     options = [(name, str, "") for name in ignored]
     ignored_class = make_dataclass("Ignored", options, bases=(Settings,))
     values: Any = _parse(ignored_class, script, ignored, errors)

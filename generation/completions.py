@@ -149,7 +149,7 @@ class Completer:
         return concatenated(done, 1)
 
     def release(self) -> None:
-        """Free the cache's memory until the next call."""
+        """Free the memory of the cache; the next call allocates it again."""
         self._cache = None
 
 

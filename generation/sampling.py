@@ -100,7 +100,7 @@ def check_drawn(model_log_probs: Tensor) -> None:
     if not bool(model_log_probs.isfinite().all()):
         remedy = "use an earlier checkpoint, or another dtype"
         raise UserError(
-            "ERROR: the model's logits are NaN or infinite. It diverged, or overflows float16; "
+            "ERROR: the logits are NaN or infinite: the model diverged or overflows float16; "
             f"{remedy}"
         )
 

@@ -40,9 +40,9 @@ class CausalModel(nn.Module):
         self.config = GPTConfig(vocab_size=vocab_size)
 
     def trunk(self, idx: Tensor, context: None = None) -> Tensor:
-        """Return the logits (B, T, V) of sequences (B, T) without adapters.
+        """Return the logits (B, T, V) of sequences (B, T), with adapters disabled.
 
-        Padding may stand only on the right.
+        Only right padding is allowed.
         """
         was_training = self.model.training
         without_adapters = getattr(self.model, "disable_adapter", nullcontext)

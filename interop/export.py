@@ -18,7 +18,7 @@ from training.lineage import choose_tokenizer
 
 @dataclass
 class ExportSettings(Settings):
-    """Write a generator in Hugging Face's form."""
+    """Export a generator in Hugging Face format."""
 
     checkpoint_path: str | None = setting(None, model_file="required")
     """checkpoint of the generator (required)"""

@@ -119,9 +119,9 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
 
 
 def read_model(folder: Path, num_tokens: int | None) -> tuple[GPTConfig, dict[str, Tensor], Any]:
-    """Return config, state dict, and the data record that our export wrote, or None.
+    """Return the config, the state dict, and the data record if our export wrote one, else None.
 
-    num_tokens: the number of ids that the tokenizer uses; None: see GPTConfig.num_real_tokens.
+    num_tokens: number of ids that the tokenizer uses; if None, see GPTConfig.num_real_tokens.
     """
     transformers = load_transformers()
     their_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def make_trainer(settings: TrlSettings) -> "CrossoverTrainer":
-    """Return the trainer that the settings describe, with a reward that is fitted and predicts."""
+    """Return the trainer that the settings describe, after fitting its reward."""
     accelerate = import_optional("accelerate")
     datasets = import_optional("datasets")
     peft = import_optional("peft")

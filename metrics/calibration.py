@@ -26,7 +26,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 class Calibration(NamedTuple):
-    """(1 - weight) softmax(logits / temperature) + weight * unigram."""
+    """Calibrated probabilities: (1 - weight) softmax(logits / temperature) + weight * unigram."""
 
     temperature: float
     weight: float

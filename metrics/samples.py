@@ -105,7 +105,7 @@ class CopyFinder:
 
     @functools.cached_property
     def index(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sorted runs of GRAM tokens in the corpus, uint64, and their places: (n,)."""
+        """Return the corpus's GRAM-grams, sorted, as uint64 (n,), and their positions (n,)."""
         grams = grams_of(self.tokens, GRAM)
         places = np.argsort(grams, kind="stable")
         return grams[places], places
@@ -135,7 +135,10 @@ class CopyFinder:
 
 
 def grams_of(tokens: np.ndarray, n: int) -> np.ndarray:
-    """Return the runs of n <= 4 tokens of (T,) as numbers (T - n + 1,) uint64: ids have 16 bits."""
+    """Return the n-grams (T - n + 1,) of tokens (T,), n <= 4, each packed into a uint64.
+
+    Four tokens fit, because ids have 16 bits.
+    """
     count = max(0, len(tokens) - n + 1)
     grams = np.zeros(count, np.uint64)
     for offset in range(n):

@@ -89,8 +89,9 @@ class Ledger:
         return self.records.get(name, {}).get("figures", {})
 
     def difference(self, name: str, identity: Record) -> str:
-        """Return how the script, settings and inputs differ from a stage's record, or "" if there
-        is no record.
+        """Describe how script, settings and inputs differ from the record of a stage.
+
+        Return "" if there is no record.
         """
         if name not in self.records:
             return ""

@@ -31,8 +31,9 @@ def crossover_log_posterior(evidence: Tensor) -> Tensor:
     """Return log P(K = k | x), (B, max(T - 1, 1)) for k = 1, 2, ..., from evidence (B, T).
 
     Evidence is the log-likelihood ratio of a token, natural over generated, given the tokens before
-    it. K is uniform a priori. The likelihood of k is the product over the tokens t < k. The first
-    token is in all of these products and the last is in none, so neither matters.
+    it. K is uniform a priori. The likelihood of k is, up to a constant,
+    the product of the ratios of the tokens t < k. The first token is in every product and the last
+    in none, so neither affects the posterior.
     """
     inner = _at_least_float32(evidence)[:, 1:-1]  # (B, T - 2)
     log_likelihood = F.pad(inner.cumsum(1), (1, 0))  # (B, T - 1)

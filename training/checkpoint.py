@@ -172,10 +172,10 @@ def check_config(
 def build_model(
     contents: Record, mode: str, path: str | Path = "", device: torch.device | str = "cpu"
 ) -> GPT:
-    """Return the model of a loaded checkpoint in evaluation mode.
+    """Return the model of a loaded checkpoint in eval mode.
 
-    Raise UserError if the checkpoint has another mode. reward.heads.build_reward_model builds
-    reward models with any head.
+    Raise UserError if config.mode is not `mode`. reward.heads.build_reward_model builds reward
+    models with any head.
     """
     check_mode(contents, mode, path)
     model = GPT(contents["config"])

@@ -210,8 +210,9 @@ def take_step(
 ) -> float | None:
     """Clip the gradients to a norm of grad_clip (0: do not clip), step, and reset the gradients.
 
-    Return the norm before clipping, or None if gradients overflowed under a float16 scaler, which
-    skips the step. Raise UserError if other gradients, a weight or a moment are not finite.
+    Return the norm before clipping, or None if gradients overflowed under a float16 scaler: then
+    the step is skipped. Raise UserError if a gradient, weight or moment is not finite in any other
+    case.
     """
     for optimizer in optimizers.optimizers:
         scaler.unscale_(optimizer)
