@@ -57,8 +57,8 @@ def make_corpora(
         size = count_characters(own_texts.values())
         if size < MIN_TEST_CHARACTERS:
             warn(
-                f"--text has {size:,} characters; with fewer than {MIN_TEST_CHARACTERS:,}, the test "
-                "text is too short for a verdict"
+                f"--text has {size:,} characters; with fewer than {MIN_TEST_CHARACTERS:,}, the "
+                "test text is too short for a verdict"
             )
         before = count_characters(texts) - size  # the natural texts
         tenth = size // 10
