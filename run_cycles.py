@@ -33,6 +33,7 @@ from common.settings import (
     setting,
     split_config,
 )
+from corpus.encode import find_texts
 from corpus.missing import CORPORA, prepare_corpora
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from data_loader import dataset_folder
@@ -55,9 +56,7 @@ GPT2_TOKENS = 50257
 
 @dataclass
 class CycleSettings(Settings):
-    """Run the whole loop. --SECTION.OPTION VALUE sets a stage's option, as its section of the
-    settings file does.
-    """
+    """Run the whole loop. --SECTION.OPTION VALUE sets an option of a section's stage."""
 
     text: tuple[str, ...] = ()
     """text files, or folders of *.txt, to train a generator on, instead of a dataset"""
@@ -437,6 +436,9 @@ def main() -> None:
     # corpora
     ledger_path = Path(loop.folder, "cycles.json")
     if settings.text:
+        find_texts(settings.text)  # before the lock: a wrong path leaves nothing behind
+        if settings.natural_text:
+            find_texts(settings.natural_text)
         lock_output(ledger_path)
         sizes = make_own_corpora(settings)
         if chooses_sizes:

@@ -346,6 +346,12 @@ def test_a_folder_named_for_a_text_or_settings_file_is_for_that_one(tmp_path, mo
     assert f"out/input holds {sources}: choose another folder with --out_dir" in line
 
 
+def test_a_missing_text_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "nope.txt" in refuse_in_one_line("run_cycles", text="nope.txt", device="cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_command_of_a_stage():
     """Settings that are not the default: one word for a value that may begin with dashes, a word
     for each of several values.
