@@ -176,7 +176,7 @@ def test_the_gate_by_hand(capsys, tmp_path):
             evaluation.passes_gate(skill, refusing)
         assert evaluation.passes_gate(skill, allowing)
         assert "WARNING: reward_model.pt " in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"\b7 blocks; use more text, 8 blocks"):
+    with pytest.raises(UserError, match=r"\b7 blocks; use more text, at least 8 blocks"):
         evaluation.passes_gate({**skill, "num_blocks": 7}, refusing)
     assert not evaluation.passes_gate(skill, replace(refusing, gate_path=str(tmp_path / "g.json")))
 

@@ -261,7 +261,7 @@ def test_killed_and_resumed_ends_in_the_same_bytes(tmp_path, options, reward_dat
         "prepare_reward_data", "make_samples", 0.5, partial / "train_000000.npz", **options
     )
     assert not (tmp_path / "out").exists()
-    assert re.search(r"interrupted: 1 of 1 ", succeed("prepare_reward_data", **options))
+    assert re.search(r"1 of 1 shards are done", succeed("prepare_reward_data", **options))
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
     assert not partial.exists()
 

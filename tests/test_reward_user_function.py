@@ -70,8 +70,8 @@ def test_another_form_than_file_and_name(named):
         ("\nimport no_such_module\n", "ModuleNotFoundError at line 2 of"),
         ("import sys\nsys.exit('bye')\n", "SystemExit at line 2 of .*: bye"),
         ("score = 3\n", "has no function 'score'"),
-        ("score = max\n", "score is a builtin_function_or_method, whose arguments are not known"),
-        ("score = int\n", "score is a type, whose arguments are not known"),
+        ("score = max\n", "score is a builtin_function_or_method, whose arguments are unknown"),
+        ("score = int\n", "score is a type, whose arguments are unknown"),
     ],
 )
 def test_a_file_that_does_not_load(made, text, expected):

@@ -351,7 +351,7 @@ def test_compiling_without_a_compiler_is_one_line(monkeypatch, options):
 
     monkeypatch.setattr(torch, "compile", fail)
     line = refuse_in_one_line("train", **options, compile=True)
-    assert "compile=True: " in line and "No working C++ compiler found: install g++" in line
+    assert "compile=True: " in line and "No working C++ compiler found); install g++" in line
     assert not options["out_dir"].exists()
 
 
