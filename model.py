@@ -88,7 +88,8 @@ class GPTConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             # A whole number may stand for a float.
-            if not isinstance(value, field.type | int):
+            is_bool = isinstance(value, bool)  # Python's bool is an int, too
+            if is_bool != (field.type is bool) or not isinstance(value, field.type | int):
                 return f"{field.name}={value!r:.60}: wrong type {type(value).__name__}"
         for name in SIZES:
             value = getattr(self, name)
@@ -113,6 +114,8 @@ class GPTConfig:
         if self.position == "rope" and (head_size % 2 or rotated % 2 or rotated == 0):
             sizes = f"{rotated} of n_embd / n_head = {head_size} dimensions"
             return f"rotary positions need an even head size, not {sizes}"
+        if self.position == "rope" and self.block_size * head_size > MAX_SIZE:
+            return f"block_size times head size: must be <= {MAX_SIZE} for rotary positions"
         if max(self.block_size, self.reward_head_hidden_dim) * self.n_embd > MAX_TABLE:
             return f"block_size or reward_head_hidden_dim: times n_embd, must be <= {MAX_TABLE}"
         return None

@@ -11,6 +11,7 @@ import contextlib
 import glob
 import hashlib
 import json
+import math
 import os
 import pickle
 import re
@@ -27,7 +28,10 @@ import torch
 from common.process import UserError, until_main_ends
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-MODEL_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".resume")
+FILE_SUFFIXES = (
+    *(".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".resume"),
+    *(".jsonl", ".pkl", ".py", ".txt"),
+)
 CHUNK = 1 << 20  # characters or tokens that are read at a time
 
 
@@ -108,9 +112,21 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 def read_json(path: str | os.PathLike) -> Any:
     """Return the value in a JSON file; raise UserError if it cannot be read."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"ERROR: cannot read {path}: {error}") from None
+
+
+def from_json(text: str) -> Any:
+    """Return the value in a JSON text; raise ValueError for NaN and numbers that are not finite."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is not a finite number")
+    return value
 
 
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
@@ -232,7 +248,7 @@ def is_hub_name(name: str) -> bool:
     if name in GPT2_NAMES:
         return True
     has_owner = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
-    return has_owner and not name.endswith(MODEL_SUFFIXES) and not path.parent.exists()
+    return has_owner and not name.endswith(FILE_SUFFIXES) and not path.parent.exists()
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> str:

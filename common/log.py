@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from common.files import write_text
+from common.files import from_json, write_text
 from common.process import UserError, is_main_rank
 
 T = TypeVar("T")
@@ -163,7 +163,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            record = from_json(line)
             record["step"] = int(record["step"])
             records.append(record)
         except (ValueError, TypeError, KeyError, RecursionError):

@@ -41,6 +41,8 @@ BOUNDS = {
     "above": (">", operator.gt),
     "below": ("<", operator.lt),
 }
+# Arithmetic of numbers in settings files. +, which also joins text, and ** are apart.
+ARITHMETIC = {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 # Characters that the operating system accepts in no path: NUL, and surrogates that do not stand for
 # a byte (os.fsencode refuses them).
 NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
@@ -392,7 +394,6 @@ def _read_assignments(path: str, errors: Errors) -> dict[str, Any]:
     if not base.is_file():
         raise UserError(f"ERROR: settings file {path}: its base {base} is not a file")
     merged = _read_file(str(base), errors)
-    errors.check("base" not in merged, f"{base}: a base cannot have a base itself")
     for name, value in values.items():
         if isinstance(value, dict) and isinstance(merged.get(name), dict):
             merged[name].update(value)
@@ -434,7 +435,7 @@ def _evaluate(node: ast.expr | None) -> Any:
     """Return the value of an expression of a settings file; integers are below 2**64.
 
     The expression is a literal, dict(NAME=VALUE), str(VALUE), time.time(), or two values joined by
-    +, * or **.
+    +, -, *, / or **.
     """
     value = _evaluate_unchecked(node)
     if isinstance(value, int) and abs(value) >= 2**64:
@@ -466,8 +467,8 @@ def _evaluate_unchecked(node: ast.expr | None) -> Any:
             return _number(operand)
         case ast.BinOp(left, ast.Add(), right):
             return _evaluate(left) + _evaluate(right)
-        case ast.BinOp(left, ast.Mult(), right):
-            return _number(left) * _number(right)
+        case ast.BinOp(left, (ast.Sub() | ast.Mult() | ast.Div()) as operation, right):
+            return ARITHMETIC[type(operation)](_number(left), _number(right))
         case ast.BinOp(left, ast.Pow(), right):
             exponent = _number(right)
             if abs(exponent) > 64:  # the result must not fill the memory
@@ -476,12 +477,12 @@ def _evaluate_unchecked(node: ast.expr | None) -> Any:
             if isinstance(power, complex):
                 raise ValueError("a root of a negative number is no real number")
             return power
-    raise ValueError("a value must be a literal, or literals joined by +, * or **")
+    raise ValueError("a value must be a literal, or literals joined by + - * / **")
 
 
 def _number(node: ast.expr) -> int | float:
     """Return the value of an operand, which must be a number."""
     value = _evaluate(node)
     if not isinstance(value, (int, float)):
-        raise ValueError("-, * and ** are for numbers")
+        raise ValueError("- * / ** are for numbers")
     return value

@@ -31,7 +31,7 @@ from option_tables import settings_of
 
 # Budgets only go down; one that rises needs a reason in its commit.
 BUDGETS = {
-    "nodes of the product": 49_550,
+    "nodes of the product": 49_670,
     "nodes of tests": 49_300,
     # files of more than 2,000 nodes and functions of more than 550 need a budget
     "nodes of tests/test_interop_crossover.py": 2_633,

@@ -318,6 +318,9 @@ def test_initialisation(mode):
         ({"position": "alibi"}, "position='alibi'"),
         ({"num_tokens": 12}, "num_tokens=12"),
         ({"n_layer": 2.0}, "n_layer=2.0: wrong type float"),
+        ({"n_layer": True}, "n_layer=True: wrong type bool"),
+        ({"bias": 5}, "bias=5: wrong type int"),
+        ({"block_size": 2**22, "n_embd": 16, "n_head": 1}, "for rotary positions"),
         ({"dropout": "0.1"}, "dropout='0.1'"),
         (
             {"reward_head_type": "linear"},

@@ -322,6 +322,9 @@ def test_unfinished_work_of_other_settings_is_refused(tmp_path, options, reward_
     assert re.search(r"\bseed was 7, now 42\b", line) and re.search(
         r"\btemperature was 0\.5, now 1\.0\b", line
     )
+    # A kill while the folder is removed leaves shards without their settings.
+    (partial / "settings.json").unlink()
+    assert "no settings.json" in refuse_in_one_line("prepare_reward_data", **options)
     succeed("prepare_reward_data", **options, overwrite=True)
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
 
