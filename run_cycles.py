@@ -50,7 +50,6 @@ from training.checkpoint import load_checkpoint
 from training.settings import TrainSettings
 from training.stage import OUTPUTS, Stage
 
-ROOT = Path(__file__).resolve().parent
 GPT2_TOKENS = 50257
 
 
@@ -306,7 +305,8 @@ def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:
     paths = [loop.corpus, *[str(stage.artefact) for stage in stages]]
     for stage in stages:
         for message in stage.settings.errors().messages:
-            is_made_later = "not found" in message and any(path in message for path in paths)
+            names_input = "not found" in message or "init_from=" in message
+            is_made_later = names_input and any(path in message for path in paths)
             errors.check(is_made_later, f"{stage.section}: {message}")
         for word in words.get(stage.section, ()):
             name = word.removeprefix("--").partition("=")[0].replace("-", "_")
