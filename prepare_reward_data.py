@@ -34,7 +34,7 @@ from training.checkpoint import build_model, load_checkpoint
 from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
 
 SHARD_TOKENS = 1 << 17  # tokens of a shard; 16 times as many on CUDA
-# Settings that decide the samples, and settings that only tell where they come from.
+# Settings that determine the samples, and settings that only record their source.
 IDENTITY = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
 SOURCES = ("model_path", "input_mode", "data_path", "train_bin", "val_bin", "tokenization")
 FILES = {

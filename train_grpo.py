@@ -50,7 +50,7 @@ from reports.figures import grpo_curves, write_png
 from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import RewardFunction
-from training.checkpoint import build_model, load_checkpoint, save_checkpoint
+from training.checkpoint import build_model, check_mode, load_checkpoint, save_checkpoint
 from training.lineage import (
     check_same_splits,
     check_same_tokens,
@@ -199,10 +199,7 @@ def load_scorer(
         path = settings.reward_model_path
         contents = load_checkpoint(path)
         names = ("the policy", "the reward model")
-        if contents["config"].mode != "reward":
-            raise UserError(
-                f"ERROR: {path} holds a {contents['config'].mode} model, not a reward model"
-            )
+        check_mode(contents, "reward", path)
         check_same_fields(reference.config, contents["config"], *names)
         check_same_tokens(base["tokenization"], contents["tokenization"], *names)
         check_generator(path, contents["training"] or {}, base_path)

@@ -69,7 +69,7 @@ def repetition(ids: Tensor, n: int = 4) -> float:
 def words_of(text: str) -> list[str]:
     """Return the lower-case words of a text: letters with their marks, and apostrophes in between.
 
-    Words of scripts without spaces are left out: only a dictionary could tell them apart.
+    Words of scripts without spaces are left out, because splitting them needs a dictionary.
     """
     text = text.lower()
     characters = sorted(set(text))
