@@ -35,11 +35,21 @@ class Corpus:
         return unigram_log_probs(self.train, self.tokenizer.vocab_size)
 
     @cached_property
-    def interval_tokens(self) -> int:
-        """Return the block size for bootstrap intervals: the tokens in INTERVAL_CHARACTERS."""
+    def characters_per_token(self) -> float:
+        """Return the mean number of characters of a token, from the start of the validation text.
+
+        It is 1 for ids without text.
+        """
+        if self.tokenizer.method == "ids":
+            return 1.0
         sample = self.val[:INTERVAL_CHARACTERS]
         num_characters = max(1, len(self.tokenizer.decode(sample.tolist())))
-        return max(1, round(INTERVAL_CHARACTERS * len(sample) / num_characters))
+        return num_characters / len(sample)
+
+    @cached_property
+    def interval_tokens(self) -> int:
+        """Return the block size for bootstrap intervals: the tokens in INTERVAL_CHARACTERS."""
+        return max(1, round(INTERVAL_CHARACTERS / self.characters_per_token))
 
     def describe(self) -> str:
         """Return a one-line description: the folder, the tokenization and the split sizes."""
