@@ -264,7 +264,7 @@ def main() -> None:
     output = Path(config.output_dir).resolve()
     partial = output.with_name(f"{output.name}.partial")
     if ranks.rank == 0:
-        lock_output(output)
+        lock_output(output, is_folder=True)
     if ranks.run_on_rank0(lambda: is_complete(output, partial, identity, config.overwrite)):
         raise Finished(f"{config.output_dir} already holds exactly this dataset: nothing to do")
 

@@ -27,7 +27,7 @@ class PrepareTextSettings(Settings):
     """UTF-8 text files, or folders: all *.txt below them, sorted by name, without hidden ones"""
     name: str | None = None
     """name of the corpus for --dataset of the other scripts; the folder is data/NAME"""
-    out_dir: str | None = setting(None, output="folder")
+    out_dir: str | None = None
     """folder of the corpus, instead of a name"""
     tokenization: Literal["char", "bpe"] | None = None
     """char: one token per character; bpe: GPT-2's byte-pair encoding; None: use --tokenizer"""

@@ -32,7 +32,7 @@ class RewardDataConfig(Settings):
     """auto: meta.pkl or tokenizer.json there; char in the folder's name; else BPE"""
     meta_path: str | None = None
     """meta.pkl or tokenizer.json (required when tokenization is char or tokenizer)"""
-    output_dir: str = setting("data/reward_dataset", output="folder")
+    output_dir: str = "data/reward_dataset"
     """folder to make"""
     train_split: float = setting(0.9, above=0, below=1)
     """text mode: fraction of the characters for training; must be the generator's"""

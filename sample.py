@@ -46,7 +46,7 @@ class SampleSettings(Settings):
     """sample only from the likeliest tokens with this total probability; None: from all"""
     meta_path: str | None = None
     """meta.pkl or tokenizer.json; None: the checkpoint's tokenizer, else GPT-2's BPE"""
-    output_path: str | None = setting(None, output="file")
+    output_path: str | None = None
     """file that also gets the texts; None: only print them"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""

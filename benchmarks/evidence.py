@@ -33,7 +33,7 @@ from benchmarks.reward_models import as_words, markdown
 from common.files import read_json, write_json
 from common.log import counted, print0
 from common.process import UserError, run_child, run_main
-from common.settings import Settings, parse_settings, read_config, setting
+from common.settings import Settings, parse_settings, read_config
 from corpus.corpus import open_corpus
 from data_loader import WholeSplitBatches, evenly_spaced, open_token_file, validation_part
 from generation.completions import Completer
@@ -59,9 +59,9 @@ class EvidenceSettings(Settings):
 
     config_file: str = "config/evidence.py"
     """works of each seed, arms, temperatures, contrasts"""
-    records: str = setting("benchmarks/evidence.json", output="file")
+    records: str = "benchmarks/evidence.json"
     """records of the arms"""
-    out_dir: str = setting("out/evidence", output="folder")
+    out_dir: str = "out/evidence"
     """models, corpora and logs"""
     job: str = ""
     """do this alone, as the script asks itself: natural, SEED/base, SEED/judge or SEED/ARM"""

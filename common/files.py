@@ -25,7 +25,7 @@ from typing import Any
 import filelock
 import torch
 
-from common.process import UserError, until_main_ends
+from common.process import UserError, require, until_main_ends
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 FILE_SUFFIXES = (
@@ -183,25 +183,15 @@ def _check_archive(path: Path) -> None:
             raise ValueError(f"the CRC-32 of {damaged} differs")
 
 
-def check_writable(path: str | os.PathLike, is_file: bool = False) -> str:
-    """Return the reason why the folder or file `path` cannot be created or replaced, or ""."""
-    path = Path(path).absolute()
-    if is_file:
-        if path.exists() and not path.is_file():
-            return f"{path} is not a file"
-        path = path.parent
-    while not path.exists():
-        path = path.parent
-    if not path.is_dir():
-        return f"{path} is a file, not a folder"
-    if not os.access(path, os.W_OK):
-        return f"no permission to write to {path}"
-    return ""
+def lock_output(path: str | Path, is_folder: bool = False) -> None:
+    """Lock an output, a file or a folder, until main() ends.
 
-
-def lock_output(path: str | Path) -> None:
-    """Lock an output until main() ends; raise UserError if another process holds the lock."""
+    Raise UserError if another process holds the lock, or if something of another kind has the name.
+    """
     path = Path(path).absolute()
+    is_of_kind = path.is_dir() if is_folder else path.is_file()
+    kind = "folder" if is_folder else "file"
+    require(is_of_kind or not path.exists(), f"{path} is not a {kind}: choose another output")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
     try:

@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
 import tyro
 
-from common.files import check_writable, is_hub_name, read_pieces
+from common.files import is_hub_name, read_pieces
 from common.log import print0
 from common.process import UserError
 
@@ -86,10 +86,9 @@ def setting(default: Any, **rules: Any) -> Any:
 
     minimum, maximum, above, below: the range of a number.
     model_file='required' or 'optional': the setting names one or more models, which must exist.
-    output='file' or 'folder': the setting names a place that the script writes to.
     changeable=True: a resumed run may have another value.
     """
-    assert rules.keys() <= {*BOUNDS, "model_file", "output", "changeable"}, rules
+    assert rules.keys() <= {*BOUNDS, "model_file", "changeable"}, rules
     return field(default=default, metadata=rules)
 
 
@@ -115,10 +114,6 @@ class Settings:
                 _check_range(member, value, errors)
             if "model_file" in member.metadata:
                 _check_models(member, value, errors)
-            if "output" in member.metadata and value is not None:
-                obstacle = check_writable(value, member.metadata["output"] == "file")
-                remedy = f"Choose a place you may write to with --{member.name}"
-                errors.check(not obstacle, obstacle, remedy)
 
     def check_settings(self, errors: Errors) -> None:
         """Add the errors that the rules of single settings cannot find; for subclasses."""

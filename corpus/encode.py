@@ -21,7 +21,7 @@ import numpy as np
 from common.files import atomic_path, lock_output
 from common.log import progress
 from common.process import UserError, require
-from common.settings import Errors, Settings, parse_settings, setting
+from common.settings import Errors, Settings, parse_settings
 from corpus.shakespeare import ensure_corpus, find_titles, read_documents
 from data_loader import TOKEN_DTYPE, split_boundary, text_pieces
 from tokenization_manager import TokenizationManager, save_meta
@@ -262,7 +262,7 @@ class ShakespeareSettings(Settings):
     """works for val.bin; none: val.bin is the last 10 % of the text"""
     test_documents: tuple[str, ...] = ()
     """works for test.bin"""
-    out_dir: str | None = setting(None, output="folder")
+    out_dir: str | None = None
     """folder of input.txt and of the outputs; None: that of the script"""
 
     def check_settings(self, errors: Errors) -> None:

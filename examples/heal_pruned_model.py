@@ -74,7 +74,7 @@ class HealSettings(Settings):
     """how training goes on from the floor"""
     text: tuple[str, ...] = ()
     """UTF-8 text files; without any, the descriptions of the installed packages"""
-    out_dir: str = setting("out/heal", output="folder")
+    out_dir: str = "out/heal"
     """models, figures (results.json) and pictures"""
     drop: tuple[int, ...] = (6, 12, 18, 24)
     """numbers of the layers to drop, from 0"""

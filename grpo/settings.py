@@ -34,7 +34,7 @@ class GRPOSettings(Settings):
     """checkpoint of the reward model (required without a reward_function)"""
     dataset: str = setting("shakespeare_char", changeable=True)
     """folder of train.bin (prompts) and val.bin (evaluation), or its name in data/"""
-    output_path: str = setting("logs/grpo_model.pt", output="file", changeable=True)
+    output_path: str = setting("logs/grpo_model.pt", changeable=True)
     """file for the improved generator; the records are written next to it (.jsonl)"""
     init_from: Literal["scratch", "resume"] = setting("scratch", changeable=True)
     """scratch, or resume an interrupted run of the same settings"""
@@ -42,7 +42,7 @@ class GRPOSettings(Settings):
     """replace an output that other settings made"""
     allow_unpredictive_reward: bool = setting(False, changeable=True)
     """continue if R2 of the reward model on the policy's text may be 0"""
-    gate_path: str | None = setting(None, output="file", changeable=True)
+    gate_path: str | None = setting(None, changeable=True)
     """measure that R2, write it to this file (JSON) and exit; None: continue with GRPO"""
     prompts_per_step: int = setting(16, minimum=1)
     """prompts (groups) per step"""

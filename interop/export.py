@@ -22,7 +22,7 @@ class ExportSettings(Settings):
 
     checkpoint_path: str | None = setting(None, model_file="required")
     """checkpoint of the generator (required)"""
-    output_dir: str = setting("hf_model", output="folder")
+    output_dir: str = "hf_model"
     """new folder to write"""
     meta_path: str | None = None
     """meta.pkl or tokenizer.json of the generator; None: the tokenizer in the checkpoint"""
@@ -33,7 +33,7 @@ def main() -> None:
     transformers = load_transformers()
     path = str(settings.checkpoint_path)
     output_dir = Path(settings.output_dir).resolve()
-    lock_output(output_dir)
+    lock_output(output_dir, is_folder=True)
     if output_dir.exists():
         raise UserError(
             f"ERROR: output_dir={output_dir} already exists: remove it, or choose another"

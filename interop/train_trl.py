@@ -43,7 +43,7 @@ class TrlSettings(Settings):
     """the natural model, of the same vocabulary: a folder or a hub name (required)"""
     text: tuple[str, ...] = ()
     """UTF-8 text files, or folders of *.txt, for prompts and for the reward's weight (required)"""
-    output_dir: str = setting("trl_model", output="folder")
+    output_dir: str = "trl_model"
     """the folder of the result and of its checkpoints"""
     lora_rank: int = setting(0, minimum=0)
     """rank of LoRA's adapters on all linear layers; 0: train all weights"""
@@ -78,7 +78,7 @@ def main() -> None:
     settings = parse_settings(TrlSettings, "train_trl")
     folder = Path(settings.output_dir)
     if is_main_rank():
-        lock_output(folder)
+        lock_output(folder, is_folder=True)
     record = folder / "settings.json"
     values = asdict(settings)
     for name in ("output_dir", "max_steps", "report_to"):  # another value makes no other run

@@ -32,7 +32,7 @@ class EvaluateSettings(Settings):
     """also P(natural) of fresh text, and its KL to the baseline, of that model's training"""
     word_dataset: str | None = None
     """with reward_model_path: a corpus, for the share of words that it does not hold"""
-    output_path: str | None = setting(None, output="file")
+    output_path: str | None = None
     """also write the figures here, as JSON"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""

@@ -150,13 +150,15 @@ def test_a_state_of_another_kind_and_an_oversized_archive_are_refused(tmp_path):
     assert "unpack to more bytes" in refused(path, path.read_bytes())
 
 
-def test_obstacles_are_found_beforehand(tmp_path):
+def test_an_output_of_another_kind_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    assert files.check_writable(tmp_path / "new/folder") == ""
-    assert files.check_writable(tmp_path / "new/x.pt", is_file=True) == ""
-    assert "is a file, not" in files.check_writable(tmp_path / "file/x.pt", is_file=True)
-    assert "is not a file" in files.check_writable(tmp_path, is_file=True)
-    assert "is not a file" in files.check_writable("/dev/null", is_file=True)
+    for path in (tmp_path, "/dev/null"):
+        with pytest.raises(UserError, match="is not a file"):
+            files.lock_output(path)
+    with pytest.raises(UserError, match="is not a folder"):
+        files.lock_output(tmp_path / "file", is_folder=True)
+    with pytest.raises(OSError):
+        files.lock_output(tmp_path / "file" / "x.pt")
 
 
 def test_one_process_writes_an_output(tmp_path, capsys):

@@ -26,7 +26,7 @@ from common.settings import (
 class Tiny(Settings):
     """Train a tiny model."""
 
-    out_dir: str = setting("out", output="folder", changeable=True)
+    out_dir: str = setting("out", changeable=True)
     batch_size: int = setting(8, minimum=1, maximum=64)
     """sequences in a batch"""
     learning_rate: float = setting(1e-3, above=0)

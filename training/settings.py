@@ -30,7 +30,7 @@ class TrainSettings(Settings):
         "backend": "it is nccl on CUDA and gloo on the CPU",
     }
 
-    out_dir: str = setting("out", output="folder", changeable=True)
+    out_dir: str = setting("out", changeable=True)
     """folder for all files of this run"""
     checkpoint_name: str = "model_checkpoint.pt"
     """file name of the best model, within out_dir"""
