@@ -8,8 +8,8 @@ The settings of a script are one dataclass. A field is `name: type = default`, o
 A settings file contains plain assignments, as nanoGPT's do. It is read as data: nothing in it is
 executed. A dict is a section: `train = dict(max_iters=300)` is for train.py only, and
 `--section NAME` selects the section of another name. `base = "NAME.py"` starts from the settings of
-another file in the same folder. All errors of the file and of the command line are reported
-together.
+another file in the same folder. All unknown names are reported together, and then all values that
+break a rule.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, make_dataclass
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
@@ -32,7 +32,7 @@ import tyro
 
 from common.files import is_hub_name, read_pieces
 from common.log import print0
-from common.process import UserError
+from common.process import UserError, require
 
 # Rules for the range of a number: the sign in messages, and the comparison.
 BOUNDS = {
@@ -41,8 +41,6 @@ BOUNDS = {
     "above": (">", operator.gt),
     "below": ("<", operator.lt),
 }
-# Arithmetic of numbers in settings files. +, which also joins text, and ** are apart.
-ARITHMETIC = {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 # Characters that the operating system accepts in no path: NUL, and surrogates that do not stand for
 # a byte (os.fsencode refuses them).
 NO_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
@@ -102,18 +100,14 @@ class Settings:
     def errors(self) -> Errors:
         """Check every setting by its rules, then call `check_settings`; no file is read."""
         errors = Errors()
-        self.check_rules(errors)
-        self.check_settings(errors)
-        return errors
-
-    def check_rules(self, errors: Errors) -> None:
-        """Check every setting by its rules."""
         for member in fields(self):
             value = getattr(self, member.name)
             if isinstance(value, (int, float)):
                 _check_range(member, value, errors)
             if "model_file" in member.metadata:
                 _check_models(member, value, errors)
+        self.check_settings(errors)
+        return errors
 
     def check_settings(self, errors: Errors) -> None:
         """Add the errors that the rules of single settings cannot find; for subclasses."""
@@ -177,8 +171,7 @@ def parse_settings(
 
     The settings file is the value of --config, or the first word if the script has no positional
     setting. With `check`, check the rules of the settings too, and print a note for each given name
-    that has no effect. If a word is wrong, a default stands in for its setting: only the rules of
-    single settings are then checked.
+    that has no effect.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -186,32 +179,27 @@ def parse_settings(
     names = [member.name for member in members if not is_positional(member)]
     known = [*names, *settings_class.without_effect]
     path, section, argv = split_config(argv, file_first=len(names) == len(members))
-    errors = Errors()
-    sources = {"": _group_by_option(argv)}
+    sources = {"": argv}
     if path is not None:
-        words_of_file = _words_of_file(path, section or script, errors)
-        sources = {f"settings file {path}: ": _group_by_option(words_of_file), **sources}
-    parsed: dict[str, list[str]] = {}
-    ignored: dict[str, list[str]] = {}
-    for source, given in sources.items():  # the command line, which overrides the file, is last
-        for name, words in given.items():
-            if name in names or name in ("", "help"):
-                parsed[name] = words
-            elif name in known:
-                ignored[name] = words
+        sources = {f"settings file {path}: ": _words_of_file(path, section or script), "": argv}
+    errors = Errors()
+    given: dict[str, list[str]] = {}
+    notes: dict[str, str] = {}
+    for source, source_words in sources.items():  # the command line, which overrides the file, last
+        for name, words in _group_by_option(source_words).items():
+            if name in settings_class.without_effect:
+                reason = settings_class.without_effect[name]
+                notes[name] = f"{' '.join(words)} has no effect here: {reason}"
+            elif name in names or name in ("", "help"):
+                given[name] = words
             else:
                 error = f"{source}{script}.py has no option --{name}{_nearest(name, known)}"
                 errors.check(False, error)
-    settings = _parse(settings_class, script, parsed, errors)
-    notes = _notes(settings_class, script, ignored, errors)
-    if check:
-        can_check_all = not errors.messages
-        settings.check_rules(errors)
-        if can_check_all:
-            settings.check_settings(errors)
     errors.raise_if_any()
+    settings = _parse_words(settings_class, script, list(itertools.chain(*given.values())))
     if check:
-        for note in notes:
+        settings.errors().raise_if_any()
+        for note in notes.values():
             print0(note)
     return settings
 
@@ -266,49 +254,13 @@ def _group_by_option(argv: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def _notes(
-    settings_class: type[Settings], script: str, ignored: Mapping[str, list[str]], errors: Errors
-) -> list[str]:
-    """Return a line for each option that was given but has no effect.
-
-    Add an error for each of them that does not have exactly one value.
-    """
-    options = [(name, str, "") for name in ignored]
-    ignored_class = make_dataclass("Ignored", options, bases=(Settings,))
-    values: Any = _parse(ignored_class, script, ignored, errors)
-    notes = []
-    for name in ignored:
-        reason = settings_class.without_effect[name]
-        notes.append(f"{name}={getattr(values, name)} has no effect here: {reason}")
-    return notes
-
-
-def _parse(
-    settings_class: type[S], script: str, options: Mapping[str, list[str]], errors: Errors
-) -> S:
-    """Parse the words of all options; add an error for each option that is wrong, and leave it
-    out.
-    """
-    try:
-        return _parse_words(settings_class, script, itertools.chain(*options.values()))
-    except UserError:
-        pass  # tyro reports only the first error: parse each option separately
-    valid: list[str] = []
-    for words in options.values():
-        try:
-            _parse_words(settings_class, script, words)
-            valid += words
-        except UserError as error:
-            errors.check(False, str(error))
-    return _parse_words(settings_class, script, valid)
-
-
-def _parse_words(settings_class: type[S], script: str, words: Iterable[str]) -> S:
+def _parse_words(settings_class: type[S], script: str, words: list[str]) -> S:
     """Parse the words of a command line with tyro; turn its error into a UserError of one line."""
-    argv = list(words)
-    for word in argv:
-        if NO_PATH.search(word):
-            raise UserError(f"{word!r}: no argument and no path can hold that character")
+    for word in words:
+        require(
+            not NO_PATH.search(word),
+            f"{word!r}: no argument and no path can hold that character",
+        )
     config_help = "A settings file of plain assignments: --config FILE."
     printed = io.StringIO()
     try:
@@ -316,7 +268,7 @@ def _parse_words(settings_class: type[S], script: str, words: Iterable[str]) -> 
             return tyro.cli(
                 settings_class,
                 prog=f"{script}.py",
-                args=argv,
+                args=words,
                 description=f"{settings_class.__doc__}\n\n{config_help}",
                 config=(tyro.conf.FlagConversionOff,),
                 use_underscores=True,
@@ -326,7 +278,8 @@ def _parse_words(settings_class: type[S], script: str, words: Iterable[str]) -> 
             raise  # --help
     # tyro printed a box: its title, the error, and the help of the option.
     text = printed.getvalue().partition("\n")[2]
-    raise UserError(re.sub("[│─╰╯\\s]+", " ", text).strip())
+    error = re.sub("[│─╰╯\\s]+", " ", text).strip()
+    raise UserError(f"ERROR: {error}")
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -341,22 +294,14 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 # settings file
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """Return the assignments of a settings file; raise UserError if a line cannot be read."""
-    errors = Errors()
-    values = _read_assignments(path, errors)
-    errors.raise_if_any()
-    return values
-
-
-def _words_of_file(path: str, section: str, errors: Errors) -> list[str]:
+def _words_of_file(path: str, section: str) -> list[str]:
     """Return the settings of a file, those of the section last, as words of a command line.
 
     tyro then checks the types of the file's values too.
     """
     values: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {}
-    for name, value in _read_assignments(path, errors).items():
+    for name, value in read_config(path).items():
         if isinstance(value, dict):
             sections[name] = value
         else:
@@ -366,7 +311,7 @@ def _words_of_file(path: str, section: str, errors: Errors) -> list[str]:
     else:
         # A file without the section is fine, but a similar name is probably a typing error.
         similar = ", ".join(difflib.get_close_matches(section, sections, cutoff=0.8))
-        errors.check(not similar, f"{path} has no section {section}; did you mean {similar}?")
+        require(not similar, f"{path} has no section {section}; did you mean {similar}?")
     words = []
     for name, value in values.items():
         if isinstance(value, (list, tuple)):
@@ -378,17 +323,16 @@ def _words_of_file(path: str, section: str, errors: Errors) -> list[str]:
     return words
 
 
-def _read_assignments(path: str, errors: Errors) -> dict[str, Any]:
+def read_config(path: str) -> dict[str, Any]:
     """Return the assignments of a settings file, on top of those of its `base`, another file in the
-    same folder; sections are merged option by option.
+    same folder; sections are merged option by option. Raise UserError if a line cannot be read.
     """
-    values = _read_file(path, errors)
+    values = _read_file(path)
     if "base" not in values:
         return values
     base = Path(path).parent / str(values.pop("base"))
-    if not base.is_file():
-        raise UserError(f"ERROR: settings file {path}: its base {base} is not a file")
-    merged = _read_file(str(base), errors)
+    require(base.is_file(), f"settings file {path}: its base {base} is not a file")
+    merged = _read_file(str(base))
     for name, value in values.items():
         if isinstance(value, dict) and isinstance(merged.get(name), dict):
             merged[name].update(value)
@@ -397,11 +341,8 @@ def _read_assignments(path: str, errors: Errors) -> dict[str, Any]:
     return merged
 
 
-def _read_file(path: str, errors: Errors) -> dict[str, Any]:
-    """Return the assignments of one settings file.
-
-    Add an error for each line that does not assign a plain value.
-    """
+def _read_file(path: str) -> dict[str, Any]:
+    """Return the assignments of one settings file; raise a UserError that lists the other lines."""
     text = "".join(read_pieces(path))
     try:
         tree = ast.parse(text)
@@ -409,12 +350,14 @@ def _read_file(path: str, errors: Errors) -> dict[str, Any]:
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         reason = str(error) or "nested too deep"
         raise UserError(f"ERROR: cannot read settings file {path}: {reason}") from None
+    errors = Errors()
     values: dict[str, Any] = {}
     for statement in tree.body:
         try:
             match statement:
                 case ast.Assign([ast.Name(name)], value) if name not in values:
                     values[name] = _evaluate(value)
+                    str(values[name])  # raises ValueError for an integer of too many digits
                 case ast.Import() | ast.Expr(ast.Constant()):
                     pass  # `import time`, for str(time.time()); a docstring
                 case _:
@@ -423,23 +366,16 @@ def _read_file(path: str, errors: Errors) -> dict[str, Any]:
             reason = str(error) or type(error).__name__
             line = f"settings file {path}, line {statement.lineno}"
             errors.check(False, f"{line}: {reason:.200}; nothing is executed")
+    errors.raise_if_any()
     return values
 
 
 def _evaluate(node: ast.expr | None) -> Any:
-    """Return the value of an expression of a settings file; integers are below 2**64.
+    """Return the value of an expression of a settings file.
 
-    The expression is a literal, dict(NAME=VALUE), str(VALUE), time.time(), or two values joined by
-    +, -, *, / or **.
+    The expression is a literal, dict(NAME=VALUE), str(NUMBER), time.time(), or two values joined by
+    + or *: what nanoGPT's settings files contain.
     """
-    value = _evaluate_unchecked(node)
-    if isinstance(value, int) and abs(value) >= 2**64:
-        raise ValueError("integers must be below 2**64")
-    return value
-
-
-def _evaluate_unchecked(node: ast.expr | None) -> Any:
-    """Return the value of an expression, which may be an integer of any size up to 2**4096."""
     match node:
         case ast.Constant(None | bool() | int() | float() | str() as value):
             return value
@@ -450,34 +386,21 @@ def _evaluate_unchecked(node: ast.expr | None) -> Any:
         case ast.Call(ast.Name("dict"), [], keywords):
             return {keyword.arg: _evaluate(keyword.value) for keyword in keywords}
         case ast.Call(ast.Name("str"), [operand], []):
-            value = _evaluate(operand)
-            if not isinstance(value, (str, int, float)):
-                raise ValueError("str is for numbers and text")  # else it could fill the memory
-            return str(value)
+            return str(_number(operand))
         case ast.Call(ast.Attribute(ast.Name("time"), "time"), [], []):
             return time.time()
         case ast.UnaryOp(ast.USub(), operand):
             return -_number(operand)
-        case ast.UnaryOp(ast.UAdd(), operand):
-            return _number(operand)
         case ast.BinOp(left, ast.Add(), right):
             return _evaluate(left) + _evaluate(right)
-        case ast.BinOp(left, (ast.Sub() | ast.Mult() | ast.Div()) as operation, right):
-            return ARITHMETIC[type(operation)](_number(left), _number(right))
-        case ast.BinOp(left, ast.Pow(), right):
-            exponent = _number(right)
-            if abs(exponent) > 64:  # the result must not fill the memory
-                raise ValueError("exponents must be at most 64")
-            power = _number(left) ** exponent
-            if isinstance(power, complex):
-                raise ValueError("a root of a negative number is no real number")
-            return power
-    raise ValueError("a value must be a literal, or literals joined by + - * / **")
+        case ast.BinOp(left, ast.Mult(), right):
+            return _number(left) * _number(right)
+    raise ValueError("a value must be a literal, or literals joined by + or *")
 
 
 def _number(node: ast.expr) -> int | float:
-    """Return the value of an operand, which must be a number."""
+    """Return the value of an operand, which must be a number: text could fill the memory."""
     value = _evaluate(node)
     if not isinstance(value, (int, float)):
-        raise ValueError("- * / ** are for numbers")
+        raise ValueError("str, - and * are for numbers")
     return value

@@ -113,8 +113,8 @@ WORDS = [
     "�",
 ]
 VALUES = st.sampled_from([*NUMBERS, *WORDS, "", " ", "nan 1", "[1, 2]"])
-EXPRESSIONS = ["2**4", "5 * 8", "2e1", "'ft-' + str(time.time())", "1e-3", "True", "2**9**9"]
-EXPRESSIONS += ["-(8**.5)", "1 / 0", "[1]", "{1: 2}", "dict(a=1)", "open('x')", "x", "'a' * 9"]
+EXPRESSIONS = ["2**4", "5 * 8", "2e1", "'ft-' + str(time.time())", "1e-3", "True", "-(8 + .5)"]
+EXPRESSIONS += ["[1]", "{1: 2}", "dict(a=1)", "open('x')", "x", "'a' * 9"]
 EXPRESSIONS += ["str(str)", "time.time(1)", "None", "'\ud83d'", "("]
 FIRST_LINES = ["import time", "import os, sys", "from os import *", "# a comment", "", "print('x')"]
 

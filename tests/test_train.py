@@ -180,7 +180,7 @@ wandb_project = 'tiny-char'
 wandb_run_name='mini'
 gradient_accumulation_steps = 1
 batch_size = 4
-block_size = 2**4
+block_size = 2 * 8
 n_layer = 1
 n_head = 2
 n_embd = 4 * 4
@@ -247,7 +247,7 @@ def test_a_settings_file_of_nanogpt_trains(monkeypatch, nanogpt, tmp_path):
 
 def test_settings_files_of_nanogpt_evaluate_and_finetune(nanogpt, tmp_path, generator):
     out = nanogpt(NANOGPT_EVALUATE, init_from=generator, eval_iters=20)
-    assert "eval_iters=20 has no effect here" in out
+    assert "--eval_iters 20 has no effect here" in out
     assert f"val_loss {load_checkpoint(generator)['training']['val_loss']:.4g}" in out
     assert not (tmp_path / "out").exists()
     nanogpt(NANOGPT_TUNE, init_from=generator)
