@@ -136,7 +136,6 @@ def train_head(
         model, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
     )
     dtype = select_dtype("auto", ranks.device)
-    scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
     forward = parallel(model, ranks, dtype)
     stopping = EarlyStopping(settings.patience, settings.min_delta)
     best = Best()
@@ -159,8 +158,8 @@ def train_head(
             x = batch_of(inputs, rows, model)
             y = batch_of(labels, rows, model)
             loss = forward(weighted_loss, x, y, weight)
-            scaler.scale(loss).backward()
-            take_step(model, optimizers, GRAD_CLIP, scaler)
+            loss.backward()
+            take_step(model, optimizers, GRAD_CLIP)
             loss_sum += loss.item() / ranks.world_size * len(batch)
         train_loss = ranks.sum(loss_sum)[0] / num_samples
         val_loss, prediction = ranks.run_on_rank0(

@@ -190,7 +190,7 @@ def throughput(settings: TrainingBenchSettings) -> None:
 
         def step(model: GPT = model, optimizers=optimizers, x=x, y=y) -> None:
             model(x, y)[1].backward()
-            take_step(model, optimizers, 1.0, torch.amp.GradScaler("cpu", enabled=False))
+            take_step(model, optimizers, 1.0)
 
         seconds = median_seconds(step, settings.num_runs)
         # Of every weight 2 forward and 4 backward for each token, and of attention's products

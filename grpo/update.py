@@ -27,7 +27,6 @@ from reward.scorer import Scores
 from training.optimizers import make_optimizers, take_step
 
 GRAD_CLIP = 1.0  # largest gradient norm
-UNSCALED = torch.amp.GradScaler("cpu", enabled=False)  # float32 and bfloat16 need no loss scaling
 # Logits that credit=exact holds at a time, with their graph: 64 MiB per copy. Smaller copies come
 # from glibc's heap, which kept growing: with 2,032 GPT-2 tokens the process took 2.3 GB at 2**23,
 # 0.8 GB at 2**24, and 2.7 GB in one piece.
@@ -68,7 +67,7 @@ class Updater:
             if number > 0 and figures.get("kl_update", 0.0) > stopping.CAPS["kl_step"]:
                 self.optimizers.zero_grad()
                 break
-            gradient_norm = take_step(self.policy, self.optimizers, GRAD_CLIP, UNSCALED)
+            gradient_norm = take_step(self.policy, self.optimizers, GRAD_CLIP)
             assert gradient_norm is not None  # only a loss scaler skips steps
             figures["gradient_norm"] = gradient_norm
             figures["updates"] = number + 1

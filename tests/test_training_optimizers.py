@@ -14,8 +14,6 @@ from common.process import UserError
 from model import GPT, GPTConfig
 from training import optimizers as optim
 
-FLOAT32 = torch.amp.GradScaler("cpu", enabled=False)
-
 
 def tiny_model() -> GPT:
     torch.manual_seed(0)
@@ -28,7 +26,7 @@ def train(model: nn.Module, optimizers: optim.Optimizers, steps: range) -> None:
         optimizers.set_learning_rate_factor(schedule.factor(step))
         ids = torch.randint(5, (3, 6), generator=torch.Generator().manual_seed(step))
         model(ids[:, :-1], ids[:, 1:])[1].backward()
-        optim.take_step(model, optimizers, 1.0, FLOAT32)
+        optim.take_step(model, optimizers, 1.0)
 
 
 def names_of(model: nn.Module, parameters: list) -> set[str]:
@@ -60,7 +58,7 @@ def test_the_first_adamw_step_by_hand():
     optimizers.set_learning_rate_factor(0.5)
     assert optimizers.learning_rate == 0.05
     (3 * model.weight).sum().backward()
-    assert optim.take_step(model, optimizers, 0.0, FLOAT32) == pytest.approx(3.0)
+    assert optim.take_step(model, optimizers, 0.0) == pytest.approx(3.0)
     # Adam's first step is the learning rate in the gradient's direction; the decay takes lr * 0.5
     # of the weight.
     assert model.weight.item() == pytest.approx(2 * (1 - 0.05 * 0.5) - 0.05)
@@ -134,7 +132,7 @@ def test_clipping_by_hand(monkeypatch, max_norm, kept):
     gradients = [model.weight.grad, model.bias.grad]  # clipped in place
     optimizers = optim.make_optimizers(model)
     monkeypatch.setattr(optimizers.optimizers[0], "step", lambda: None)
-    assert optim.take_step(model, optimizers, max_norm, FLOAT32) == pytest.approx(5)
+    assert optim.take_step(model, optimizers, max_norm) == pytest.approx(5)
     clipped = torch.cat([gradient.flatten() for gradient in gradients])
     assert clipped.tolist() == pytest.approx([3 * kept, 0, 0, 4 * kept])
 
@@ -167,11 +165,11 @@ def test_a_step_that_makes_something_infinite_is_reported_by_that_step(moment, v
     optimizers = optim.make_optimizers(model)
     weight = model["lm_head"].weight
     weight.grad = torch.ones_like(weight)
-    optim.take_step(model, optimizers, 1.0, FLOAT32)
+    optim.take_step(model, optimizers, 1.0)
     weight.grad = torch.ones_like(weight)
     optimizers.optimizers[0].state[weight][moment][0, 0] = value
     with pytest.raises(UserError, match="is not finite after the step"):
-        optim.take_step(model, optimizers, 1.0, FLOAT32)
+        optim.take_step(model, optimizers, 1.0)
 
 
 def waits(stopping: optim.EarlyStopping, *values: float) -> list[int]:

@@ -96,6 +96,7 @@ class Optimizers:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for optimizer, moments in zip(self.optimizers, state["moments"], strict=True):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+            # The fused kernel checks no sizes: a damaged state would write outside its memory.
             for parameter, loaded in optimizer.state.items():
                 for moment in loaded.values():
                     if moment.dim() and moment.shape != parameter.shape:
@@ -206,14 +207,19 @@ class Schedule(SavedAttributes):
 
 
 def take_step(
-    model: Module, optimizers: Optimizers, grad_clip: float, scaler: torch.amp.GradScaler
+    model: Module,
+    optimizers: Optimizers,
+    grad_clip: float,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> float | None:
     """Clip the gradients to a norm of grad_clip (0: do not clip), step, and reset the gradients.
 
-    Return the norm before clipping, or None if gradients overflowed under a float16 scaler: then
-    the step is skipped. Raise UserError if a gradient, weight or moment is not finite in any other
-    case.
+    `scaler` scaled a float16 loss; None: the loss was not scaled. Return the norm before clipping,
+    or None if gradients overflowed under a scaler: then the step is skipped. Raise UserError if a
+    gradient, weight or moment is not finite in any other case.
     """
+    if scaler is None:
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
     for optimizer in optimizers.optimizers:
         scaler.unscale_(optimizer)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
