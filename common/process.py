@@ -8,7 +8,6 @@ status 130, SIGTERM in status 143.
 
 import contextlib
 import ctypes
-import functools
 import os
 import signal
 import subprocess
@@ -60,7 +59,6 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     signal.signal(signal.SIGTERM, terminate)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # print ? for a character that it cannot encode
-    _end_forks_on_sigterm()
     try:
         with until_main_ends:
             main()
@@ -103,14 +101,6 @@ def _exit(message: str, status: int, all_ranks: bool = True) -> None:
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
-
-
-@functools.cache
-def _end_forks_on_sigterm() -> None:
-    """Let SIGTERM end processes forked from now on, like the workers of a user's pool: they have no
-    state to save.
-    """
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def run_child(name: str, command: list[str]) -> None:

@@ -4,10 +4,8 @@ pytest tests/test_common_process.py
 """
 
 import io
-import multiprocessing
 import os
 import signal
-import time
 from unittest.mock import Mock
 
 import pytest
@@ -98,27 +96,6 @@ def test_signals_wait_and_a_second_ctrl_c_does_not():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-
-
-def report_and_sleep(queue):
-    queue.put("running")
-    time.sleep(10)
-
-
-def test_sigterm_ends_a_fork_at_once(capsys):
-    """`Pool.terminate` waits for the workers of a user's pool."""
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    worker = context.Process(target=report_and_sleep, args=(queue,))
-
-    def main():
-        with flag_signals():
-            worker.start()
-            queue.get()
-            worker.terminate()
-            worker.join()
-
-    assert end_of(main, capsys) == (0, "", "") and worker.exitcode == -signal.SIGTERM
 
 
 def test_only_rank_0_warns(monkeypatch, capsys):
