@@ -107,7 +107,7 @@ def load_model(path: str, settings: EvaluateSettings, corpus: Corpus, device: to
     check_tokenizer(checkpoint, corpus.tokenizer)
     if settings.split == "test":
         check_unseen(checkpoint["data"], data_record(corpus.train, corpus.val), path)
-    model: GPT = ckpt.build_model(checkpoint, "generator", path, device)
+    model: GPT = ckpt.build_model(checkpoint, path, device)
     return model
 
 
@@ -205,7 +205,7 @@ def load_fresh_text(
 ) -> PolicyEvaluation:
     """Load the reward model that scores completions of prompts from `tokens`, with its baseline."""
     baseline = ckpt.load_checkpoint(str(settings.baseline))
-    reference = ckpt.build_model(baseline, "generator", str(settings.baseline), device)
+    reference = ckpt.build_model(baseline, str(settings.baseline), device)
     contents = ckpt.load_checkpoint(str(settings.reward_model_path))
     reward_model = build_reward_model(contents, str(settings.reward_model_path), device)
     scorer = RewardScorer(reward_model, reference, select_dtype("auto", device))

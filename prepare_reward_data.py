@@ -229,7 +229,7 @@ def main() -> None:
     model_path = str(config.model_path)
     print0(f"Using device: {ranks.where}\nLoading base model from {model_path}")
     checkpoint = load_checkpoint(model_path)
-    model = build_model(checkpoint, "generator", model_path, ranks.device)
+    model = build_model(checkpoint, model_path, ranks.device)
     print0(f"Loaded model with {model.num_parameters() / 1e6:.2f}M parameters")
     N = model.config.block_size
     require(N >= 2, "block_size=1: a crossover needs a block of at least 2 tokens")
@@ -317,7 +317,7 @@ def main() -> None:
 
 def load_base_model(model_path: str, device: torch.device | str = "cpu") -> tuple[GPT, GPTConfig]:
     """Return the generator in a checkpoint, in evaluation mode, and its configuration."""
-    model = build_model(load_checkpoint(model_path), "generator", model_path, device)
+    model = build_model(load_checkpoint(model_path), model_path, device)
     return model, model.config
 
 

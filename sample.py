@@ -92,7 +92,7 @@ def main() -> None:
     if checkpoint["tokenization"] is None and settings.meta_path is None:
         method = "bpe"
     tokenizer = choose_tokenizer(checkpoint, path, method, settings.meta_path)
-    model = build_model(checkpoint, "generator", path, device)
+    model = build_model(checkpoint, path, device)
     if settings.output_path is not None:
         lock_output(settings.output_path)
     start = encode_start(tokenizer, settings.start).astype("int64")

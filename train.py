@@ -211,7 +211,7 @@ def load_start(settings: TrainSettings, path: str | Path) -> tuple[dict[str, Any
     """
     start = ckpt.load_checkpoint(path)
     start["config"] = replace(start["config"], dropout=settings.dropout)
-    model = ckpt.build_model(start, "generator", path).train()
+    model = ckpt.build_model(start, path).train()
     if settings.start_path is None:
         return start, model
     is_set = settings.block_size != TrainSettings.block_size

@@ -82,7 +82,7 @@ def main() -> None:
     corpus = open_corpus(settings.dataset, base["config"].block_size + 1)
     check_tokenizer(base, corpus.tokenizer)
     scorer = load_scorer(settings, base, corpus, ranks.device)
-    policy = build_model(base, "generator", base_path, ranks.device)
+    policy = build_model(base, base_path, ranks.device)
     completer = Completer(policy, policy.config.block_size)
     settings = resolve(settings, scorer.is_ratio, scorer.knows_tokens)
     print_choices(settings, policy, scorer, ranks)
@@ -189,7 +189,7 @@ def load_scorer(
 ) -> RewardScorer:
     """Load the reward model, the reference and the reward function; check that they fit."""
     base_path = str(settings.base_model_path)
-    reference = build_model(base, "generator", base_path, device)
+    reference = build_model(base, base_path, device)
     if reference.config.block_size < 2:
         raise UserError(
             f"ERROR: {base_path} has block_size 1, so there is nothing to complete; use 2 or more"
@@ -296,7 +296,7 @@ def report_outcome(
     """Measure the kept policy on text that nothing has used yet; write it, its records, a
     picture.
     """
-    kept = build_model(base, "generator", str(settings.base_model_path), run.ranks.device)
+    kept = build_model(base, str(settings.base_model_path), run.ranks.device)
     best.restore(kept)
     training = {
         "steps": run.step,

@@ -50,7 +50,7 @@ def main() -> None:
     # data
     base = checkpoint.load_checkpoint(base_path)
     base_sha256 = hash_model(base_path)
-    generator = checkpoint.build_model(base, "generator", base_path)
+    generator = checkpoint.build_model(base, base_path)
     train_set, val_set = loader.open_checked_splits(settings.data_dir)
     for dataset in (train_set, val_set):
         info = dataset.get_tokenization_info()
@@ -188,7 +188,7 @@ def load_natural_model(path: str, base: Mapping, base_sha256: str, metadata: Map
         raise UserError(
             f"ERROR: {path} is the same model as {role}: choose another --natural_model_path"
         )
-    model: GPT = checkpoint.build_model(contents, "generator", path)
+    model: GPT = checkpoint.build_model(contents, path)
     check_same_tokens(contents["tokenization"], base["tokenization"], path, role)
     check_unseen(contents["data"], metadata, path)
     model.crop_block_size(min(model.config.block_size, base["config"].block_size))

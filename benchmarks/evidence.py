@@ -106,9 +106,7 @@ class Lab:
         self.run("data/shakespeare_char/prepare.py", source="complete", out_dir=folder, **named)
 
     def load(self, path: Path) -> Any:
-        return (
-            build_model(load_checkpoint(path), "generator", str(path)).eval().requires_grad_(False)
-        )
+        return build_model(load_checkpoint(path), str(path)).eval().requires_grad_(False)
 
 
 def do_job(lab: Lab, job: str) -> dict[str, Any]:

@@ -357,7 +357,7 @@ def unknown_words(data: Path, corpus: Path) -> dict[str, Any]:
 @torch.no_grad()
 def mean_pooling(data: Path, generator: Path) -> dict[str, Any]:
     """The frozen trunk's hidden states, their mean over the sequence."""
-    model = build_model(load_checkpoint(generator), "generator", generator)
+    model = build_model(load_checkpoint(generator), generator)
     features = {}
     for split in ("train", "val"):
         x = RewardDataset(data, split).x

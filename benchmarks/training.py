@@ -309,7 +309,7 @@ def run_quietly(command: list[str], folder: str) -> str:
 
 def whole_split_loss(path: Path, corpus: Path) -> float:
     """Loss of a checkpoint, ours or nanoGPT's, on the whole validation split, in nats a token."""
-    model = build_model(load_checkpoint(path), "generator", path)
+    model = build_model(load_checkpoint(path), path)
     tokens = open_token_file(corpus / "val.bin", "val", model.config.vocab_size)
     return language_model_loss(
         model, WholeSplitBatches(tokens, model.config.block_size, 64, torch.device("cpu"))

@@ -40,7 +40,7 @@ def main() -> None:
         )
     checkpoint = load_checkpoint(path)
     tokenizer = choose_tokenizer(checkpoint, path, "auto", settings.meta_path)
-    state = build_model(checkpoint, "generator", path).state_dict()
+    state = build_model(checkpoint, path).state_dict()
 
     # Write everything next to the output, then rename.
     partial = output_dir.with_name(f".{output_dir.name}.partial")

@@ -31,7 +31,7 @@ def test_perplexity_by_hand(generator):
     """All targets weigh the same, in batches of other sizes too; -1 is none, and the mode is as
     before.
     """
-    model = build_model(load_checkpoint(generator), "generator", generator).train()
+    model = build_model(load_checkpoint(generator), generator).train()
     x, y = torch.randint(10, (5, 8)), torch.randint(10, (5, 8))
     y[0, :3] = -1
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_mo
     found, losses = evaluate(tmp_path, **options, part="report", calibrate=True), {}
     figures = found[str(natural_model)]
     for path in (generator, natural_model):
-        model = build_model(load_checkpoint(path), "generator", path)
+        model = build_model(load_checkpoint(path), path)
         tokens = validation_part(open_corpus(str(corpus), 2).val, 16, "report")
         losses[path] = -text_log_probs(model, WholeSplitBatches(tokens, 16, 7))
     assert figures["tokens"] == len(losses[generator])

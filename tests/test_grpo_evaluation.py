@@ -80,8 +80,7 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
 ):
     """The optimum is the mixture, here the model `knowing`, whatever reward natural text gets."""
     best, reference, q = (
-        build_model(load_checkpoint(path), "generator", path)
-        for path in (knowing, *[generator] * 2)
+        build_model(load_checkpoint(path), path) for path in (knowing, *[generator] * 2)
     )
     scorer = RewardScorer(LikelihoodRewardModel(best, q), reference)
     scorer.reward_model.mixture.data.fill_(30.0)
@@ -110,10 +109,10 @@ def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(
 ):
     """A part within EVAL_TOKENS is read as one without a bound, to the bit."""
     model, opened = (
-        build_model(load_checkpoint(generator), "generator", generator),
+        build_model(load_checkpoint(generator), generator),
         open_corpus(str(corpus), 17),
     )
-    scorer = RewardScorer(None, build_model(load_checkpoint(generator), "generator", generator))
+    scorer = RewardScorer(None, build_model(load_checkpoint(generator), generator))
 
     def losses(part: str, amount: int) -> torch.Tensor:
         monkeypatch.setattr(evaluation, "EVAL_TOKENS", amount)
@@ -136,7 +135,7 @@ def test_the_gate_s_texts(generator, monkeypatch, num_blocks, gate_blocks, first
     """Natural text, evenly spaced in the gate's part of the split, up to a uniform K; then the
     policy's.
     """
-    policy = build_model(load_checkpoint(generator), "generator", generator)
+    policy = build_model(load_checkpoint(generator), generator)
     tokens = np.random.default_rng(0).integers(25, size=num_blocks * 16 + 5).astype(np.uint16)
     seen = []
 

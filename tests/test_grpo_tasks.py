@@ -48,7 +48,7 @@ def grpo(monkeypatch, tmp_path, corpus, generator):
         reward, caps: dict[str, float] | None = None, **options: Any
     ) -> tuple[list[dict], list[dict]]:
         def load_scorer(settings, contents, *_):
-            return TaskScorer(build_model(contents, "generator", settings.base_model_path), reward)
+            return TaskScorer(build_model(contents, settings.base_model_path), reward)
 
         monkeypatch.setattr(train_grpo, "load_scorer", load_scorer)
         monkeypatch.setattr(stopping, "CAPS", {"kl_step": 1.0} | (caps or {}))

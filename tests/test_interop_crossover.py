@@ -34,7 +34,7 @@ def exported(tmp_path_factory, generator, knowing):
     folder, models = tmp_path_factory.mktemp("exported"), []
     for name, path in (("generator", generator), ("natural", knowing)):
         succeed("interop.export", checkpoint_path=path, output_dir=folder / name)
-        models.append(build_model(load_checkpoint(path), "generator", path).eval())
+        models.append(build_model(load_checkpoint(path), path).eval())
     head = LikelihoodRewardModel(models[1], models[0]).requires_grad_(False)
     head.mixture.data = torch.tensor(WEIGHT).logit()
     return str(folder / "generator"), str(folder / "natural"), head
@@ -198,9 +198,9 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, generator, tmp_pat
     assert len(noted) == 2
     contents = load_checkpoint(generator)
     config = contents["config"]
-    scorer = RewardScorer(exported[2], build_model(contents, "generator", generator))
+    scorer = RewardScorer(exported[2], build_model(contents, generator))
     for number, (batch, state, gradients) in enumerate(noted):
-        policy = build_model(contents, "generator", generator)
+        policy = build_model(contents, generator)
         own = {
             our_name(name): permute_weights(value, our_name(name), config)
             for name, value in state.items()

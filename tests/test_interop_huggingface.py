@@ -123,7 +123,7 @@ def test_their_models_have_the_same_logits_here(tmp_path, transformers, form, op
     theirs.save_pretrained(tmp_path)
     if form == "GPT2":
         change(tmp_path, tie_word_embeddings=True)
-    model = build_model(load_checkpoint(tmp_path), "generator", tmp_path)
+    model = build_model(load_checkpoint(tmp_path), tmp_path)
     ids = torch.randint(61, (3, 32))
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model, ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
@@ -135,7 +135,7 @@ def test_padding_ids_are_left_out(tmp_path, transformers):
     their_model(model.config, model.state_dict()).save_pretrained(tmp_path)
     contents, ids = load_checkpoint(tmp_path), torch.randint(61, (2, 32))
     assert contents["config"].vocab_size == contents["config"].num_real_tokens == 61
-    again = build_model(contents, "generator", tmp_path)
+    again = build_model(contents, tmp_path)
     torch.testing.assert_close(
         logits_of(again, ids), logits_of(model, ids)[..., :61], atol=1e-6, rtol=1e-5
     )
@@ -146,7 +146,7 @@ def test_gpt2s_padded_vocabulary_is_known_without_a_tokenizer(tmp_path, transfor
     """It fits a generator of 50257 tokens, as a checkpoint of that size does."""
     config = replace(OURS[0], vocab_size=50304, num_tokens=50304, n_embd=4)
     their_model(config, GPT(config).state_dict()).save_pretrained(tmp_path)
-    model = build_model(load_checkpoint(tmp_path), "generator", tmp_path)
+    model = build_model(load_checkpoint(tmp_path), tmp_path)
     assert model.config.vocab_size == 50304 and model.config.num_real_tokens == 50257
     model.pad_vocabulary(50257)
     assert model.config.vocab_size == 50257

@@ -184,7 +184,7 @@ def test_a_loaded_model_predicts_the_same(tmp_path):
     assert (again.natural.config.n_layer, again.generator.config.n_layer) == (2, 1)
     assert not any(p.requires_grad for p in again.generator.parameters())
     with pytest.raises(UserError, match=r"reward\.pt .*reward model"):
-        build_model(loaded, "generator", tmp_path / "reward.pt")
+        build_model(loaded, tmp_path / "reward.pt")
 
 
 @pytest.mark.parametrize(

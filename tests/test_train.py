@@ -283,7 +283,7 @@ def test_an_evaluation_reads_a_fixed_subset_and_gives_its_interval(monkeypatch, 
     succeed("train", **options)
     checkpoint = load_checkpoint(tmp_path / "model_checkpoint.pt")
     training = checkpoint["training"]
-    model = build_model(checkpoint, "generator")
+    model = build_model(checkpoint)
     tokens = np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64)
     starts = [number * 52 // 12 * 4 for number in range(12)]
     windows = torch.from_numpy(np.stack([tokens[start : start + 5] for start in starts]))
@@ -303,7 +303,7 @@ def test_ranks_share_out_an_evaluation_in_batches_that_fit(
     monkeypatch.setattr(Ranks, "collect", lambda ranks, part: parts.append(part) or [part])
     monkeypatch.setattr(Ranks, "run_on_rank0", lambda ranks, work: work())
     monkeypatch.setattr(train.GPT, "rows_at_a_time", lambda model: 3)
-    model = build_model(load_checkpoint(generator), "generator")
+    model = build_model(load_checkpoint(generator))
     data = train.open_corpus(str(corpus), 17)
     settings = train.TrainSettings(batch_size=96)
     for rank in range(num_ranks):
@@ -321,7 +321,7 @@ def test_val_loss_is_of_the_kept_checkpoint(options, corpus, generator, how):
     path = options["out_dir"] / "model_checkpoint.pt"
     checkpoint = load_checkpoint(path)
     training = checkpoint["training"]
-    model = build_model(checkpoint, "generator")
+    model = build_model(checkpoint)
     tokens = torch.from_numpy(np.fromfile(corpus / "val.bin", np.uint16).astype(np.int64))
     parts = [tokens[start : start + 17] for start in range(0, len(tokens) - 1, 16)]
     losses = [model(part[None, :-1], part[None, 1:])[1].item() * (len(part) - 1) for part in parts]

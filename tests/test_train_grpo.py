@@ -186,7 +186,7 @@ def test_scores_are_what_the_models_say_of_whole_rows(
     One pass serves a reward model and a reference that share weights, several those that do not
     (factor 1.5).
     """
-    model, reference = None, build_model(load_checkpoint(generator), "generator")
+    model, reference = None, build_model(load_checkpoint(generator))
     reference.transformer.ln_f.weight.data *= factor
     if name is not None:
         model = build_reward_model(load_checkpoint(request.getfixturevalue(name)))

@@ -259,7 +259,7 @@ def test_a_model_of_longer_texts_is_cut_to_the_generator(good, tmp_path, generat
     config = checkpoint["config"]
     assert (config.block_size, config.n_layer, config.n_embd, config.vocab_size) == (16, 2, 24, 25)
     ours = model.natural if head == "likelihood" else model
-    theirs = build_model(load_checkpoint(path), "generator")
+    theirs = build_model(load_checkpoint(path))
     idx = torch.arange(16)[None]
     assert torch.equal(ours.trunk(idx), theirs.trunk(idx))
 

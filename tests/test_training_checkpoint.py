@@ -47,7 +47,7 @@ def build(loaded: dict, path="model.pt"):
     """The model of a loaded checkpoint."""
     if loaded["config"].mode == "reward":
         return build_reward_model(loaded, path)
-    return ckpt.build_model(loaded, "generator", path)
+    return ckpt.build_model(loaded, path)
 
 
 def refusal(path, value) -> str:
@@ -77,9 +77,9 @@ def test_round_trip(tmp_path, mode, head, position):
     assert not rebuilt.training
     assert torch.equal(rebuilt(IDX)[0], model(IDX)[0])
     assert os.listdir(path.parent) == ["model.pt"]
-    other_mode = "generator" if mode == "reward" else "reward"
+    build_other = build_reward_model if mode == "generator" else ckpt.build_model
     with pytest.raises(UserError, match=f"model.pt holds a {mode} model"):
-        ckpt.build_model(loaded, other_mode, path)
+        build_other(loaded, path)
 
 
 def test_the_seeds_snippet_makes_a_reward_model_of_a_generator(tmp_path):

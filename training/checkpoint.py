@@ -169,15 +169,12 @@ def check_config(
     return config
 
 
-def build_model(
-    contents: Record, mode: str, path: str | Path = "", device: torch.device | str = "cpu"
-) -> GPT:
-    """Return the model of a loaded checkpoint in eval mode.
+def build_model(contents: Record, path: str | Path = "", device: torch.device | str = "cpu") -> GPT:
+    """Return the generator of a loaded checkpoint in eval mode; raise UserError for a reward model.
 
-    Raise UserError if config.mode is not `mode`. reward.heads.build_reward_model builds reward
-    models with any head.
+    reward.heads.build_reward_model builds reward models with any head.
     """
-    check_mode(contents, mode, path)
+    check_mode(contents, "generator", path)
     model = GPT(contents["config"])
     load_weights(model, contents, path)
     return model.to(device).eval()
