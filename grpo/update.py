@@ -135,12 +135,10 @@ def sampled_loss(
         advantages,
         rollouts.mask,
         loss_type=settings.loss_type,
-        importance_level=settings.importance_level,
         epsilon_low=settings.epsilon,
         epsilon_high=settings.epsilon_high,
         reference_log_probs=reference_log_probs,
         beta=settings.beta,
-        kl_estimator=settings.kl_estimator,
         **rollouts.totals,
     )
 

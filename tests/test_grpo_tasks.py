@@ -86,16 +86,11 @@ def share_of(corpus: Path):
     return make
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [{}, {"loss_type": "cispo", "epsilon_high": 5.0}, {"importance_level": "sequence"}],
-    ids=str,
-)
-def test_every_loss_learns_to_write_a_letter(grpo, share_of, loss):
+def test_the_policy_learns_to_write_a_letter(grpo, share_of):
     """The mean reward passes 90 percent of its maximum, 1, within 100 steps; the threshold ends the
     run.
     """
-    steps, _ = grpo(share_of("e"), max_steps=100, updates_per_step=2, reward_threshold=0.92, **loss)
+    steps, _ = grpo(share_of("e"), max_steps=100, updates_per_step=2, reward_threshold=0.92)
     rewards = [record["reward"] for record in steps]
     assert rewards[0] < 0.2 and max(rewards) > 0.9 and len(rewards) < 100
 
