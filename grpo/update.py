@@ -18,7 +18,6 @@ from common.device import autocast, select_dtype
 from common.distributed import Ranks, no_sync, parallel
 from generation.shared_prompts import scatter_to_mask
 from grpo import policy_loss as formulas
-from grpo import stopping
 from grpo.rollouts import Rollouts
 from grpo.settings import GRPOSettings
 from model import GPT
@@ -45,6 +44,7 @@ class Updater:
     reward_model: Any  # for credit=exact: the likelihood head, whose mixture is the target
     settings: GRPOSettings
     ranks: Ranks
+    max_kl_update: float  # nats per token: no further updates of a step above this KL from pi_old
 
     def __post_init__(self) -> None:
         self.dtype = select_dtype("auto", self.ranks.device)
@@ -65,7 +65,7 @@ class Updater:
         figures: dict[str, float] = {"learning_rate": self.optimizers.learning_rate}
         for number in range(self.settings.updates_per_step):
             figures.update(self.accumulate_gradients(rollouts, scores, advantages))
-            if number > 0 and figures.get("kl_update", 0.0) > stopping.CAPS["kl_step"]:
+            if number > 0 and figures.get("kl_update", 0.0) > self.max_kl_update:
                 self.optimizers.zero_grad()
                 break
             gradient_norm = take_step(self.policy, self.optimizers, GRAD_CLIP, UNSCALED)

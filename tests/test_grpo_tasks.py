@@ -11,6 +11,7 @@ from helpers import assert_same_weights, succeed, weights
 
 import train_grpo
 from common.log import read_records
+from corpus.corpus import Corpus
 from grpo import stopping
 from losses import token_log_probs
 from reward.scorer import Scores
@@ -135,8 +136,9 @@ def test_a_policy_that_broke_a_cap_ends_the_run_and_is_not_kept(
 
 
 def test_an_update_that_moves_too_far_ends_the_run_or_with_several_a_step_the_updates(
-    grpo, share_of, tmp_path
+    grpo, share_of, tmp_path, monkeypatch
 ):
+    """The cap is per character: with tokens of (pretended) 10,000 characters it is far away."""
     steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=4, eval_interval=1)
     assert len(steps) == 1 and steps[0]["kl_step"] > 1e-4
     assert "cap: kl_step" in torch.load(tmp_path / "policy.pt")["training"]["stop_reason"]
@@ -145,6 +147,9 @@ def test_an_update_that_moves_too_far_ends_the_run_or_with_several_a_step_the_up
         record["updates"] < 6 and record["kl_update"] > 1e-4 for record in steps
     )
     assert "kl_step" not in steps[-1]
+    monkeypatch.setattr(Corpus, "characters_per_token", 1e4)
+    steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=3, updates_per_step=6)
+    assert len(steps) == 3 and all(record["updates"] == 6 for record in steps)
 
 
 def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):

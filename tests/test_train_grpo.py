@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -259,7 +260,7 @@ def gradient(
     policy.zero_grad()
     scores = scorer(batch.ids, batch.mask, keep_hidden=True)
     advantages, _ = compute_advantages(batch, scores, settings, Ranks())
-    update = Updater(policy, scorer.reward_model, settings, Ranks())
+    update = Updater(policy, scorer.reward_model, settings, Ranks(), math.inf)
     figures = update.accumulate_gradients(batch, scores, advantages)
     gradients = [parameter.grad.flatten() for parameter in policy.parameters()]
     return torch.cat(gradients), figures["loss"]
