@@ -20,13 +20,13 @@ from common.process import UserError
 MAX_LOG_RATIO = 10.0
 
 
-def _choose(name: str, value: str, known: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raise UserError unless `value` is one of the known values of an argument."""
     if value not in known:
         raise UserError(f"ERROR: {name}={value!r} is not known: use one of {', '.join(known)}")
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """Return a tensor as float32, or unchanged if its dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

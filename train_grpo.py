@@ -102,9 +102,9 @@ def main() -> None:
 
     # What learns, and what the saved state contains. In a resumed run, start_run reads the state
     # and `track` loads it into these objects; then the schedule has its original length.
-    update = Updater(policy, scorer.reward_model, settings, ranks)
+    stops = Stops.of(settings, corpus.characters_per_token)
+    update = Updater(policy, scorer.reward_model, settings, ranks, stops.cap("kl_step"))
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
-    stops = Stops.of(settings)
     best = Best()
     run = start_run(settings, ranks, inputs)
     run.track(policy=policy, optimizers=update.optimizers, schedule=schedule)

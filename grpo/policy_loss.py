@@ -1,4 +1,4 @@
-"""Formulas of GRPO: advantages, KL estimators, policy losses, and divergences over the vocabulary.
+"""Formulas of GRPO: advantages, a KL estimate, the policy loss, divergences over the vocabulary.
 
     python -c "import torch, grpo.policy_loss as g; print(g.group_advantages(torch.rand(4), 2))"
 
@@ -6,9 +6,8 @@ Pure functions, in float32 or better. Shapes: B sequences of T tokens over a voc
 prompts with G completions each, the G of one prompt side by side. The normalisers are those of
 TRL's GRPO trainer.
 
-Papers: GRPO (DeepSeekMath, arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), CISPO
-(MiniMax-M1, 2506.13585), GSPO (2507.18071), PPO (1707.06347), KL estimators (J. Schulman,
-"Approximating KL Divergence", 2020).
+Papers: GRPO (DeepSeekMath, arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), PPO
+(1707.06347), KL estimators (J. Schulman, "Approximating KL Divergence", 2020).
 """
 
 from typing import Any
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from losses import _at_least_float32, _choose
+from losses import at_least_float32, check_choice
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo")
 # Limit of differences of log-probabilities: e^20 = 5e8 is a fault, not a ratio.
 MAX_EXPONENT = 20.0
 EPSILON = 1e-4  # added to standard deviations
@@ -30,16 +29,14 @@ FLAT = 1e-6
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """Return the advantages (P * G,) of rewards (P * G,): A = (r - mean of the group) / std.
 
-    scale: the standard deviation is that of the group (GRPO, section 4.1.2), of the batch, or 1
-    (none: Dr. GRPO). It has Bessel's correction, and EPSILON is added. Groups whose rewards are
-    within FLAT of each other get exactly 0.
+    scale: divide by the standard deviation of the group (GRPO, section 4.1.2), or not (none: Dr.
+    GRPO). It has Bessel's correction, and EPSILON is added. Groups whose rewards are within FLAT of
+    each other get exactly 0.
     """
-    groups = _at_least_float32(rewards).view(-1, group_size)  # (P, G)
+    groups = at_least_float32(rewards).view(-1, group_size)  # (P, G)
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
         advantages = advantages / (groups.std(1, keepdim=True) + EPSILON)
-    elif scale == "batch":
-        advantages = advantages / (groups.std() + EPSILON)
     is_flat = groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True) <= FLAT  # (P, 1)
     return advantages.masked_fill(is_flat, 0.0).flatten()
 
@@ -50,40 +47,31 @@ def token_advantages(
     """Return the advantages (P * G, T) of tokens from their rewards (P * G, T).
 
     A token's advantage is its reward minus the group's mean at the same position, divided by the
-    standard deviation around 0 of all advantages of the group or the batch (scale as above).
+    standard deviation around 0 of all advantages of the group (scale as above).
     mask: (P * G, T), the generated tokens, equal within a group; the others get 0, as do groups
     whose advantages are all within FLAT. The mean contains the token's own reward: the expected
     gradient is (G - 1) / G of the policy gradient.
     """
     written = mask.bool().unflatten(0, (-1, group_size))  # (P, G, T)
-    groups = _at_least_float32(rewards).view_as(written).masked_fill(~written, 0.0)
+    groups = at_least_float32(rewards).view_as(written).masked_fill(~written, 0.0)
     baseline = groups.sum(1, keepdim=True) / written.sum(1, keepdim=True).clamp(min=1)  # (P, 1, T)
     advantages = (groups - baseline).masked_fill(~written, 0.0)
     is_flat = advantages.abs().amax((1, 2), keepdim=True) <= FLAT  # (P, 1, 1)
-    if scale != "none":
-        dims: tuple[int, ...] = (0, 1, 2)
-        if scale == "group":
-            dims = (1, 2)
-        number = written.sum(dims, keepdim=True)
-        variance = advantages.square().sum(dims, keepdim=True) / (number - 1).clamp(min=1)
+    if scale == "group":
+        number = written.sum((1, 2), keepdim=True)  # (P, 1, 1)
+        variance = advantages.square().sum((1, 2), keepdim=True) / (number - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPSILON)
     return advantages.masked_fill(is_flat, 0.0).flatten(0, 1)
 
 
-def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = "k3") -> Tensor:
-    """Return KL(policy || reference) per sampled token, in the shape of the log-probabilities.
+def kl_estimate(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """Return the estimate k3 of KL(policy || reference) per sampled token, in the inputs' shape.
 
-    With d = reference_log_prob - log_prob the values are k1 = -d (unbiased, high variance), k2 =
-    d^2 / 2 (biased) and k3 = e^d - 1 - d (unbiased, never negative; d is at most MAX_EXPONENT). As
-    a term of a loss, the expected gradient of k1 is 0, that of k2 descends KL(policy || reference),
-    that of k3 KL(reference || policy) (arXiv 2506.09477).
+    With d = reference_log_prob - log_prob, k3 = e^d - 1 - d: unbiased, never negative; d is at most
+    MAX_EXPONENT. As a term of a loss, its expected gradient descends KL(reference || policy)
+    (arXiv 2506.09477).
     """
-    _choose("estimator", estimator, ("k1", "k2", "k3"))
-    difference = _at_least_float32(reference_log_probs) - _at_least_float32(log_probs)
-    if estimator == "k1":
-        return -difference
-    if estimator == "k2":
-        return difference.square() / 2
+    difference = at_least_float32(reference_log_probs) - at_least_float32(log_probs)
     difference = difference.clamp(max=MAX_EXPONENT)
     return difference.expm1() - difference  # expm1 keeps the digits of e^d - 1 if d is small
 
@@ -113,23 +101,19 @@ def average_loss(
 ) -> Tensor:
     """Return the mean () of losses per token (B, T) over the tokens of a float mask (B, T).
 
-    grpo: over each sequence's tokens, then over sequences; bnpo: over all tokens of this call;
-    dr_grpo: over num_sequences * max_completion_length (Dr. GRPO, section 3.2; default T); dapo and
-    cispo: over num_tokens (DAPO, equation 8). num_sequences and num_tokens are those of the whole
-    update (default: of this call), so that the losses of its micro-batches add up to its loss; in
-    bnpo a call weighs B / num_sequences.
+    grpo: over each sequence's tokens, then over sequences; dr_grpo: over num_sequences *
+    max_completion_length (Dr. GRPO, section 3.2; default T); dapo: over num_tokens (DAPO, equation
+    8). num_sequences and num_tokens are those of the whole update (default: of this call), so that
+    the losses of its micro-batches add up to its loss.
     """
-    _choose("loss_type", loss_type, LOSS_TYPES)
+    check_choice("loss_type", loss_type, LOSS_TYPES)
     sums = (per_token * mask).sum(1)  # (B,)
-    total = mask.sum().clamp(min=1)  # ()
     if num_sequences is None:
         num_sequences = len(sums)
     if num_tokens is None:
-        num_tokens = total
+        num_tokens = mask.sum().clamp(min=1)
     if loss_type == "grpo":
         return (sums / mask.sum(1).clamp(min=1)).sum() / num_sequences
-    if loss_type == "bnpo":
-        return sums.sum() / total * (len(sums) / num_sequences)
     if loss_type == "dr_grpo":
         return sums.sum() / (num_sequences * (max_completion_length or mask.size(1)))
     return sums.sum() / num_tokens
@@ -152,10 +136,8 @@ def policy_loss(
     loss_type: str = "grpo",
     epsilon_low: float = 0.2,
     epsilon_high: float | None = None,
-    importance_level: str = "token",
     reference_log_probs: Tensor | None = None,
     beta: float = 0.0,
-    kl_estimator: str = "k3",
     **totals: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss () to minimise, and metrics () without gradient.
@@ -167,22 +149,16 @@ def policy_loss(
     Loss of a token with ratio r = exp(log_prob - old_log_prob) and advantage A (GRPO, equation 3;
     PPO, equation 7):
 
-        cispo    -stop_gradient(min(r, epsilon_high)) A log_prob + beta KL
-        others   -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL
+        -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL
 
-    epsilon_high None: as epsilon_low. importance_level 'sequence' (GSPO, equation 7): r has the
-    value s, the exponential of the sequence's mean of log_prob - old_log_prob, and a gradient for
-    each token: r = stop_gradient(s) exp(log_prob - stop_gradient(log_prob)) (GSPO-token, section
-    4.3). Differences of log-probabilities are clamped to +-MAX_EXPONENT.
-
-    `totals` are arguments of `average_loss`. Metrics: those of `ratio_metrics`, and clip_share: the
-    share of tokens (level 'sequence': of sequences) whose gradient the clip stopped, or, for cispo,
-    whose weight was capped although A > 0.
+    epsilon_high None: as epsilon_low. Differences of log-probabilities are clamped to
+    +-MAX_EXPONENT. `totals` are arguments of `average_loss`. Metrics: those of `ratio_metrics`, and
+    clip_share: the share of tokens whose gradient the clip stopped.
     """
     if epsilon_high is None:
         epsilon_high = epsilon_low
     is_counted = mask != 0
-    log_probs = _at_least_float32(log_probs).masked_fill(~is_counted, 0.0)
+    log_probs = at_least_float32(log_probs).masked_fill(~is_counted, 0.0)
     if old_log_probs is None:
         old_log_probs = log_probs.detach()
     old_log_probs = old_log_probs.masked_fill(~is_counted, 0.0)
@@ -191,25 +167,15 @@ def policy_loss(
     mask = is_counted.to(log_probs.dtype)
     log_ratio = (log_probs - old_log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT)
     ratio = log_ratio.exp()  # (B, T)
-    if importance_level == "sequence":
-        lengths = mask.sum(1).clamp(min=1)  # (B,)
-        sequence_ratio = (log_ratio.detach().sum(1) / lengths).exp().unsqueeze(1)  # (B, 1)
-        ratio = sequence_ratio * (log_ratio - log_ratio.detach()).exp()
-    if loss_type == "cispo":
-        per_token = -ratio.detach().clamp(max=epsilon_high) * advantages * log_probs
-        is_stopped = (ratio > epsilon_high) & (advantages > 0)
-    else:
-        clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-        per_token = -torch.min(ratio * advantages, clipped * advantages)
-        is_stopped = clipped * advantages < ratio * advantages
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    per_token = -torch.min(ratio * advantages, clipped * advantages)
+    is_stopped = clipped * advantages < ratio * advantages
     if beta:
         assert reference_log_probs is not None
         reference_log_probs = reference_log_probs.masked_fill(~is_counted, 0.0)
-        kl = kl_estimate(log_probs, reference_log_probs, kl_estimator)
+        kl = kl_estimate(log_probs, reference_log_probs)
         per_token = per_token + beta * kl * mask
     metrics = ratio_metrics(log_probs, old_log_probs, mask)
-    # The tokens of a sequence share its ratio: average over its tokens, then over sequences.
-    share_type = "grpo" if importance_level == "sequence" else "bnpo"
-    metrics["clip_share"] = average_loss(is_stopped.to(mask.dtype), mask, share_type)
+    metrics["clip_share"] = (is_stopped * mask).sum() / mask.sum().clamp(min=1)
     loss = average_loss(per_token, mask, loss_type, **totals)
     return loss, {name: value.detach() for name, value in metrics.items()}

@@ -27,7 +27,7 @@ def token_rewards(scores: Scores, log_probs: Tensor, mask: Tensor) -> Tensor:
     """
     rewards = torch.zeros_like(log_probs)
     if scores.evidence is not None:
-        rewards = scores.evidence - kl_estimate(log_probs, scores.reference_log_probs, "k1")
+        rewards = scores.evidence - (log_probs - scores.reference_log_probs)
     elif scores.by_token is not None:
         rewards = scores.by_token
     if scores.function is None:
@@ -92,18 +92,16 @@ def compute_advantages(
     by_token = settings.credit == "token"
     if settings.credit == "auto":  # only a reward function: its rewards have one kind in all calls
         by_token = scores.function is not None and scores.function.dim() == 2
-    # advantage_scale=batch needs the rewards of all ranks: (R, ...) -> (P * G, ...)
     scale = settings.advantage_scale
     if by_token:
-        rewards = ranks.gather(token_rewards(scores, log_probs, rollouts.mask))  # (P * G, N - 1)
-        mask = ranks.gather(rollouts.mask)  # (P * G, N - 1)
-        advantages = token_advantages(rewards, mask, settings.group_size, scale)  # (P * G, N - 1)
+        rewards = token_rewards(scores, log_probs, rollouts.mask)  # (R, N - 1)
+        advantages = token_advantages(rewards, rollouts.mask, settings.group_size, scale)
     else:
-        rewards = ranks.gather(sequence_rewards(scores, log_probs, rollouts.mask))  # (P * G,)
-        advantages = group_advantages(rewards, settings.group_size, scale)  # (P * G,)
-    groups = advantages.view(settings.prompts_per_step, -1)
-    flat_groups = (groups == 0).all(1).float().mean().item()
-    return advantages[ranks.share(len(advantages))], {"flat_groups": flat_groups}
+        rewards = sequence_rewards(scores, log_probs, rollouts.mask)  # (R,)
+        advantages = group_advantages(rewards, settings.group_size, scale)
+    groups = advantages.view(len(advantages) // settings.group_size, -1)
+    num_flat = (groups == 0).all(1).sum().item()
+    return advantages, {"flat_groups": ranks.sum(num_flat)[0] / settings.prompts_per_step}
 
 
 def step_figures(
@@ -128,7 +126,7 @@ def step_figures(
     figures["objective"] = objective.mean().item()
     figures["group_std"] = groups.std(1, correction=0).mean().item()
     # Means over tokens. The mean of -log p over samples of p estimates its entropy.
-    kl = kl_estimate(log_probs, scores.reference_log_probs, settings.kl_estimator)
+    kl = kl_estimate(log_probs, scores.reference_log_probs)
     by_token = {"kl_start": kl, "entropy": -log_probs}
     if scores.evidence is not None:
         by_token["evidence"] = scores.evidence

@@ -15,12 +15,10 @@ DEFAULT_BETA = 0.04  # weight of the KL penalty if the reward contains no KL
 SAMPLED_ONLY = (  # options that only apply to sampled tokens
     "reward",
     "reward_function",
-    "importance_level",
     "epsilon",
     "epsilon_high",
     "advantage_scale",
     "beta",
-    "kl_estimator",
 )
 
 
@@ -67,21 +65,17 @@ class GRPOSettings(Settings):
     """with credit=exact: reverse is KL(policy || mixture), forward is KL(mixture || policy)"""
     prefixes: Literal["own", "natural"] = "own"
     """with credit=exact: completions of the policy, or natural text (off-policy distillation)"""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
-    """how the losses of the tokens are averaged and clipped"""
-    importance_level: Literal["token", "sequence"] = "token"
-    """one ratio per token, or one per sequence (GSPO)"""
+    loss_type: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
+    """how the losses of the tokens are averaged"""
     epsilon: float = setting(0.2, above=0)
-    """clip the ratio below 1 - epsilon; not for cispo"""
+    """clip the ratio below 1 - epsilon"""
     epsilon_high: float | None = setting(None, above=0)
-    """clip the ratio above 1 + epsilon_high; None: epsilon. For cispo the largest weight"""
-    advantage_scale: Literal["group", "batch", "none"] = "group"
-    """divide advantages by the standard deviation of the group, of the batch, or not"""
+    """clip the ratio above 1 + epsilon_high; None: epsilon"""
+    advantage_scale: Literal["group", "none"] = "group"
+    """divide advantages by the standard deviation of the group, or not (none)"""
     beta: float | None = setting(None, minimum=0)
     """weight of the KL to the start in the loss; None: 0 if the reward contains that KL, else
     0.04"""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """estimator of that KL; as a loss k2 descends KL(policy || start), k3 KL(start || policy)"""
     reward_threshold: float = setting(0.9, minimum=0, maximum=1, changeable=True)
     """stop when the mean P(natural) over a tenth of max_steps (at most 10 steps) reaches this"""
     eval_interval: int = setting(10, minimum=1)
@@ -105,8 +99,6 @@ class GRPOSettings(Settings):
             ignored.update(dict.fromkeys(of_reward_model, "a reward_function and no reward model"))
         if self.prefixes == "natural":
             ignored["reward_threshold"] = "prefixes=natural, which samples no text to reward"
-        if self.loss_type == "cispo":
-            ignored["epsilon"] = "loss_type=cispo, which has no lower clip"
         return ignored
 
     def check_settings(self, errors: Errors) -> None:
@@ -118,21 +110,10 @@ class GRPOSettings(Settings):
                 value == default, f"{name}={value} is ignored with {reason}", f"Leave out {name}"
             )
         is_exact = self.credit == "exact"
-        is_cispo = self.loss_type == "cispo"
         errors.check(
             bool(self.reward_function or self.reward_model_path),
             "reward_model_path is required",
             "Pass the checkpoint with --reward_model_path, or your function with --reward_function",
-        )
-        errors.check(
-            not (is_exact and is_cispo),
-            "loss_type=cispo weights sampled tokens, and credit=exact samples none",
-            "Use --loss_type dapo",
-        )
-        errors.check(
-            not is_cispo or self.epsilon_high is not None,
-            "loss_type=cispo needs epsilon_high, the largest weight",
-            "Add --epsilon_high 5.0",
         )
         errors.check(
             is_exact or self.group_size > 1,
@@ -176,9 +157,4 @@ def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOS
         beta = 0.0
     elif beta is None:
         beta = DEFAULT_BETA
-    if beta > 0 and settings.kl_estimator == "k1":
-        raise UserError(
-            f"ERROR: kl_estimator=k1 with beta={beta:g}: as a loss, k1 has an expected gradient of "
-            "0; use --kl_estimator k3 or k2"
-        )
     return replace(settings, credit=credit, reward=reward, beta=beta)

@@ -16,8 +16,8 @@ from grpo.settings import GRPOSettings
 LARGEST_WINDOW = 10  # steps
 # A plateau: the objective has not risen by PLATEAU_MIN_DELTA in PLATEAU_WINDOWS windows of steps.
 PLATEAU_WINDOWS = 5
-PLATEAU_MIN_DELTA = 0.001
-# Stop above these values, in nats per token.
+PLATEAU_MIN_DELTA = 0.001  # nats per character, or the unit of a reward that is not in nats
+# Stop above these values, in nats per character, so that they suit tokens of any length.
 CAPS = {
     "kl_start": 0.5,  # KL from the start, of the completions of a step
     "kl_now": 0.5,  # KL from the start, of the completions of an evaluation
@@ -33,6 +33,8 @@ class Stops:
     window: int  # steps
     reward_threshold: float  # for the mean P(natural) of a window
     has_reward_model: bool  # False: only a user's function, which may not reward natural text
+    characters_per_token: float = 1.0  # figures are in nats per token, limits in nats per character
+    in_nats: bool = True  # the objective: evidence is, P(natural) and a function's reward are not
     start_loss: float = math.nan  # of the starting policy on natural text
     rewards: list[float] = field(default_factory=list)  # per step: P(natural), or a function's
     objectives: list[float] = field(default_factory=list)  # per step: mean of what is optimised
@@ -40,10 +42,17 @@ class Stops:
     has_warned: bool = False  # that the loss rises
 
     @classmethod
-    def of(cls, settings: GRPOSettings) -> "Stops":
+    def of(cls, settings: GRPOSettings, characters_per_token: float) -> "Stops":
         """Return the rules of a new run: windows of a tenth of max_steps, at most 10 steps."""
         window = max(1, min(LARGEST_WINDOW, settings.max_steps // 10))
-        return cls(window, settings.reward_threshold, settings.reward_model_path is not None)
+        has_reward_model = settings.reward_model_path is not None
+        in_nats = has_reward_model and settings.reward == "evidence"
+        threshold = settings.reward_threshold
+        return cls(window, threshold, has_reward_model, characters_per_token, in_nats)
+
+    def cap(self, name: str) -> float:
+        """Return a cap in nats per token."""
+        return CAPS[name] * self.characters_per_token
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -78,9 +87,10 @@ class Stops:
         if not self.has_reward_model:
             way_out = "lower learning_rate or raise beta"
         for name, cap in CAPS.items():
-            if name not in figures or figures[name] <= cap:
+            if name not in figures or figures[name] <= self.cap(name):
                 continue
-            finding = f"{name} {figures[name]:.3f} > {cap} nats a token"
+            per_character = figures[name] / self.characters_per_token
+            finding = f"{name} {per_character:.3f} > {cap} nats a character"
             if name == "loss_rise" and not self.has_reward_model:
                 # A user who rewards other text expects the loss on natural text to rise.
                 if not self.has_warned:
@@ -98,17 +108,23 @@ class Stops:
         last = float(np.mean(self.rewards[-self.window :]))
         if self.has_reward_model and last >= self.reward_threshold:
             return f"reward threshold: {last:.3f} >= {self.reward_threshold}"
+        min_delta = PLATEAU_MIN_DELTA
+        unit = ""
+        if self.in_nats:
+            min_delta *= self.characters_per_token
+            unit = " nats a character"
         best = -math.inf
         windows_without_rise = 0
         for end in range(self.window, len(self.objectives) + 1, self.window):
             mean = float(np.mean(self.objectives[end - self.window : end]))
-            if mean >= best + PLATEAU_MIN_DELTA:
+            if mean >= best + min_delta:
                 best = mean
                 windows_without_rise = 0
             else:
                 windows_without_rise += 1
         if windows_without_rise >= PLATEAU_WINDOWS:
-            return f"plateau: no rise of {PLATEAU_MIN_DELTA} in {windows_without_rise} windows"
+            rise = f"{PLATEAU_MIN_DELTA}{unit}"
+            return f"plateau: no rise of {rise} in {windows_without_rise} windows"
         return None
 
 

@@ -18,7 +18,6 @@ from common.device import autocast, select_dtype
 from common.distributed import Ranks, no_sync, parallel
 from generation.shared_prompts import scatter_to_mask
 from grpo import policy_loss as formulas
-from grpo import stopping
 from grpo.rollouts import Rollouts
 from grpo.settings import GRPOSettings
 from model import GPT
@@ -44,6 +43,7 @@ class Updater:
     reward_model: Any  # for credit=exact: the likelihood head, whose mixture is the target
     settings: GRPOSettings
     ranks: Ranks
+    max_kl_update: float  # nats per token: no further updates of a step above this KL from pi_old
 
     def __post_init__(self) -> None:
         self.dtype = select_dtype("auto", self.ranks.device)
@@ -64,7 +64,7 @@ class Updater:
         figures: dict[str, float] = {"learning_rate": self.optimizers.learning_rate}
         for number in range(self.settings.updates_per_step):
             figures.update(self.accumulate_gradients(rollouts, scores, advantages))
-            if number > 0 and figures.get("kl_update", 0.0) > stopping.CAPS["kl_step"]:
+            if number > 0 and figures.get("kl_update", 0.0) > self.max_kl_update:
                 self.optimizers.zero_grad()
                 break
             gradient_norm = take_step(self.policy, self.optimizers, GRAD_CLIP)
@@ -134,12 +134,10 @@ def sampled_loss(
         advantages,
         rollouts.mask,
         loss_type=settings.loss_type,
-        importance_level=settings.importance_level,
         epsilon_low=settings.epsilon,
         epsilon_high=settings.epsilon_high,
         reference_log_probs=reference_log_probs,
         beta=settings.beta,
-        kl_estimator=settings.kl_estimator,
         **rollouts.totals,
     )
 

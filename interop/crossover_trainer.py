@@ -19,6 +19,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from common.process import UserError
 from grpo.policy_loss import token_advantages
 from interop.crossover_reward import CrossoverReward
+from losses import check_choice
 
 # Plain sampling, the only one that the formulas score: allowed values of GRPOConfig's fields.
 PLAIN_SAMPLING: dict[str, tuple[Any, ...]] = {
@@ -54,6 +55,7 @@ class CrossoverTrainer(GRPOTrainer):
             if value not in allowed:
                 rule = f"must be {allowed[0]}, the sampling that the formulas score"
                 raise UserError(f"ERROR: {name}={value}: {rule}")
+        check_choice("scale_rewards", args.scale_rewards, ("group", "none"))
         args.disable_dropout = True
         super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
         self.reward = reward

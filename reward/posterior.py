@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from losses import _at_least_float32, _choose
+from losses import at_least_float32, check_choice
 
 
 def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
@@ -21,7 +21,7 @@ def reward_loss(scores: Tensor, targets: Tensor, loss: str = "mse") -> Tensor:
     Both are lowest if the probabilities are the targets. Log-probabilities may serve as scores,
     because their softmax is the probabilities; probabilities may not.
     """
-    _choose("loss", loss, ("mse", "cross_entropy"))
+    check_choice("loss", loss, ("mse", "cross_entropy"))
     if loss == "mse":
         return F.mse_loss(scores.softmax(-1), targets)
     return F.cross_entropy(scores, targets)
@@ -35,7 +35,7 @@ def crossover_log_posterior(evidence: Tensor) -> Tensor:
     the product of the ratios of the tokens t < k. The first token is in every product and the last
     in none, so neither affects the posterior.
     """
-    inner = _at_least_float32(evidence)[:, 1:-1]  # (B, T - 2)
+    inner = at_least_float32(evidence)[:, 1:-1]  # (B, T - 2)
     log_likelihood = F.pad(inner.cumsum(1), (1, 0))  # (B, T - 1)
     return log_likelihood.log_softmax(1)
 
@@ -66,7 +66,7 @@ def crossover_loss(evidence: Tensor, targets: Tensor, loss: str = "nll") -> Tens
     t = 1 .. T - 2.
     For the last two, K is clamped to 1 .. T - 1, the range of the posterior.
     """
-    _choose("loss", loss, ("mse", "cross_entropy", "token", "nll"))
+    check_choice("loss", loss, ("mse", "cross_entropy", "token", "nll"))
     if loss in ("mse", "cross_entropy"):
         share = natural_share(evidence)
         probabilities = torch.stack((share, 1 - share), -1)

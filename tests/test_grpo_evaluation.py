@@ -181,10 +181,14 @@ def test_the_gate_by_hand(capsys, tmp_path):
 
 
 def stops_after(
-    rewards: list[float], threshold: float = 0.9, has_reward_model: bool = True, **figures: float
+    rewards: list[float],
+    threshold: float = 0.9,
+    has_reward_model: bool = True,
+    characters_per_token: float = 1.0,
+    **figures: float,
 ) -> Stops:
     """The stops, with windows of four steps, after so many steps and perhaps an evaluation."""
-    stops = Stops(4, threshold, has_reward_model)
+    stops = Stops(4, threshold, has_reward_model, characters_per_token)
     stops.start({"select_loss": 2.0})
     name = "reward" if has_reward_model else "total_reward"
     for reward in rewards:
@@ -199,6 +203,10 @@ def test_a_plateau_ends_the_run_after_five_windows_without_a_rise():
     assert ends[0] == 24 and "plateau" in stops_after([0.5] * 24).reason()
     assert stops_after([0.5 + 0.001 * (step // 4) for step in range(40)]).reason() is None
     assert stops_after([0.5] * 20 + [0.6] * 4 + [0.5] * 16).reason() is None
+    rising = [0.5 + 0.0004 * (step // 4) for step in range(24)]  # nats a token
+    assert stops_after(rising).reason() is None
+    reason = stops_after(rising, characters_per_token=2.5).reason()
+    assert reason == "plateau: no rise of 0.001 nats a character in 5 windows"
 
 
 def test_a_threshold_is_for_a_window_and_needs_a_reward_model():
@@ -209,12 +217,16 @@ def test_a_threshold_is_for_a_window_and_needs_a_reward_model():
     assert alone.rewards == [5.0] * 4 and alone.reason() is None
 
 
+@pytest.mark.parametrize("length", [1.0, 2.5])
 @pytest.mark.parametrize(
-    ("name", "cap"), [("kl_start", 0.5), ("kl_now", 0.5), ("kl_step", 0.05), ("select_loss", 2.3)]
+    ("name", "start", "cap"),
+    [("kl_start", 0, 0.5), ("kl_now", 0, 0.5), ("kl_step", 0, 0.05), ("select_loss", 2, 0.3)],
 )
-def test_each_cap(name, cap):
-    assert stops_after([0.5], **{name: cap - 0.01}).reason() is None
-    assert "cap: " in stops_after([0.5], **{name: cap + 0.01}).reason()
+def test_each_cap_is_in_nats_a_character(name, start, cap, length):
+    for excess, message in ((-0.01, None), (0.01, f"{cap + 0.01:.3f} > {cap} nats a character")):
+        figures = {name: start + (cap + excess) * length}
+        reason = stops_after([0.5], characters_per_token=length, **figures).reason()
+        assert reason is None if message is None else message in reason
 
 
 def test_the_first_broken_cap_is_the_reason():
@@ -229,7 +241,7 @@ def test_with_only_a_function_a_rise_of_the_loss_warns_once(capsys):
     assert capsys.readouterr().err == ""
     stops.evaluation({"select_loss": 2.31})
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("WARNING: loss_rise 0.310 > 0.3 nats a token")
+    assert line.startswith("WARNING: loss_rise 0.310 > 0.3 nats a character")
     resumed = Stops(4, 0.9, has_reward_model=False)
     resumed.load_state_dict(stops.state_dict())
     resumed.evaluation({"select_loss": 2.5})

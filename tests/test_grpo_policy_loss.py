@@ -33,7 +33,7 @@ def reference_tensors(dtype=torch.float32):
     return *tensors, group_advantages(torch.tensor(INPUTS["rewards"], dtype=dtype), INPUTS["G"])
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "none"])
 def test_advantages_equal_the_reference(scale):
     ours = group_advantages(torch.tensor(INPUTS["rewards"]), INPUTS["G"], scale)
     torch.testing.assert_close(
@@ -41,7 +41,7 @@ def test_advantages_equal_the_reference(scale):
     )
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "none"])
 def test_groups_without_spread_get_exactly_zero(scale):
     """Rounding noise is no spread: the deviation of 8 copies of a float32 like 0.1 may not be 0."""
     rewards = torch.cat(
@@ -57,7 +57,7 @@ def test_groups_without_spread_get_exactly_zero(scale):
     st.integers(1, 4),
     st.integers(2, 9),
     st.integers(0, 2**31),
-    st.sampled_from(["group", "batch", "none"]),
+    st.sampled_from(["group", "none"]),
 )
 def test_advantages_have_mean_zero_and_do_not_see_a_constant(num_prompts, group_size, seed, scale):
     rewards = torch.rand(
@@ -73,25 +73,21 @@ def test_advantages_have_mean_zero_and_do_not_see_a_constant(num_prompts, group_
 
 
 def test_token_advantages_by_hand():
-    """Against the group's mean at the same token; over the deviation of the group, of the batch, or
-    nothing.
-    """
+    """Against the group's mean at the same token; over the deviation of the group, or nothing."""
     rewards = torch.tensor([[9.0, 1.0, 4.0], [7.0, 3.0, 0.0], [5.0, 5.0, 5.0], [5.0, 5.0, 5.0]])
     mask = torch.tensor([[False, True, True]] * 2 + [[True, True, True]] * 2)
     plain = token_advantages(rewards, mask, 2, "none")
     assert plain.tolist() == [[0, -1, 2], [0, 1, -2], [0, 0, 0], [0, 0, 0]]
-    group, batch = (token_advantages(rewards, mask, 2, scale) for scale in ("group", "batch"))
+    group = token_advantages(rewards, mask, 2)
     torch.testing.assert_close(group[:2], plain[:2] / (math.sqrt(10 / 3) + 1e-4))
-    torch.testing.assert_close(batch[:2], plain[:2] / (math.sqrt(10 / 9) + 1e-4))
-    assert not group[2:].any() and not batch[2:].any()  # a group without spread gets exactly 0
+    assert not group[2:].any()  # a group without spread gets exactly 0
 
 
 def test_kl_estimates_by_hand():
     policy, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
-    by_hand = {"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": 0.5 - 1 + math.log(2)}
-    for estimator, expected in by_hand.items():
-        assert kl_estimate(policy, reference, estimator).item() == pytest.approx(expected, rel=1e-5)
-    # by default k3, which keeps its digits
+    value = kl_estimate(policy, reference).item()
+    assert value == pytest.approx(0.5 - 1 + math.log(2), rel=1e-5)
+    # small values keep their digits
     small = kl_estimate(torch.tensor([-1e-4]), torch.tensor([0.0]))
     assert small.item() == pytest.approx(0.5e-8, rel=1e-2)
 
@@ -171,106 +167,61 @@ def test_policy_loss_equals_the_reference(name):
         assert metrics["clip_share"].item() == pytest.approx(clipped, rel=1e-5, abs=1e-6)
 
 
-def plain_loss(
-    log_probs, held, old, ref, mask, advantages, loss_type, low, high, level, beta, estimator
-):
-    """The formulas again, token by token in plain Python; `held` is log_probs where gradients are
-    stopped.
-    """
+def plain_loss(log_probs, old, ref, mask, advantages, loss_type):
+    """The formulas again, token by token in plain Python."""
     num_sequences, length = mask.shape
     per_sequence = []
     for b in range(num_sequences):
-        tokens = [t for t in range(length) if mask[b, t]]
-
-        def ratios(values, b=b, tokens=tokens):
-            if level == "token":
-                return [math.exp(values[b, t] - old[b, t]) for t in tokens]
-            held_mean = sum(float(held[b, t] - old[b, t]) for t in tokens) / len(tokens)
-            return [math.exp(held_mean) * math.exp(values[b, t] - held[b, t]) for t in tokens]
-
         terms = []
-        for t, ratio, held_ratio in zip(tokens, ratios(log_probs), ratios(held), strict=True):
-            advantage, log_prob = float(advantages[b, t]), float(log_probs[b, t])
-            if loss_type == "cispo":
-                term = -min(held_ratio, high) * advantage * log_prob
-            else:
-                term = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
-            d = float(ref[b, t]) - log_prob
-            terms.append(
-                term + beta * {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[estimator]
-            )
+        for t in range(length):
+            if not mask[b, t]:
+                continue
+            ratio = math.exp(log_probs[b, t] - old[b, t])
+            clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
+            gain = min(ratio * float(advantages[b, t]), clipped * float(advantages[b, t]))
+            d = float(ref[b, t] - log_probs[b, t])
+            terms.append(-gain + 0.04 * (math.exp(d) - d - 1))
         per_sequence.append(terms)
-    total = sum(map(sum, per_sequence))
     if loss_type == "grpo":
         return sum(sum(terms) / len(terms) for terms in per_sequence) / num_sequences
+    total = sum(map(sum, per_sequence))
     return total / (num_sequences * 8 if loss_type == "dr_grpo" else sum(map(len, per_sequence)))
 
 
-@pytest.mark.parametrize(
-    ("level", "estimator", "per_token_advantages"),
-    [
-        ("token", "k3", False),
-        ("token", "k1", True),
-        ("sequence", "k3", False),
-        ("sequence", "k2", True),
-    ],
-)
+@pytest.mark.parametrize("per_token_advantages", [False, True])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_policy_loss_and_gradient_by_finite_differences(
-    loss_type, estimator, level, per_token_advantages
-):
+def test_policy_loss_and_gradient_by_finite_differences(loss_type, per_token_advantages):
     log_probs, old, ref, mask, advantages = reference_tensors(torch.float64)
     if per_token_advantages:
-        advantages = torch.randn(
-            4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-        )
-    low, high = 0.2, 1.2 if loss_type == "cispo" else 0.28
-    options = {
-        "loss_type": loss_type,
-        "importance_level": level,
-        "epsilon_low": low,
-        "epsilon_high": high,
-        "kl_estimator": estimator,
-        "max_completion_length": 8,
-    }
-    loss, _ = loss_of((log_probs.requires_grad_(), old, ref, mask, advantages), **options)
+        draw = torch.Generator().manual_seed(1)
+        advantages = torch.randn(4, 5, dtype=torch.float64, generator=draw)
+    tensors = (log_probs.requires_grad_(), old, ref, mask, advantages)
+    options = {"loss_type": loss_type, "epsilon_high": 0.28, "max_completion_length": 8}
+    loss, _ = loss_of(tensors, **options)
     loss.backward()
-    held = log_probs.detach()
-    every = advantages if per_token_advantages else advantages[:, None].expand(4, 5)
+    start = log_probs.detach()
+    of_tokens = advantages.view(4, -1).expand(4, 5)
 
     def value(at):
-        return plain_loss(
-            at, held, old, ref, mask, every, loss_type, low, high, level, 0.04, estimator
-        )
+        return plain_loss(at, old, ref, mask, of_tokens, loss_type)
 
-    assert loss.item() == pytest.approx(value(held), abs=1e-12)
+    assert loss.item() == pytest.approx(value(start), abs=1e-12)
     h, numeric = 1e-6, torch.zeros(4, 5, dtype=torch.float64)
     for b, t in mask.nonzero().tolist():
-        step = torch.zeros_like(held)
+        step = torch.zeros_like(start)
         step[b, t] = h
-        numeric[b, t] = (value(held + step) - value(held - step)) / (2 * h)
+        numeric[b, t] = (value(start + step) - value(start - step)) / (2 * h)
     torch.testing.assert_close(log_probs.grad, numeric, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_micro_batches_add_up(loss_type, level):
+def test_micro_batches_add_up(loss_type):
     tensors = reference_tensors(torch.float64)
-    options = {
-        "loss_type": loss_type,
-        "importance_level": level,
-        "epsilon_high": 3.0,
-        "max_completion_length": 8,
-    }
-    halves, totals = (
-        (slice(0, 2), slice(2, 4)),
-        {"num_sequences": 4, "num_tokens": tensors[3].sum()},
-    )
+    options = {"loss_type": loss_type, "max_completion_length": 8}
+    totals = {"num_sequences": 4, "num_tokens": tensors[3].sum()}
+    halves = (slice(0, 2), slice(2, 4))
     parts = sum(loss_of(tensors, rows, **options, **totals)[0] for rows in halves)
-    whole = loss_of(tensors, **options)[0]
-    if loss_type == "bnpo":  # the mean over its own tokens is what bnpo is
-        whole = sum(loss_of(tensors, rows, **options)[0] for rows in halves) / 2
-    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(parts, loss_of(tensors, **options)[0])
 
 
 def test_metrics_by_hand():
@@ -284,25 +235,13 @@ def test_metrics_by_hand():
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         by_hand, rel=1e-5
     )
-    # By sequences: exp(log 1.5 / 2) = 1.22 is clipped above, 0.5 below.
-    _, metrics = policy_loss(log_probs, old, advantages, mask, importance_level="sequence")
-    assert metrics["clip_share"] == 1
-    # CISPO caps one side only: the ratio 1.5 of a token that is wanted.
-    _, metrics = policy_loss(log_probs, old, advantages, mask, loss_type="cispo", epsilon_high=1.4)
-    assert metrics["clip_share"].item() == pytest.approx(1 / 3, rel=1e-5)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_what_is_masked_does_not_matter(loss_type, level):
+def test_what_is_masked_does_not_matter(loss_type):
     log_probs, old, ref, mask, advantages = reference_tensors()
     mask[2] = 0  # and a sequence without any token
-    options = {
-        "loss_type": loss_type,
-        "importance_level": level,
-        "epsilon_high": 2.0,
-        "max_completion_length": 8,
-    }
+    options = {"loss_type": loss_type, "max_completion_length": 8}
     results = []
     for filling in (0.0, math.nan, -math.inf):
         leaf, *others = (x.masked_fill(mask == 0, filling) for x in (log_probs, old, ref))
