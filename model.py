@@ -311,9 +311,8 @@ class GPT(nn.Module):
         """
         if context is None:
             context = Context(idx)
-        if context.length > self.config.block_size:
-            limit = f"block_size {self.config.block_size}"
-            raise UserError(f"ERROR: a sequence of {context.length} tokens does not fit {limit}")
+        limit = self.config.block_size
+        assert context.length <= limit, f"{context.length} tokens do not fit block_size {limit}"
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.position == "learned":
             rotation = None
@@ -407,8 +406,7 @@ class GPT(nn.Module):
 
         See generation.completions.generate.
         """
-        if self.config.mode != "generator":
-            raise UserError("ERROR: a reward model cannot generate: load a generator's checkpoint")
+        assert self.config.mode == "generator", "a reward model cannot generate"
         return generate(self, idx, max_new_tokens, Sampling(temperature, top_k, top_p), generator)
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from common.device import evaluating, free_memory
 from common.process import UserError, lacks_memory, warn
 from generation.kv_cache import KVCache
-from generation.sampling import Sampling, check_drawn, check_ids, sample_tokens
+from generation.sampling import Sampling, check_drawn, sample_tokens
 
 DEFAULT_CPU_ROWS = 1024
 DEFAULT_CPU_MB = 1024
@@ -48,17 +48,14 @@ def complete(
     block.
 
     natural: (P, N) int64; prefix_lengths: (P, G) int64, 1 <= K <= N; uniforms: (P, G, N) float32 in
-    [0, 1), of which entry t decides the token at position t; a `cache` to use again has at least R
-    rows and N positions. Raise UserError if lengths are wrong or logits are NaN.
+    [0, 1): entry t decides the token at position t. A `cache` to use again has at least R rows and
+    N positions. Raise UserError if logits are NaN.
     """
     config: Any = model.config
     prompts, length = natural.shape
     group = prefix_lengths.size(1)
-    if length > config.block_size:
-        limit = f"the model's block_size is {config.block_size}"
-        raise UserError(f"{length} positions asked for, but {limit}")
-    if prefix_lengths.min() < 1 or prefix_lengths.max() > length:
-        raise UserError(f"prefix lengths must lie in [1, {length}]")
+    assert length <= config.block_size
+    assert 1 <= prefix_lengths.min() <= prefix_lengths.max() <= length
     with evaluating(model):
         order = prefix_lengths.flatten().argsort(stable=True)  # (R,)
         prefixes = prefix_lengths.flatten()[order].tolist()
@@ -173,19 +170,15 @@ def generate(
     (B, T + new).
 
     Beyond the block the oldest tokens leave the window, and the whole window is computed again for
-    every token. Raise UserError if the prompt is empty, ids are unknown, a number or a prompt is
-    out of range, or logits are NaN.
+    every token. A prompt has at least one token. Raise UserError if logits are NaN.
     """
     config: Any = model.config
-    if idx.ndim != 2 or idx.size(1) == 0:
-        raise UserError(
-            f"a prompt of shape {tuple(idx.shape)}: need (batch, tokens) with at least one token"
-        )
-    check_ids(idx, config.num_real_tokens)
-    length = config.block_size if max_new_tokens is None else idx.size(1) + max_new_tokens
-    if length < idx.size(1):
-        rule = f"must be >= 0, or None where block_size {config.block_size} holds the prompt"
-        raise UserError(f"max_new_tokens={max_new_tokens} after {idx.size(1)} tokens: {rule}")
+    assert idx.ndim == 2 and idx.size(1) > 0, f"shape {tuple(idx.shape)} is not (batch, tokens)"
+    assert idx.min() >= 0 and idx.max() < config.num_real_tokens, "ids beyond the vocabulary"
+    length = config.block_size
+    if max_new_tokens is not None:
+        length = idx.size(1) + max_new_tokens
+    assert length >= idx.size(1), "the prompt is longer than block_size: pass max_new_tokens"
     # on the CPU: the same numbers for every device
     uniforms = torch.rand(idx.size(0), length, generator=generator)
     within = min(length, config.block_size)

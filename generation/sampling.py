@@ -25,14 +25,9 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(
-                f"temperature={self.temperature}: must be finite and >= 0 (0 is greedy)"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k={self.top_k}: must be >= 1, or None for no limit")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p}: must be > 0 and <= 1, or None for no limit")
+        assert 0 <= self.temperature < float("inf"), f"temperature={self.temperature}"
+        assert self.top_k is None or self.top_k >= 1, f"top_k={self.top_k}"
+        assert self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p}"
 
 
 def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -103,10 +98,3 @@ def check_drawn(model_log_probs: Tensor) -> None:
             "ERROR: the logits are NaN or infinite: the model diverged or overflows float16; "
             f"{remedy}"
         )
-
-
-def check_ids(ids: Tensor, num_tokens: int) -> None:
-    """Raise UserError for ids outside [0, num_tokens): padding ids are not valid input."""
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_tokens:
-        span = f"[{int(ids.min())}, {int(ids.max())}]"
-        raise UserError(f"token ids span {span}, but this model accepts [0, {num_tokens - 1}]")

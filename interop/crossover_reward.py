@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -25,6 +26,7 @@ from reward.posterior import natural_probabilities
 
 ROWS = 8  # sequences read or generated at a time: their logits are B * T * V numbers
 SAMPLES = 2  # crossover samples of a natural block
+CROSSOVERS = 16  # different crossovers in them; samples of one crossover are generated together
 Rows = Sequence[Sequence[int]]  # token ids of sequences of any lengths
 
 
@@ -66,8 +68,8 @@ class CrossoverReward:
     natural: the natural model p; generator: q, which the policy starts as. Each is a folder, a hub
     name or a loaded model. weight: w of the mixture m = w p + (1 - w) q; None: call `fit`.
     tokenizer: of both models; None: the generator's, loaded by its name. max_completion_length: the
-    tokens asked for, as in GRPOConfig. natural_bits: 4 or 8 quantizes p (needs bitsandbytes).
-    Raise UserError if the vocabularies differ or a model cannot be loaded.
+    tokens asked for, as in GRPOConfig. Both models are on one device. Raise UserError if the
+    vocabularies differ or a model cannot be loaded.
 
     As a reward function of TRL's GRPOTrainer it returns E[K] / T, with T the tokens of the prompt
     and those asked for. Text after an early end could only raise E[K]; stopping early is therefore
@@ -84,7 +86,6 @@ class CrossoverReward:
         weight: float | None = None,
         tokenizer: Any = None,
         max_completion_length: int = 512,
-        natural_bits: int | None = None,
     ) -> None:
         if tokenizer is None and isinstance(generator, str):
             tokenizer = load_tokenizer(generator)
@@ -92,14 +93,11 @@ class CrossoverReward:
         if tokenizer is not None and isinstance(natural, str):
             natural_tokenizer = load_tokenizer(natural)
         if isinstance(natural, str):
-            natural = load_model(natural, natural_bits)
+            natural = load_model(natural)
         if isinstance(generator, str):
             generator = load_model(generator)
         vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
-        if natural.device != generator.device:
-            places = f"the natural model is on {natural.device}, the generator on"
-            way_out = "move one to the other's device"
-            raise UserError(f"ERROR: {places} {generator.device}: {way_out}")
+        assert natural.device == generator.device, (natural.device, generator.device)
         self.tokenizer = tokenizer
         self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
         self.chat_template_kwargs: dict[str, Any] = {}  # CrossoverTrainer sets it
@@ -116,9 +114,7 @@ class CrossoverReward:
 
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
-        if not 0 < weight <= 1:
-            way_out = "Pass None to estimate it with fit()."
-            raise UserError(f"ERROR: weight must be in (0, 1], got {weight}. {way_out}")
+        assert 0 < weight <= 1, f"weight must be in (0, 1], got {weight}; None: call fit()"
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
         self.has_weight = True
 
@@ -158,9 +154,7 @@ class CrossoverReward:
 
     def __call__(self, prompts: Sequence[Any], completion_ids: Rows, **_: Any) -> list[float]:
         """Return E[K] / T of each prompt with its completion."""
-        if not self.has_weight:
-            way_out = "call its fit(blocks), or pass weight="
-            raise UserError(f"ERROR: the reward has no weight yet: {way_out}")
+        assert self.has_weight, "the reward has no weight yet: call its fit(), or pass weight="
         prompt_ids = self.prompt_ids(prompts)
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         lengths = [len(prompt) + self.max_completion_length for prompt in prompt_ids]
@@ -173,9 +167,7 @@ class CrossoverReward:
 
     def prompt_ids(self, prompts: Sequence[Any]) -> Rows:
         """Return the token ids of prompts, texts or lists of messages, as TRL makes them."""
-        if self.tokenizer is None:
-            way_out = "pass tokenizer=, or the generator's folder"
-            raise UserError(f"ERROR: the reward has no tokenizer: {way_out}")
+        assert self.tokenizer is not None, "pass tokenizer=, or the generator's folder"
         if isinstance(prompts[0], str):
             return self.tokenizer(text=list(prompts))["input_ids"]
         encoded = self.tokenizer.apply_chat_template(
@@ -193,15 +185,15 @@ class CrossoverReward:
         """Fit the weight on crossover samples of half the natural blocks (n, T) int64.
 
         Return the figures of the other half: those of `metrics.reward_skill.measure_skill` and of
-        `reward.mixture.fit_mixture`. UserError, unless it is allowed, if the interval of R2
+        `reward.mixture.fit_mixture`. Raise UserError, unless it is allowed, if the interval of R2
         includes 0 or there are too few blocks for an interval.
         """
         count, T = blocks.shape
-        if count < 2 or T < 2:
-            need = "at least two of at least two tokens are needed"
-            raise UserError(f"ERROR: {count} blocks of {T} tokens: {need}")
+        assert count >= 2 and T >= 2, f"{count} blocks of {T} tokens are too few"
+        different = np.linspace(1, T - 1, CROSSOVERS).round().astype(np.int64)
         draw = random_stream(seed, "fit")
-        crossovers = torch.from_numpy(draw.integers(1, T, size=count * SAMPLES))  # (n * SAMPLES,)
+        drawn = draw.permutation(np.resize(different, count * SAMPLES))
+        crossovers = torch.from_numpy(drawn)  # (n * SAMPLES,)
         natural = blocks.repeat_interleave(SAMPLES, 0)  # (n * SAMPLES, T)
         ids = complete(self.head.generator.model, natural, crossovers, seed).numpy()
         shares = (crossovers / T).float()
@@ -268,7 +260,7 @@ def complete(model: Any, natural: Tensor, crossovers: Tensor, seed: int) -> Tens
     natural: (n, T) int64. The model samples at temperature 1 from all tokens.
     """
     T = natural.size(1)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", 2 * T)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", T)
     if positions < T:
         raise UserError(f"ERROR: blocks of {T} tokens: the generator reads at most {positions}")
     ids = natural.clone()
@@ -276,58 +268,34 @@ def complete(model: Any, natural: Tensor, crossovers: Tensor, seed: int) -> Tens
     model.generation_config = load_transformers().GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
     )
-    batches = similar_crossovers(crossovers, most_apart=positions - T)
+    batches: list[Tensor] = []  # numbers of rows that have the same crossover
+    for crossover in crossovers.unique():
+        rows = (crossovers == crossover).nonzero()[:, 0]
+        batches += rows.split(2 * ROWS)
     try:
         with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             for rows in counted(batches, len(batches), "Crossover samples"):
-                shortest = int(crossovers[rows[0]])
-                longest = int(crossovers[rows[-1]])
-                # Prompts are padded on the left: (b, longest).
-                places = torch.arange(longest) - (longest - crossovers[rows, None])
-                prompts = natural[rows].gather(1, places.clamp(min=0)).to(model.device)
-                mask = (places >= 0).long().to(model.device)
+                crossover = int(crossovers[rows[0]])
+                prompts = natural[rows, :crossover].to(model.device)
                 written = model.generate(
-                    input_ids=prompts, attention_mask=mask, max_new_tokens=T - shortest
+                    input_ids=prompts,
+                    attention_mask=torch.ones_like(prompts),
+                    max_new_tokens=T - crossover,
                 )
-                for row, new in zip(rows, written[:, longest:].cpu(), strict=True):
-                    ids[row, crossovers[row] :] = new[: T - crossovers[row]]
+                ids[rows] = written.cpu()
     finally:
         model.generation_config = kept
     return ids
 
 
-def similar_crossovers(crossovers: Tensor, most_apart: int) -> list[list[int]]:
-    """Return the rows of crossovers (n,) in batches of at most 2 ROWS rows, sorted by crossover.
-
-    All rows of a batch generate the same number of tokens. Rows whose crossovers differ by more
-    than `most_apart` would exceed the model's positions.
-    """
-    batches: list[list[int]] = []
-    for row in crossovers.argsort().tolist():
-        if (
-            batches
-            and len(batches[-1]) < 2 * ROWS
-            and crossovers[row] - crossovers[batches[-1][0]] <= most_apart
-        ):
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
-
-
-def load_model(name: str, bits: int | None = None, dtype: Any = "auto") -> Any:
+def load_model(name: str, dtype: Any = "auto") -> Any:
     """Load a causal model from a folder or the hub onto this process's device; execute nothing."""
     device = import_optional("accelerate").PartialState().device
-    transformers = load_transformers()
-    options = {"trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
-    if bits is not None:
-        options["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=bits == 4, load_in_8bit=bits == 8
-        )
-        options["device_map"] = {"": device}
-    model = loaded(transformers.AutoModelForCausalLM, name, **options)
-    if bits is None:
+    model_class = load_transformers().AutoModelForCausalLM
+    model = loaded(model_class, name, trust_remote_code=False, use_safetensors=True, dtype=dtype)
+    # Quantized weights are on their device already, and may not be moved.
+    if model.device != device:
         model = model.to(device)
     return model
 

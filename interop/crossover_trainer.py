@@ -19,7 +19,6 @@ from trl.models.utils import disable_gradient_checkpointing
 from common.process import UserError
 from grpo.policy_loss import token_advantages
 from interop.crossover_reward import CrossoverReward
-from losses import check_choice
 
 # Plain sampling, the only one that the formulas score: allowed values of GRPOConfig's fields.
 PLAIN_SAMPLING: dict[str, tuple[Any, ...]] = {
@@ -41,9 +40,9 @@ class CrossoverTrainer(GRPOTrainer):
     The policy starts as the reward's generator q. With LoRA, pass reward and trainer the same
     loaded model: q is this model with its adapters off. Dropout is off, as it is during sampling.
 
-    Raise UserError if the sampling is not plain, or if the policy does not start as the reward's
-    generator. Also raise it if prompts have several lengths and the model has no rotary positions:
-    TRL would then read completions at positions different from those of the sampling.
+    Asserts hold what the formulas need: the sampling is plain, the policy starts as the reward's
+    generator, and prompts have one length if the model has no rotary positions (TRL would read
+    completions at positions different from those of the sampling).
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class CrossoverTrainer(GRPOTrainer):
             if value not in allowed:
                 rule = f"must be {allowed[0]}, the sampling that the formulas score"
                 raise UserError(f"ERROR: {name}={value}: {rule}")
-        check_choice("scale_rewards", args.scale_rewards, ("group", "none"))
         args.disable_dropout = True
         super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
         self.reward = reward
@@ -66,13 +64,12 @@ class CrossoverTrainer(GRPOTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         generator = reward.head.generator
         if is_peft_model(policy):
-            if policy.get_base_model() is not generator.model:
-                rule = "with LoRA, pass the same loaded model to the reward and to the trainer"
-                raise UserError(f"ERROR: {rule}")
+            is_same = policy.get_base_model() is generator.model
+            assert is_same, "with LoRA, pass the same loaded model to the reward and to the trainer"
             generator.model = policy  # read with its adapters off
-        elif policy is generator.model:
-            way_out = "pass its folder instead, or train with LoRA"
-            raise UserError(f"ERROR: the reward holds the model that is trained: {way_out}")
+        else:
+            way_out = "pass its folder, or train with LoRA"
+            assert policy is not generator.model, f"the reward holds the trained model: {way_out}"
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with token advantages (B, C)."""
@@ -82,8 +79,12 @@ class CrossoverTrainer(GRPOTrainer):
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)  # (B, C)
         natural, start = self._frozen_log_probs(batch)
         kl = (self._policy_log_probs(batch) - start) * mask
-        if is_training and self.state.global_step == 0:
-            self._check_start(float(kl.abs().sum() / mask.sum()))
+        is_start = is_training and self.state.global_step == 0
+        difference = kl.abs().sum() / mask.sum()
+        assert not is_start or difference <= MAX_START_DIFFERENCE, (
+            f"the policy differs from the reward's generator by {difference:.2f} nats per token "
+            "at its start: make the reward from the model that is trained"
+        )
         evidence = self.reward.head.over_generator(natural - start).detach() * mask
 
         # Groups may be spread over the processes: compute advantages of all R completions.
@@ -92,25 +93,12 @@ class CrossoverTrainer(GRPOTrainer):
         mask = self._gathered(mask)
         group_size = self.num_generations if is_training else self.num_generations_eval
         advantages = token_advantages(evidence - kl, mask, group_size, self.scale_rewards)
-        is_flat = (advantages.view(len(mask) // group_size, -1) == 0).all(1)  # (R / G,)
-        figures = {
-            "evidence": evidence.sum() / mask.sum(),
-            "kl_start": kl.sum() / mask.sum(),
-            "flat_groups": is_flat.float().mean(),
-        }
         metrics = self._metrics["train" if is_training else "eval"]
-        for name, value in figures.items():
-            metrics[f"crossover/{name}"].append(value.item())
+        metrics["crossover/evidence"].append((evidence.sum() / mask.sum()).item())
+        metrics["crossover/kl_start"].append((kl.sum() / mask.sum()).item())
         first = self.accelerator.process_index * B
         batch["advantages"] = advantages[first : first + B, :C]
         return batch
-
-    def _check_start(self, difference: float) -> None:
-        """Raise UserError if the policy's first log-probabilities are not the generator's."""
-        if difference > MAX_START_DIFFERENCE:
-            finding = f"differs from the reward's generator by {difference:.2f} nats per token"
-            way_out = "make the reward from the model that is trained"
-            raise UserError(f"ERROR: the policy {finding} at its start: {way_out}")
 
     def _gathered(self, values: Tensor) -> Tensor:
         """Return the values (B, C) of all processes as (R, C of the longest), padded with 0."""
@@ -127,13 +115,13 @@ class CrossoverTrainer(GRPOTrainer):
         prompt_ids = [
             ids[mask].tolist() for ids, mask in zip(batch["prompt_ids"], masks, strict=True)
         ]
-        if prompt_ids != prompts:
-            rule = "processing_class must tokenize prompts as the reward's tokenizer does"
-            raise UserError(f"ERROR: {rule}")
-        config = self.model.config.get_text_config()
-        if getattr(config, "rope_parameters", None) is None and not masks.all():
-            finding = "prompts have several lengths, but the model has no rotary positions"
-            raise UserError(f"ERROR: {finding}: use prompts of equal length")
+        assert prompt_ids == prompts, (
+            "processing_class must tokenize prompts as the reward's tokenizer does"
+        )
+        rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None)
+        assert rotary is not None or masks.all(), (
+            "the model has no rotary positions: use prompts of equal length"
+        )
         C = batch["completion_ids"].size(1)
         device = batch["completion_ids"].device
         lengths = torch.tensor([len(prompt) for prompt in prompts])

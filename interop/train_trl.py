@@ -12,7 +12,7 @@ Packages: requirements-interop.txt.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,8 +49,6 @@ class TrlSettings(Settings):
     """rank of LoRA's adapters on all linear layers; 0: train all weights"""
     use_vllm: bool = False
     """generate with vLLM (needs the package and a GPU)"""
-    natural_bits: Literal[4, 8] | None = None
-    """read the natural model in 4 or 8 bits (needs bitsandbytes); None: as it is"""
     max_steps: int = setting(100, minimum=1)
     """optimizer steps"""
     learning_rate: float | None = setting(None, above=0)
@@ -135,12 +133,7 @@ def make_trainer(settings: TrlSettings) -> "CrossoverTrainer":
     else:
         generator = load_model(model_path)
         learning_rate = settings.learning_rate or 1e-5
-    reward = CrossoverReward(
-        settings.natural_model,
-        generator,
-        tokenizer=tokenizer,
-        natural_bits=settings.natural_bits,
-    )
+    reward = CrossoverReward(settings.natural_model, generator, tokenizer=tokenizer)
     reward.fit(blocks, settings.seed)
 
     args = trl.GRPOConfig(

@@ -141,6 +141,18 @@ def predictive_reward_model(once, generator, reward_data, knowing) -> Path:
 
 
 @pytest.fixture(scope="session")
+def exported(once, generator, knowing) -> tuple[str, str]:
+    """Folders of the generator and of the model that knows more, in Hugging Face's form."""
+
+    def export(folder: Path) -> None:
+        for name, path in (("generator", generator), ("natural", knowing)):
+            succeed("interop.export", checkpoint_path=path, output_dir=folder / name)
+
+    folder = once("exported", export)
+    return str(folder / "generator"), str(folder / "natural")
+
+
+@pytest.fixture(scope="session")
 def commands(corpus, generator, reward_data, reward_model) -> Callable[[Path], dict[str, dict]]:
     """Options with which each script runs, by the folder of its output."""
 
