@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.process import UserError
+from common.process import UserError, require
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,13 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        assert 0 <= self.temperature < float("inf"), f"temperature={self.temperature}"
-        assert self.top_k is None or self.top_k >= 1, f"top_k={self.top_k}"
-        assert self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p}"
+        # A damaged checkpoint or dataset can hold any number.
+        has_temperature = 0 <= self.temperature < float("inf")
+        require(has_temperature, f"temperature={self.temperature}: must be finite and >= 0")
+        has_top_k = self.top_k is None or self.top_k >= 1
+        require(has_top_k, f"top_k={self.top_k}: must be >= 1, or None")
+        has_top_p = self.top_p is None or 0 < self.top_p <= 1
+        require(has_top_p, f"top_p={self.top_p}: must be > 0 and <= 1, or None")
 
 
 def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.device import random_stream
 from common.log import counted, print0
-from common.process import UserError, warn
+from common.process import UserError, require, warn
 from interop.huggingface import import_optional, load_transformers
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
 from model import GPTConfig
@@ -97,7 +97,11 @@ class CrossoverReward:
         if isinstance(generator, str):
             generator = load_model(generator)
         vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
-        assert natural.device == generator.device, (natural.device, generator.device)
+        require(
+            natural.device == generator.device,
+            f"the natural model is on {natural.device}, the generator on {generator.device}: "
+            "move one to the other's device",
+        )
         self.tokenizer = tokenizer
         self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
         self.chat_template_kwargs: dict[str, Any] = {}  # CrossoverTrainer sets it
@@ -114,7 +118,7 @@ class CrossoverReward:
 
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
-        assert 0 < weight <= 1, f"weight must be in (0, 1], got {weight}; None: call fit()"
+        require(0 < weight <= 1, f"weight={weight}: must be in (0, 1]; None: call fit()")
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
         self.has_weight = True
 
@@ -154,7 +158,7 @@ class CrossoverReward:
 
     def __call__(self, prompts: Sequence[Any], completion_ids: Rows, **_: Any) -> list[float]:
         """Return E[K] / T of each prompt with its completion."""
-        assert self.has_weight, "the reward has no weight yet: call its fit(), or pass weight="
+        require(self.has_weight, "the reward has no weight yet: call its fit(), or pass weight=")
         prompt_ids = self.prompt_ids(prompts)
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         lengths = [len(prompt) + self.max_completion_length for prompt in prompt_ids]
@@ -167,7 +171,8 @@ class CrossoverReward:
 
     def prompt_ids(self, prompts: Sequence[Any]) -> Rows:
         """Return the token ids of prompts, texts or lists of messages, as TRL makes them."""
-        assert self.tokenizer is not None, "pass tokenizer=, or the generator's folder"
+        has_tokenizer = self.tokenizer is not None
+        require(has_tokenizer, "the reward has no tokenizer: pass it, or the generator's folder")
         if isinstance(prompts[0], str):
             return self.tokenizer(text=list(prompts))["input_ids"]
         encoded = self.tokenizer.apply_chat_template(
@@ -189,7 +194,8 @@ class CrossoverReward:
         includes 0 or there are too few blocks for an interval.
         """
         count, T = blocks.shape
-        assert count >= 2 and T >= 2, f"{count} blocks of {T} tokens are too few"
+        is_enough = count >= 2 and T >= 2
+        require(is_enough, f"{count} blocks of {T} tokens: at least two of two tokens are needed")
         different = np.linspace(1, T - 1, CROSSOVERS).round().astype(np.int64)
         draw = random_stream(seed, "fit")
         drawn = draw.permutation(np.resize(different, count * SAMPLES))

@@ -16,7 +16,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from common.process import UserError
+from common.process import require
 from grpo.policy_loss import token_advantages
 from interop.crossover_reward import CrossoverReward
 
@@ -40,8 +40,8 @@ class CrossoverTrainer(GRPOTrainer):
     The policy starts as the reward's generator q. With LoRA, pass reward and trainer the same
     loaded model: q is this model with its adapters off. Dropout is off, as it is during sampling.
 
-    Asserts hold what the formulas need: the sampling is plain, the policy starts as the reward's
-    generator, and prompts have one length if the model has no rotary positions (TRL would read
+    Raise UserError if the sampling is not plain, if the policy does not start as the reward's
+    generator, or if prompts differ in length and the model has no rotary positions (TRL would read
     completions at positions different from those of the sampling).
     """
 
@@ -51,9 +51,8 @@ class CrossoverTrainer(GRPOTrainer):
         args = args or GRPOConfig("trl_model")
         for name, allowed in PLAIN_SAMPLING.items():
             value = getattr(args, name)
-            if value not in allowed:
-                rule = f"must be {allowed[0]}, the sampling that the formulas score"
-                raise UserError(f"ERROR: {name}={value}: {rule}")
+            rule = f"must be {allowed[0]}, the sampling that the formulas score"
+            require(value in allowed, f"{name}={value}: {rule}")
         args.disable_dropout = True
         super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
         self.reward = reward
@@ -65,11 +64,12 @@ class CrossoverTrainer(GRPOTrainer):
         generator = reward.head.generator
         if is_peft_model(policy):
             is_same = policy.get_base_model() is generator.model
-            assert is_same, "with LoRA, pass the same loaded model to the reward and to the trainer"
+            require(is_same, "with LoRA, pass the same loaded model to reward and trainer")
             generator.model = policy  # read with its adapters off
         else:
             way_out = "pass its folder, or train with LoRA"
-            assert policy is not generator.model, f"the reward holds the trained model: {way_out}"
+            is_other = policy is not generator.model
+            require(is_other, f"the reward holds the model that is trained: {way_out}")
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with token advantages (B, C)."""
@@ -81,9 +81,10 @@ class CrossoverTrainer(GRPOTrainer):
         kl = (self._policy_log_probs(batch) - start) * mask
         is_start = is_training and self.state.global_step == 0
         difference = kl.abs().sum() / mask.sum()
-        assert not is_start or difference <= MAX_START_DIFFERENCE, (
+        require(
+            not is_start or bool(difference <= MAX_START_DIFFERENCE),
             f"the policy differs from the reward's generator by {difference:.2f} nats per token "
-            "at its start: make the reward from the model that is trained"
+            "at its start: make the reward from the model that is trained",
         )
         evidence = self.reward.head.over_generator(natural - start).detach() * mask
 
@@ -115,12 +116,14 @@ class CrossoverTrainer(GRPOTrainer):
         prompt_ids = [
             ids[mask].tolist() for ids, mask in zip(batch["prompt_ids"], masks, strict=True)
         ]
-        assert prompt_ids == prompts, (
-            "processing_class must tokenize prompts as the reward's tokenizer does"
+        require(
+            prompt_ids == prompts,
+            "processing_class must tokenize prompts as the reward's tokenizer does",
         )
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None)
-        assert rotary is not None or masks.all(), (
-            "the model has no rotary positions: use prompts of equal length"
+        require(
+            rotary is not None or bool(masks.all()),
+            "the model has no rotary positions: use prompts of equal length",
         )
         C = batch["completion_ids"].size(1)
         device = batch["completion_ids"].device

@@ -239,13 +239,13 @@ def test_lora_reads_its_start_from_the_same_weights(exported, tmp_path):
 
 
 def test_what_the_formulas_do_not_score_is_refused(exported, tmp_path):
-    with pytest.raises(AssertionError, match=r"temperature=0\.7: must be 1"):
+    with pytest.raises(UserError, match=r"temperature=0\.7: must be 1"):
         make_trainer(exported, tmp_path, temperature=0.7)
-    with pytest.raises(AssertionError, match=r"the reward's generator by \d\.\d\d nats"):
+    with pytest.raises(UserError, match=r"the reward's generator by \d\.\d\d nats"):
         make_trainer(exported, tmp_path, load_model(exported[1])).train()
     trainer = make_trainer(exported, tmp_path)
     trainer.reward.tokenizer = lambda text: {"input_ids": [[1, 2] for _ in text]}
-    with pytest.raises(AssertionError, match="must tokenize prompts as the reward"):
+    with pytest.raises(UserError, match="must tokenize prompts as the reward"):
         trainer.train()
 
 
@@ -259,7 +259,7 @@ def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus
     assert reward.fit(natural_blocks(corpus, 32), allow_unpredictive=True)["num_tokens"] == 16
     policy = load_model(str(tmp_path / "q"))
     trainer = make_trainer(exported, tmp_path, policy, reward=reward, prompts=["The ", "a h"])
-    with pytest.raises(AssertionError, match="no rotary positions: use prompts of equal length"):
+    with pytest.raises(UserError, match="no rotary positions: use prompts of equal length"):
         trainer.train()
 
 
