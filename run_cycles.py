@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.device import random_stream, select_device
-from common.files import atomic_path, beside, lock_output
+from common.files import atomic_path, lock_output
 from common.log import print0
 from common.process import UserError, run_child, run_main
 from common.settings import (
@@ -332,7 +332,7 @@ def make(stage: Stage, ledger: Ledger, device: str) -> bool:
     planned = ledger.about["planned"]
     script = stage.script or "copy"
     print0(f"\n##### {planned.index(name) + 1} of {len(planned)}, {name}: {script}.py")
-    state = beside(stage.artefact, ".resume")
+    state = stage.artefact.with_suffix(".resume")
     if difference:
         print0(f"{name} is made again: {difference}")
         state.unlink(missing_ok=True)

@@ -31,7 +31,6 @@ import torch
 
 from common.device import select_device, select_dtype
 from common.distributed import Ranks, start_ranks
-from common.files import beside
 from common.log import check_finite, format_size, print0, read_records
 from common.process import UserError, run_main, warn
 from common.settings import parse_settings
@@ -311,10 +310,10 @@ def report_outcome(
     run.log(run.step, final=True, kept_step=best.at, **training["kept"])
     if run.ranks.rank == 0:
         save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
-        title = f"{beside(run.output, '').name}: GRPO"
+        title = f"{run.output.stem}: GRPO"
         curves = grpo_curves(read_records(run.log_path), title)
         if curves is not None:
-            write_png(curves, beside(run.output, ".png"))
+            write_png(curves, run.output.with_suffix(".png"))
     name = "the starting policy: no later one within the caps was better"
     if best.at > 0:
         name = f"the policy of step {best.at}"

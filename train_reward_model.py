@@ -20,7 +20,7 @@ from torch import Tensor
 import reward_dataset_loader as loader
 from common.device import autocast, random_stream, seed_step, select_device, select_dtype
 from common.distributed import Ranks, parallel, start_ranks
-from common.files import beside, hash_bytes, hash_file, lock_run
+from common.files import hash_bytes, hash_file, lock_run
 from common.log import RunLog, counted, format_size, print0
 from common.process import Finished, UserError, run_main
 from common.settings import changeable, differing_settings, parse_settings
@@ -81,7 +81,7 @@ def main() -> None:
     check_output(output, settings, lineage, ranks)
     size = sum(parameter.numel() for parameter in model.parameters())
     print0(f"{ranks.where}: {settings.head} head, {format_size(size)}; {len(train_set):,} samples")
-    log = RunLog(beside(output, ".jsonl"))
+    log = RunLog(output.with_suffix(".jsonl"))
 
     # training, and P(natural) of the blocks that selected nothing
     if model.is_ratio:
@@ -99,7 +99,7 @@ def main() -> None:
     log.log(figures["epoch"], quiet=True, final=True, **skill)
 
     # files, the reward model last
-    picture = beside(output, ".png")
+    picture = output.with_suffix(".png")
     if ranks.rank == 0:
         write_png(skill_picture(skill, f"{settings.head} head"), picture)
         record = {"settings": asdict(settings), **lineage, **figures, "skill": skill}

@@ -203,29 +203,13 @@ def lock_output(path: str | Path, is_folder: bool = False) -> None:
 
 
 def lock_run(output: str | Path) -> None:
-    """Lock an output and its records until main() ends.
+    """Lock the output of a training run until main() ends.
 
-    Raise UserError if another process holds a lock, or if another output has the same records.
+    Raise UserError unless its name ends in .pt: the run's other files have its name and another
+    suffix.
     """
-    output = Path(output)
-    twin = output.with_name(f"{output.name}.pt")
-    if output.suffix == ".pt":
-        twin = beside(output, "")
-    if twin.is_file():
-        problem = f"{twin} has the same state and records beside it"
-        raise UserError(f"ERROR: {output}: {problem}; name another output")
+    require(Path(output).suffix == ".pt", f"{output}: the name of a model must end in .pt")
     lock_output(output)
-    lock_output(beside(output, ".jsonl"))
-
-
-def beside(output: str | Path, suffix: str) -> Path:
-    """Return the file with this suffix that belongs to an output: `x.jsonl` for `x.pt`.
-
-    Only `.pt` is replaced by the suffix. It is added to any other name (`x0.001.jsonl` for
-    `x0.001`). So two outputs share a file only if their names are `x` and `x.pt`: see lock_run.
-    """
-    output = Path(output)
-    return output.with_name(output.name.removesuffix(".pt") + suffix)
 
 
 def is_hub_name(name: str) -> bool:

@@ -7,7 +7,6 @@ import os
 import pickle
 import shlex
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -196,24 +195,10 @@ def test_every_script_locks_its_output(tmp_path, corpus, generator, reward_model
     assert not path.exists()
 
 
-@pytest.mark.parametrize(("name", "twin"), [("x", "x.pt"), ("x.pt", "x")])
-def test_outputs_that_share_their_records_exclude_each_other(tmp_path, capsys, name, twin):
-    """The records are locked, too; once one output exists, the other is refused."""
-    (tmp_path / "x0.001").touch()
-    with FileLock(tmp_path / ".x.jsonl.lock"), pytest.raises(SystemExit, match="2"):
-        run_main(lambda: files.lock_run(tmp_path / name))
-    assert "x.jsonl is being written by another process" in capsys.readouterr().err
-    run_main(lambda: files.lock_run(tmp_path / name))
-    (tmp_path / twin).touch()
-    with pytest.raises(UserError, match=rf"/{name}: .*/{twin} has the same state"):
-        files.lock_run(tmp_path / name)
-
-
-def test_an_output_names_the_files_beside_it():
-    assert files.beside("logs/grpo_model.pt", ".jsonl") == Path("logs/grpo_model.jsonl")
-    assert files.beside("out/x0.001", ".jsonl") == Path("out/x0.001.jsonl")
-    assert files.beside("out/x0.0003", ".jsonl") == Path("out/x0.0003.jsonl")
-    assert files.beside("a.pt/model.ckpt", ".jsonl") == Path("a.pt/model.ckpt.jsonl")
+def test_the_output_of_a_run_ends_in_pt(tmp_path):
+    for name in ("x", "x0.001", "x.resume"):
+        with pytest.raises(UserError, match=f"{name}: the name of a model must end in .pt"):
+            files.lock_run(tmp_path / name)
 
 
 def test_names_of_a_hub(tmp_path, monkeypatch):

@@ -102,9 +102,6 @@ def test_a_second_command(tmp_path):
     assert not path.with_suffix(".resume").exists()
     with pytest.raises(UserError, match="no state of its run is stored next to it"):
         begin(path)
-    for name in ("model.resume", "model.jsonl"):
-        with pytest.raises(UserError, match=r"the state .* of a run have this name"):
-            begin(tmp_path / name)
 
 
 def test_only_the_run_that_wrote_a_state_reads_it(tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import Ranks
-from common.files import beside, load_state, lock_run, save_state
+from common.files import load_state, lock_run, save_state
 from common.log import RunLog, Tracker, print0, progress
 from common.process import Finished, UserError, flag_signals
 from common.settings import Settings, changeable, differing_settings
@@ -43,13 +43,8 @@ class Run:
     ) -> None:
         """Lock the output. A resumed run must have the same `input_hashes` (of files, by name)."""
         self.output = Path(output)
-        self.state_path = beside(output, ".resume")
-        self.log_path = beside(output, ".jsonl")
-        if self.output.suffix in (".resume", ".jsonl"):
-            raise UserError(
-                f"ERROR: {output}: the state (.resume) and the records (.jsonl) of a run have this "
-                "name: choose a name that ends in .pt"
-            )
+        self.state_path = self.output.with_suffix(".resume")
+        self.log_path = self.output.with_suffix(".jsonl")
         self.settings = settings
         self.ranks = ranks
         self.input_hashes = dict(input_hashes)
@@ -215,9 +210,9 @@ class Run:
         tracker = None
         tracker_name = settings.get("tracker", "none")
         if tracker_name != "none" and self.ranks.rank == 0:
-            name = settings.get("wandb_run_name", beside(self.output, "").name)
+            name = settings.get("wandb_run_name", self.output.stem)
             project = settings.get("wandb_project", "crossover")
-            folder = beside(self.output, ".tensorboard")
+            folder = self.output.with_suffix(".tensorboard")
             tracker = Tracker(tracker_name, project, name, settings, folder, last_kept)
         return RunLog(self.log_path, last_kept, tracker)
 

@@ -129,8 +129,8 @@ class TrainSettings(Settings):
         )
         name = self.checkpoint_name
         errors.check(
-            Path(name).name == name and name not in ("", ".."),
-            f"checkpoint_name={name}: must be a plain name",
+            Path(name).name == name and name.endswith(".pt"),
+            f"checkpoint_name={name}: must be a plain name that ends in .pt",
             "Change --out_dir",
         )
         missing_package = check_tracker(self.tracker)
