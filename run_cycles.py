@@ -5,10 +5,10 @@
 Each stage runs a script in a process of its own and makes a file or folder in out_dir:
 base_model_v1.pt and natural_model_v1.pt; in cycle n reward_data_vn, reward_model_vn.pt,
 gate_vn.json, base_model_v(n+1).pt and evaluation_v(n+1).json. The controls, if the settings file
-has their sections, are control_plain_v(n+1).pt and control_distil_v(n+1).pt, and
-controls_v(n+1).json is their evaluation. cycles.json is the ledger of results, report.html the
-report. A stage is done if its artefact exists and the ledger has the same script, settings and
-hashes of inputs: repeat the command to continue.
+has their sections, are control_plain_v(n+1).pt, control_sampled_v(n+1).pt and
+control_distil_v(n+1).pt, and controls_v(n+1).json is their evaluation. cycles.json is the ledger of
+results; report.html is the report, written after each stage. A stage is done if its artefact exists
+and the ledger has the same script, settings and hashes of inputs: repeat the command to continue.
 """
 
 import os
@@ -51,6 +51,7 @@ from training.settings import TrainSettings
 from training.stage import OUTPUTS, Stage
 
 GPT2_TOKENS = 50257
+NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
 
 
 @dataclass
@@ -74,7 +75,7 @@ class CycleSettings(Settings):
     perplexity_patience: int | None = setting(None, minimum=1)
     """end after this many cycles without a lower loss on the select part; None: never"""
     controls: bool = True
-    """train the models to compare the policy with: sections control_plain, control_distil"""
+    """train what the policy is compared with: control_plain, control_sampled, control_distil"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps, for every stage"""
 
@@ -110,6 +111,7 @@ SECTIONS: dict[str, tuple[str, Any]] = {
     "train_grpo": ("train_grpo", GRPOSettings),
     "evaluate": ("evaluate", EvaluateSettings),
     "control_plain": ("train", FurtherTrainSettings),
+    "control_sampled": ("train_grpo", GRPOSettings),
     "control_distil": ("train_grpo", GRPOSettings),
 }
 
@@ -145,9 +147,16 @@ class Loop:
             start = "scratch"
             if self.natural_corpus == self.corpus:  # continue from the generator
                 start = f"{self.folder}/base_model_v1.pt"
-            kind = "natural_model"
-            name = "natural_model_v1.pt"
-            stages.append(self.train(kind, kind, 0, name, self.natural_corpus, start))
+            stages.append(
+                self.train(
+                    "natural_model",
+                    "natural_model",
+                    0,
+                    "natural_model_v1.pt",
+                    self.natural_corpus,
+                    start,
+                )
+            )
         for cycle in range(1, self.settings.num_cycles + 1):
             stages += self.stages_of_cycle(cycle)
         return stages
@@ -195,19 +204,22 @@ class Loop:
         ]
 
         controls = []
-        kind = "control_plain"
-        if kind in self.controls:
-            start = generator if cycle == 1 else f"{folder}/{kind}_v{cycle}.pt"
-            name = f"{kind}_v{cycle + 1}.pt"
-            controls.append(self.train(kind, kind, cycle, name, self.corpus, start))
-        kind = "control_distil"
-        if kind in self.controls and self.is_likelihood:
+        if "control_plain" in self.controls:
+            start = generator if cycle == 1 else f"{folder}/control_plain_v{cycle}.pt"
+            name = f"control_plain_v{cycle + 1}.pt"
+            controls.append(
+                self.train("control_plain", "control_plain", cycle, name, self.corpus, start)
+            )
+        for kind, options in (("control_sampled", {"credit": "token"}), ("control_distil", {})):
+            if kind not in self.controls or not self.is_likelihood:
+                continue
             control = self.stage(
                 kind,
                 kind,
                 cycle,
                 allow_unpredictive_reward=True,  # the policy's gate is open, or need not be
                 output_path=f"{folder}/{kind}_v{cycle + 1}.pt",
+                **options,
                 **grpo_inputs,
             )
             controls.append(control)
@@ -237,7 +249,7 @@ class Loop:
         )
 
     def evaluate(self, kind: str, cycle: int, models: list[str]) -> Stage:
-        """Return a stage of evaluate.py: calibrated losses, and figures of fresh text."""
+        """Return a stage of evaluate.py: calibrated losses, and the quality of fresh text."""
         part = {"part": "report"}
         if Path(self.corpus, "test.bin").is_file():
             part = {"split": "test"}
@@ -250,6 +262,7 @@ class Loop:
             baseline=f"{self.folder}/base_model_v{cycle}.pt",
             reward_model_path=f"{self.folder}/reward_model_v{cycle}.pt",
             word_dataset=self.natural_corpus,
+            samples=self.sections["evaluate"].samples or NUM_SAMPLES,
             calibrate=True,
             output_path=f"{self.folder}/{kind}_v{cycle + 1}.json",
             **part,
@@ -279,9 +292,9 @@ class Loop:
                 return
             if stage.kind == "policy":
                 is_open = self.is_gate_open(ledger, stage.cycle)
-            if stage.kind == "policy" and not is_open:
-                generator = stage.settings.base_model_path
-                stage = Stage("policy", stage.cycle, stage.artefact, source=generator)
+                if not is_open:
+                    generator = stage.settings.base_model_path
+                    stage = Stage("policy", stage.cycle, stage.artefact, source=generator)
             yield stage
             if stage.kind == "evaluation" and not is_open:
                 return
@@ -315,7 +328,6 @@ def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:
             errors.check(
                 is_kept, f"--{stage.section}.{name}: this run sets it itself", "Leave it out"
             )
-    errors.messages = list(dict.fromkeys(errors.messages))
     errors.raise_if_any()
 
 

@@ -55,8 +55,8 @@ class Errors:
         self.suggestions: list[str] = []
 
     def check(self, holds: bool, error: str, suggestion: str = "") -> None:
-        """Add `error` and the suggestion how to fix it, unless `holds`."""
-        if holds:
+        """Add `error` and the suggestion how to fix it, unless `holds`; no error appears twice."""
+        if holds or error in self.messages:
             return
         self.messages.append(error)
         if suggestion and suggestion not in self.suggestions:

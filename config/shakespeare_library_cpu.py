@@ -145,7 +145,19 @@ control_plain = dict(
     eval_interval=500,
 )
 
-# Second, the natural model's distribution at prefixes of natural text (off-policy), in the seconds
+# Second, GRPO with the evidence of sampled tokens (credit=token, which run_cycles.py sets), in the
+# seconds of GRPO.
+control_sampled = dict(
+    dataset="shakespeare_play_char",
+    prompts_per_step=16,
+    group_size=8,
+    max_steps=120,
+    learning_rate=1e-3,
+    lr_schedule="linear",
+    eval_interval=20,
+)
+
+# Third, the natural model's distribution at prefixes of natural text (off-policy), in the seconds
 # of GRPO.
 control_distil = dict(
     dataset="shakespeare_play_char",

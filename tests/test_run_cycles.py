@@ -55,7 +55,8 @@ NAMES = [
     "gate_v1",
     "base_model_v2",
 ]
-NAMES += ["evaluation_v2", "control_plain_v2", "control_distil_v2", "controls_v2"]
+CONTROL_NAMES = ["control_plain_v2", "control_sampled_v2", "control_distil_v2"]
+NAMES += ["evaluation_v2", *CONTROL_NAMES, "controls_v2"]
 
 
 @pytest.fixture
@@ -119,14 +120,15 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert records["control_plain_v2"]["settings"]["max_iters"] == 6
     found = records["evaluation_v2"]["figures"]
     assert list(found) == ["base_model_v1", "base_model_v2", "natural_model_v1"]
-    assert list(records["controls_v2"]["figures"]) == ["control_plain_v2", "control_distil_v2"]
+    assert list(records["controls_v2"]["figures"]) == CONTROL_NAMES
+    assert records["control_sampled_v2"]["settings"]["credit"] == "token"
     assert found["base_model_v1"]["kl_now"] < 1e-9 < found["base_model_v2"]["kl_now"]
     page = (out / "report.html").read_text()
     lines = printed.splitlines()[-3:]
     assert lines == [html.unescape(line) for line in re.findall(r'(?:<h1>|"lead">)(.*)</', page)]
     assert "of 1 cycles the policy is not shown to differ from (no verdict: 0 blocks" in lines[1]
     assert f"{found['base_model_v2']['fresh_reward']:.3f}; KL to its start" in lines[2]
-    assert "##### 10 of 10, controls_v2: evaluate.py" in printed
+    assert "##### 11 of 11, controls_v2: evaluate.py" in printed
     assert f"{found['base_model_v2']['loss']:.4f}" in printed
 
 
@@ -156,7 +158,14 @@ def test_a_stage_is_made_again_if_its_file_its_settings_or_its_inputs_changed(
     config.write_text(config.read_text().replace("max_steps=2", "max_steps=3"))
     finished = loop(config, corpus, out)
     assert finished.status == 0, finished.err
-    assert in_this_process == ["train_grpo", "train_grpo", "evaluate", "train_grpo", "evaluate"]
+    assert in_this_process == [
+        "train_grpo",
+        "train_grpo",
+        "evaluate",
+        "train_grpo",
+        "train_grpo",
+        "evaluate",
+    ]
     assert (out / "gate_v1.json").read_text() == (unbroken[1] / "gate_v1.json").read_text()
     assert "base_model_v2 is made again: max_steps was 2, now 3" in finished.out
     assert "evaluation_v2 is made again: checkpoints was " in finished.out
@@ -250,7 +259,7 @@ CYCLE = ["reward_data", "reward_model", "gate", "policy"]
 
 def test_plan_of_two_cycles(tmp_path):
     stages = plan(tmp_path, num_cycles=2).stages()
-    controls = ["control_plain", "control_distil"]
+    controls = ["control_plain", "control_sampled", "control_distil"]
     assert kinds(stages) == ["base", "natural_model", *CYCLE, *controls, *CYCLE, *controls]
     settings = {stage.name: stage.settings for stage in stages}
     assert settings["control_plain_v2"].init_from == f"{tmp_path}/out/base_model_v1.pt"

@@ -143,8 +143,7 @@ class TrainSettings(Settings):
         )
         config = GPTConfig(n_head=self.n_head, n_embd=self.n_embd, position=self.position)
         impossible = config.problem() or ""
-        if impossible not in errors.messages:  # else the range check has reported it
-            errors.check(not impossible, impossible, "Change --n_head or --n_embd")
+        errors.check(not impossible, impossible, "Change --n_head or --n_embd")
         if self.init_from == "scratch":  # else the block size is that of the loaded model
             self.check_contexts(self.block_size, errors)
 
