@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import call, refuse_in_one_line, succeed
+from helpers import refuse_in_one_line, succeed
 
 from common.distributed import Ranks
 from common.files import hash_file
@@ -183,7 +183,7 @@ def test_a_policy_learns_what_the_function_rewards(
     """Alone: no gate and no P(natural); the records have its rewards. A run is resumed with the
     same file alone.
     """
-    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
+    monkeypatch.setattr(stopping, "CAPS", {})
     (tmp_path / "letters.py").write_text(LETTERS)
     options = {
         "base_model_path": generator,
@@ -219,9 +219,7 @@ def test_a_policy_learns_what_the_function_rewards(
 
 
 def test_a_task_that_changes_the_text_is_learned_though_the_loss_rises(tmp_path, corpus, knowing):
-    """-2 for each letter e: the loss on natural text rises above its cap. One warning; a later
-    policy is kept.
-    """
+    """-2 for each letter e: the loss on natural text rises above its cap; a later policy is kept."""
     (tmp_path / "letters.py").write_text(
         "def no_e(completions): return [-2.0 * t.count('e') for t in completions]"
     )
@@ -237,8 +235,7 @@ def test_a_task_that_changes_the_text_is_learned_though_the_loss_rises(tmp_path,
         "prompts_per_step": 8,
         "eval_interval": 4,
     }
-    finished = call("train_grpo", **options)
-    assert finished.status == 0 and finished.err.count("WARNING: loss_rise") == 1, finished.err
+    succeed("train_grpo", **options)
     training = load_checkpoint(options["output_path"])["training"]
     assert training["steps"] == 24 and training["stop_reason"] == "step limit: 24"
     assert training["kept_step"] > 0
