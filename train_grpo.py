@@ -5,8 +5,7 @@
 Reads a generator, a reward model and/or a reward function of yours, and natural text for prompts.
 Writes the improved generator, one JSON record per step, and a picture of the training.
 
-Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats four steps,
-and occasionally a fifth:
+Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats these steps:
 
     sample      the policy pi_old completes each of P prompts G times: a group o_1 .. o_G
     score       frozen models read each completion: is it natural, and how probable is it under
@@ -15,7 +14,8 @@ and occasionally a fifth:
     update      take steps up the gradient of the objective (equation 3)
                 mean over i, t of  min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon) A) - beta KL,
                 ratio = pi(token t of o_i) / pi_old(token t of o_i), KL estimated at the sampled
-                tokens (k3). credit=exact instead descends KL(pi || m) over the whole vocabulary
+                tokens (k3). With a likelihood head, credit=auto is exact: without advantages, the
+                update descends KL(pi || m) over the whole vocabulary; m is the head's mixture
     evaluate    measure the policy on other prompts; the best evaluated policy is kept
 
 Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens
@@ -102,7 +102,7 @@ def main() -> None:
     # What learns, and what the saved state contains. In a resumed run, start_run reads the state
     # and `track` loads it into these objects; then the schedule has its original length.
     stops = Stops.of(settings, corpus.characters_per_token)
-    update = Updater(policy, scorer.reward_model, settings, ranks, stops.cap("kl_step"))
+    update = Updater(policy, scorer.reward_model, settings, ranks, corpus.characters_per_token)
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
     best = Best()
     run = start_run(settings, ranks, inputs)
@@ -121,8 +121,8 @@ def main() -> None:
         # Sample: draw P prompts, (P, N) natural text with one prompt length each, and complete each
         # of them G times: (P, G, N) ids become rows, ids (R, N) int64. Sampling notes log pi_old
         # (R, N - 1) float32; mask (R, N - 1) bool says which tokens follow a prompt. Only these are
-        # rewarded and learned. (With prefixes=natural, which requires credit=exact, the rows are
-        # natural text after a prompt, G is 1, and there is no log pi_old.)
+        # rewarded and learned. (With credit=exact, prefixes=natural makes the rows natural text
+        # after a prompt: then G is 1, and there is no log pi_old.)
         rollouts = sample(completer, corpus.train, settings, step + 1, ranks)
 
         # Score: the models read the rows, prompts included, and return log pi_ref (R, N - 1) and
@@ -139,8 +139,9 @@ def main() -> None:
         # with the mean of its tokens; other heads reward a row with P(natural). The reward of a
         # function is added. Then each reward is compared with those of its group, the G rows of the
         # same prompt: token t with the group's tokens t. The result is (R,), one advantage for all
-        # tokens of a row, or (R, N - 1), one per token. It is None with credit=exact, which
-        # computes the expectation over all V next tokens instead of comparing sampled ones.
+        # tokens of a row, or (R, N - 1), one per token. It is None with credit=exact (what auto
+        # chooses if a likelihood head gives the whole reward): the update then computes the
+        # expectation over all V next tokens instead of comparing sampled ones.
         advantages, advantage_figures = compute_advantages(rollouts, scores, settings, ranks)
         figures.update(advantage_figures)
         if figures.get("flat_groups") == 1 and not warned_of_flat_groups:
@@ -148,9 +149,11 @@ def main() -> None:
             warned_of_flat_groups = True
 
         # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old,
-        # the loss of each token (R, N - 1), and their mean (), as loss_type says. Gradients are
-        # summed over micro-batches of rows; then AdamW takes a step. This happens at most
-        # updates_per_step times: a KL from pi_old above the cap ends the updates of a step.
+        # the loss of each token (R, N - 1), and their mean (), as loss_type says. (With
+        # credit=exact the loss of a token is instead KL(pi || m) over the V tokens that could
+        # stand in its place.) Gradients are summed over micro-batches of rows; then AdamW takes a
+        # step. This happens at most updates_per_step times: a KL from pi_old above MAX_KL_UPDATE
+        # ends the updates of a step.
         figures.update(update(rollouts, scores, advantages, schedule.factor(step)))
         stops.step(figures)
 
@@ -161,12 +164,6 @@ def main() -> None:
         is_last = num_steps == settings.max_steps or stops.reason() is not None
         is_evaluated = is_last or num_steps % settings.eval_interval == 0
         if is_evaluated:
-            # If the updates of this step ended early, its KL is already in kl_update.
-            if (
-                rollouts.old_log_probs is not None
-                and figures["updates"] == settings.updates_per_step
-            ):
-                figures["kl_step"] = update.kl_of_step(rollouts)
             evaluation = ranks.run_on_rank0(lambda: evaluate(completer))
             figures.update(evaluation)
             stops.evaluation(figures)

@@ -64,13 +64,6 @@ HEADS: dict[str, dict[str, Any]] = {
         "learning_rate": 3e-4,
         "max_epochs": 2,
     },
-    "position, all unfrozen, token": {
-        "head": "position",
-        "loss": "token",
-        "unfreeze_layers": -1,
-        "learning_rate": 3e-4,
-        "max_epochs": 2,
-    },
     "likelihood": {"head": "likelihood", "natural_iters": 400},
     "likelihood, 1,200 steps": {"head": "likelihood", "natural_iters": 1200},
 }

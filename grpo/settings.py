@@ -45,7 +45,7 @@ class GRPOSettings(Settings):
     prompts_per_step: int = setting(16, minimum=1)
     """prompts (groups) per step"""
     group_size: int = setting(8, minimum=1)
-    """completions per prompt, whose rewards are compared: at least 2, or 1 with credit=exact"""
+    """completions per prompt: at least 2, which are compared, or 1 with credit=exact"""
     max_steps: int = setting(100, minimum=1, changeable=True)
     """maximum number of steps"""
     updates_per_step: int = setting(1, minimum=1)
@@ -59,8 +59,7 @@ class GRPOSettings(Settings):
     reward_function: str | None = None
     """FILE.py:NAME, used instead of or with the reward model; the file is executed"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
-    """exact: expectation over the vocabulary (likelihood head); auto: token if tokens have
-    rewards"""
+    """auto: exact (over the whole vocabulary) if the reward allows it, else token, else sequence"""
     kl: Literal["forward", "reverse"] = "reverse"
     """with credit=exact: reverse is KL(policy || mixture), forward is KL(mixture || policy)"""
     prefixes: Literal["own", "natural"] = "own"
@@ -92,10 +91,10 @@ class GRPOSettings(Settings):
         ignored = {}
         if self.credit == "exact":
             ignored.update(dict.fromkeys(SAMPLED_ONLY, "credit=exact"))
-        else:
+        elif self.credit != "auto":
             ignored.update(dict.fromkeys(("kl", "prefixes"), f"credit={self.credit}"))
         if not self.reward_model_path:
-            of_reward_model = ("gate_path", "reward_threshold", "reward")
+            of_reward_model = ("gate_path", "reward_threshold", "reward", "kl", "prefixes")
             ignored.update(dict.fromkeys(of_reward_model, "a reward_function and no reward model"))
         if self.prefixes == "natural":
             ignored["reward_threshold"] = "prefixes=natural, which samples no text to reward"
@@ -109,15 +108,15 @@ class GRPOSettings(Settings):
             errors.check(
                 value == default, f"{name}={value} is ignored with {reason}", f"Leave out {name}"
             )
-        is_exact = self.credit == "exact"
         errors.check(
             bool(self.reward_function or self.reward_model_path),
             "reward_model_path is required",
             "Pass the checkpoint with --reward_model_path, or your function with --reward_function",
         )
+        may_be_exact = self.credit == "exact" or (self.credit == "auto" and self.reward_model_path)
         errors.check(
-            is_exact or self.group_size > 1,
-            "group_size=1: must be >= 2 (completions to compare)",
+            bool(may_be_exact) or self.group_size > 1,
+            f"group_size=1 leaves credit={self.credit} nothing to compare",
             "Use --group_size 2 or more, or --credit exact, which compares nothing",
         )
         errors.check(
@@ -135,7 +134,7 @@ def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOS
     is_ratio: the head compares two models (likelihood head), so that it has evidence.
     knows_tokens: the head rewards single tokens. Without a reward model credit=auto stays: the
     reward function returns numbers of sequences or of tokens. Raise UserError if the head lacks
-    what the settings ask for.
+    what the settings ask for, or if they have options that do not apply to the chosen credit.
     """
     credit = settings.credit
     reward = settings.reward
@@ -143,10 +142,8 @@ def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOS
     if settings.reward_model_path is not None:
         if not is_ratio:
             reward = "natural"
-        if credit == "auto" and knows_tokens:
-            credit = "token"
-        elif credit == "auto":
-            credit = "sequence"
+        if credit == "auto":
+            credit = choose_credit(settings, is_ratio, knows_tokens)
         if (credit == "exact" and not is_ratio) or (credit == "token" and not knows_tokens):
             raise UserError(
                 f"ERROR: credit={credit}: {settings.reward_model_path} has no per-token rewards; "
@@ -158,3 +155,34 @@ def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOS
     elif beta is None:
         beta = DEFAULT_BETA
     return replace(settings, credit=credit, reward=reward, beta=beta)
+
+
+def choose_credit(
+    settings: GRPOSettings, is_ratio: bool, knows_tokens: bool
+) -> Literal["token", "sequence", "exact"]:
+    """Return the credit of the least variance that the reward allows, for credit=auto.
+
+    exact needs a reward that is a ratio of two models: it sums over the vocabulary, which neither
+    P(natural) nor a function's reward of sampled text allows.
+    """
+    credit: Literal["token", "sequence", "exact"] = "sequence"
+    way_out = "leave it out"
+    if is_ratio and settings.reward == "evidence" and settings.reward_function is None:
+        credit = "exact"
+        way_out = "use --credit token, or leave it out"
+    elif knows_tokens:
+        credit = "token"
+    chosen = replace(settings, credit=credit)
+    for name in chosen.ignored_options():
+        value = getattr(settings, name)
+        if value != getattr(GRPOSettings, name):
+            raise UserError(
+                f"ERROR: {name}={value} has no effect with credit={credit}, which credit=auto "
+                f"chooses for this reward: {way_out}"
+            )
+    if credit != "exact" and settings.group_size < 2:
+        raise UserError(
+            f"ERROR: group_size=1 leaves credit={credit}, which credit=auto chooses for this "
+            "reward, nothing to compare: use --group_size 2 or more"
+        )
+    return credit

@@ -207,7 +207,7 @@ class CrossoverReward:
         half = count // 2 * SAMPLES
         select = (ids[:half], labels[:half])
         report = (ids[half:], labels[half:])
-        figures, prediction = fit_mixture(self.head, select, report, "nll")
+        figures, prediction = fit_mixture(self.head, select, report)
         block_numbers = torch.arange(count).repeat_interleave(SAMPLES)[half:]
         figures.update(measure_skill(prediction, shares[half:], block_numbers, T, seed))
         print0(f"Weight of the natural model: {figures['mixture']:.3f}\n{describe_skill(figures)}")

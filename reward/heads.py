@@ -4,14 +4,13 @@
 
 A head is a class in this file and a name in REWARD_MODELS. Every head has:
 
-    losses        names of the losses that can train it; the first is the default
     knows_tokens  whether it has evidence of single tokens, and thus token_probabilities(idx) (B, T)
     is_ratio      whether its evidence is a log-ratio of two models, not a score learned from labels
     forward(idx, targets=None)     probabilities (B, 2) [P(natural), P(synthetic)], and the mean
                                    squared error () or None
     output(idx)                    input of `loss` and `share`: evidence (B, T), or scores (B, 2)
                                    before the softmax
-    loss(output, targets, name)    loss (); targets (B, 2) [K/T, (T-K)/T]
+    loss(output, targets)          loss (); targets (B, 2) [K/T, (T-K)/T]
     share(output)                  P(natural) (B,)
 
 With a uniform crossover K, P(K | x) is proportional to the product over the natural tokens t < K of
@@ -36,7 +35,7 @@ from generation.context import Context
 from generation.sampling import Sampling, sampling_distribution
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig, check_same_fields
-from reward.posterior import crossover_loss, natural_probabilities, natural_share, reward_loss
+from reward.posterior import crossover_loss, natural_probabilities, natural_share
 from training.checkpoint import check_mode, load_weights
 
 
@@ -74,9 +73,11 @@ class TrunkRewardModel(GPT):
 class LastRewardModel(TrunkRewardModel):
     """Predicts K/T of a sequence from the last hidden state."""
 
-    losses: ClassVar[tuple[str, ...]] = ("mse", "cross_entropy")
     knows_tokens: ClassVar[bool] = False
-    loss = staticmethod(reward_loss)
+
+    def loss(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean squared error () of the probabilities softmax(scores)."""
+        return F.mse_loss(scores.softmax(-1), targets)
 
     def share(self, scores: Tensor) -> Tensor:
         """Return P(natural) (B,) for scores (B, 2)."""
@@ -86,7 +87,6 @@ class LastRewardModel(TrunkRewardModel):
 class TokenEvidence(nn.Module):
     """Base class of heads whose output is the evidence (B, T) that each token is natural."""
 
-    losses: ClassVar[tuple[str, ...]] = ("nll", "token", "mse", "cross_entropy")
     knows_tokens: ClassVar[bool] = True
     output: Callable[..., Tensor]
     loss = staticmethod(crossover_loss)

@@ -22,7 +22,7 @@ ALL_ROWS = slice(None)
 
 
 def fit_mixture(
-    model: LikelihoodRewardModel, select: Split, report: Split, loss_name: str
+    model: LikelihoodRewardModel, select: Split, report: Split
 ) -> tuple[dict[str, Any], Tensor]:
     """Fit w to the labels of `select`. Return figures, and P(natural) (n,) of `report`."""
     natural, written = log_probs_of_split(model, select)
@@ -32,7 +32,7 @@ def fit_mixture(
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = model.loss(model.calibrated(log_ratios), targets, loss_name)
+        loss = model.loss(model.calibrated(log_ratios), targets)
         check_finite({"val_loss": loss.item(), "the logit of w": model.mixture.item()})
         loss.backward()
         return loss
@@ -44,8 +44,6 @@ def fit_mixture(
     figures.update(natural_losses(natural, written, select, w))
 
     natural, written = log_probs_of_split(model, report)
-    for name, loss in natural_losses(natural, written, report, w).items():
-        figures[f"report_{name}"] = loss
     evidence = model.calibrated(batch_of(natural - written, ALL_ROWS, model)).detach()
     parts = evidence.split(model.rows_at_a_time())
     return figures, torch.cat([model.share(part).cpu() for part in parts])

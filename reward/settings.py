@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from common.settings import Errors, Settings, changeable, setting
-from reward.heads import REWARD_MODELS
 
 
 @dataclass
@@ -31,8 +30,6 @@ class RewardModelSettings(Settings):
     """width of the hidden layer of a last or position head"""
     unfreeze_layers: int = setting(0, minimum=-1)
     """last, position: also train this many of the last blocks; 0: only the head, -1: all"""
-    loss: Literal["mse", "cross_entropy", "token", "nll"] | None = None
-    """token (a label per token), nll (-log P(K)): not for last. None: mse for last, else nll"""
     learning_rate: float = setting(1e-3, above=0)
     """learning rate of AdamW for head and unfrozen blocks, constant"""
     batch_size: int = setting(64, minimum=1)
@@ -48,22 +45,12 @@ class RewardModelSettings(Settings):
     seed: int = setting(42, minimum=0)
     """seed of the head's weights and the samples' order"""
 
-    @property
-    def loss_name(self) -> str:
-        """Return the loss to train with, or the default of the head."""
-        return self.loss or REWARD_MODELS[self.head].losses[0]
-
     def check_settings(self, errors: Errors) -> None:
         """Check the output's name, and the options that depend on the head."""
         errors.check(
             Path(self.output_path).suffix not in (".png", ".jsonl"),
             f"output_path={self.output_path}: records and a picture are written there",
             "Choose a name that ends in .pt",
-        )
-        errors.check(
-            self.loss_name in REWARD_MODELS[self.head].losses,
-            f"loss={self.loss}: a last head predicts one share a sequence",
-            "Choose --head position",
         )
         if self.head == "likelihood":
             self.check_likelihood_head(errors)
@@ -78,7 +65,7 @@ class RewardModelSettings(Settings):
             f"make one with `{command}`",
             "Pass it with --natural_model_path",
         )
-        used = changeable(type(self)) | {"head", "loss", "seed"}
+        used = changeable(type(self)) | {"head", "seed"}
         for field in fields(self):
             value = getattr(self, field.name)
             errors.check(

@@ -5,14 +5,12 @@
 Shapes: R sequences of N tokens.
 """
 
-import asyncio
 import inspect
+import runpy
 import sys
 import traceback
 from collections.abc import Callable
-from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.files import hash_file
-from common.process import Terminated, UserError, until_main_ends
+from common.process import Terminated, UserError
 
 LARGEST = 1e12  # absolute value of a reward: its square is still a float32
 RULE = (
@@ -57,7 +55,6 @@ class RewardFunction:
                 f"{function_name} is a {kind}, whose arguments are unknown: call it from a function"
             )
         self.takes_all = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())
-        self.event_loop = until_main_ends.enter_context(asyncio.Runner())  # one for all calls
         self.num_dims = 0  # of the rewards: 1 (sequences) or 2 (tokens); 0 before the first call
 
     def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -69,7 +66,11 @@ class RewardFunction:
         lengths = mask.sum(1).tolist()
         arguments = self._arguments(ids, mask, lengths)
         with torch.no_grad():
-            rewards = self._guarded(lambda: _plain(self._call(arguments)))
+            returned = self._guarded(lambda: self.function(**arguments))
+        if inspect.iscoroutine(returned):
+            returned.close()
+            self._fail("is an `async def`: choose a plain function, which may call asyncio.run")
+        rewards = self._guarded(lambda: _plain(returned))
         if not isinstance(rewards, list) or len(rewards) != len(lengths):
             self._fail(f"returned no list of R={len(lengths)} rewards; {RULE}")
         is_per_token = isinstance(rewards[0], list)
@@ -109,28 +110,9 @@ class RewardFunction:
         return {name: arguments[name] for name in self.parameters if name in arguments}
 
     def _execute_file(self) -> dict[str, Any]:
-        """Return the names that the file defines.
-
-        The file becomes a module, which worker processes of a pool can import, unless there is
-        another module of its name.
-        """
-        folder = str(self.path.resolve().parent)
-        if folder not in sys.path:
-            sys.path.append(folder)  # last: files there hide no other module
-        module = ModuleType(self.path.stem)
-        module.__file__ = str(self.path)
-        spec = PathFinder.find_spec(self.path.stem)
-        if spec is not None and spec.origin == str(self.path.resolve()):
-            sys.modules.setdefault(self.path.stem, module)
-        exec(compile(self.path.read_bytes(), str(self.path), "exec"), vars(module))
-        return vars(module)
-
-    def _call(self, arguments: dict[str, Any]) -> Any:
-        """Return what the function returns; await it if the function is `async def`, as in TRL."""
-        returned = self.function(**arguments)
-        if inspect.iscoroutine(returned):
-            return self.event_loop.run(returned)
-        return returned
+        """Return the names that the file defines. It may import other files of its folder."""
+        sys.path.append(str(self.path.resolve().parent))  # last: files there hide no other module
+        return runpy.run_path(str(self.path))
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; turn anything that the user's code raises into a

@@ -142,7 +142,7 @@ def test_evidence_is_of_the_mixture_of_both_models():
 
 @pytest.mark.parametrize("head", REWARD_HEADS)
 def test_every_head_has_the_same_interface(head):
-    """`output` agrees with `forward`, and every loss has a gradient."""
+    """`output` agrees with `forward`, and the loss has a gradient."""
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, mode="reward", reward_head_type=head)
     model = make_reward_model(config, CONFIG)
@@ -157,11 +157,8 @@ def test_every_head_has_the_same_interface(head):
     assert loss.item() == pytest.approx((probabilities - targets).square().mean().item())
     output = model.output(idx)
     torch.testing.assert_close(model.share(output), probabilities[:, 0])
-    for name in model.losses:
-        model.zero_grad()
-        model.loss(model.output(idx), targets, name).backward()
-        gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-        assert max(gradients) > 0
+    model.loss(output, targets).backward()
+    assert max(p.grad.norm() for p in model.parameters() if p.grad is not None) > 0
     if model.knows_tokens:
         assert model.output(idx).shape == model.token_probabilities(idx).shape == (6, N)
 

@@ -6,9 +6,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import call, refuse_in_one_line, succeed
+from helpers import refuse_in_one_line, succeed
 
-import reward
 from common.distributed import Ranks
 from common.files import hash_file
 from common.log import read_records
@@ -33,9 +32,7 @@ def share(completions, **kwargs):
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """Makes a function `score` of a file with this text; its ids are the letters a, b, c, ..."""
-    # without the folders of functions that other tests have loaded
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if "pytest-" not in path])
-    sys.modules.pop("mine", None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
     def make(text: str, name: str = "score") -> RewardFunction:
         path = tmp_path / "mine.py"
@@ -86,59 +83,15 @@ def test_the_file_may_import_from_its_folder_and_is_run_as_no_script(made, tmp_p
     assert function.sha256 == hash_file(tmp_path / "mine.py")
 
 
-ASYNC = """
-import asyncio
-lock = asyncio.Lock()
-async def one(text):
-    async with lock:  # of one event loop for all calls
-        await asyncio.sleep(1e-3)
-        return len(text)
-async def score(completions):
-    return await asyncio.gather(*map(one, completions))
-"""
-PARTIAL = """
-import functools
-def lengths(completions, factor):
-    return [factor * len(text) for text in completions]
-score = functools.partial(lengths, factor=1)
-"""
-
-
-@pytest.mark.parametrize("text", [ASYNC, PARTIAL], ids=["async", "partial"])
-def test_kinds_that_can_be_called(made, recwarn, text):
-    function = made(text)
-    assert function(IDS, MASK).tolist() == function(IDS, MASK).tolist() == [2, 3]
+def test_a_partial_can_be_called_and_an_async_def_cannot(made, recwarn):
+    lengths = (
+        "def lengths(completions, factor):\n    return [factor * len(t) for t in completions]\n"
+    )
+    text = f"import functools\n{lengths}score = functools.partial(lengths, factor=1)\n"
+    assert made(text)(IDS, MASK).tolist() == [2, 3]
+    line = error_of(lambda: made("async def score(completions): return [1, 2]\n")(IDS, MASK))
+    assert "is an `async def`: choose a plain function" in line
     assert not recwarn.list
-
-
-def test_two_functions_are_independent(made):
-    """Each has its own event loop; the folder is searched once."""
-    first = made(ASYNC)
-    second = made(ASYNC)
-    assert first(IDS, MASK).tolist() == second(IDS, MASK).tolist() == first(IDS, MASK).tolist()
-    assert sys.path.count(str(first.path.resolve().parent)) == 1
-
-
-POOL = """
-import multiprocessing
-def length(text):
-    return len(text)
-def score(completions):
-    with multiprocessing.get_context("{method}").Pool(1) as pool:
-        return pool.map(length, completions)
-"""
-
-
-# for its time
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.interop)])
-def test_a_pool_imports_the_file_by_its_name(made, method):
-    assert made(POOL.format(method=method))(IDS, MASK).tolist() == [2, 3]
-
-
-def test_a_file_with_the_name_of_a_module_hides_none(tmp_path):
-    (tmp_path / "reward.py").write_text("def score(ids): return [5] * len(ids)\n")
-    assert RewardFunction(f"{tmp_path}/reward.py:score")(IDS, MASK).tolist() == [5, 5]
-    assert sys.modules["reward"] is reward
 
 
 def test_the_arguments_are_those_of_trl_and_the_arrays(made):
@@ -230,7 +183,7 @@ def test_a_policy_learns_what_the_function_rewards(
     """Alone: no gate and no P(natural); the records have its rewards. A run is resumed with the
     same file alone.
     """
-    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
+    monkeypatch.setattr(stopping, "CAPS", {})
     (tmp_path / "letters.py").write_text(LETTERS)
     options = {
         "base_model_path": generator,
@@ -266,9 +219,7 @@ def test_a_policy_learns_what_the_function_rewards(
 
 
 def test_a_task_that_changes_the_text_is_learned_though_the_loss_rises(tmp_path, corpus, knowing):
-    """-2 for each letter e: the loss on natural text rises above its cap. One warning; a later
-    policy is kept.
-    """
+    """-2 for each letter e: the loss on natural text rises above its cap; a later policy is kept."""
     (tmp_path / "letters.py").write_text(
         "def no_e(completions): return [-2.0 * t.count('e') for t in completions]"
     )
@@ -284,8 +235,7 @@ def test_a_task_that_changes_the_text_is_learned_though_the_loss_rises(tmp_path,
         "prompts_per_step": 8,
         "eval_interval": 4,
     }
-    finished = call("train_grpo", **options)
-    assert finished.status == 0 and finished.err.count("WARNING: loss_rise") == 1, finished.err
+    succeed("train_grpo", **options)
     training = load_checkpoint(options["output_path"])["training"]
     assert training["steps"] == 24 and training["stop_reason"] == "step limit: 24"
     assert training["kept_step"] > 0

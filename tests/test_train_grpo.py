@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -37,7 +36,7 @@ from grpo import stopping
 from grpo import update as update_module
 from grpo.rewards import compute_advantages, step_figures
 from grpo.rollouts import Rollouts, sample
-from grpo.settings import GRPOSettings
+from grpo.settings import GRPOSettings, resolve
 from grpo.update import Updater
 from losses import token_log_probs
 from model import GPT, GPTConfig
@@ -75,7 +74,7 @@ def test_a_reward_model_that_predicts_is_let_through(good):
     assert re.search(r"R2 .*\b40 .*: 0\.9", finished.out)
     training = load_checkpoint(good["output_path"])["training"]
     settings = training["settings"]
-    assert (training["steps"], settings["credit"], settings["beta"]) == (1, "token", 0)
+    assert (training["steps"], settings["credit"], settings["beta"]) == (1, "exact", 0)
     assert [record["step"] for record in records_of(good)] == [0, 1, 1]
 
 
@@ -130,10 +129,14 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"group_size": 1}, ["group_size=1", "--credit exact"]),
+        ({"credit": "token", "group_size": 1}, ["group_size=1", "--credit exact"]),
         ({"credit": "exact", "epsilon": 0.1}, ["epsilon=0.1", "credit=exact"]),
         ({"credit": "exact", "reward_function": "mine.py:score"}, ["reward_function"]),
-        ({"prefixes": "natural"}, ["prefixes=natural", "credit=auto"]),
+        ({"credit": "token", "prefixes": "natural"}, ["prefixes=natural", "credit=token"]),
+        (
+            {"reward_model_path": None, "reward_function": "mine.py:score", "group_size": 1},
+            ["group_size=1"],
+        ),
         (
             {**EXACT, "prefixes": "natural", "reward_threshold": 0.5},
             ["reward_threshold=0.5", "prefixes=natural"],
@@ -159,10 +162,39 @@ def test_options_that_do_not_go_together_are_refused_with_the_way_out(good, opti
 
 
 def test_what_the_head_does_not_know_is_refused_with_the_way_out(good, reward_model):
-    last = {**good, "reward_model_path": reward_model}
+    last = {**good, "reward_model_path": reward_model, "allow_unpredictive_reward": True}
     for credit in ("exact", "token"):
         line = refuse_in_one_line("train_grpo", **last, credit=credit)
         assert f"credit={credit}: {reward_model} " in line and "likelihood head" in line
+    for option in ({"prefixes": "natural"}, {"group_size": 1}):
+        assert "credit=sequence, which" in refuse_in_one_line("train_grpo", **{**last, **option})
+
+
+@pytest.mark.parametrize(
+    ("is_ratio", "knows_tokens", "options", "credit"),
+    [
+        (True, True, {}, "exact"),
+        (True, True, {"group_size": 1, "kl": "forward", "prefixes": "natural"}, "exact"),
+        (True, True, {"reward_function": "mine.py:score", "beta": 0.1}, "token"),
+        (True, True, {"reward": "natural"}, "token"),
+        (True, True, {"credit": "token", "epsilon": 0.1}, "token"),
+        (True, True, {"credit": "sequence"}, "sequence"),
+        (False, True, {}, "token"),
+        (False, False, {}, "sequence"),
+        (False, False, {"reward_model_path": None, "reward_function": "mine.py:score"}, "auto"),
+    ],
+)
+def test_auto_is_the_credit_of_least_variance(is_ratio, knows_tokens, options, credit):
+    settings = GRPOSettings(**{"reward_model_path": "reward.pt", **options})
+    assert resolve(settings, is_ratio, knows_tokens).credit == credit
+
+
+@pytest.mark.parametrize("option", [{"epsilon": 0.1}, {"beta": 0.1}, {"advantage_scale": "none"}])
+def test_options_of_sampled_tokens_name_the_credit_that_they_need(good, option):
+    line = refuse_in_one_line("train_grpo", **good, **option)
+    (name,) = option
+    assert f"{name}={option[name]} has no effect with credit=exact" in line
+    assert "use --credit token" in line and not good["output_path"].parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -260,7 +292,7 @@ def gradient(
     policy.zero_grad()
     scores = scorer(batch.ids, batch.mask, keep_hidden=True)
     advantages, _ = compute_advantages(batch, scores, settings, Ranks())
-    update = Updater(policy, scorer.reward_model, settings, Ranks(), math.inf)
+    update = Updater(policy, scorer.reward_model, settings, Ranks(), 1.0)
     figures = update.accumulate_gradients(batch, scores, advantages)
     gradients = [parameter.grad.flatten() for parameter in policy.parameters()]
     return torch.cat(gradients), figures["loss"]
@@ -364,7 +396,7 @@ def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
 
     Natural prefixes have no threshold and no plateau, and one line says so.
     """
-    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
+    monkeypatch.setattr(stopping, "CAPS", {})
     options = {**good, **EXACT, **more, "max_steps": 8, "learning_rate": 1e-2, "eval_interval": 4}
     lines = succeed("train_grpo", **options).splitlines()
     said = [line for line in lines if line.startswith("Natural prefixes: ")]
@@ -416,7 +448,7 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
         "lr_schedule": "linear",
         "learning_rate": 1e-2,
     }
-    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
+    monkeypatch.setattr(stopping, "CAPS", {})
     succeed("train_grpo", **options)
     parts = {**options, "output_path": tmp_path / "parts" / "policy.pt"}
     with monkeypatch.context() as patch:

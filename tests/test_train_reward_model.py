@@ -126,18 +126,18 @@ def test_a_likelihood_head_learns_the_weight_of_its_natural_model(
             assert other >= training["val_loss"] - 1e-5
 
 
-def test_losses_are_those_of_the_written_model_on_both_parts(good, reward_data, knowing):
+def test_losses_are_those_of_the_written_model(good, reward_data, knowing):
     out = succeed("train_reward_model", **good, natural_model_path=knowing)
     checkpoint, model = load_result(good)
     training = checkpoint["training"]
-    for (x, y), prefix in zip(parts(reward_data), ("", "report_"), strict=True):
-        is_natural = torch.arange(1, 16) < (y[:, :1] * 16).round()
-        with torch.no_grad():
-            natural, written = model.log_probs(x)
-            every = [natural, written, written + model.output(x)[:, 1:]]
-        by_hand = [-log_probs[is_natural].mean().item() for log_probs in every]
-        found = [training[f"{prefix}{name}_loss"] for name in ("natural", "generator", "mixture")]
-        assert found == pytest.approx(by_hand, abs=1e-4)
+    x, y = parts(reward_data)[0]
+    is_natural = torch.arange(1, 16) < (y[:, :1] * 16).round()
+    with torch.no_grad():
+        natural, written = model.log_probs(x)
+        every = [natural, written, written + model.output(x)[:, 1:]]
+    by_hand = [-log_probs[is_natural].mean().item() for log_probs in every]
+    found = [training[f"{name}_loss"] for name in ("natural", "generator", "mixture")]
+    assert found == pytest.approx(by_hand, abs=1e-4)
     assert training["skill"]["r2_low"] > 0.8
     assert f"R2 {format_figure(training['skill'], 'r2')}" in out and "beat a constant" not in out
 
@@ -157,25 +157,19 @@ def test_a_fit_whose_loss_is_not_finite_is_reported(monkeypatch, good, natural_m
     """Torch's LBFGS ends such a search in an error of its own, of a value that cannot be
     converted.
     """
-    monkeypatch.setattr(
-        LikelihoodRewardModel, "loss", staticmethod(lambda *_: torch.tensor(math.nan))
-    )
+    monkeypatch.setattr(LikelihoodRewardModel, "loss", lambda *_: torch.tensor(math.nan))
     assert "val_loss is nan" in refuse(
         "train_reward_model", **good, natural_model_path=natural_model
     )
     assert not good["output_path"].exists()
 
 
-@pytest.mark.parametrize(
-    ("head", "loss"),
-    [(POSITION, "nll"), (POSITION, "token"), (LAST, "mse"), (LAST, "cross_entropy")],
-)
-def test_heads_and_their_losses(good, generator, reward_data, head, loss):
+@pytest.mark.parametrize("head", [POSITION, LAST], ids=lambda head: head["head"])
+def test_the_better_of_two_epochs_is_kept(good, generator, reward_data, head):
     """The trunk stays as it was; of two epochs the better is kept, by the loss on the half that
     selects.
     """
-    given = {} if loss in ("nll", "mse") else {"loss": loss}  # those are the heads' own
-    succeed("train_reward_model", **good, **head, **given, reward_head_hidden_dim=9)
+    succeed("train_reward_model", **good, **head, reward_head_hidden_dim=9)
     checkpoint, model = load_result(good)
     assert (model.config.reward_head_type, model.config.reward_head_hidden_dim) == (head["head"], 9)
     assert_same_weights(trunk_of(checkpoint["model"]), trunk_of(weights(generator)))
@@ -186,7 +180,7 @@ def test_heads_and_their_losses(good, generator, reward_data, head, loss):
     assert training["val_loss"] == min(losses)
     assert training["epoch"] == losses.index(min(losses)) + 1
     x, y = parts(reward_data)[0]
-    assert model.loss(model.output(x), y, loss).item() == pytest.approx(min(losses), rel=1e-5)
+    assert model.loss(model.output(x), y).item() == pytest.approx(min(losses), rel=1e-5)
     assert epochs[0]["mae_tokens"] == pytest.approx(16 * epochs[0]["mae"])
 
 
@@ -294,7 +288,6 @@ def test_a_natural_model_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("options", "said", "way_out"),
     [
-        ({"head": "last", "loss": "nll"}, "loss=nll", "--head position"),
         (
             {"head": "likelihood", "natural_model_path": None},
             "`python train.py --init_from ",
