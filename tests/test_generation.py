@@ -150,6 +150,14 @@ def test_ties_do_not_let_more_than_top_k_in_and_top_p_keeps_the_token_that_cross
         assert sampling_distribution(logits, Sampling(top_p=top_p)).isfinite().sum() == kept
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", -1), ("temperature", math.nan), ("top_k", 0), ("top_p", 2)]
+)
+def test_impossible_samplings_are_reported(name, value):
+    with pytest.raises(UserError, match=f"{name}={value}"):
+        Sampling(**{name: value})
+
+
 # --------------------------------------------------------------------------------------------------
 # completions
 
