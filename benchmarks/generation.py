@@ -1,12 +1,12 @@
-"""How fast text is written, against the ways a user would otherwise take: medians of interleaved
-runs, as ratios.
+"""Measure how many tokens per second are generated, compared with other implementations.
 
     python benchmarks/generation.py --num_runs 3
 
-"The seeds" are the documents that the project comes from: their way to write text is the reference
-of the ratios, and their headline job took 150 s on their GPU. Untrained models, as speed does not
-depend on what they know; natural text is random. Hugging Face's `generate` is in the table where
-transformers is installed (requirements-bench.txt).
+"The seeds" are the documents that the project started from. Their generation, one sequence at a
+time without a cache, is the reference of all ratios; their headline job took 150 s on their GPU.
+Models are untrained and natural text is random, because speed does not depend on either. Ways
+alternate, and figures are medians. Hugging Face's `generate` is included if transformers is
+installed (requirements-bench.txt).
 """
 
 import multiprocessing
@@ -34,61 +34,65 @@ from generation.sampling import Sampling
 from model import GPT, GPTConfig
 
 SHAPES: dict[str, dict[str, int]] = {
-    "XS": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16},  # for a look at the tables
+    "XS": {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "block_size": 16,
+    },  # to try the script
     "S": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64},
     "M": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256},
 }
 VOCAB_SIZE = 65
-GROUP = 16  # samples a block
-FEW_ROWS = 128  # a step of train_grpo.py, in groups of FEW_GROUP; of data preparation some 1,000
+GROUP = 16  # samples of each block
+FEW_ROWS = 128  # rows of a train_grpo.py step, in groups of FEW_GROUP; data take about 1,000
 FEW_GROUP = 8
 HEADLINE_SHAPE = SHAPES["M"] | {"block_size": 1024}
 HEADLINE_BLOCKS, HEADLINE_GROUP, HEADLINE_SECONDS = 878 + 97, 20, 150
-# times the seeds' way, Hugging Face's best; percent of the product rate
+# Goals: times the seeds' rate, times Hugging Face's best, percent of the product rate.
 GOALS = {"S": (80, 5, 30), "M": (130, 4, 45)}
 
 
 @dataclass
 class GenerationSettings(Settings):
-    """The engine against the other ways."""
+    """Compare our generation with others."""
 
     num_runs: int = setting(3, minimum=1)
-    """timed runs of each way, in turns, after a warm-up"""
+    """timed runs of each way, after a warm-up"""
     shapes: tuple[Literal["XS", "S", "M"], ...] = ("S", "M")
-    """of XS (2 layers, 2 heads, 32 wide, block 16), S (4, 4, 128, 64) and M (6, 6, 384, 256)"""
+    """XS (2 layers, 2 heads, width 32, block size 16), S (4, 4, 128, 64), M (6, 6, 384, 256)"""
     headline_blocks: int = setting(2, minimum=0, maximum=HEADLINE_BLOCKS)
-    """blocks of the headline job that are really written; 0: leave the job out; 975: all of it"""
+    """blocks of the headline job to generate; 0: leave the job out; 975: all of it"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     hf_batches: tuple[int, ...] = (64, 128, 256, 512)
-    """batches of which the one where Hugging Face is fastest, in one run of each, has a row of its
-    own"""
+    """batch sizes for Hugging Face; the fastest in one run of each gets a row of its own"""
     num_processes: int | None = setting(None, minimum=1)
-    """processes of the row that has several, each with one thread; None: one a core; 1: without
-    that row"""
+    """processes of one thread in the row with several processes; None: one per core; 1: leave
+    that row out"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Note that no shape is named, and batches that cannot be."""
+        """Check that there are shapes, and possible batch sizes."""
         errors.check(
             bool(self.shapes), "shapes: none is named", f"Name some of {', '.join(SHAPES)}"
         )
         possible = bool(self.hf_batches) and min(self.hf_batches) > 0
         errors.check(
             possible,
-            f"hf_batches={self.hf_batches}: must be some numbers >= 1",
+            f"hf_batches={self.hf_batches}: must be one or more numbers >= 1",
             "Use 64 128 256 512",
         )
 
 
 def make_model(shape: dict[str, int], device: torch.device) -> GPT:
-    """An untrained model of a shape."""
+    """Return an untrained model of a shape."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=VOCAB_SIZE, bias=False, **shape)).eval()
     return model.to(device, select_dtype("auto", device))
 
 
 def make_job(model: GPT, blocks: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Natural text (P, N), crossovers (P, G) and uniforms (P, G, N): the same every time."""
+    """Return natural text (P, N), crossovers (P, G), uniforms (P, G, N), the same in each call."""
     N, draw = model.config.block_size, torch.Generator().manual_seed(1)
     natural = torch.randint(VOCAB_SIZE, (blocks, N), generator=draw)
     crossovers = torch.randint(1, N, (blocks, group), generator=draw)
@@ -97,12 +101,12 @@ def make_job(model: GPT, blocks: int, group: int) -> tuple[Tensor, Tensor, Tenso
 
 
 # -------------------------------------------------------------------------------------------------
-# the ways; each writes some text and returns the number of tokens written
+# the ways; each generates text and returns the number of generated tokens
 
 
 @torch.no_grad()
 def whole_prefix_again(model: GPT, idx: Tensor) -> int:
-    """Fill the block of every row of idx (B, T), the whole prefix again for every token."""
+    """Fill the block of every row of idx (B, T); compute the whole prefix for every token."""
     rows, start = idx.shape
     while idx.size(1) < model.config.block_size:
         logits, _ = model(idx)
@@ -112,21 +116,22 @@ def whole_prefix_again(model: GPT, idx: Tensor) -> int:
 
 
 def seeds_way(model: GPT, sequences: int) -> Callable[[], int]:
-    """One sequence at a time."""
+    """Generate one sequence at a time."""
     natural, crossovers, _ = make_job(model, 1, sequences)
     prompts = [natural[:, : int(k)] for k in crossovers[0]]
     return lambda: sum(whole_prefix_again(model, prompt) for prompt in prompts)
 
 
 def batched_way(model: GPT, rows: int) -> Callable[[], int]:
-    """nanoGPT's `generate`, which needs prompts of one length: here a token."""
+    """Generate as nanoGPT does, which needs prompts of equal length: here one token."""
     natural, _, _ = make_job(model, rows, 1)
     return lambda: whole_prefix_again(model, natural[:, :1])
 
 
 def hugging_face_way(model: GPT, rows: int) -> Callable[[], int] | None:
-    """Hugging Face's `generate` with its cache, a GPT-2 of the same shape, prompts of a token; None
-    if not there.
+    """Generate with Hugging Face's `generate` and its cache, from prompts of one token.
+
+    Return None if transformers is not installed. The model is a GPT-2 of the same shape.
     """
     try:
         from transformers import GPT2Config, GPT2LMHeadModel, logging
@@ -159,7 +164,7 @@ def hugging_face_way(model: GPT, rows: int) -> Callable[[], int] | None:
 
 
 def best_batch(model: GPT, batches: tuple[int, ...]) -> int:
-    """The batch of `batches` with which Hugging Face's way writes most tokens a second."""
+    """Return the batch size with which Hugging Face generates most tokens per second."""
     rates = {}
     for batch in batches if len(batches) > 1 else ():
         way = hugging_face_way(model, batch)
@@ -171,8 +176,9 @@ def best_batch(model: GPT, batches: tuple[int, ...]) -> int:
 def engine_way(
     model: GPT, group: int = GROUP, blocks: int | None = None, of_a_token: bool = False
 ) -> Callable[[], int]:
-    """The engine, with as many blocks in flight as it takes by default; `of_a_token`: prompts as
-    Hugging Face's.
+    """Generate with Completer, by default as many blocks at a time as it chooses.
+
+    of_a_token: prompts have one token, as for Hugging Face.
     """
     completer = Completer(model, model.config.block_size)
     natural, crossovers, uniforms = make_job(
@@ -187,11 +193,11 @@ def engine_way(
     return way
 
 
-WORKER: dict[str, Callable[[], int]] = {}  # in a process of a pool: the way it has made
+WORKER: dict[str, Callable[[], int]] = {}  # the ways of this process of the pool
 
 
 def engine_in_a_worker(name: str) -> int:
-    """The engine in a process that has one thread."""
+    """Generate with Completer in a process that has one thread."""
     torch.set_num_threads(1)
     if name not in WORKER:
         WORKER[name] = engine_way(make_model(SHAPES[name], torch.device("cpu")))
@@ -203,7 +209,7 @@ def engine_in_a_worker(name: str) -> int:
 
 
 def rate(way: Callable[[], int]) -> float:
-    """Tokens a second."""
+    """Return tokens per second."""
     synchronise()
     start = time.perf_counter()
     tokens = way()
@@ -212,7 +218,7 @@ def rate(way: Callable[[], int]) -> float:
 
 
 def synchronise() -> None:
-    """Wait for what a GPU still has to do."""
+    """Wait until the GPU has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     elif torch.backends.mps.is_available():
@@ -220,9 +226,7 @@ def synchronise() -> None:
 
 
 def product_rate(device: torch.device, repetitions: int = 30) -> float:
-    """Floating-point operations a second of square matrix products, large enough not to be bound by
-    their launches.
-    """
+    """Return the floating-point operations per second of large square matrix products."""
     size = 1024 if device.type == "cpu" else 8192
     a, b = (
         torch.randn(size, size, device=device, dtype=select_dtype("auto", device)) for _ in range(2)
@@ -308,13 +312,13 @@ def measure(name: str, settings: GenerationSettings, device: torch.device) -> No
 
 
 def measure_headline(settings: GenerationSettings, device: torch.device) -> None:
-    """The seeds' headline job, or what it would take by the part that was written."""
+    """Print the time of the seeds' headline job, extrapolated if only a part is generated."""
     model = make_model(HEADLINE_SHAPE, device)
     blocks, group = settings.headline_blocks, HEADLINE_GROUP
     engine_way(model, group, 1)()  # the warm-up
     tokens_per_second = rate(engine_way(model, group, blocks))
-    # By tokens: the few crossovers drawn here may lie early or late. On the average half of a block
-    # is written.
+    # Extrapolate by tokens, because the few crossovers drawn here may be early or late. On average,
+    # half of a block is generated.
     whole = HEADLINE_BLOCKS * group * model.config.block_size / 2 / tokens_per_second
     part = (
         "all of it"

@@ -1,13 +1,13 @@
-"""A GRPO step against TRL's on the same work: seconds a step, in turns, as ratios.
+"""Compare the seconds of a GRPO step with TRL's.
 
     python benchmarks/grpo.py --num_runs 3
 
-The work: 128 completions in groups of 8, GPT-2's shape of 4 layers and 128 channels, block 128, one
-optimizer update a step; TRL's prompts have 32 tokens, ours 1 to 64, so that both write some 96
-tokens a completion. Ours is train_grpo.py itself, in a process of its own, with two reward models:
-a last head, with the KL in the loss (beta 0.04) as TRL has it, and the default, a likelihood head.
-TRL's reward costs nothing. Models have learned for a few steps: speed does not depend on what they
-know. Without TRL (requirements-bench.txt) ours is timed alone.
+A step has 128 completions in groups of 8 and one optimizer update. The model is a GPT-2 of 4 layers
+and 128 channels with 128 positions. TRL's prompts have 32 tokens, ours 1 to 64; both generate about
+96 tokens per completion. Our side runs train_grpo.py in a process, with two reward models: a last
+head, with the KL in the loss (beta 0.04) as in TRL, and the default likelihood head. TRL's reward
+is a function that takes no time. Models are trained for a few steps only, because speed does not
+depend on their weights. Without TRL (requirements-bench.txt), only our side is timed.
 """
 
 import os
@@ -36,25 +36,25 @@ SHAPE = GPTConfig(
 )
 PROMPTS, GROUP, PROMPT_LENGTH, NEW_TOKENS = 16, 8, 32, 96
 BETA, LEARNING_RATE = 0.04, 1e-4
-GOALS = {"ours, last head": 1 / 3, "ours, likelihood head": 0.45}  # of TRL's seconds
+GOALS = {"ours, last head": 1 / 3, "ours, likelihood head": 0.45}  # shares of TRL's seconds
 
 
 @dataclass
 class GRPOBenchSettings(Settings):
-    """GRPO steps against TRL's."""
+    """Compare GRPO steps with TRL's."""
 
     num_runs: int = setting(5, minimum=1)
-    """rounds: steps of each way in turn, after a warm-up of each"""
+    """rounds, each with `steps` of every way, after one warm-up round"""
     steps: int = setting(3, minimum=1)
-    """steps in a round"""
+    """steps of each way in a round"""
     prompts: int = setting(PROMPTS, minimum=1)
-    """prompts in a step"""
+    """prompts per step"""
     trl: bool = True
-    """time TRL as well, where it is installed"""
+    """also time TRL if it is installed"""
 
 
 class Ours:
-    """train_grpo.py on small models made for it, of random text."""
+    """Run train_grpo.py on small models of random text."""
 
     def __init__(self, folder: Path, prompts: int, head: str) -> None:
         pipeline, corpus = Pipeline(folder), folder / "corpus"
@@ -97,8 +97,8 @@ class Ours:
         self.options |= {"allow_unpredictive_reward": True}
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each of so many steps, the first and the last, which is evaluated, not
-        counted.
+        """Return the seconds of `count` steps. The first step and the last, which evaluates, are
+        left out.
         """
         options = self.options | {"max_steps": count + 2, "eval_interval": count + 2}
         words = [f"--{name}={value}" for name, value in options.items()]
@@ -115,9 +115,7 @@ class Ours:
 
 
 class TRL:
-    """TRL's GRPOTrainer on the same shapes; every call of `steps` trains anew from the weights so
-    far.
-    """
+    """Run TRL's GRPOTrainer on models of the same shape; each call of `steps` starts a trainer."""
 
     def __init__(self, folder: str, num_prompts: int) -> None:
         import transformers
@@ -147,15 +145,14 @@ class TRL:
             attn_pdrop=0.0,
         )
         torch.manual_seed(0)
-        # TRL makes the reference of the KL from a folder: it loads the model a second time from
-        # there.
+        # TRL loads the reference of the KL from the model's folder.
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
         draw = np.random.default_rng(0)
         texts = ["".join(draw.choice(characters, PROMPT_LENGTH)) for _ in range(1024)]
         self.prompts, self.folder = Dataset.from_dict({"prompt": texts}), folder
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each of so many steps."""
+        """Return the seconds of `count` steps."""
         import transformers
         from trl import GRPOConfig, GRPOTrainer
 
@@ -177,7 +174,7 @@ class TRL:
             generation_kwargs={"min_new_tokens": NEW_TOKENS},
             beta=BETA,
             learning_rate=LEARNING_RATE,
-            # the first is not counted: the trainer prepares its batch before it begins
+            # one more, because the trainer prepares the first step's batch before that step begins
             max_steps=count + 1,
             loss_type="grpo",
             gradient_checkpointing=False,

@@ -1,11 +1,10 @@
-"""How much faster binary mode loads a corpus than text mode: a ratio, the median of interleaved
-runs.
+"""Measure how much faster binary mode loads a corpus than text mode.
 
     python benchmarks/loading.py --data_dir data/shakespeare data/shakespeare_char
 
-In: folders that data/NAME/prepare.py has filled (input.txt, train.bin, val.bin, and meta.pkl for
-characters). Both modes are timed from file to checked tokens; tokenizers are made before, and one
-run of each mode is a warm-up.
+Input: folders that data/NAME/prepare.py has filled (input.txt, train.bin, val.bin, and meta.pkl
+for characters). The time is from opening the files to the checked tokens, without making the
+tokenizer. The two modes alternate after one warm-up run each, and the result is the median ratio.
 """
 
 import statistics
@@ -27,24 +26,26 @@ from tokenization_manager import TokenizationManager
 
 @dataclass
 class LoadingSettings(Settings):
-    """Binary mode against text mode."""
+    """Compare binary mode with text mode."""
 
     data_dir: tuple[str, ...] = ("data/shakespeare", "data/shakespeare_char")
     """folders with input.txt, train.bin and val.bin"""
     num_runs: int = setting(7, minimum=1)
-    """timed runs of each mode, in turns"""
+    """timed runs of each mode"""
 
 
 def seconds(load: Callable[[], TokenSplits]) -> float:
-    """How long one load takes."""
+    """Return the seconds of one load."""
     start = time.perf_counter()
     load()
     return time.perf_counter() - start
 
 
 def measure(folder: str, num_runs: int) -> tuple[str, int, float, float, float]:
-    """(method, tokens, median text seconds, median binary seconds, median of the runs' ratios) of
-    one folder.
+    """Return the figures of one folder.
+
+    They are the tokenization, the number of tokens, the median seconds of text mode and of binary
+    mode, and the median ratio.
     """
     tokenizer = TokenizationManager(data_path=folder)
     train_bin, val_bin = Path(folder, "train.bin"), Path(folder, "val.bin")
@@ -61,7 +62,7 @@ def measure(folder: str, num_runs: int) -> tuple[str, int, float, float, float]:
         for pair in ((text_splits.train, binary_splits.train), (text_splits.val, binary_splits.val))
     ):
         raise UserError(
-            f"ERROR: {folder}: train.bin and val.bin are not of its input.txt: run its "
+            f"ERROR: {folder}: train.bin and val.bin do not match its input.txt: run its "
             "prepare.py again"
         )
     pairs = [(seconds(text_mode), seconds(binary_mode)) for _ in range(num_runs)]

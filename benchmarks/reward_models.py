@@ -1,11 +1,10 @@
-"""How well reward models predict: every head by generator, size of the data, block size and corpus,
-as tables.
+"""Measure how well reward models predict, by head, generator, amount of data and block size.
 
     python benchmarks/reward_models.py --strengths 1.89 1.55
 
-In: a corpus that data/NAME/prepare.py has made. Everything is made by the project's own scripts, in
---out_dir; what is there is not made again. R2 with its 95% interval is of the validation blocks
-that report.
+Input: a corpus that data/NAME/prepare.py has made. Output: a table. The project's own scripts make
+all models and data in --out_dir; files that exist are used again. R2 and its 95% interval are
+computed on the report part of the validation data.
 """
 
 import math
@@ -46,8 +45,8 @@ RECIPE = {
     "learning_rate": 6e-3,
     "weight_decay": 0.1,
 }
-# Steps after which the recipe's cosine ends; on tiny Shakespeare at about these validation losses,
-# at block size 128.
+# Number of training steps by the validation loss that they reach, approximately, on tiny
+# Shakespeare at block size 128.
 STRENGTHS = {"1.89": 230, "1.67": 700, "1.55": 1300}
 HEADS: dict[str, dict[str, Any]] = {
     "last, frozen (the seeds')": {"head": "last"},
@@ -67,7 +66,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "likelihood": {"head": "likelihood", "natural_iters": 400},
     "likelihood, 1,200 steps": {"head": "likelihood", "natural_iters": 1200},
 }
-# The section natural_model of config/shakespeare_complete_cpu.py.
+# As section natural_model of config/shakespeare_complete_cpu.py.
 FURTHER = {
     "optimizer": "muon",
     "learning_rate": 4e-3,
@@ -80,33 +79,33 @@ QUICK = {"n_layer": 1, "n_head": 2, "n_embd": 16, "batch_size": 4}
 
 @dataclass
 class TableSettings(Settings):
-    """Every head, measured."""
+    """Measure every head."""
 
     quick: bool = False
-    """a tiny model and few samples: a look at the table"""
+    """use a tiny model and few samples, to see the form of the table"""
     dataset: str = "shakespeare_char"
-    """folder of the corpus: a path, or a name below data/"""
+    """folder of the corpus: a path, or a name in data/"""
     strengths: tuple[str, ...] = ("1.89", "1.55")
-    """generators: names of STRENGTHS, about their validation losses on tiny Shakespeare"""
+    """generators: keys of STRENGTHS, their approximate validation losses on tiny Shakespeare"""
     heads: tuple[str, ...] = tuple(HEADS)
-    """names of HEADS"""
+    """reward models: keys of HEADS"""
     samples: tuple[int, ...] = (12_000,)
-    """training samples, 4 a block"""
+    """numbers of training samples, 4 of each block"""
     block_sizes: tuple[int, ...] = (128,)
-    """tokens in a sequence"""
+    """numbers of tokens in a sequence"""
     seed: int = setting(42, minimum=0)
-    """seed of the reward data and the reward models"""
+    """seed of the reward data and of the reward models"""
     out_dir: str = "out/benchmarks/reward_models"
-    """where everything is made"""
+    """folder of all models and data"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Note names that are none."""
+        """Check the names of generators and heads."""
         check_names(errors, "strengths", self.strengths, STRENGTHS)
         check_names(errors, "heads", self.heads, HEADS)
 
 
 def check_names(errors: Errors, option: str, names: tuple[str, ...], known: dict[str, Any]) -> None:
-    """Note names that are not among those known."""
+    """Check that all names are known."""
     for name in names:
         errors.check(
             name in known, f"{option}={name}: must be one of {', '.join(known)}", f"Mend --{option}"
@@ -114,7 +113,7 @@ def check_names(errors: Errors, option: str, names: tuple[str, ...], known: dict
 
 
 def as_words(options: dict[str, Any]) -> list[str]:
-    """Options as words of a command line."""
+    """Return options as the words of a command line."""
     parts = (
         [f"--{n}", *map(str, v)] if isinstance(v, tuple | list) else [f"--{n}={v}"]
         for n, v in options.items()
@@ -123,14 +122,15 @@ def as_words(options: dict[str, Any]) -> list[str]:
 
 
 class Pipeline:
-    """Artefacts in a folder, each made by one script of the project, in a process of its own."""
+    """Make files in a folder with the project's scripts, one process for each file."""
 
     def __init__(self, out_dir: str | Path) -> None:
         self.out = Path(out_dir)
 
     def make(self, artefact: str, script: str, **options: Any) -> Path:
-        """The artefact's path, made by `script`, which makes it once. Raises UserError where the
-        script fails.
+        """Return the path of an artefact; run `script` to make it if it does not exist.
+
+        Raise UserError if the script fails.
         """
         path, notes = self.out / artefact, self.out / "seconds.json"
         print0(f"\n##### {artefact}: {script}.py")
@@ -146,11 +146,11 @@ class Pipeline:
         return path
 
     def seconds(self, artefact: str) -> float:
-        """How long the artefact took to make; NaN where that is not known."""
+        """Return the seconds that an artefact took; NaN if they are unknown."""
         return read_json(self.out / "seconds.json").get(artefact, math.nan)
 
     def generator(self, name: str, corpus: Path, iters: int, **options: Any) -> Path:
-        """A generator, trained on a corpus for so many steps and evaluated at the end."""
+        """Train a generator for `iters` steps, evaluate it at the end, and return its path."""
         checkpoint = f"{name}.pt"
         options |= {"max_iters": iters, "eval_interval": iters}
         return self.make(
@@ -163,14 +163,14 @@ class Pipeline:
         )
 
     def reward_data(self, name: str, generator: Path, corpus: Path, **options: Any) -> Path:
-        """Reward data of a generator."""
+        """Make reward data with a generator and return their folder."""
         data = {"model_path": generator, "dataset": corpus, "output_dir": self.out / name}
         return self.make(name, "prepare_reward_data", **data, **options)
 
     def natural_model(
         self, name: str, generator: Path, corpus: Path, iters: int, seed: int
     ) -> Path:
-        """The generator, trained further for so many steps."""
+        """Train the generator for `iters` further steps and return the new model's path."""
         checkpoint, options = (
             f"{name}.pt",
             {**FURTHER, "max_iters": iters, "warmup_iters": min(20, iters // 10)},
@@ -192,8 +192,9 @@ class Pipeline:
         natural_iters: int = 0,
         **options: Any,
     ) -> dict[str, Any]:
-        """A reward model's skill and `seconds`; with `natural_iters` a natural model is trained for
-        so many steps.
+        """Train a reward model; return its skill and the `seconds` of training.
+
+        If natural_iters is not 0, train a natural model for that many steps first.
         """
         seconds = 0.0
         if natural_iters:
@@ -213,12 +214,12 @@ class Pipeline:
 
 
 def val_loss(generator: Path) -> float:
-    """The validation loss that train.py noted in a checkpoint."""
+    """Return the validation loss that train.py stored in a checkpoint."""
     return load_checkpoint(generator)["training"]["val_loss"]
 
 
 def skill_cells(skill: dict[str, Any]) -> list[str]:
-    """R2 with its interval, MAE in tokens, AUC and seconds, for a table."""
+    """Return table cells: R2 with its interval, MAE in tokens, AUC and seconds."""
     auc = "" if skill["auc"] is None else f"{skill['auc']:.3f}"
     r2 = format_figure(skill, "r2", ".3f")
     return [
@@ -230,7 +231,7 @@ def skill_cells(skill: dict[str, Any]) -> list[str]:
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -277,8 +278,9 @@ def main() -> None:
 def prepared(
     settings: TableSettings, pipeline: Pipeline
 ) -> Iterator[tuple[Path, Path, Path, str, list[str]]]:
-    """Generators with their reward data: checkpoint, data, corpus, a name for files, and cells for
-    the table.
+    """Make generators and their reward data.
+
+    Yield the checkpoint, the data, the corpus, a name for files, and the first cells of a row.
     """
     corpus = dataset_folder(settings.dataset).resolve()
     quick = settings.quick
@@ -301,12 +303,13 @@ def prepared(
 
 
 # -------------------------------------------------------------------------------------------------
-# further heads: what is not better than the project's
+# baselines, which are not better than the project's heads
 
 
 def fitted_skill(features: dict[str, np.ndarray], data: Path) -> dict[str, Any]:
-    """Skill of ridge regression from features (n, F) of both splits, its strength chosen on the
-    selecting rows.
+    """Return the skill of ridge regression on features (n, F) of both splits.
+
+    The rows of the select part choose its penalty.
     """
     train, val = RewardDataset(data, "train"), RewardDataset(data, "val")
     select, report, _ = rows_by_part(val)
@@ -325,12 +328,12 @@ def fitted_skill(features: dict[str, np.ndarray], data: Path) -> dict[str, Any]:
 
 
 def words(text: str) -> list[str]:
-    """The runs of letters in a text."""
+    """Return the words of a text: sequences of letters, in lower case."""
     return re.findall("[a-z]+", text.lower())
 
 
 def unknown_words(data: Path, corpus: Path) -> dict[str, Any]:
-    """One number a sequence: the share of its whole words that the training text does not have."""
+    """Return the skill of one feature: the share of a sequence's words not in the training text."""
     tokenizer = TokenizationManager(data_path=corpus)
     known = set(
         words(
@@ -341,7 +344,7 @@ def unknown_words(data: Path, corpus: Path) -> dict[str, Any]:
     for split in ("train", "val"):
         shares = []
         for row in RewardDataset(data, split).x:
-            whole = words(tokenizer.decode(np.asarray(row)))[1:-1]  # the outer ones are cut
+            whole = words(tokenizer.decode(np.asarray(row)))[1:-1]  # the first and last may be cut
             shares.append(np.mean([word not in known for word in whole]) if whole else 0.0)
         features[split] = np.array(shares)[:, None]
     return fitted_skill(features, data)
@@ -349,7 +352,7 @@ def unknown_words(data: Path, corpus: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def mean_pooling(data: Path, generator: Path) -> dict[str, Any]:
-    """The frozen trunk's hidden states, their mean over the sequence."""
+    """Return the skill of the frozen trunk's hidden states, averaged over the sequence."""
     model = build_model(load_checkpoint(generator), generator)
     features = {}
     for split in ("train", "val"):

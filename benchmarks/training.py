@@ -1,12 +1,12 @@
-"""How fast the trainers are: time to nanoGPT's loss, nanoGPT's own train.py beside ours.
+"""Measure the speed of the trainers, and compare train.py with nanoGPT's.
 
     python benchmarks/training.py --seeds 1337 1
 
-In: data/shakespeare_char/prepare.py has run. Ratios of one run on one machine. The recipes are of
-config/, both at block 64 and the fast one for --max_iters steps, run by train.py; training seconds
-leave evaluations out, and nothing is chosen by validation text. nanoGPT's own train.py (--nanogpt)
-and ours take turns, whole processes, start-up and evaluations included. The rest is timed in this
-process: medians, after a warm-up.
+Input: the corpus that data/shakespeare_char/prepare.py makes. Part `loss` trains with two recipes
+of config/ at block size 64; the fast one takes --max_iters steps. Its seconds exclude evaluations,
+and the last step's model is used. Part `nanogpt` runs nanoGPT's train.py (--nanogpt) and ours
+alternately as processes; its seconds include start-up and evaluations. The other parts run in this
+process and give medians after a warm-up. Compare figures of one run on one machine only.
 """
 
 import os
@@ -36,8 +36,8 @@ from model import GPT, GPTConfig
 from training.checkpoint import build_model, load_checkpoint
 from training.optimizers import make_optimizers, take_step
 
-NANOGPT_LOSS = 1.886  # of its recipe at its end, on the whole validation split
-# Of nanoGPT's checkout, and the options that its README gives for a CPU.
+NANOGPT_LOSS = 1.886  # at the end of its recipe, on the whole validation split
+# Files of nanoGPT's repository, and the options that its README gives for a CPU.
 NANOGPT_FILES = ("train.py", "model.py", "configurator.py", "config/train_shakespeare_char.py")
 NANOGPT_OPTIONS = {
     **{
@@ -65,32 +65,32 @@ SHAPES = {
 
 @dataclass
 class TrainingBenchSettings(Settings):
-    """The trainers' speed."""
+    """Measure the speed of the trainers."""
 
     quick: bool = False
-    """few steps and samples: a look at the tables"""
+    """use few steps and samples, to see the form of the tables"""
     parts: tuple[Literal["loss", "nanogpt", "throughput", "start", "memory"], ...] = (
         *("loss", "nanogpt", "throughput", "start", "memory"),
     )
     """what to measure"""
     dataset: str = "shakespeare_char"
-    """folder of the corpus, by characters: a path, or a name below data/"""
+    """folder of the corpus of characters: a path, or a name in data/"""
     max_iters: int = setting(215, minimum=1)
     """steps of the fast recipe"""
     seeds: tuple[int, ...] = (1337, 1, 2)
-    """seeds of the fast recipe, a row for each"""
+    """seeds of the fast recipe, one row for each"""
     nanogpt: str | None = None
-    """checkout of nanoGPT, whose train.py is executed, in a copy, beside ours; None: that part is
-    left out"""
+    """folder of nanoGPT's repository; a copy of its train.py is executed; None: leave this part
+    out"""
     large_tokens: int = setting(500_000_000, minimum=10_000)
-    """tokens of the corpus that memory is measured with, two bytes each"""
+    """tokens of the corpus that memory is measured with; a token has two bytes"""
     num_runs: int = setting(5, minimum=1)
-    """timed runs of what is timed in this process"""
+    """timed runs"""
     out_dir: str = "out/benchmarks/training"
-    """where models are made; what is there is not made again"""
+    """folder of the models; models that exist are used again"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Note a checkout that lacks a file."""
+        """Check that the repository has the files that are copied."""
         for name in () if self.nanogpt is None else NANOGPT_FILES:
             is_there = Path(self.nanogpt or "", name).is_file()
             errors.check(
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def median_seconds(work: Callable[[], object], num_runs: int) -> float:
-    """Of so many calls, after one that warms up."""
+    """Return the median seconds of num_runs calls, after a warm-up call."""
     work()
     seconds = []
     for _ in range(num_runs):
@@ -130,7 +130,7 @@ def median_seconds(work: Callable[[], object], num_runs: int) -> float:
 
 
 def time_to_loss(settings: TrainingBenchSettings) -> None:
-    """Both recipes' training seconds and losses, as a table."""
+    """Print the training seconds and losses of both recipes."""
     pipeline, corpus = Pipeline(settings.out_dir), dataset_folder(settings.dataset).resolve()
     nanogpt_iters, fast_iters = (20, 10) if settings.quick else (2000, settings.max_iters)
     runs = [("nanoGPT's", "nanogpt_cpu", nanogpt_iters, 1337)]
@@ -142,7 +142,7 @@ def time_to_loss(settings: TrainingBenchSettings) -> None:
         options = {"config": ROOT / "config" / f"{config}.py", "seed": seed, "block_size": 64}
         path = pipeline.generator(f"{config}_{iters}_{seed}", corpus, iters, **options)
         records = read_records(path.with_suffix(".jsonl"))
-        tokens = 64 * {"nanogpt_cpu": 12, "shakespeare_complete_cpu": 16}[config]  # of a step
+        tokens = 64 * {"nanogpt_cpu": 12, "shakespeare_complete_cpu": 16}[config]  # per step
         seconds = sum(
             tokens / record["tokens_per_second"]
             for record in records
@@ -171,9 +171,7 @@ def time_to_loss(settings: TrainingBenchSettings) -> None:
 
 
 def throughput(settings: TrainingBenchSettings) -> None:
-    """Floating-point operations of passes and step over the machine's rate in matrix products, as a
-    table.
-    """
+    """Print the floating-point rate of a training step, relative to that of matrix products."""
     size, shapes = (
         (512, (("S", 4),))
         if settings.quick
@@ -193,8 +191,8 @@ def throughput(settings: TrainingBenchSettings) -> None:
             take_step(model, optimizers, 1.0)
 
         seconds = median_seconds(step, settings.num_runs)
-        # Of every weight 2 forward and 4 backward for each token, and of attention's products
-        # (Chowdhery et al. 2022).
+        # Per token, each weight takes 2 operations forward and 4 backward; attention's products are
+        # added (Chowdhery et al. 2022, appendix B).
         attention = 12 * model.config.n_layer * model.config.n_embd * N
         operations = (6 * sum(p.numel() for p in model.parameters()) + attention) * x.numel()
         figures = [
@@ -208,9 +206,7 @@ def throughput(settings: TrainingBenchSettings) -> None:
 
 
 def beside_nanogpt(settings: TrainingBenchSettings) -> None:
-    """Seconds of nanoGPT's own train.py and of ours, whole processes in turns, and both models'
-    losses, as a table.
-    """
+    """Print the seconds of nanoGPT's train.py and of ours, from start to end, and both losses."""
     if settings.nanogpt is None:
         print0(
             "\nnanoGPT's own train.py is not timed: name a checkout of nanoGPT with --nanogpt PATH"
@@ -223,7 +219,7 @@ def beside_nanogpt(settings: TrainingBenchSettings) -> None:
         def theirs(iters: int) -> list[str]:
             options = NANOGPT_OPTIONS | {"max_iters": iters, "lr_decay_iters": iters}
             if iters < NANOGPT_OPTIONS["max_iters"]:
-                # of its settings file 250; it saves at an evaluation
+                # It saves at evaluations; its settings file has 250 steps between them.
                 options["eval_interval"] = iters
             return [
                 "train.py",
@@ -252,7 +248,7 @@ def beside_nanogpt(settings: TrainingBenchSettings) -> None:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for number in range((1 if settings.quick else settings.num_runs) + 1):
             for name, (command, iters, _) in ways.items():
-                few = number == 0 or settings.quick  # the first warms up: files come from the disk
+                few = number == 0 or settings.quick  # the first is a warm-up
                 start = time.perf_counter()
                 run_quietly([sys.executable, *command(min(iters, 10 if few else iters))], folder)
                 seconds[name] += [time.perf_counter() - start] if number else []
@@ -285,7 +281,7 @@ def beside_nanogpt(settings: TrainingBenchSettings) -> None:
 
 
 def copy_nanogpt(checkout: Path, corpus: Path, folder: Path) -> None:
-    """Files of nanoGPT's that train by characters, and our corpus where they look for it."""
+    """Copy the files of nanoGPT that train on characters, and our corpus to where they read it."""
     for name in NANOGPT_FILES:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(checkout / name, folder / name)
@@ -295,9 +291,7 @@ def copy_nanogpt(checkout: Path, corpus: Path, folder: Path) -> None:
 
 
 def run_quietly(command: list[str], folder: str) -> str:
-    """Run a command to its end; returns what it printed. Raises UserError with its last lines if it
-    fails.
-    """
+    """Run a command and return what it prints. Raise UserError with its last output if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise UserError(
@@ -308,7 +302,7 @@ def run_quietly(command: list[str], folder: str) -> str:
 
 
 def whole_split_loss(path: Path, corpus: Path) -> float:
-    """Loss of a checkpoint, ours or nanoGPT's, on the whole validation split, in nats a token."""
+    """Return the loss of a checkpoint on the whole validation split, in nats per token."""
     model = build_model(load_checkpoint(path), path)
     tokens = open_token_file(corpus / "val.bin", "val", model.config.vocab_size)
     return language_model_loss(
@@ -317,7 +311,7 @@ def whole_split_loss(path: Path, corpus: Path) -> float:
 
 
 def memory(settings: TrainingBenchSettings) -> None:
-    """The most anonymous memory of train.py with a small and with a large corpus."""
+    """Print the peak anonymous memory of train.py with a small and with a large corpus."""
     peaks = {}
     Path(settings.out_dir).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=settings.out_dir) as folder:
@@ -369,7 +363,7 @@ def memory(settings: TrainingBenchSettings) -> None:
 
 
 def anonymous_kib(pid: int) -> int:
-    """RssAnon of a process; 0 once it is gone."""
+    """Return the RssAnon of a process in KiB; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -382,7 +376,7 @@ def anonymous_kib(pid: int) -> int:
 
 
 def start_up(settings: TrainingBenchSettings) -> None:
-    """Seconds of `--help` of each trainer beyond `import torch`, as a table."""
+    """Print the seconds of each trainer's `--help`, and their excess over `import torch`."""
     bare, trainers = "import torch", ("train.py", "train_reward_model.py", "train_grpo.py")
     ways = {bare: ["-c", bare]} | {
         f"{name} --help": [str(ROOT / name), "--help"] for name in trainers

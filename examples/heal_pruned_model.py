@@ -1,15 +1,18 @@
-"""Heal a pruned language model by the whole one: no labels, and none of the text that the whole one
-was trained on.
+"""Heal a pruned language model with the whole model as its teacher.
 
     python -m examples.heal_pruned_model --whole smollm2/ --gguf_file
     SmolLM2-135M-Instruct.Q4_1.gguf --arm crossover
 
-Some layers of a Hugging Face model of Llama's form are dropped, supervised training brings the rest
-to a floor, and from there one arm goes on: `supervised` (more of the same), `crossover`
-(CrossoverTrainer, token credit), `sequence` (that reward as one number a sequence, in plain
-GRPOTrainer), `distillation` (TRL's DistillationTrainer: all tokens' probabilities) or `constant`
-(GRPOTrainer with nothing to learn, for its seconds). Each arm adds its figures to results.json in
-out_dir. Text: English paragraphs of the descriptions of the installed packages, or --text.
+It needs no labels, and none of the text that the whole model was trained on. First it drops some
+layers of a Hugging Face model of Llama's architecture and trains the rest for some supervised
+steps: this is the floor. From there it trains in one of five ways, the arms:
+- supervised: more supervised steps
+- crossover: CrossoverTrainer, with credit for each token
+- sequence: the same reward as one number per sequence, in TRL's GRPOTrainer
+- distillation: TRL's DistillationTrainer, with the probabilities of all tokens
+- constant: GRPOTrainer with a constant reward, to measure its seconds
+Each arm adds its figures to results.json in out_dir. The text is English paragraphs from the
+descriptions of the installed packages, or --text.
 """
 
 import resource
@@ -55,25 +58,27 @@ except ImportError as missing:
     )
     sys.exit(2)
 
-ROWS, SHOWN = 8, 3  # sequences read at a time; completions in the picture
+ROWS = 8  # sequences that are read at a time
+SHOWN = 3  # completions in the picture
 TEMPERATURES = torch.linspace(0.8, 2.0, 13)
-# tokens of a prompt and of a completion; completions of a prompt
-PROMPT, COMPLETION, GROUP = 32, 32, 4
+PROMPT = 32  # tokens
+COMPLETION = 32  # tokens
+GROUP = 4  # completions of a prompt
 LENGTH = PROMPT + COMPLETION
 
 
 @dataclass
 class HealSettings(Settings):
-    """Drop layers of a model, and train the rest toward the whole one."""
+    """Drop layers of a model, and train the rest toward the whole model."""
 
     whole: str = "smollm2"
     """folder of the whole model, safetensors or, with gguf_file, GGUF"""
     gguf_file: str | None = None
     """name of the GGUF file in that folder (needs the package gguf)"""
     arm: Literal["supervised", "crossover", "sequence", "distillation", "constant"] = "crossover"
-    """how training goes on from the floor"""
+    """how training continues from the floor"""
     text: tuple[str, ...] = ()
-    """UTF-8 text files; without any, the descriptions of the installed packages"""
+    """UTF-8 text files; none: the descriptions of the installed packages"""
     out_dir: str = "out/heal"
     """models, figures (results.json) and pictures"""
     drop: tuple[int, ...] = (6, 12, 18, 24)
@@ -83,20 +88,20 @@ class HealSettings(Settings):
     steps: int = setting(20, minimum=1)
     """steps of the arm"""
     num_blocks: int = setting(128, minimum=16)
-    """held-out blocks: half of them fit weight and temperature, half are reported on"""
+    """held-out blocks: half to fit weight and temperature, half to report on"""
     learning_rate: float = setting(2e-5, above=0)
-    """of AdamW at the floor, with linear decay; half of it in the arms"""
+    """peak rate of AdamW for the floor, with linear decay; the arms use half of it"""
     weight: float | None = setting(0.99, above=0, below=1)
-    """of the whole model in the mixture that is the arm's target; None: the fitted one"""
+    """weight of the whole model in the mixture that is the target; None: the fitted weight"""
     prompts: int = setting(8, minimum=1)
-    """prompts of a step, with 4 completions each; supervised steps read as many sequences"""
+    """prompts of a step, with 4 completions each; a supervised step reads as many sequences"""
     allow_unpredictive: bool = False
-    """go on where the interval of the reward's R2 includes 0"""
+    """continue if the interval of the reward's R2 includes 0"""
     seed: int = setting(42, minimum=0)
-    """seed of everything drawn"""
+    """seed of all random numbers"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Note a number of prompts whose completions do not fill batches."""
+        """Check that the completions fill batches."""
         errors.check(
             self.prompts % 2 == 0,
             f"prompts={self.prompts}: must be even, to fill batches of {ROWS}",
@@ -180,8 +185,9 @@ def main() -> None:
 
 
 def make_whole(settings: HealSettings, folder: Path) -> Any:
-    """The whole model in float32; what GGUF holds is copied into a fresh model, which can be
-    saved.
+    """Return the whole model in float32.
+
+    Weights of a GGUF file are copied into a new model, because the loaded one cannot be saved.
     """
     if not folder.exists():
         options = {"gguf_file": settings.gguf_file, "trust_remote_code": False}
@@ -204,7 +210,7 @@ def make_whole(settings: HealSettings, folder: Path) -> Any:
 
 
 def save(model: Any, out: Path, name: str) -> None:
-    """Write a model, with the tokenizer, as out/name; an earlier one of that name is replaced."""
+    """Write a model with the tokenizer to out/name, and replace what is there."""
     partial = out / f".{name}.partial"
     model.save_pretrained(partial)
     load_tokenizer(str(out / "tokenizer")).save_pretrained(partial)
@@ -213,7 +219,7 @@ def save(model: Any, out: Path, name: str) -> None:
 
 
 def prune(whole: Any, drop: tuple[int, ...]) -> Any:
-    """A copy of the whole model without some of its layers."""
+    """Return a copy of the whole model without some of its layers."""
     config, count = whole.config.to_dict(), whole.config.num_hidden_layers
     if not set(drop) < set(range(count)):
         raise UserError(
@@ -233,7 +239,7 @@ def prune(whole: Any, drop: tuple[int, ...]) -> Any:
 
 
 def paragraphs() -> list[str]:
-    """English paragraphs of the descriptions of the installed packages: of words, without code."""
+    """Return English paragraphs, without code, of the installed packages' descriptions."""
     found = set()
     for package in distributions():
         for part in str(
@@ -252,7 +258,7 @@ def paragraphs() -> list[str]:
 
 
 def split_blocks(settings: HealSettings, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Blocks (n, LENGTH) int64 for training, and those held out, of other paragraphs."""
+    """Return blocks (n, LENGTH) int64 to train on, and held-out blocks of other paragraphs."""
     texts = (
         [read_text(path) for path in find_texts(settings.text).values()]
         if settings.text
@@ -289,8 +295,9 @@ def run(
     blocks: Tensor,
     reward: CrossoverReward | None = None,
 ) -> None:
-    """Train all weights of a model but the embeddings, by one arm; every step sees prompts * GROUP
-    sequences.
+    """Train all weights of a model except the embeddings, in the way of one arm.
+
+    A step has prompts * GROUP sequences.
     """
     model.get_input_embeddings().requires_grad_(False)
     common: dict[str, Any] = {
@@ -337,12 +344,11 @@ def run(
 def measure(
     model: Any, whole: Any, reward: CrossoverReward, held_out: Tensor, seed: int, picture: Path
 ) -> dict[str, Any]:
-    """Figures of a model on held-out blocks and of its completions of their prompts; intervals over
-    blocks.
+    """Return figures of a model on held-out blocks and on its completions of their prompts.
 
-    `nll`, and `calibrated_nll` with the one temperature that is best on the other half, in nats a
-    token; `kl` to the whole model, over the vocabulary at each token of fresh text; `natural`: its
-    P(natural).
+    nll: nats per token. calibrated_nll: the same at the temperature that is best on the other half.
+    kl: KL to the whole model over the vocabulary, at the tokens of the completions, in nats per
+    token. natural: P(natural) of the completions. Intervals are over blocks.
     """
     model, fitted, report = model.eval(), held_out[::2], held_out[1::2]
     best = float(TEMPERATURES[block_losses(model, fitted, TEMPERATURES).mean(1).argmin()])
@@ -366,9 +372,7 @@ def measure(
 
 
 def block_losses(model: Any, blocks: Tensor, temperatures: Tensor) -> Tensor:
-    """Mean losses (t, n) in nats a token of blocks (n, T), the logits divided by each of t
-    temperatures.
-    """
+    """Return mean losses (t, n) in nats per token of blocks (n, T) at t temperatures."""
     parts = []
     for part in blocks.to(model.device).split(ROWS):
         logits = model(input_ids=part).logits[:, :-1].float()  # (b, T - 1, V)
@@ -379,7 +383,7 @@ def block_losses(model: Any, blocks: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def block_kl(model: Any, whole: Any, ids: Tensor) -> Tensor:
-    """KL(model || whole) (n,) in nats a token of the written tokens of ids (n, T)."""
+    """Return KL(model || whole) (n,) in nats per token at the completions in ids (n, T)."""
     ids = ids.to(model.device)
     own, other = (
         each(input_ids=ids).logits[:, PROMPT - 1 : -1].float().log_softmax(-1)
@@ -389,8 +393,9 @@ def block_kl(model: Any, whole: Any, ids: Tensor) -> Tensor:
 
 
 def draw(path: Path, tokenizer: Any, rows: Tensor, natural: Tensor) -> None:
-    """A picture of prompts (grey) and completions, each token's colour its P(natural): red written,
-    green natural.
+    """Draw prompts (grey) and completions, whose tokens are coloured by P(natural).
+
+    Red is generated, green is natural.
     """
     figure, axes = plt.subplots(len(rows), figsize=(11, 1.5 * len(rows)))
     for axis, row, shares in zip(axes, rows.tolist(), natural.tolist(), strict=True):
@@ -410,14 +415,14 @@ def draw(path: Path, tokenizer: Any, rows: Tensor, natural: Tensor) -> None:
 
 
 def peak_memory() -> float:
-    """The most memory that this process held, GiB: of the GPU, or of the machine."""
+    """Return the peak memory of this process in GiB: the GPU's if there is one, else the CPU's."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """The figures of every arm so far, a line each; the last two are paired by blocks."""
+    """Print a line of figures for each arm so far. Differences to the floor are paired by block."""
     names = {
         "kl": "KL to the whole",
         "nll": "NLL",

@@ -7,8 +7,6 @@ contexts of names: it does not change when code is written on fewer lines.
 """
 
 import ast
-import io
-import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -81,14 +79,12 @@ class CodeSize:
 
     nodes: int
     lines: list[str]  # of code: no blank lines, comments and docstrings
-    comments: int
     tricks: dict[str, int]
 
     @staticmethod
     def of(paths: Iterable[Path]) -> "CodeSize":
         """Measure files."""
         nodes = 0
-        comments = 0
         lines: list[str] = []
         tricks = tricks_of(ast.Module([], []))
         for path in paths:
@@ -100,12 +96,10 @@ class CodeSize:
             for number, line in enumerate(map(str.strip, source.splitlines()), start=1):
                 if line and not line.startswith("#") and number not in docstrings:
                     lines.append(line)
-            for token in tokenize.generate_tokens(io.StringIO(source).readline):
-                comments += token.type == tokenize.COMMENT
             nodes += size(tree)
             for name, count in tricks_of(tree).items():
                 tricks[name] += count
-        return CodeSize(nodes, lines, comments, tricks)
+        return CodeSize(nodes, lines, tricks)
 
 
 def sizes_of_functions(path: Path) -> dict[str, int]:

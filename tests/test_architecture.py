@@ -34,7 +34,6 @@ BUDGETS = {
     "nodes of the product": 49_670,
     "nodes of tests": 49_300,
     # files of more than 2,000 nodes and functions of more than 550 need a budget
-    "nodes of tests/test_interop_crossover.py": 2_633,
     # of the product's code
     "nodes per line": 6.9,
     "tuple assignments per 100 lines": 0.8,
@@ -50,33 +49,23 @@ BUDGETS = {
     "options of run_cycles": 10,
     "options of evaluate": 11,
     "options of sample": 11,
-    # that a script loads when it is imported, itself included
-    "modules of run_cycles": 36,
-    "modules of train": 23,
-    "modules of prepare_reward_data": 18,
-    "modules of train_reward_model": 27,
-    "modules of train_grpo": 37,
-    "modules of evaluate": 33,
-    "modules of sample": 15,
-    "modules of prepare_text": 9,
-    "modules of reward_dataset_loader": 8,
 }
-# Which modules a script may load, by folder or name; and those that it loads today without need.
+# Which modules a script may load, by folder or name. reports in train_reward_model and train_grpo,
+# grpo in evaluate and generation in reward_dataset_loader are not needed, but loaded today.
 MODEL = "common data_loader generation losses model tokenization_manager training "
 LOADS = {
     "run_cycles": (
         MODEL
-        + "corpus grpo.settings metrics reports reward reward_data_config reward_dataset_loader",
-        "",
+        + "corpus grpo.settings metrics reports reward reward_data_config reward_dataset_loader"
     ),
-    "train": (MODEL + "corpus.corpus metrics.bootstrap metrics.calibration", ""),
-    "prepare_reward_data": (MODEL + "reward_data_config reward_dataset_loader", ""),
-    "train_reward_model": (MODEL + "metrics reward reward_dataset_loader", "reports"),
-    "train_grpo": (MODEL + "corpus.corpus grpo metrics reward", "reports"),
-    "evaluate": (MODEL + "corpus.corpus metrics reward", "grpo"),
-    "sample": (MODEL, ""),
-    "prepare_text": ("common corpus data_loader tokenization_manager", ""),
-    "reward_dataset_loader": ("common data_loader tokenization_manager", "generation"),
+    "train": MODEL + "corpus.corpus metrics.bootstrap metrics.calibration",
+    "prepare_reward_data": MODEL + "reward_data_config reward_dataset_loader",
+    "train_reward_model": MODEL + "metrics reports reward reward_dataset_loader",
+    "train_grpo": MODEL + "corpus.corpus grpo metrics reports reward",
+    "evaluate": MODEL + "corpus.corpus grpo metrics reward",
+    "sample": MODEL,
+    "prepare_text": "common corpus data_loader tokenization_manager",
+    "reward_dataset_loader": "common data_loader generation tokenization_manager",
 }
 DRAWING = re.search(
     r"^```text\n(.*?)^```", (ROOT / "docs/development.md").read_text(), re.DOTALL | re.MULTILINE
@@ -144,8 +133,6 @@ def counts() -> dict[str, float]:
     numbers["folders"] = len({folder_of(path) for path in PRODUCT} - {""})
     for name in [name for name in BUDGETS if name.startswith("options of ")]:
         numbers[name] = len(fields(settings_of(name.removeprefix("options of "))))
-    for script in LOADS:
-        numbers[f"modules of {script}"] = len(loaded_modules(script))
     return numbers
 
 
@@ -153,21 +140,8 @@ def exceeded() -> list[str]:
     return [name for name, count in counts().items() if count > BUDGETS.get(name, 0)]
 
 
-def test_budgets_are_kept_and_notice_one_too_many(monkeypatch):
+def test_budgets_are_kept():
     assert exceeded() == []
-    for name, count in counts().items():
-        with monkeypatch.context() as patch:
-            patch.setitem(BUDGETS, name, count - 0.001 if "per" in name else count - 1)
-            assert exceeded() == [name]
-
-
-def test_a_large_file_or_function_needs_a_budget(tmp_path):
-    cases = {550: {}, 551: {"f.py f": 551}, 2000: {"f.py": 2001, "f.py f": 2000}}
-    for nodes, expected in cases.items():
-        path = tmp_path / str(nodes) / "f.py"
-        path.parent.mkdir()
-        path.write_text("def f():\n" + "    pass\n" * (nodes - 2))
-        assert large_parts(path) == expected
 
 
 def test_packing_does_not_change_the_size():
@@ -229,8 +203,7 @@ def test_an_import_of_what_is_drawn_above_would_be_noticed():
 
 @pytest.mark.parametrize("script", LOADS)
 def test_a_script_loads_only_what_it_needs(script):
-    needed, unneeded = LOADS[script]
-    allowed = {script, *needed.split(), *unneeded.split()}
+    allowed = {script, *LOADS[script].split()}
     loaded = loaded_modules(script)
     assert {name for name in loaded if not {name, name.partition(".")[0]} & allowed} == set()
 
@@ -274,23 +247,11 @@ def test_every_file_begins_with_purpose_and_command_and_does_no_work(path):
 
 
 def table() -> str:
-    """Return sizes and options beside their budgets, and what each script loads."""
-    product = CodeSize.of(PRODUCT)
-    num_lines = len(product.lines)
+    """Return sizes and options beside their budgets."""
     rows = [f"{'':<40}{'now':>10}{'budget':>10}"]
     for name, count in counts().items():
         digits = 2 if "per" in name else 0
         rows.append(f"{name:<40}{count:>10,.{digits}f}{BUDGETS.get(name, 0):>10,.{digits}f}")
-    rows.append(f"{'characters per line':<40}{sum(map(len, product.lines)) / num_lines:>10.1f}")
-    rows.append(f"{'comments':<40}{100 * product.comments / num_lines:>10.2f}")
-    nodes_by_folder: dict[str, int] = {}
-    for path in CODE:
-        folder = folder_of(path)
-        name = f"{folder}/" if folder else path.name
-        nodes_by_folder[name] = nodes_by_folder.get(name, 0) + size(parse(path))
-    rows += ["", *(f"{name:<40}{nodes:>10,}" for name, nodes in nodes_by_folder.items()), ""]
-    for script in LOADS:
-        rows.append(f"{script}.py loads {' '.join(sorted(loaded_modules(script)))}")
     return "\n".join(rows)
 
 

@@ -5,6 +5,7 @@ pytest tests/test_dual_mode_gpt.py
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -35,22 +36,6 @@ def some_ids(*shape: int, vocab_size: int = TINY["vocab_size"], seed: int = 1) -
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def trunk_names(bias: bool, position: str, n_layer: int = 2) -> set[str]:
-    """The names of nanoGPT for the trunk's weights."""
-    names = {"transformer.wte.weight"}
-    if position == "learned":
-        names.add("transformer.wpe.weight")
-    parts = ["ln_f"]
-    for layer in range(n_layer):
-        for part in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"):
-            parts.append(f"h.{layer}.{part}")
-    for part in parts:
-        names.add(f"transformer.{part}.weight")
-        if bias:
-            names.add(f"transformer.{part}.bias")
-    return names
-
-
 def test_config_fields_and_defaults_of_the_seeds_come_first():
     promised = {
         "block_size": 1024,
@@ -79,17 +64,21 @@ def test_configurable_reward_head_hidden_dim(hidden):
     assert model(some_ids(3, 5))[0].shape == (3, 2)
 
 
-@pytest.mark.parametrize("position", ["rope", "learned"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_state_dict_names(position, bias):
-    generator = tiny_model(position=position, bias=bias)
-    assert set(generator.state_dict()) == trunk_names(bias, position) | {"lm_head.weight"}
-    assert generator.transformer.wte.weight is generator.lm_head.weight
+# The names of nanoGPT, of all layers alike.
+LAYERS = "ln_f h.*.ln_1 h.*.attn.c_attn h.*.attn.c_proj h.*.ln_2 h.*.mlp.c_fc h.*.mlp.c_proj"
 
-    reward = tiny_model(position=position, bias=bias, mode="reward")
+
+@pytest.mark.parametrize(("position", "bias"), [("rope", True), ("learned", False)])
+def test_state_dict_names(position, bias):
+    kinds = [".weight", ".bias"] if bias else [".weight"]
+    trunk = {f"transformer.{layer}{kind}" for layer in LAYERS.split() for kind in kinds}
+    trunk.add("transformer.wte.weight")
+    if position == "learned":
+        trunk.add("transformer.wpe.weight")
     head = {f"reward_head.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")}
-    assert set(reward.state_dict()) == trunk_names(bias, position) | head
-    assert not hasattr(reward, "lm_head") and not hasattr(generator, "reward_head")
+    for mode, further in (("generator", {"lm_head.weight"}), ("reward", head)):
+        model = tiny_model(position=position, bias=bias, mode=mode)
+        assert {re.sub(r"\bh\.\d", "h.*", name) for name in model.state_dict()} == trunk | further
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
@@ -112,7 +101,7 @@ def test_num_parameters_counts_tied_weights_once_and_positions_never():
 
 
 def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
-    """The trunk's output (B, T, C) float64, head by head; rotary positions are complex."""
+    """The trunk's output (B, T, C) float64; rotary positions are complex numbers."""
     config = model.config
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
     head_dim = config.n_embd // config.n_head
@@ -122,37 +111,37 @@ def hidden_states_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
     turn = torch.polar(torch.ones_like(angles), angles)  # (T, D / 2)
     is_later = torch.ones(T, T).triu(1).bool()
 
+    def parameters(name):
+        return weights[f"transformer.{name}.weight"], weights.get(f"transformer.{name}.bias", 0.0)
+
     def linear(name, x):
-        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
+        weight, bias = parameters(name)
+        return x @ weight.T + bias
 
     def norm(name, x):
+        weight, bias = parameters(name)
         variance = x.var(-1, unbiased=False, keepdim=True)
-        x = (x - x.mean(-1, keepdim=True)) / torch.sqrt(variance + 1e-5)
-        return x * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
+        return (x - x.mean(-1, keepdim=True)) / torch.sqrt(variance + 1e-5) * weight + bias
 
-    def place(x):  # (B, T, D) -> (B, T, D)
+    def rotated(x):  # (B, T, H, D) -> (B, T, H, D)
         if config.position == "learned":
             return x
-        z = torch.complex(x[..., :half], x[..., half:]) * turn
+        z = torch.complex(x[..., :half], x[..., half:]) * turn[:, None]
         return torch.cat((z.real, z.imag), -1)
 
     x = weights["transformer.wte.weight"][idx]
     if config.position == "learned":
         x = x + weights["transformer.wpe.weight"][:T]
     for layer in range(config.n_layer):
-        name = f"transformer.h.{layer}"
-        qkv = linear(f"{name}.attn.c_attn", norm(f"{name}.ln_1", x))
-        q, k, v = qkv.split(config.n_embd, dim=-1)
-        heads = []
-        for query, key, value in zip(
-            *(part.split(head_dim, -1) for part in (q, k, v)), strict=True
-        ):
-            scores = place(query) @ place(key).mT / math.sqrt(head_dim)  # (B, T, T)
-            heads.append(scores.masked_fill(is_later, -math.inf).softmax(-1) @ value)
-        x = x + linear(f"{name}.attn.c_proj", torch.cat(heads, -1))
-        h = linear(f"{name}.mlp.c_fc", norm(f"{name}.ln_2", x))
-        x = x + linear(f"{name}.mlp.c_proj", h * 0.5 * (1 + torch.erf(h / math.sqrt(2))))
-    return norm("transformer.ln_f", x)
+        qkv = linear(f"h.{layer}.attn.c_attn", norm(f"h.{layer}.ln_1", x))
+        q, k, v = qkv.view(*idx.shape, 3, config.n_head, head_dim).unbind(2)
+        scores = torch.einsum("bihd,bjhd->bhij", rotated(q), rotated(k)) / math.sqrt(head_dim)
+        attention = scores.masked_fill(is_later, -math.inf).softmax(-1)
+        heads = torch.einsum("bhij,bjhd->bihd", attention, v).flatten(2)
+        x = x + linear(f"h.{layer}.attn.c_proj", heads)
+        h = linear(f"h.{layer}.mlp.c_fc", norm(f"h.{layer}.ln_2", x))
+        x = x + linear(f"h.{layer}.mlp.c_proj", h * 0.5 * (1 + torch.erf(h / math.sqrt(2))))
+    return norm("ln_f", x)
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
