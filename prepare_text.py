@@ -3,8 +3,8 @@
     python prepare_text.py my_novel.txt --name novel --tokenization char
 
 In: UTF-8 text files of any size, or folders of *.txt. Out, in data/NAME: train.bin, val.bin
-(uint16 tokens), and the vocabulary: meta.pkl for characters (nanoGPT's form), or a copy of a
-tokenizer.json.
+(uint16 tokens), and the vocabulary: meta.pkl for characters (nanoGPT's form), or a tokenizer.json
+(Hugging Face's form).
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,14 @@ import tyro
 
 from common.process import run_main
 from common.settings import Errors, Settings, parse_settings, setting
-from corpus.encode import find_texts, prepare_texts
-from tokenization_manager import TokenizationManager
+from corpus.encode import (
+    check_tokenization,
+    find_texts,
+    make_tokenizer,
+    prepare_texts,
+    split_segments,
+)
+from tokenization_manager import MAX_VOCAB_SIZE, MIN_LEARNED_SIZE
 
 
 @dataclass
@@ -29,8 +35,10 @@ class PrepareTextSettings(Settings):
     """name of the corpus for --dataset of the other scripts; the folder is data/NAME"""
     out_dir: str | None = None
     """folder of the corpus, instead of a name"""
-    tokenization: Literal["char", "bpe"] | None = None
-    """char: one token per character; bpe: GPT-2's byte-pair encoding; None: use --tokenizer"""
+    tokenization: Literal["char", "bpe", "learned_bpe"] | None = None
+    """char, bpe (GPT-2's) or learned_bpe (from the training part); None: use --tokenizer"""
+    vocab_size: int = setting(1024, minimum=MIN_LEARNED_SIZE, maximum=MAX_VOCAB_SIZE)
+    """learned_bpe: number of tokens, the 256 bytes included; a short text can give fewer"""
     tokenizer: str | None = None
     """another encoding: a tokenizer.json (Hugging Face's form), or the folder that holds it"""
     train_split: float = setting(0.9, above=0, below=1)
@@ -58,26 +66,23 @@ class PrepareTextSettings(Settings):
             "one of name and out_dir is required",
             "Set the name of the corpus with --name, or its folder with --out_dir",
         )
+        check_tokenization(self, errors)
         errors.check(
-            (self.tokenization is None) != (self.tokenizer is None),
-            "exactly one of tokenization and tokenizer is required",
-            "Use --tokenization char, --tokenization bpe, or --tokenizer with a tokenizer.json",
+            self.tokenization is not None or self.tokenizer is not None,
+            "one of tokenization and tokenizer is required",
+            "Use --tokenization char, bpe or learned_bpe, or --tokenizer with a tokenizer.json",
         )
 
 
 def main() -> None:
     settings = parse_settings(PrepareTextSettings, "prepare_text")
-    tokenizer = None  # characters
-    if settings.tokenization == "bpe":
-        tokenizer = TokenizationManager("bpe")
-    elif settings.tokenizer is not None:
-        path = Path(settings.tokenizer)
-        if path.is_dir():
-            path = path / "tokenizer.json"
-        tokenizer = TokenizationManager("tokenizer", meta_path=path)
     folder = settings.out_dir or f"data/{settings.name}"
     texts = find_texts(settings.paths).values()
-    prepare_texts(texts, folder, tokenizer, None, settings.train_split, settings.block_size)
+    segments = split_segments(texts, settings.train_split)
+    tokenizer = make_tokenizer(
+        texts, segments, settings.tokenization, settings.vocab_size, settings.tokenizer
+    )
+    prepare_texts(texts, folder, tokenizer, segments, settings.block_size)
     print(f"next: python train.py --dataset {settings.name or folder}")
 
 

@@ -4,7 +4,7 @@
 
 Choose a tokenizer by method, or let it be detected from a data folder. Characters need a meta.pkl
 (nanoGPT's form); the method `tokenizer` needs a tokenizer.json (Hugging Face's form), which the
-package tokenizers reads. Tokens are uint16.
+package tokenizers reads and learns. Tokens are uint16.
 """
 
 import functools
@@ -13,7 +13,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from common.process import UserError, require
 
 MAX_VOCAB_SIZE = 65536  # tokens are uint16
 BPE_VOCAB_SIZE = 50257
+MIN_LEARNED_SIZE = 257  # the 256 bytes and one pair
 TOKENIZER_FILE = "tokenizer.json"
 # A pickle is a program. These of its instructions build numbers, strings, lists and dicts; none
 # imports or calls anything.
@@ -207,6 +208,28 @@ class TokenizationManager:
         return cls.from_record({"method": "char", "chars": "".join(sorted(set(text)))})
 
     @classmethod
+    def learn_bpe(cls, parts: Iterable[str], vocab_size: int) -> "TokenizationManager":
+        """Return a tokenizer of byte pairs learned from a text: all 256 bytes, then merged pairs.
+
+        It encodes any text. Words are split as GPT-2 does, and pairs that occur once are not
+        merged, so a short text gives fewer than `vocab_size` tokens. The same parts always give
+        the same tokens.
+        """
+        import tokenizers
+
+        library = tokenizers.Tokenizer(tokenizers.models.BPE())
+        library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        library.train_from_iterator(parts, trainer)
+        return cls.from_record({"method": "tokenizer", "tokenizer_json": library.to_str()})
+
+    @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "TokenizationManager":
         """Check a record that `to_record` returned, and return its tokenizer; read no file."""
         manager = cls.__new__(cls)
@@ -237,17 +260,13 @@ class TokenizationManager:
         )
 
     def _set_json(self, source: str) -> None:
-        try:
-            import tokenizers  # optional package
+        import tokenizers  # here, because most corpora do not need it
 
+        try:
             library = tokenizers.Tokenizer.from_str(source)
             library.no_truncation()
             library.no_padding()
             self.vocab_size = max(library.get_vocab().values()) + 1
-        except ImportError:
-            raise UserError(
-                f"ERROR: {self.meta_path} needs a package: pip install tokenizers"
-            ) from None
         except BaseException as error:  # the library's panic is not an Exception
             raise MetaFileError(
                 f"{self.meta_path} is damaged or not a {TOKENIZER_FILE}: {error!s:.200}"
@@ -268,7 +287,7 @@ class TokenizationManager:
         if self.tokenizer_json is not None:
             return self.tokenizer_json
         require(self.method != "ids", "the ids have no text: use a corpus with a tokenizer.json")
-        import tokenizers  # optional package; transformers needs it, too
+        import tokenizers
 
         if self.chars is None:
             from corpus.shakespeare import ensure_gpt2_bpe_files

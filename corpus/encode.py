@@ -4,33 +4,46 @@
 
 In: UTF-8 files. Out, in a folder: train.bin, val.bin (uint16), test.bin if documents are named for
 it, and the vocabulary: meta.pkl for characters, or tokenizer.json. train.bin and val.bin have the
-bytes that nanoGPT's prepare.py writes.
+bytes that nanoGPT's prepare.py writes. A segment is a part of the text: the name of its token file,
+and its number of characters; a segment named '' is left out.
 """
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
 from common.files import atomic_path, lock_output
 from common.log import progress
 from common.process import UserError, require
-from common.settings import Errors, Settings, parse_settings
+from common.settings import Errors, Settings, parse_settings, setting
 from corpus.shakespeare import ensure_corpus, find_titles, read_documents
 from data_loader import TOKEN_DTYPE, split_boundary, text_pieces
-from tokenization_manager import TokenizationManager, save_meta
+from tokenization_manager import (
+    MAX_VOCAB_SIZE,
+    MIN_LEARNED_SIZE,
+    TOKENIZER_FILE,
+    TokenizationManager,
+    save_meta,
+)
 
 PIECE_CHARACTERS = 1 << 20  # encode at least so many at a time
 # A text without a place to cut is encoded at once; a character then takes up to 300 bytes.
 MOST_CHARACTERS = 1 << 22
+# Byte-pair tokens are learned from at most so many characters, which takes about ten seconds.
+LEARNED_CHARACTERS = 20_000_000
+# It takes long to learn from long words, so they are cut: some scripts have no spaces.
+PART_CHARACTERS = 1000
 WINDOW = 200  # characters on either side of a cut that are encoded to check it
-CORPUS_FILES = ("meta.pkl", "tokenizer.json", "train.bin", "val.bin", "test.bin")
+Segments = Sequence[tuple[str, int]]
+CORPUS_FILES = ("meta.pkl", TOKENIZER_FILE, "train.bin", "val.bin", "test.bin")
 
 
 def find_texts(paths: Sequence[str]) -> dict[str, Path]:
@@ -158,45 +171,131 @@ class PiecewiseEncoder:
         return np.array_equal(around[: len(before)], before)
 
 
-def encode_segments(
-    pieces: Iterator[str], segments: Sequence[tuple[str, int]], tokenizer: TokenizationManager
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Encode each segment of a text by itself; yield (name, tokens (n,) uint16) piece by piece.
+def cut_segments(pieces: Iterator[str], segments: Segments) -> Iterator[tuple[str, str, bool]]:
+    """Cut a text that comes in pieces at the ends of its segments.
 
-    A segment is a part's name and its number of characters; a part named '' is left out.
+    Yield (name of the segment, piece, whether it is the segment's last).
     """
     changed = "the text is not as long as when it was first read: run the same command again"
     text = ""
+    for name, size in segments:
+        num_left = size
+        while num_left > 0:
+            text = text or next(pieces, "")
+            require(len(text) > 0, changed)
+            piece = text[:num_left]
+            text = text[num_left:]
+            num_left -= len(piece)
+            yield name, piece, num_left == 0
+    require(text + next(pieces, "") == "", changed)
+
+
+def encode_segments(
+    pieces: Iterator[str], segments: Segments, tokenizer: TokenizationManager
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Encode each segment of a text by itself; yield (name, tokens (n,) uint16) piece by piece."""
+    encoder = PiecewiseEncoder(tokenizer)
     total = sum(size for _, size in segments)
     with progress(total, "Encoding", "char", passing=True) as bar:
-        for name, size in segments:
-            encoder = PiecewiseEncoder(tokenizer)
-            num_left = size
-            while num_left > 0:
-                text = text or next(pieces, "")
-                require(len(text) > 0, changed)
-                piece = text[:num_left]
-                text = text[num_left:]
-                num_left -= len(piece)
-                if name:
-                    yield name, encoder.encode(piece, is_last=num_left == 0)
-                bar.update(len(piece))
-    require(text + next(pieces, "") == "", changed)
+        for name, piece, is_last in cut_segments(pieces, segments):
+            if name:
+                yield name, encoder.encode(piece, is_last)
+            if is_last:
+                encoder = PiecewiseEncoder(tokenizer)
+            bar.update(len(piece))
+
+
+def count_characters(texts: Iterable[Path]) -> int:
+    """Return the number of characters of the joined texts."""
+    return sum(map(len, joined_pieces(texts)))
+
+
+def characters_of(texts: Iterable[Path]) -> set[str]:
+    """Return the different characters of texts."""
+    chars: set[str] = set()
+    for piece in joined_pieces(texts):
+        chars.update(piece)
+    return chars
+
+
+def split_segments(texts: Iterable[Path], train_split: float = 0.9) -> Segments:
+    """Return the segments of joined texts whose first `train_split` is for training."""
+    num_characters = count_characters(texts)
+    boundary = split_boundary(num_characters, train_split)
+    return [("train", boundary), ("val", num_characters - boundary)]
+
+
+def training_parts(texts: Iterable[Path], segments: Segments) -> Iterator[str]:
+    """Yield the training text in parts of PART_CHARACTERS, or evenly spaced parts of it if it is
+    longer than LEARNED_CHARACTERS.
+    """
+    total = sum(size for name, size in segments if name == "train")
+    step = math.ceil(total / LEARNED_CHARACTERS)
+    number = 0
+    for name, piece, _ in cut_segments(joined_pieces(texts), segments):
+        if name == "train":
+            for start in range(0, len(piece), PART_CHARACTERS):
+                if number % step == 0:
+                    yield piece[start : start + PART_CHARACTERS]
+                number += 1
+
+
+def make_tokenizer(
+    texts: Iterable[Path],
+    segments: Segments,
+    method: str | None,
+    vocab_size: int,
+    tokenizer_path: str | None = None,
+) -> TokenizationManager | None:
+    """Return the tokenizer.json at a path (a file or its folder), or the tokenizer of a method.
+
+    learned_bpe learns `vocab_size` tokens from the training segments of the texts only. Return None
+    for char.
+    """
+    if tokenizer_path is not None:
+        path = Path(tokenizer_path)
+        if path.is_dir():
+            path = path / TOKENIZER_FILE
+        return TokenizationManager("tokenizer", meta_path=path)
+    if method == "learned_bpe":
+        tokenizer = TokenizationManager.learn_bpe(training_parts(texts, segments), vocab_size)
+        if tokenizer.vocab_size < vocab_size:
+            print(
+                f"vocab_size={vocab_size}: the training text is too short for so many tokens; "
+                f"{tokenizer.vocab_size} are learned"
+            )
+        return tokenizer
+    if method == "bpe":
+        return TokenizationManager("bpe")
+    return None
+
+
+def check_tokenization(settings: Any, errors: Errors) -> None:
+    """Check the options tokenization, vocab_size and tokenizer of a script that makes a corpus."""
+    errors.check(
+        settings.tokenization is None or settings.tokenizer is None,
+        "tokenization and tokenizer are both given",
+        "Leave out one of them",
+    )
+    is_default = settings.vocab_size == type(settings).vocab_size
+    errors.check(
+        is_default or settings.tokenization == "learned_bpe",
+        f"vocab_size={settings.vocab_size} is ignored without tokenization=learned_bpe",
+        "Leave out --vocab_size, or use --tokenization learned_bpe",
+    )
 
 
 def prepare_texts(
     texts: Collection[Path],
     folder: str | Path,
     tokenizer: TokenizationManager | None,
-    segments: Sequence[tuple[str, int]] | None = None,
-    train_split: float = 0.9,
+    segments: Segments,
     block_size: int = 1,
 ) -> None:
     """Encode texts into NAME.bin for each segment's name, replace an earlier corpus, print sizes.
 
-    Without a `tokenizer` the tokens are the texts' characters. Without `segments` the first
-    `train_split` of the characters is for training. Raise UserError, and write nothing, for texts
-    that cannot be encoded or are too short for a block.
+    Without a `tokenizer` the tokens are the texts' characters. Raise UserError, and write nothing,
+    for texts that cannot be encoded or are too short for a block.
     """
     folder = Path(os.path.abspath(folder))
     if tokenizer is not None and tokenizer.method == "bpe":
@@ -204,20 +303,15 @@ def prepare_texts(
             "char" not in folder.name,
             f"{folder}: 'char' in the name marks a corpus of characters: choose another folder",
         )
-    num_characters = 0
-    chars: set[str] = set()
-    for piece in joined_pieces(texts):
-        num_characters += len(piece)
-        chars.update(piece)
-    if tokenizer is None:
-        tokenizer = TokenizationManager.from_text("".join(chars))
-    if tokenizer.chars is not None and not chars.issubset(tokenizer.chars):
-        check_characters(texts, tokenizer)
+    if tokenizer is None or tokenizer.chars is not None:
+        chars = characters_of(texts)
+        if tokenizer is None:
+            tokenizer = TokenizationManager.from_text("".join(chars))
+        if not chars.issubset(tokenizer.chars or ""):
+            check_characters(texts, tokenizer)
+    num_characters = sum(size for _, size in segments)
     print(f"length of dataset in characters: {num_characters:,}")
     print(f"vocab size: {tokenizer.vocab_size:,}")
-    if segments is None:
-        boundary = split_boundary(num_characters, train_split)
-        segments = [("train", boundary), ("val", num_characters - boundary)]
     lock_output(folder / "train.bin")
     counts = {"train": 0, "val": 0}
     files: dict[str, BinaryIO] = {}
@@ -240,7 +334,7 @@ def prepare_texts(
         if tokenizer.chars is not None:
             save_meta(stack.enter_context(atomic_path(folder / "meta.pkl")), tokenizer.chars)
         elif tokenizer.method == "tokenizer":
-            path = stack.enter_context(atomic_path(folder / "tokenizer.json"))
+            path = stack.enter_context(atomic_path(folder / TOKENIZER_FILE))
             path.write_text(tokenizer.to_tokenizer_json(), encoding="utf-8")
         for name in CORPUS_FILES:
             (folder / name).unlink(missing_ok=True)
@@ -252,6 +346,12 @@ def prepare_texts(
 class ShakespeareSettings(Settings):
     """Make token files of Shakespeare."""
 
+    tokenization: Literal["char", "bpe", "learned_bpe"] | None = None
+    """char, bpe (GPT-2's) or learned_bpe (from the training part); None: that of the script"""
+    vocab_size: int = setting(1024, minimum=MIN_LEARNED_SIZE, maximum=MAX_VOCAB_SIZE)
+    """learned_bpe: number of tokens, the 256 bytes included"""
+    tokenizer: str | None = None
+    """instead: a tokenizer.json, or the folder of another corpus that holds it"""
     source: Literal["auto", "tiny", "complete"] = "auto"
     """text to fetch if out_dir has no input.txt: tiny (nanoGPT's), complete, auto (either)"""
     plays: tuple[str, ...] = ()
@@ -267,6 +367,7 @@ class ShakespeareSettings(Settings):
 
     def check_settings(self, errors: Errors) -> None:
         """Check that named works have a source, a validation part, and a folder for plays."""
+        check_tokenization(self, errors)
         remedy = "Add --source complete --val_documents TITLE"
         parts = self.train_documents + self.test_documents
         works = self.plays + self.val_documents + parts
@@ -287,9 +388,7 @@ class ShakespeareSettings(Settings):
         )
 
 
-def document_segments(
-    settings: ShakespeareSettings, documents: Mapping[str, int]
-) -> list[tuple[str, int]]:
+def document_segments(settings: ShakespeareSettings, documents: Mapping[str, int]) -> Segments:
     """Return the part and the size of each work, in the text's order."""
     part_of: dict[str, str] = {}
     for part in ("train", "val", "test"):
@@ -302,13 +401,18 @@ def document_segments(
     return [(part_of.get(title, rest), size) for title, size in documents.items()]
 
 
-def prepare_shakespeare(method: Literal["char", "bpe"], home: Path) -> None:
-    """Fetch the text if it is missing, then encode it; `home` is the folder of the script."""
+def prepare_shakespeare(method: str, home: Path) -> None:
+    """Fetch the text if it is missing, then encode it.
+
+    `method` and `home` are the tokenization and the folder of the script.
+    """
     settings = parse_settings(ShakespeareSettings, "prepare")
     folder = settings.out_dir or home
     path = ensure_corpus(folder, settings.source, settings.plays)
-    segments = None
     if settings.val_documents:
         segments = document_segments(settings, read_documents(path))
-    tokenizer = TokenizationManager("bpe") if method == "bpe" else None
+    else:
+        segments = split_segments([path])
+    method = settings.tokenization or method
+    tokenizer = make_tokenizer([path], segments, method, settings.vocab_size, settings.tokenizer)
     prepare_texts([path], folder, tokenizer, segments)

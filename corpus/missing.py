@@ -12,8 +12,9 @@ from common.settings import read_config
 from data_loader import dataset_folder
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-# The sections of a settings file for prepare.py, and the settings that name their corpora.
-CORPORA = {"prepare": "dataset", "prepare_natural": "natural_dataset"}
+# The sections of a settings file for prepare.py, and the settings that name their corpora. The
+# natural corpus comes first, because the other one may use its tokenizer.
+CORPORA = {"prepare_natural": "natural_dataset", "prepare": "dataset"}
 
 
 def prepare_corpora(
@@ -29,6 +30,8 @@ def prepare_corpora(
     if config_path:
         contents = read_config(config_path)
     for section, name in CORPORA.items():
+        if name == "natural_dataset" and datasets[name] == datasets["dataset"]:
+            continue  # one corpus for both
         folder = dataset_folder(datasets[name])
         if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
             continue

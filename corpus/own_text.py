@@ -3,21 +3,31 @@
     python run_cycles.py --text my_novel.txt --natural_text other_novels/
 
 The last tenth of your text becomes test.bin, the tenth before it val.bin. The corpus of the natural
-texts has the same val.bin, test.bin and vocabulary.
+texts has the same val.bin, test.bin and vocabulary. `choose_tokenization` has the rule for the
+tokens: characters, or byte pairs learned from the training parts of both.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.files import read_json, write_json
 from common.process import require, warn
-from corpus.encode import find_texts, joined_pieces, prepare_texts
+from corpus.encode import (
+    characters_of,
+    count_characters,
+    find_texts,
+    make_tokenizer,
+    prepare_texts,
+)
 from tokenization_manager import TokenizationManager
 
 # the settings file for your own texts
 OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library_cpu.py")
 LONG_TEXT = 1_000_000  # tokens; a model does not memorise a longer text and needs no dropout
 LARGE_VOCABULARY = 1000
+# The rule for the tokens of a text.
+MANY_CHARACTERS = 1000  # different ones
+LONG_TRAINING_TEXT = 2_000_000  # characters
 MIN_TOKENS = 25_000  # enough blocks for the gate
 MIN_TEST_CHARACTERS = 160_010  # enough for the intervals of the test text's losses
 FULL_LENGTH = 100_000  # tokens; shorter texts get fewer steps and shorter blocks
@@ -32,8 +42,8 @@ def make_corpora(
     """Make out/corpus and out/natural_corpus, unless they hold these texts already.
 
     Return both folders and the number of tokens of `text`. Without natural texts both are the same
-    folder. Without a `tokenizer` the tokens are characters. Raise UserError for a text that is too
-    short, is also a natural text, or has characters unknown to the tokenizer.
+    folder. Without a `tokenizer`, `choose_tokenization` chooses the tokens. Raise UserError for a
+    text that is too short, is also a natural text, or has characters unknown to the tokenizer.
     """
     own_texts = find_texts(text)
     natural_texts = find_texts(natural_text)
@@ -64,6 +74,12 @@ def make_corpora(
         tenth = size // 10
         train = size - 2 * tenth
         held_out = [("val", tenth), ("test", tenth)]
+        if tokenizer is None:
+            chars = characters_of(texts)
+            method, vocab_size, reason = choose_tokenization(before + train, len(chars))
+            print(f"tokens: {method}, because the training text has {reason}")
+            segments = [("train", before + train), ("", 2 * tenth)]
+            tokenizer = make_tokenizer(texts, segments, method, vocab_size)
         prepare_texts(texts, folder, tokenizer, [("", before), ("train", train), *held_out])
         if natural_texts:
             segments = [("train", before), ("", train), *held_out]
@@ -78,9 +94,18 @@ def make_corpora(
     return folder, natural_folder, num_tokens
 
 
-def count_characters(texts: Iterable[Path]) -> int:
-    """Return the number of characters of the joined texts."""
-    return sum(map(len, joined_pieces(texts)))
+def choose_tokenization(num_characters: int, num_different: int) -> tuple[str, int, str]:
+    """Return the method and the vocabulary size for a text, and the reason in words.
+
+    num_characters: length of the training text, natural texts included. num_different: number of
+    different characters in it. Learned byte pairs pay off in a long text, and in a script of so
+    many characters that most of them are rare. The vocabulary size has no meaning for characters.
+    """
+    if num_different > MANY_CHARACTERS:
+        return "learned_bpe", 4096, f"{num_different:,} different characters"
+    if num_characters > LONG_TRAINING_TEXT:
+        return "learned_bpe", 1024, f"{num_characters:,} characters"
+    return "char", num_different, f"only {num_characters:,} characters, {num_different} different"
 
 
 def sizes_for(

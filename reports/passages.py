@@ -4,7 +4,6 @@ python -c "import reports.passages; help(reports.passages.read_passages)"
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -60,11 +59,19 @@ def read_passages(reward_data: Path, reward_model: Path, device: torch.device) -
 
 
 def pieces(tokenizer: TokenizationManager, ids: np.ndarray) -> list[str]:
-    """Return the text of each token; of tokens that share a character, the last one has it."""
-    texts = [""]
+    """Return the text of each token, whole characters only; joined, they are the row's text.
+
+    Of tokens that share a character, the last one has it, and the others have no text. A character
+    that is incomplete in the row is U+FFFD.
+    """
+    whole = tokenizer.decode(ids)
+    texts = []
+    start = 0
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:end])
-        if text.endswith("\ufffd") and end < len(ids):  # the next token continues the character
-            text = texts[-1]
-        texts.append(text)
-    return [text[len(before) :] for before, text in pairwise(texts)]
+        if not whole.startswith(text):  # it ends within a character that the next token continues
+            text = text.removesuffix("\ufffd")
+        stop = max(start, len(text))
+        texts.append(whole[start:stop])
+        start = stop
+    return texts

@@ -1,8 +1,6 @@
 """corpus/encode.py: pieces have the tokens of the whole text, memory stays flat.
 
-    pytest tests/test_corpus_encode.py
-
-Tests of tokenizer.json need the package tokenizers (requirements-bench.txt), else they are skipped.
+pytest tests/test_corpus_encode.py
 """
 
 import contextlib
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from helpers import ROOT, end_in_call, make_text, press_ctrl_c, refuse, refuse_in_one_line, succeed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +21,13 @@ from common import files
 from common.files import write_json
 from common.process import UserError
 from corpus import encode
-from corpus.encode import PiecewiseEncoder, encode_segments, prepare_texts
+from corpus.encode import (
+    PiecewiseEncoder,
+    encode_segments,
+    make_tokenizer,
+    prepare_texts,
+    split_segments,
+)
 from tokenization_manager import TokenizationManager
 
 TEXT = make_text(400)
@@ -150,7 +155,7 @@ def test_an_unknown_character_has_file_and_line(tmp_path, novel, monkeypatch):
     other.write_text("the\nthe\nthé\n")
     tokenizer = TokenizationManager.from_text(TEXT)
     with pytest.raises(UserError, match=r"other\.txt: .* '\\xe9' \(the first is in line 3\)"):
-        prepare_texts([novel, other], tmp_path / "made", tokenizer)
+        prepare_texts([novel, other], tmp_path / "made", tokenizer, [])
     assert not (tmp_path / "made/train.bin").exists()
 
 
@@ -159,7 +164,7 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
     folder.mkdir()
     for name in ("meta.pkl", "tokenizer.json", "test.bin"):
         (folder / name).write_text("of an earlier corpus")
-    prepare_texts([novel], folder, bpe)
+    prepare_texts([novel], folder, bpe, split_segments([novel]))
     assert {path.name for path in folder.iterdir()} == {"train.bin", "val.bin", ".train.bin.lock"}
     assert "".join(tokens_of(folder, "train", "val")) == TEXT
 
@@ -168,17 +173,18 @@ def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
 def test_no_interruption_leaves_a_mixture_of_two_corpora(tmp_path, novel, monkeypatch, name, bpe):
     """Interrupt each change of a file: the corpus is the old one, the new one, or incomplete."""
     folder, states = tmp_path / "novel", set()
+    segments = split_segments([novel])
 
     def contents() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in folder.glob("[a-z]*")}
 
     for number in range(1, 12):
         shutil.rmtree(folder, ignore_errors=True)
-        prepare_texts([novel], folder, bpe)
+        prepare_texts([novel], folder, bpe, segments)
         before = contents()
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             end_in_call(patch, encode.os, name, number, press_ctrl_c)
-            prepare_texts([novel], folder, None)
+            prepare_texts([novel], folder, None, segments)
         after = contents()
         is_whole = {"train.bin", "val.bin"} <= set(after)
         states.add(
@@ -238,9 +244,8 @@ def test_works_that_are_named_for_nothing_are_refused(script, works):
     assert "a folder of their own" in refuse(script, source="complete", plays=["HAMLET"])
 
 
-def make_tokenizer(folder: Path, prepare: Callable) -> TokenizationManager:
-    """A small byte-level BPE, trained on TEXT; `prepare` changes it."""
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install -r requirements-bench.txt")
+def changed_tokenizer(folder: Path, change: Callable) -> TokenizationManager:
+    """A small byte-level BPE, trained on TEXT and changed."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -249,12 +254,12 @@ def make_tokenizer(folder: Path, prepare: Callable) -> TokenizationManager:
         vocab_size=300, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([TEXT, "  \n\n\n ...\n\n"], trainer)
-    prepare(tokenizers, tokenizer)
+    change(tokenizer)
     tokenizer.save(str(folder / "tokenizer.json"))
     return TokenizationManager("tokenizer", meta_path=folder / "tokenizer.json")
 
 
-def looking_ahead(tokenizers, tokenizer):
+def looking_ahead(tokenizer):
     """Like GPT-4's pattern, join punctuation and the newlines after it."""
     pattern = tokenizers.Regex(r" ?[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)| ?\w+|\s+")
     split = tokenizers.pre_tokenizers.Split(pattern, "isolated")
@@ -262,20 +267,54 @@ def looking_ahead(tokenizers, tokenizer):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, level])
 
 
-def prefixing(tokenizers, tokenizer):
+def prefixing(tokenizer):
     """Like SentencePiece, prepend a marker to every text."""
     tokenizer.normalizer = tokenizers.normalizers.Prepend("x")
 
 
-@pytest.mark.interop
 @pytest.mark.parametrize("change", [looking_ahead, prefixing])
 def test_pieces_have_the_tokens_of_the_whole_with_a_tokenizer(tmp_path, change):
-    check_pieces(make_tokenizer(tmp_path, change), window=40, times=4)
+    check_pieces(changed_tokenizer(tmp_path, change), window=40, times=4)
 
 
-@pytest.mark.interop
-def test_a_tokenizer_is_copied(tmp_path, novel):
-    tokenizer = make_tokenizer(tmp_path, looking_ahead)
-    prepare_texts([novel], tmp_path / "novel", tokenizer)
-    assert TokenizationManager(data_path=tmp_path / "novel").method == "tokenizer"
-    assert "".join(tokens_of(tmp_path / "novel", "train", "val")) == TEXT
+def learned(texts: list[Path], segments: encode.Segments, vocab_size: int = 300) -> str:
+    """The tokenizer.json that is learned from the training segments of texts."""
+    return make_tokenizer(texts, segments, "learned_bpe", vocab_size).to_tokenizer_json()
+
+
+def test_tokens_are_learned_from_training_segments_only(tmp_path, novel):
+    """Always the same ones, whatever the other segments hold."""
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT + "zyzy 日本 " * 1000)
+    segments = [("train", len(TEXT)), ("", 1000), ("val", 7000)]
+    source = learned([other], segments)
+    assert source == learned([novel], [("train", len(TEXT))])
+    assert source != learned([other], [("train", len(TEXT) + 8000)])
+    tokenizer = TokenizationManager.from_record({"method": "tokenizer", "tokenizer_json": source})
+    assert tokenizer.vocab_size == 300
+    text = "Any script: 日本語, русский, \x00 😀\r\n\n  e\u0301"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_long_text_is_learned_from_evenly_spaced_parts(novel, monkeypatch):
+    monkeypatch.setattr(encode, "PART_CHARACTERS", 10)
+    segments = [("", 5), ("train", 95), ("val", len(TEXT) - 100)]
+    whole = list(encode.training_parts([novel], segments))
+    assert "".join(whole) == TEXT[5:100]
+    monkeypatch.setattr(encode, "LEARNED_CHARACTERS", 40)
+    assert list(encode.training_parts([novel], segments)) == whole[::3]
+
+
+def test_shakespeare_with_learned_tokens_and_with_those_of_another_corpus(script, works):
+    options = {"out_dir": works, "source": "complete", "val_documents": ["mac"]}
+    out = succeed(script, **options, tokenization="learned_bpe", vocab_size=300)
+    assert "vocab_size=300: the training text is too short for so many tokens; 258" in out
+    learned = (works / "tokenizer.json").read_bytes()
+    assert "cc" not in TokenizationManager(data_path=works)._library.get_vocab()
+    other = shutil.copytree(works, works.with_name("other"))
+    succeed(script, **{**options, "out_dir": other, "tokenizer": works})
+    assert (other / "tokenizer.json").read_bytes() == learned
+    assert tokens_of(other, "train", "val") == ["aaaa\nbbbbb\ndzd", "cc\n"]
+    refusal = refuse(script, **options, tokenization="bpe", tokenizer=works, vocab_size=300)
+    assert "tokenization and tokenizer are both given" in refusal
+    assert "vocab_size=300 is ignored" in refusal

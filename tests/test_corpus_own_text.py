@@ -10,7 +10,9 @@ from helpers import make_text, refuse
 import run_cycles
 from common.process import UserError
 from common.settings import options_of_stages
-from corpus.own_text import make_corpora, sizes_for
+from corpus import own_text
+from corpus.encode import make_tokenizer
+from corpus.own_text import choose_tokenization, make_corpora, sizes_for
 from tokenization_manager import TokenizationManager
 
 
@@ -58,6 +60,32 @@ def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
     with pytest.raises(UserError, match=r"tokens, but at least 25,000 are needed"):
         make_corpora([other], [], None, tmp_path)
     assert "natural_text is ignored without text" in refuse("run_cycles", natural_text=[other])
+
+
+def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path, monkeypatch):
+    own, other = map(str, texts)
+    monkeypatch.setattr(own_text, "LONG_TRAINING_TEXT", 20_000)
+    monkeypatch.setattr(own_text, "MIN_TOKENS", 1000)
+    folder, library, _ = make_corpora([own], [other], None, tmp_path)
+    source = (folder / "tokenizer.json").read_bytes()
+    assert source == (library / "tokenizer.json").read_bytes()
+    segments = [("train", len(texts[1].read_text()) + 1 + 24_000), ("", 6000)]
+    expected = make_tokenizer(texts[::-1], segments, "learned_bpe", 1024)
+    assert source.decode() == expected.to_tokenizer_json()
+
+
+@pytest.mark.parametrize(
+    ("num_characters", "num_different", "expected"),
+    [
+        (100_000, 90, ("char", 90)),
+        (3_000_000, 90, ("learned_bpe", 1024)),
+        (100_000, 3000, ("learned_bpe", 4096)),
+    ],
+)
+def test_the_rule_for_tokens(num_characters, num_different, expected):
+    method, vocab_size, reason = choose_tokenization(num_characters, num_different)
+    assert (method, vocab_size) == expected
+    assert f"{num_characters:,}" in reason or f"{num_different:,}" in reason
 
 
 def test_sizes_follow_the_length():

@@ -66,13 +66,14 @@ def test_characters_are_nanogpts_bytes(monkeypatch):
 
 
 @pytest.mark.usefixtures("bpe")
-@pytest.mark.parametrize("tokenization", ["bpe", "char"])
+@pytest.mark.parametrize("tokenization", ["bpe", "char", "learned_bpe"])
 def test_text_mode_gives_the_same_tokens(tokenization):
     Path("novel.txt").write_bytes((TEXT + "  ü \r\n\r\n\r").encode() * 2)
     folder = Path("data", tokenization)
-    succeed("prepare_text", "novel.txt", name=folder.name, tokenization=tokenization)
+    options = {"name": folder.name, "tokenization": tokenization, "block_size": 16}
+    succeed("prepare_text", "novel.txt", **options)
     tokenizer = TokenizationManager(data_path=folder)
-    assert tokenizer.method == tokenization
+    assert tokenizer.method == tokenization.replace("learned_bpe", "tokenizer")
     files = load_binary(folder / "train.bin", folder / "val.bin", tokenizer.vocab_size)
     text = load_text("novel.txt", tokenizer)
     assert np.array_equal(files.train, text.train) and np.array_equal(files.val, text.val)
@@ -160,7 +161,9 @@ def test_texts_that_are_too_short_and_a_folder_named_for_characters():
         ({"name": "a/b"}, "name=a/b: must be a plain name"),
         ({"name": ".."}, "name=..: must be a plain name"),
         ({"out_dir": "here"}, "one of name and out_dir"),
-        ({"tokenizer": "here"}, "exactly one of tokenization"),
+        ({"tokenizer": "here"}, "tokenization and tokenizer are both given"),
+        ({"vocab_size": 300}, "vocab_size=300 is ignored without tokenization=learned_bpe"),
+        ({"tokenization": "learned_bpe", "vocab_size": 256}, "vocab_size=256: must be >= 257"),
         ({"train_split": 1.0}, "train_split=1.0"),
         ({"block_size": 0}, "block_size=0"),
     ],
@@ -173,7 +176,7 @@ def test_settings_that_are_refused(options, said):
 
 def test_everything_that_is_missing_is_named():
     message = refuse("prepare_text")
-    for missing in ("no text is given", "one of name and out_dir", "exactly one of tokenization"):
+    for missing in ("no text is given", "one of name and out_dir", "one of tokenization"):
         assert f"ERROR: {missing}" in message
     assert "tokenizer.json" in refuse_in_one_line(
         "prepare_text", "novel.txt", name="novel", tokenizer="."

