@@ -249,6 +249,7 @@ class Loop:
             checkpoints=tuple(dict.fromkeys(models)),
             baseline=f"{self.folder}/base_model_v{cycle}.pt",
             reward_model_path=f"{self.folder}/reward_model_v{cycle}.pt",
+            samples=300,
             word_dataset=self.natural_corpus,
             calibrate=True,
             output_path=f"{self.folder}/{kind}_v{cycle + 1}.json",

@@ -96,8 +96,11 @@ def as_code_points(text: str) -> np.ndarray:
 
 
 def packed(ids: np.ndarray, length: int, base: int) -> np.ndarray:
-    """Return the keys (T - length + 1,) int64 of all n-grams of ids (T,) below base."""
-    count = len(ids) - length + 1
+    """Return the keys (T - length + 1,) int64 of all n-grams of ids (T,) below base.
+
+    Keys that need more than 63 bits overflow.
+    """
+    count = max(0, len(ids) - length + 1)
     keys = np.zeros(count, np.int64)
     for offset in range(length):
         keys = keys * base + ids[offset : offset + count]
