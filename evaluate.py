@@ -8,37 +8,39 @@ and JSON with --output_path.
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.device import select_device, select_dtype
-from common.files import lock_output, write_json
-from common.log import counted, format_metrics, print0
-from common.process import UserError, run_main
+from common.device import random_stream, select_device, select_dtype
+from common.files import beside, lock_output, write_json
+from common.log import counted, print0
+from common.process import UserError, run_main, warn
 from common.settings import parse_settings
 from corpus.corpus import Corpus, open_corpus
 from data_loader import WholeSplitBatches, open_token_file, validation_part
 from generation.completions import Completer
-from generation.sampling import Sampling
 from grpo.evaluation import PolicyEvaluation
-from grpo.rollouts import draw_prompts
 from losses import language_model_loss, perplexity, text_log_probs
 from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
 from metrics.calibration import calibrated_losses, fit_calibration
-from metrics.samples import MAX_TOKENS, CopyFinder, sample_figures, words_of
+from metrics.samples import MAX_CHARACTERS
 from metrics.settings import EvaluateSettings
+from metrics.text_quality import Continuations, TextQuality
 from model import GPT
+from reports.passages import pieces
 from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
 from training import checkpoint as ckpt
-from training.lineage import check_tokenizer, check_unseen, data_record
+from training.lineage import check_tokenizer, check_unseen, data_record, hash_model
 
 SEED = 42  # of intervals and samples
-COPIES_SOUGHT = 100  # samples that are searched for copies of the corpus
-ROWS = 1024  # samples at a time
+SWEEP_SAMPLES = 128  # samples of each temperature, by which a model's temperature is chosen
+NUM_PASSAGES = 4
+PASSAGE_PROMPT_SHARE = 1 / 3  # of the context; the model writes the rest
 FRESH_PROMPTS = 128  # prompts whose completions a reward model reads
 
 
@@ -61,10 +63,12 @@ def main() -> None:
     corpus = open_corpus(settings.dataset, 2)
     split = corpus.folder / f"{settings.split}.bin"
     tokens = open_token_file(split, settings.split, corpus.tokenizer.vocab_size, 2)
-    copies = CopyFinder(corpus.train)
     fresh_text = None
+    reward_model = None
     if settings.reward_model_path is not None:
-        fresh_text = load_fresh_text(settings, corpus, copies, tokens, device)
+        fresh_text = load_fresh_text(settings, corpus, tokens, device)
+        reward_model = fresh_text.scorer.reward_model
+    measures: dict[int, tuple[TextQuality, Continuations]] = {}  # by the models' context
 
     # The first model is the baseline, if there is one: the others are compared with it.
     first = settings.baseline or settings.checkpoints[0]
@@ -85,14 +89,26 @@ def main() -> None:
         describe(path, figures, settings)
         if path not in settings.checkpoints:
             continue
+        length = model.config.block_size
+        completer = Completer(model, length)
         if settings.samples is not None:
-            samples = measure_samples(model, tokens[: len(tokens) // 2], copies, settings.samples)
-            print0(f"  {format_metrics(samples)}")
-            figures.update(samples)
+            if length not in measures:
+                measures[length] = load_text_quality(settings, corpus, tokens, length)
+            measure, prompts = measures[length]
+            quality = measure.of_model(completer)
+            describe_quality(quality)
+            temperature = quality["temperature"]
+            figures["quality"] = quality
+            figures["passages"] = write_passages(completer, prompts, temperature, reward_model)
+            if Path(path).is_file():
+                save_temperature(path, temperature)
         if fresh_text is not None:
-            completions = fresh_text.of_completions(Completer(model, model.config.block_size))
+            completions = fresh_text.of_completions(completer)
             reward = format_figure(completions, "fresh_reward")
-            print0(f"  fresh text: P(natural) {reward}, KL {completions['kl_now']:.4f}")
+            print0(
+                f"  at temperature 1: P(natural) of its text {reward}, KL to the baseline "
+                f"{completions['kl_now']:.4f} nats per token"
+            )
             figures.update(completions)
         if math.isinf(figures["perplexity"]):
             figures["perplexity"] = None  # infinity is not valid JSON
@@ -141,7 +157,13 @@ def measure_losses(
     for name, values in losses.items():
         figures.update(bootstrap_blocks(name, values, corpus.interval_tokens, SEED))
     figures["perplexity"] = perplexity(figures["loss"])
-    figures["tokens"] = len(losses["loss"])
+    num_tokens = len(losses["loss"])
+    figures["tokens"] = num_tokens
+    if corpus.tokenizer.method != "ids":  # these have no text
+        text = corpus.tokenizer.decode(batches.tokens[-num_tokens:])
+        bits = figures["loss"] * num_tokens / math.log(2)
+        figures["characters_per_token"] = len(text) / num_tokens
+        figures["bits_per_byte"] = bits / len(text.encode())
     return losses, figures
 
 
@@ -175,31 +197,87 @@ def differences(
     return figures
 
 
-def measure_samples(
-    model: GPT, text: np.ndarray, copies: CopyFinder, num_samples: int
-) -> dict[str, float]:
-    """Measure completions of prompts from `text`, and the natural text there (`natural_...`)."""
-    N = model.config.block_size
-    device = next(model.parameters()).device
-    natural, prompt_lengths, uniforms = draw_prompts(text, N, num_samples, 1, SEED, "samples")
-    completer = Completer(model, N)
-    parts = torch.arange(num_samples).split(ROWS)
-    written = []
-    for rows in counted(parts, len(parts), "Sampling", passing=False):
-        prompts = natural[rows].to(device)  # (P, N)
-        completions = completer(prompts, prompt_lengths[rows], uniforms[rows], Sampling())
-        written.append(completions.ids.squeeze(1).cpu())  # (P, N)
-    figures = sample_figures(torch.cat(written), prompt_lengths[:, 0], copies, COPIES_SOUGHT)
-    of_natural = sample_figures(natural, prompt_lengths[:, 0], copies, COPIES_SOUGHT)
-    for name, value in of_natural.items():
-        figures[f"natural_{name}"] = value
-    return figures
+def load_text_quality(
+    settings: EvaluateSettings, corpus: Corpus, tokens: np.ndarray, length: int
+) -> tuple[TextQuality, Continuations]:
+    """Return the measure of text quality for models with a context of `length` tokens, and the
+    prompts of the passages that are shown.
+
+    The select part decides the temperatures. Figures and passages are of the report part, or of
+    the tokens (n,) of another split.
+    """
+    natural = corpus
+    if settings.word_dataset is not None:
+        natural = open_corpus(settings.word_dataset, 2)
+    library = natural.tokenizer.decode(natural.train[:MAX_CHARACTERS])
+    if settings.split == "val":
+        tokens = validation_part(corpus.val, length, "report")
+    select = validation_part(corpus.val, length, "select")
+    num_samples = settings.samples
+    assert num_samples is not None
+    swept = Continuations.evenly_spaced(
+        corpus.tokenizer, select, length, min(SWEEP_SAMPLES, num_samples)
+    )
+    report = Continuations.evenly_spaced(corpus.tokenizer, tokens, length, num_samples)
+    starts = random_stream(SEED, "passages").integers(len(tokens) - length + 1, size=NUM_PASSAGES)
+    passages = Continuations(corpus.tokenizer, tokens, length, starts, PASSAGE_PROMPT_SHARE)
+    return TextQuality(library, swept, report), passages
+
+
+def describe_quality(quality: dict[str, Any]) -> None:
+    """Print the figures of `TextQuality.measure`."""
+    natural = quality["natural"]
+    title = (
+        f"  at temperature {quality['temperature']:.2f}, where its text is as diverse as natural"
+    )
+    if not quality["is_reached"]:
+        title += " (no temperature reaches that; this one is nearest)"
+    print0(f"{title}, {quality['distinct_pairs']:.3f} of the pairs of words are distinct;")
+    judge = format_figure(quality, "judge_loss", ".3f")
+    print0(f"    judge's loss {judge} nats per character, natural text {natural['judge_loss']:.3f}")
+    if natural["unknown_words"] is not None:
+        unknown = format_figure(quality, "unknown_words", ".3f")
+        print0(f"    unknown words {unknown}, natural text {natural['unknown_words']:.3f}")
+
+
+def save_temperature(path: str, temperature: float) -> None:
+    """Write the temperature beside a checkpoint, for sample.py; warn if that is impossible."""
+    record = {"sha256": hash_model(path), "temperature": temperature}
+    try:
+        write_json(beside(path, ".sampling.json"), record)
+    except OSError as error:
+        warn(f"the temperature is not saved for sample.py: {error}")
+
+
+@torch.no_grad()
+def write_passages(
+    completer: Completer, prompts: Continuations, temperature: float, reward_model: Any
+) -> list[dict[str, Any]]:
+    """Let a model continue prompts.
+
+    Return each prompt, and its completion as pairs of a piece of text and its P(natural). That is
+    None without a reward model, and for a head that has no output per token.
+    """
+    passages = []
+    for row in prompts.complete(completer, temperature):  # (N,)
+        natural: list[float | None] = [None] * len(row)
+        if reward_model is not None and reward_model.knows_tokens:
+            device = next(reward_model.parameters()).device
+            natural = reward_model.token_probabilities(row[None].to(device))[0].tolist()
+        texts = pieces(prompts.tokenizer, row.numpy())
+        completion = []
+        for token in range(prompts.prompt_length, len(row)):
+            if texts[token]:  # else a later token completes the character
+                completion.append([texts[token], natural[token]])
+        passages.append(
+            {"prompt": "".join(texts[: prompts.prompt_length]), "completion": completion}
+        )
+    return passages
 
 
 def load_fresh_text(
     settings: EvaluateSettings,
     corpus: Corpus,
-    copies: CopyFinder,
     tokens: np.ndarray,
     device: torch.device,
 ) -> PolicyEvaluation:
@@ -209,16 +287,9 @@ def load_fresh_text(
     contents = ckpt.load_checkpoint(str(settings.reward_model_path))
     reward_model = build_reward_model(contents, str(settings.reward_model_path), device)
     scorer = RewardScorer(reward_model, reference, select_dtype("auto", device))
-    known_words = None
-    if settings.word_dataset is not None:
-        library = open_corpus(settings.word_dataset, 2)
-        text = library.tokenizer.decode(library.train[:MAX_TOKENS])
-        known_words = frozenset(words_of(text))
     if settings.part != "whole":
         tokens = validation_part(tokens, reference.config.block_size, settings.part)
-    return PolicyEvaluation(
-        scorer, corpus, copies, SEED, "fresh", tokens, FRESH_PROMPTS, known_words
-    )
+    return PolicyEvaluation(scorer, corpus, None, SEED, "fresh", tokens, FRESH_PROMPTS)
 
 
 def describe(path: str, figures: dict[str, Any], settings: EvaluateSettings) -> None:

@@ -6,13 +6,14 @@ In: the checkpoint of a generator. Ours hold their tokenizer; nanoGPT's need --m
 texts, printed, and with --output_path also in a file.
 """
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from common.device import autocast, select_device, select_dtype
-from common.files import lock_output, write_text
+from common.files import beside, lock_output, read_json, write_text
 from common.log import print0
 from common.process import UserError, run_main, warn
 from common.settings import Settings, parse_settings, setting
@@ -21,8 +22,9 @@ from generation.completions import generate
 from generation.sampling import Sampling
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
-from training.lineage import choose_tokenizer
+from training.lineage import choose_tokenizer, hash_model
 
+DEFAULT_TEMPERATURE = 0.8
 SEPARATOR = "\n---------------\n"
 
 
@@ -38,8 +40,9 @@ class SampleSettings(Settings):
     """number of texts"""
     max_new_tokens: int = setting(500, minimum=0)
     """length of each text after the start"""
-    temperature: float = setting(0.8, minimum=0)
-    """1: the model's own distribution; lower: safer text; 0: always the likeliest token"""
+    temperature: float | None = setting(None, minimum=0)
+    """lower: safer text; 0: always the likeliest token; None: what evaluate.py --samples found, or
+    0.8"""
     top_k: int | None = setting(200, minimum=1)
     """sample only from the k likeliest tokens; None: from all"""
     top_p: float | None = setting(None, above=0, maximum=1)
@@ -82,6 +85,21 @@ def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarra
     return tokens
 
 
+def choose_temperature(path: str) -> tuple[float, str]:
+    """Return the temperature that evaluate.py found for a checkpoint, else 0.8; and the reason."""
+    saved = beside(path, ".sampling.json")
+    if not saved.is_file():
+        return DEFAULT_TEMPERATURE, "the default; evaluate.py --samples finds a better one"
+    try:
+        record = read_json(saved)
+        sampling = Sampling(float(record["temperature"]))
+        if record["sha256"] == hash_model(path):
+            return sampling.temperature, f"as diverse as natural text, by {saved}"
+        return DEFAULT_TEMPERATURE, f"the default; {saved} is of another checkpoint"
+    except (UserError, KeyError, TypeError, ValueError):
+        return DEFAULT_TEMPERATURE, f"the default; {saved} is damaged"
+
+
 def main() -> None:
     settings = parse_settings(SampleSettings, "sample")
     path = settings.checkpoint_path
@@ -97,7 +115,12 @@ def main() -> None:
         lock_output(settings.output_path)
     start = encode_start(tokenizer, settings.start).astype("int64")
     idx = torch.from_numpy(start).repeat(settings.num_samples, 1)  # (B, T)
-    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+    temperature = settings.temperature
+    if temperature is None:
+        temperature, reason = choose_temperature(path)
+        # not on stdout, which has the texts
+        print(f"temperature {temperature:.2f}: {reason}", file=sys.stderr)
+    sampling = Sampling(temperature, settings.top_k, settings.top_p)
     generator = torch.Generator().manual_seed(settings.seed)
     with autocast(device, select_dtype("auto", device)):
         rows = generate(model, idx.to(device), settings.max_new_tokens, sampling, generator)

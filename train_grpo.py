@@ -95,7 +95,8 @@ def main() -> None:
         )
         if not passes_gate(skill, settings):
             return  # it has printed why, or --gate_path asked for this measurement only
-    copies = CopyFinder(corpus.train)  # finds what the policy copies from the training text
+    # It finds what the policy copies from the training text.
+    copies = CopyFinder(corpus.train, corpus.tokenizer.decode)
     evaluate = PolicyEvaluation(scorer, corpus, copies, settings.seed, "select")
     report = PolicyEvaluation(scorer, corpus, copies, settings.seed, "report")
 

@@ -5,7 +5,6 @@
 Shapes: P prompts, G completions of each, R = P * G rows, N tokens in a row.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +27,8 @@ from grpo.settings import GRPOSettings
 from losses import text_log_probs
 from metrics import reward_skill as skills
 from metrics.bootstrap import MIN_BLOCKS, bootstrap_blocks, bootstrap_mean, format_figure
-from metrics.samples import CopyFinder, distinct_n, repetition, unknown_words
+from metrics.samples import CopyFinder
+from metrics.text_quality import DistinctPairs
 from model import GPT
 from reward.scorer import RewardScorer
 
@@ -46,18 +46,17 @@ COPIES_SOUGHT = 16  # completions that are searched for in the training text
 class PolicyEvaluation:
     """Measures a policy on a part of the validation split, with the same prompts each time.
 
-    part: 'select' or 'report', or the name of other text, `tokens` (n,). known_words: measure the
-    share of words that are not among them.
+    part: 'select' or 'report', or the name of other text, `tokens` (n,). copies: without one, the
+    text of completions is not measured.
     """
 
     scorer: RewardScorer
     corpus: Corpus
-    copies: CopyFinder
+    copies: CopyFinder | None
     seed: int
     part: str
     tokens: np.ndarray | None = None
     num_prompts: int = EVAL_PROMPTS
-    known_words: Set[str] | None = None
 
     def __post_init__(self) -> None:
         reference = self.scorer.reference
@@ -119,35 +118,30 @@ class PolicyEvaluation:
             figures.update(bootstrap_mean(name, by_prompt, self.seed))
         kl = kl_estimate(log_probs, scores.reference_log_probs)
         figures["kl_now"] = kl[mask].mean().item()
-        figures.update(self.text_figures(ids.cpu()))
+        if self.copies is not None:
+            figures.update(self.text_figures(ids.cpu(), self.copies))
         return figures
 
-    def text_figures(self, ids: Tensor) -> dict[str, Any]:
-        """Return variety, copies and examples of completions (R, N); no model is involved."""
-        written_half = ids[:, -(self.length // 2) :]  # prompts are at most half as long as a row
-        figures: dict[str, Any] = {}
-        for n in (1, 2, 3):
-            figures[f"distinct_{n}"] = distinct_n(written_half, n)
-        figures["repetition"] = repetition(written_half)
+    def text_figures(self, ids: Tensor, copies: CopyFinder) -> dict[str, Any]:
+        """Return variety, copies and examples of completions (R, N), sampled at temperature 1."""
         decode = self.corpus.tokenizer.decode
+        natural = self.prompts.natural.repeat_interleave(EVAL_SAMPLES, 0)  # (R, N)
+        prompts = []
+        completions = []
+        natural_texts = []
         lengths = self.prompts.prefix_lengths.flatten().tolist()
-        rows = ids.tolist()
-        tails = [row[length:] for row, length in zip(rows, lengths, strict=True)]
-        longest = 0
-        for tail in tails[:COPIES_SOUGHT]:
-            longest = self.copies.longest_copy(np.array(tail), longest)
-        figures["longest_copy"] = longest
-        if self.known_words is not None:
-            natural_rows = zip(self.prompts.natural.tolist(), lengths[::EVAL_SAMPLES], strict=True)
-            natural_tails = [row[length:] for row, length in natural_rows]
-            figures["unknown_words"] = unknown_words(map(decode, tails), self.known_words)
-            figures["natural_unknown_words"] = unknown_words(
-                map(decode, natural_tails), self.known_words
-            )
-        shown = range(0, len(tails), len(tails) // COMPLETIONS_SHOWN)[:COMPLETIONS_SHOWN]
-        figures["prompts"] = [decode(rows[row][: lengths[row]]) for row in shown]
-        figures["completions"] = [decode(tails[row]) for row in shown]
-        return figures
+        for row, natural_row, length in zip(ids.numpy(), natural.numpy(), lengths, strict=True):
+            prompts.append(decode(row[:length]))
+            completions.append(decode(row[length:]))
+            natural_texts.append(decode(natural_row[length:]))
+        distinct_pairs = DistinctPairs(natural_texts[::EVAL_SAMPLES])
+        shown = slice(0, None, len(prompts) // COMPLETIONS_SHOWN)
+        return {
+            "distinct_pairs": distinct_pairs(completions),
+            "longest_copy": max(map(copies.longest_copy, completions[:COPIES_SOUGHT])),
+            "prompts": prompts[shown][:COMPLETIONS_SHOWN],
+            "completions": completions[shown][:COMPLETIONS_SHOWN],
+        }
 
 
 def report_figures(report: PolicyEvaluation, policy: GPT) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from common.settings import Errors, Settings, setting
 
 @dataclass
 class EvaluateSettings(Settings):
-    """Measure the perplexity of checkpoints, and the variety of their samples."""
+    """Measure the loss of checkpoints, and the quality of their text at natural diversity."""
 
     checkpoints: tuple[str, ...] = setting((), model_file="required")
     """generators' checkpoints (required)"""
@@ -27,11 +27,11 @@ class EvaluateSettings(Settings):
     calibrate: bool = False
     """also the loss after a temperature and a unigram weight, fitted on the select part"""
     samples: int | None = setting(None, minimum=2)
-    """also measure so many samples of each checkpoint at temperature 1; None: none"""
+    """also measure so many samples, at the temperature where they are as diverse as natural text"""
     reward_model_path: str | None = setting(None, model_file="optional")
     """also P(natural) of fresh text, and its KL to the baseline, of that model's training"""
     word_dataset: str | None = None
-    """with reward_model_path: a corpus, for the share of words that it does not hold"""
+    """with samples: the corpus of natural texts that judge them; None: the dataset"""
     output_path: str | None = None
     """also write the figures here, as JSON"""
     device: str = "auto"
@@ -47,8 +47,5 @@ class EvaluateSettings(Settings):
         is_read = bool(self.reward_model_path and self.baseline)
         what = "reward_model_path needs a baseline, the generator of its training"
         errors.check(is_read or not self.reward_model_path, what, "Pass it with --baseline")
-        errors.check(
-            is_read or not self.word_dataset,
-            "word_dataset needs a reward_model_path",
-            "Leave it out",
-        )
+        is_used = self.samples is not None or self.word_dataset is None
+        errors.check(is_used, "word_dataset needs samples", "Pass --samples, or leave it out")

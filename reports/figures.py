@@ -64,8 +64,7 @@ GRPO = (
         {"kl_start": "training prompts", "kl_now": "select part"},
     ),
     Panel("Entropy", "nats per token", {"entropy": ""}),
-    Panel("Distinct 3-grams", "share of 3-grams", {"distinct_3": ""}),
-    Panel("Repetition", "share of 4-grams", {"repetition": ""}),
+    Panel("Distinct word pairs", "share, at temperature 1", {"distinct_pairs": ""}),
 )
 
 

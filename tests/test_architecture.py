@@ -62,7 +62,7 @@ LOADS = {
     "prepare_reward_data": MODEL + "reward_data_config reward_dataset_loader",
     "train_reward_model": MODEL + "metrics reports reward reward_dataset_loader",
     "train_grpo": MODEL + "corpus.corpus grpo metrics reports reward",
-    "evaluate": MODEL + "corpus.corpus grpo metrics reward",
+    "evaluate": MODEL + "corpus.corpus grpo metrics reports.passages reward reward_dataset_loader",
     "sample": MODEL,
     "prepare_text": "common corpus data_loader tokenization_manager",
     "reward_dataset_loader": "common data_loader generation tokenization_manager",

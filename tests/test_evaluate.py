@@ -4,6 +4,7 @@ tests/test_evaluate.py`
 
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from evaluate import calculate_perplexity
 from losses import text_log_probs
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
+from training.lineage import hash_model
 
 
 def evaluate(tmp_path, **options) -> dict:
@@ -70,15 +72,38 @@ def test_figures_are_those_of_the_losses(tmp_path, corpus, generator, natural_mo
     assert train["tokens"] > figures["tokens"] and "difference" not in train
 
 
-def test_samples_have_figures_beside_natural_text(tmp_path, corpus, generator, knowing):
-    options = {"checkpoints": [generator, knowing], "dataset": corpus, "samples": 60}
-    found = evaluate(tmp_path, **options)
-    few, more = found[str(generator)], found[str(knowing)]
-    names = ("distinct_1", "distinct_2", "distinct_3", "repetition", "longest_copy")
-    assert set(few) >= {*names, *(f"natural_{name}" for name in names)}
-    assert few["natural_distinct_3"] == more["natural_distinct_3"]  # the same prompts
-    assert more["distinct_3"] < few["distinct_3"]  # it writes words of the corpus
-    assert found == evaluate(tmp_path, **options)
+def test_quality_of_text_and_passages_with_their_p_natural(
+    tmp_path, corpus, generator, knowing, predictive_reward_model
+):
+    """Models have the same prompts; the model that knows the corpus writes fewer unknown words."""
+    models = []
+    for path in (generator, knowing):
+        models.append(Path(shutil.copy(path, tmp_path / f"{len(models)}.pt")))
+    options = {"checkpoints": models, "dataset": corpus, "samples": 60, "baseline": models[0]}
+    found = evaluate(tmp_path, **options, reward_model_path=predictive_reward_model)
+    little, much = (found[str(path)] for path in models)
+    assert much["quality"]["unknown_words"] < little["quality"]["unknown_words"]
+    assert much["quality"]["judge_loss"] < little["quality"]["judge_loss"]
+    assert little["quality"]["natural"] == much["quality"]["natural"]
+    for path, figures in zip(models, (little, much), strict=True):
+        saved = read_json(path.with_suffix(".sampling.json"))
+        expected = {"sha256": hash_model(path), "temperature": figures["quality"]["temperature"]}
+        assert saved == expected
+        assert len(figures["quality"]["judge_by_sample"]) == 60
+        assert figures["characters_per_token"] == 1
+        assert figures["bits_per_byte"] == pytest.approx(figures["loss"] / math.log(2))
+        assert len(figures["passages"]) == 4
+        for passage in figures["passages"]:
+            texts, natural = zip(*passage["completion"], strict=True)
+            assert len(passage["prompt"]) == 5 and len("".join(texts)) == 11
+            assert all(0 <= share <= 1 for share in natural), natural
+    assert [passage["prompt"] for passage in little["passages"]] == [
+        passage["prompt"] for passage in much["passages"]
+    ]
+    del options["baseline"]
+    again = evaluate(tmp_path, **options)[str(models[1])]
+    assert again["quality"] == much["quality"]
+    assert {share for _, share in again["passages"][0]["completion"]} == {None}
 
 
 def test_the_test_split_is_for_models_of_the_same_split_alone(tmp_path, corpus, generator):
@@ -108,7 +133,8 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
         "evaluate", checkpoints=[strange], **options
     )
     shutil.copytree(corpus, tmp_path / "short", ignore=shutil.ignore_patterns("sha256sums.txt"))
-    np.fromfile(corpus / "val.bin", np.uint16)[:30].tofile(tmp_path / "short/val.bin")
+    tokens = np.fromfile(corpus / "val.bin", np.uint16)
+    tokens[:15].tofile(tmp_path / "short/val.bin")
     options = {
         "checkpoints": [generator],
         "dataset": tmp_path / "short",
@@ -116,6 +142,7 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
         "device": "cpu",
     }
     assert "tokens of text, got" in refuse_in_one_line("evaluate", **options)
+    tokens[:30].tofile(tmp_path / "short/val.bin")
     error = "ERROR: the gate part of 1 blocks (block_size=16) is empty: 4 are needed"
     gate = {"part": "gate", "reward_model_path": predictive_reward_model, "baseline": generator}
     assert error in refuse_in_one_line("evaluate", **options, **gate)

@@ -86,7 +86,8 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     scorer.reward_model.mixture.data.fill_(30.0)
     monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 16)
     opened = open_corpus(str(corpus), 17)
-    asked = evaluation.PolicyEvaluation(scorer, opened, CopyFinder(opened.train), 7, "report")
+    copies = CopyFinder(opened.train, opened.tokenizer.decode)
+    asked = evaluation.PolicyEvaluation(scorer, opened, copies, 7, "report")
     figures = {
         name: asked(Completer(model, 16))
         for name, model in (("best", best), ("reference", reference))
@@ -116,9 +117,7 @@ def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(
 
     def losses(part: str, amount: int) -> torch.Tensor:
         monkeypatch.setattr(evaluation, "EVAL_TOKENS", amount)
-        return evaluation.PolicyEvaluation(
-            scorer, opened, CopyFinder(opened.train), 7, part
-        ).losses(model)
+        return evaluation.PolicyEvaluation(scorer, opened, None, 7, part).losses(model)
 
     whole = losses("select", 10**6)
     assert torch.equal(losses("select", len(whole)), whole)

@@ -3,11 +3,16 @@
 pytest tests/test_sample.py
 """
 
+import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import TINY_MODEL, call, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
+
+from training.lineage import hash_model
 
 
 def test_texts_begin_with_the_start_and_depend_on_the_seed(tmp_path, generator):
@@ -37,6 +42,23 @@ def test_greedy_text_is_the_likeliest_whatever_the_seed(generator):
     greedy = succeed("sample", temperature=0, **options)
     for more in ({"temperature": 0, "seed": 5}, {"top_k": 1}, {"top_p": 1e-6}):
         assert succeed("sample", **more, **options) == greedy
+
+
+def test_the_temperature_is_that_of_the_checkpoint_or_the_default(tmp_path, generator):
+    path = Path(shutil.copy(generator, tmp_path / "model.pt"))
+    options = {"checkpoint_path": path, "max_new_tokens": 5, "num_samples": 1, "device": "cpu"}
+    saved = path.with_suffix(".sampling.json")
+    cases = {
+        json.dumps({"sha256": hash_model(path), "temperature": 1.25}): "1.25: as diverse as",
+        json.dumps({"sha256": "0", "temperature": 1.25}): "0.80: .* another checkpoint",
+        json.dumps({"sha256": hash_model(path), "temperature": -1}): "0.80: .* damaged",
+        "[]": "0.80: .* damaged",
+    }
+    assert call("sample", **options).err.startswith("temperature 0.80: the default; ")
+    for content, said in cases.items():
+        saved.write_text(content)
+        assert re.match(f"temperature {said}", call("sample", **options).err)
+    assert call("sample", **options, temperature=1.0).err == ""
 
 
 @pytest.mark.parametrize("form", ["seeds", "nanoGPT"])
@@ -70,6 +92,7 @@ def test_a_model_of_gpt2s_size_without_a_tokenizer_is_of_gpt2s(tmp_path):
 def test_a_model_without_a_newline_starts_with_its_token_0_and_says_so(tmp_path):
     path = make_checkpoint(tmp_path / "model.pt", 2, {"method": "char", "chars": "ab"})
     options = {"checkpoint_path": path, "device": "cpu", "num_samples": 1, "max_new_tokens": 3}
+    options["temperature"] = 1
     finished = call("sample", **options)
     assert finished.status == 0 and re.fullmatch("a[ab]{3}\n-+\n", finished.out)
     assert re.fullmatch(r"WARNING: no newline .* token 0, 'a'.*--start\n", finished.err)

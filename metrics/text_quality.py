@@ -1,0 +1,206 @@
+"""Measure the quality of generated text at the temperature where it is as diverse as natural text.
+
+    python evaluate.py --checkpoints logs/model_checkpoint.pt --samples 300
+
+A lower temperature makes text safer and more repetitive, a higher one more diverse and worse. So
+models are compared where their diversity is that of natural text (Caccia et al. 2020, "Language
+GANs falling short", arXiv 1811.02549). Shapes: R rows of N tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.device import float64, random_stream
+from common.process import require
+from data_loader import evenly_spaced
+from generation.completions import Completer
+from generation.sampling import Sampling
+from metrics.bootstrap import bootstrap_interval, bootstrap_mean
+from metrics.judge import Judge
+from metrics.samples import count_unknown, words_of
+from tokenization_manager import TokenizationManager
+
+TEMPERATURES = (0.6, 0.75, 0.9, 1.05, 1.2, 1.4)
+PROMPT_SHARE = 1 / 8  # of a row; the model writes the rest
+SEED = 42  # of samples and intervals
+# The share of natural text's pairs that are counted at a time. Generated text may have fewer words.
+PAIRS_SHARE = 0.75
+
+
+class Continuations:
+    """Rows of natural text (R, N), whose first tokens are prompts that models continue.
+
+    prompts, natural: the texts (R) of the prompts and of what follows them in the natural text, the
+    latter without rows that overlap others, so that no text is there twice.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizationManager,
+        tokens: np.ndarray,
+        length: int,
+        starts: np.ndarray,
+        prompt_share: float,
+    ) -> None:
+        """Take rows of N = length tokens (n,) from the places `starts` (R,) on.
+
+        prompt_share: the prompt's share of a row. Raise UserError if there are fewer than N tokens.
+        """
+        require(
+            len(tokens) >= length,
+            f"prompts of {length} tokens need at least {length} tokens of text, got "
+            f"{len(tokens):,}: use more data",
+        )
+        self.tokenizer = tokenizer
+        count = len(starts)
+        rows = tokens[starts[:, None] + np.arange(length)].astype(np.int64)
+        self.rows = torch.from_numpy(rows)  # (R, N)
+        self.prompt_length = max(1, int(prompt_share * length))
+        uniforms = random_stream(SEED, "samples").random((count, 1, length), dtype=np.float32)
+        self.uniforms = torch.from_numpy(uniforms)
+        self.prompts = [self.decode(row[: self.prompt_length]) for row in self.rows]
+        self.spacing = math.ceil(count / (len(tokens) // length))
+        self.natural = self.texts(self.rows)[:: self.spacing]
+
+    @classmethod
+    def evenly_spaced(
+        cls, tokenizer: TokenizationManager, tokens: np.ndarray, length: int, count: int
+    ) -> "Continuations":
+        """Take so many rows, evenly spaced in the tokens (n,), with short prompts."""
+        starts = evenly_spaced(np.arange(count), len(tokens) - length + 1, count)
+        return cls(tokenizer, tokens, length, starts, PROMPT_SHARE)
+
+    def decode(self, ids: Tensor) -> str:
+        """Return the text of ids (T,) up to its last whole character."""
+        return self.tokenizer.decode(ids.numpy()).rstrip("\ufffd")
+
+    def texts(self, rows: Tensor) -> list[str]:
+        """Return the text after the prompt of each row (R, N)."""
+        texts = []
+        for row, prompt in zip(rows, self.prompts, strict=True):
+            texts.append(self.decode(row)[len(prompt) :])
+        return texts
+
+    def complete(self, completer: Completer, temperature: float) -> Tensor:
+        """Let a model continue the prompts; return rows (R, N) int64 on the CPU.
+
+        The random numbers are the same in every call.
+        """
+        device = next(completer.model.parameters()).device
+        lengths = torch.full((len(self.rows), 1), self.prompt_length)
+        completions = completer(self.rows.to(device), lengths, self.uniforms, Sampling(temperature))
+        return completions.ids.squeeze(1).cpu()
+
+
+class DistinctPairs:
+    """Measures the share of distinct pairs of consecutive words among all pairs, ignoring case.
+
+    The share falls with the number of pairs. So it is a mean over groups of equally many pairs, a
+    little fewer than the natural texts have. If most letters of these are of scripts without spaces
+    between words, pairs of characters take the place of pairs of words. The first and the last word
+    of each text do not count, because they may be cut.
+    """
+
+    def __init__(self, natural: Sequence[str]) -> None:
+        num_letters = 0
+        num_letters_in_words = 0
+        for text in natural:
+            num_letters += sum(map(str.isalpha, text))
+            num_letters_in_words += sum(map(len, words_of(text)))
+        self.has_words = 2 * num_letters_in_words > num_letters
+        self.size = max(1, round(PAIRS_SHARE * len(self.pairs(natural))))
+
+    def pairs(self, texts: Sequence[str]) -> list[tuple[str, str]]:
+        """Return all pairs of the texts."""
+        pairs: list[tuple[str, str]] = []
+        for text in texts:
+            units = words_of(text)
+            if not self.has_words:
+                units = list("".join(text.split()))
+            pairs += pairwise(units[1:-1])
+        return pairs
+
+    def __call__(self, texts: Sequence[str]) -> float:
+        """Return the share, or 0 for texts without pairs."""
+        pairs = self.pairs(texts)
+        last = max(1, len(pairs) - self.size + 1)
+        groups = [pairs[start : start + self.size] for start in range(0, last, self.size)]
+        return float(np.mean([len(set(group)) / max(1, len(group)) for group in groups]))
+
+
+class TextQuality:
+    """Compares generated text with natural text: diversity, a judge's loss and unknown words.
+
+    library: the natural texts that the judge and the known words come from. select, report: what
+    models continue for the choice of the temperature, and for the figures.
+    """
+
+    def __init__(self, library: str, select: Continuations, report: Continuations) -> None:
+        self.judge = Judge(library)
+        self.known_words = frozenset(words_of(library))
+        self.select = select
+        self.report = report
+        self.distinct_pairs = DistinctPairs(select.natural)
+        self.natural_select = self.figures(select.natural, select.prompts[:: select.spacing])
+        self.natural = self.figures(report.natural, report.prompts[:: report.spacing])
+
+    def figures(self, texts: Sequence[str], prompts: Sequence[str]) -> dict[str, Any]:
+        """Return the three figures of texts (R), each of which continues a prompt.
+
+        unknown_words is None for texts without words.
+        """
+        unknown, words = self.count_words(texts).sum(0).tolist()
+        figures: dict[str, Any] = {
+            "distinct_pairs": self.distinct_pairs(texts),
+            "judge_loss": self.judge.loss(texts, prompts).mean().item(),
+            "unknown_words": None,
+        }
+        if words > 0:
+            figures["unknown_words"] = unknown / words
+        return figures
+
+    def count_words(self, texts: Sequence[str]) -> Tensor:
+        """Return how many words of each text are unknown, and how many it has, (R, 2) float64."""
+        return float64(torch.tensor([count_unknown(text, self.known_words) for text in texts]))
+
+    def of_model(self, completer: Completer) -> dict[str, Any]:
+        """Return the figures of a model at the temperature of natural diversity.
+
+        docs/reference.md defines them. Intervals are over samples. The share of distinct pairs has
+        none, because a resample has the same samples several times.
+        """
+        sweep = []
+        for temperature in TEMPERATURES:
+            texts = self.select.texts(self.select.complete(completer, temperature))
+            sweep.append({"temperature": temperature, **self.figures(texts, self.select.prompts)})
+        # By chance the share may fall where the temperature rises.
+        diversity = np.maximum.accumulate([point["distinct_pairs"] for point in sweep])
+        target = self.natural_select["distinct_pairs"]
+        temperature = float(np.interp(target, diversity, TEMPERATURES))
+        texts = self.report.texts(self.report.complete(completer, temperature))
+        losses = torch.from_numpy(self.judge.loss(texts, self.report.prompts))
+        counts = self.count_words(texts)
+
+        def share_unknown(pick: Tensor) -> Tensor:
+            unknown, words = counts[pick].sum(0)
+            return unknown / words
+
+        low, high = bootstrap_interval(share_unknown, len(texts), SEED)
+        return {
+            "temperature": temperature,
+            "is_reached": bool(diversity[0] <= target <= diversity[-1]),
+            **self.figures(texts, self.report.prompts),
+            **bootstrap_mean("judge_loss", losses, SEED),
+            "unknown_words_low": low,
+            "unknown_words_high": high,
+            "judge_by_sample": losses.tolist(),
+            "sweep": sweep,
+            "natural": self.natural,
+            "natural_select": self.natural_select,
+        }

@@ -1,0 +1,107 @@
+"""metrics/text_quality.py: diversity by hand, and the temperature of natural diversity.
+
+pytest tests/test_metrics_text_quality.py
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from generation.completions import Completions
+from metrics.text_quality import TEMPERATURES, Continuations, DistinctPairs, TextQuality
+from tokenization_manager import TokenizationManager
+
+
+def test_distinct_pairs_by_hand():
+    """The first and the last word may be cut; a share is of as many pairs as nature's are."""
+    measure = DistinctPairs(["x a b c d e y"])
+    assert measure.has_words and measure.size == 3  # three quarters of a b, b c, c d, d e
+    assert measure(["x one two three four y"]) == 1
+    assert measure(["x Go go GO go y"]) == 1 / 3
+    # four pairs: one group of three
+    assert measure(["x a a a y", "x a b b y"]) == 2 / 3
+    # six pairs: two groups of three, whose mean it is
+    assert measure(["x a a a a y", "x a b c d y"]) == pytest.approx((1 / 3 + 1) / 2)
+    assert measure(["", "x y", "?"]) == 0
+
+
+def test_scripts_without_spaces_have_pairs_of_characters():
+    measure = DistinctPairs(["今天 天气很好。OK, 今天天气很好。"])
+    assert not measure.has_words
+    assert measure.pairs(["你今天天气好"]) == [("今", "天"), ("天", "天"), ("天", "气")]
+    assert DistinctPairs(["한국어 문장 하나 둘 셋, 你好"]).has_words
+
+
+class Writer:
+    """Stands for the completer of a model: the higher the temperature, the fewer words repeat."""
+
+    def __init__(self, tokenizer: TokenizationManager) -> None:
+        self.model = torch.nn.Linear(1, 1)
+        self.tokenizer = tokenizer
+
+    def __call__(self, rows, lengths, uniforms, sampling):
+        ids = rows.clone()
+        prompt_length = lengths[0, 0]
+        for row, draws in zip(ids, uniforms[:, 0], strict=True):
+            text = words(draws, sampling.temperature / 2)
+            row[prompt_length:] = torch.from_numpy(
+                self.tokenizer.encode(text)[: len(row) - prompt_length].astype(np.int64)
+            )
+        return Completions(ids[:, None], ids, ids)
+
+
+def words(draws, share: float) -> str:
+    """Return a word for each draw from [0, 1): `the`, or, for this share, a word of the draw."""
+    return " ".join(
+        "the" if draw > share else np.base_repr(int(draw * 36**4) + 36**4).lower().translate(DIGITS)
+        for draw in draws
+    )
+
+
+DIGITS = str.maketrans("0123456789", "abcdefghij")
+
+
+@pytest.mark.parametrize(("share", "is_reached"), [(0.5, True), (0.95, False), (0.1, False)])
+def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
+    natural = words(np.random.default_rng(1).random(4000), share)
+    tokenizer = TokenizationManager.from_text("abcdefghijklmnopqrstuvwxyz ")
+    tokens = tokenizer.encode(natural)
+    select, report = (
+        Continuations.evenly_spaced(tokenizer, part, 128, 40)
+        for part in (tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :])
+    )
+    assert select.spacing == math.ceil(40 / (len(tokens) // 2 // 128))
+    assert natural[: len(tokens) // 2].startswith(select.prompts[0] + select.natural[0])
+    measure = TextQuality(natural, select, report)
+    found = measure.of_model(Writer(tokenizer))
+    diversity = [point["distinct_pairs"] for point in found["sweep"]]
+    assert diversity == sorted(diversity)
+    assert found["is_reached"] == is_reached
+    if is_reached:
+        assert found["temperature"] == pytest.approx(2 * share, abs=0.1)
+        assert found["distinct_pairs"] == pytest.approx(
+            found["natural"]["distinct_pairs"], abs=0.15
+        )
+    else:
+        assert found["temperature"] == TEMPERATURES[-1 if share > 0.5 else 0]
+    assert found["judge_loss_low"] < found["judge_loss"] < found["judge_loss_high"]
+    assert found["judge_loss"] == pytest.approx(np.mean(found["judge_by_sample"]))
+    assert found["unknown_words_low"] < found["unknown_words"] < found["unknown_words_high"]
+    assert found["natural"]["unknown_words"] == 0
+    json.dumps(found, allow_nan=False)
+
+
+def test_characters_in_parts_belong_to_what_is_written():
+    """Tokens are bytes here: a prompt may end within a character, and so may a row."""
+
+    class Bytes:
+        def decode(self, ids):
+            return bytes(ids.tolist()).decode(errors="replace")
+
+    tokens = np.frombuffer("naïve café".encode(), np.uint8)
+    text = Continuations(Bytes(), tokens, 11, np.array([0]), 0.3)
+    assert text.prompt_length == 3  # within the character after "na"
+    assert text.prompts == ["na"] and text.natural == ["ïve caf"]
