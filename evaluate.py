@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common.device import random_stream, select_device, select_dtype
-from common.files import beside, lock_output, write_json
+from common.files import lock_output, write_json
 from common.log import counted, print0
 from common.process import UserError, run_main, warn
 from common.settings import parse_settings
@@ -244,7 +244,7 @@ def save_temperature(path: str, temperature: float) -> None:
     """Write the temperature beside a checkpoint, for sample.py; warn if that is impossible."""
     record = {"sha256": hash_model(path), "temperature": temperature}
     try:
-        write_json(beside(path, ".sampling.json"), record)
+        write_json(Path(path).with_suffix(".sampling.json"), record)
     except OSError as error:
         warn(f"the temperature is not saved for sample.py: {error}")
 

@@ -8,12 +8,13 @@ texts, printed, and with --output_path also in a file.
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.device import autocast, select_device, select_dtype
-from common.files import beside, lock_output, read_json, write_text
+from common.files import lock_output, read_json, write_text
 from common.log import print0
 from common.process import UserError, run_main, warn
 from common.settings import Settings, parse_settings, setting
@@ -87,7 +88,7 @@ def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarra
 
 def choose_temperature(path: str) -> tuple[float, str]:
     """Return the temperature that evaluate.py found for a checkpoint, else 0.8; and the reason."""
-    saved = beside(path, ".sampling.json")
+    saved = Path(path).with_suffix(".sampling.json")
     if not saved.is_file():
         return DEFAULT_TEMPERATURE, "the default; evaluate.py --samples finds a better one"
     try:
