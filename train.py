@@ -44,7 +44,7 @@ from training.run import RESUME_HINT, Run
 from training.settings import SHAPE, TrainSettings
 
 SHORT_SHARE = 0.6  # share of the steps that have short contexts, if any
-MIN_DELTA = 0.001  # nats per token: a smaller improvement does not reset the patience
+MIN_DELTA = 0.001  # nats per character: a smaller improvement does not reset the patience
 LIMITS = ("max_iters", "patience")  # a resumed run may change these
 EVAL_TOKENS = 65_536  # tokens of an evaluation, in evenly spaced windows that are always the same
 
@@ -125,7 +125,8 @@ def train(
     )
     scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16)
     schedule = make_schedule(settings)
-    stopping = optim.EarlyStopping(settings.patience, MIN_DELTA)
+    min_delta = MIN_DELTA * corpus.characters_per_token
+    stopping = optim.EarlyStopping(settings.patience, min_delta)
     best = optim.Best()
     run.track(config=model.config, first_batch=first_batch)
     run.track(model=model, optimizers=optimizers, scaler=scaler)
@@ -137,7 +138,11 @@ def train(
 
     def evaluate(step: int, **figures: Any) -> None:
         """Evaluate and log a step, save the state, then the model if it is the best so far."""
-        losses = measure(model, corpus, settings, ranks, dtype, "select_loss")
+        context = block_size
+        if run.first_settings["init_from"] == "scratch":  # else earlier steps had whole contexts
+            context = longest_context(step, settings, block_size, schedule.num_steps)
+        losses = measure(model, corpus, settings, ranks, dtype, "select_loss", context)
+        losses["context"] = context
         run.log(step, **figures, **losses)
         record = {
             "step": step,
@@ -145,6 +150,10 @@ def train(
             "settings": settings_of_model(settings, model.config),
             **losses,
         }
+        if context > best.figures.get("context", 0):
+            # Losses at shorter contexts are higher: no evaluation is compared with them.
+            best.value = math.inf
+            stopping.best = math.inf
         loss = losses[settings.keep]
         stopping.update(loss)
         best.update(loss, step, model.state_dict().items(), record)
@@ -286,6 +295,15 @@ def batch_shape(
     return length, settings.batch_size * block_size // length
 
 
+def longest_context(step: int, settings: TrainSettings, block_size: int, num_steps: int) -> int:
+    """Return the longest context of the steps before `step`; before the first step, that step's."""
+    lengths = []
+    for earlier_step in range(max(1, step)):
+        length, _ = batch_shape(earlier_step, settings, block_size, num_steps)
+        lengths.append(length)
+    return max(lengths)
+
+
 def seed_dropout(seed: int, step: int, rank: int) -> None:
     """Seed dropout for a step: every rank drops other activations."""
     purpose: list[str | int] = ["dropout", step]
@@ -295,11 +313,18 @@ def seed_dropout(seed: int, step: int, rank: int) -> None:
 
 
 def measure(
-    model: GPT, corpus: Corpus, settings: TrainSettings, ranks: Ranks, dtype: torch.dtype, name: str
+    model: GPT,
+    corpus: Corpus,
+    settings: TrainSettings,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    name: str,
+    context: int | None = None,
 ) -> dict[str, Any]:
     """Return a mean loss in nats per token with its 95% interval; every rank reads its share.
 
-    val_loss: of the whole validation split; select_loss: of windows of its select part.
+    val_loss: of the whole validation split; select_loss: of windows of its select part. A window
+    has `context` tokens; None: the model's block size.
     """
     device = model.transformer.wte.weight.device
     block_size = model.config.block_size
@@ -308,8 +333,9 @@ def measure(
     if name == "select_loss":
         tokens = validation_part(tokens, block_size, "select")
         max_tokens = EVAL_TOKENS
-    num_rows = min(settings.batch_size, model.rows_at_a_time())
-    batches = WholeSplitBatches(tokens, block_size, num_rows, device, max_tokens)
+    context = context or block_size
+    num_rows = min(settings.batch_size, model.rows_at_a_time()) * block_size // context
+    batches = WholeSplitBatches(tokens, context, num_rows, device, max_tokens)
     share = ranks.share(len(batches))
     own_batches = itertools.islice(batches, share.start, share.stop)
     shown_batches = counted(own_batches, share.stop - share.start, "Evaluating")

@@ -140,6 +140,24 @@ def test_short_contexts_by_hand():
     settings = train.TrainSettings(batch_size=4, short_contexts=(4, 8))
     shapes = [train.batch_shape(step, settings, 16, 10) for step in range(10)]
     assert shapes == [(4, 16)] * 3 + [(8, 8)] * 3 + [(16, 4)] * 4
+    longest = [train.longest_context(step, settings, 16, 10) for step in range(11)]
+    assert longest == [4] * 4 + [8] * 3 + [16] * 4
+
+
+def test_only_evaluations_at_the_whole_context_select_the_model(tmp_path, corpus, monkeypatch):
+    """They replace a lower loss at a short context, and begin the patience anew."""
+    losses = iter([3.0, 2.0, 1.0, 2.5, 2.4, 2.45])
+    contexts = []
+
+    def measured(model, corpus, settings, ranks, dtype, name, context=None):
+        contexts.append(context)
+        return {name: next(losses, 2.0)}
+
+    monkeypatch.setattr(train, "measure", measured)
+    options = {**TINY_TRAIN, "dataset": corpus, "out_dir": tmp_path, "max_iters": 10}
+    out = succeed("train", **{**options, "eval_interval": 2, "short_contexts": [4, 8]})
+    assert contexts == [4, 4, 8, 8, 16, 16, None]
+    assert "Best select_loss: 2.4000" in out and "at step 8" in out
 
 
 NANOGPT_SCHEDULE = {"learning_rate": 2e-3, "min_lr": 5e-4, "lr_decay_iters": 6}

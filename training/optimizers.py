@@ -264,7 +264,7 @@ class EarlyStopping(SavedAttributes):
         """Return the reason to stop, or "" to continue."""
         if self.patience is None or self.num_without_improvement < self.patience:
             return ""
-        return f"patience: no improvement of {self.min_delta} in {self.patience} evaluations"
+        return f"patience: no improvement of {self.min_delta:.2g} in {self.patience} evaluations"
 
 
 class Best(SavedAttributes):

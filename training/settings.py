@@ -97,7 +97,7 @@ class TrainSettings(Settings):
     keep: Literal["select_loss", "calibrated_loss"] = "select_loss"
     """loss that selects the model; calibrated_loss: after a temperature and a unigram weight"""
     patience: int | None = setting(None, minimum=1, changeable=True)
-    """stop after this many evaluations without improvement by 0.001 nats per token; None: never"""
+    """stop after so many evaluations without improvement by 0.001 nats a character; None: never"""
     device: str = setting("auto", changeable=True)
     """auto, cpu, cuda, cuda:N or mps"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
