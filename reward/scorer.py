@@ -46,8 +46,7 @@ class Scores:
 class RewardScorer:
     """Scores sequences with frozen models: a reward model, and the reference, the policy's start.
 
-    Raise UserError if the generator of a likelihood model is not the reference. If another head
-    shares the reference's trunk, one pass serves both.
+    Raise UserError if the generator of a likelihood model is not the reference.
     """
 
     reward_model: Any  # a RewardModel; None: only a function gives rewards
@@ -61,12 +60,10 @@ class RewardScorer:
         self.reference.requires_grad_(False)
         self.is_ratio = model is not None and model.is_ratio  # a likelihood model
         self.knows_tokens = model is not None and model.knows_tokens  # has an output per token
-        self.is_shared = True  # whether reward model and reference have the same weights
         if model is None:
             return
         model.requires_grad_(False)
         if not model.is_ratio:
-            self.is_shared = have_same_weights(model.transformer, self.reference.transformer)
             return
         # The reward data may have used another sampling; the policy's text is sampled plainly.
         model.sampling = Sampling()
@@ -144,30 +141,20 @@ class RewardScorer:
         """Score by another head, or, without a reward model, only by the reference."""
         model = self.reward_model
         prompt_lengths = ids.size(1) - written.sum(1)
+        context = SharedPrompts(ids[:, :-1], prompt_lengths, group_size)
+        states = self.reference.trunk(context.ids, context)
+        logits = self.reference.logits(context.at(written, states))  # (m, V)
+        log_probs = token_log_probs(logits, ids[:, 1:][written])  # (m,)
+        scores = Scores(scatter_to_mask(log_probs, written))
         if model is None:
-            context = SharedPrompts(ids[:, :-1], prompt_lengths, group_size)
-            states = self.reference.trunk(context.ids, context)
-            return Scores(self._reference_log_probs(context, states, ids, written))
+            return scores
         context = SharedPrompts(ids, prompt_lengths, group_size)  # heads read the last token too
         states = model.trunk(context.ids, context)
-        reference_states = states
-        if not self.is_shared:
-            reference_states = self.reference.trunk(context.ids, context)
         output = model.score(model.pool(context.to_rows(states)))
-        scores = Scores(
-            self._reference_log_probs(context, reference_states, ids, written),
-            natural=model.share(output).float(),
-        )
+        scores = replace(scores, natural=model.share(output).float())
         if model.knows_tokens:
             scores = replace(scores, by_token=natural_probabilities(output)[:, 1:])
         return scores
-
-    def _reference_log_probs(
-        self, context: SharedPrompts, states: Tensor, ids: Tensor, written: Tensor
-    ) -> Tensor:
-        """Return log pi_ref (R, N - 1) of the generated tokens, 0 elsewhere, from hidden states."""
-        logits = self.reference.logits(context.at(written, states))  # (m, V)
-        return scatter_to_mask(token_log_probs(logits, ids[:, 1:][written]), written)
 
 
 def have_same_weights(one: nn.Module, other: nn.Module) -> bool:

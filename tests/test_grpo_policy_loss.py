@@ -167,53 +167,6 @@ def test_policy_loss_equals_the_reference(name):
         assert metrics["clip_share"].item() == pytest.approx(clipped, rel=1e-5, abs=1e-6)
 
 
-def plain_loss(log_probs, old, ref, mask, advantages, loss_type):
-    """The formulas again, token by token in plain Python."""
-    num_sequences, length = mask.shape
-    per_sequence = []
-    for b in range(num_sequences):
-        terms = []
-        for t in range(length):
-            if not mask[b, t]:
-                continue
-            ratio = math.exp(log_probs[b, t] - old[b, t])
-            clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
-            gain = min(ratio * float(advantages[b, t]), clipped * float(advantages[b, t]))
-            d = float(ref[b, t] - log_probs[b, t])
-            terms.append(-gain + 0.04 * (math.exp(d) - d - 1))
-        per_sequence.append(terms)
-    if loss_type == "grpo":
-        return sum(sum(terms) / len(terms) for terms in per_sequence) / num_sequences
-    total = sum(map(sum, per_sequence))
-    return total / (num_sequences * 8 if loss_type == "dr_grpo" else sum(map(len, per_sequence)))
-
-
-@pytest.mark.parametrize("per_token_advantages", [False, True])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_policy_loss_and_gradient_by_finite_differences(loss_type, per_token_advantages):
-    log_probs, old, ref, mask, advantages = reference_tensors(torch.float64)
-    if per_token_advantages:
-        draw = torch.Generator().manual_seed(1)
-        advantages = torch.randn(4, 5, dtype=torch.float64, generator=draw)
-    tensors = (log_probs.requires_grad_(), old, ref, mask, advantages)
-    options = {"loss_type": loss_type, "epsilon_high": 0.28, "max_completion_length": 8}
-    loss, _ = loss_of(tensors, **options)
-    loss.backward()
-    start = log_probs.detach()
-    of_tokens = advantages.view(4, -1).expand(4, 5)
-
-    def value(at):
-        return plain_loss(at, old, ref, mask, of_tokens, loss_type)
-
-    assert loss.item() == pytest.approx(value(start), abs=1e-12)
-    h, numeric = 1e-6, torch.zeros(4, 5, dtype=torch.float64)
-    for b, t in mask.nonzero().tolist():
-        step = torch.zeros_like(start)
-        step[b, t] = h
-        numeric[b, t] = (value(start + step) - value(start - step)) / (2 * h)
-    torch.testing.assert_close(log_probs.grad, numeric, rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_micro_batches_add_up(loss_type):
     tensors = reference_tensors(torch.float64)

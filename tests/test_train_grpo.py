@@ -97,19 +97,14 @@ def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, 
     assert settings["reward"] == "natural" and f"Reward: {path} (natural)" in finished.out
 
 
-def test_a_gate_path_measures_and_trains_nothing(good, tmp_path, reward_model):
-    """Of both kinds of reward models; others figures by another seed."""
-    gates = []
-    for more in ({}, {"seed": 1}, {"reward_model_path": reward_model}):
-        path = tmp_path / "gates" / f"{len(gates)}.json"
-        assert f"Saved {path}" in succeed("train_grpo", **{**good, "gate_path": path, **more})
-        gates.append(json.loads(path.read_text(), parse_constant=pytest.fail))
-    assert (gates[0]["num_blocks"], gates[0]["num_sequences"], gates[0]["num_tokens"]) == (
-        10,
-        40,
-        16,
-    )
-    assert gates[0] != gates[1] and gates[0]["r2_low"] > 0.8 > gates[2]["r2_low"]
+@pytest.mark.parametrize("model", ["predictive_reward_model", "reward_model"])
+def test_a_gate_path_measures_and_trains_nothing(request, good, tmp_path, model):
+    path = tmp_path / "gate.json"
+    options = {**good, "reward_model_path": request.getfixturevalue(model), "gate_path": path}
+    assert f"Saved {path}" in succeed("train_grpo", **options)
+    gate = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert (gate["num_blocks"], gate["num_sequences"], gate["num_tokens"]) == (10, 40, 16)
+    assert (gate["r2_low"] > 0.8) == (model == "predictive_reward_model")
     assert not good["output_path"].parent.exists()
 
 
@@ -197,25 +192,15 @@ def test_options_of_sampled_tokens_name_the_credit_that_they_need(good, option):
     assert "use --credit token" in line and not good["output_path"].parent.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "factor"),
-    [("predictive_reward_model", 1), ("reward_model", 1), ("reward_model", 1.5), (None, 1)],
-)
-def test_scores_are_what_the_models_say_of_whole_rows(
-    request, generator, monkeypatch, name, factor
-):
+@pytest.mark.parametrize("name", ["predictive_reward_model", "reward_model", None])
+def test_scores_are_what_the_models_say_of_whole_rows(request, generator, monkeypatch, name):
     """Prompts of 1, 2 and 4 of 5 tokens, three completions of each; read in parts of two groups,
     and of one row.
-
-    One pass serves a reward model and a reference that share weights, several those that do not
-    (factor 1.5).
     """
     model, reference = None, build_model(load_checkpoint(generator))
-    reference.transformer.ln_f.weight.data *= factor
     if name is not None:
         model = build_reward_model(load_checkpoint(request.getfixturevalue(name)))
-    asked = RewardScorer(model, reference)
-    assert asked.is_shared == (factor == 1)
+    scorer = RewardScorer(model, reference)
     torch.manual_seed(0)
     lengths = torch.tensor([1, 2, 4]).repeat_interleave(3)
     written = torch.arange(1, 5) >= lengths[:, None]
@@ -223,35 +208,24 @@ def test_scores_are_what_the_models_say_of_whole_rows(
     ids = torch.cat(
         [prompts[:, :1], torch.where(written, torch.randint(25, (9, 4)), prompts[:, 1:])], 1
     )
+    expected = {"natural": None, "evidence": None, "by_token": None}
     with torch.no_grad():
-        logits = reference.logits(reference.trunk(ids))
-        log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-        expected = {
-            "natural": None if model is None else model(ids)[0][:, 0],
-            "evidence": None,
-            "by_token": None,
-        }
-        if asked.is_ratio:
-            expected |= {
-                "evidence": model.output(ids)[:, 1:],
-                "by_token": model.token_probabilities(ids)[:, 1:],
-            }
-    torch.testing.assert_close(asked.score_by_models(ids).reference_log_probs, log_probs)
+        log_probs = token_log_probs(reference.logits(reference.trunk(ids[:, :-1])), ids[:, 1:])
+        if name is not None:
+            expected["natural"] = model(ids)[0][:, 0]
+        if scorer.is_ratio:
+            expected["evidence"] = model.output(ids)[:, 1:]
+            expected["by_token"] = model.token_probabilities(ids)[:, 1:]
+    torch.testing.assert_close(scorer.score_by_models(ids).reference_log_probs, log_probs)
     for most in (64, 7, 2, 1):
         monkeypatch.setattr(GPT, "rows_at_a_time", lambda self, most=most: most)
-        scores = asked(ids, written, 3, keep_hidden=asked.is_ratio)
+        scores = scorer(ids, written, 3, keep_hidden=scorer.is_ratio)
         torch.testing.assert_close({each: getattr(scores, each) for each in expected}, expected)
         torch.testing.assert_close(scores.reference_log_probs, log_probs.masked_fill(~written, 0.0))
-        if asked.is_ratio:
-            evidence, log_q = model.distributions(scores.hidden)
+        if scorer.is_ratio:
+            _, log_q = model.distributions(scores.hidden)
             tokens = ids[:, 1:][written][:, None]
             torch.testing.assert_close(log_q.gather(1, tokens)[:, 0], log_probs[written])
-            torch.testing.assert_close(
-                evidence.gather(1, tokens)[:, 0], expected["evidence"][written]
-            )
-            torch.testing.assert_close(
-                (log_q + evidence).exp().sum(1), torch.ones(len(tokens)), rtol=0, atol=1e-4
-            )
 
 
 V, PROMPT = 3, 2  # tokens, and the one that every prompt consists of
@@ -412,21 +386,14 @@ def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
         assert looks[0] == pytest.approx(steps[0]["loss"], rel=0.5)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_more_steps_than_the_schedule_has_are_refused(good, schedule):
+def test_more_steps_than_the_schedule_has_are_refused(good):
     """Steps beyond the end of a schedule that falls to 0 would change nothing."""
-    options = {**good, "max_steps": 2, "lr_schedule": schedule}
+    options = {**good, "max_steps": 2, "lr_schedule": "linear"}
     succeed("train_grpo", **options)
-    options |= {"init_from": "resume", "max_steps": 3}
-    if schedule == "constant":
-        succeed("train_grpo", **options)
-        assert [record["learning_rate"] for record in records_of(options) if "loss" in record] == [
-            3e-4
-        ] * 3
-        return
     before = folder_bytes(good["output_path"].parent)
+    options.update(init_from="resume", max_steps=3)
     line = refuse_in_one_line("train_grpo", **options)
-    assert f"max_steps=3: the learning rate of lr_schedule={schedule} is 0 from step 2 on" in line
+    assert "max_steps=3: the learning rate of lr_schedule=linear is 0 from step 2 on" in line
     assert "use --max_steps 2, or retrain" in line
     assert folder_bytes(good["output_path"].parent) == before
 
