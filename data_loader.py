@@ -7,7 +7,8 @@ which hold little-endian uint16 numbers and nothing else. B: sequences of a batc
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ CHECKED_TOKENS = 1_000_000
 # ... and needs this many zeros at every second place; fewer can be chance.
 MIN_ZEROS = 32
 WHOLE_BATCH = slice(None)
+PART_CHARACTERS = 1 << 19  # encoded at once; a tokenizer takes up to 300 bytes for a character
+END_OF_WORD = re.compile(r"(?<=\S)[ \n]")
 
 
 class BinaryFileError(UserError):
@@ -79,13 +82,40 @@ def split_boundary(num_characters: int, train_split: float = 0.9) -> int:
     return boundary
 
 
+def encode_in_parts(pieces: Iterable[str], tokenizer: TokenizationManager) -> Iterator[np.ndarray]:
+    """Encode a text that comes in pieces; yield its tokens (n,) uint16, part by part.
+
+    A part ends before the first space or newline after PART_CHARACTERS, wherever the pieces end.
+    Characters, GPT-2's tokens and learned tokens do not depend on such a cut. A text without spaces
+    is cut at twice that length.
+    """
+    text = ""
+    for piece in pieces:
+        text += piece
+        while len(text) >= 2 * PART_CHARACTERS:
+            place = END_OF_WORD.search(text, PART_CHARACTERS, 2 * PART_CHARACTERS)
+            cut = 2 * PART_CHARACTERS
+            if place is not None:
+                cut = place.start()
+            yield tokenizer.encode(text[:cut])
+            text = text[cut:]
+    yield tokenizer.encode(text)
+
+
+def encode_text(text: str, tokenizer: TokenizationManager) -> np.ndarray:
+    """Return the tokens (n,) uint16 of a text, which is encoded in parts."""
+    starts = range(0, len(text), PART_CHARACTERS)
+    pieces = (text[start : start + PART_CHARACTERS] for start in starts)
+    return np.concatenate(list(encode_in_parts(pieces, tokenizer)))
+
+
 def split_and_encode(
     text: str, tokenizer: TokenizationManager, train_split: float = 0.9
 ) -> TokenSplits:
     """Cut the text at `split_boundary`, then encode each part by itself."""
     boundary = split_boundary(len(text), train_split)
-    line = 1 + text.count("\n", 0, boundary)  # of the first character for validation
-    return TokenSplits(tokenizer.encode(text[:boundary]), tokenizer.encode(text[boundary:], line))
+    train = encode_text(text[:boundary], tokenizer)
+    return TokenSplits(train, encode_text(text[boundary:], tokenizer))
 
 
 def load_text(
@@ -118,15 +148,10 @@ def open_token_file(path: str | Path, name: str, vocab_size: int, min_tokens: in
             f"vocab_size={vocab_size} allows 0 to {vocab_size - 1}: make the files again with "
             "prepare_text.py, or choose the tokenization they were made with"
         )
-    # Small uint32 or int64 numbers, read as uint16, are 0 at every second place: at the odd places
-    # if they are little-endian, at the even places if they are big-endian.
-    even = tokens[:CHECKED_TOKENS:2]
-    odd = tokens[1:CHECKED_TOKENS:2]
-    for zeros, others in ((odd, even), (even, odd)):
-        if len(zeros) >= MIN_ZEROS and not zeros.any() and others.min() < others.max():
-            raise BinaryFileError(
-                f"ERROR: {path} is like uint32, every second id is 0: save uint16"
-            )
+    # Small uint32 or int64 numbers, read as uint16, are 0 at every second place.
+    second = tokens[1:CHECKED_TOKENS:2]
+    if len(second) >= MIN_ZEROS and largest > 0 and not second.any():
+        raise BinaryFileError(f"ERROR: {path} is like uint32, every second id is 0: save uint16")
     return tokens
 
 

@@ -322,24 +322,21 @@ class TokenizationManager:
             names.append("tokenizer_json")
         return {name: getattr(self, name) for name in names}
 
-    def encode(self, text: str, first_line: int = 1) -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray:
         """Return the tokens of a text, (num_tokens,) uint16. Unknown characters are a UserError.
 
-        first_line: the number of the text's first line in its file, for this error.
         GPT-2's BPE reads its special tokens as text. A tokenizer.json recognises its own in the
         text and adds none.
         """
         if self.method == "char":
             ids = self._ids[_code_points(text)]
-            places = np.flatnonzero(ids < 0)
-            if len(places) > 0:
-                unknown = sorted({text[place] for place in places})
-                line = first_line + text.count("\n", 0, int(places[0]))
-                raise UserError(
-                    f"ERROR: the vocabulary ({self.meta_path}) lacks the characters "
-                    f"{' '.join(map(ascii, unknown[:10]))} (the first is in line {line}): replace "
-                    "them in the text, or use a meta.pkl made from it"
-                )
+            unknown = sorted({text[place] for place in np.flatnonzero(ids < 0)})
+            require(
+                not unknown,
+                f"the vocabulary ({self.meta_path}) lacks the characters "
+                f"{' '.join(map(ascii, unknown[:10]))}: replace them in the text, or use a "
+                "meta.pkl made from it",
+            )
             return ids.astype(np.uint16)
         try:
             if self.method == "bpe":

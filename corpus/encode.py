@@ -11,7 +11,7 @@ and its number of characters; a segment named '' is left out.
 import hashlib
 import math
 import os
-import re
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ import numpy as np
 
 from common.files import atomic_path, lock_output
 from common.log import progress
-from common.process import UserError, require
+from common.process import require
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.shakespeare import ensure_corpus, find_titles, read_documents
-from data_loader import TOKEN_DTYPE, split_boundary, text_pieces
+from data_loader import TOKEN_DTYPE, encode_in_parts, split_boundary, text_pieces
 from tokenization_manager import (
     MAX_VOCAB_SIZE,
     MIN_LEARNED_SIZE,
@@ -34,14 +34,10 @@ from tokenization_manager import (
     save_meta,
 )
 
-PIECE_CHARACTERS = 1 << 20  # encode at least so many at a time
-# A text without a place to cut is encoded at once; a character then takes up to 300 bytes.
-MOST_CHARACTERS = 1 << 22
 # Byte-pair tokens are learned from at most so many characters, which takes about ten seconds.
 LEARNED_CHARACTERS = 20_000_000
 # It takes long to learn from long words, so they are cut: some scripts have no spaces.
-PART_CHARACTERS = 1000
-WINDOW = 200  # characters on either side of a cut that are encoded to check it
+LEARNED_PART = 1000
 Segments = Sequence[tuple[str, int]]
 CORPUS_FILES = ("meta.pkl", TOKENIZER_FILE, "train.bin", "val.bin", "test.bin")
 
@@ -77,16 +73,10 @@ def texts_below(folder: Path) -> list[Path]:
 
 
 def hash_text(path: Path) -> str:
-    """Return the sha256 of a text in UTF-8, newlines as \\n, without byte-order mark and without
-    newlines at the end.
-    """
+    """Return the sha256 of a text in UTF-8, newlines as \\n, without byte-order mark."""
     digest = hashlib.sha256()
-    newlines = ""  # hashed if more text follows
     for piece in text_pieces(path):
-        piece = newlines + piece
-        text = piece.rstrip("\n")
-        newlines = piece[len(text) :]
-        digest.update(text.encode())
+        digest.update(piece.encode())
     return digest.hexdigest()
 
 
@@ -101,108 +91,47 @@ def joined_pieces(texts: Iterable[Path]) -> Iterator[str]:
             end = piece[-1]
 
 
-def check_characters(texts: Iterable[Path], tokenizer: TokenizationManager) -> None:
-    """Raise UserError, with file and line, if texts have a character that a tokenizer lacks."""
-    for path in texts:
-        line = 1
-        for piece in text_pieces(path):
-            try:
-                tokenizer.encode(piece, line)
-            except UserError as error:
-                reason = str(error).removeprefix("ERROR: ")
-                raise UserError(f"ERROR: {path}: {reason}") from None
-            line += piece.count("\n")
+def cut_segments(pieces: Iterator[str], segments: Segments) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yield the name and the pieces of each segment of a text; read all its pieces before the next.
 
-
-class PiecewiseEncoder:
-    """Encodes a text that comes in pieces into the tokens of the whole text.
-
-    It cuts the text before a space or newline where the tokens before the cut do not depend on what
-    follows. A tokenizer may treat the beginning of a text specially, so each part is encoded
-    together with the end of the part before it, whose tokens are then dropped.
-    """
-
-    def __init__(self, tokenizer: TokenizationManager) -> None:
-        self.tokenizer = tokenizer
-        self.text = ""
-        self.num_encoded = 0  # characters at the beginning of self.text whose tokens were returned
-        self.next_search = PIECE_CHARACTERS  # length of self.text at which to look for a cut
-
-    def encode(self, text: str, is_last: bool) -> np.ndarray:
-        """Add text; return the tokens (num_tokens,) uint16 that are certain now, possibly none."""
-        self.text += text
-        if is_last or self.tokenizer.method == "char":
-            cut = len(self.text)
-        elif len(self.text) < self.next_search:
-            cut = 0
-        else:
-            cut = self._find_cut()
-        if cut == 0:
-            return np.empty(0, np.uint16)
-        known = self.tokenizer.encode(self.text[: self.num_encoded])
-        tokens = self.tokenizer.encode(self.text[:cut])[len(known) :]
-        start = max(cut - WINDOW, 0)
-        self.num_encoded = cut - start
-        self.text = self.text[start:]
-        return tokens
-
-    def _find_cut(self) -> int:
-        """Return the last place where the text can be cut, or 0 if it must grow first."""
-        places = [match.start() for match in re.finditer(r"(?<=\S)[ \n]", self.text[:-WINDOW])]
-        for cut in reversed(places[-100:]):
-            if cut > self.num_encoded and self._can_cut(cut):
-                self.next_search = PIECE_CHARACTERS
-                return cut
-        length = len(self.text)
-        self.next_search = 2 * length
-        problem = (
-            f"the text has {length:,} characters without a space or newline where it can be cut"
-        )
-        require(length < MOST_CHARACTERS, f"{problem}: add line breaks, or use --tokenization char")
-        return 0
-
-    def _can_cut(self, cut: int) -> bool:
-        start = max(cut - WINDOW, 0)
-        try:
-            before = self.tokenizer.encode(self.text[start:cut])
-            around = self.tokenizer.encode(self.text[start : cut + WINDOW])
-        except UserError:  # half a word that the tokenizer has no token for
-            return False
-        return np.array_equal(around[: len(before)], before)
-
-
-def cut_segments(pieces: Iterator[str], segments: Segments) -> Iterator[tuple[str, str, bool]]:
-    """Cut a text that comes in pieces at the ends of its segments.
-
-    Yield (name of the segment, piece, whether it is the segment's last).
+    Raise UserError if the text does not have the segments' length.
     """
     changed = "the text is not as long as when it was first read: run the same command again"
     text = ""
-    for name, size in segments:
-        num_left = size
-        while num_left > 0:
+
+    def take(size: int) -> Iterator[str]:
+        nonlocal text
+        while size > 0:
             text = text or next(pieces, "")
             require(len(text) > 0, changed)
-            piece = text[:num_left]
-            text = text[num_left:]
-            num_left -= len(piece)
-            yield name, piece, num_left == 0
+            piece = text[:size]
+            text = text[size:]
+            size -= len(piece)
+            yield piece
+
+    for name, size in segments:
+        yield name, take(size)
     require(text + next(pieces, "") == "", changed)
 
 
 def encode_segments(
     pieces: Iterator[str], segments: Segments, tokenizer: TokenizationManager
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Encode each segment of a text by itself; yield (name, tokens (n,) uint16) piece by piece."""
-    encoder = PiecewiseEncoder(tokenizer)
+    """Encode each segment of a text by itself; yield (name, tokens (n,) uint16) part by part."""
     total = sum(size for _, size in segments)
     with progress(total, "Encoding", "char", passing=True) as bar:
-        for name, piece, is_last in cut_segments(pieces, segments):
+
+        def shown(pieces: Iterator[str]) -> Iterator[str]:
+            for piece in pieces:
+                bar.update(len(piece))
+                yield piece
+
+        for name, group in cut_segments(shown(pieces), segments):
             if name:
-                yield name, encoder.encode(piece, is_last)
-            if is_last:
-                encoder = PiecewiseEncoder(tokenizer)
-            bar.update(len(piece))
+                for tokens in encode_in_parts(group, tokenizer):
+                    yield name, tokens
+            else:
+                deque(group, maxlen=0)  # left out
 
 
 def count_characters(texts: Iterable[Path]) -> int:
@@ -226,17 +155,19 @@ def split_segments(texts: Iterable[Path], train_split: float = 0.9) -> Segments:
 
 
 def training_parts(texts: Iterable[Path], segments: Segments) -> Iterator[str]:
-    """Yield the training text in parts of PART_CHARACTERS, or evenly spaced parts of it if it is
-    longer than LEARNED_CHARACTERS.
+    """Yield the training text in parts, or evenly spaced ones if it is longer than
+    LEARNED_CHARACTERS.
     """
     total = sum(size for name, size in segments if name == "train")
     step = math.ceil(total / LEARNED_CHARACTERS)
     number = 0
-    for name, piece, _ in cut_segments(joined_pieces(texts), segments):
-        if name == "train":
-            for start in range(0, len(piece), PART_CHARACTERS):
+    for name, group in cut_segments(joined_pieces(texts), segments):
+        for piece in group:
+            if name != "train":
+                continue
+            for start in range(0, len(piece), LEARNED_PART):
                 if number % step == 0:
-                    yield piece[start : start + PART_CHARACTERS]
+                    yield piece[start : start + LEARNED_PART]
                 number += 1
 
 
@@ -304,11 +235,9 @@ def prepare_texts(
             f"{folder}: 'char' in the name marks a corpus of characters: choose another folder",
         )
     if tokenizer is None or tokenizer.chars is not None:
-        chars = characters_of(texts)
-        if tokenizer is None:
-            tokenizer = TokenizationManager.from_text("".join(chars))
-        if not chars.issubset(tokenizer.chars or ""):
-            check_characters(texts, tokenizer)
+        chars = "".join(characters_of(texts))
+        tokenizer = tokenizer or TokenizationManager.from_text(chars)
+        tokenizer.encode(chars)  # refuses characters that it lacks, before anything is written
     num_characters = sum(size for _, size in segments)
     print(f"length of dataset in characters: {num_characters:,}")
     print(f"vocab size: {tokenizer.vocab_size:,}")
@@ -354,8 +283,6 @@ class ShakespeareSettings(Settings):
     """instead: a tokenizer.json, or the folder of another corpus that holds it"""
     source: Literal["auto", "tiny", "complete"] = "auto"
     """text to fetch if out_dir has no input.txt: tiny (nanoGPT's), complete, auto (either)"""
-    plays: tuple[str, ...] = ()
-    """only these works, by title or a part of only one title, for example HAMLET; none: all"""
     train_documents: tuple[str, ...] = ()
     """works for train.bin; none: all works that no other part names"""
     val_documents: tuple[str, ...] = ()
@@ -366,11 +293,11 @@ class ShakespeareSettings(Settings):
     """folder of input.txt and of the outputs; None: that of the script"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Check that named works have a source, a validation part, and a folder for plays."""
+        """Check that named works have a source and a validation part."""
         check_tokenization(self, errors)
         remedy = "Add --source complete --val_documents TITLE"
         parts = self.train_documents + self.test_documents
-        works = self.plays + self.val_documents + parts
+        works = self.val_documents + parts
         errors.check(
             self.source == "complete" or not works,
             f"source={self.source}: works are named, which only 'complete' has",
@@ -380,11 +307,6 @@ class ShakespeareSettings(Settings):
             bool(self.val_documents) or not parts,
             "parts are named, but val_documents is empty",
             remedy,
-        )
-        errors.check(
-            bool(self.out_dir) or not self.plays,
-            "plays need a folder of their own",
-            "Choose one with --out_dir",
         )
 
 
@@ -408,7 +330,7 @@ def prepare_shakespeare(method: str, home: Path) -> None:
     """
     settings = parse_settings(ShakespeareSettings, "prepare")
     folder = settings.out_dir or home
-    path = ensure_corpus(folder, settings.source, settings.plays)
+    path = ensure_corpus(folder, settings.source)
     if settings.val_documents:
         segments = document_segments(settings, read_documents(path))
     else:

@@ -39,20 +39,14 @@ BPE_FILES = {
 }
 
 
-def ensure_corpus(folder: str | Path, source: str = "auto", plays: tuple[str, ...] = ()) -> Path:
+def ensure_corpus(folder: str | Path, source: str = "auto") -> Path:
     """Return the path of folder/input.txt. Fetch the text if it is missing.
 
-    The source is 'tiny', 'complete' (all works, or the `plays`), or 'auto' (tiny, else complete).
+    The source is 'tiny', 'complete' (all works), or 'auto' (tiny, else complete).
     """
     path = Path(folder) / "input.txt"
     if path.exists():
         print(f"corpus: {path} is used as it is (remove it to fetch another)")
-        if plays:
-            titles = list(read_documents(path))
-            require(
-                find_titles(plays, titles) == titles,
-                f"{path} holds works other than plays={', '.join(plays)}: remove it",
-            )
         return path
     if source != "complete":
         try:
@@ -64,11 +58,10 @@ def ensure_corpus(folder: str | Path, source: str = "auto", plays: tuple[str, ..
             reason = str(error).removeprefix("ERROR: ")
             print(f"corpus: the complete works instead of tiny Shakespeare ({reason})")
     works = fetch_complete_works()
-    titles = find_titles(plays, list(works)) if plays else list(works)
     # Most works end without a newline; another one keeps last line and next title apart.
-    text = "\n".join(works[title] for title in titles)
-    sizes = {title: len(works[title]) + 1 for title in titles}
-    sizes[titles[-1]] -= 1
+    text = "\n".join(works.values())
+    sizes = {title: len(work) + 1 for title, work in works.items()}
+    sizes[list(works)[-1]] -= 1
     write_json(path.with_name("documents.json"), sizes)
     write_text(path, text)
     return path

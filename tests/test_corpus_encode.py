@@ -7,22 +7,19 @@ import contextlib
 import shutil
 import sys
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 from helpers import ROOT, end_in_call, make_text, press_ctrl_c, refuse, refuse_in_one_line, succeed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import files
+import data_loader
 from common.files import write_json
 from common.process import UserError
 from corpus import encode
 from corpus.encode import (
-    PiecewiseEncoder,
     encode_segments,
     make_tokenizer,
     prepare_texts,
@@ -45,68 +42,36 @@ NASTY = st.lists(
     ),
     min_size=30,
     max_size=80,
-).map("".join)
+).map(" of ".join)
 
 
-def check_pieces(tokenizer: TokenizationManager, window: int, times: int) -> None:
-    """Check that small pieces of nasty texts have the tokens of the whole, in each segment."""
-    cuts = []
+@pytest.mark.parametrize("method", ["bpe", "learned_bpe", "char"])
+def test_parts_have_the_tokens_of_the_whole(bpe, monkeypatch, method):
+    """Wherever pieces end, and the same for a text in memory."""
+    tokenizers = {"bpe": bpe, "learned_bpe": TokenizationManager.learn_bpe([TEXT], 300)}
+    monkeypatch.setattr(data_loader, "PART_CHARACTERS", 50)
 
     @given(NASTY, st.integers(1, 40), st.floats(0.1, 0.9))
     def equal(text, piece, share):
-        text = text * times
+        tokenizer = tokenizers.get(method) or TokenizationManager.from_text(text)
         boundary = max(1, int(len(text) * share))
         segments = [("train", boundary), ("val", len(text) - boundary)]
         pieces = (text[start : start + piece] for start in range(0, len(text), piece))
         tokens = {"train": [], "val": []}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(encode, "PIECE_CHARACTERS", piece)
-            patch.setattr(encode, "WINDOW", window)
-            arrays = list(encode_segments(pieces, segments, tokenizer))
-        for name, array in arrays:
+        for name, array in encode_segments(pieces, segments, tokenizer):
             tokens[name] += array.tolist()
-        cuts.append(sum(len(array) > 0 for _, array in arrays))
-        assert tokens["train"] == tokenizer.encode(text[:boundary]).tolist()
+        in_memory = data_loader.encode_text(text[:boundary], tokenizer).tolist()
+        assert tokens["train"] == in_memory == tokenizer.encode(text[:boundary]).tolist()
         assert tokens["val"] == tokenizer.encode(text[boundary:]).tolist()
 
     equal()
-    assert max(cuts) > 5  # else nothing was shown
 
 
-@pytest.mark.parametrize("window", [1, 3, 5])
-def test_pieces_have_the_tokens_of_the_whole(bpe, window):
-    check_pieces(bpe, window, times=1)
-
-
-def test_a_text_without_a_cut_grows_and_is_searched_seldom(bpe, monkeypatch):
-    monkeypatch.setattr(encode, "PIECE_CHARACTERS", 100)
-    encoder, tried = PiecewiseEncoder(bpe), []
-    monkeypatch.setattr(
-        encode.re, "finditer", lambda *_: tried.append(len(encoder.text)) or iter(())
-    )
-    text = "ab" * 5000
-    for first in range(0, len(text), 10):
-        assert len(encoder.encode(text[first : first + 10], False)) == 0
-    assert tried == [100 * 2**n for n in range(7)]
-    assert encoder.encode("", True).tolist() == bpe.encode(text).tolist()
-    with pytest.raises(UserError, match="the text has 4,194,304 characters without a space"):
-        PiecewiseEncoder(bpe).encode("ab" * 2**21, False)
-
-
-def test_paragraphs_that_blank_lines_separate_are_cut(bpe, monkeypatch):
-    monkeypatch.setattr(encode, "PIECE_CHARACTERS", 1000)
-    assert len(PiecewiseEncoder(bpe).encode("你好世界今天天气很好。\n\n" * 100, is_last=False)) > 0
-
-
-def test_only_newlines_at_the_end_are_left_out_of_the_hash(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "CHUNK", 2)
-    hashes = []
-    for number, text in enumerate(["a\n\n\nb", "a\n\n\nb\n\n\n", "a\nb", "a\n\n\nb\n "]):
-        path = tmp_path / f"{number}.txt"
-        path.write_text(text)
-        hashes.append(encode.hash_text(path))
-    assert hashes[0] == hashes[1] == files.hash_bytes(b"a\n\n\nb")
-    assert len(set(hashes)) == 3
+def test_a_text_without_spaces_is_cut(monkeypatch):
+    monkeypatch.setattr(data_loader, "PART_CHARACTERS", 2)
+    tokenizer = TokenizationManager.learn_bpe(["aaaaaaaa"], 300)
+    parts = list(data_loader.encode_in_parts(["aaa", "aaaaa"], tokenizer))
+    assert [tokenizer.decode(part) for part in parts] == ["aaaa", "aaaa", ""]
 
 
 def test_segments_are_encoded_each_by_itself_and_nameless_ones_left_out():
@@ -148,15 +113,13 @@ def tokens_of(folder: Path, *parts: str) -> list[str]:
     return [tokenizer.decode(np.fromfile(folder / f"{part}.bin", np.uint16)) for part in parts]
 
 
-def test_an_unknown_character_has_file_and_line(tmp_path, novel, monkeypatch):
-    """The second file, and a piece that is not its first."""
-    monkeypatch.setattr(files, "CHUNK", 2)
+def test_unknown_characters_are_refused_before_anything_is_written(tmp_path, novel):
     other = tmp_path / "other.txt"
-    other.write_text("the\nthe\nthé\n")
+    other.write_text("thé\n" * 9 + "ß\n")
     tokenizer = TokenizationManager.from_text(TEXT)
-    with pytest.raises(UserError, match=r"other\.txt: .* '\\xe9' \(the first is in line 3\)"):
+    with pytest.raises(UserError, match=r"lacks the characters '\\xdf' '\\xe9': "):
         prepare_texts([novel, other], tmp_path / "made", tokenizer, [])
-    assert not (tmp_path / "made/train.bin").exists()
+    assert not (tmp_path / "made").exists()
 
 
 def test_what_an_earlier_corpus_left_is_removed(tmp_path, novel, bpe):
@@ -241,40 +204,6 @@ def test_works_that_are_named_for_nothing_are_refused(script, works):
     assert "source=auto: works are named" in refuse(script, out_dir=works, val_documents=["HAMLET"])
     line = refuse(script, out_dir=works, source="complete", test_documents=["HAMLET"])
     assert "val_documents is empty" in line
-    assert "a folder of their own" in refuse(script, source="complete", plays=["HAMLET"])
-
-
-def changed_tokenizer(folder: Path, change: Callable) -> TokenizationManager:
-    """A small byte-level BPE, trained on TEXT and changed."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT, "  \n\n\n ...\n\n"], trainer)
-    change(tokenizer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return TokenizationManager("tokenizer", meta_path=folder / "tokenizer.json")
-
-
-def looking_ahead(tokenizer):
-    """Like GPT-4's pattern, join punctuation and the newlines after it."""
-    pattern = tokenizers.Regex(r" ?[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)| ?\w+|\s+")
-    split = tokenizers.pre_tokenizers.Split(pattern, "isolated")
-    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, level])
-
-
-def prefixing(tokenizer):
-    """Like SentencePiece, prepend a marker to every text."""
-    tokenizer.normalizer = tokenizers.normalizers.Prepend("x")
-
-
-@pytest.mark.parametrize("change", [looking_ahead, prefixing])
-def test_pieces_have_the_tokens_of_the_whole_with_a_tokenizer(tmp_path, change):
-    check_pieces(changed_tokenizer(tmp_path, change), window=40, times=4)
 
 
 def learned(texts: list[Path], segments: encode.Segments, vocab_size: int = 300) -> str:
@@ -297,7 +226,7 @@ def test_tokens_are_learned_from_training_segments_only(tmp_path, novel):
 
 
 def test_a_long_text_is_learned_from_evenly_spaced_parts(novel, monkeypatch):
-    monkeypatch.setattr(encode, "PART_CHARACTERS", 10)
+    monkeypatch.setattr(encode, "LEARNED_PART", 10)
     segments = [("", 5), ("train", 95), ("val", len(TEXT) - 100)]
     whole = list(encode.training_parts([novel], segments))
     assert "".join(whole) == TEXT[5:100]

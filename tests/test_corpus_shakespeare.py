@@ -57,19 +57,6 @@ def test_complete_works_are_read_in_order_with_a_newline_between(tmp_path):
     assert shakespeare.ensure_corpus(tmp_path, "complete").read_text() == "my own text"
 
 
-@pytest.mark.usefixtures("archive")
-def test_plays_are_named_by_title_or_by_a_part_of_one(tmp_path):
-    path = shakespeare.ensure_corpus(tmp_path, "complete", ("The Tempest", "hamlet"))
-    assert (
-        path.read_text()
-        == "HAMLET, PRINCE OF DENMARK\n\n\n THE TEMPEST \n\nOur revels now are ended"
-    )
-    shakespeare.ensure_corpus(tmp_path, "complete", ("hamlet", "THE TEMPEST"))  # is there
-    for plays in (("tempest",), ("hamlet", "henry vi")):
-        with pytest.raises(UserError):
-            shakespeare.ensure_corpus(tmp_path, "complete", plays)
-
-
 def test_other_names_and_damaged_records_are_refused(tmp_path):
     for name, known in (("othello", TITLES), ("henry", TITLES[1:3])):
         with pytest.raises(UserError) as caught:

@@ -65,12 +65,6 @@ def test_the_split_is_by_characters_and_loses_none(text, train_split):
     assert tokenizer.decode(splits.val) == text[boundary:]
 
 
-def test_the_line_of_an_unknown_character_is_that_of_the_whole_text():
-    tokenizer = TokenizationManager.from_text("ab\n")
-    with pytest.raises(UserError, match="the first is in line 4"):
-        split_and_encode("a\nb\na\nx", tokenizer, 0.6)
-
-
 @pytest.mark.parametrize("train_split", [0.0, 1.0, float("nan")])
 def test_splits_out_of_range_are_refused(train_split):
     tokenizer = TokenizationManager.from_text("abc\n")
@@ -107,13 +101,11 @@ def test_bad_token_files_are_refused(tmp_path):
         open_token_file(path, "val", 9)
 
 
-def test_token_files_of_wider_integers_are_refused_and_zeros_are_not(tmp_path):
-    """Few tokens, only zeros, and two alternating ids are accepted."""
+def test_token_files_of_wider_integers_are_refused(tmp_path):
     path = tmp_path / "train.bin"
-    for ids in ([7, 0, 8, 0] * 10, [0] * 500, [1, 0] * 500, [0, 1] * 500):
-        uint16(ids).tofile(path)
-        assert open_token_file(path, "train", 10).tolist() == ids
-    for dtype in ("<u4", "<i8", ">u4", ">i8"):
+    uint16([7, 0, 8, 0] * 10).tofile(path)  # too few to tell
+    assert len(open_token_file(path, "train", 10)) == 40
+    for dtype in ("<u4", "<i8"):
         np.arange(100, dtype=dtype).tofile(path)
         with pytest.raises(BinaryFileError, match=r"bin is like uint32, .* is 0: save uint16$"):
             open_token_file(path, "train", 50257)
