@@ -390,8 +390,6 @@ class GPT(nn.Module):
         if self.config.position == "learned":
             weight = self.transformer.wpe.weight[:block_size].detach().clone()
             self.transformer.wpe.weight = nn.Parameter(weight)
-        else:
-            self.rotation = self.rotation[:, :block_size]
 
     def generate(
         self,

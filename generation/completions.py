@@ -29,11 +29,11 @@ PLAIN = Sampling()
 
 @dataclass(frozen=True)
 class Completions:
-    """Rows in the caller's order. The log-probabilities are 0 at natural positions."""
+    """Rows in the caller's order."""
 
     ids: Tensor  # (P, G, N) int64: K natural tokens, then the model's
-    log_probs: Tensor  # (P, G, N) float32, under the distribution that was sampled from
-    model_log_probs: Tensor  # (P, G, N) float32, under the model's own (temperature 1, all tokens)
+    # (P, G, N) float32, at temperature 1 over all tokens; 0 at natural positions
+    model_log_probs: Tensor
 
 
 def complete(
@@ -62,7 +62,6 @@ def complete(
         rows = len(prefixes)
         ids = natural[order // group]  # (R, N), a copy
         uniforms = uniforms.reshape(-1, length)[order].to(ids.device)
-        log_probs = torch.zeros(ids.shape, device=ids.device)  # under the distribution sampled from
         model_log_probs = torch.zeros(ids.shape, device=ids.device)
         cache = cache or KVCache(model, rows, length)
         cache.begin(rows)  # frees earlier prefixes
@@ -79,14 +78,12 @@ def complete(
             logits, _ = model(ids[:active, position - 1 : position], kv_cache=cache)
             drawn = sample_tokens(logits[:, -1], uniforms[:active, position], sampling)
             ids[:active, position] = drawn[0]
-            log_probs[:active, position] = drawn[1]
-            model_log_probs[:active, position] = drawn[2]
+            model_log_probs[:active, position] = drawn[1]
         check_drawn(model_log_probs)
         callers_order = order.argsort()
         shape = (prompts, group, length)
         return Completions(
             ids[callers_order].view(shape),
-            log_probs[callers_order].view(shape),
             model_log_probs[callers_order].view(shape),
         )
 
@@ -154,7 +151,6 @@ def concatenated(parts: list[Completions], dim: int) -> Completions:
     """Join completions along dimension 0 (prompts) or 1 (samples of a prompt)."""
     return Completions(
         torch.cat([part.ids for part in parts], dim),
-        torch.cat([part.log_probs for part in parts], dim),
         torch.cat([part.model_log_probs for part in parts], dim),
     )
 
@@ -191,9 +187,8 @@ def generate(
     with evaluating(model):
         for position in range(idx.size(1), length):
             logits, _ = model(idx[:, -config.block_size :])
-            drawn, _, log_probs = sample_tokens(
-                logits[:, -1], uniforms[:, position].to(idx.device), sampling
-            )
-            check_drawn(log_probs)
+            numbers = uniforms[:, position].to(idx.device)
+            drawn, model_log_probs = sample_tokens(logits[:, -1], numbers, sampling)
+            check_drawn(model_log_probs)
             idx = torch.cat((idx, drawn[:, None]), dim=1)
     return idx

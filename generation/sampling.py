@@ -62,18 +62,15 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def sample_tokens(
-    logits: Tensor, uniforms: Tensor, sampling: Sampling
-) -> tuple[Tensor, Tensor, Tensor]:
+def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw ids (R,) int64 from logits (R, V) at uniforms (R,) in [0, 1).
 
-    Also return their log-probabilities (R,) twice: under the distribution sampled from, and under
-    the model's own. The latter are NaN if the logits are.
+    Also return their log-probabilities (R,) under the model (temperature 1, all tokens). They are
+    NaN if the logits are.
     """
     model_log_probs = logits.float().log_softmax(-1)
-    is_plain = sampling == Sampling()
     log_probs = model_log_probs
-    if not is_plain:
+    if sampling != Sampling():
         log_probs = sampling_distribution(logits, sampling)
     # Invert the distribution function: the first index with cumulative probability above u * total.
     probabilities = log_probs.exp()
@@ -87,11 +84,7 @@ def sample_tokens(
         # Parallel sums are rounded unevenly: an id of probability 0 could be found.
         is_possible = probabilities.gather(-1, ids) > 0
         ids = torch.where(is_possible, ids, probabilities.argmax(-1, keepdim=True))
-    drawn = log_probs.gather(-1, ids).squeeze(-1)
-    drawn_by_model = drawn
-    if not is_plain:
-        drawn_by_model = model_log_probs.gather(-1, ids).squeeze(-1)
-    return ids.squeeze(-1), drawn, drawn_by_model
+    return ids.squeeze(-1), model_log_probs.gather(-1, ids).squeeze(-1)
 
 
 def check_drawn(model_log_probs: Tensor) -> None:

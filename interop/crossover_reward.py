@@ -300,8 +300,8 @@ def load_model(name: str, dtype: Any = "auto") -> Any:
     device = import_optional("accelerate").PartialState().device
     model_class = load_transformers().AutoModelForCausalLM
     model = loaded(model_class, name, trust_remote_code=False, use_safetensors=True, dtype=dtype)
-    # Quantized weights are on their device already, and may not be moved.
-    if model.device != device:
+    # Quantized weights are on this process's GPU already, and may not be moved.
+    if model.device.type != device.type:
         model = model.to(device)
     return model
 
