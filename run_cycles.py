@@ -23,7 +23,7 @@ from typing import Any
 from common.device import random_stream, select_device
 from common.files import atomic_path, lock_output
 from common.log import print0
-from common.process import UserError, run_child, run_main
+from common.process import UserError, run_child, run_main, warn
 from common.settings import (
     Errors,
     Settings,
@@ -34,7 +34,7 @@ from common.settings import (
     split_config,
 )
 from corpus.encode import find_texts
-from corpus.missing import CORPORA, prepare_corpora
+from corpus.missing import CORPORA, find_titles, prepare_corpora
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from data_loader import dataset_folder
 from grpo.settings import GRPOSettings
@@ -42,7 +42,7 @@ from metrics.reward_skill import better_than_constant
 from metrics.settings import EvaluateSettings
 from reports.ledger import Ledger
 from reports.page import write_page
-from reports.summary import cycles_since_best, headline, table_text
+from reports.summary import cycles_since_best, expectation, headline
 from reward.settings import RewardModelSettings
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
@@ -465,13 +465,13 @@ def main() -> None:
     lock_output(ledger_path)
 
     # stages
+    texts = {"dataset": settings.text, "natural_dataset": settings.natural_text}
     ledger = Ledger(Path(loop.folder))
     ledger.start(
         {
             "settings": asdict(settings),
             "sources": sources,
-            "train_tokens": Path(loop.corpus, "train.bin").stat().st_size // 2,
-            "natural_tokens": Path(loop.natural_corpus, "train.bin").stat().st_size // 2,
+            "titles": find_titles(texts, datasets, config_path, words),
             "planned": [stage.name for stage in loop.stages()],
         }
     )
@@ -480,6 +480,8 @@ def main() -> None:
     try:
         for stage in loop.stages_to_make(ledger):
             reached.append(stage.name)
+            if stage.kind == "reward_data" and expectation(ledger):
+                warn(expectation(ledger))
             if make(stage, ledger, settings.device):
                 is_changed = True
                 write_page(ledger, device)
@@ -489,10 +491,9 @@ def main() -> None:
         raise
     ledger.finish(reached)
     page = write_page(ledger, device)
-    print0(f"\n{table_text(ledger)}\n\nLedger: {ledger.path}\nReport: {page}\n")
     if not is_changed:
         print0("Nothing to do: this run is already finished. Start another with --out_dir OTHER.")
-    print0("\n".join(headline(ledger)))
+    print0("\n".join(["", *headline(ledger), f"Ledger: {ledger.path}", f"Page: {page}"]))
 
 
 if __name__ == "__main__":

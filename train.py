@@ -98,7 +98,8 @@ def main() -> None:
     best.restore(best_model)
     val_loss = measure(best_model, corpus, settings, ranks, dtype, "val_loss")
     run.log(run.step, final=True, kept_step=best.at, **val_loss)
-    save_model(run, best_model, corpus, {**best.figures, **val_loss})
+    characters = {"characters_per_token": corpus.characters_per_token}
+    save_model(run, best_model, corpus, {**best.figures, **val_loss, **characters})
     run.save(run.step, finished=True)
     print0(f"Saved {run.output}")
 

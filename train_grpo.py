@@ -45,7 +45,7 @@ from grpo.update import Updater
 from metrics.bootstrap import format_figure
 from metrics.samples import CopyFinder
 from model import GPT, check_same_fields
-from reports.figures import grpo_curves, write_png
+from reports.figures import GRPO, draw_curves, write_png
 from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import RewardFunction
@@ -309,7 +309,7 @@ def report_outcome(
     if run.ranks.rank == 0:
         save_checkpoint(run.output, kept, base["tokenization"], base["data"], training)
         title = f"{run.output.stem}: GRPO"
-        curves = grpo_curves(read_records(run.log_path), title)
+        curves = draw_curves(GRPO, read_records(run.log_path), title)
         if curves is not None:
             write_png(curves, run.output.with_suffix(".png"))
     name = "the starting policy: no later one within the caps was better"

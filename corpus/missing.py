@@ -3,12 +3,14 @@
 python run_cycles.py --config config/shakespeare_library_cpu.py
 """
 
+import string
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.process import UserError, run_child
 from common.settings import read_config
+from corpus.encode import find_texts
 from data_loader import dataset_folder
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -50,3 +52,27 @@ def prepare_corpora(
                 f"--dataset (data/ has {', '.join(known) or 'none'}), or use prepare_text.py"
             )
         run_child("corpus", [sys.executable, str(script), *options])
+
+
+def find_titles(
+    texts: Mapping[str, Sequence[str]],
+    datasets: Mapping[str, str],
+    config_path: str | None,
+    words: Mapping[str, Sequence[str]],
+) -> dict[str, list[str]]:
+    """Return the titles of the training texts of each corpus, or its name if they are unknown.
+
+    `texts` are the user's texts for each of `datasets`; the others are those of prepare_corpora.
+    """
+    contents = {}
+    if config_path:
+        contents = read_config(config_path)
+    titles = {}
+    for section, name in CORPORA.items():
+        found = [path.stem for path in find_texts(texts[name]).values()]
+        is_of_config = contents.get("run_cycles", {}).get(name) == datasets[name]
+        if not found and is_of_config and section not in words:
+            documents = contents.get(section, {}).get("train_documents", ())
+            found = [string.capwords(title) for title in documents]
+        titles[name] = found or [Path(datasets[name]).name]
+    return titles

@@ -1,9 +1,9 @@
-"""Draw the README's picture: a sample as the reward model reads it, and completions of a prompt.
+"""Draw the README's picture: continuations of a prompt before and after GRPO, by P(natural).
 
     python dev/picture.py out/shakespeare_library_cpu
 
 The argument is the folder of a finished run of run_cycles.py. The picture, docs/passage.svg, shows
-a sample, texts and figures of the run's page.
+the first passage of the run's page.
 """
 
 import html
@@ -12,26 +12,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
 from common.files import write_text
 from common.process import UserError, run_main
 from reports.ledger import Ledger
-from reports.passages import Passage, read_passages
-from reports.summary import completions
+from reports.summary import before_and_after
 
 ROOT = Path(__file__).resolve().parents[1]
 # Sizes in pixels; ADVANCE is the width of a letter of 19 px.
 WIDTH = 880
-HEIGHT = 300
+HEIGHT = 290
 LEFT = 16
 ADVANCE = 11.4
 LINE = 25
+NUM_LINES = 3
 COLUMNS = int((WIDTH - 2 * LEFT) / ADVANCE)
 # The colours of the page.
 NATURAL = (242, 245, 248)
 WRITTEN = (243, 154, 62)
-MARK = "#0a58a8"
 STYLE = """text { font: 19px ui-monospace, Menlo, Consolas, monospace; fill: #1b1f24 }
 .caption { font: 16px system-ui, sans-serif; fill: #57606a } .prompt { font-weight: 700 }"""
 
@@ -42,12 +39,25 @@ def place_of(index: int, top: float) -> tuple[float, float]:
     return LEFT + column * ADVANCE, top + row * LINE
 
 
-def letters(y: float, text: str, style: str = "", start: int = 0) -> list[str]:
-    """Return a text from the place `start` on, with an x for each letter: any font fits."""
+def shaded(top: float, prompt: str, completion: list[tuple[str, float]]) -> list[str]:
+    """Return a bold prompt and its completion on boxes that show P(natural), NUM_LINES long.
+
+    Every letter has a place of its own, so any font fits.
+    """
+    letters = [(letter, None) for letter in prompt]
+    for piece, natural in completion:
+        letters += [(letter, natural) for letter in piece]
     parts = []
-    for index, sign in enumerate(text.replace("\n", "\u23ce"), start):
-        x, below = place_of(index, y)
-        parts.append(f'<text x="{x:.1f}" y="{below}" class="{style}">{html.escape(sign)}</text>')
+    for index, (letter, natural) in enumerate(letters[: NUM_LINES * COLUMNS]):
+        x, y = place_of(index, top)
+        style = "prompt"
+        if natural is not None:
+            style = ""
+            size = f'width="{ADVANCE + 0.3:.1f}" height="{LINE}"'
+            box = f'<rect x="{x:.1f}" y="{y - 18}" {size} fill="{colour_of(natural)}"/>'
+            parts.append(box)
+        sign = html.escape(letter.replace("\n", "\u23ce"))
+        parts.append(f'<text x="{x:.1f}" y="{y}" class="{style}">{sign}</text>')
     return parts
 
 
@@ -63,44 +73,26 @@ def colour_of(natural: float) -> str:
     return f"rgb({','.join(channels)})"
 
 
-def shaded(y: float, passage: Passage) -> list[str]:
-    """Return a sample of one letter per token: boxes that show P(natural), a bar before token K."""
-    boxes = []
-    for index, natural in enumerate(passage.natural):
-        x, top = place_of(index, y - 18)
-        size = f'width="{ADVANCE + 0.3:.1f}" height="{LINE}"'
-        boxes.append(f'<rect x="{x:.1f}" y="{top}" {size} fill="{colour_of(natural)}"/>')
-    x, top = place_of(passage.crossover, y - 18)
-    size = f'width="3" height="{LINE + 6}"'
-    bar = f'<rect x="{x - 1.5:.1f}" y="{top - 3}" {size} fill="{MARK}"/>'
-    return [*boxes, bar, *letters(y, "".join(passage.tokens))]
-
-
 def main() -> None:
     """Read the run that the command names, and write the picture."""
     ledger = Ledger(Path(*sys.argv[1:2]))
-    texts = completions(ledger)
-    model = ledger.folder / "reward_model_v1.pt"
-    if ledger.outcome != "finished" or "base_model_v2" not in texts or not model.is_file():
+    pair = before_and_after(ledger)
+    if ledger.outcome != "finished" or not pair or "passages" not in pair[0]:
         raise UserError(
-            f"ERROR: {ledger.folder} is no finished run of one cycle: python dev/picture.py FOLDER"
+            f"ERROR: {ledger.folder} is no finished run with passages: "
+            "python dev/picture.py FOLDER, of a run whose section evaluate has samples"
         )
-    passage = read_passages(ledger.folder / "reward_data_v1", model, torch.device("cpu"))[0]
-    if passage.natural is None or any(len(token) != 1 for token in passage.tokens):
-        raise UserError(
-            f"ERROR: {ledger.folder}: the picture needs tokens of one letter, each with P(natural)"
+    parts = [
+        caption(
+            24, "The more orange, the lower P(natural). Each text is as diverse as natural text."
         )
-    crossover = f"Orange: low P(natural). Natural up to the bar, K = {passage.crossover};"
-    estimate = f"the reward model's estimate of it is {passage.predicted:.1f}"
-    parts = [caption(26, f"{crossover} {estimate}"), *shaded(53, passage)]
-    prompt = texts["prompt"][-COLUMNS // 2 :].partition(" ")[2]
-    figures = ledger.figures("evaluation_v2")
-    for y, name, when in ((130, "base_model_v1", "before"), (218, "base_model_v2", "after")):
-        reward = figures[name]["fresh_reward"]
-        title = f"The generator completes a prompt {when} GRPO"
-        parts.append(caption(y, f"{title}; mean P(natural) of its fresh text {reward:.3f}"))
-        parts += letters(y + 28, prompt, "prompt")
-        parts += letters(y + 28, texts[name][: 2 * COLUMNS - len(prompt)], start=len(prompt))
+    ]
+    for top, model, when in ((60, pair[0], "Before"), (182, pair[1], "After")):
+        passage = model["passages"][0]
+        title = f"{when} GRPO, at temperature {model['temperature']:.2f}"
+        parts.append(caption(top, title))
+        prompt = passage["prompt"][-COLUMNS:]
+        parts += shaded(top + 28, prompt, passage["completion"])
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
     paper = f'<style>{STYLE}</style><rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#fff"/>'
     body = "\n".join(parts)

@@ -7,8 +7,9 @@ import: the functions that draw import it.
 """
 
 import contextlib
+import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from common.files import atomic_path
 from metrics.bootstrap import format_figure
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct for colour-blind readers too.
-COLOURS = ("#0072b2", "#d55e00", "#009e73")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#555555"
 COLUMNS = 3
 # A dollar in a title is a dollar, and starts no formula.
@@ -66,6 +67,11 @@ GRPO = (
     Panel("Entropy", "nats per token", {"entropy": ""}),
     Panel("Distinct word pairs", "share, at temperature 1", {"distinct_pairs": ""}),
 )
+# What the page shows of GRPO; its losses are divided by the characters of a token.
+PROGRESS = (
+    replace(GRPO[0], name="P(natural) in steps of GRPO"),
+    Panel("Loss in steps of GRPO", "nats per character, select part", {"select_loss": "policy"}),
+)
 
 
 @contextlib.contextmanager
@@ -77,19 +83,9 @@ def _style() -> Iterator[None]:
         yield
 
 
-def training_curves(records: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Plot the records of train.py. Return None if no quantity has two points."""
-    return _draw_curves(TRAINING, records, title)
-
-
-def grpo_curves(records: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Plot the records of train_grpo.py. Return None if no quantity has two points."""
-    return _draw_curves(GRPO, records, title)
-
-
 @_style()
-def _draw_curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Draw the panels that have two points, in rows of COLUMNS."""
+def draw_curves(panels: Sequence[Panel], records: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Draw the panels that have two points, in rows of COLUMNS; return None if there are none."""
     # The final record describes another part of the text.
     records = [record for record in records if "final" not in record]
     shown = []
@@ -135,49 +131,54 @@ def _values(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
 
 @_style()
 def skill_picture(skill: Mapping[str, Any], title: str) -> Any:
-    """Plot the results of measure_skill: calibration, and two panels by crossover.
-
-    These are the mean prediction and the mean absolute error.
-    """
+    """Plot the calibration in the results of measure_skill."""
     r2 = format_figure(skill, "r2", ".3f")
-    figure, (calibration, prediction, error) = _figure(f"{title}: R² {r2}", 1, 3)
-
+    figure, (axes,) = _figure(f"{title}: R² {r2}", 1, 1)
     bins = skill["calibration"]
     predicted = [row["mean_prediction"] for row in bins]
     true = [row["mean_target"] for row in bins]
     areas = [15 + 250 * row["count"] / skill["num_sequences"] for row in bins]
-    label = "a bin; area: its share"
-    calibration.scatter(predicted, true, s=areas, color=COLOURS[0], label=label)
-    calibration.set(
+    axes.scatter(predicted, true, s=areas, color=COLOURS[0], label="a bin; area: its share")
+    axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", label="perfect")
+    axes.set(
         title="Calibration",
         xlabel="predicted P(natural), mean of the bin",
         ylabel="true K/N, mean of the bin",
-    )
-
-    rows = skill["by_crossover"]
-    centres = [(row["lower"] + row["upper"]) / 2 for row in rows]
-    means = [row["mean_prediction"] for row in rows]
-    prediction.plot(centres, means, color=COLOURS[0], marker="o", label="predicted")
-    prediction.set(
-        title="Prediction by crossover", xlabel="true K/N", ylabel="predicted P(natural), mean"
-    )
-    for axes in (calibration, prediction):
-        axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", label="perfect")
-        axes.set(xlim=(0, 1), ylim=(0, 1))
-        axes.legend()
-
-    errors = [row["mae_tokens"] for row in rows]
-    mean = skill["mae_tokens"]
-    error.plot(centres, errors, color=COLOURS[1], marker="s", label="at this K/N")
-    error.axhline(mean, color=GREY, linestyle="--", label=f"all {mean:.1f}")
-    error.set(
-        title="Error by crossover",
-        xlabel="true K/N",
-        ylabel="mean absolute error, tokens",
         xlim=(0, 1),
+        ylim=(0, 1),
     )
-    error.set_ylim(bottom=0)
-    error.legend()
+    axes.legend()
+    return figure
+
+
+@_style()
+def quality_picture(models: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Plot the judge's loss against diversity, a curve over temperatures for each model.
+
+    `models` maps labels to the figures `quality` of evaluate.py (after Caccia et al. 2020, arXiv
+    1811.02549, figure 1). Return None if the judge measured none of them.
+    """
+    figure, (axes,) = _figure("", 1, 1)
+    natural = None
+    for (label, quality), colour in zip(models.items(), COLOURS, strict=False):
+        points = [point for point in quality["sweep"] if point["judge_loss"] is not None]
+        if not points:
+            continue
+        pairs = [point["distinct_pairs"] for point in points]
+        losses = [point["judge_loss"] for point in points]
+        axes.plot(pairs, losses, ".-", color=colour, label=label)
+        natural = quality["natural"]
+    if natural is None:
+        return None
+    place = (natural["distinct_pairs"], natural["judge_loss"])
+    axes.plot(*place, "*", color=GREY, markersize=12, label="natural text")
+    axes.axvline(place[0], color=GREY, linestyle="--", linewidth=1)
+    axes.set(
+        title="Quality and diversity of fresh text",
+        xlabel="share of distinct pairs (higher: more diverse)",
+        ylabel="judge's loss (lower: better)",
+    )
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
@@ -196,3 +197,10 @@ def write_png(figure: Any, path: str | Path) -> None:
     """Write a figure atomically."""
     with atomic_path(path) as partial:
         figure.savefig(partial, format="png", dpi=120)
+
+
+def as_png(figure: Any) -> bytes:
+    """Return a figure as a PNG file's contents."""
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=200)
+    return png.getvalue()

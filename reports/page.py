@@ -1,4 +1,4 @@
-"""Write the page of a run of run_cycles.py: results, completions, passages and curves.
+"""Write the page of a run of run_cycles.py: what it shows, text, pictures, tables and details.
 
     python -c "import reports.page; help(reports.page.write_page)"
 
@@ -8,19 +8,24 @@ report.html is one file that loads nothing else.
 import base64
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common.files import write_text
 from common.log import read_records
 from common.process import warn
-from reports.figures import training_curves, write_png
-from reports.ledger import Ledger
+from reports import figures, summary, table
+from reports.ledger import Ledger, Record
 from reports.passages import Passage, read_passages
-from reports.summary import HEADS, completions, headline, notes, table
 
-# The kinds of stages that run train.py, which draws no curves.
-TRAINING_KINDS = ("base", "natural_model", "control_plain")
+# The settings and the figures of a stage that its details show.
+SETTINGS_SHOWN = (
+    *("n_layer", "n_head", "n_embd", "block_size", "dropout", "batch_size", "max_iters"),
+    *("optimizer", "learning_rate", "lr_schedule", "keep", "head", "samples_per_chunk"),
+    *("credit", "prefixes", "kl", "prompts_per_step", "group_size", "max_steps", "seed"),
+)
+FIGURES_SHOWN = ("r2", "auc", "mae_tokens", "stop_reason", "steps", "kept_step", "select_loss")
 
 
 def write_page(ledger: Ledger, device: torch.device) -> Path:
@@ -40,31 +45,27 @@ def make_page(ledger: Ledger, device: torch.device) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # --help does not need it
 
     passages = {}
-    pictures = {}
-    for record in ledger.finished():
-        name = record["name"]
+    for record in ledger.finished("reward_model"):
         reward_data = ledger.folder / f"reward_data_v{record['cycle']}"
-        if record["kind"] == "reward_model" and reward_data.is_dir():
-            model = ledger.folder / f"{name}.pt"
-            passages[name] = _read_once(reward_data, model, device, model.stat().st_mtime_ns)
-        if record["kind"] in TRAINING_KINDS:
-            draw_training(ledger.folder, name)
-        png = ledger.folder / f"{name}.png"
-        if png.is_file() and record["script"]:
-            data = base64.b64encode(png.read_bytes()).decode()
-            pictures[name] = f"data:image/png;base64,{data}"
+        if reward_data.is_dir():
+            path = ledger.folder / f"{record['name']}.pt"
+            modified = path.stat().st_mtime_ns
+            passages[record["name"]] = _read_once(reward_data, path, device, modified)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
     return environment.get_template("page.html").render(
         name=ledger.folder.resolve().name,
-        headline=headline(ledger),
-        completions=completions(ledger),
-        heads=HEADS,
-        rows=table(ledger),
-        notes=notes(ledger),
+        expectation=summary.expectation(ledger),
+        status=summary.status(ledger),
+        sentence=summary.sentence(ledger),
+        numbers=summary.numbers(ledger),
+        pair=summary.before_and_after(ledger),
+        pictures=[as_source(figures.as_png(figure)) for figure in result_figures(ledger)],
+        comparison=table.comparison(ledger),
+        further=table.further_figures(ledger),
         passages=passages,
-        pictures=pictures,
+        stages=[stage_details(ledger.folder, record) for record in ledger.finished()],
     )
 
 
@@ -76,14 +77,54 @@ def _read_once(
     return read_passages(reward_data, reward_model, device)
 
 
-def draw_training(folder: Path, name: str) -> None:
-    """Plot the curves of a training next to its records, unless its picture is newer than these."""
-    log = folder / f"{name}.jsonl"
-    png = folder / f"{name}.png"
-    if not log.is_file():
-        return
-    if png.is_file() and png.stat().st_mtime >= log.stat().st_mtime:
-        return
-    figure = training_curves(read_records(log), name)
-    if figure is not None:
-        write_png(figure, png)
+def result_figures(ledger: Ledger) -> list[Any]:
+    """Draw the text's quality against its diversity, and P(natural) and loss in steps of GRPO."""
+    cycle = summary.last_cycle(ledger)
+    models = summary.evaluated_models(ledger, cycle)
+    measured = {}
+    for name, label, _ in table.planned_models(ledger):
+        if "sweep" in models.get(name, {}):
+            measured[label] = models[name]
+    drawn = [figures.quality_picture(measured)]
+    log = ledger.folder / f"base_model_v{cycle + 1}.jsonl"
+    if cycle and log.is_file():
+        records = read_records(log)
+        for record in records:
+            if "select_loss" in record:
+                record["select_loss"] /= models[summary.GENERATOR]["characters_per_token"]
+        drawn += [figures.draw_curves([panel], records, "") for panel in figures.PROGRESS]
+    return [figure for figure in drawn if figure is not None]
+
+
+def stage_details(folder: Path, record: Record) -> dict[str, Any]:
+    """Return a stage's record, with `facts` and its `picture`."""
+    facts = []
+    for kind, names in (("settings", SETTINGS_SHOWN), ("figures", FIGURES_SHOWN)):
+        for name in names:
+            value = record[kind].get(name)
+            if isinstance(value, float):
+                value = f"{value:.4g}"
+            if value is not None:
+                facts.append(f"{name} {value}")
+    picture = ""
+    png = folder / f"{record['name']}.png"
+    log = folder / f"{record['name']}.jsonl"
+    if record["script"] == "train" and log.is_file():
+        picture = _draw_once(log, log.stat().st_mtime_ns)
+    elif record["script"] and png.is_file():
+        picture = as_source(png.read_bytes())
+    return {**record, "facts": facts, "picture": picture}
+
+
+def as_source(png: bytes) -> str:
+    """Return a picture as the source of an <img>."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+@functools.lru_cache(maxsize=8)
+def _draw_once(log: Path, modified: int) -> str:
+    """Draw the records of train.py, which draws no curves; again only if they are modified."""
+    figure = figures.draw_curves(figures.TRAINING, read_records(log), log.stem)
+    if figure is None:
+        return ""
+    return as_source(figures.as_png(figure))

@@ -1,49 +1,38 @@
-"""The results of a run as text: a headline of three lines, and a table.
+"""What a run shows: one sentence, three numbers, and the comparisons behind them.
 
-    python -c "import reports.summary as s; print(s.table_text(s.Ledger(s.Path('out/my_novel'))))"
+    python -c "import reports.summary as s; print(s.headline(s.Ledger(s.Path('out/my_novel'))))"
 
-Losses are of natural text in nats per token, after calibration (metrics/calibration.py): on
-test.bin, or on the report part of val.bin if there is no test.bin. Intervals are 95%, over blocks
-of 2,000 characters.
+A model's text is measured at the temperature at which it is as diverse as natural text. Losses are
+of natural text in nats per character, after calibration (metrics/calibration.py): of test.bin, or
+of the report part of val.bin if there is no test.bin. Intervals are 95%.
 """
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from metrics.bootstrap import MIN_BLOCKS, bootstrap_mean, format_figure
-from metrics.reward_skill import better_than_constant
+from metrics.bootstrap import bootstrap_mean
 from reports.ledger import Ledger, Record
 
-MODEL_KINDS = ("base", "natural_model", "policy", "control_plain", "control_distil")
-# The stages that a policy needs besides the generator.
-POLICY_KINDS = ("natural_model", "reward_data", "reward_model", "gate", "policy")
-HEADS = (
-    "model",
-    "loss",
-    "calibrated loss",
-    "policy - it",
-    "policy is",
-    "of the ceiling",
-    "P(natural)",
-    "unknown words",
-    "distinct-3",
-    "KL to the start",
-    "kept",
-    "seconds",
-)
-# The figure of evaluate.py in a column, and its form.
-FIGURES = {
-    "loss": ("loss", ".4f"),
-    "P(natural)": ("fresh_reward", ".3f"),
-    "unknown words": ("unknown_words", ".3f"),
-    "distinct-3": ("distinct_3", ".3f"),
-    "KL to the start": ("kl_now", ".3f"),
-}
 GENERATOR = "base_model_v1"
 SEED = 42  # of the intervals
+TITLE_WORDS = 3  # shown of a title
+# With a natural model whose loss is less than this below the generator's, expect little gain.
+MIN_NATURAL_GAIN = 0.1  # nats per character
+BETTER = "better"
+WORSE = "worse"
+NO_DIFFERENCE = "no difference shown"
+# The figures that are compared, and the values of the same blocks of text, or of the same prompts.
+PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_sample"}
+NOT_MEASURED: dict[str, Any] = {"is_reached": False, "temperature": None, "natural": {}}
+# The large numbers: label and form. The last three that are measured are shown.
+NUMBERS = {
+    "judge_loss": ("judge's loss of its text at natural diversity, nats per character", ".2f"),
+    "unknown_words": ("unknown words in its text at natural diversity", ".1%"),
+    "fresh_reward": ("P(natural) of its text at temperature 1", ".2f"),
+    "calibrated_loss": ("calibrated loss on unseen text, nats per character", ".3f"),
+}
 
 
 def last_cycle(ledger: Ledger) -> int:
@@ -67,264 +56,189 @@ def cycles_since_best(ledger: Ledger, cycle: int) -> int:
 
 
 def evaluated_models(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of the models that a cycle evaluated, by name, the controls last."""
-    return {
-        **ledger.figures(f"evaluation_v{cycle + 1}"),
-        **ledger.figures(f"controls_v{cycle + 1}"),
-    }
+    """Return the figures of the models that a cycle evaluated, by name, the controls last.
 
-
-def compare(policy: Record, other: Record) -> dict[str, Any]:
-    """Return the difference of calibrated losses, policy - other, with its interval over the same
-    blocks of text.
+    They are those of evaluate.py, but calibrated losses are in nats per character, and the figures
+    of `quality` are among the others. judge_loss and unknown_words are None where they were not
+    measured, and where no temperature gives natural diversity.
     """
-    blocks = torch.tensor(policy["blocks"]) - torch.tensor(other["blocks"])
-    figures: dict[str, Any] = {}
-    if len(blocks):
-        figures.update(bootstrap_mean("difference", blocks, SEED))
-    figures["difference"] = policy["calibrated_loss"] - other["calibrated_loss"]
-    figures["blocks"] = len(blocks)
+    models = {}
+    for stage in ("evaluation", "controls"):
+        for name, figures in ledger.figures(f"{stage}_v{cycle + 1}").items():
+            model = {"characters_per_token": 1.0, **figures}  # 1 for ids without text
+            characters = model["characters_per_token"]
+            for key in ("calibrated_loss", "calibrated_loss_low", "calibrated_loss_high"):
+                if model[key] is not None:
+                    model[key] /= characters
+            model["blocks"] = [loss / characters for loss in figures["blocks"]]
+            model.update(figures.get("quality", NOT_MEASURED))
+            if not model["is_reached"]:
+                model["judge_loss"] = None
+                model["unknown_words"] = None
+            models[name] = model
+    return models
+
+
+def compare(policy: Record, other: Record, name: str) -> dict[str, Any]:
+    """Return the difference policy - other of a figure in PAIRED, its interval and a verdict.
+
+    The verdict is "" and there is no difference if one of the two is not measured.
+    """
+    if policy[name] is None or other[name] is None:
+        return {"verdict": ""}
+    pairs = PAIRED[name]
+    differences = torch.tensor(policy[pairs]) - torch.tensor(other[pairs])
+    figures: dict[str, Any] = bootstrap_mean("difference", differences, SEED)
+    figures["difference"] = policy[name] - other[name]
+    if figures["difference_low"] is None:
+        figures["verdict"] = "too little text for a verdict"
+    elif figures["difference_high"] < 0:
+        figures["verdict"] = BETTER
+    elif figures["difference_low"] > 0:
+        figures["verdict"] = WORSE
+    else:
+        figures["verdict"] = NO_DIFFERENCE
     return figures
 
 
-def verdict(comparison: Record) -> str:
-    """Return what the interval of a difference shows about the policy."""
-    low = comparison.get("difference_low")
-    if low is None:
-        count = comparison["blocks"]
-        return f"no verdict: {count} blocks of 2,000 characters, {MIN_BLOCKS} are needed"
-    if comparison["difference_high"] < 0:
-        return "better"
-    if low > 0:
-        return "worse"
-    return "no difference shown"
-
-
-def seconds_of(ledger: Ledger, record: Record) -> float:
-    """Return the seconds of a stage.
-
-    The time of a policy, or of control_distil, includes that of the natural model and the stages of
-    their cycles; a generator is not counted.
-    """
-    seconds = record["seconds"]
-    if record["kind"] not in ("policy", "control_distil"):
-        return seconds
-    for stage in ledger.finished():
-        is_replaced = stage["kind"] == "policy" and stage["cycle"] == record["cycle"]
-        is_needed = stage["kind"] in POLICY_KINDS and stage["cycle"] <= record["cycle"]
-        if is_needed and not is_replaced:
-            seconds += stage["seconds"]
-    return seconds
-
-
 # --------------------------------------------------------------------------------------------------
-# headline
+# the headline
 
 
 def headline(ledger: Ledger) -> list[str]:
-    """Return up to three lines: the training, the gain, and P(natural), KL and seconds."""
-    status = ""
-    if ledger.outcome != "finished":
-        status = f"Run {ledger.outcome}: "
+    """Return the lines that end a run in the terminal; the page begins with the same."""
+    lines = [expectation(ledger), status(ledger), sentence(ledger)]
+    for number in numbers(ledger):
+        lines.append(f"{number['label']}: {number['before']} -> {number['after']}")
+    return [line for line in lines if line]
+
+
+def expectation(ledger: Ledger) -> str:
+    """Return a warning if the natural model is hardly better than the generator, or "".
+
+    Their losses are those of the select part.
+    """
+    generator = ledger.figures(GENERATOR)
+    natural = ledger.figures("natural_model_v1")
+    if not generator or not natural:
+        return ""
+    name = "select_loss"
+    if "calibrated_loss" in generator and "calibrated_loss" in natural:
+        name = "calibrated_loss"
+    characters = generator["characters_per_token"]
+    own_loss = generator[name] / characters
+    natural_loss = natural[name] / characters
+    if own_loss - natural_loss >= MIN_NATURAL_GAIN:
+        return ""
+    return (
+        f"Expect little gain: the natural model's loss, {natural_loss:.2f} nats per character, is "
+        f"not at least {MIN_NATURAL_GAIN} below the generator's, {own_loss:.2f}. "
+        "Give more text of the same kind with --natural_text."
+    )
+
+
+def status(ledger: Ledger) -> str:
+    """Return how far an unfinished run is, or "" for a finished one."""
+    if ledger.outcome == "finished":
+        return ""
+    num_planned = len(ledger.about.get("planned", ()))
+    line = f"{len(ledger.finished())} of {num_planned} stages are finished"
+    if ledger.outcome != "unfinished":
+        line = f"The run {ledger.outcome}; {line}"
+    return f"{line}."
+
+
+def sentence(ledger: Ledger) -> str:
+    """Return in at most 25 words what was learned from what, and what it gained.
+
+    The text decides, if the judge finds it better or worse at natural diversity. Otherwise the
+    loss on unseen text decides.
+    """
     if not ledger.finished("base"):
-        return [f"{status}nothing is trained yet."]
-    lines = [f"{status}{_training(ledger)}"]
+        return "Nothing is trained yet."
+    student = f"A model of {_texts(ledger, 'dataset')}"
     cycle = last_cycle(ledger)
-    copied = ""
-    for policy in ledger.finished("policy"):
-        if not policy["script"]:  # the gate of this last cycle is closed
-            copied = "GRPO did not start, and the generator continues unchanged"
-            if cycle:
-                copied = f"; in cycle {policy['cycle']} {copied}"
-    if cycle:
-        lines.append(f"{_gain(ledger, cycle)}{copied}.")
-        lines.append(_samples_and_seconds(ledger, cycle))
-    else:
-        lines.append(f"{copied or 'The policy is not trained yet'}.")
-    return lines
-
-
-def _training(ledger: Ledger) -> str:
-    """Return what generator and natural model learned, and whether the reward model predicts."""
-    settings = ledger.about["settings"]
-    dataset = settings["dataset"]
-    natural_dataset = settings["natural_dataset"] or dataset
-    corpus = _names(settings["text"] or [dataset])
-    knowledge = ""
-    if settings["natural_model"]:
-        knowledge = f", and rewarded by {settings['natural_model']}"
-    elif ledger.finished("natural_model") and natural_dataset == dataset:
-        knowledge = ", its natural model on the same tokens: expect little gain"
-    elif ledger.finished("natural_model"):
-        natural_corpus = _names(settings["natural_text"] or [natural_dataset])
-        tokens = ledger.about["natural_tokens"]
-        knowledge = f", its natural model on {tokens:,} of {natural_corpus}"
-    gate = ""
-    for record in ledger.finished("gate"):  # the last one counts
-        skill = record["figures"]
-        finding = "is not shown to predict K/N"
-        if better_than_constant(skill["r2_low"]):
-            finding = "predicts K/N"
-        r2 = format_figure(skill, "r2", ".3f")
-        gate = f"; the reward model {finding} (R2 of fresh text {r2})"
-    tokens = ledger.about["train_tokens"]
-    return f"a generator was trained on {tokens:,} tokens of {corpus}{knowledge}{gate}"
-
-
-def _names(paths: Sequence[str]) -> str:
-    return ", ".join(Path(path).name for path in paths)
-
-
-def _gain(ledger: Ledger, cycle: int) -> str:
-    """Return how the policy compares with the first generator and with the best control."""
-    models = evaluated_models(ledger, cycle)
-    policy = f"base_model_v{cycle + 1}"
-    to_generator = _relation(models, policy, GENERATOR)
-    controls = [name for name in models if name.startswith("control_")]
-    if controls:
-        best = min(controls, key=lambda name: models[name]["calibrated_loss"])
-        to_control = f"{_relation(models, policy, best)} (the best control)"
-    elif f"controls_v{cycle + 1}" in ledger.about["planned"]:
-        to_control = "controls are coming"
-    else:
-        to_control = "there are no controls"
-    cycles = f"After {cycle} of {ledger.about['settings']['num_cycles']} cycles"
-    return f"{cycles} the policy is {to_generator}; {to_control}"
-
-
-def _relation(models: Mapping[str, Record], policy: str, other: str) -> str:
-    """Return a text like `better than base_model_v1: -0.1431 (-0.1573 to -0.1290)`."""
-    comparison = compare(models[policy], models[other])
-    result = verdict(comparison)
-    relation = f"not shown to differ from ({result})"
-    if result in ("better", "worse"):
-        relation = f"{result} than"
-    return f"{relation} {other}: {format_figure(comparison, 'difference', '+.4f')}"
-
-
-def _samples_and_seconds(ledger: Ledger, cycle: int) -> str:
-    """Return P(natural) and KL of fresh text, and the seconds of the models."""
-    models = evaluated_models(ledger, cycle)
-    before = models[GENERATOR]["fresh_reward"]
-    policy = models[f"base_model_v{cycle + 1}"]
-    seconds = []
-    for record in (ledger.finished("base")[0], ledger.finished("policy")[-1]):
-        seconds.append(f"{seconds_of(ledger, record):.0f} s {record['name']}")
-    for kind in ("control_plain", "control_distil"):
-        for record in ledger.finished(kind)[-1:]:
-            seconds.append(f"{seconds_of(ledger, record):.0f} s {kind}")
-    rewards = f"P(natural) of its fresh text {before:.3f} -> {policy['fresh_reward']:.3f}"
-    kl = f"KL to its start {policy['kl_now']:.3f} nats a token"
-    return f"{rewards}; {kl}; {', '.join(seconds)}."
-
-
-# --------------------------------------------------------------------------------------------------
-# table
-
-
-def table(ledger: Ledger) -> list[dict[str, str]]:
-    """Return the rows of the table, each a text for every head: the first generator, the natural
-    model, then the policy and the controls of each cycle.
-    """
-    last = last_cycle(ledger) or 1
-    records = []
-    for kind in MODEL_KINDS:
-        records += ledger.finished(kind)
-        if kind == "natural_model" and kind in evaluated_models(ledger, last):
-            # The user's own natural model: no stage trained it.
-            records.append({"name": kind, "kind": kind, "cycle": 0, "figures": {}, "seconds": 0})
-    records.sort(key=lambda record: record["cycle"])  # of a cycle, the kinds keep their order
-    return [_row(ledger, record, record["cycle"] or last) for record in records]
-
-
-def _row(ledger: Ledger, record: Record, cycle: int) -> dict[str, str]:
-    """Return the row of a model, with its figures of the evaluation of a cycle."""
-    name = record["name"]
-    row = dict.fromkeys(HEADS, "")
-    row["model"] = name
-    row["seconds"] = f"{seconds_of(ledger, record):.0f}"
-    training = record["figures"]
-    if "kept_step" in training:
-        row["kept"] = f"{training['kept_step']} of {training['steps']}"
-    models = evaluated_models(ledger, cycle)
-    if name not in models:
-        return row
-    model = models[name]
-    for head, (figure, form) in FIGURES.items():
-        if model.get(figure) is not None:
-            row[head] = format(model[figure], form)
-    row["calibrated loss"] = format_figure(model, "calibrated_loss")
-    row["of the ceiling"] = share_of_ceiling(models, model)
-    policy = f"base_model_v{cycle + 1}"
-    if policy in models and name != policy:
-        comparison = compare(models[policy], model)
-        row["policy - it"] = format_figure(comparison, "difference", "+.4f")
-        row["policy is"] = verdict(comparison)
-    return row
-
-
-def share_of_ceiling(models: Mapping[str, Record], model: Record) -> str:
-    """Return, as text, the fraction of the gap in calibrated loss that a model closes.
-
-    The fraction is (generator - model) / (generator - natural model). Return "" unless the natural
-    model is significantly better than the generator.
-    """
-    natural = next((name for name in models if name.startswith("natural")), None)
-    if natural is None or GENERATOR not in models:
-        return ""
-    ceiling = models[natural]
-    generator = models[GENERATOR]
-    if verdict(compare(ceiling, generator)) != "better":
-        return ""
-    gain = generator["calibrated_loss"] - model["calibrated_loss"]
-    possible_gain = generator["calibrated_loss"] - ceiling["calibrated_loss"]
-    return f"{gain / possible_gain:.2f}"
-
-
-def notes(ledger: Ledger) -> list[str]:
-    """Return the lines below the table."""
-    lines = [
-        "policy - it: the policy's calibrated loss minus that of the row; "
-        "ceiling: the natural model's loss.",
-        "seconds: policies and control_distil include natural model, reward data, reward model and "
-        "gate, but not the generator.",
-    ]
-    if last_cycle(ledger) > 1:
-        lines.append("P(natural): by the reward model of the cycle; KL: to the start of the cycle.")
-    for policy in ledger.finished("policy"):
-        if not policy["script"]:
-            continue
-        credit = ""
-        if policy["settings"].get("credit") == "exact":
-            gradient = "exact gradient over the vocabulary, not group-relative advantages"
-            credit = f" (credit: {gradient})"
-        reason = policy["figures"]["stop_reason"]
-        lines.append(f"Cycle {policy['cycle']}: GRPO{credit} stopped by {reason}.")
-    return lines
-
-
-def table_text(ledger: Ledger) -> str:
-    """Return the table as aligned lines, and the notes."""
-    rows = [dict(zip(HEADS, HEADS, strict=True)), *table(ledger)]
-    widths = {head: max(len(row[head]) for row in rows) for head in HEADS}
-    lines = []
-    for row in rows:
-        cells = [row[head].ljust(widths[head]) for head in HEADS]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, *notes(ledger)])
-
-
-def completions(ledger: Ledger) -> dict[str, str]:
-    """Return one prompt and its continuations by generator and policy, by name.
-
-    Return an empty dict before the policy is evaluated.
-    """
-    cycle = last_cycle(ledger)
+    policies = ledger.finished("policy")
+    if not cycle and policies and not policies[0]["script"]:
+        return (
+            f"{student} did not learn by GRPO: its reward model is not shown to tell natural text "
+            "from generated text."
+        )
+    teacher = _teacher(ledger)
     if not cycle:
-        return {}
+        return f"{student} is to learn from {teacher}; its text is not measured yet."
+
+    before, after = before_and_after(ledger)
+    learned = f"{student} learned from {teacher}"
+    name = "judge_loss"
+    loss = "a judge's loss"
+    of_text = compare(after, before, name)["verdict"]
+    result = of_text
+    if of_text not in (BETTER, WORSE):
+        name = "calibrated_loss"
+        loss = "its loss"
+        result = compare(after, before, name)["verdict"]
+    change = f"from {before[name]:.3f} to {after[name]:.3f} nats per character"
+    unknown = [model["unknown_words"] for model in (before, after)]
+    if of_text == BETTER and None not in unknown and unknown[1] < unknown[0]:
+        return f"{learned}: {unknown[1]:.1%} of its words are unknown instead of {unknown[0]:.1%}."
+    if result == BETTER:
+        return f"{learned}: {loss} fell {change}."
+    if result == WORSE:
+        return f"{learned}, but {loss} rose {change}."
+    if NO_DIFFERENCE in (of_text, result):
+        return f"{learned}, but no gain is shown."
+    return f"{learned}, but too little text was measured for a verdict."
+
+
+def _teacher(ledger: Ledger) -> str:
+    """Return what the generator learns from."""
+    settings = ledger.about["settings"]
+    if "natural_model_v1" in ledger.about["planned"]:
+        if settings["natural_dataset"] in (None, settings["dataset"]):
+            return "another model of the same text"
+        return f"a model of {_texts(ledger, 'natural_dataset', 'other ')}"
+    reward_model = ledger.records.get("reward_model_v1", {"settings": {}})
+    path = settings["natural_model"] or reward_model["settings"].get("natural_model_path")
+    if path:
+        return f"the model {Path(path).name}"
+    return "a reward model's scores"
+
+
+def _texts(ledger: Ledger, name: str, kind: str = "") -> str:
+    """Return the title of the text that a model learns, or how many texts it learns."""
+    titles = ledger.about["titles"][name]
+    if len(titles) > 1:
+        return f"{len(titles)} {kind}texts"
+    words = titles[0].split()
+    title = " ".join(words[:TITLE_WORDS])
+    if len(words) > TITLE_WORDS:
+        title += "..."
+    return title
+
+
+def before_and_after(ledger: Ledger) -> list[dict[str, Any]]:
+    """Return the figures of generator and policy, or [] before they are evaluated."""
+    cycle = last_cycle(ledger)
     models = evaluated_models(ledger, cycle)
-    policy = f"base_model_v{cycle + 1}"
-    texts = {"prompt": models[policy]["prompts"][0]}
-    for name in (GENERATOR, policy):
-        texts[name] = models[name]["completions"][0]
-    return texts
+    if cycle == 0:
+        return []
+    return [models[GENERATOR], models[f"base_model_v{cycle + 1}"]]
+
+
+def numbers(ledger: Ledger) -> list[dict[str, str]]:
+    """Return up to three figures of generator and policy as text, and what they measure."""
+    pair = before_and_after(ledger)
+    if not pair:
+        return []
+    natural = {**pair[0]["natural"], "fresh_reward": pair[0]["natural_reward"]}
+    found = []
+    for name, (label, form) in NUMBERS.items():
+        values = [model[name] for model in pair]
+        if None in values:
+            continue
+        if natural.get(name) is not None:
+            label += f" (natural text: {natural[name]:{form}})"
+        before, after = (f"{value:{form}}" for value in values)
+        found.append({"label": label, "before": before, "after": after})
+    return found[-3:]

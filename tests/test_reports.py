@@ -1,8 +1,9 @@
-"""Tests of reports/: ledger, headline, table, pictures, passages, page.
+"""Tests of reports/: ledger, sentence, numbers, tables, pictures, passages, page.
 
 pytest tests/test_reports.py
 """
 
+import copy
 import html
 import re
 from pathlib import Path
@@ -16,57 +17,89 @@ from hypothesis import strategies as st
 from common.files import write_json
 from common.process import UserError
 from metrics.reward_skill import measure_skill
-from reports.figures import grpo_curves, skill_picture, training_curves, write_png
+from reports import figures
 from reports.ledger import Ledger
 from reports.page import make_page, write_page
 from reports.passages import pieces, read_passages
-from reports.summary import cycles_since_best, headline, table, table_text
+from reports.summary import cycles_since_best, headline, sentence
+from reports.table import comparison, further_figures
 from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationManager
 
 CPU = torch.device("cpu")
 HOSTILE = "</div><script>alert(1)</script>&\x00\ud800"
+CHARACTERS = 2.0  # per token
 
 
-def evaluated(loss: float, reward: float, spread: float = 0.01) -> dict:
-    """Return figures of evaluate.py: twelve blocks, whose differences from those of another model
-    vary by this spread.
+def evaluated(
+    judge: float | None, unknown: float | None, loss: float, reward: float, spread: float = 0.01
+) -> dict:
+    """Return figures of evaluate.py, with a calibrated loss in nats per character.
+
+    Differences from the twelve samples and blocks of another model vary by `spread`.
     """
-    blocks = [2 + block / 8 + (loss - 2) + spread * (-1) ** block for block in range(12)]
+    waves = [spread * (-1) ** number for number in range(12)]
+    quality = {
+        "temperature": 1.1 - reward / 4,
+        "is_reached": True,
+        "distinct_pairs": 0.861,
+        "judge_loss": judge,
+        "judge_by_sample": None,
+        "unknown_words": unknown,
+        "sweep": [],
+        "natural": {"distinct_pairs": 0.861, "judge_loss": 1.811, "unknown_words": 0.046},
+    }
+    if judge is not None:
+        quality["judge_by_sample"] = [judge + wave for wave in waves]
+        quality.update(judge_loss_low=judge - 0.02, judge_loss_high=judge + 0.02)
+    if unknown is not None:
+        quality.update(unknown_words_low=unknown - 0.01, unknown_words_high=unknown + 0.01)
+    for number in range(6):
+        point = {"temperature": 0.7 + number / 10, "unknown_words": unknown}
+        point["distinct_pairs"] = 0.7 + 0.05 * number
+        point["judge_loss"] = None if judge is None else judge - 0.3 + 0.1 * number
+        quality["sweep"].append(point)
+    letters = [[letter, (number % 10) / 9 * reward] for number, letter in enumerate(TEXT)]
     return {
-        "loss": loss + 0.1,
-        "calibrated_loss": loss,
-        "calibrated_loss_low": loss - 0.1,
-        "calibrated_loss_high": loss + 0.1,
-        "blocks": blocks,
+        "characters_per_token": CHARACTERS,
+        "bits_per_byte": 2.5,
+        "loss": CHARACTERS * loss + 0.1,
+        "temperature": 9.0,  # of the calibration
+        "calibrated_loss": CHARACTERS * loss,
+        "calibrated_loss_low": CHARACTERS * (loss - 0.05),
+        "calibrated_loss_high": CHARACTERS * (loss + 0.05),
+        "blocks": [CHARACTERS * (loss + wave) for wave in waves],
         "fresh_reward": reward,
+        "natural_reward": 0.93,
         "kl_now": 0.125,
-        "unknown_words": 0.5,
-        "distinct_3": 0.75,
-        "prompts": ["To b"],
-        "completions": [f"e at {loss} " + HOSTILE[:-1]],
+        "quality": quality,
+        "passages": [{"prompt": f"To b{number}", "completion": letters} for number in range(4)],
     }
 
 
-SKILL = {"r2": 0.5, "r2_low": 0.4, "r2_high": 0.6}
+TEXT = "e, or not to be: that is the question that I haue alwayes " * 3 + HOSTILE[:-1]
+SKILL = {"r2": 0.5, "r2_low": 0.4, "r2_high": 0.6, "auc": 0.912345}
 POLICY = {"steps": 8, "kept_step": 6, "stop_reason": "plateau"}
 MODELS = {
-    "base_model_v1": evaluated(2.0, 0.25),
-    "base_model_v2": evaluated(1.9, 0.5),
-    "natural_model_v1": evaluated(1.6, 0.75),
+    "base_model_v1": evaluated(2.493, 0.212, 1.928, 0.251),
+    "base_model_v2": evaluated(1.942, 0.141, 1.769, 0.606, 0.02),
+    "natural_model_v1": evaluated(1.7, 0.107, 1.649, 0.9),
 }
 CONTROLS = {
-    "control_plain_v2": evaluated(1.905, 0.3, -0.01),
-    "control_distil_v2": evaluated(1.85, 0.5, 0),
+    "control_plain_v2": evaluated(2.447, 0.206, 1.92, 0.27),
+    "control_sampled_v2": evaluated(1.95, 0.151, 1.796, 0.58, -0.02),
+    "control_distil_v2": evaluated(1.885, 0.133, 1.79, 0.62),
 }
+GENERATOR = {"select_loss": 2.0 * CHARACTERS, "characters_per_token": CHARACTERS}
 STAGES = {  # kind, cycle, figures
-    "base_model_v1": ("base", 0, {}),
-    "natural_model_v1": ("natural_model", 0, {}),
+    "base_model_v1": ("base", 0, GENERATOR),
+    "natural_model_v1": ("natural_model", 0, {"select_loss": 1.6 * CHARACTERS}),
     "reward_model_v1": ("reward_model", 1, {}),
     "gate_v1": ("gate", 1, SKILL),
     "base_model_v2": ("policy", 1, POLICY),
     "evaluation_v2": ("evaluation", 1, MODELS),
     "control_plain_v2": ("control_plain", 1, {}),
+    "control_sampled_v2": ("control_sampled", 1, {}),
     "control_distil_v2": ("control_distil", 1, {}),
     "controls_v2": ("controls", 1, CONTROLS),
 }
@@ -81,54 +114,111 @@ def make_ledger(out: Path | str = "nowhere", **changes) -> Ledger:
         "natural_dataset": "lib",
         "natural_model": None,
         "num_cycles": 1,
-        "text": [],
-        "natural_text": [],
     }
     ledger = Ledger(Path(out))
     ledger.about = {
         "settings": settings,
-        "train_tokens": 123456,
-        "natural_tokens": 7890,
+        "titles": {"dataset": ["Twelfth Night"], "natural_dataset": list("abcdefgh")},
         "planned": list(STAGES),
     }
     ledger.outcome = "finished"
-    for name, (kind, cycle, figures) in STAGES.items():
+    for name, (kind, cycle, stage_figures) in STAGES.items():
         record = {"name": name, "kind": kind, "cycle": cycle, "script": "train"}
-        record.update(settings={}, inputs={})
-        figures = changes.get(name, figures)
-        if figures is not None:
-            record.update(seconds=5.0, figures=figures)
+        record.update(settings={"n_layer": 3, "learning_rate": 1e-3}, inputs={})
+        stage_figures = changes.get(name, stage_figures)
+        if stage_figures is not None:
+            record.update(seconds=5.0, figures=stage_figures)
         ledger.records[name] = record
     return ledger
 
 
-def test_headline():
-    trained, gain, took = headline(make_ledger())
-    assert "on 123,456 tokens of plays, its natural model on 7,890 of lib; the reward" in trained
-    assert "the reward model predicts K/N (R2 of fresh text 0.500 (0.400 to 0.600))" in trained
-    assert "the policy is better than base_model_v1: -0.1000 (-0.1000 to -0.1000)" in gain
-    assert "worse than control_distil_v2: +0.0500 (" in gain and "(the best control)" in gain
-    assert "0.250 -> 0.500; KL to its start 0.125" in took
-    assert "20 s base_model_v2, 5 s control_plain, 20 s" in took
-    plain = {"control_plain_v2": CONTROLS["control_plain_v2"]}
-    gain = headline(make_ledger(controls_v2=plain))[1]
-    assert "not shown to differ from (no difference shown) control_plain_v2: -0.0050 (" in gain
-    few = {name: {**figures, "blocks": figures["blocks"][:7]} for name, figures in MODELS.items()}
-    gain = headline(make_ledger(evaluation_v2=few, controls_v2={}))[1]
-    assert "no verdict: 7 blocks of 2,000 characters, 8 are" in gain
+LEARNED = "A model of Twelfth Night learned from a model of 8 other texts"
 
 
-def test_headline_of_an_unfinished_run():
-    assert headline(Ledger(Path("nowhere"))) == ["Run unfinished: nothing is trained yet."]
-    ledger = make_ledger(base_model_v2=None, evaluation_v2=None, controls_v2=None)
+def gained(judge: float | None, unknown: float | None, loss: float, spread=0.02, **changes) -> str:
+    """Return the sentence about a policy with these figures, without its beginning."""
+    models = copy.deepcopy(
+        {**MODELS, "base_model_v2": evaluated(judge, unknown, loss, 0.5, spread)}
+    )
+    for model in models.values():
+        for name, value in changes.items():
+            part = model["quality"] if name in model["quality"] else model
+            part[name] = value
+    found = sentence(make_ledger(evaluation_v2=models))
+    assert len(found.split()) <= 25
+    return found.removeprefix("A model of Twelfth Night learned from a model of 8 other texts")
+
+
+def test_sentence_of_what_the_policy_gained():
+    """The judge decides; without its verdict, the calibrated loss."""
+    assert gained(1.9, 0.141, 1.9) == ": 14.1% of its words are unknown instead of 21.2%."
+    fell = ": a judge's loss fell from 2.493 to 1.900 nats per character."
+    assert gained(1.9, 0.3, 1.9) == gained(1.9, None, 1.9) == fell
+    rose = ", but a judge's loss rose from 2.493 to 2.600 nats per character."
+    assert gained(2.6, 0.1, 1.5) == rose
+    fell = ": its loss fell from 1.928 to 1.900 nats per character."
+    assert gained(2.493, 0.1, 1.9) == gained(None, None, 1.9) == fell
+    assert gained(1.9, 0.1, 1.9, is_reached=False) == fell  # unlike diversity
+    rose = ", but its loss rose from 1.928 to 2.000 nats per character."
+    assert gained(None, None, 2.0) == rose
+    assert gained(2.49, 0.1, 1.93, 0.5) == ", but no gain is shown."
+    short = ", but too little text was measured for a verdict."
+    assert gained(None, None, 1.9, blocks=[]) == short
+
+
+def test_sentence_of_what_the_generator_learned_from():
+    ledger = make_ledger()
+    ledger.about["titles"]["dataset"] = ["The Picture of Dorian Gray"]
+    ledger.about["settings"]["natural_dataset"] = None
+    assert "The Picture of... learned from another model of the same text:" in sentence(ledger)
+    ledger.about["planned"].remove("natural_model_v1")
+    assert "learned from a reward model's scores:" in sentence(ledger)
+    ledger.about["settings"]["natural_model"] = "hub/SmolLM2-135M"
+    assert "learned from the model SmolLM2-135M:" in sentence(ledger)
+
+
+def test_sentence_before_the_policy_is_measured():
+    assert headline(Ledger(Path("nowhere"))) == [
+        "0 of 0 stages are finished.",
+        "Nothing is trained yet.",
+    ]
+    ledger = make_ledger(evaluation_v2=None, base_model_v2=None, controls_v2=None)
     ledger.outcome = "failed in base_model_v2"
-    first, second = headline(ledger)
-    assert first.startswith("Run failed in base_model_v2: a generator was trained")
-    assert "not trained yet" in second
-    ledger = make_ledger(gate_v1={**SKILL, "r2_low": -0.1}, evaluation_v2=None, base_model_v2={})
+    assert headline(ledger) == [
+        "The run failed in base_model_v2; 7 of 10 stages are finished.",
+        "A model of Twelfth Night is to learn from a model of 8 other texts; "
+        "its text is not measured yet.",
+    ]
+    ledger = make_ledger(base_model_v2={})
     ledger.records["base_model_v2"]["script"] = ""
-    first, second = headline(ledger)
-    assert "is not shown to predict K/N" in first and "GRPO did not start" in second
+    (line,) = headline(ledger)
+    assert line == (
+        "A model of Twelfth Night did not learn by GRPO: its reward model is not shown to tell "
+        "natural text from generated text."
+    )
+    assert len(line.split()) <= 25
+
+
+def test_headline():
+    assert headline(make_ledger())[1:] == [
+        "unknown words in its text at natural diversity (natural text: 4.6%): 21.2% -> 14.1%",
+        "P(natural) of its text at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
+        "calibrated loss on unseen text, nats per character: 1.928 -> 1.769",
+    ]
+    unspaced = {**MODELS, "base_model_v2": evaluated(1.9, None, 1.9, 0.5)}
+    lines = headline(make_ledger(evaluation_v2=unspaced))
+    assert lines[1].endswith("nats per character (natural text: 1.81): 2.49 -> 1.90")
+    assert len(lines) == 4
+
+
+def test_a_natural_model_that_is_hardly_better_comes_first():
+    """In nats per character of the select part, calibrated if both were selected so."""
+    figures_of_natural = {"select_loss": 1.89 * CHARACTERS}
+    assert len(headline(make_ledger(natural_model_v1=figures_of_natural))) == 4
+    figures_of_natural = {"select_loss": 1.91 * CHARACTERS, "calibrated_loss": 1.5}
+    line = headline(make_ledger(natural_model_v1=figures_of_natural))[0]
+    assert line.startswith("Expect little gain: the natural model's loss, 1.91 nats per char")
+    assert "the generator's, 2.00. " in line and "--natural_text" in line
 
 
 @pytest.mark.parametrize(
@@ -144,31 +234,60 @@ def test_cycles_since_best(losses, count):
     assert cycles_since_best(ledger, len(losses)) == count
 
 
-def test_table():
-    rows = {row["model"]: row for row in table(make_ledger())}
-    assert set(rows) == {*MODELS, *CONTROLS}
-    assert rows["base_model_v2"] == {
-        "model": "base_model_v2",
-        "loss": "2.0000",
-        "calibrated loss": "1.9000 (1.8000 to 2.0000)",
-        "policy - it": "",
-        "policy is": "",
-        "of the ceiling": "0.25",
-        "P(natural)": "0.500",
-        "unknown words": "0.500",
-        "distinct-3": "0.750",
-        "KL to the start": "0.125",
-        "kept": "6 of 8",
+def test_tables():
+    rows = {row["model"]: row for row in comparison(make_ledger())}
+    assert list(rows) == [
+        "generator",
+        "natural model",
+        "policy",
+        "plain training",
+        "GRPO, sampled tokens",
+        "off-policy distillation",
+    ]
+    assert rows["GRPO, sampled tokens"] == {
+        "model": "GRPO, sampled tokens",
+        "judge's loss of its text": "1.950 (1.930 to 1.970)",
+        "the policy's text is": "no difference shown -0.008 (-0.028 to +0.012)",
+        "unknown words": "15.1% (14.1% to 16.1%)",
+        "loss on unseen text": "1.796 (1.746 to 1.846)",
+        "the policy's loss is": "better -0.027 (-0.047 to -0.007)",
+        "P(natural)": "0.580",
         "seconds": "20",
     }
-    plain = rows["control_plain_v2"]
-    assert plain["policy - it"].startswith("-0.0050 (")
-    assert plain["policy is"] == "no difference shown"
-    assert plain["seconds"] == "5"
-    assert rows["control_distil_v2"]["policy is"] == "worse"
-    assert table_text(make_ledger()).splitlines()[-1] == "Cycle 1: GRPO stopped by plateau."
-    (row,) = table(make_ledger(**dict.fromkeys(set(STAGES) - {"base_model_v1"})))
-    assert (row["model"], row["loss"], row["seconds"]) == ("base_model_v1", "", "5")
+    assert rows["policy"]["the policy's text is"] == ""
+    assert rows["off-policy distillation"]["the policy's text is"].startswith("worse +0.057 (")
+    assert [row["seconds"] for row in rows.values()] == ["5", "5", "20", "5", "20", "20"]
+    rows = {row["model"]: row for row in further_figures(make_ledger())}
+    assert rows["policy"] == {
+        "model": "policy",
+        "file": "base_model_v2",
+        "temperature": "0.95",
+        "distinct pairs": "0.861",
+        "loss per token": "3.6380",
+        "bits per byte": "2.500",
+        "KL to the start": "0.125",
+        "of the way, text": "0.69",
+        "of the way, loss": "0.57",
+        "step kept": "6 of 8",
+    }
+
+
+def test_tables_of_an_unfinished_run():
+    """What is planned and not measured is in progress, until the run ends."""
+    ledger = make_ledger(control_sampled_v2=None, controls_v2=None)
+    for outcome, cell in (("unfinished", "in progress"), ("failed in x", "not measured")):
+        ledger.outcome = outcome
+        rows = {row["model"]: row for row in comparison(ledger)}
+        assert rows["policy"]["P(natural)"] == "0.606"
+        assert rows["plain training"]["P(natural)"] == cell
+        assert rows["plain training"]["seconds"] == "5"
+        assert rows["GRPO, sampled tokens"]["seconds"] == cell
+    models = {**MODELS, "natural_model": MODELS["natural_model_v1"]}  # the user's own
+    del models["natural_model_v1"]
+    ledger = make_ledger(evaluation_v2=models)
+    ledger.about["planned"].remove("natural_model_v1")
+    assert [row["seconds"] for row in comparison(ledger)][:3] == ["5", "", "15"]
+    assert further_figures(ledger)[1]["of the way, text"] == "1.00"
 
 
 def test_a_ledger_is_read_back(tmp_path):
@@ -213,13 +332,19 @@ def test_pictures_of_any_title(tmp_path):
     records[1].update(select_loss=3.0, select_loss_low=2.9, select_loss_high=3.1)
     truth = torch.rand(400, generator=torch.Generator().manual_seed(0))
     skill = measure_skill(truth, truth, torch.arange(400) // 4, 64, 0)
-    curves = [training_curves(records, title), grpo_curves(records, title)]
-    for figure in (*curves, skill_picture(skill, title)):
-        write_png(figure, tmp_path / "run.png")
+    qualities = {"policy": MODELS["base_model_v2"]["quality"]}
+    drawn = [
+        figures.draw_curves(panels, records, title) for panels in (figures.TRAINING, figures.GRPO)
+    ]
+    drawn += [figures.skill_picture(skill, title), figures.quality_picture(qualities)]
+    for figure in drawn:
+        figures.write_png(figure, tmp_path / "run.png")
         assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["run.png"]
     assert dict(matplotlib.rcParams) == before
-    assert training_curves(records[:1], title) is None  # a single point is no curve
+    assert figures.draw_curves(figures.TRAINING, records[:1], title) is None  # one point: no curve
+    unmeasured = evaluated(None, None, 2.0, 0.5)["quality"]
+    assert figures.quality_picture({"policy": unmeasured}) is None
 
 
 class Bytes:
@@ -272,29 +397,36 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     ledger = make_ledger(tmp_path)
     (tmp_path / "reward_data_v1").symlink_to(reward_data)
     (tmp_path / "reward_model_v1.pt").symlink_to(predictive_reward_model)
-    lines = '{"step": 0, "select_loss": 3.0}\n{"step": 5, "select_loss": 2.0}\n'
-    (tmp_path / "base_model_v1.jsonl").write_text(lines)
+    lines = '{"step": 0, "select_loss": 3.0, "reward": 0.2}\n{"step": 5, "select_loss": 2.0}\n'
+    for name in ("base_model_v1", "base_model_v2"):
+        (tmp_path / f"{name}.jsonl").write_text(lines)
     page = make_page(ledger, CPU)
-    assert all(html.escape(line) in page for line in headline(ledger))
-    for row in table(ledger):
-        assert all(f"<td>{cell.replace('>', '&gt;')}</td>" in page for cell in row.values())
-    assert "<b>To b</b>e at 1.9 &lt;/div&gt;&lt;script&gt;" in page
-    assert "<script" not in page
+    assert f"<h1>{html.escape(sentence(ledger))}</h1>" in page
+    assert "21.2% → <b>14.1%</b>" in page
+    for row in (*comparison(ledger), *further_figures(ledger)):
+        assert all(f"<td>{html.escape(cell)}</td>" in page for cell in row.values())
+    assert "natural diversity: 1.04 and 0.95." in page
+    assert page.count("<b>To b0</b>") == 2
+    assert "&lt;</span>" in page and "<script" not in page
     assert page.count('<b class="k" dir="ltr">K</b>') > 1
-    assert page.count('class="text"') == page.count('class="text" dir="auto"') > 2
+    assert page.count('class="text"') == page.count('class="text" dir="auto"') > 8
     shares = re.findall(r"--p: ([\d.]+)", page)
     assert shares and all(0 <= float(share) <= 1 for share in shares)
-    assert page.count("data:image/png;base64,") == 1
+    # quality and diversity, the loss in steps of GRPO, curves of both trainings
+    assert page.count("data:image/png;base64,") == 4
     assert not re.search(r"(src|href)=\"?http", page)
     passages = read_passages(tmp_path / "reward_data_v1", tmp_path / "reward_model_v1.pt", CPU)
     assert all(f"K = {passage.crossover};" in page for passage in passages)
+    assert "n_layer 3, learning_rate 0.001, r2 0.5, auc 0.9123" in page
 
 
 def test_page_with_missing_parts(tmp_path, capsys):
     """A run that has just begun, a run without files, and a warning if no page can be made."""
-    assert "nothing is trained yet." in make_page(Ledger(tmp_path), CPU)
+    assert "Nothing is trained yet." in make_page(Ledger(tmp_path), CPU)
     write_page(make_ledger(tmp_path, evaluation_v2={"base_model_v2": {"loss": 2.0}}), CPU)
     assert "WARNING: the report is not written (KeyError" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
-    assert write_page(make_ledger(tmp_path), CPU) == tmp_path / "report.html"
-    assert "base_model_v2" in (tmp_path / "report.html").read_text()
+    ledger = make_ledger(tmp_path, base_model_v2={}, controls_v2=None)
+    ledger.records["base_model_v2"]["script"] = ""
+    assert write_page(ledger, CPU) == tmp_path / "report.html"
+    assert "A copy of the generator" in (tmp_path / "report.html").read_text()

@@ -3,9 +3,7 @@
 pytest tests/test_run_cycles.py
 """
 
-import html
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -42,7 +40,6 @@ from grpo.rollouts import draw_prompts
 from metrics.settings import EvaluateSettings
 from prepare_reward_data import crossovers_and_uniforms
 from reports.ledger import Ledger
-from reports.summary import headline
 from reward_data_config import RewardDataConfig
 from run_cycles import CycleSettings, Loop, check_stages, read_loop
 from training.stage import Stage, hash_input
@@ -113,7 +110,6 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert contents["outcome"] == "finished"
     assert set(NAMES) <= {path.stem for path in out.iterdir()}
     assert not list(out.glob("*partial*"))
-    assert about["train_tokens"] == (corpus / "train.bin").stat().st_size // 2
     inputs = {name: record["inputs"] for name, record in records.items()}
     assert inputs["base_model_v2"].keys() == {"dataset", "base_model_path", "reward_model_path"}
     assert inputs["control_plain_v2"]["init_from"] == inputs["gate_v1"]["base_model_path"]
@@ -124,20 +120,14 @@ def test_artefacts_and_ledger(unbroken, corpus):
     assert records["control_sampled_v2"]["settings"]["credit"] == "token"
     assert found["base_model_v1"]["kl_now"] < 1e-9 < found["base_model_v2"]["kl_now"]
     page = (out / "report.html").read_text()
-    lines = printed.splitlines()[-3:]
-    assert lines == [html.unescape(line) for line in re.findall(r'(?:<h1>|"lead">)(.*)</', page)]
-    assert "of 1 cycles the policy is not shown to differ from (no verdict: 0 blocks" in lines[1]
-    assert f"{found['base_model_v2']['fresh_reward']:.3f}; KL to its start" in lines[2]
+    start = f"A model of {corpus.name} learned from another model of the same text, but too "
+    lines = printed.splitlines()[-5:]
+    assert lines[0].startswith(start) and lines[0].endswith(" for a verdict.")
+    assert f"<h1>{lines[0]}</h1>" in page
+    assert f"-> {found['base_model_v2']['fresh_reward']:.2f}" in lines[1]
+    assert lines[3:] == [f"Ledger: {out}/cycles.json", f"Page: {out}/report.html"]
     assert "##### 11 of 11, controls_v2: evaluate.py" in printed
     assert f"{found['base_model_v2']['loss']:.4f}" in printed
-
-
-def test_the_page_before_the_controls_announces_them(unbroken):
-    ledger = Ledger(unbroken[1])
-    del ledger.records["controls_v2"]
-    assert headline(ledger)[1].endswith("controls are coming.")
-    ledger.about["planned"] = NAMES[:7]
-    assert headline(ledger)[1].endswith("there are no controls.")
 
 
 def test_a_second_command_has_nothing_to_do(copy, corpus, tmp_path, in_this_process, monkeypatch):
@@ -184,8 +174,7 @@ def test_a_closed_gate_carries_the_generator_on(copy, corpus, in_this_process):
     assert finished.status == 0, finished.err
     assert Ledger(out).about["planned"] == NAMES[:7]
     assert (out / "base_model_v2.pt").read_bytes() == (out / "base_model_v1.pt").read_bytes()
-    assert "GRPO did not start" in finished.out
-    assert "is not shown to predict" in finished.out
+    assert "did not learn by GRPO" in finished.out
     in_this_process.clear()
     config.write_text(text)
     assert loop(config, corpus, out).status == 0
