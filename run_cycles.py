@@ -261,7 +261,6 @@ class Loop:
             checkpoints=tuple(dict.fromkeys(models)),
             baseline=f"{self.folder}/base_model_v{cycle}.pt",
             reward_model_path=f"{self.folder}/reward_model_v{cycle}.pt",
-            samples=300,
             word_dataset=self.natural_corpus,
             samples=self.sections["evaluate"].samples or NUM_SAMPLES,
             calibrate=True,

@@ -324,7 +324,8 @@ def completions(ledger: Ledger) -> dict[str, str]:
         return {}
     models = evaluated_models(ledger, cycle)
     policy = f"base_model_v{cycle + 1}"
-    texts = {"prompt": models[policy]["prompts"][0]}
+    texts = {"prompt": models[policy]["passages"][0]["prompt"]}
     for name in (GENERATOR, policy):
-        texts[name] = models[name]["completions"][0]
+        pieces = models[name]["passages"][0]["completion"]
+        texts[name] = "".join(text for text, _ in pieces)
     return texts

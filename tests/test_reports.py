@@ -43,8 +43,9 @@ def evaluated(loss: float, reward: float, spread: float = 0.01) -> dict:
         "kl_now": 0.125,
         "unknown_words": 0.5,
         "distinct_3": 0.75,
-        "prompts": ["To b"],
-        "completions": [f"e at {loss} " + HOSTILE[:-1]],
+        "passages": [
+            {"prompt": "To b", "completion": [[f"e at {loss} ", 0.5], [HOSTILE[:-1], None]]}
+        ],
     }
 
 
