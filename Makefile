@@ -3,12 +3,13 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/requirements.installed
+DEV_STAMP := $(VENV)/requirements-dev.installed
 CONFIG := config/shakespeare_library_cpu.py
 ARGS :=
 EXAMPLES := 5000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test campaign-short campaign tree mutants test-interop test-notebook example bench-generation bench-reward-models bench-grpo bench-training lint format clean
+.PHONY: help setup setup-dev run test campaign-short campaign tree mutants test-interop test-notebook example bench-generation bench-reward-models bench-grpo bench-training lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -21,31 +22,36 @@ setup: ## make .venv and install requirements.txt (again only when that file has
 		$(PYTHON) -m pip install --disable-pip-version-check -r requirements.txt; \
 		cp requirements.txt $(STAMP); }
 
+setup-dev: setup ## install requirements-dev.txt too: what tests, linter and type checker need
+	@cmp -s requirements-dev.txt $(DEV_STAMP) || { set -ex; \
+		$(PYTHON) -m pip install --disable-pip-version-check -r requirements-dev.txt; \
+		cp requirements-dev.txt $(DEV_STAMP); }
+
 run: setup ## train a generator of one play of Shakespeare, improve it by GRPO, then its controls (15 minutes)
 	$(PYTHON) run_cycles.py --config $(CONFIG) $(ARGS)
 
-test: setup ## run the tests, in as many processes as there are cores
+test: setup-dev ## run the tests, in as many processes as there are cores
 	$(PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
 
 campaign-short: EXAMPLES := 60
 campaign-short: campaign ## try for a minute to break what the project promises, each commit in other ways
 
-campaign: setup ## the same with EXAMPLES examples of each kind (5,000: some hours)
+campaign: setup-dev ## the same with EXAMPLES examples of each kind (5,000: some hours)
 	CROSSOVER_EXAMPLES=$(EXAMPLES) $(PYTHON) -m pytest tests/test_campaign.py tests/test_interruptions.py \
 		--hypothesis-seed=$$((0x$$(git rev-parse --short=8 HEAD 2>/dev/null || echo 0))) $(ARGS)
 
-tree: setup ## print sizes and options beside their budgets
+tree: setup-dev ## print sizes and options beside their budgets
 	$(PYTHON) tests/test_architecture.py
 
-mutants: setup ## plant each fault of tests/mutants.toml, one at a time, and run the tests of its file (an hour)
+mutants: setup-dev ## plant each fault of tests/mutants.toml, one at a time, and run the tests of its file (an hour)
 	$(PYTHON) tests/mutants.py $(ARGS)
 
-test-interop: setup ## run the tests that need requirements-bench.txt (installs it)
+test-interop: setup-dev ## run the tests that need requirements-bench.txt (installs it)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) -m pytest -m interop -n auto --dist worksteal $(ARGS)
 	$(PYTHON) -m pytest tests/test_docs.py -k "commands_and_code_run_of_README"
 
-test-notebook: setup ## run examples/crossover.ipynb from its first cell to its last (5 minutes)
+test-notebook: setup-dev ## run examples/crossover.ipynb from its first cell to its last (5 minutes)
 	$(PYTHON) -m pytest -m notebook $(ARGS)
 
 example: setup ## heal a pruned SmolLM2 in 5 minutes, smaller than docs/results.md has it (installs requirements-interop.txt)
@@ -71,12 +77,12 @@ bench-training: setup ## time train.py beside nanoGPT's, start-up and memory
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/training.py $(ARGS)
 
-lint: setup ## check style, formatting and types
+lint: setup-dev ## check style, formatting and types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
-format: setup ## apply the linter's fixes and format
+format: setup-dev ## apply the linter's fixes and format
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 

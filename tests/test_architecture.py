@@ -243,6 +243,17 @@ def test_every_file_begins_with_purpose_and_command_and_does_no_work(path):
             assert ast.unparse(node.test) in ("__name__ == '__main__'", "TYPE_CHECKING")
 
 
+def test_each_package_is_pinned_in_one_file():
+    pinned = []
+    for path in ROOT.glob("requirements*.txt"):
+        for line in path.read_text().splitlines():
+            requirement = line.partition("#")[0].strip()
+            if requirement and not requirement.startswith("-r "):
+                name, _version = requirement.split("==")
+                pinned.append(name)
+    assert "pytest" in pinned and len(pinned) == len(set(pinned))
+
+
 # --------------------------------------------------------------------------------------------------
 
 
