@@ -396,7 +396,9 @@ def test_more_steps_than_the_schedule_has_are_refused(good):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}], ids=str
+    "more",
+    [{"credit": "token"}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}],
+    ids=str,
 )
 def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
     good, tmp_path, monkeypatch, more
