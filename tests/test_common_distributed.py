@@ -75,7 +75,7 @@ def trainers(corpus, generator, reward_data, predictive_reward_model):
             "short_contexts": [8],
         },
         "train_reward_model": reward,
-        "train_grpo": {**grpo, "loss_type": "dapo"},
+        "train_grpo": {**grpo, "credit": "token", "loss_type": "dapo"},
         "train_grpo, exact": {**grpo, "credit": "exact", "group_size": 1},
     }
 

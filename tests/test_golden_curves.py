@@ -19,8 +19,6 @@ from helpers import TINY_GRPO, TINY_TRAIN, succeed
 import train_grpo
 from common.log import read_records
 from grpo import stopping
-from model import GPT
-from training import optimizers
 
 GOLDEN = Path(__file__).parent / "data" / "golden_curves.json"
 STEPS = 30
@@ -31,56 +29,19 @@ FIGURES = {
     "train_reward_model": ("train_loss", "val_loss"),
     "train_grpo, token credit": OF_GRPO,
     "train_grpo, sequence credit": OF_GRPO,
+    "train_grpo, exact credit": ("loss", *OF_GRPO),
 }
 
 
-@pytest.fixture(scope="module")
-def knowing(tmp_path_factory, corpus):
-    """The natural model with which the curves were drawn: its Muon had settings that are constants
-    now.
-    """
-    own, out = optimizers.Muon, tmp_path_factory.mktemp("knowing")
-    more = {
-        "max_iters": 200,
-        "eval_interval": 100,
-        "batch_size": 32,
-        "learning_rate": 2e-2,
-        "optimizer": "muon",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            optimizers,
-            "Muon",
-            lambda weights, lr, weight_decay, momentum: own(weights, lr / 5, weight_decay),
-        )
-        patch.setattr(GPT, "init_orthogonal", lambda model: None)
-        succeed("train", dataset=corpus, out_dir=out, **{**TINY_TRAIN, **more})
-    return out / "model_checkpoint.pt"
-
-
-@pytest.fixture(scope="module")
-def likelihood_model(tmp_path_factory, generator, reward_data, knowing):
-    """The reward model of the curves: a likelihood head."""
-    path = tmp_path_factory.mktemp("likelihood") / "reward_model.pt"
-    options = {
-        "base_model_path": generator,
-        "data_dir": reward_data,
-        "output_path": path,
-        "device": "cpu",
-    }
-    succeed("train_reward_model", **options, natural_model_path=knowing)
-    return path
-
-
 @pytest.fixture
-def options(corpus, generator, reward_data, likelihood_model) -> dict[str, dict]:
+def options(corpus, generator, reward_data, predictive_reward_model) -> dict[str, dict]:
     """Options of each curve."""
     data = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu"}
     head = {"head": "position", "unfreeze_layers": -1, "max_epochs": STEPS, "patience": STEPS}
     head["batch_size"] = 10**4  # one step an epoch
     grpo = {
         "base_model_path": generator,
-        "reward_model_path": likelihood_model,
+        "reward_model_path": predictive_reward_model,
         "dataset": corpus,
         **TINY_GRPO,
     }
@@ -89,6 +50,7 @@ def options(corpus, generator, reward_data, likelihood_model) -> dict[str, dict]
         "train": {**TINY_TRAIN, "max_iters": STEPS, "dataset": corpus},
         "train_reward_model": data | head,
         "train_grpo, token credit": grpo | {"credit": "token"},
+        "train_grpo, exact credit": grpo | {"credit": "exact"},
         "train_grpo, sequence credit": grpo
         | {"credit": "sequence", "beta": 0.04, "reward": "natural"},
     }

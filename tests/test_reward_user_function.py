@@ -218,33 +218,6 @@ def test_a_policy_learns_what_the_function_rewards(
     assert "reward function was" in refuse_in_one_line("train_grpo", **resumed)
 
 
-def test_a_task_that_changes_the_text_is_learned_though_the_loss_rises(tmp_path, corpus, knowing):
-    """-2 for each letter e: the loss on natural text rises above its cap; a later policy is kept."""
-    (tmp_path / "letters.py").write_text(
-        "def no_e(completions): return [-2.0 * t.count('e') for t in completions]"
-    )
-    options = {
-        "base_model_path": knowing,
-        "dataset": corpus,
-        "reward_function": f"{tmp_path}/letters.py:no_e",
-        "output_path": tmp_path / "policy.pt",
-        "learning_rate": 3e-3,
-        "beta": 0.1,
-        "device": "cpu",
-        "max_steps": 24,
-        "prompts_per_step": 8,
-        "eval_interval": 4,
-    }
-    succeed("train_grpo", **options)
-    training = load_checkpoint(options["output_path"])["training"]
-    assert training["steps"] == 24 and training["stop_reason"] == "step limit: 24"
-    assert training["kept_step"] > 0
-    assert training["select_loss"] > training["start_select_loss"] + stopping.CAPS["loss_rise"]
-    assert (
-        training["kept"]["fresh_function_reward"] > training["start"]["fresh_function_reward"] / 4
-    )
-
-
 @pytest.mark.parametrize(
     ("credit", "per_token"),
     [("token", False), ("token", True), ("sequence", True), ("auto", False), ("auto", True)],

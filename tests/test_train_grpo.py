@@ -173,7 +173,6 @@ def test_what_the_head_does_not_know_is_refused_with_the_way_out(good, reward_mo
         (True, True, {"reward_function": "mine.py:score", "beta": 0.1}, "token"),
         (True, True, {"reward": "natural"}, "token"),
         (True, True, {"credit": "token", "epsilon": 0.1}, "token"),
-        (True, True, {"credit": "sequence"}, "sequence"),
         (False, True, {}, "token"),
         (False, False, {}, "sequence"),
         (False, False, {"reward_model_path": None, "reward_function": "mine.py:score"}, "auto"),
@@ -184,11 +183,9 @@ def test_auto_is_the_credit_of_least_variance(is_ratio, knows_tokens, options, c
     assert resolve(settings, is_ratio, knows_tokens).credit == credit
 
 
-@pytest.mark.parametrize("option", [{"epsilon": 0.1}, {"beta": 0.1}, {"advantage_scale": "none"}])
-def test_options_of_sampled_tokens_name_the_credit_that_they_need(good, option):
-    line = refuse_in_one_line("train_grpo", **good, **option)
-    (name,) = option
-    assert f"{name}={option[name]} has no effect with credit=exact" in line
+def test_options_of_sampled_tokens_name_the_credit_that_they_need(good):
+    line = refuse_in_one_line("train_grpo", **good, epsilon=0.1)
+    assert "epsilon=0.1 has no effect with credit=exact" in line
     assert "use --credit token" in line and not good["output_path"].parent.exists()
 
 
@@ -399,7 +396,9 @@ def test_more_steps_than_the_schedule_has_are_refused(good):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}], ids=str
+    "more",
+    [{"credit": "token"}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}],
+    ids=str,
 )
 def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
     good, tmp_path, monkeypatch, more
