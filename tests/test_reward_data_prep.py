@@ -16,7 +16,6 @@ from helpers import (
     call,
     end_in_call,
     folder_bytes,
-    kill_once_saved,
     make_checkpoint,
     make_corpus,
     make_text,
@@ -31,7 +30,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare_reward_data as prep
-from common.files import write_json
 from common.process import UserError
 from data_loader import load_text, read_text
 from generation import completions
@@ -255,17 +253,6 @@ def test_a_corpus_shorter_than_a_block_is_refused(tmp_path, generator):
     assert not (tmp_path / "out").exists()
 
 
-def test_killed_and_resumed_ends_in_the_same_bytes(tmp_path, options, reward_data):
-    partial = tmp_path / "out.partial"
-    kill_once_saved(
-        "prepare_reward_data", "make_samples", 0.5, partial / "train_000000.npz", **options
-    )
-    assert not (tmp_path / "out").exists()
-    assert re.search(r"1 of 1 shards are done", succeed("prepare_reward_data", **options))
-    assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
-    assert not partial.exists()
-
-
 @pytest.mark.parametrize(
     ("name", "number"), [("make_samples", 2), ("make_samples", 20), ("write_metadata", 1)]
 )
@@ -277,7 +264,8 @@ def test_ctrl_c_and_again(monkeypatch, tmp_path, options, reward_data, name, num
         assert call("prepare_reward_data", **options).status == 130
     assert not (tmp_path / "out").exists()
     if name == "write_metadata":  # what a kill at this moment leaves
-        (tmp_path / "out.partial" / "dataset" / ".train_x.bin.1.partial").write_bytes(b"cut")
+        (partial,) = tmp_path.glob("out.partial-*")
+        (partial / "dataset" / ".train_x.bin.1.partial").write_bytes(b"cut")
     make, remade = prep.make_samples, []
     monkeypatch.setattr(
         prep, "make_samples", lambda *arguments: remade.append(1) or make(*arguments)
@@ -314,19 +302,16 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     assert peak < 31_000_000
 
 
-def test_unfinished_work_of_other_settings_is_refused(tmp_path, options, reward_data):
-    partial = tmp_path / "out.partial"
-    write_json(partial / "settings.json", {"seed": 7, "temperature": 0.5})
-    (partial / "train_000000.npz").write_bytes(b"of another seed")
-    line = refuse_in_one_line("prepare_reward_data", **options)
-    assert re.search(r"\bseed was 7, now 42\b", line) and re.search(
-        r"\btemperature was 0\.5, now 1\.0\b", line
-    )
-    # A kill while the folder is removed leaves shards without their settings.
-    (partial / "settings.json").unlink()
-    assert "no settings.json" in refuse_in_one_line("prepare_reward_data", **options)
-    succeed("prepare_reward_data", **options, overwrite=True)
+def test_unfinished_work_of_other_settings_stays_until_the_data_are_made(
+    monkeypatch, tmp_path, options, reward_data
+):
+    with monkeypatch.context() as patch:
+        end_in_call(patch, prep, "make_samples", 2, press_ctrl_c)
+        assert call("prepare_reward_data", **options, seed=7).status == 130
+    assert len(list(tmp_path.glob("out.partial-*/train_000000.npz"))) == 1
+    assert "Continuing" not in succeed("prepare_reward_data", **options)
     assert folder_bytes(tmp_path / "out") == folder_bytes(reward_data)
+    assert not list(tmp_path.glob("out.partial-*"))
 
 
 def test_finished_data(monkeypatch, tmp_path, options, reward_data):
