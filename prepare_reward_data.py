@@ -37,9 +37,8 @@ from training.checkpoint import build_model, load_checkpoint
 from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
 
 SHARD_TOKENS = 1 << 17  # tokens of a shard; 16 times as many on CUDA
-# Settings that determine the samples, and settings that only record their source.
+# Settings that determine the samples.
 IDENTITY = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
-SOURCES = ("model_path", "input_mode", "data_path", "train_bin", "val_bin", "tokenization")
 FILES = {
     "train_x.bin",
     "train_y.bin",
@@ -270,11 +269,7 @@ def main() -> None:
 
     # files; np.load executes nothing, because it reads no pickles
     print0(f"\n=== Saving to {config.output_dir} ===")
-    entries = dict(identity)
-    for name in SOURCES:
-        entries[name] = getattr(config, name)
-    if config.input_mode == "text":
-        entries["train_split"] = config.train_split
+    entries = {**identity, "model_path": model_path}
     info = tokenizer.info()
     dataset = partial / "dataset"
     shutil.rmtree(dataset, ignore_errors=True)  # from an interrupted run
