@@ -4,10 +4,13 @@
 
 In: a generator's checkpoint and a corpus (a text, or train.bin and val.bin). Out, in output_dir,
 for each split: x.bin (uint16, samples x block_size), y.bin (float32, samples x 2: the label K/N,
-(N-K)/N), metadata.txt. Unfinished work is kept in output_dir.partial as shards. A sample depends
-only on (seed, split, block, sample). P: blocks. G: samples of a block. N: block_size.
+(N-K)/N), metadata.txt. Unfinished work is kept as shards in output_dir.partial-HASH, until a
+dataset is finished in output_dir. A sample depends only on (seed, split, block, sample). P: blocks.
+G: samples of a block. N: block_size.
 """
 
+import glob
+import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -19,7 +22,7 @@ import torch
 
 from common.device import autocast, random_stream, select_device, select_dtype
 from common.distributed import Ranks, start_ranks
-from common.files import atomic_path, lock_output, read_json, write_json
+from common.files import atomic_path, hash_bytes, lock_output
 from common.log import counted, print0, progress
 from common.process import Finished, require, run_main
 from common.settings import differing_settings, parse_settings
@@ -34,9 +37,8 @@ from training.checkpoint import build_model, load_checkpoint
 from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
 
 SHARD_TOKENS = 1 << 17  # tokens of a shard; 16 times as many on CUDA
-# Settings that determine the samples, and settings that only record their source.
+# Settings that determine the samples.
 IDENTITY = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
-SOURCES = ("model_path", "input_mode", "data_path", "train_bin", "val_bin", "tokenization")
 FILES = {
     "train_x.bin",
     "train_y.bin",
@@ -116,20 +118,15 @@ def write_shards(
     """Write this rank's share of the missing shards of a split. Return the paths of all shards."""
     shards = blocks_by_shard(tokens, completer, config)
     paths = [folder / f"{split}_{number:06}.npz" for number in range(len(shards))]
-    missing = [path for path in paths if not path.is_file()]
-    if len(missing) < len(paths):
-        print0(
-            "Continuing interrupted work: "
-            f"{len(paths) - len(missing)} of {len(paths)} shards are done"
-        )
-    share = missing[ranks.rank :: ranks.world_size]
-    ranks.sum(0.0)  # wait until every rank has looked
+    done = [path for path in paths if path.is_file()]
+    if done:
+        print0(f"Continuing interrupted work: {len(done)} of {len(paths)} shards are done")
     num_blocks = sum(map(len, shards))
     with progress(num_blocks, "Processing blocks") as bar:
-        for path, blocks in zip(paths, shards, strict=True):
-            if path in share:
+        for number, blocks in enumerate(shards):
+            if number % ranks.world_size == ranks.rank and paths[number] not in done:
                 x, y = make_samples(completer, tokens, blocks, split, config)
-                with atomic_path(path) as partial, open(partial, "wb") as file:
+                with atomic_path(paths[number]) as partial, open(partial, "wb") as file:
                     np.savez(file, x=x, y=y)
             bar.update(len(blocks))
     ranks.sum(0.0)  # wait until every rank has written
@@ -137,44 +134,26 @@ def write_shards(
     return paths
 
 
-def is_complete(output: Path, partial: Path, identity: Mapping[str, Any], overwrite: bool) -> bool:
-    """Return True if `output` already holds this dataset. Otherwise create `partial`.
+def is_complete(output: Path, identity: Mapping[str, Any], overwrite: bool) -> bool:
+    """Return whether `output` already holds this dataset.
 
-    Return False in the latter case. Raise UserError if either folder holds a different dataset and
-    `overwrite` is False.
+    Raise UserError if it holds other files, or if it holds a different dataset and `overwrite` is
+    False.
     """
     found = set(os.listdir(output)) if output.is_dir() else set()
     foreign = ", ".join(sorted(found - FILES))
     require(not foreign, f"{output} holds other files ({foreign}); choose another --output_dir")
+    if not found:
+        return False
+    difference = f"{min(FILES - found, default='no file')} is missing"
     if found == FILES:
         difference = differing_settings(read_metadata(output / "train_metadata.txt"), identity)
-        if not difference:
-            shutil.rmtree(partial, ignore_errors=True)  # a kill can have left it
-            return True
-        check_overwrite(output, difference, overwrite)
-    elif found:
-        check_overwrite(output, f"{min(FILES - found)} is missing", overwrite)
-    record = partial / "settings.json"
-    if record.is_file():
-        difference = differing_settings(read_json(record), identity)
-        if not difference:
-            return False
-        check_overwrite(partial, difference, overwrite)
-        shutil.rmtree(partial)
-    if partial.exists():
-        # A kill can have left shards whose settings are unknown; or the folder is the user's.
-        check_overwrite(partial, "no settings.json", overwrite)
-        shutil.rmtree(partial)
-    write_json(record, dict(identity))
-    return False
-
-
-def check_overwrite(folder: Path, difference: str, overwrite: bool) -> None:
     require(
-        overwrite,
-        f"{folder} holds an incomplete dataset or another ({difference}); "
+        overwrite or not difference,
+        f"{output} holds an incomplete dataset or another ({difference}); "
         "use --overwrite True to replace it, or another --output_dir",
     )
+    return not difference
 
 
 def write_split(
@@ -262,10 +241,12 @@ def main() -> None:
     for name in IDENTITY:
         identity[name] = getattr(config, name)
     output = Path(config.output_dir).resolve()
-    partial = output.with_name(f"{output.name}.partial")
+    # Each dataset has unfinished work of its own, so settings may change in between.
+    unfinished = f"{output.name}.partial-"
+    partial = output.with_name(unfinished + hash_bytes(json.dumps(identity).encode())[:12])
     if ranks.rank == 0:
         lock_output(output, is_folder=True)
-    if ranks.run_on_rank0(lambda: is_complete(output, partial, identity, config.overwrite)):
+    if ranks.run_on_rank0(lambda: is_complete(output, identity, config.overwrite)):
         raise Finished(f"{config.output_dir} already holds exactly this dataset: nothing to do")
 
     # samples
@@ -288,11 +269,7 @@ def main() -> None:
 
     # files; np.load executes nothing, because it reads no pickles
     print0(f"\n=== Saving to {config.output_dir} ===")
-    entries = dict(identity)
-    for name in SOURCES:
-        entries[name] = getattr(config, name)
-    if config.input_mode == "text":
-        entries["train_split"] = config.train_split
+    entries = {**identity, "model_path": model_path}
     info = tokenizer.info()
     dataset = partial / "dataset"
     shutil.rmtree(dataset, ignore_errors=True)  # from an interrupted run
@@ -304,7 +281,8 @@ def main() -> None:
     )
     shutil.rmtree(output, ignore_errors=True)
     os.replace(dataset, output)
-    shutil.rmtree(partial)
+    for folder in output.parent.glob(f"{glob.escape(unfinished)}*"):
+        shutil.rmtree(folder)
     print0(
         "\n=== Dataset Creation Complete ===\n"
         f"Training samples: {num_train:,}\n"

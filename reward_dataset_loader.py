@@ -168,11 +168,12 @@ class RewardDataset(Dataset):
         require(holds, f"{problem}\nMake the dataset with: {command}")
 
     def _check_rows(self, is_good: np.ndarray, problem: str) -> None:
-        """Check rows by a mask (num_samples,) and name the first bad one."""
-        row = int(np.argmin(is_good))
+        """Check rows by a mask (num_samples,)."""
+        if is_good.all():
+            return
         count = len(is_good) - is_good.sum()
-        first = f"row {row} with label {self.y[row]} and largest token {self.x[row].max()}"
-        self.check(count == 0, f"{count:,} {self.split} samples {problem}, the first: {first}")
+        first = np.argmin(is_good)
+        self.check(False, f"{count:,} {self.split} samples {problem}: the first is row {first}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling a memory map would copy the whole file.
@@ -271,36 +272,24 @@ def check_model_compatibility(
     )
 
 
-def check_variety(dataset: RewardDataset) -> None:
-    """Raise UserError if all labels or all tokens of a dataset are equal."""
-    for name, values in {"label": dataset.y[:, 0], "token": dataset.x}.items():
-        require(
-            values.min() < values.max(),
-            f"{dataset.data_dir}, {dataset.split} split: every {name} is the same, so "
-            "there is nothing to learn; make the data again",
-        )
+def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows that select a model, and the rows that report its skill.
 
-
-def rows_by_part(dataset: RewardDataset) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return rows that select, rows that report, and a description of the latter.
-
-    The parts are the natural text's (see ValidationParts), so no text is in both.
+    The parts are the natural text's (see ValidationParts), so no text is in both. A dataset without
+    samples_per_chunk counts as one sample for each block.
     """
     rows = np.arange(len(dataset))
     per_block = dataset.samples_per_chunk or 1
     num_blocks = len(dataset) // per_block
     if num_blocks < 2:
         warn("the only validation block both selects the model and reports a too favourable skill")
-        return rows, rows, "the validation block that also selected it"
-    description = "validation blocks that did not select it"
-    if dataset.samples_per_chunk is None:
-        description = "validation rows that did not select it (but may share text with others)"
+        return rows, rows
     total = num_blocks  # blocks of the whole split; max_blocks can have left some out
     if dataset.val_tokens is not None:
         total = max(num_blocks, dataset.val_tokens // dataset.block_size)
     blocks = evenly_spaced(rows // per_block, total, num_blocks)
     parts = ValidationParts.of(total)
-    return rows[blocks < parts.select.stop], rows[blocks >= parts.report.start], description
+    return rows[blocks < parts.select.stop], rows[blocks >= parts.report.start]
 
 
 def print_dataset_info(data_dir: str | Path) -> None:

@@ -184,10 +184,6 @@ class TokenizationManager:
             else:
                 method = detect_method(folder)
         if method not in ("char", "tokenizer"):
-            require(
-                not meta_path,
-                f"meta_path={meta_path} is ignored when tokenization is {method!r}: leave it out",
-            )
             self._set({"method": method})
             return
         if not meta_path:

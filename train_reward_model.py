@@ -57,11 +57,10 @@ def main() -> None:
     for dataset in (train_set, val_set):
         info = dataset.get_tokenization_info()
         loader.check_model_compatibility(info, dataset.block_size, generator.config)
-        loader.check_variety(dataset)
     check_origin(
         train_set.get_tokenization_info(), train_set.metadata, base, base_sha256, base_path
     )
-    select_rows, report_rows, measured_on = loader.rows_by_part(val_set)
+    select_rows, report_rows = loader.rows_by_part(val_set)
     train_split = (train_set.x, train_set.y)
     select_split = (val_set.x[select_rows], val_set.y[select_rows])
     report_split = (val_set.x[report_rows], val_set.y[report_rows])
@@ -106,7 +105,7 @@ def main() -> None:
         write_png(skill_picture(skill, f"{settings.head} head"), picture)
         record = {"settings": asdict(settings), **lineage, **figures, "skill": skill}
         checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], record)
-    print0(f"\nSkill on {measured_on}:\n{describe_skill(skill)}")
+    print0(f"\nSkill on the report part:\n{describe_skill(skill)}")
     if not better_than_constant(skill["r2_low"]):
         print0(
             "Warning: on this data the reward model is not shown to beat a constant prediction. "

@@ -312,7 +312,7 @@ def fitted_skill(features: dict[str, np.ndarray], data: Path) -> dict[str, Any]:
     The rows of the select part choose its penalty.
     """
     train, val = RewardDataset(data, "train"), RewardDataset(data, "val")
-    select, report, _ = rows_by_part(val)
+    select, report = rows_by_part(val)
     mean, std = features["train"].mean(0), features["train"].std(0) + 1e-8
     x, x_val = ((features[split] - mean) / std for split in ("train", "val"))
     y, truth = np.asarray(train.y[:, 0], np.float64), np.asarray(val.y[:, 0], np.float64)

@@ -63,14 +63,12 @@ def open_corpus(dataset: str, min_train_tokens: int) -> Corpus:
     Raise UserError if it is missing or damaged, or if it has fewer than min_train_tokens.
     """
     folder = dataset_folder(dataset)
-    remedy = "check --dataset"
+    remedy = (
+        "put train.bin and val.bin there, as nanoGPT's data/NAME/prepare.py (openwebtext) writes "
+        "them, make them from texts with prepare_text.py, or check --dataset"
+    )
     if (folder / "prepare.py").is_file():
         remedy = f"make it with `python {folder}/prepare.py`"
-    elif not folder.exists():
-        remedy = (
-            "put train.bin and val.bin there, as nanoGPT's data/NAME/prepare.py (openwebtext) "
-            "writes them, make them from texts with prepare_text.py, or check --dataset"
-        )
     require((folder / "train.bin").is_file(), f"{folder}/train.bin not found: {remedy}")
     tokenizer = TokenizationManager(data_path=folder)
     if detect_method(folder) == "bpe":

@@ -242,15 +242,16 @@ def prepare_texts(
     print(f"length of dataset in characters: {num_characters:,}")
     print(f"vocab size: {tokenizer.vocab_size:,}")
     lock_output(folder / "train.bin")
-    counts = {"train": 0, "val": 0}
+    names = ["train", "val", *(name for name, _ in segments)]
+    counts = {name: 0 for name in names if name}
     files: dict[str, BinaryIO] = {}
     with ExitStack() as stack:
+        for name in counts:
+            path = stack.enter_context(atomic_path(folder / f"{name}.bin"))
+            files[name] = stack.enter_context(open(path, "wb"))
         for name, tokens in encode_segments(joined_pieces(texts), segments, tokenizer):
-            if name not in files:
-                path = stack.enter_context(atomic_path(folder / f"{name}.bin"))
-                files[name] = stack.enter_context(open(path, "wb"))
             files[name].write(tokens.astype(TOKEN_DTYPE).tobytes())
-            counts[name] = counts.get(name, 0) + len(tokens)
+            counts[name] += len(tokens)
         for name in ("train", "val"):
             require(
                 counts[name] > block_size,

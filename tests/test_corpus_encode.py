@@ -31,13 +31,9 @@ TEXT = make_text(400)
 NASTY = st.lists(
     st.one_of(
         st.sampled_from(
-            [" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\x1c", "\x85", " " * 20]
+            ["  ", "\n\n", "\r\n", "\u3000", "\x85", " " * 20, "\nIt's", ". So", "!\n"]
         ),
-        st.sampled_from(
-            ["word", "don't", "'s", "'ll", "12345", "!?", "...", "<|endoftext|>", "é", "e\u0301"]
-        ),
-        st.sampled_from(["a b", "one two", "of\nit", " the", " 12", "\nIt's", ". So", "!\n"]),
-        st.sampled_from(["😀", "👩‍👩‍👧", "日本語", "\u200b", "\ufeff", "ﷺ", "a" * 30]),
+        st.sampled_from(["don't", "12345", "...", "<|endoftext|>", "e\u0301", "👩‍👩‍👧", "日本語"]),
         st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=5),
     ),
     min_size=30,

@@ -316,21 +316,6 @@ def save_data(
     save_reward_dataset(list(x), list(labels), str(folder), split, info, samples_per_chunk=4)
 
 
-@pytest.mark.parametrize(("split", "said"), [("train", "every label"), ("val", "every token")])
-def test_degenerate_data_are_refused(good, tmp_path, corpus, knowing, split, said):
-    """In either split; the other is as it should be."""
-    rng = np.random.default_rng(0)
-    for name in ("train", "val"):
-        x = rng.integers(25, size=(40, 16))
-        crossovers = rng.integers(1, 16, size=40)
-        if name == split:
-            (x if said == "every token" else crossovers)[:] = 4
-        save_data(tmp_path / "data", corpus, name, x, crossovers)
-    options = {**good, "data_dir": tmp_path / "data", "natural_model_path": knowing}
-    line = refuse_in_one_line("train_reward_model", **options)
-    assert re.search(f"{tmp_path / 'data'}, {split} split: .*{said}", line)
-
-
 def test_a_model_that_is_no_better_than_a_constant_is_said_to_be_none(good, tmp_path, corpus):
     """A single sequence that differs is enough to learn from."""
     x = np.full((48, 16), 7)
