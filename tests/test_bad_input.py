@@ -77,7 +77,7 @@ def test_a_wrong_device_name_or_output_is_refused(script, good, tmp_path):
         ("train", {"dropout": 1.0, "n_head": 0, "checkpoint_name": "a/b"}),
         ("prepare_reward_data", {"train_split": 1.0, "temperature": "nan"}),
         ("train_reward_model", {"unfreeze_layers": -2, "patience": 0}),
-        ("train_grpo", {"group_size": 1, "beta": "nan", "reward_threshold": 1.5}),
+        ("train_grpo", {"group_size": 0, "beta": "nan", "reward_threshold": 1.5}),
         ("evaluate", {"samples": 1, "checkpoints": ["nowhere.pt"]}),
         ("sample", {"temperature": "inf", "top_p": 0.0, "max_new_tokens": -1}),
         ("run_cycles", {"num_cycles": 0, "perplexity_patience": 0}),
