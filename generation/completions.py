@@ -93,7 +93,7 @@ class Completer:
 
     Half of the free memory is for keys and values. Without CUDA at most DEFAULT_CPU_ROWS rows and
     DEFAULT_CPU_MB are used, as more gain nothing. If memory runs out, it continues with half as
-    many rows. Raise UserError if a single row does not fit.
+    many rows, but at least the samples of one prompt. Raise UserError if these do not fit.
     """
 
     def __init__(self, model: Any, length: int) -> None:
@@ -112,8 +112,8 @@ class Completer:
     ) -> Completions:
         """Complete P prompts G times; see `complete` for the shapes."""
         prompts, group = prefix_lengths.shape
-        rows = prefix_lengths.numel()
-        if rows <= self.rows:
+        rows = prompts * group
+        if rows <= self.rows or prompts == 1:
             try:
                 if self._cache is None or rows > self._cache.most_rows:
                     self._cache = None  # free the old one before the new one is made
@@ -125,34 +125,24 @@ class Completer:
                 if not lacks_memory(error):
                     raise
             self.release()
-            if rows == 1:
-                way_out = "use a smaller model or device"
-                raise UserError(f"ERROR: a single sample does not fit in memory; {way_out}")
+            if prompts == 1:
+                way_out = "use fewer samples of a prompt, or a smaller model"
+                raise UserError(f"ERROR: {group} samples do not fit in memory: {way_out}")
             self.rows = rows // 2
             warn(f"out of memory with {rows} samples at a time; continuing with {self.rows}")
-        done = []
-        if prompts > 1:
-            size = max(1, self.rows // group)  # whole prompts
-            for start in range(0, prompts, size):
-                part = slice(start, start + size)
-                done.append(self(natural[part], prefix_lengths[part], uniforms[part], sampling))
-            return concatenated(done, 0)
-        for start in range(0, group, self.rows):  # samples of a single prompt
-            part = slice(start, start + self.rows)
-            done.append(self(natural, prefix_lengths[:, part], uniforms[:, part], sampling))
-        return concatenated(done, 1)
+        size = max(1, self.rows // group)  # whole prompts
+        parts = []
+        for start in range(0, prompts, size):
+            part = slice(start, start + size)
+            parts.append(self(natural[part], prefix_lengths[part], uniforms[part], sampling))
+        return Completions(
+            torch.cat([part.ids for part in parts]),
+            torch.cat([part.model_log_probs for part in parts]),
+        )
 
     def release(self) -> None:
         """Free the memory of the cache; the next call allocates it again."""
         self._cache = None
-
-
-def concatenated(parts: list[Completions], dim: int) -> Completions:
-    """Join completions along dimension 0 (prompts) or 1 (samples of a prompt)."""
-    return Completions(
-        torch.cat([part.ids for part in parts], dim),
-        torch.cat([part.model_log_probs for part in parts], dim),
-    )
 
 
 def generate(

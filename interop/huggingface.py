@@ -9,7 +9,6 @@ dimensions, in pairs d and d + R/2; our pairs are d and d + D/2.
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -146,12 +145,6 @@ def read_model(folder: Path, num_tokens: int | None) -> tuple[GPTConfig, dict[st
     for their_name, tensor in model.state_dict().items():
         name = our_name(their_name)
         state[name] = permute_weights(tensor, name, config)
-    biases = [name for name in state if name.endswith(".bias")]
-    # We export models without biases with biases of zero.
-    if not any(state[name].any() for name in biases):
-        config = replace(config, bias=False)
-        for name in biases:
-            del state[name]
     data = getattr(their_config, "crossover", {}).get("data")
     return config, state, data
 

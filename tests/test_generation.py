@@ -247,7 +247,7 @@ def test_half_the_rows_where_memory_runs_out(monkeypatch, capsys):
     arguments = blocks(3), lengths(3, 4), draws(3, 4, N), Sampling()
     expected = complete(model, *arguments).ids
     make = KVCache.__init__
-    most = 3
+    most = 4
 
     def of_few_rows(self, model, rows, length):
         if rows > most:
@@ -259,10 +259,10 @@ def test_half_the_rows_where_memory_runs_out(monkeypatch, capsys):
     monkeypatch.setattr(KVCache, "__init__", of_few_rows)
     completer = Completer(model, N)
     assert torch.equal(completer(*arguments).ids, expected)
-    assert completer.rows == 2
+    assert completer.rows == 6  # one prompt at a time
     assert "out of memory with 12 samples at a time; continuing with 6" in capsys.readouterr().err
     most = 0
-    with pytest.raises(UserError, match="a single sample does not fit in memory"):
+    with pytest.raises(UserError, match="4 samples do not fit in memory"):
         Completer(model, N)(*arguments)
 
 
