@@ -465,13 +465,12 @@ def main() -> None:
     lock_output(ledger_path)
 
     # stages
-    texts = {"dataset": settings.text, "natural_dataset": settings.natural_text}
     ledger = Ledger(Path(loop.folder))
     ledger.start(
         {
             "settings": asdict(settings),
             "sources": sources,
-            "titles": find_titles(texts, datasets, config_path, words),
+            "titles": find_titles(settings.text, settings.natural_text, datasets, config_path),
             "planned": [stage.name for stage in loop.stages()],
         }
     )

@@ -55,23 +55,24 @@ def prepare_corpora(
 
 
 def find_titles(
-    texts: Mapping[str, Sequence[str]],
+    text: Sequence[str],
+    natural_text: Sequence[str],
     datasets: Mapping[str, str],
     config_path: str | None,
-    words: Mapping[str, Sequence[str]],
 ) -> dict[str, list[str]]:
-    """Return the titles of the training texts of each corpus, or its name if they are unknown.
+    """Return the titles of the training texts of each of `datasets`.
 
-    `texts` are the user's texts for each of `datasets`; the others are those of prepare_corpora.
+    They are names of files in the user's texts, or the documents that the settings file names for
+    its corpus. A corpus of unknown texts has its own name.
     """
     contents = {}
     if config_path:
         contents = read_config(config_path)
+    texts = {"dataset": text, "natural_dataset": natural_text}
     titles = {}
     for section, name in CORPORA.items():
         found = [path.stem for path in find_texts(texts[name]).values()]
-        is_of_config = contents.get("run_cycles", {}).get(name) == datasets[name]
-        if not found and is_of_config and section not in words:
+        if not found and contents.get("run_cycles", {}).get(name) == datasets[name]:
             documents = contents.get(section, {}).get("train_documents", ())
             found = [string.capwords(title) for title in documents]
         titles[name] = found or [Path(datasets[name]).name]
