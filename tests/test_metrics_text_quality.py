@@ -5,12 +5,12 @@ pytest tests/test_metrics_text_quality.py
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from generation.completions import Completions
 from metrics.text_quality import TEMPERATURES, Continuations, DistinctPairs, TextQuality
 from tokenization_manager import TokenizationManager
 
@@ -50,7 +50,7 @@ class Writer:
             row[prompt_length:] = torch.from_numpy(
                 self.tokenizer.encode(text)[: len(row) - prompt_length].astype(np.int64)
             )
-        return Completions(ids[:, None], ids, ids)
+        return SimpleNamespace(ids=ids[:, None])
 
 
 def words(draws, share: float) -> str:
