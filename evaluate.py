@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.device import random_stream, select_device, select_dtype
+from common.device import select_device, select_dtype
 from common.files import lock_output, write_json
 from common.log import counted, print0
 from common.process import UserError, run_main, warn
@@ -40,7 +40,8 @@ from training.lineage import check_tokenizer, check_unseen, data_record, hash_mo
 SEED = 42  # of intervals and samples
 SWEEP_SAMPLES = 128  # samples of each temperature, by which a model's temperature is chosen
 NUM_PASSAGES = 4
-PASSAGE_PROMPT_SHARE = 1 / 3  # of the context; the model writes the rest
+PROMPT_SHARE = 1 / 8  # of the context; the model writes the rest
+PASSAGE_PROMPT_SHARE = 1 / 3
 FRESH_PROMPTS = 128  # prompts whose completions a reward model reads
 
 
@@ -209,18 +210,17 @@ def load_text_quality(
     natural = corpus
     if settings.word_dataset is not None:
         natural = open_corpus(settings.word_dataset, 2)
-    library = natural.tokenizer.decode(natural.train[:MAX_CHARACTERS])
+    library = natural.tokenizer.decode(natural.train[:MAX_CHARACTERS])[:MAX_CHARACTERS]
     if settings.split == "val":
         tokens = validation_part(corpus.val, length, "report")
     select = validation_part(corpus.val, length, "select")
     num_samples = settings.samples
     assert num_samples is not None
-    swept = Continuations.evenly_spaced(
-        corpus.tokenizer, select, length, min(SWEEP_SAMPLES, num_samples)
-    )
-    report = Continuations.evenly_spaced(corpus.tokenizer, tokens, length, num_samples)
-    starts = random_stream(SEED, "passages").integers(len(tokens) - length + 1, size=NUM_PASSAGES)
-    passages = Continuations(corpus.tokenizer, tokens, length, starts, PASSAGE_PROMPT_SHARE)
+    num_swept = min(SWEEP_SAMPLES, num_samples)
+    tokenizer = corpus.tokenizer
+    swept = Continuations(tokenizer, select, length, num_swept, PROMPT_SHARE)
+    report = Continuations(tokenizer, tokens, length, num_samples, PROMPT_SHARE)
+    passages = Continuations(tokenizer, tokens, length, NUM_PASSAGES, PASSAGE_PROMPT_SHARE)
     return TextQuality(library, swept, report), passages
 
 

@@ -42,8 +42,7 @@ class SampleSettings(Settings):
     max_new_tokens: int = setting(500, minimum=0)
     """length of each text after the start"""
     temperature: float | None = setting(None, minimum=0)
-    """lower: safer text; 0: the likeliest token; None: what evaluate.py --samples found, or
-    0.8"""
+    """lower: safer; 0: always the likeliest token; None: from evaluate.py --samples, or 0.8"""
     top_k: int | None = setting(200, minimum=1)
     """sample only from the k likeliest tokens; None: from all"""
     top_p: float | None = setting(None, above=0, maximum=1)

@@ -1,6 +1,6 @@
 """A character n-gram model of natural texts: a judge of generated text that no training uses.
 
-    python -c "from metrics.judge import Judge; print(Judge('to be or not').loss(['to be', 'xx']))"
+    python -c "from metrics.judge import Judge; print(Judge('to be or not').probabilities('to be'))"
 
 The probability of a character c after the characters h is interpolated with that after h', which
 lacks the oldest of them (Witten and Bell 1991, "The zero-frequency problem"; in the form of Chen
@@ -13,70 +13,57 @@ texts, and one more that stands for all others, have the same probability.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-ORDER = 6  # characters of the longest n-grams; with many characters fewer, so that 63 bits suffice
+ORDER = 6  # characters of the longest n-grams; with many characters fewer, so that 62 bits suffice
 MAX_CHARACTERS = 4_000_000  # of the texts that are counted, the first; they take about 0.3 GB
 UNSEEN = 0  # id of the characters that the texts lack
 
 
-class Counts(NamedTuple):
-    """Counts of the n-grams of one length, and of their contexts: the n-grams of one less.
-
-    The key of an n-gram has the ids of its characters as digits.
-    """
-
-    keys: np.ndarray  # (grams,) int64, sorted
-    counts: np.ndarray  # (grams,) int64
-    context_keys: np.ndarray  # (contexts,) int64, sorted
-    context_counts: np.ndarray  # (contexts,) float64: n-grams that begin with the context
-    continuations: np.ndarray  # (contexts,) int64: distinct characters that follow it
-
-
 class Judge:
-    """The model of the first MAX_CHARACTERS characters of a text, which is not empty."""
+    """The model of the first MAX_CHARACTERS characters of a text, which is not empty.
+
+    The key of an n-gram is an int64 that has the ids of its characters as digits. So the n-grams
+    that begin with a context lie next to each other among the sorted keys.
+    """
 
     def __init__(self, text: str) -> None:
         code_points = as_code_points(text[:MAX_CHARACTERS])
         self.code_points = np.unique(code_points)
         self.base = len(self.code_points) + 1  # ids with UNSEEN
         ids = np.searchsorted(self.code_points, code_points) + 1
-        longest = min(ORDER, int(63 / np.log2(self.base)), len(ids))
+        longest = min(ORDER, int(62 / np.log2(self.base)))
         # The n-grams that begin at each character, sorted. Beyond the end all are UNSEEN.
         beyond = np.full(longest - 1, UNSEEN)
         grams = np.sort(packed(np.append(ids, beyond), longest, self.base))
         self.orders = []
-        contexts = np.zeros(1, np.int64)  # the only n-gram of no characters
         for length in range(1, longest + 1):
             keys, counts = np.unique(grams // self.base ** (longest - length), return_counts=True)
             is_whole = keys % self.base != UNSEEN
-            keys = keys[is_whole]
-            counts = counts[is_whole]
-            owners = np.searchsorted(contexts, keys // self.base)
-            context_counts = np.bincount(owners, counts, len(contexts))
-            continuations = np.bincount(owners, minlength=len(contexts))
-            self.orders.append(Counts(keys, counts, contexts, context_counts, continuations))
-            contexts = keys
+            # the number of n-grams before each key
+            totals = np.append(0, counts[is_whole].cumsum())
+            self.orders.append((keys[is_whole], totals))
 
     def probabilities(self, text: str) -> np.ndarray:
         """Return the probability (T,) float64 of each character of a text after those before it."""
         code_points = as_code_points(text)
-        places, is_seen = find(self.code_points, code_points)
-        ids = np.where(is_seen, places + 1, UNSEEN)
+        places = np.searchsorted(self.code_points, code_points, "right")  # ids, if they are seen
+        ids = np.where(np.isin(code_points, self.code_points), places, UNSEEN)
         probabilities = np.full(len(ids), 1 / self.base)
-        for length, order in enumerate(self.orders, 1):
+        for length, (keys, totals) in enumerate(self.orders, 1):
             # the n-grams that end at each character
             before = np.full(length - 1, UNSEEN)
             grams = packed(np.append(before, ids), length, self.base)
-            places, is_counted = find(order.keys, grams)
-            counts = np.where(is_counted, order.counts[places], 0)
-            contexts, is_context = find(order.context_keys, grams // self.base)
-            distinct = np.where(is_context, order.continuations[contexts], 0)
-            total = order.context_counts[contexts] + distinct
+            count = totals[np.searchsorted(keys, grams, "right")]
+            count = count - totals[np.searchsorted(keys, grams)]
+            contexts = grams - grams % self.base
+            first = np.searchsorted(keys, contexts)
+            last = np.searchsorted(keys, contexts + self.base)
+            distinct = last - first
+            total = totals[last] - totals[first] + distinct
             # Where nothing follows the context, the shorter one decides.
-            interpolated = (counts + distinct * probabilities) / np.maximum(total, 1)
+            interpolated = (count + distinct * probabilities) / np.maximum(total, 1)
             probabilities = np.where(distinct > 0, interpolated, probabilities)
         return probabilities
 
@@ -105,9 +92,3 @@ def packed(ids: np.ndarray, length: int, base: int) -> np.ndarray:
     for offset in range(length):
         keys = keys * base + ids[offset : offset + count]
     return keys
-
-
-def find(keys: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places (n,) of wanted values (n,) in sorted keys, and whether they are there."""
-    places = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-    return places, keys[places] == wanted

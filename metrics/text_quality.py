@@ -18,7 +18,6 @@ from torch import Tensor
 
 from common.device import float64, random_stream
 from common.process import require
-from data_loader import evenly_spaced
 from generation.completions import Completer
 from generation.sampling import Sampling
 from metrics.bootstrap import bootstrap_interval, bootstrap_mean
@@ -27,7 +26,6 @@ from metrics.samples import count_unknown, words_of
 from tokenization_manager import TokenizationManager
 
 TEMPERATURES = (0.6, 0.75, 0.9, 1.05, 1.2, 1.4)
-PROMPT_SHARE = 1 / 8  # of a row; the model writes the rest
 SEED = 42  # of samples and intervals
 # The share of natural text's pairs that are counted at a time. Generated text may have fewer words.
 PAIRS_SHARE = 0.75
@@ -45,10 +43,10 @@ class Continuations:
         tokenizer: TokenizationManager,
         tokens: np.ndarray,
         length: int,
-        starts: np.ndarray,
+        count: int,
         prompt_share: float,
     ) -> None:
-        """Take rows of N = length tokens (n,) from the places `starts` (R,) on.
+        """Take R = count rows of N = length tokens, evenly spaced in tokens (n,) from a random one.
 
         prompt_share: the prompt's share of a row. Raise UserError if there are fewer than N tokens.
         """
@@ -58,23 +56,17 @@ class Continuations:
             f"{len(tokens):,}: use more data",
         )
         self.tokenizer = tokenizer
-        count = len(starts)
+        draw = random_stream(SEED, "samples")
+        distance = (len(tokens) - length + 1) / count  # of the starts of rows
+        starts = ((np.arange(count) + draw.random()) * distance).astype(int)
         rows = tokens[starts[:, None] + np.arange(length)].astype(np.int64)
         self.rows = torch.from_numpy(rows)  # (R, N)
         self.prompt_length = max(1, int(prompt_share * length))
-        uniforms = random_stream(SEED, "samples").random((count, 1, length), dtype=np.float32)
+        uniforms = draw.random((count, 1, length), dtype=np.float32)
         self.uniforms = torch.from_numpy(uniforms)
         self.prompts = [self.decode(row[: self.prompt_length]) for row in self.rows]
-        self.spacing = math.ceil(count / (len(tokens) // length))
+        self.spacing = math.ceil(length / distance)
         self.natural = self.texts(self.rows)[:: self.spacing]
-
-    @classmethod
-    def evenly_spaced(
-        cls, tokenizer: TokenizationManager, tokens: np.ndarray, length: int, count: int
-    ) -> "Continuations":
-        """Take so many rows, evenly spaced in the tokens (n,), with short prompts."""
-        starts = evenly_spaced(np.arange(count), len(tokens) - length + 1, count)
-        return cls(tokenizer, tokens, length, starts, PROMPT_SHARE)
 
     def decode(self, ids: Tensor) -> str:
         """Return the text of ids (T,) up to its last whole character."""
@@ -153,7 +145,7 @@ class TextQuality:
     def figures(self, texts: Sequence[str], prompts: Sequence[str]) -> dict[str, Any]:
         """Return the three figures of texts (R), each of which continues a prompt.
 
-        unknown_words is None for texts without words.
+        unknown_words is None where there are no words.
         """
         unknown, words = self.count_words(texts).sum(0).tolist()
         figures: dict[str, Any] = {
@@ -166,7 +158,12 @@ class TextQuality:
         return figures
 
     def count_words(self, texts: Sequence[str]) -> Tensor:
-        """Return how many words of each text are unknown, and how many it has, (R, 2) float64."""
+        """Return how many words of each text are unknown, and how many it has, (R, 2) float64.
+
+        Both are 0 for natural text of scripts without spaces.
+        """
+        if not self.distinct_pairs.has_words:
+            return float64(torch.zeros(len(texts), 2))
         return float64(torch.tensor([count_unknown(text, self.known_words) for text in texts]))
 
     def of_model(self, completer: Completer) -> dict[str, Any]:

@@ -4,13 +4,12 @@ pytest tests/test_metrics_text_quality.py
 """
 
 import json
-import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from generation.completions import Completions
 from metrics.text_quality import TEMPERATURES, Continuations, DistinctPairs, TextQuality
 from tokenization_manager import TokenizationManager
 
@@ -29,9 +28,14 @@ def test_distinct_pairs_by_hand():
 
 
 def test_scripts_without_spaces_have_pairs_of_characters():
-    measure = DistinctPairs(["今天 天气很好。OK, 今天天气很好。"])
+    text = "今天 天气很好。OK, it, 今天天气很好。我们去散步吧。" * 5
+    measure = DistinctPairs([text])
     assert not measure.has_words
     assert measure.pairs(["你今天天气好"]) == [("今", "天"), ("天", "天"), ("天", "气")]
+    tokenizer = TokenizationManager.from_text(text)
+    rows = Continuations(tokenizer, tokenizer.encode(text), 20, 9, 0.2)
+    quality = TextQuality(text, rows, rows)
+    assert quality.natural["unknown_words"] is None and quality.natural["judge_loss"] > 0
     assert DistinctPairs(["한국어 문장 하나 둘 셋, 你好"]).has_words
 
 
@@ -50,7 +54,7 @@ class Writer:
             row[prompt_length:] = torch.from_numpy(
                 self.tokenizer.encode(text)[: len(row) - prompt_length].astype(np.int64)
             )
-        return Completions(ids[:, None], ids, ids)
+        return SimpleNamespace(ids=ids[:, None])
 
 
 def words(draws, share: float) -> str:
@@ -70,11 +74,9 @@ def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
     tokenizer = TokenizationManager.from_text("abcdefghijklmnopqrstuvwxyz ")
     tokens = tokenizer.encode(natural)
     select, report = (
-        Continuations.evenly_spaced(tokenizer, part, 128, 40)
+        Continuations(tokenizer, part, 128, 40, 1 / 8)
         for part in (tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :])
     )
-    assert select.spacing == math.ceil(40 / (len(tokens) // 2 // 128))
-    assert natural[: len(tokens) // 2].startswith(select.prompts[0] + select.natural[0])
     measure = TextQuality(natural, select, report)
     found = measure.of_model(Writer(tokenizer))
     diversity = [point["distinct_pairs"] for point in found["sweep"]]
@@ -94,6 +96,14 @@ def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
     json.dumps(found, allow_nan=False)
 
 
+def test_rows_are_spread_and_those_of_the_natural_texts_do_not_overlap():
+    tokenizer = TokenizationManager.from_text("".join(map(chr, range(500))))
+    text = Continuations(tokenizer, np.arange(500), 100, 10, 0.2)
+    assert text.rows[:, 0].diff().unique().tolist() == [40, 41]
+    assert set(map(len, text.prompts)) == {20} and len(text.prompts) == 10
+    assert len(text.natural) == 4 and len(set("".join(text.natural))) == 4 * 80
+
+
 def test_characters_in_parts_belong_to_what_is_written():
     """Tokens are bytes here: a prompt may end within a character, and so may a row."""
 
@@ -101,7 +111,7 @@ def test_characters_in_parts_belong_to_what_is_written():
         def decode(self, ids):
             return bytes(ids.tolist()).decode(errors="replace")
 
-    tokens = np.frombuffer("naïve café".encode(), np.uint8)
-    text = Continuations(Bytes(), tokens, 11, np.array([0]), 0.3)
+    tokens = np.frombuffer("naïve café".encode()[:-1], np.uint8)
+    text = Continuations(Bytes(), tokens, 11, 1, 0.3)
     assert text.prompt_length == 3  # within the character after "na"
     assert text.prompts == ["na"] and text.natural == ["ïve caf"]

@@ -48,6 +48,7 @@ def evaluated(
         "unknown_words": unknown,
         "sweep": [],
         "natural": {"distinct_pairs": 0.861, "judge_loss": 1.811, "unknown_words": 0.046},
+        "natural_select": {"distinct_pairs": 0.87, "judge_loss": 1.79, "unknown_words": 0.04},
     }
     if judge is not None:
         quality["judge_by_sample"] = [judge + wave for wave in waves]
