@@ -139,9 +139,7 @@ def train(
 
     def evaluate(step: int, **figures: Any) -> None:
         """Evaluate and log a step, save the state, then the model if it is the best so far."""
-        context = block_size
-        if run.first_settings["init_from"] == "scratch":  # else earlier steps had whole contexts
-            context = longest_context(step, settings, block_size, schedule.num_steps)
+        context = longest_context(step, run, settings, block_size, schedule.num_steps)
         losses = measure(model, corpus, settings, ranks, dtype, "select_loss", context)
         losses["context"] = context
         run.log(step, **figures, **losses)
@@ -296,13 +294,17 @@ def batch_shape(
     return length, settings.batch_size * block_size // length
 
 
-def longest_context(step: int, settings: TrainSettings, block_size: int, num_steps: int) -> int:
+def longest_context(
+    step: int, run: Run, settings: TrainSettings, block_size: int, num_steps: int
+) -> int:
     """Return the longest context of the steps before `step`; before the first step, that step's."""
-    lengths = []
-    for earlier_step in range(max(1, step)):
-        length, _ = batch_shape(earlier_step, settings, block_size, num_steps)
-        lengths.append(length)
-    return max(lengths)
+    last_step = max(0, step - 1)
+    num_short = SHORT_SHARE * num_steps
+    is_new = run.first_settings["init_from"] == "scratch"  # else earlier runs had whole contexts
+    if not is_new or not settings.short_contexts or last_step >= num_short:
+        return block_size
+    num_used = int(last_step / num_short * len(settings.short_contexts)) + 1
+    return max(settings.short_contexts[:num_used])
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:

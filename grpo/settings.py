@@ -50,6 +50,8 @@ class GRPOSettings(Settings):
     """maximum number of steps"""
     updates_per_step: int = setting(1, minimum=1)
     """passes over the completions of a step; the clipped ratio matters from the second pass on"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for matrices in the blocks, at 5 times the learning rate; AdamW for the rest"""
     learning_rate: float = setting(3e-4, above=0)
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

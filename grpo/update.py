@@ -50,7 +50,7 @@ class Updater:
         dtype = select_dtype("auto", self.ranks.device)
         self.forward = parallel(self.policy, self.ranks, dtype)
         self.optimizers = make_optimizers(
-            self.policy, learning_rate=self.settings.learning_rate, weight_decay=0.0
+            self.policy, self.settings.optimizer, self.settings.learning_rate, weight_decay=0.0
         )
 
     def __call__(

@@ -5,6 +5,7 @@ pytest tests/test_train.py
 
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -140,7 +141,8 @@ def test_short_contexts_by_hand():
     settings = train.TrainSettings(batch_size=4, short_contexts=(4, 8))
     shapes = [train.batch_shape(step, settings, 16, 10) for step in range(10)]
     assert shapes == [(4, 16)] * 3 + [(8, 8)] * 3 + [(16, 4)] * 4
-    longest = [train.longest_context(step, settings, 16, 10) for step in range(11)]
+    run = SimpleNamespace(first_settings={"init_from": "scratch"})
+    longest = [train.longest_context(step, run, settings, 16, 10) for step in range(11)]
     assert longest == [4] * 4 + [8] * 3 + [16] * 4
 
 

@@ -397,7 +397,10 @@ def test_more_steps_than_the_schedule_has_are_refused(good):
 
 @pytest.mark.parametrize(
     "more",
-    [{"credit": "token"}, {**EXACT, "prefixes": "natural", "updates_per_step": 2}],
+    [
+        {"credit": "token", "optimizer": "muon"},
+        {**EXACT, "prefixes": "natural", "updates_per_step": 2},
+    ],
     ids=str,
 )
 def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
