@@ -1,0 +1,138 @@
+"""Repeat the default run with several seeds, and compare its models with t intervals.
+
+    python benchmarks/seeds.py --seeds 1 2 3 4 5
+
+Every seed is a run of run_cycles.py in out/seeds/SEED, whose stages get this seed. Finished runs are
+read, and interrupted ones go on. Prints a table of means, and the policy's paired differences from
+the other models with 95% intervals (Student's t over the seeds). The first run makes the corpora
+and has all cores. `--parallel 2` then runs two seeds at a time with one thread each; their seconds
+are not those of a user.
+"""
+
+import math
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.files import write_json
+from common.process import run_main
+from common.settings import Settings, parse_settings, setting
+from reports.ledger import Ledger
+from reports.summary import evaluated_models
+
+ROOT = Path(__file__).resolve().parents[1]
+SECTIONS = (
+    "train",
+    "natural_model",
+    "prepare_reward_data",
+    "train_grpo",
+    "control_plain",
+    "control_sampled",
+    "control_distil",
+)
+MODELS = (
+    "base_model_v1",
+    "base_model_v2",
+    "natural_model_v1",
+    "control_plain_v2",
+    "control_sampled_v2",
+    "control_distil_v2",
+)
+POLICY = "base_model_v2"
+FIGURES = ("judge_loss", "unknown_words", "calibrated_loss", "fresh_reward", "temperature")
+# The 97.5% quantile of Student's t, by degrees of freedom
+T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 9: 2.262}
+
+
+@dataclass
+class SeedsSettings(Settings):
+    """Repeat a run of run_cycles.py with several seeds."""
+
+    run_config: str = "config/shakespeare_library_cpu.py"
+    """settings file of run_cycles.py"""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """the seeds"""
+    out_dir: str = "out/seeds"
+    """folder of the runs"""
+    parallel: int = setting(1, minimum=1)
+    """runs at a time; more than one: with one thread each"""
+    output_path: str | None = None
+    """also write the figures of every model and seed here, as JSON"""
+
+
+def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dict[str, Any]]:
+    """Run the loop with a seed, beside others if `parallel` > 1; return figures of its models."""
+    folder = Path(settings.out_dir, str(seed))
+    command = [sys.executable, str(ROOT / "run_cycles.py"), f"--config={settings.run_config}"]
+    command.append(f"--out_dir={folder}")
+    for section in SECTIONS:
+        stage_seed = seed
+        if section == "natural_model":
+            stage_seed = seed + 1000  # other weights than the generator's
+        command.append(f"--{section}.seed={stage_seed}")
+    environment = dict(os.environ)
+    if parallel > 1:
+        environment["OMP_NUM_THREADS"] = "1"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "output.txt", "w", encoding="utf-8") as file:
+        subprocess.run(command, check=True, env=environment, stdout=file, stderr=file)
+    models = evaluated_models(Ledger(folder), cycle=1)
+    return {name: {figure: models[name][figure] for figure in FIGURES} for name in MODELS}
+
+
+def interval(values: list[float]) -> str:
+    """Return the mean of one value for each seed, and its 95% interval."""
+    mean = statistics.mean(values)
+    if len(values) - 1 not in T_QUANTILES:
+        return f"{mean:.3f}"
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    half = T_QUANTILES[len(values) - 1] * error
+    return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
+
+
+def share_of_way(models: dict[str, dict[str, Any]], figure: str) -> float:
+    """Return the share of the gap from generator to natural model that the policy closes."""
+    generator, policy, natural = (models[name][figure] for name in MODELS[:3])
+    return (generator - policy) / (generator - natural)
+
+
+def main() -> None:
+    settings = parse_settings(SeedsSettings, "seeds")
+    first, *others = settings.seeds
+    results = {first: run_seed(settings, first, parallel=1)}
+    with ThreadPoolExecutor(settings.parallel) as pool:
+        figures = pool.map(lambda seed: run_seed(settings, seed, settings.parallel), others)
+        results.update(zip(others, figures, strict=True))
+    if settings.output_path is not None:
+        write_json(settings.output_path, {str(seed): results[seed] for seed in results})
+
+    print(f"| model | {' | '.join(FIGURES)} |\n| --- |{' --- |' * len(FIGURES)}")
+    for name in MODELS:
+        cells = []
+        for figure in FIGURES:
+            cells.append(interval([models[name][figure] for models in results.values()]))
+        print(f"| {name} | {' | '.join(cells)} |")
+    print("\nPolicy - model:")
+    for name in MODELS:
+        if name == POLICY:
+            continue
+        for figure in FIGURES[:4]:
+            differences = [
+                models[POLICY][figure] - models[name][figure] for models in results.values()
+            ]
+            per_seed = " ".join(f"{difference:+.3f}" for difference in differences)
+            print(f"{name}, {figure}: {interval(differences)}; seeds {per_seed}")
+    for figure in ("judge_loss", "calibrated_loss"):
+        shares = [share_of_way(models, figure) for models in results.values()]
+        print(f"of the way to the natural model, {figure}: {interval(shares)}")
+
+
+if __name__ == "__main__":
+    run_main(main)
