@@ -2,8 +2,8 @@
 
     python benchmarks/seeds.py --seeds 1 2 3 4 5
 
-Every seed is a run of run_cycles.py in out/seeds/SEED, whose stages get this seed. Finished runs are
-read, and interrupted ones go on. Prints a table of means, and the policy's paired differences from
+Every seed is a run of run_cycles.py in out/seeds/SEED, with this seed in every stage. Finished runs
+are read, interrupted ones go on. Prints a table of means, and the policy's paired differences from
 the other models with 95% intervals (Student's t over the seeds). The first run makes the corpora
 and has all cores. `--parallel 2` then runs two seeds at a time with one thread each; their seconds
 are not those of a user.
