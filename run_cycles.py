@@ -342,8 +342,9 @@ def make(stage: Stage, ledger: Ledger, device: str) -> bool:
     if "seconds" in record and not difference and stage.artefact.exists():
         return False
     planned = ledger.about["planned"]
-    script = stage.script or "copy"
-    print0(f"\n##### {planned.index(name) + 1} of {len(planned)}, {name}: {script}.py")
+    print0(
+        f"\n##### {planned.index(name) + 1} of {len(planned)}, {name}: {stage.script or 'copy'}.py"
+    )
     state = stage.artefact.with_suffix(".resume")
     if difference:
         print0(f"{name} is made again: {difference}")
