@@ -368,10 +368,6 @@ def save_reward_dataset(
 
     Without `tokenization_info` the tokens are GPT-2's.
     """
-    if samples_per_chunk is not None:
-        divides = samples_per_chunk >= 1 and len(samples_x) % samples_per_chunk == 0
-        rule = f"must be >= 1 and divide the {len(samples_x)} samples"
-        require(divides, f"samples_per_chunk={samples_per_chunk}: {rule}")
     info = tokenization_info or TokenizationInfo("bpe", 50257)
     rows = {"x": np.stack(samples_x), "y": np.stack(samples_y)}
     entries = {"samples_per_chunk": samples_per_chunk}

@@ -9,7 +9,6 @@ SPLIT_metadata.txt: `key: value` lines.
 The script ends with status 2 if the dataset is bad.
 """
 
-import math
 import re
 import sys
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from common.files import write_text
 from common.process import UserError, require, run_main, warn
-from common.settings import Settings, parse_settings, setting
+from common.settings import Settings, parse_settings
 from data_loader import ValidationParts, evenly_spaced
 from generation.sampling import Sampling
 from tokenization_manager import TokenizationInfo
@@ -256,12 +255,9 @@ def check_model_compatibility(
 ) -> None:
     """Raise UserError unless a model of this GPTConfig can read blocks of the dataset."""
     tokens = dataset_info.vocab_size
-    model_tokens = model_config.num_tokens or model_config.vocab_size
-    most = tokens
-    if not model_config.num_tokens:  # vocab_size may be padded to the next multiple of 128
-        most = math.ceil(tokens / 128) * 128
+    model_tokens = model_config.num_real_tokens
     require(
-        tokens <= model_tokens <= most,
+        tokens == model_tokens,
         f"Vocabulary size mismatch: dataset uses {tokens} but model uses {model_tokens}: use a "
         "dataset made with this model's tokenization",
     )
@@ -329,15 +325,13 @@ class InspectSettings(Settings):
 
     data_dir: str = "data/reward_dataset"
     """folder of the dataset"""
-    batch_size: int = setting(4, minimum=1)
-    """samples per batch in the test of the data loaders"""
 
 
 def main() -> None:
     settings = parse_settings(InspectSettings, "reward_dataset_loader")
     print_dataset_info(settings.data_dir)
     sys.stdout.flush()  # so that an error follows the report even where both go to one file
-    train_loader, val_loader = create_reward_dataloaders(settings.data_dir, settings.batch_size)
+    train_loader, val_loader = create_reward_dataloaders(settings.data_dir, batch_size=4)
     x, y = next(iter(train_loader))
     num_train = len(train_loader.dataset)  # type: ignore[arg-type]
     share = num_train / (num_train + len(val_loader.dataset))  # type: ignore[arg-type]

@@ -249,11 +249,6 @@ class TokenizationManager:
         elif self.method == "tokenizer":
             self._set_json(str(self.tokenizer_json))
         self.info()  # check method and vocab_size
-        recorded = record.get("vocab_size", self.vocab_size)
-        require(
-            recorded == self.vocab_size,
-            f"tokenizer record: vocab_size={recorded} is not {self.vocab_size}",
-        )
 
     def _set_json(self, source: str) -> None:
         import tokenizers  # here, because most corpora do not need it

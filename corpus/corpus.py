@@ -64,8 +64,8 @@ def open_corpus(dataset: str, min_train_tokens: int) -> Corpus:
     """
     folder = dataset_folder(dataset)
     remedy = (
-        "put train.bin and val.bin there, as nanoGPT's data/NAME/prepare.py (openwebtext) writes "
-        "them, make them from texts with prepare_text.py, or check --dataset"
+        "put train.bin and val.bin there, make them from texts with prepare_text.py, or check "
+        "--dataset"
     )
     if (folder / "prepare.py").is_file():
         remedy = f"make it with `python {folder}/prepare.py`"

@@ -296,18 +296,11 @@ class ShakespeareSettings(Settings):
     def check_settings(self, errors: Errors) -> None:
         """Check that named works have a source and a validation part."""
         check_tokenization(self, errors)
-        remedy = "Add --source complete --val_documents TITLE"
-        parts = self.train_documents + self.test_documents
-        works = self.val_documents + parts
+        works = self.train_documents + self.val_documents + self.test_documents
         errors.check(
-            self.source == "complete" or not works,
-            f"source={self.source}: works are named, which only 'complete' has",
-            remedy,
-        )
-        errors.check(
-            bool(self.val_documents) or not parts,
-            "parts are named, but val_documents is empty",
-            remedy,
+            not works or (self.source == "complete" and bool(self.val_documents)),
+            "works are named, but source is not 'complete', or val_documents is empty",
+            "Add --source complete --val_documents TITLE",
         )
 
 

@@ -196,10 +196,11 @@ def test_documents_go_to_the_parts_that_name_them(script, works):
     )
 
 
-def test_works_that_are_named_for_nothing_are_refused(script, works):
-    assert "source=auto: works are named" in refuse(script, out_dir=works, val_documents=["HAMLET"])
-    line = refuse(script, out_dir=works, source="complete", test_documents=["HAMLET"])
-    assert "val_documents is empty" in line
+@pytest.mark.parametrize(
+    "named", [{"val_documents": ["HAMLET"]}, {"source": "complete", "test_documents": ["HAMLET"]}]
+)
+def test_works_that_are_named_for_nothing_are_refused(script, works, named):
+    assert "works are named, but" in refuse(script, out_dir=works, **named)
 
 
 def learned(texts: list[Path], segments: encode.Segments, vocab_size: int = 300) -> str:

@@ -256,8 +256,8 @@ def test_splits_that_do_not_fit_together(folder):
     ("config", "said"),
     [
         (GPTConfig(1024, 65), ""),
-        (GPTConfig(1024, 128), ""),  # padded
-        (GPTConfig(256, 50304), " 65 .* 50304"),
+        (GPTConfig(1024, 128, num_tokens=65), ""),  # padded
+        (GPTConfig(256, 50304), " 65 .* 50257"),
         (GPTConfig(128, 65), " 256 .* 128"),
         (GPTConfig(256, 128, num_tokens=84), " 65 .* 84"),
     ],
