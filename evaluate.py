@@ -1,4 +1,4 @@
-"""Measure the perplexity of checkpoints and, with --samples, the variety of their text.
+"""Measure the loss of checkpoints and, with --samples, the quality of their text.
 
     python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare
 
@@ -225,14 +225,16 @@ def load_text_quality(
 
 
 def describe_quality(quality: dict[str, Any]) -> None:
-    """Print the figures of `TextQuality.measure`."""
+    """Print the figures of `TextQuality.of_model`."""
     natural = quality["natural"]
-    title = (
-        f"  at temperature {quality['temperature']:.2f}, where its text is as diverse as natural"
-    )
+    reached = "as diverse as natural text"
     if not quality["is_reached"]:
-        title += " (no temperature reaches that; this one is nearest)"
-    print0(f"{title}, {quality['distinct_pairs']:.3f} of the pairs of words are distinct;")
+        reached = "nearest to the diversity of natural text"
+    print0(f"  at temperature {quality['temperature']:.2f}, {reached}:")
+    print0(
+        f"    distinct pairs {quality['distinct_pairs']:.3f}, "
+        f"natural text {natural['distinct_pairs']:.3f}"
+    )
     judge = format_figure(quality, "judge_loss", ".3f")
     print0(f"    judge's loss {judge} nats per character, natural text {natural['judge_loss']:.3f}")
     if natural["unknown_words"] is not None:
