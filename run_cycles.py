@@ -34,7 +34,7 @@ from common.settings import (
     split_config,
 )
 from corpus.encode import find_texts
-from corpus.missing import CORPORA, find_titles, prepare_corpora
+from corpus.missing import CORPORA, corpus_titles, prepare_corpora
 from corpus.own_text import OWN_TEXT, make_corpora, sizes_for
 from data_loader import dataset_folder
 from grpo.settings import GRPOSettings
@@ -471,7 +471,7 @@ def main() -> None:
         {
             "settings": asdict(settings),
             "sources": sources,
-            "titles": find_titles(settings.text, settings.natural_text, datasets, config_path),
+            "titles": corpus_titles(settings.text, settings.natural_text, datasets, config_path),
             "planned": [stage.name for stage in loop.stages()],
         }
     )

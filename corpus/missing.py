@@ -54,7 +54,7 @@ def prepare_corpora(
         run_child("corpus", [sys.executable, str(script), *options])
 
 
-def find_titles(
+def corpus_titles(
     text: Sequence[str],
     natural_text: Sequence[str],
     datasets: Mapping[str, str],

@@ -142,10 +142,7 @@ def status(ledger: Ledger) -> str:
     if ledger.outcome == "finished":
         return ""
     num_planned = len(ledger.about.get("planned", ()))
-    line = f"{len(ledger.finished())} of {num_planned} stages are finished"
-    if ledger.outcome != "unfinished":
-        line = f"The run {ledger.outcome}; {line}"
-    return f"{line}."
+    return f"Run {ledger.outcome}: {len(ledger.finished())} of {num_planned} stages are finished."
 
 
 def sentence(ledger: Ledger) -> str:

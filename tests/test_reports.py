@@ -38,47 +38,42 @@ def evaluated(
 
     Differences from the twelve samples and blocks of another model vary by `spread`.
     """
-    waves = [spread * (-1) ** number for number in range(12)]
+    waves = torch.tensor([spread, -spread] * 6)
+    judged = None
+    if judge is not None:
+        judged = (judge + waves).tolist()
     quality = {
-        "temperature": 1.1 - reward / 4,
+        "temperature": 1.5 - reward,
         "is_reached": True,
         "distinct_pairs": 0.861,
         "judge_loss": judge,
-        "judge_by_sample": None,
+        "judge_loss_low": 1.5,
+        "judge_loss_high": 2.75,
+        "judge_by_sample": judged,
         "unknown_words": unknown,
-        "sweep": [],
+        "unknown_words_low": 0.1,
+        "unknown_words_high": 0.25,
+        "sweep": [{"distinct_pairs": pairs, "judge_loss": judge} for pairs in (0.8, 0.9)],
         "natural": {"distinct_pairs": 0.861, "judge_loss": 1.811, "unknown_words": 0.046},
         "natural_select": {"distinct_pairs": 0.87, "judge_loss": 1.79, "unknown_words": 0.04},
     }
-    if judge is not None:
-        quality["judge_by_sample"] = [judge + wave for wave in waves]
-        quality.update(judge_loss_low=judge - 0.02, judge_loss_high=judge + 0.02)
-    if unknown is not None:
-        quality.update(unknown_words_low=unknown - 0.01, unknown_words_high=unknown + 0.01)
-    for number in range(6):
-        point = {"temperature": 0.7 + number / 10, "unknown_words": unknown}
-        point["distinct_pairs"] = 0.7 + 0.05 * number
-        point["judge_loss"] = None if judge is None else judge - 0.3 + 0.1 * number
-        quality["sweep"].append(point)
-    letters = [[letter, (number % 10) / 9 * reward] for number, letter in enumerate(TEXT)]
     return {
         "characters_per_token": CHARACTERS,
         "bits_per_byte": 2.5,
-        "loss": CHARACTERS * loss + 0.1,
+        "loss": 4.5,
         "temperature": 9.0,  # of the calibration
         "calibrated_loss": CHARACTERS * loss,
-        "calibrated_loss_low": CHARACTERS * (loss - 0.05),
-        "calibrated_loss_high": CHARACTERS * (loss + 0.05),
-        "blocks": [CHARACTERS * (loss + wave) for wave in waves],
+        "calibrated_loss_low": CHARACTERS * 1.5,
+        "calibrated_loss_high": CHARACTERS * 2.25,
+        "blocks": (CHARACTERS * (loss + waves)).tolist(),
         "fresh_reward": reward,
         "natural_reward": 0.93,
         "kl_now": 0.125,
         "quality": quality,
-        "passages": [{"prompt": f"To b{number}", "completion": letters} for number in range(4)],
+        "passages": [{"prompt": "To b", "completion": [["e", reward], [HOSTILE[:-1], None]]}] * 4,
     }
 
 
-TEXT = "e, or not to be: that is the question that I haue alwayes " * 3 + HOSTILE[:-1]
 SKILL = {"r2": 0.5, "r2_low": 0.4, "r2_high": 0.6, "auc": 0.912345}
 POLICY = {"steps": 8, "kept_step": 6, "stop_reason": "plateau"}
 MODELS = {
@@ -180,13 +175,13 @@ def test_sentence_of_what_the_generator_learned_from():
 
 def test_sentence_before_the_policy_is_measured():
     assert headline(Ledger(Path("nowhere"))) == [
-        "0 of 0 stages are finished.",
+        "Run unfinished: 0 of 0 stages are finished.",
         "Nothing is trained yet.",
     ]
     ledger = make_ledger(evaluation_v2=None, base_model_v2=None, controls_v2=None)
     ledger.outcome = "failed in base_model_v2"
     assert headline(ledger) == [
-        "The run failed in base_model_v2; 7 of 10 stages are finished.",
+        "Run failed in base_model_v2: 7 of 10 stages are finished.",
         "A model of Twelfth Night is to learn from a model of 8 other texts; "
         "its text is not measured yet.",
     ]
@@ -247,10 +242,10 @@ def test_tables():
     ]
     assert rows["GRPO, sampled tokens"] == {
         "model": "GRPO, sampled tokens",
-        "judge's loss of its text": "1.950 (1.930 to 1.970)",
+        "judge's loss of its text": "1.950 (1.500 to 2.750)",
         "the policy's text is": "no difference shown -0.008 (-0.028 to +0.012)",
-        "unknown words": "15.1% (14.1% to 16.1%)",
-        "loss on unseen text": "1.796 (1.746 to 1.846)",
+        "unknown words": "15.1% (10.0% to 25.0%)",
+        "loss on unseen text": "1.796 (1.500 to 2.250)",
         "the policy's loss is": "better -0.027 (-0.047 to -0.007)",
         "P(natural)": "0.580",
         "seconds": "20",
@@ -262,9 +257,9 @@ def test_tables():
     assert rows["policy"] == {
         "model": "policy",
         "file": "base_model_v2",
-        "temperature": "0.95",
+        "temperature": "0.89",
         "distinct pairs": "0.861",
-        "loss per token": "3.6380",
+        "loss per token": "4.5000",
         "bits per byte": "2.500",
         "KL to the start": "0.125",
         "of the way, text": "0.69",
@@ -406,9 +401,10 @@ def test_page(tmp_path, reward_data, predictive_reward_model):
     assert "21.2% → <b>14.1%</b>" in page
     for row in (*comparison(ledger), *further_figures(ledger)):
         assert all(f"<td>{html.escape(cell)}</td>" in page for cell in row.values())
-    assert "natural diversity: 1.04 and 0.95." in page
-    assert page.count("<b>To b0</b>") == 2
-    assert "&lt;</span>" in page and "<script" not in page
+    assert "natural diversity: 1.25 and 0.89." in page
+    assert page.count("<b>To b</b>") == 8
+    assert 'title="P(natural) 0.606">e</span>&lt;/div&gt;&lt;script&gt;' in page
+    assert "<script" not in page
     assert page.count('<b class="k" dir="ltr">K</b>') > 1
     assert page.count('class="text"') == page.count('class="text" dir="auto"') > 8
     shares = re.findall(r"--p: ([\d.]+)", page)

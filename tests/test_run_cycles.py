@@ -379,6 +379,18 @@ def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):
     assert commands == [[str(script), *words]]
 
 
+def test_titles_of_documents_of_the_users_texts_and_of_unknown_texts(tmp_path):
+    config = str(ROOT / "config/shakespeare_library_cpu.py")
+    names = {"dataset": "shakespeare_play_char", "natural_dataset": "shakespeare_library_char"}
+    titles = missing.corpus_titles((), (), names, config)
+    assert titles["dataset"] == ["Twelfth Night"]
+    assert "All's Well" in titles["natural_dataset"] and len(titles["natural_dataset"]) == 28
+    (tmp_path / "my novel.txt").write_text("Once.")
+    names["natural_dataset"] = "data/other"
+    titles = missing.corpus_titles([str(tmp_path)], (), names, config)
+    assert titles == {"dataset": ["my novel"], "natural_dataset": ["other"]}
+
+
 def test_options_that_the_run_sets_itself_are_refused(tmp_path):
     words = {"train": ["--dataset=x", "--seed=1"], "control_plain": ["--init_from=scratch"]}
     made = plan(tmp_path, CONFIG, words, num_cycles=2)
