@@ -90,8 +90,9 @@ def result_figures(ledger: Ledger) -> list[Any]:
     if cycle and log.is_file():
         records = read_records(log)
         for record in records:
-            if "select_loss" in record:
-                record["select_loss"] /= models[summary.GENERATOR]["characters_per_token"]
+            for name in ("select_loss", "select_loss_low", "select_loss_high"):
+                if record.get(name) is not None:
+                    record[name] /= models[summary.GENERATOR]["characters_per_token"]
         drawn += [figures.draw_curves([panel], records, "") for panel in figures.PROGRESS]
     return [figure for figure in drawn if figure is not None]
 
