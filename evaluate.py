@@ -92,7 +92,8 @@ def main() -> None:
             continue
         length = model.config.block_size
         completer = Completer(model, length)
-        if settings.samples is not None:
+        has_text = corpus.tokenizer.method != "ids"
+        if settings.samples is not None and has_text:
             if length not in measures:
                 measures[length] = load_text_quality(settings, corpus, tokens, length)
             measure, prompts = measures[length]
@@ -101,7 +102,7 @@ def main() -> None:
             temperature = quality["temperature"]
             figures["quality"] = quality
             figures["passages"] = write_passages(completer, prompts, temperature, reward_model)
-            if Path(path).is_file():
+            if quality["is_reached"] and Path(path).is_file():
                 save_temperature(path, temperature)
         if fresh_text is not None:
             completions = fresh_text.of_completions(completer)

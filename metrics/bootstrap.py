@@ -4,6 +4,7 @@ values.
 python -c "import torch, metrics.bootstrap as b; print(b.bootstrap_mean('x', torch.rand(99), 0))"
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +50,17 @@ def bootstrap_mean(name: str, values: Tensor, seed: int) -> dict[str, float | No
     values = float64(values)
     low, high = bootstrap_interval(lambda pick: values[pick].mean(), len(values), seed)
     return {name: values.mean().item(), f"{name}_low": low, f"{name}_high": high}
+
+
+def widened(name: str, figures: dict[str, Any], error: float) -> dict[str, Any]:
+    """Widen a figure's 95% interval by an independent standard error."""
+    if figures[f"{name}_low"] is None:
+        return figures
+    wider = dict(figures)
+    for end in (f"{name}_low", f"{name}_high"):
+        distance = figures[end] - figures[name]
+        wider[end] = figures[name] + math.copysign(math.hypot(distance, 1.96 * error), distance)
+    return wider
 
 
 def block_means(values: Tensor, block_size: int) -> Tensor:

@@ -20,7 +20,7 @@ from common.device import float64, random_stream
 from common.process import require
 from generation.completions import Completer
 from generation.sampling import Sampling
-from metrics.bootstrap import bootstrap_interval, bootstrap_mean
+from metrics.bootstrap import bootstrap_interval, bootstrap_mean, widened
 from metrics.judge import Judge
 from metrics.samples import count_unknown, words_of
 from tokenization_manager import TokenizationManager
@@ -28,7 +28,8 @@ from tokenization_manager import TokenizationManager
 TEMPERATURES = (0.6, 0.75, 0.9, 1.05, 1.2, 1.4)
 SEED = 42  # of samples and intervals
 # The share of natural text's pairs that are counted at a time. Generated text may have fewer words.
-PAIRS_SHARE = 0.75
+PAIRS_SHARE = 0.5
+NUM_FOLDS = 8  # of the sweep's samples, for the error of the temperature
 
 
 class Continuations:
@@ -169,17 +170,26 @@ class TextQuality:
     def of_model(self, completer: Completer) -> dict[str, Any]:
         """Return the figures of a model at the temperature of natural diversity.
 
-        docs/reference.md defines them. Intervals are over samples. The share of distinct pairs has
-        none, because a resample has the same samples several times.
+        docs/reference.md defines them. Intervals are over samples; that of the judge's loss also
+        has the error of the temperature. The share of distinct pairs has none, because a resample
+        has the same samples several times.
         """
+        swept = [
+            self.select.texts(self.select.complete(completer, temperature))
+            for temperature in TEMPERATURES
+        ]
         sweep = []
-        for temperature in TEMPERATURES:
-            texts = self.select.texts(self.select.complete(completer, temperature))
+        for temperature, texts in zip(TEMPERATURES, swept, strict=True):
             sweep.append({"temperature": temperature, **self.figures(texts, self.select.prompts)})
-        # By chance the share may fall where the temperature rises.
-        diversity = np.maximum.accumulate([point["distinct_pairs"] for point in sweep])
         target = self.natural_select["distinct_pairs"]
-        temperature = float(np.interp(target, diversity, TEMPERATURES))
+        diversity = [point["distinct_pairs"] for point in sweep]
+        temperature = temperature_at(target, diversity)
+        error = self.temperature_error(swept, target)
+        slope = np.interp(
+            temperature,
+            TEMPERATURES,
+            np.gradient([point["judge_loss"] for point in sweep], TEMPERATURES),
+        )
         texts = self.report.texts(self.report.complete(completer, temperature))
         losses = torch.from_numpy(self.judge.loss(texts, self.report.prompts))
         counts = self.count_words(texts)
@@ -191,9 +201,10 @@ class TextQuality:
         low, high = bootstrap_interval(share_unknown, len(texts), SEED)
         return {
             "temperature": temperature,
-            "is_reached": bool(diversity[0] <= target <= diversity[-1]),
+            "is_reached": 0 < target < 1 and min(diversity) < target < max(diversity),
             **self.figures(texts, self.report.prompts),
-            **bootstrap_mean("judge_loss", losses, SEED),
+            **widened("judge_loss", bootstrap_mean("judge_loss", losses, SEED), slope * error),
+            "judge_loss_error": float(slope * error),
             "unknown_words_low": low,
             "unknown_words_high": high,
             "judge_by_sample": losses.tolist(),
@@ -201,3 +212,28 @@ class TextQuality:
             "natural": self.natural,
             "natural_select": self.natural_select,
         }
+
+    def temperature_error(self, swept: Sequence[Sequence[str]], target: float) -> float:
+        """Return the standard error of the temperature by a jackknife over folds of the samples.
+
+        swept: the texts of each temperature. A fold is every NUM_FOLDS-th sample (Efron and Stein
+        1981, "The jackknife estimate of variance").
+        """
+        temperatures = []
+        for fold in range(NUM_FOLDS):
+            diversity = []
+            for texts in swept:
+                kept = [text for row, text in enumerate(texts) if row % NUM_FOLDS != fold]
+                diversity.append(self.distinct_pairs(kept))
+            temperatures.append(temperature_at(target, diversity))
+        return float(np.std(temperatures) * np.sqrt(NUM_FOLDS - 1))
+
+
+def temperature_at(target: float, diversity: Sequence[float]) -> float:
+    """Return the temperature at which the share of distinct pairs of TEMPERATURES is the target.
+
+    By chance the share may fall where the temperature rises. Of equal shares the lowest
+    temperature counts.
+    """
+    shares, places = np.unique(np.maximum.accumulate(diversity), return_index=True)
+    return float(np.interp(target, shares, np.array(TEMPERATURES)[places]))

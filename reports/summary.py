@@ -7,12 +7,13 @@ of natural text in nats per character, after calibration (metrics/calibration.py
 of the report part of val.bin if there is no test.bin. Intervals are 95%.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from metrics.bootstrap import bootstrap_mean
+from metrics.bootstrap import bootstrap_mean, widened
 from reports.ledger import Ledger, Record
 
 GENERATOR = "base_model_v1"
@@ -89,6 +90,9 @@ def compare(policy: Record, other: Record, name: str) -> dict[str, Any]:
     pairs = PAIRED[name]
     differences = torch.tensor(policy[pairs]) - torch.tensor(other[pairs])
     figures: dict[str, Any] = bootstrap_mean("difference", differences, SEED)
+    if name == "judge_loss":  # each model has the error of its own temperature
+        error = math.hypot(policy["judge_loss_error"], other["judge_loss_error"])
+        figures = widened("difference", figures, error)
     figures["difference"] = policy[name] - other[name]
     if figures["difference_low"] is None:
         figures["verdict"] = "too little text for a verdict"
@@ -176,8 +180,9 @@ def sentence(ledger: Ledger) -> str:
         loss = "its loss"
         result = compare(after, before, name)["verdict"]
     change = f"from {before[name]:.3f} to {after[name]:.3f} nats per character"
-    unknown = [model["unknown_words"] for model in (before, after)]
-    if of_text == BETTER and None not in unknown and unknown[1] < unknown[0]:
+    knows_more = _is_below(after, before, "unknown_words")
+    if of_text == BETTER and knows_more:
+        unknown = [model["unknown_words"] for model in (before, after)]
         return f"{learned}: {unknown[1]:.1%} of its words are unknown instead of {unknown[0]:.1%}."
     if result == BETTER:
         return f"{learned}: {loss} fell {change}."
@@ -186,6 +191,15 @@ def sentence(ledger: Ledger) -> str:
     if NO_DIFFERENCE in (of_text, result):
         return f"{learned}, but no gain is shown."
     return f"{learned}, but too little text was measured for a verdict."
+
+
+def _is_below(model: Record, other: Record, name: str) -> bool:
+    """Return whether the interval of a model's figure is below that of another model."""
+    if model[name] is None or other[name] is None:
+        return False
+    high = model[f"{name}_high"]
+    low = other[f"{name}_low"]
+    return high is not None and low is not None and high < low
 
 
 def _teacher(ledger: Ledger) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import reward_skill as metrics
-from metrics.bootstrap import bootstrap_blocks
+from metrics.bootstrap import bootstrap_blocks, widened
 
 
 def test_skill_by_hand():
@@ -49,6 +49,14 @@ def test_no_interval_where_the_data_give_none():
     assert bootstrap(target, alike, torch.arange(400), seed=1) == (None, None)
     alike[0] = 0.7  # one row of 400 differs: a third of the draws miss it
     assert bootstrap(alike, alike, torch.arange(400), seed=1) == (None, None)
+
+
+def test_another_error_widens_an_interval():
+    figures = {"x": 1.0, "x_low": -2.0, "x_high": 4.0}
+    wider = widened("x", figures, 4 / 1.96)
+    assert wider == pytest.approx({"x": 1.0, "x_low": -4.0, "x_high": 6.0})
+    none = {"x": 1.0, "x_low": None, "x_high": None}
+    assert widened("x", none, 1.0) == none
 
 
 def test_a_figure_and_its_interval_as_text():

@@ -10,14 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from metrics.text_quality import TEMPERATURES, Continuations, DistinctPairs, TextQuality
+from metrics.text_quality import (
+    TEMPERATURES,
+    Continuations,
+    DistinctPairs,
+    TextQuality,
+    temperature_at,
+)
 from tokenization_manager import TokenizationManager
 
 
 def test_distinct_pairs_by_hand():
     """The first and the last word may be cut; a share is of as many pairs as nature's are."""
-    measure = DistinctPairs(["x a b c d e y"])
-    assert measure.has_words and measure.size == 3  # three quarters of a b, b c, c d, d e
+    measure = DistinctPairs(["x a b c d e f g y"])
+    assert measure.has_words and measure.size == 3  # half of a b, b c, c d, d e, e f, f g
     assert measure(["x one two three four y"]) == 1
     assert measure(["x Go go GO go y"]) == 1 / 3
     # four pairs: one group of three
@@ -83,6 +89,7 @@ def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
     assert diversity == sorted(diversity)
     assert found["is_reached"] == is_reached
     if is_reached:
+        assert 0 < found["judge_loss_error"] < 0.2
         assert found["temperature"] == pytest.approx(2 * share, abs=0.1)
         assert found["distinct_pairs"] == pytest.approx(
             found["natural"]["distinct_pairs"], abs=0.15
@@ -94,6 +101,13 @@ def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
     assert found["unknown_words_low"] < found["unknown_words"] < found["unknown_words_high"]
     assert found["natural"]["unknown_words"] == 0
     json.dumps(found, allow_nan=False)
+
+
+def test_the_temperature_of_a_share_by_hand():
+    rising = [0.1, 0.2, 0.4, 0.4, 0.3, 0.8]  # the fall counts as chance, of equals the first
+    assert temperature_at(0.3, rising) == pytest.approx(np.interp(0.3, [0.2, 0.4], [0.75, 0.9]))
+    assert temperature_at(0.4, rising) == TEMPERATURES[2]
+    assert temperature_at(1.0, [1.0] * 6) == TEMPERATURES[0]
 
 
 def test_rows_are_spread_and_those_of_the_natural_texts_do_not_overlap():
