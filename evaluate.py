@@ -30,12 +30,18 @@ from metrics.calibration import calibrated_losses, fit_calibration
 from metrics.samples import MAX_CHARACTERS
 from metrics.settings import EvaluateSettings
 from metrics.text_quality import Continuations, TextQuality
-from model import GPT
+from model import GPT, check_same_fields
 from reports.passages import pieces
 from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
 from training import checkpoint as ckpt
-from training.lineage import check_tokenizer, check_unseen, data_record, hash_model
+from training.lineage import (
+    check_same_tokens,
+    check_tokenizer,
+    check_unseen,
+    data_record,
+    hash_model,
+)
 
 SEED = 42  # of intervals and samples
 SWEEP_SAMPLES = 128  # samples of each temperature, by which a model's temperature is chosen
@@ -102,7 +108,7 @@ def main() -> None:
             temperature = quality["temperature"]
             figures["quality"] = quality
             figures["passages"] = write_passages(completer, prompts, temperature, reward_model)
-            if quality["is_reached"] and Path(path).is_file():
+            if quality["is_reached"] and is_ours(path, settings.output_path):
                 save_temperature(path, temperature)
         if fresh_text is not None:
             completions = fresh_text.of_completions(completer)
@@ -243,6 +249,17 @@ def describe_quality(quality: dict[str, Any]) -> None:
         print0(f"    unknown words {unknown}, natural text {natural['unknown_words']:.3f}")
 
 
+def is_ours(path: str, output_path: str | None) -> bool:
+    """Return whether a checkpoint is a file, and, with an output_path, next to that file.
+
+    Nothing is written into a folder from which the user only lends a model.
+    """
+    file = Path(path)
+    if output_path is None or not file.is_file():
+        return file.is_file()
+    return file.resolve().parent == Path(output_path).resolve().parent
+
+
 def save_temperature(path: str, temperature: float) -> None:
     """Write the temperature beside a checkpoint, for sample.py; warn if that is impossible."""
     record = {"sha256": hash_model(path), "temperature": temperature}
@@ -288,6 +305,10 @@ def load_fresh_text(
     baseline = ckpt.load_checkpoint(str(settings.baseline))
     reference = ckpt.build_model(baseline, str(settings.baseline), device)
     contents = ckpt.load_checkpoint(str(settings.reward_model_path))
+    names = ("the baseline", "the reward model")
+    ckpt.check_mode(contents, "reward", str(settings.reward_model_path))
+    check_same_fields(reference.config, contents["config"], *names)
+    check_same_tokens(baseline["tokenization"], contents["tokenization"], *names)
     reward_model = build_reward_model(contents, str(settings.reward_model_path), device)
     scorer = RewardScorer(reward_model, reference, select_dtype("auto", device))
     if settings.part != "whole":
