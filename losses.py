@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from common.device import evaluating
 from common.process import UserError
 
-# Bound of log-ratios between two models' probabilities, which top-k and top-p make infinite.
+# Bound of log-ratios between two models' probabilities, so that no single token decides.
 MAX_LOG_RATIO = 10.0
 
 

@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.files import write_text
-from common.process import UserError, require, run_main, warn
+from common.process import require, run_main, warn
 from common.settings import Settings, parse_settings
 from data_loader import ValidationParts, evenly_spaced
-from generation.sampling import Sampling
 from tokenization_manager import TokenizationInfo
 
 FORMAT_VERSION = "1"
@@ -64,19 +63,6 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         f"{path} has format_version {version}; this program reads version {FORMAT_VERSION}",
     )
     return metadata
-
-
-def sampling_of(metadata: Mapping[str, str]) -> Sampling:
-    """Return how a dataset's text was sampled. Without metadata on it the temperature is 1."""
-    temperature = metadata.get("temperature", "1.0")
-    top_k = metadata.get("top_k")
-    try:
-        return Sampling(float(temperature), None if top_k is None else int(top_k))
-    except ValueError:
-        raise UserError(
-            "ERROR: impossible sampling in the metadata: "
-            f"temperature={temperature} and top_k={top_k}"
-        ) from None
 
 
 class RewardDataset(Dataset):

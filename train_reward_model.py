@@ -73,7 +73,7 @@ def main() -> None:
         path = settings.natural_model_path
         natural = load_natural_model(path, base, base_sha256, train_set.metadata)
         hashes.append(hash_model(path))
-    model = make_model(settings, natural, generator, train_set.metadata).to(ranks.device).eval()
+    model = make_model(settings, natural, generator).to(ranks.device).eval()
 
     # output
     inputs_sha256 = hash_bytes(" ".join(hashes).encode())
@@ -196,13 +196,10 @@ def load_natural_model(path: str, base: Mapping, base_sha256: str, metadata: Map
     return model
 
 
-def make_model(
-    settings: RewardModelSettings, natural: GPT, generator: GPT, metadata: Mapping
-) -> RewardModel:
+def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT) -> RewardModel:
     """Return the reward model before training, with frozen weights where nothing is trained."""
     if settings.head == "likelihood":
-        sampling = loader.sampling_of(metadata)
-        return LikelihoodRewardModel(natural.requires_grad_(False), generator, sampling)
+        return LikelihoodRewardModel(natural.requires_grad_(False), generator)
     seed_step(settings.seed, "reward_head")
     config = replace(
         natural.config,

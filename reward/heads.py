@@ -21,7 +21,7 @@ Shapes: B sequences of T tokens, C = n_embd channels, V token ids.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -32,7 +32,6 @@ from torch.nn import functional as F
 from common.device import full_precision
 from common.process import UserError
 from generation.context import Context
-from generation.sampling import Sampling, sampling_distribution
 from losses import MAX_LOG_RATIO, token_log_probs
 from model import GPT, GPTConfig, check_same_fields
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
@@ -121,21 +120,20 @@ class LikelihoodRewardModel(TokenEvidence):
 
     p is trained on natural text. Evidence is log(m / q) with the mixture m = w p + (1 - w) q and a
     learned w. Two models of the same text predict it better together than either one, and evidence
-    cannot fall below log(1 - w). `sampling` says how the text of q was sampled. Raise UserError if
-    the models do not read the same tokens.
+    cannot fall below log(1 - w). The text of q is sampled at temperature 1 from all tokens. Raise
+    UserError if the models do not read the same tokens.
     """
 
     head_type = "likelihood"
     is_ratio: ClassVar[Literal[True]] = True
 
-    def __init__(self, natural: GPT, generator: GPT, sampling: Sampling | None = None) -> None:
+    def __init__(self, natural: GPT, generator: GPT) -> None:
         super().__init__()
         check_same_fields(
             natural.config, generator.config, "the model of natural text", "the generator"
         )
         self.natural = natural
         self.generator = generator.requires_grad_(False)
-        self.sampling = sampling or Sampling()
         self.mixture = nn.Parameter(torch.tensor(2.0))  # w = sigmoid(mixture)
 
     @property
@@ -145,10 +143,7 @@ class LikelihoodRewardModel(TokenEvidence):
 
     def checkpoint_records(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides the config, as plain values."""
-        return {
-            "generator_config": replace(self.generator.config),
-            "sampling": asdict(self.sampling),
-        }
+        return {"generator_config": replace(self.generator.config)}
 
     def rows_at_a_time(self) -> int:
         """Return how many sequences to score together: see GPT.rows_at_a_time."""
@@ -158,13 +153,6 @@ class LikelihoodRewardModel(TokenEvidence):
         """Return the hidden states of p and of q: see GPT.trunk. Their widths C may differ."""
         return self.natural.trunk(idx, context), self.generator.trunk(idx, context)
 
-    def written_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., V) of q as it was sampled, from its hidden states (..., C)."""
-        logits = self.generator.logits(hidden)
-        if self.sampling == Sampling():
-            return logits
-        return sampling_distribution(logits, self.sampling)
-
     @torch.no_grad()
     def distributions(self, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return evidence log(m/q) and log q, both (..., V) float32, of all next tokens.
@@ -173,13 +161,13 @@ class LikelihoodRewardModel(TokenEvidence):
         of m sum to less than 1 if p exceeds e^MAX_LOG_RATIO times q for some token.
         """
         natural = self.natural.logits(hidden[0]).float().log_softmax(-1)
-        written = self.written_logits(hidden[1]).float().log_softmax(-1)
+        written = self.generator.logits(hidden[1]).float().log_softmax(-1)
         return self.over_generator(natural - written), written
 
     def log_probs(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities (B, T - 1) float32 of ids (B, T) under p, and under q.
 
-        The first token has none. `sampling` applies to q.
+        The first token has none.
         """
         return self.read_hidden(self.hidden_states(idx[:, :-1]), idx[:, 1:])
 
@@ -189,7 +177,7 @@ class LikelihoodRewardModel(TokenEvidence):
         hidden: the `hidden_states` (..., C) at the positions before them.
         """
         natural = token_log_probs(self.natural.logits(hidden[0]), tokens)
-        written = token_log_probs(self.written_logits(hidden[1]), tokens)
+        written = token_log_probs(self.generator.logits(hidden[1]), tokens)
         return natural, written
 
     def over_generator(self, log_ratios: Tensor) -> Tensor:
@@ -218,16 +206,14 @@ REWARD_MODELS: dict[str, type[RewardModel]] = {
 }
 
 
-def make_reward_model(
-    config: GPTConfig, generator_config: GPTConfig | None = None, sampling: Sampling | None = None
-) -> RewardModel:
-    """Return a new reward model; only a likelihood head needs the last two arguments."""
+def make_reward_model(config: GPTConfig, generator_config: GPTConfig | None = None) -> RewardModel:
+    """Return a new reward model; only a likelihood head needs the second argument."""
     kind = REWARD_MODELS[config.reward_head_type]
     if not kind.is_ratio:
         return kind(config)
     if generator_config is None:
         raise UserError("ERROR: a likelihood head needs two models: pass its generator's config")
-    return kind(GPT(replace(config, mode="generator")), GPT(generator_config), sampling)
+    return kind(GPT(replace(config, mode="generator")), GPT(generator_config))
 
 
 def build_reward_model(
@@ -238,8 +224,6 @@ def build_reward_model(
     contents: from training.checkpoint.load_checkpoint(path). Raise UserError if it is a generator.
     """
     check_mode(contents, "reward", path)
-    model = make_reward_model(
-        contents["config"], contents["generator_config"], contents["sampling"]
-    )
+    model = make_reward_model(contents["config"], contents["generator_config"])
     load_weights(model, contents, path)
     return model.to(device).eval()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from common.device import autocast
 from common.process import UserError
-from generation.sampling import Sampling
 from generation.shared_prompts import SharedPrompts, rows_of_whole_groups, scatter_to_mask
 from losses import token_log_probs
 from model import GPT
@@ -65,8 +64,6 @@ class RewardScorer:
         model.requires_grad_(False)
         if not model.is_ratio:
             return
-        # The reward data may have used another sampling; the policy's text is sampled plainly.
-        model.sampling = Sampling()
         if not have_same_weights(model.generator, self.reference):
             raise UserError(
                 "ERROR: the generator in the reward model is not the policy's start: train a "

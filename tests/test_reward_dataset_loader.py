@@ -20,7 +20,6 @@ from hypothesis.extra import numpy as hnp
 import reward_dataset_loader as loader
 from common.process import UserError
 from data_loader import ValidationParts
-from generation.sampling import Sampling
 from model import GPTConfig
 from reward_dataset_loader import (
     RewardDataset,
@@ -28,7 +27,6 @@ from reward_dataset_loader import (
     create_reward_dataloaders,
     read_metadata,
     rows_by_part,
-    sampling_of,
     write_metadata,
 )
 from tokenization_manager import TokenizationInfo
@@ -90,14 +88,6 @@ def test_bad_metadata(tmp_path):
         (tmp_path / "m.txt").write_bytes(content)
         with pytest.raises(UserError, match=reason):
             read_metadata(tmp_path / "m.txt")
-
-
-def test_sampling_in_metadata():
-    assert sampling_of({}) == Sampling()
-    assert sampling_of({"temperature": "0.5", "top_k": "7"}) == Sampling(0.5, 7)
-    for name, value in (("temperature", "warm"), ("temperature", "-1"), ("top_k", "2.5")):
-        with pytest.raises(UserError, match=rf"metadata: .*{name}={value}\b"):
-            sampling_of({name: value})
 
 
 def test_samples_types_and_attributes(folder):

@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from common.process import UserError
-from generation.sampling import Sampling
 from losses import MAX_LOG_RATIO
 from model import GPT, REWARD_HEADS, GPTConfig
 from reward.heads import (
@@ -37,11 +36,9 @@ def tiny_gpt(seed: int, **changes) -> GPT:
     return model
 
 
-def reward_model(
-    mixture: float = SURE, sampling: Sampling | None = None, **changes
-) -> LikelihoodRewardModel:
+def reward_model(mixture: float = SURE, **changes) -> LikelihoodRewardModel:
     """A likelihood reward model of two different models."""
-    model = LikelihoodRewardModel(tiny_gpt(1, **changes), tiny_gpt(2, **changes), sampling).eval()
+    model = LikelihoodRewardModel(tiny_gpt(1, **changes), tiny_gpt(2, **changes)).eval()
     model.mixture.data.fill_(mixture)
     return model
 
@@ -51,30 +48,27 @@ def some_text(count: int) -> torch.Tensor:
     return torch.randint(V, (count, N), generator=torch.Generator().manual_seed(0))
 
 
-def log_probs_by_hand(model: GPT, idx: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Log-probabilities (B, N - 1) float64 at a temperature, one prefix at a time."""
+def log_probs_by_hand(model: GPT, idx: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities (B, N - 1) float64, one prefix at a time."""
     columns = []
     for t in range(1, idx.size(1)):
-        log_probs = (model(idx[:, :t])[0][:, -1].double() / sampling.temperature).log_softmax(-1)
+        log_probs = model(idx[:, :t])[0][:, -1].double().log_softmax(-1)
         columns.append(log_probs.gather(1, idx[:, [t]]))
     return torch.cat(columns, 1)
 
 
 def posterior_by_hand(model: LikelihoodRewardModel, idx: torch.Tensor) -> torch.Tensor:
     """P(K | x) (B, N - 1): the likelihood of the whole text for every K, normalised."""
-    natural = log_probs_by_hand(model.natural, idx, Sampling())
-    written = log_probs_by_hand(model.generator, idx, model.sampling)
+    natural = log_probs_by_hand(model.natural, idx)
+    written = log_probs_by_hand(model.generator, idx)
     joint = [natural[:, : K - 1].sum(1) + written[:, K - 1 :].sum(1) for K in range(1, idx.size(1))]
     return torch.stack(joint, 1).softmax(1)
 
 
-@pytest.mark.parametrize(
-    ("position", "temperature"), [("rope", 1.0), ("rope", 1.5), ("learned", 0.6)]
-)
+@pytest.mark.parametrize("position", ["rope", "learned"])
 @torch.no_grad()
-def test_shares_are_those_of_bayes(position, temperature):
-    sampling = Sampling(temperature=temperature)
-    model = reward_model(sampling=sampling, position=position)
+def test_shares_are_those_of_bayes(position):
+    model = reward_model(position=position)
     idx = some_text(40)
     posterior = posterior_by_hand(model, idx)
     share = posterior @ torch.arange(1, N).double() / N
@@ -90,24 +84,12 @@ def test_shares_are_those_of_bayes(position, temperature):
     assert model(idx[:, :1])[0].tolist() == [[1.0, 0.0]] * 40
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(top_k=2), Sampling(top_p=0.5), Sampling(temperature=0.0)], ids=str
-)
-@torch.no_grad()
-def test_a_token_that_q_could_not_have_written_is_natural(sampling):
-    """Its evidence is finite: that of the largest ratio."""
-    model = reward_model(sampling=sampling)
-    idx = some_text(30)
-    _, written = model.log_probs(idx)
-    impossible = F.pad(written == -math.inf, (1, 0))
-    assert 10 < impossible.sum() < impossible.numel() - 60
-    evidence = model.output(idx)
-    assert evidence.isfinite().all()
-    assert (evidence[impossible] - MAX_LOG_RATIO).abs().max() < 1e-4
-    assert (evidence[~impossible] < MAX_LOG_RATIO - 0.5).all()
-    model.mixture.fill_(0.0)  # w = 1/2
+def test_the_evidence_of_one_token_is_bounded():
+    log_ratios = torch.tensor([math.inf, 50.0])
+    assert reward_model().over_generator(log_ratios).tolist() == pytest.approx([MAX_LOG_RATIO] * 2)
     half = math.log(0.5 * math.exp(MAX_LOG_RATIO) + 0.5)
-    assert (model.output(idx)[impossible] - half).abs().max() < 1e-4
+    evidence = reward_model(mixture=0.0).over_generator(log_ratios)
+    assert evidence.tolist() == pytest.approx([half] * 2)
 
 
 def test_only_the_natural_model_and_the_mixture_learn():
@@ -133,8 +115,8 @@ def test_models_of_other_tokens_are_refused(name, value):
 @torch.no_grad()
 def test_evidence_is_of_the_mixture_of_both_models():
     model, idx = reward_model(mixture=-0.7), some_text(8)
-    p = log_probs_by_hand(model.natural, idx, Sampling()).exp()
-    q = log_probs_by_hand(model.generator, idx, Sampling()).exp()
+    p = log_probs_by_hand(model.natural, idx).exp()
+    q = log_probs_by_hand(model.generator, idx).exp()
     w = 1 / (1 + math.exp(0.7))
     by_hand = F.pad(((w * p + (1 - w) * q) / q).log(), (1, 0))
     torch.testing.assert_close(model.output(idx).double(), by_hand, rtol=1e-4, atol=1e-5)
@@ -166,8 +148,7 @@ def test_every_head_has_the_same_interface(head):
 @torch.no_grad()
 def test_a_loaded_model_predicts_the_same(tmp_path):
     """The natural model and the generator may differ in depth."""
-    sampling = Sampling(temperature=0.5, top_k=3, top_p=0.9)
-    model = LikelihoodRewardModel(tiny_gpt(1, n_layer=2, dropout=0.3), tiny_gpt(2), sampling).eval()
+    model = LikelihoodRewardModel(tiny_gpt(1, n_layer=2, dropout=0.3), tiny_gpt(2)).eval()
     model.mixture.fill_(0.7)
     idx = some_text(10)
     save_checkpoint(tmp_path / "reward.pt", model, None, None, {"epoch": 1})
@@ -177,7 +158,7 @@ def test_a_loaded_model_predicts_the_same(tmp_path):
     assert not again.training
     assert not again.natural.training
     assert torch.equal(again(idx)[0], model(idx)[0])
-    assert again.sampling == sampling and again.mixture == model.mixture
+    assert again.mixture == model.mixture
     assert (again.natural.config.n_layer, again.generator.config.n_layer) == (2, 1)
     assert not any(p.requires_grad for p in again.generator.parameters())
     with pytest.raises(UserError, match=r"reward\.pt .*reward model"):
@@ -194,7 +175,6 @@ def test_a_loaded_model_predicts_the_same(tmp_path):
         lambda contents: contents["model"].pop("mixture"),
         lambda contents: contents["model"].update({"mixture": torch.tensor(math.nan)}),
         lambda contents: contents["model"].update({"mixture": torch.zeros(2)}),
-        lambda contents: contents.update(sampling={"beams": 4}),
     ],
 )
 def test_damaged_checkpoints_are_refused_in_one_line(tmp_path, damage):

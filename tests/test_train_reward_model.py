@@ -17,7 +17,6 @@ from helpers import (
     assert_same_weights,
     assert_weights_near,
     folder_bytes,
-    prepare_options,
     refuse,
     refuse_in_one_line,
     succeed,
@@ -27,7 +26,6 @@ from helpers import (
 import train_reward_model
 from common.files import hash_file
 from common.log import read_records
-from generation.sampling import Sampling
 from metrics.bootstrap import format_figure
 from metrics.reward_skill import measure_skill
 from model import GPT
@@ -88,7 +86,6 @@ def test_a_likelihood_head_learns_the_weight_of_its_natural_model(
     path = predictive_reward_model
     checkpoint, model = load_result({"output_path": path})
     assert checkpoint["config"].reward_head_type == "likelihood"
-    assert checkpoint["sampling"] == Sampling()
     base = load_checkpoint(generator)
     training = checkpoint["training"]
     assert checkpoint["tokenization"] == base["tokenization"]
@@ -140,17 +137,6 @@ def test_losses_are_those_of_the_written_model(good, reward_data, knowing):
     assert found == pytest.approx(by_hand, abs=1e-4)
     assert training["skill"]["r2_low"] > 0.8
     assert f"R2 {format_figure(training['skill'], 'r2')}" in out and "beat a constant" not in out
-
-
-def test_the_sampling_is_that_of_the_reward_data(good, tmp_path, corpus, generator, knowing):
-    options = prepare_options(
-        corpus, generator, tmp_path / "data", temperature=0.8, top_k=3, max_blocks=12
-    )
-    succeed("prepare_reward_data", **options)
-    succeed(
-        "train_reward_model", **{**good, "data_dir": tmp_path / "data"}, natural_model_path=knowing
-    )
-    assert load_result(good)[1].sampling == Sampling(temperature=0.8, top_k=3)
 
 
 def test_a_fit_whose_loss_is_not_finite_is_reported(monkeypatch, good, natural_model):

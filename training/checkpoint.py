@@ -10,7 +10,6 @@ A checkpoint is a dict. All records but the first two may be None:
     data              sizes and hashes of the corpus: see training.lineage.data_record
     training          settings and metrics of the training run
     generator_config  GPTConfig of the generator in a likelihood reward model
-    sampling          how that generator was sampled: see generation.sampling.Sampling
 """
 
 from collections.abc import Mapping
@@ -23,11 +22,10 @@ from torch import Tensor, nn
 
 from common.files import is_hub_name, load_state, save_state
 from common.process import UserError, is_main_rank, require, warn
-from generation.sampling import Sampling
 from model import GPT, GPTConfig
 from tokenization_manager import TokenizationManager
 
-RECORDS = ("tokenization", "data", "training", "generator_config", "sampling")
+RECORDS = ("tokenization", "data", "training", "generator_config")
 CHECKED_ENTRIES = (
     ("data", "train_sha256", str),
     ("data", "val_sha256", str),
@@ -106,8 +104,6 @@ def checked_contents(contents: Record) -> dict[str, Any]:
         checked["generator_config"] = check_config(
             checked["generator_config"], weights, ("generator.",)
         )
-    if checked["sampling"] is not None:
-        checked["sampling"] = Sampling(**checked["sampling"])
     if checked["tokenization"] is not None:
         TokenizationManager.from_record(
             checked["tokenization"]
