@@ -47,13 +47,7 @@ class RewardFunction:
         self.function = self._guarded(self._execute_file).get(function_name)
         if not callable(self.function):
             self._fail(f"{self.path} has no function {function_name!r}: choose one that it has")
-        try:
-            self.parameters = inspect.signature(self.function).parameters
-        except ValueError:
-            kind = type(self.function).__name__
-            self._fail(
-                f"{function_name} is a {kind}, whose arguments are unknown: call it from a function"
-            )
+        self.parameters = self._guarded(lambda: inspect.signature(self.function).parameters)
         self.takes_all = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())
         self.num_dims = 0  # of the rewards: 1 (sequences) or 2 (tokens); 0 before the first call
 
@@ -67,12 +61,9 @@ class RewardFunction:
         arguments = self._arguments(ids, mask, lengths)
         with torch.no_grad():
             returned = self._guarded(lambda: self.function(**arguments))
-        if inspect.iscoroutine(returned):
-            returned.close()
-            self._fail("is an `async def`: choose a plain function, which may call asyncio.run")
         rewards = self._guarded(lambda: _plain(returned))
         if not isinstance(rewards, list) or len(rewards) != len(lengths):
-            self._fail(f"returned no list of R={len(lengths)} rewards; {RULE}")
+            self._fail(f"returned {returned!r:.40}, no list of R={len(lengths)} rewards; {RULE}")
         is_per_token = isinstance(rewards[0], list)
         numbers = rewards
         if is_per_token:

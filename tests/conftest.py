@@ -184,7 +184,6 @@ def commands(corpus, generator, reward_data, reward_model) -> Callable[[Path], d
             },
             "sample": {
                 "checkpoint_path": generator,
-                "output_path": out / "s.txt",
                 "num_samples": 1,
                 "max_new_tokens": 5,
                 "start": "a",

@@ -50,7 +50,6 @@ OUTPUT_OPTION = {
     "train_reward_model": "output_path",
     "train_grpo": "output_path",
     "evaluate": "output_path",
-    "sample": "output_path",
 }
 
 
