@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common.device import random_stream
 from common.log import counted, print0
 from common.process import UserError, require, warn
-from interop.huggingface import import_optional, load_transformers
+from interop.huggingface import first_line, import_optional, load_transformers
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
 from model import GPTConfig
 from reward.heads import LikelihoodRewardModel
@@ -322,5 +322,4 @@ def loaded(kind: Any, name: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except Exception as error:  # damaged files can raise anything
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"ERROR: {name} cannot be read: {reason:.300}") from None
+        raise UserError(f"ERROR: {name} cannot be read: {first_line(error):.300}") from None
