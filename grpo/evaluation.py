@@ -105,9 +105,11 @@ class PolicyEvaluation:
         scores = self.scorer(ids, mask, EVAL_SAMPLES)
         natural_mask = mask[::EVAL_SAMPLES]  # (P, N - 1)
         rewards = {
-            **named_rewards("fresh_", scores, mask, log_probs),
+            **named_rewards("fresh_", scores, mask),
             **named_rewards("natural_", self.scorer(natural, natural_mask), natural_mask),
         }
+        if scores.function is not None:
+            rewards["fresh_total_reward"] = sequence_rewards(scores, log_probs, mask)
         if scores.evidence is not None:
             # KL(pi || m), estimated from tokens of pi; 0 at the optimum, the head's mixture m
             model_scores = replace(scores, function=None)

@@ -59,20 +59,13 @@ def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def named_rewards(
-    prefix: str, scores: Scores, mask: Tensor, log_probs: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Return the rewards (R,) of sequences by the names of their figures.
-
-    log_probs: (R, N - 1) of completions; with them the function's total includes the reward model.
-    """
+def named_rewards(prefix: str, scores: Scores, mask: Tensor) -> dict[str, Tensor]:
+    """Return the rewards (R,) of sequences by the names of their figures."""
     rewards = {}
     if scores.natural is not None:
         rewards[f"{prefix}reward"] = scores.natural
     if scores.function is not None:
         rewards[f"{prefix}function_reward"] = mean_over_mask(scores.function, mask)
-        if log_probs is not None:
-            rewards[f"{prefix}total_reward"] = sequence_rewards(scores, log_probs, mask)
     return rewards
 
 
@@ -116,7 +109,7 @@ def step_figures(
     if log_probs is None:
         return figures
     mask = rollouts.mask
-    for name, values in named_rewards("", scores, mask, log_probs).items():
+    for name, values in named_rewards("", scores, mask).items():
         rewards = ranks.gather(values)  # (P * G,)
         figures[name] = rewards.mean().item()
         if len(rewards) > 1:

@@ -199,7 +199,7 @@ def test_a_policy_learns_what_the_function_rewards(
     assert steps[-1]["function_reward"] > 2 * steps[0]["function_reward"]
     assert looks[-1]["fresh_function_reward_low"] > looks[0]["fresh_function_reward_high"]
     assert looks[0]["natural_function_reward"] == looks[-2]["natural_function_reward"] > 0
-    assert all(record["total_reward"] == record["function_reward"] for record in steps)
+    assert all(record["objective"] == record["function_reward"] for record in steps)
     assert not {"reward", "evidence", "fresh_reward", "natural_reward"} & {*steps[0], *looks[0]}
     training = load_checkpoint(options["output_path"])["training"]
     assert training["settings"]["beta"] == 0.04
