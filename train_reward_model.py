@@ -3,8 +3,8 @@
     python train_reward_model.py --base_model_path logs/model_checkpoint.pt --head position
 
 Reads a generator's checkpoint, its reward dataset and, for a likelihood head, a model of natural
-text made by train.py. Writes the reward model, records (.jsonl), and a picture (.png) of its skill
-on validation blocks that selected nothing.
+text made by train.py. Writes the reward model, and records (.jsonl) that end with its skill on
+validation blocks that selected nothing.
 Shapes: n sequences of N tokens, B of them in a batch.
 """
 
@@ -26,7 +26,6 @@ from common.process import Finished, UserError, run_main
 from common.settings import changeable, differing_settings, parse_settings
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill, skill_figures
 from model import GPT, check_same_fields
-from reports.figures import skill_picture, write_png
 from reward.batches import Split, batch_of, batches_of
 from reward.heads import HeadRewardModel, LikelihoodRewardModel, RewardModel, make_reward_model
 from reward.mixture import fit_mixture
@@ -99,19 +98,15 @@ def main() -> None:
     skill = measure_skill(prediction, truth, blocks, val_set.block_size, settings.seed)
     log.log(figures["epoch"], quiet=True, final=True, **skill)
 
-    # files, the reward model last
-    picture = output.with_suffix(".png")
-    if ranks.rank == 0:
-        write_png(skill_picture(skill, f"{settings.head} head"), picture)
-        record = {"settings": asdict(settings), **lineage, **figures, "skill": skill}
-        checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], record)
+    record = {"settings": asdict(settings), **lineage, **figures, "skill": skill}
+    checkpoint.save_checkpoint(output, model, base["tokenization"], base["data"], record)
     print0(f"\nSkill on the report part:\n{describe_skill(skill)}")
     if not better_than_constant(skill["r2_low"]):
         print0(
             "Warning: on this data the reward model is not shown to beat a constant prediction. "
             "Try --head likelihood, a better natural model, or more data."
         )
-    print0(f"Saved {output} and {picture}")
+    print0(f"Saved {output}")
 
 
 def train_head(

@@ -1,6 +1,6 @@
-"""Pictures: curves of a training, curves of GRPO, and the skill of a reward model.
+"""Pictures: curves of a training, curves of GRPO, and quality against diversity of text.
 
-    python -c "import reports.figures; help(reports.figures.skill_picture)"
+    python -c "import reports.figures; help(reports.figures.quality_picture)"
 
 Each panel shows one quantity, with 95% intervals as bands. matplotlib takes half a second to
 import: the functions that draw import it.
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from common.files import atomic_path
-from metrics.bootstrap import format_figure
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct for colour-blind readers too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -127,28 +126,6 @@ def _values(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
     """Return the steps and the values of the records that have a value for a key."""
     points = [record for record in records if record.get(key) is not None]
     return [point["step"] for point in points], [point[key] for point in points]
-
-
-@_style()
-def skill_picture(skill: Mapping[str, Any], title: str) -> Any:
-    """Plot the calibration in the results of measure_skill."""
-    r2 = format_figure(skill, "r2", ".3f")
-    figure, (axes,) = _figure(f"{title}: R² {r2}", 1, 1)
-    bins = skill["calibration"]
-    predicted = [row["mean_prediction"] for row in bins]
-    true = [row["mean_target"] for row in bins]
-    areas = [15 + 250 * row["count"] / skill["num_sequences"] for row in bins]
-    axes.scatter(predicted, true, s=areas, color=COLOURS[0], label="a bin; area: its share")
-    axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", label="perfect")
-    axes.set(
-        title="Calibration",
-        xlabel="predicted P(natural), mean of the bin",
-        ylabel="true K/N, mean of the bin",
-        xlim=(0, 1),
-        ylim=(0, 1),
-    )
-    axes.legend()
-    return figure
 
 
 @_style()

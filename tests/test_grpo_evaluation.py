@@ -157,7 +157,9 @@ def test_the_gate_s_texts(generator, monkeypatch, num_blocks, gate_blocks, first
     assert all(row[:K].all() for row, K in zip(same, truth, strict=True))
     assert np.mean([row[K] for row, K in zip(same, truth, strict=True)]) < 0.2  # by chance alone
     prediction, share = torch.linspace(0, 1, len(truth)), torch.tensor(truth) / 16
-    assert measured == measure_skill(prediction, share, np.arange(count).repeat(4), 16, 42)
+    assert measured == measure_skill(
+        prediction, share, torch.arange(count).repeat_interleave(4), 16, 42
+    )
 
 
 def test_the_gate_by_hand(capsys, tmp_path):

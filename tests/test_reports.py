@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from common.files import write_json
 from common.process import UserError
-from metrics.reward_skill import measure_skill
 from reports import figures
 from reports.ledger import Ledger
 from reports.page import make_page, write_page
@@ -327,13 +326,11 @@ def test_pictures_of_any_title(tmp_path):
     title = f"$x^ {HOSTILE}"
     records = [{"step": n, "train_loss": 4.0, "reward": 0.5, "natural_reward": 1} for n in (1, 2)]
     records[1].update(select_loss=3.0, select_loss_low=2.9, select_loss_high=3.1)
-    truth = torch.rand(400, generator=torch.Generator().manual_seed(0))
-    skill = measure_skill(truth, truth, torch.arange(400) // 4, 64, 0)
     qualities = {"policy": MODELS["base_model_v2"]["quality"]}
     drawn = [
         figures.draw_curves(panels, records, title) for panels in (figures.TRAINING, figures.GRPO)
     ]
-    drawn += [figures.skill_picture(skill, title), figures.quality_picture(qualities)]
+    drawn.append(figures.quality_picture(qualities))
     for figure in drawn:
         figures.write_png(figure, tmp_path / "run.png")
         assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

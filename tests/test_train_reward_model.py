@@ -99,8 +99,8 @@ def test_a_likelihood_head_learns_the_weight_of_its_natural_model(
     skill = training["skill"]
     with torch.no_grad():
         share = model(x)[0][:, 0]
-    # Batches of another size give predictions 1e-6 apart, which may move one to another bin.
-    tolerances = dict.fromkeys(("auc", "calibration_error"), 2 / len(x))
+    # Batches of another size give predictions 1e-6 apart, which may exchange two of them.
+    tolerances = {"auc": 2 / len(x)}
     expected = measure_skill(share, y[:, 0], torch.arange(len(x)) // 4, 16, seed=42)
     for name, value in expected.items():
         if isinstance(value, float):
@@ -108,7 +108,6 @@ def test_a_likelihood_head_learns_the_weight_of_its_natural_model(
     assert skill["r2_low"] > 0.8  # and this one predicts
     final = read_records(path.with_suffix(".jsonl"))[-1]
     assert final["final"] and final == {**final, **skill}
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n")
 
     # the one number that is learned from labels: no other is better on the half that selects
     x, y = parts(reward_data)[0]
