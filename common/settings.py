@@ -370,37 +370,26 @@ def _read_file(path: str) -> dict[str, Any]:
     return values
 
 
-def _evaluate(node: ast.expr | None) -> Any:
+def _evaluate(node: ast.expr) -> Any:
     """Return the value of an expression of a settings file.
 
-    The expression is a literal, dict(NAME=VALUE), str(NUMBER), time.time(), or two values joined by
-    + or *: what nanoGPT's settings files contain.
+    The expression is a literal, dict(NAME=VALUE), str(time.time()), or two values joined by + or *:
+    what nanoGPT's settings files contain.
     """
     match node:
-        case ast.Constant(None | bool() | int() | float() | str() as value):
-            return value
-        case ast.List(elements) | ast.Tuple(elements):
-            return tuple(_evaluate(element) for element in elements)
-        case ast.Dict(keys, members):  # the key of `**OTHER` is None, which is refused
-            return dict(zip(map(_evaluate, keys), map(_evaluate, members), strict=True))
         case ast.Call(ast.Name("dict"), [], keywords):
             return {keyword.arg: _evaluate(keyword.value) for keyword in keywords}
-        case ast.Call(ast.Name("str"), [operand], []):
-            return str(_number(operand))
-        case ast.Call(ast.Attribute(ast.Name("time"), "time"), [], []):
-            return time.time()
-        case ast.UnaryOp(ast.USub(), operand):
-            return -_number(operand)
+        case ast.Call() if ast.unparse(node) == "str(time.time())":
+            return str(time.time())
         case ast.BinOp(left, ast.Add(), right):
             return _evaluate(left) + _evaluate(right)
         case ast.BinOp(left, ast.Mult(), right):
-            return _number(left) * _number(right)
-    raise ValueError("a value must be a literal, or literals joined by + or *")
-
-
-def _number(node: ast.expr) -> int | float:
-    """Return the value of an operand, which must be a number: text could fill the memory."""
-    value = _evaluate(node)
-    if not isinstance(value, (int, float)):
-        raise ValueError("str, - and * are for numbers")
-    return value
+            factors = (_evaluate(left), _evaluate(right))
+            if not all(isinstance(factor, (int, float)) for factor in factors):
+                raise ValueError("* is for numbers")  # a repeated text could fill the memory
+            return math.prod(factors)
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        rule = "a value must be a literal, or literals joined by + or *"
+        raise ValueError(rule) from None

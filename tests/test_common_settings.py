@@ -139,7 +139,7 @@ def test_unknown_names_of_file_and_command_line_are_one_report(written):
     for name in ("batchsize; did you mean batch_size?", "1; ", "optimiser; did you mean optimizer"):
         assert f"train.py has no option --{name}" in message
     assert f"settings file {path}: train.py has no option --batchsize" in message
-    message = refused(written("batch_size = 65\nx = open('y')\ny = 8j\n"))
+    message = refused(written("batch_size = 65\nx = open('y')\ny = 8 - 1\n"))
     assert "line 2: a value must be" in message and "line 3: a value must be" in message
 
 
@@ -171,9 +171,9 @@ def test_a_settings_file_gives_defaults(written):
         assert read_config(str(config))
 
 
-def test_arithmetic_within_a_value(written):
-    path = written("a = -(2 + 4)\nb = [2 * 4, (8, None)]\nc = {'d': -2 * 3}\n")
-    assert read_config(path) == {"a": -6, "b": (8, (8, None)), "c": {"d": -6}}
+def test_literals_and_their_sums_and_products(written):
+    path = written("a = 2 * 4 + 1\nb = [-2, (8, None)]\nc = dict(d=2 * 3)\n")
+    assert read_config(path) == {"a": 9, "b": [-2, (8, None)], "c": {"d": 6}}
 
 
 def test_an_error_without_a_message_is_named_by_its_type(written, monkeypatch):
@@ -199,14 +199,14 @@ def test_a_settings_file_in_nanogpts_form(written):
     """A byte-order mark, CRLF, an import, arithmetic, and a float for an integer."""
     path = written(
         "\ufeffimport time\r\nbatch_size = 2e1 # so many\r\nlearning_rate = 5 * 1e-4\r\n"
-        "run_name = 'ft-' + str(time.time()) + '-' + str(2 * 8)\r\n"
+        "run_name = 'ft-' + str(time.time())\r\n"
     )
     before = time.time()
     settings = parse(path)
     after = time.time()
     assert settings == Tiny(batch_size=20, learning_rate=5e-4, run_name=settings.run_name)
-    name, when, product = settings.run_name.split("-")
-    assert (name, product) == ("ft", "16") and before <= float(when) <= after
+    name, when = settings.run_name.split("-")
+    assert name == "ft" and before <= float(when) <= after
 
 
 @pytest.mark.parametrize(
@@ -217,10 +217,9 @@ def test_a_settings_file_in_nanogpts_form(written):
         ("import os\nbatch_size = os.getpid()", "nothing is executed"),
         ("batch_size = 9 // 1", "must be a literal"),
         ("batch_size = 'a' + 1", "can only concatenate str"),
-        ("batch_size = 'a' * 99999999999", "are for numbers"),
+        ("batch_size = 'a' * 99999999999", "is for numbers"),
         ("train = {'contexts': [8, 0x" + "f" * 5000 + "]}", "integer string conversion"),
-        ("batch_size = 8j", "must be a literal"),
-        ("run_name = str(dict(a=1))", "are for numbers"),
+        ("run_name = str(dict(a=1))", "must be a literal"),
         ("batch_size = 1\nbatch_size = 2", "none twice"),
         ("batch_size = (", "cannot read settings file"),
         ("train = dict(batch_size=1, batch_size=2)", "keyword argument repeated"),
