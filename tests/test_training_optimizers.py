@@ -94,11 +94,6 @@ def test_optimizers_refuse_what_does_not_fit():
         optim.make_optimizers(model, "muon").load_state_dict(
             optim.make_optimizers(model).state_dict()
         )
-    model.transformer.h.requires_grad_(False)
-    with pytest.raises(UserError, match="optimizer=muon"):
-        optim.make_optimizers(model, "muon")
-    with pytest.raises(UserError, match="nothing to train"):
-        optim.make_optimizers(model.requires_grad_(False))
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)])

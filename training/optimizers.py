@@ -127,11 +127,6 @@ def make_optimizers(
             hidden.append(parameter)
         else:
             matrices.append(parameter)
-    needed = hidden if optimizer == "muon" else matrices + vectors
-    if not needed:
-        raise UserError(
-            f"ERROR: optimizer={optimizer} has nothing to train: unfreeze a part of the blocks"
-        )
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
         optimizers.append(
