@@ -403,22 +403,19 @@ def make_own_corpora(settings: CycleSettings) -> dict[str, list[str]]:
 
 
 def read_loop(
-    settings: CycleSettings,
-    config_path: str | None,
-    contents: Mapping[str, Any],
-    words: Mapping[str, Sequence[str]],
+    settings: CycleSettings, config_path: str | None, words: Mapping[str, Sequence[str]]
 ) -> Loop:
-    """Return the loop for the sections of the settings file, which has `contents`, and of the
-    command line.
-    """
+    """Return the loop for the sections of the settings file and of the command line."""
     config = []
+    used = set(words)
     if config_path is not None:
         config = [f"--config={config_path}"]
+        used.update(read_config(config_path))
     sections = {}
     for name, (script, settings_class) in SECTIONS.items():
         argv = [*config, f"--section={name}", *words.get(name, ())]
         sections[name] = parse_settings(settings_class, script, argv, check=False)
-    return Loop(settings, sections, {*contents, *words})
+    return Loop(settings, sections, used)
 
 
 def default_folder(sources: Sequence[str]) -> str:
@@ -446,10 +443,7 @@ def main() -> None:
     if chooses_sizes:
         config_path = OWN_TEXT
     settings.out_dir = settings.out_dir or default_folder(sources)
-    contents = {}
-    if config_path is not None:
-        contents = read_config(config_path)
-    loop = read_loop(settings, config_path, contents, words)
+    loop = read_loop(settings, config_path, words)
     check_stages(loop, words)
 
     # corpora
@@ -465,10 +459,10 @@ def main() -> None:
                     f"Sizes for this text, unless --{section}.OPTION is set: {' '.join(options)}"
                 )
                 words[section] = [*options, *words.get(section, ())]
-        loop = read_loop(settings, config_path, contents, words)
+        loop = read_loop(settings, config_path, words)
     natural_dataset = settings.natural_dataset or settings.dataset
     datasets = {"dataset": settings.dataset, "natural_dataset": natural_dataset}
-    prepare_corpora(datasets, config_path, contents, words)
+    prepare_corpora(datasets, config_path, words)
     lock_output(ledger_path)
 
     # stages
@@ -477,7 +471,7 @@ def main() -> None:
         {
             "settings": asdict(settings),
             "sources": sources,
-            "titles": corpus_titles(settings.text, settings.natural_text, datasets, contents),
+            "titles": corpus_titles(settings.text, settings.natural_text, datasets, config_path),
             "planned": [stage.name for stage in loop.stages()],
         }
     )

@@ -7,9 +7,9 @@ import string
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from common.process import UserError, run_child
+from common.settings import read_config
 from corpus.encode import find_texts
 from data_loader import dataset_folder
 
@@ -20,18 +20,17 @@ CORPORA = {"prepare_natural": "natural_dataset", "prepare": "dataset"}
 
 
 def prepare_corpora(
-    datasets: Mapping[str, str],
-    config_path: str | None,
-    contents: Mapping[str, Any],
-    words: Mapping[str, Sequence[str]],
+    datasets: Mapping[str, str], config_path: str | None, words: Mapping[str, Sequence[str]]
 ) -> None:
     """Make the missing ones of `datasets`, a name or path for each setting of CORPORA.
 
     The prepare.py of a folder makes its corpus. For the corpus that the settings file names, it
-    gets the section of `contents` for it and the words of the command line; without a prepare.py of
-    its own, that of Shakespeare is run. No corpus is made for another name, which may be a typing
-    error.
+    gets the section for it and the words of the command line; without a prepare.py of its own, that
+    of Shakespeare is run. No corpus is made for another name, which may be a typing error.
     """
+    contents = {}
+    if config_path:
+        contents = read_config(config_path)
     for section, name in CORPORA.items():
         if name == "natural_dataset" and datasets[name] == datasets["dataset"]:
             continue  # one corpus for both
@@ -59,13 +58,16 @@ def corpus_titles(
     text: Sequence[str],
     natural_text: Sequence[str],
     datasets: Mapping[str, str],
-    contents: Mapping[str, Any],
+    config_path: str | None,
 ) -> dict[str, list[str]]:
     """Return the titles of the training texts of each of `datasets`.
 
     They are names of files in the user's texts, or the documents that the settings file names for
     its corpus. A corpus of unknown texts has its own name.
     """
+    contents = {}
+    if config_path:
+        contents = read_config(config_path)
     texts = {"dataset": text, "natural_dataset": natural_text}
     titles = {}
     for section, name in CORPORA.items():

@@ -35,7 +35,6 @@ import run_cycles
 from common.files import read_json
 from common.log import read_records
 from common.process import UserError
-from common.settings import read_config
 from corpus import missing
 from grpo.rollouts import draw_prompts
 from metrics.settings import EvaluateSettings
@@ -237,8 +236,7 @@ def test_an_interrupted_run_goes_on(tmp_path, corpus):
 def plan(tmp_path: Path, text: str = CONFIG + CONTROLS, words=None, **changes: Any) -> Loop:
     """Return the loop of a settings file, without running it."""
     settings = CycleSettings(out_dir=str(tmp_path / "out"), **changes)
-    config = str(write_config(tmp_path, text))
-    return read_loop(settings, config, read_config(config), words or {})
+    return read_loop(settings, str(write_config(tmp_path, text)), words or {})
 
 
 def kinds(stages: Iterable[Stage]) -> list[str]:
@@ -376,20 +374,20 @@ def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):
     commands = []
     monkeypatch.setattr(missing, "run_child", lambda name, words: commands.append(words[1:]))
     datasets = dict.fromkeys(missing.CORPORA.values(), str(tmp_path))
-    missing.prepare_corpora(datasets, str(config), read_config(str(config)), {"prepare": ["--x=1"]})
+    missing.prepare_corpora(datasets, str(config), {"prepare": ["--x=1"]})
     words = [f"--config={config}", "--section=prepare", f"--out_dir={tmp_path}", "--x=1"]
     assert commands == [[str(script), *words]]
 
 
 def test_titles_of_documents_of_the_users_texts_and_of_unknown_texts(tmp_path):
-    contents = read_config(str(ROOT / "config/shakespeare_library_cpu.py"))
+    config = str(ROOT / "config/shakespeare_library_cpu.py")
     names = {"dataset": "shakespeare_play_char", "natural_dataset": "shakespeare_library_char"}
-    titles = missing.corpus_titles((), (), names, contents)
+    titles = missing.corpus_titles((), (), names, config)
     assert titles["dataset"] == ["Twelfth Night"]
     assert "All's Well" in titles["natural_dataset"] and len(titles["natural_dataset"]) == 28
     (tmp_path / "my novel.txt").write_text("Once.")
     names["natural_dataset"] = "data/other"
-    titles = missing.corpus_titles([str(tmp_path)], (), names, contents)
+    titles = missing.corpus_titles([str(tmp_path)], (), names, config)
     assert titles == {"dataset": ["my novel"], "natural_dataset": ["other"]}
 
 
