@@ -103,7 +103,7 @@ def main() -> None:
     # What learns, and what the saved state contains. In a resumed run, start_run reads the state
     # and `track` loads it into these objects; then the schedule has its original length.
     stops = Stops.of(settings, corpus.characters_per_token)
-    update = Updater(policy, scorer.reward_model, settings, ranks, corpus.characters_per_token)
+    update = Updater(policy, scorer.reward_model, settings, ranks, stops.cap("kl_step"))
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
     best = Best()
     run = start_run(settings, ranks, inputs)
@@ -153,8 +153,8 @@ def main() -> None:
         # the loss of each token (R, N - 1), and their mean (), as loss_type says. (With
         # credit=exact the loss of a token is instead KL(pi || m) over the V tokens that could
         # stand in its place.) Gradients are summed over micro-batches of rows; then AdamW takes a
-        # step. This happens at most updates_per_step times: a KL from pi_old above MAX_KL_UPDATE
-        # ends the updates of a step.
+        # step. This happens at most updates_per_step times: a KL from pi_old above the cap ends
+        # the updates of a step.
         figures.update(update(rollouts, scores, advantages, schedule.factor(step)))
         stops.step(figures)
 
@@ -165,6 +165,12 @@ def main() -> None:
         is_last = num_steps == settings.max_steps or stops.reason() is not None
         is_evaluated = is_last or num_steps % settings.eval_interval == 0
         if is_evaluated:
+            # If the updates of this step ended early, its KL is already in kl_update.
+            if (
+                rollouts.old_log_probs is not None
+                and figures["updates"] == settings.updates_per_step
+            ):
+                figures["kl_step"] = update.kl_of_step(rollouts)
             evaluation = ranks.run_on_rank0(lambda: evaluate(completer))
             figures.update(evaluation)
             stops.evaluation(figures)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from common.process import warn
 from grpo.settings import GRPOSettings
 
 LARGEST_WINDOW = 10  # steps
@@ -20,6 +21,7 @@ PLATEAU_MIN_DELTA = 0.001  # nats per character, or the unit of a reward that is
 CAPS = {
     "kl_start": 0.5,  # KL from the start, of the completions of a step
     "kl_now": 0.5,  # KL from the start, of the completions of an evaluation
+    "kl_step": 0.05,  # KL from the policy before the step
     "loss_rise": 0.3,  # loss on natural text minus the start's
 }
 
@@ -37,6 +39,7 @@ class Stops:
     rewards: list[float] = field(default_factory=list)  # per step: P(natural), or a function's
     objectives: list[float] = field(default_factory=list)  # per step: mean of what is optimised
     broken_cap: str = ""  # the first cap that was exceeded
+    has_warned: bool = False  # that the loss rises
 
     @classmethod
     def of(cls, settings: GRPOSettings, characters_per_token: float) -> "Stops":
@@ -47,6 +50,10 @@ class Stops:
         threshold = settings.reward_threshold
         return cls(window, threshold, has_reward_model, characters_per_token, in_nats)
 
+    def cap(self, name: str) -> float:
+        """Return a cap in nats per token."""
+        return CAPS[name] * self.characters_per_token
+
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
@@ -56,6 +63,7 @@ class Stops:
         self.rewards = [float(reward) for reward in state["rewards"]]
         self.objectives = [float(objective) for objective in state["objectives"]]
         self.broken_cap = str(state["broken_cap"])
+        self.has_warned = bool(state.get("has_warned"))  # absent in earlier versions
 
     def start(self, evaluation: Mapping[str, Any]) -> None:
         """Record the figures of the starting policy, with which later ones are compared."""
@@ -71,9 +79,7 @@ class Stops:
 
     def evaluation(self, figures: Mapping[str, Any]) -> None:
         """Record the figures of the evaluation after a step."""
-        loss_rise = 0.0
-        if self.has_reward_model:  # a function may ask for text that is not natural
-            loss_rise = figures["select_loss"] - self.start_loss
+        loss_rise = figures["select_loss"] - self.start_loss
         self._check_caps({**figures, "loss_rise": loss_rise})
 
     def _check_caps(self, figures: Mapping[str, Any]) -> None:
@@ -81,11 +87,16 @@ class Stops:
         if not self.has_reward_model:
             way_out = "lower learning_rate or raise beta"
         for name, cap in CAPS.items():
-            per_character = figures.get(name, 0.0) / self.characters_per_token
-            if per_character <= cap:
+            if name not in figures or figures[name] <= self.cap(name):
                 continue
+            per_character = figures[name] / self.characters_per_token
             finding = f"{name} {per_character:.3f} > {cap} nats a character"
-            if not self.broken_cap:
+            if name == "loss_rise" and not self.has_reward_model:
+                # A user who rewards other text expects the loss on natural text to rise.
+                if not self.has_warned:
+                    warn(f"{finding}; continuing, because the reward is only your function")
+                self.has_warned = True
+            elif not self.broken_cap:
                 self.broken_cap = f"cap: {finding}; {way_out}"
 
     def reason(self) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from common.device import select_dtype
+from common.device import autocast, select_dtype
 from common.distributed import Ranks, no_sync, parallel
 from generation.shared_prompts import scatter_to_mask
 from grpo import policy_loss as formulas
@@ -26,7 +26,6 @@ from reward.scorer import Scores
 from training.optimizers import make_optimizers, take_step
 
 GRAD_CLIP = 1.0  # largest gradient norm
-MAX_KL_UPDATE = 0.05  # nats per character: above this KL from pi_old a step makes no further update
 # Logits that credit=exact holds at a time, with their graph: 64 MiB per copy. Smaller copies come
 # from glibc's heap, which kept growing: with 2,032 GPT-2 tokens the process took 2.3 GB at 2**23,
 # 0.8 GB at 2**24, and 2.7 GB in one piece.
@@ -44,11 +43,11 @@ class Updater:
     reward_model: Any  # for credit=exact: the likelihood head, whose mixture is the target
     settings: GRPOSettings
     ranks: Ranks
-    characters_per_token: float  # of the corpus
+    max_kl_update: float  # nats per token: no further updates of a step above this KL from pi_old
 
     def __post_init__(self) -> None:
-        dtype = select_dtype("auto", self.ranks.device)
-        self.forward = parallel(self.policy, self.ranks, dtype)
+        self.dtype = select_dtype("auto", self.ranks.device)
+        self.forward = parallel(self.policy, self.ranks, self.dtype)
         self.optimizers = make_optimizers(
             self.policy, self.settings.optimizer, self.settings.learning_rate, weight_decay=0.0
         )
@@ -61,12 +60,11 @@ class Updater:
         advantages: (R,) or (R, N - 1); None for credit=exact. rate_factor: learning rate as a share
         of its peak. Later updates end early if the policy has moved too far from pi_old.
         """
-        max_kl_update = MAX_KL_UPDATE * self.characters_per_token
         self.optimizers.set_learning_rate_factor(rate_factor)
         figures: dict[str, float] = {"learning_rate": self.optimizers.learning_rate}
         for number in range(self.settings.updates_per_step):
             figures.update(self.accumulate_gradients(rollouts, scores, advantages))
-            if number > 0 and figures.get("kl_update", 0.0) > max_kl_update:
+            if number > 0 and figures.get("kl_update", 0.0) > self.max_kl_update:
                 self.optimizers.zero_grad()
                 break
             gradient_norm = take_step(self.policy, self.optimizers, GRAD_CLIP)
@@ -104,6 +102,18 @@ class Updater:
             for name, value in metrics.items():
                 figures[name] = figures.get(name, 0.0) + value.item() * share
         return dict(zip(figures, self.ranks.sum(*figures.values()), strict=True))
+
+    @torch.no_grad()
+    def kl_of_step(self, rollouts: Rollouts) -> float:
+        """Return KL(pi_old || pi) of a step's completions after its updates, in nats per token."""
+        total = 0.0
+        for part in rollouts.micro_batches(self.policy.rows_at_a_time()):
+            rows = rollouts.rows(part)
+            assert rows.old_log_probs is not None  # natural text has no pi_old
+            with autocast(self.ranks.device, self.dtype):
+                log_probs = rows.log_probs(self.policy)
+            total += formulas.kl_estimate(rows.old_log_probs, log_probs)[rows.mask].sum().item()
+        return self.ranks.sum(total)[0] / int(rollouts.totals["num_tokens"])
 
 
 def sampled_loss(

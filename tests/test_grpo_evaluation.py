@@ -219,7 +219,7 @@ def test_a_threshold_is_for_a_window_and_needs_a_reward_model():
 @pytest.mark.parametrize("length", [1.0, 2.5])
 @pytest.mark.parametrize(
     ("name", "start", "cap"),
-    [("kl_start", 0, 0.5), ("kl_now", 0, 0.5), ("select_loss", 2, 0.3)],
+    [("kl_start", 0, 0.5), ("kl_now", 0, 0.5), ("kl_step", 0, 0.05), ("select_loss", 2, 0.3)],
 )
 def test_each_cap_is_in_nats_a_character(name, start, cap, length):
     for excess, message in ((-0.01, None), (0.01, f"{cap + 0.01:.3f} > {cap} nats a character")):
@@ -234,12 +234,19 @@ def test_the_first_broken_cap_is_the_reason():
     assert re.match(r"cap: kl_start 0\.600 > 0\.5 ", stops.reason())
 
 
-def test_with_only_a_function_the_loss_may_rise():
-    """The caps on the KL still end the run."""
-    stops = stops_after([], has_reward_model=False, select_loss=2.5)
-    assert stops.reason() is None
-    stops.evaluation({"select_loss": 2.5, "kl_now": 0.6})
-    assert "cap: kl_now" in stops.reason()
+def test_with_only_a_function_a_rise_of_the_loss_warns_once(capsys):
+    """In the whole run, its parts together; the caps on the KL still end it."""
+    stops = stops_after([], has_reward_model=False, select_loss=2.29)
+    assert capsys.readouterr().err == ""
+    stops.evaluation({"select_loss": 2.31})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("WARNING: loss_rise 0.310 > 0.3 nats a character")
+    resumed = Stops(4, 0.9, has_reward_model=False)
+    resumed.load_state_dict(stops.state_dict())
+    resumed.evaluation({"select_loss": 2.5})
+    assert resumed.reason() is None and capsys.readouterr().err == ""
+    resumed.evaluation({"select_loss": 2.5, "kl_now": 0.6})
+    assert "cap: kl_now" in resumed.reason()
 
 
 @pytest.mark.parametrize(

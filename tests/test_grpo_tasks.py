@@ -12,7 +12,7 @@ from helpers import assert_same_weights, succeed, weights
 import train_grpo
 from common.log import read_records
 from corpus.corpus import Corpus
-from grpo import stopping, update
+from grpo import stopping
 from losses import token_log_probs
 from reward.scorer import Scores
 from tokenization_manager import TokenizationManager
@@ -52,7 +52,7 @@ def grpo(monkeypatch, tmp_path, corpus, generator):
             return TaskScorer(build_model(contents, settings.base_model_path), reward)
 
         monkeypatch.setattr(train_grpo, "load_scorer", load_scorer)
-        monkeypatch.setattr(stopping, "CAPS", caps or {})
+        monkeypatch.setattr(stopping, "CAPS", {"kl_step": 1.0} | (caps or {}))
         monkeypatch.setattr(stopping, "PLATEAU_WINDOWS", 1000)
         common = {
             "base_model_path": generator,
@@ -132,12 +132,33 @@ def test_a_policy_that_broke_a_cap_ends_the_run_and_is_not_kept(
     assert (tmp_path / "policy.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_update_that_moves_too_far_ends_the_updates_of_its_step(grpo, share_of, monkeypatch):
-    """The limit is per character: with tokens of (pretended) 10,000 characters it is far away."""
-    monkeypatch.setattr(update, "MAX_KL_UPDATE", 1e-4)
-    options = {"max_steps": 3, "updates_per_step": 6}
-    for record in grpo(share_of("e"), **options)[0]:
-        assert record["updates"] < 6 and record["kl_update"] > 1e-4
+def test_an_update_that_moves_too_far_ends_the_run_or_with_several_a_step_the_updates(
+    grpo, share_of, tmp_path, monkeypatch
+):
+    """The cap is per character: with tokens of (pretended) 10,000 characters it is far away."""
+    steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=4, eval_interval=1)
+    assert len(steps) == 1 and steps[0]["kl_step"] > 1e-4
+    assert "cap: kl_step" in torch.load(tmp_path / "policy.pt")["training"]["stop_reason"]
+    steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=3, updates_per_step=6)
+    assert len(steps) == 3 and all(
+        record["updates"] < 6 and record["kl_update"] > 1e-4 for record in steps
+    )
+    assert "kl_step" not in steps[-1]
     monkeypatch.setattr(Corpus, "characters_per_token", 1e4)
-    steps, _ = grpo(share_of("e"), **options)
-    assert [record["updates"] for record in steps] == [6, 6, 6]
+    steps, _ = grpo(share_of("e"), caps={"kl_step": 1e-4}, max_steps=3, updates_per_step=6)
+    assert len(steps) == 3 and all(record["updates"] == 6 for record in steps)
+
+
+def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):
+    """At an evaluation, and above the cap it ends the run. The first of the two updates is below
+    the cap.
+    """
+    steps, _ = grpo(share_of("e"), max_steps=1, updates_per_step=2)
+    (record,) = steps
+    assert 0 < record["kl_update"] < record["kl_step"]
+    cap = (record["kl_update"] + record["kl_step"]) / 2
+    steps, _ = grpo(
+        share_of("e"), caps={"kl_step": cap}, max_steps=4, updates_per_step=2, eval_interval=1
+    )
+    assert len(steps) == 1 and steps[0]["updates"] == 2
+    assert "cap: kl_step" in torch.load(tmp_path / "policy.pt")["training"]["stop_reason"]

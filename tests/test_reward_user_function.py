@@ -183,7 +183,7 @@ def test_a_policy_learns_what_the_function_rewards(
     """Alone: no gate and no P(natural); the records have its rewards. A run is resumed with the
     same file alone.
     """
-    monkeypatch.setattr(stopping, "CAPS", {})
+    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
     (tmp_path / "letters.py").write_text(LETTERS)
     options = {
         "base_model_path": generator,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -263,7 +264,7 @@ def gradient(
     policy.zero_grad()
     scores = scorer(batch.ids, batch.mask, keep_hidden=True)
     advantages, _ = compute_advantages(batch, scores, settings, Ranks())
-    update = Updater(policy, scorer.reward_model, settings, Ranks(), 1.0)
+    update = Updater(policy, scorer.reward_model, settings, Ranks(), math.inf)
     figures = update.accumulate_gradients(batch, scores, advantages)
     gradients = [parameter.grad.flatten() for parameter in policy.parameters()]
     return torch.cat(gradients), figures["loss"]
@@ -367,7 +368,7 @@ def test_the_exact_gradient_nears_the_mixture(good, monkeypatch, more):
 
     Natural prefixes have no threshold and no plateau, and one line says so.
     """
-    monkeypatch.setattr(stopping, "CAPS", {})
+    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
     options = {**good, **EXACT, **more, "max_steps": 8, "learning_rate": 1e-2, "eval_interval": 4}
     lines = succeed("train_grpo", **options).splitlines()
     said = [line for line in lines if line.startswith("Natural prefixes: ")]
@@ -417,7 +418,7 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
         "lr_schedule": "linear",
         "learning_rate": 1e-2,
     }
-    monkeypatch.setattr(stopping, "CAPS", {})
+    monkeypatch.setattr(stopping, "CAPS", {"kl_step": 9.0})
     succeed("train_grpo", **options)
     parts = {**options, "output_path": tmp_path / "parts" / "policy.pt"}
     with monkeypatch.context() as patch:
