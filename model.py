@@ -312,7 +312,10 @@ class GPT(nn.Module):
         if context is None:
             context = Context(idx)
         limit = self.config.block_size
-        assert context.length <= limit, f"{context.length} tokens do not fit block_size {limit}"
+        if context.length > limit:  # not require(): torch.compile would trace its message
+            raise UserError(
+                f"ERROR: {context.length} tokens do not fit block_size {limit}: cut them"
+            )
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.position == "learned":
             rotation = None
@@ -404,7 +407,6 @@ class GPT(nn.Module):
 
         See generation.completions.generate.
         """
-        assert self.config.mode == "generator", "a reward model cannot generate"
         return generate(self, idx, max_new_tokens, Sampling(temperature, top_k, top_p), generator)
 
 

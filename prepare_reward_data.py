@@ -317,7 +317,11 @@ def generate_completion(
     top_k: int | None = None,
     seed: int = 42,
 ) -> np.ndarray:
-    """Continue `context` (T,) to `target_length` tokens, uint16; a longer context is cut to it."""
+    """Continue `context` (T,) to `target_length` tokens, uint16; a longer context is cut to it.
+
+    Raise UserError for an empty context, an unknown id, or a target_length below 1.
+    """
+    require(target_length >= 1, f"target_length={target_length}: must be at least 1")
     idx = torch.from_numpy(np.asarray(context[:target_length], dtype=np.int64))[None].to(device)
     generator = torch.Generator().manual_seed(seed)
     ids = generate(model, idx, target_length - idx.size(1), Sampling(temperature, top_k), generator)

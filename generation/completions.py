@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.device import evaluating, free_memory
-from common.process import UserError, lacks_memory, warn
+from common.process import UserError, lacks_memory, require, warn
 from generation.kv_cache import KVCache
 from generation.sampling import Sampling, check_drawn, sample_tokens
 
@@ -156,15 +156,29 @@ def generate(
     (B, T + new).
 
     Beyond the block the oldest tokens leave the window, and the whole window is computed again for
-    every token. A prompt has at least one token. Raise UserError if logits are NaN.
+    every token. A prompt has at least one token. Raise UserError for another shape, unknown ids or
+    a reward model, and if logits are NaN.
     """
     config: Any = model.config
-    assert idx.ndim == 2 and idx.size(1) > 0, f"shape {tuple(idx.shape)} is not (batch, tokens)"
-    assert idx.min() >= 0 and idx.max() < config.num_real_tokens, "ids beyond the vocabulary"
+    require(config.mode == "generator", "a reward model cannot generate: use a generator")
+    shape = tuple(idx.shape)
+    is_batch = idx.ndim == 2 and idx.numel() > 0
+    require(is_batch, f"the prompts' shape {shape} must be (batch, tokens), 1 token or more")
+    smallest = int(idx.min())
+    largest = int(idx.max())
+    require(
+        smallest >= 0 and largest < config.num_real_tokens,
+        f"the prompts have ids {smallest} to {largest}: the model knows 0 to "
+        f"{config.num_real_tokens - 1}",
+    )
     length = config.block_size
     if max_new_tokens is not None:
+        require(max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}: must be >= 0")
         length = idx.size(1) + max_new_tokens
-    assert length >= idx.size(1), "the prompt is longer than block_size: pass max_new_tokens"
+    require(
+        length >= idx.size(1),
+        f"the prompt's {idx.size(1)} tokens exceed block_size {length}: pass max_new_tokens",
+    )
     # on the CPU: the same numbers for every device
     uniforms = torch.rand(idx.size(0), length, generator=generator)
     within = min(length, config.block_size)

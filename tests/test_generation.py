@@ -4,6 +4,7 @@ pytest tests/test_generation.py
 """
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -311,3 +312,18 @@ def test_generate_fills_the_block_when_no_number_is_given():
     assert torch.equal(model.generate(blocks(2)), blocks(2)) and torch.equal(
         model.generate(idx, 0), idx
     )
+
+
+@pytest.mark.parametrize(
+    ("shape", "new", "mode", "said"),
+    [
+        ((2, 0), 1, "generator", "1 token or more"),
+        ((3,), 1, "generator", "must be (batch, tokens)"),
+        ((1, 2), -1, "generator", "max_new_tokens=-1"),
+        ((1, N + 1), None, "generator", f"exceed block_size {N}"),
+        ((1, 2), 1, "reward", "a reward model cannot generate"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(shape, new, mode, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        tiny_model(mode=mode).generate(torch.zeros(shape, dtype=torch.int64), new)

@@ -374,6 +374,9 @@ def test_generate_completion(generator, splits):
     others = {prep.generate_completion(model, context, N, seed=seed).tobytes() for seed in range(5)}
     assert len(others) > 1
     assert np.array_equal(prep.generate_completion(model, splits.train[:40], N), splits.train[:N])
+    for refused, length in ((context, 0), (context[:0], N), (context + 999, N)):
+        with pytest.raises(UserError, match="ERROR: "):
+            prep.generate_completion(model, refused, length)
 
 
 def test_create_reward_samples_gives_the_scripts_rows(tmp_path, generator, options, splits):
