@@ -30,12 +30,18 @@ from metrics.calibration import calibrated_losses, fit_calibration
 from metrics.samples import MAX_CHARACTERS
 from metrics.settings import EvaluateSettings
 from metrics.text_quality import Continuations, TextQuality
-from model import GPT
+from model import GPT, check_same_fields
 from reports.passages import pieces
 from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
 from training import checkpoint as ckpt
-from training.lineage import check_tokenizer, check_unseen, data_record, hash_model
+from training.lineage import (
+    check_same_tokens,
+    check_tokenizer,
+    check_unseen,
+    data_record,
+    hash_model,
+)
 
 SEED = 42  # of intervals and samples
 SWEEP_SAMPLES = 128  # samples of each temperature, by which a model's temperature is chosen
@@ -288,6 +294,10 @@ def load_fresh_text(
     baseline = ckpt.load_checkpoint(str(settings.baseline))
     reference = ckpt.build_model(baseline, str(settings.baseline), device)
     contents = ckpt.load_checkpoint(str(settings.reward_model_path))
+    names = ("the baseline", "the reward model")
+    ckpt.check_mode(contents, "reward", str(settings.reward_model_path))
+    check_same_fields(reference.config, contents["config"], *names)
+    check_same_tokens(baseline["tokenization"], contents["tokenization"], *names)
     reward_model = build_reward_model(contents, str(settings.reward_model_path), device)
     scorer = RewardScorer(reward_model, reference, select_dtype("auto", device))
     if settings.part != "whole":

@@ -127,6 +127,10 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
     assert "block_size is 8" in refuse_in_one_line(
         "evaluate", checkpoints=[other], baseline=generator, **options
     )
+    pair = {"baseline": other, "reward_model_path": predictive_reward_model}
+    assert "block_size is 8 in the baseline and 16 in the reward model" in refuse_in_one_line(
+        "evaluate", checkpoints=[other], **pair, **options
+    )
     record = TokenizationManager.from_text("abc").to_record()
     strange = make_checkpoint(tmp_path / "strange.pt", 3, record)
     assert "char (vocab_size=3) in the model" in refuse_in_one_line(
