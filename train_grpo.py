@@ -89,6 +89,8 @@ def main() -> None:
     # Prompts come from the training split. The validation split has a part for the gate (does the
     # reward model predict on this policy's text?), one that selects, and one for the final report.
     inputs = input_hashes(settings, base, corpus, scorer, ranks)
+    if settings.gate_path is None:  # before the gate, which takes longer than to refuse an output
+        run = start_run(settings, ranks, inputs)
     if settings.reward_model_path is not None:
         skill = ranks.run_on_rank0(
             lambda: skill_on_policy(completer, scorer, corpus.val, settings.seed)
@@ -100,13 +102,12 @@ def main() -> None:
     evaluate = PolicyEvaluation(scorer, corpus, copies, settings.seed, "select")
     report = PolicyEvaluation(scorer, corpus, copies, settings.seed, "report")
 
-    # What learns, and what the saved state contains. In a resumed run, start_run reads the state
+    # What learns, and what the saved state contains. In a resumed run, start_run has read the state
     # and `track` loads it into these objects; then the schedule has its original length.
     stops = Stops.of(settings, corpus.characters_per_token)
     update = Updater(policy, scorer.reward_model, settings, ranks, stops.cap("kl_step"))
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
     best = Best()
-    run = start_run(settings, ranks, inputs)
     run.track(policy=policy, optimizers=update.optimizers, schedule=schedule)
     run.track(stops=stops, best=best)
     schedule.check_num_steps("max_steps", settings.max_steps)

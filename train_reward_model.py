@@ -20,7 +20,7 @@ from torch import Tensor
 import reward_dataset_loader as loader
 from common.device import autocast, random_stream, seed_step, select_device, select_dtype
 from common.distributed import Ranks, parallel, start_ranks
-from common.files import hash_bytes, hash_file, lock_run
+from common.files import hash_bytes, hash_file, lock_output
 from common.log import RunLog, counted, format_size, print0
 from common.process import Finished, UserError, run_main
 from common.settings import changeable, differing_settings, parse_settings
@@ -232,7 +232,7 @@ def check_output(
 ) -> None:
     """Lock the output. Raise Finished if it exists, UserError if it belongs to a different run."""
     if ranks.rank == 0:
-        lock_run(output)
+        lock_output(output)
     is_kept = output.exists() and not settings.overwrite
     earlier = ranks.run_on_rank0(lambda: checkpoint.load_checkpoint(output) if is_kept else None)
     if earlier is None:

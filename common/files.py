@@ -202,16 +202,6 @@ def lock_output(path: str | Path, is_folder: bool = False) -> None:
     remove_leftovers(path)
 
 
-def lock_run(output: str | Path) -> None:
-    """Lock the output of a training run until main() ends.
-
-    Raise UserError unless its name ends in .pt: the run's other files have its name and another
-    suffix.
-    """
-    require(Path(output).suffix == ".pt", f"{output}: the name of a model must end in .pt")
-    lock_output(output)
-
-
 def is_hub_name(name: str) -> bool:
     """Return whether a name may belong to the model hub: one of GPT2_NAMES, or OWNER/NAME if there
     is no folder OWNER here.

@@ -122,9 +122,9 @@ class GRPOSettings(Settings):
             "Use --group_size 2 or more, or --credit exact, which compares nothing",
         )
         errors.check(
-            Path(self.output_path).suffix != ".png",
-            f"output_path={self.output_path}: the picture of the training is written there",
-            "Choose a name that ends in .pt",
+            Path(self.output_path).suffix == ".pt",
+            f"output_path={self.output_path}: the name of a model must end in .pt",
+            "Choose another name",
         )
         tracker_error = check_tracker(self.tracker)
         errors.check(not tracker_error, tracker_error)

@@ -48,9 +48,9 @@ class RewardModelSettings(Settings):
     def check_settings(self, errors: Errors) -> None:
         """Check the output's name, and the options that depend on the head."""
         errors.check(
-            Path(self.output_path).suffix not in (".png", ".jsonl"),
-            f"output_path={self.output_path}: records and a picture are written there",
-            "Choose a name that ends in .pt",
+            Path(self.output_path).suffix == ".pt",
+            f"output_path={self.output_path}: the name of a model must end in .pt",
+            "Choose another name",
         )
         if self.head == "likelihood":
             self.check_likelihood_head(errors)

@@ -195,12 +195,6 @@ def test_every_script_locks_its_output(tmp_path, corpus, generator, reward_model
     assert not path.exists()
 
 
-def test_the_output_of_a_run_ends_in_pt(tmp_path):
-    for name in ("x", "x0.001", "x.resume"):
-        with pytest.raises(UserError, match=f"{name}: the name of a model must end in .pt"):
-            files.lock_run(tmp_path / name)
-
-
 def test_names_of_a_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()

@@ -80,7 +80,7 @@ def test_a_reward_model_that_predicts_is_let_through(good):
 
 
 def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, reward_model):
-    """With the figures and the way out; nothing is written. One that does not say its generator is
+    """With the figures and the way out; no model is written. One that does not say its generator is
     reported.
     """
     contents, path = torch.load(reward_model, weights_only=True), tmp_path / "silent.pt"
@@ -89,13 +89,19 @@ def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, 
     options = {**good, "reward_model_path": path}
     line = printed_lines(refuse("train_grpo", **options))[-1]
     assert f"{path} " in line and "R2 " in line and "--allow_unpredictive_reward True" in line
-    assert not good["output_path"].parent.exists()
+    assert not good["output_path"].exists()
     finished = call("train_grpo", **{**options, "allow_unpredictive_reward": True})
     assert finished.status == 0 and "R2 " in finished.err
     assert f"WARNING: {path} does not record against which generator" in finished.err
     settings = load_checkpoint(good["output_path"])["training"]["settings"]
     assert (settings["credit"], settings["beta"]) == ("sequence", 0.04)  # of a last head
     assert settings["reward"] == "natural" and f"Reward: {path} (natural)" in finished.out
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_gate(good, monkeypatch):
+    monkeypatch.setattr(train_grpo, "skill_on_policy", pytest.fail)
+    good["output_path"].mkdir(parents=True)
+    assert "is not a file: choose another output" in refuse_in_one_line("train_grpo", **good)
 
 
 @pytest.mark.parametrize("model", ["predictive_reward_model", "reward_model"])
@@ -137,6 +143,7 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
             {**EXACT, "prefixes": "natural", "reward_threshold": 0.5},
             ["reward_threshold=0.5", "prefixes=natural"],
         ),
+        ({"output_path": "policy.png"}, ["output_path=policy.png", "must end in .pt"]),
         ({"reward_model_path": None}, ["reward_model_path is required", "--reward_function"]),
         (
             {

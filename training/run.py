@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import Ranks
-from common.files import load_state, lock_run, save_state
+from common.files import load_state, lock_output, save_state
 from common.log import RunLog, Tracker, print0, progress
 from common.process import Finished, UserError, flag_signals
 from common.settings import Settings, changeable, differing_settings
@@ -56,7 +56,7 @@ class Run:
         self.parts: dict[str, Any] = {}
         self.records: RunLog | None = None  # opened by the first record
         if ranks.rank == 0:
-            lock_run(self.output)
+            lock_output(self.output)
 
     def start(self, overwrite: bool, limits: Iterable[str] = ()) -> None:
         """Check that a new run replaces nothing of value.

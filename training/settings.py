@@ -129,7 +129,7 @@ class TrainSettings(Settings):
         )
         name = self.checkpoint_name
         errors.check(
-            Path(name).name == name and name.endswith(".pt"),
+            Path(name).name == name and Path(name).suffix == ".pt",
             f"checkpoint_name={name}: must be a plain name that ends in .pt",
             "Change --out_dir",
         )
