@@ -29,6 +29,7 @@ LARGE_VOCABULARY = 1000
 MANY_CHARACTERS = 1000  # different ones
 LONG_TRAINING_TEXT = 2_000_000  # characters
 MIN_TOKENS = 25_000  # enough blocks for the gate
+CHARACTERS_OF_PAIRS = 2.5  # about: characters per token of learned byte pairs
 MIN_TEST_CHARACTERS = 160_010  # enough for the intervals of the test text's losses
 FULL_LENGTH = 100_000  # tokens; shorter texts get fewer steps and shorter blocks
 
@@ -76,8 +77,8 @@ def make_corpora(
         held_out = [("val", tenth), ("test", tenth)]
         if tokenizer is None:
             chars = characters_of(texts)
-            method, vocab_size, reason = choose_tokenization(before + train, len(chars))
-            print(f"tokens: {method}, because the training text has {reason}")
+            method, vocab_size, reason = choose_tokenization(before + train, size, len(chars))
+            print(f"tokens: {method}, because {reason}")
             segments = [("train", before + train), ("", 2 * tenth)]
             tokenizer = make_tokenizer(texts, segments, method, vocab_size)
         prepare_texts(texts, folder, tokenizer, [("", before), ("train", train), *held_out])
@@ -94,18 +95,24 @@ def make_corpora(
     return folder, natural_folder, num_tokens
 
 
-def choose_tokenization(num_characters: int, num_different: int) -> tuple[str, int, str]:
+def choose_tokenization(
+    num_training: int, num_own: int, num_different: int
+) -> tuple[str, int, str]:
     """Return the method and the vocabulary size for a text, and the reason in words.
 
-    num_characters: length of the training text, natural texts included. num_different: number of
-    different characters in it. Learned byte pairs pay off in a long text, and in a script of so
-    many characters that most of them are rare. The vocabulary size has no meaning for characters.
+    num_training: characters of the training text, natural texts included. num_own: characters of
+    `text`, all parts. num_different: number of different characters in all texts. Learned byte
+    pairs pay off in a long text, and in a script of so many characters that most of them are rare;
+    but they would leave a short text too few tokens. The vocabulary size has no meaning for
+    characters.
     """
+    if num_own < MIN_TOKENS * CHARACTERS_OF_PAIRS:
+        return "char", num_different, f"--text has only {num_own:,} characters"
     if num_different > MANY_CHARACTERS:
-        return "learned_bpe", 4096, f"{num_different:,} different characters"
-    if num_characters > LONG_TRAINING_TEXT:
-        return "learned_bpe", 1024, f"{num_characters:,} characters"
-    return "char", num_different, f"only {num_characters:,} characters, {num_different} different"
+        return "learned_bpe", 4096, f"the texts have {num_different:,} different characters"
+    if num_training > LONG_TRAINING_TEXT:
+        return "learned_bpe", 1024, f"the training text has {num_training:,} characters"
+    return "char", num_different, f"the training text has only {num_training:,} characters"
 
 
 def sizes_for(

@@ -75,17 +75,27 @@ def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("num_characters", "num_different", "expected"),
+    ("num_training", "num_own", "num_different", "expected"),
     [
-        (100_000, 90, ("char", 90)),
-        (3_000_000, 90, ("learned_bpe", 1024)),
-        (100_000, 3000, ("learned_bpe", 4096)),
+        (100_000, 100_000, 90, ("char", 90, "the training text has only 100,000 characters")),
+        (
+            3_000_000,
+            100_000,
+            90,
+            ("learned_bpe", 1024, "the training text has 3,000,000 characters"),
+        ),
+        (
+            100_000,
+            100_000,
+            3000,
+            ("learned_bpe", 4096, "the texts have 3,000 different characters"),
+        ),
+        # Byte pairs would leave fewer than 25,000 tokens of it.
+        (2_100_000, 45_000, 90, ("char", 90, "--text has only 45,000 characters")),
     ],
 )
-def test_the_rule_for_tokens(num_characters, num_different, expected):
-    method, vocab_size, reason = choose_tokenization(num_characters, num_different)
-    assert (method, vocab_size) == expected
-    assert f"{num_characters:,}" in reason or f"{num_different:,}" in reason
+def test_the_rule_for_tokens(num_training, num_own, num_different, expected):
+    assert choose_tokenization(num_training, num_own, num_different) == expected
 
 
 def test_sizes_follow_the_length():
