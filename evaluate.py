@@ -108,7 +108,7 @@ def main() -> None:
             temperature = quality["temperature"]
             figures["quality"] = quality
             figures["passages"] = write_passages(completer, prompts, temperature, reward_model)
-            if quality["is_reached"] and Path(path).is_file():
+            if quality["is_reached"] and is_ours(path, settings.output_path):
                 save_temperature(path, temperature)
         if fresh_text is not None:
             completions = fresh_text.of_completions(completer)
@@ -247,6 +247,17 @@ def describe_quality(quality: dict[str, Any]) -> None:
     if natural["unknown_words"] is not None:
         unknown = format_figure(quality, "unknown_words", ".3f")
         print0(f"    unknown words {unknown}, natural text {natural['unknown_words']:.3f}")
+
+
+def is_ours(path: str, output_path: str | None) -> bool:
+    """Return whether a checkpoint is a file, and, with an output_path, next to that file.
+
+    Nothing is written into a folder from which the user only lends a model.
+    """
+    file = Path(path)
+    if output_path is None or not file.is_file():
+        return file.is_file()
+    return file.resolve().parent == Path(output_path).resolve().parent
 
 
 def save_temperature(path: str, temperature: float) -> None:
