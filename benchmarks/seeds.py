@@ -47,8 +47,8 @@ MODELS = (
 )
 POLICY = "base_model_v2"
 FIGURES = ("judge_loss", "unknown_words", "calibrated_loss", "fresh_reward", "temperature")
-# The 97.5% quantile of Student's t, by degrees of freedom
-T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 9: 2.262}
+# The 97.5% quantile of Student's t, for 1, 2, ... degrees of freedom
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass
