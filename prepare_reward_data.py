@@ -36,6 +36,7 @@ from tokenization_manager import TokenizationInfo, TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
 
+HASH_DIGITS = 12  # of the settings, in the name of the folder for unfinished work
 SHARD_TOKENS = 1 << 17  # tokens of a shard; 16 times as many on CUDA
 # Settings that determine the samples.
 IDENTITY = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
@@ -243,7 +244,7 @@ def main() -> None:
     output = Path(config.output_dir).resolve()
     # Each dataset has unfinished work of its own, so settings may change in between.
     unfinished = f"{output.name}.partial-"
-    partial = output.with_name(unfinished + hash_bytes(json.dumps(identity).encode())[:12])
+    partial = output.with_name(unfinished + hash_bytes(json.dumps(identity).encode())[:HASH_DIGITS])
     if ranks.rank == 0:
         lock_output(output, is_folder=True)
     if ranks.run_on_rank0(lambda: is_complete(output, identity, config.overwrite)):
@@ -281,7 +282,7 @@ def main() -> None:
     )
     shutil.rmtree(output, ignore_errors=True)
     os.replace(dataset, output)
-    for folder in output.parent.glob(f"{glob.escape(unfinished)}*"):
+    for folder in output.parent.glob(glob.escape(unfinished) + "[0-9a-f]" * HASH_DIGITS):
         shutil.rmtree(folder)
     print0(
         "\n=== Dataset Creation Complete ===\n"

@@ -467,11 +467,12 @@ def main() -> None:
 
     # stages
     ledger = Ledger(Path(loop.folder))
+    titles = corpus_titles(settings.text, settings.natural_text, datasets, config_path, words)
     ledger.start(
         {
             "settings": asdict(settings),
             "sources": sources,
-            "titles": corpus_titles(settings.text, settings.natural_text, datasets, config_path),
+            "titles": titles,
             "planned": [stage.name for stage in loop.stages()],
         }
     )

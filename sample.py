@@ -43,7 +43,7 @@ class SampleSettings(Settings):
     """length of each text after the start"""
     temperature: float | None = setting(None, minimum=0)
     """lower: safer; 0: always the likeliest token; None: from evaluate.py --samples, or 0.8"""
-    top_k: int | None = setting(200, minimum=1)
+    top_k: int | None = setting(None, minimum=1)
     """sample only from the k likeliest tokens; None: from all"""
     top_p: float | None = setting(None, above=0, maximum=1)
     """sample only from the likeliest tokens with this total probability; None: from all"""

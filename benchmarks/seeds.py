@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.files import write_json
 from common.process import run_main
-from common.settings import Settings, parse_settings, setting
+from common.settings import Errors, Settings, parse_settings, setting
 from reports.ledger import Ledger
 from reports.summary import evaluated_models
 
@@ -47,8 +47,8 @@ MODELS = (
 )
 POLICY = "base_model_v2"
 FIGURES = ("judge_loss", "unknown_words", "calibrated_loss", "fresh_reward", "temperature")
-# The 97.5% quantile of Student's t, by degrees of freedom
-T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 9: 2.262}
+# The 97.5% quantile of Student's t, for 1, 2, ... degrees of freedom
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass
@@ -65,6 +65,10 @@ class SeedsSettings(Settings):
     """runs at a time; more than one: with one thread each"""
     output_path: str | None = None
     """also write the figures of every model and seed here, as JSON"""
+
+    def check_settings(self, errors: Errors) -> None:
+        """Check that there is a seed."""
+        errors.check(len(self.seeds) > 0, "seeds is empty", "Give one or more, or leave it out")
 
 
 def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dict[str, Any]]:
@@ -87,20 +91,45 @@ def run_seed(settings: SeedsSettings, seed: int, parallel: int) -> dict[str, dic
     return {name: {figure: models[name][figure] for figure in FIGURES} for name in MODELS}
 
 
-def interval(values: list[float]) -> str:
-    """Return the mean of one value for each seed, and its 95% interval."""
-    mean = statistics.mean(values)
-    if len(values) - 1 not in T_QUANTILES:
+def interval(values: list[float | None]) -> str:
+    """Return the mean of one value for each seed, and its 95% interval.
+
+    Return "-" if a value is None: that model's text did not reach natural diversity.
+    """
+    measured = [value for value in values if value is not None]
+    if len(measured) < len(values):
+        return "-"
+    mean = statistics.mean(measured)
+    degrees = len(measured) - 1
+    if not 1 <= degrees <= len(T_QUANTILES):
         return f"{mean:.3f}"
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    half = T_QUANTILES[len(values) - 1] * error
+    error = statistics.stdev(measured) / math.sqrt(len(measured))
+    half = T_QUANTILES[degrees - 1] * error
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
 
 
-def share_of_way(models: dict[str, dict[str, Any]], figure: str) -> float:
+def subtract(value: float | None, other: float | None) -> float | None:
+    """Return value - other, or None if one of them is."""
+    if value is None or other is None:
+        return None
+    return value - other
+
+
+def format_difference(difference: float | None) -> str:
+    """Return a seed's difference with its sign, or "-"."""
+    if difference is None:
+        return "-"
+    return f"{difference:+.3f}"
+
+
+def share_of_way(models: dict[str, dict[str, Any]], figure: str) -> float | None:
     """Return the share of the gap from generator to natural model that the policy closes."""
     generator, policy, natural = (models[name][figure] for name in MODELS[:3])
-    return (generator - policy) / (generator - natural)
+    closed = subtract(generator, policy)
+    gap = subtract(generator, natural)
+    if closed is None or gap is None:
+        return None
+    return closed / gap
 
 
 def main() -> None:
@@ -124,10 +153,10 @@ def main() -> None:
         if name == POLICY:
             continue
         for figure in FIGURES[:4]:
-            differences = [
-                models[POLICY][figure] - models[name][figure] for models in results.values()
-            ]
-            per_seed = " ".join(f"{difference:+.3f}" for difference in differences)
+            differences = []
+            for models in results.values():
+                differences.append(subtract(models[POLICY][figure], models[name][figure]))
+            per_seed = " ".join(format_difference(difference) for difference in differences)
             print(f"{name}, {figure}: {interval(differences)}; seeds {per_seed}")
     for figure in ("judge_loss", "calibrated_loss"):
         shares = [share_of_way(models, figure) for models in results.values()]

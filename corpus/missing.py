@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.process import UserError, run_child
-from common.settings import read_config
-from corpus.encode import find_texts
+from common.settings import parse_settings, read_config
+from corpus.encode import ShakespeareSettings, find_texts
 from data_loader import dataset_folder
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -59,11 +59,12 @@ def corpus_titles(
     natural_text: Sequence[str],
     datasets: Mapping[str, str],
     config_path: str | None,
+    words: Mapping[str, Sequence[str]],
 ) -> dict[str, list[str]]:
     """Return the titles of the training texts of each of `datasets`.
 
-    They are names of files in the user's texts, or the documents that the settings file names for
-    its corpus. A corpus of unknown texts has its own name.
+    They are names of files in the user's texts, or the documents that prepare.py gets for the
+    corpus that the settings file names. A corpus of unknown texts has its own name.
     """
     contents = {}
     if config_path:
@@ -73,7 +74,16 @@ def corpus_titles(
     for section, name in CORPORA.items():
         found = [path.stem for path in find_texts(texts[name]).values()]
         if not found and contents.get("run_cycles", {}).get(name) == datasets[name]:
-            documents = contents.get(section, {}).get("train_documents", ())
-            found = [string.capwords(title) for title in documents]
+            options = [f"--config={config_path}", f"--section={section}", *words.get(section, ())]
+            found = [string.capwords(title) for title in training_documents(options)]
         titles[name] = found or [Path(datasets[name]).name]
     return titles
+
+
+def training_documents(options: list[str]) -> tuple[str, ...]:
+    """Return the train_documents of the Shakespeare prepare.py's options, () for another script."""
+    try:
+        settings = parse_settings(ShakespeareSettings, "prepare", options, check=False)
+    except UserError:
+        return ()
+    return settings.train_documents

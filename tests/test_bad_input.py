@@ -60,12 +60,14 @@ def good(tmp_path, commands):
 
 
 @pytest.mark.parametrize("script", OUTPUT_OPTION)
-def test_a_wrong_device_name_or_output_is_refused(script, good, tmp_path):
+def test_a_wrong_device_name_or_output_is_refused(script, good, tmp_path, monkeypatch):
+    """The output, before train_grpo.py measures the gate."""
+    monkeypatch.setattr("train_grpo.skill_on_policy", pytest.fail)
     (tmp_path / "file").write_text("mine")
     options = good[script]
     assert "device='cuda:99'" in refuse(script, **{**options, "device": "cuda:99"})
     assert "no_such_option" in refuse_in_one_line(script, **options, no_such_option=1)
-    options[OUTPUT_OPTION[script]] = tmp_path / "file" / "out"
+    options[OUTPUT_OPTION[script]] = tmp_path / "file" / "out.pt"
     assert str(tmp_path / "file") in refuse_in_one_line(script, **options)
     assert [*folder_bytes(tmp_path)] == ["file"]
 
@@ -75,8 +77,8 @@ def test_a_wrong_device_name_or_output_is_refused(script, good, tmp_path):
     [
         ("train", {"dropout": 1.0, "n_head": 0, "checkpoint_name": "a/b"}),
         ("prepare_reward_data", {"train_split": 1.0, "temperature": "nan"}),
-        ("train_reward_model", {"unfreeze_layers": -2, "patience": 0}),
-        ("train_grpo", {"group_size": 0, "beta": "nan", "reward_threshold": 1.5}),
+        ("train_reward_model", {"unfreeze_layers": -2, "patience": 0, "output_path": "a.jsonl"}),
+        ("train_grpo", {"beta": "nan", "reward_threshold": 1.5, "output_path": "policy.png"}),
         ("evaluate", {"samples": 1, "checkpoints": ["nowhere.pt"]}),
         ("sample", {"temperature": "inf", "top_p": 0.0, "max_new_tokens": -1}),
         ("run_cycles", {"num_cycles": 0, "perplexity_patience": 0}),

@@ -300,3 +300,10 @@ def test_every_logged_figure_and_metadata_key_is_defined(ran):
     assert {re.sub("_(low|high)$", "", name) for name in logged} <= defined | {"kept", "start"}
     dataset = RewardDataset(ran / "out/by_hand/reward_data_v1")
     assert dataset.metadata.keys() | dataset.get_stats().keys() <= defined
+
+
+def test_a_dataset_has_the_metadata_keys_of_the_reference(reward_data):
+    table = page_text(REFERENCE).partition("| metadata key |")[2].partition("\n\n")[0]
+    keys = {key for row in table.splitlines() for key in re.findall(r"`(\w+)`", row.split("|")[1])}
+    left_out = {"top_k", "max_blocks"}  # None
+    assert keys - left_out <= RewardDataset(reward_data, "train").metadata.keys()

@@ -16,7 +16,7 @@ from common.files import read_json
 from corpus import corpus as corpus_module
 from corpus.corpus import open_corpus
 from data_loader import WholeSplitBatches, validation_part
-from evaluate import calculate_perplexity
+from evaluate import calculate_perplexity, is_ours, save_temperature
 from losses import text_log_probs
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
@@ -109,6 +109,19 @@ def test_quality_of_text_and_passages_with_their_p_natural(
     assert not lent.with_suffix(".sampling.json").exists()
     succeed("evaluate", **options, device="cpu")
     assert lent.with_suffix(".sampling.json").exists()
+
+
+def test_a_temperature_is_written_only_beside_models_of_the_run(tmp_path, generator):
+    own = Path(shutil.copy(generator, tmp_path / "own.pt"))
+    lent = tmp_path / "elsewhere/lent.pt"
+    lent.parent.mkdir()
+    lent.touch()
+    output = str(tmp_path / "figures.json")
+    assert is_ours(str(own), output) and not is_ours(str(lent), output)
+    assert is_ours(str(lent), None) and not is_ours("gpt2", None)
+    save_temperature(str(own), 0.75)
+    expected = {"sha256": hash_model(own), "temperature": 0.75}
+    assert read_json(tmp_path / "own.sampling.json") == expected
 
 
 def test_the_test_split_is_for_models_of_the_same_split_alone(tmp_path, corpus, generator):

@@ -215,6 +215,8 @@ def test_a_natural_model_that_is_hardly_better_comes_first():
     line = headline(make_ledger(natural_model_v1=figures_of_natural))[0]
     assert line.startswith("Expect little gain: the natural model's loss, 1.91 nats per char")
     assert "the generator's, 2.00. " in line and "--natural_text" in line
+    earlier = make_ledger(natural_model_v1=figures_of_natural, base_model_v1={"select_loss": 2.0})
+    assert len(headline(earlier)) == 4  # a record of a version without characters_per_token
 
 
 @pytest.mark.parametrize(

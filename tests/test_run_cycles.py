@@ -382,13 +382,33 @@ def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):
 def test_titles_of_documents_of_the_users_texts_and_of_unknown_texts(tmp_path):
     config = str(ROOT / "config/shakespeare_library_cpu.py")
     names = {"dataset": "shakespeare_play_char", "natural_dataset": "shakespeare_library_char"}
-    titles = missing.corpus_titles((), (), names, config)
+    titles = missing.corpus_titles((), (), names, config, {})
     assert titles["dataset"] == ["Twelfth Night"]
     assert "All's Well" in titles["natural_dataset"] and len(titles["natural_dataset"]) == 28
     (tmp_path / "my novel.txt").write_text("Once.")
     names["natural_dataset"] = "data/other"
-    titles = missing.corpus_titles([str(tmp_path)], (), names, config)
+    titles = missing.corpus_titles([str(tmp_path)], (), names, config, {})
     assert titles == {"dataset": ["my novel"], "natural_dataset": ["other"]}
+
+
+@pytest.mark.parametrize(
+    ("section", "words", "titles"),
+    [
+        ("dict(train_documents='HAMLET')", [], ["Hamlet"]),
+        (
+            "dict(train_documents='HAMLET')",
+            ["--train_documents", "MACBETH", "lear"],
+            ["Macbeth", "Lear"],
+        ),
+        ("dict(of_another_script=1)", [], ["mine"]),
+    ],
+)
+def test_titles_are_those_that_prepare_gets(tmp_path, section, words, titles):
+    config = tmp_path / "config.py"
+    config.write_text(f"prepare = {section}\nrun_cycles = dict(dataset='mine')")
+    names = {"dataset": "mine", "natural_dataset": "mine"}
+    found = missing.corpus_titles((), (), names, str(config), {"prepare": words})
+    assert found["dataset"] == titles
 
 
 def test_options_that_the_run_sets_itself_are_refused(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import TINY_MODEL, call, make_checkpoint, refuse, refuse_in_one_line, succeed, weights
 
+from sample import SampleSettings
 from training.lineage import hash_model
 
 
@@ -45,6 +46,8 @@ def test_greedy_text_is_the_likeliest_whatever_the_seed(generator):
 
 
 def test_the_temperature_is_that_of_the_checkpoint_or_the_default(tmp_path, generator):
+    """Of all tokens, as evaluate.py samples to find it."""
+    assert SampleSettings.top_k is None
     path = Path(shutil.copy(generator, tmp_path / "model.pt"))
     options = {"checkpoint_path": path, "max_new_tokens": 5, "num_samples": 1, "device": "cpu"}
     saved = path.with_suffix(".sampling.json")
