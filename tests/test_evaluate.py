@@ -20,6 +20,7 @@ from evaluate import calculate_perplexity, is_ours, save_temperature
 from losses import text_log_probs
 from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
+from training.lineage import hash_model
 
 
 def evaluate(tmp_path, **options) -> dict:
