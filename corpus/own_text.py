@@ -26,12 +26,17 @@ OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library
 LONG_TEXT = 1_000_000  # tokens; a model does not memorise a longer text and needs no dropout
 LARGE_VOCABULARY = 1000
 # The rule for the tokens of a text.
-MANY_CHARACTERS = 1000  # different ones
-LONG_TRAINING_TEXT = 2_000_000  # characters
+ASCII_CHARACTERS = 100  # different ones in a text without others
+FEWEST_LEARNED = 320  # tokens: the 256 bytes and 64 pairs
+MOST_LEARNED = 4096
+CHARACTERS_OF_PAIRS = 1.5  # about: characters of a token with so few pairs
 MIN_TOKENS = 25_000  # enough blocks for the gate
-CHARACTERS_OF_PAIRS = 2.5  # about: characters per token of learned byte pairs
 MIN_TEST_CHARACTERS = 160_010  # enough for the intervals of the test text's losses
-FULL_LENGTH = 100_000  # tokens; shorter texts get fewer steps and shorter blocks
+# Sizes: those of the default, whose play has DEFAULT_TOKENS; the short contexts divide both blocks.
+DEFAULT_TOKENS = 80_000
+SHORT_TEXT = 50_000  # tokens
+BLOCK_SIZE = 80
+SHORT_BLOCK_SIZE = 48
 
 
 def make_corpora(
@@ -77,8 +82,8 @@ def make_corpora(
         held_out = [("val", tenth), ("test", tenth)]
         if tokenizer is None:
             chars = characters_of(texts)
-            method, vocab_size, reason = choose_tokenization(before + train, size, len(chars))
-            print(f"tokens: {method}, because {reason}")
+            method, vocab_size, reason = choose_tokenization(size, len(chars))
+            print(f"tokens: {method}, {vocab_size} ids, because {reason}")
             segments = [("train", before + train), ("", 2 * tenth)]
             tokenizer = make_tokenizer(texts, segments, method, vocab_size)
         prepare_texts(texts, folder, tokenizer, [("", before), ("train", train), *held_out])
@@ -95,24 +100,19 @@ def make_corpora(
     return folder, natural_folder, num_tokens
 
 
-def choose_tokenization(
-    num_training: int, num_own: int, num_different: int
-) -> tuple[str, int, str]:
+def choose_tokenization(num_own: int, num_different: int) -> tuple[str, int, str]:
     """Return the method and the vocabulary size for a text, and the reason in words.
 
-    num_training: characters of the training text, natural texts included. num_own: characters of
-    `text`, all parts. num_different: number of different characters in all texts. Learned byte
-    pairs pay off in a long text, and in a script of so many characters that most of them are rare;
-    but they would leave a short text too few tokens. The vocabulary size has no meaning for
-    characters.
+    num_own: characters of `text`, all parts. num_different: number of different characters in all
+    texts. A few byte pairs make better text than characters or many pairs in the same seconds
+    (docs/results.md), but characters beyond ASCII, of two or three bytes, need pairs of their own.
+    A short text has too few tokens as pairs. For characters the size has no meaning.
     """
     if num_own < MIN_TOKENS * CHARACTERS_OF_PAIRS:
         return "char", num_different, f"--text has only {num_own:,} characters"
-    if num_different > MANY_CHARACTERS:
-        return "learned_bpe", 4096, f"the texts have {num_different:,} different characters"
-    if num_training > LONG_TRAINING_TEXT:
-        return "learned_bpe", 1024, f"the training text has {num_training:,} characters"
-    return "char", num_different, f"the training text has only {num_training:,} characters"
+    num_beyond_ascii = max(0, num_different - ASCII_CHARACTERS)
+    vocab_size = min(MOST_LEARNED, FEWEST_LEARNED + 2 * num_beyond_ascii)
+    return "learned_bpe", vocab_size, f"the texts have {num_different:,} different characters"
 
 
 def sizes_for(
@@ -121,21 +121,19 @@ def sizes_for(
     """Return options for a text of `num_tokens`, by section of the settings file OWN_TEXT.
 
     Short texts get fewer steps, because a model memorises them soon; so do large vocabularies,
-    because their steps take longer. `has_natural`: the natural model has read other texts.
+    because their steps take longer. `has_natural`: the natural model has read other texts. If not,
+    it is larger than the generator and learns longer, to know more of the same text.
     `longest`: block size of an existing natural model, which then is not trained.
     """
-    share = min(1.0, num_tokens / FULL_LENGTH)
-    block_size = 128
-    if num_tokens < FULL_LENGTH // 2:
-        block_size = 32
-    elif num_tokens < FULL_LENGTH:
-        block_size = 64
-    max_iters = {"train": 4000 * share, "control_plain": 10_000 * share, "natural_model": 1200.0}
-    if num_tokens > LONG_TEXT or not has_natural:  # evaluations or the natural model take longer
-        max_iters["control_plain"] = 9000 * share
-        max_iters["natural_model"] = 1100.0
+    block_size = BLOCK_SIZE
+    if num_tokens < SHORT_TEXT:
+        block_size = SHORT_BLOCK_SIZE
+    max_iters = {"train": 600.0, "natural_model": 1300.0, "control_plain": 2700.0}
+    shape: list[str] = []
     if not has_natural:
-        max_iters["natural_model"] *= share
+        max_iters["control_plain"] = 6000.0
+        shape = ["--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.1"]
+    max_iters["train"] *= min(2.0, max(0.5, num_tokens / DEFAULT_TOKENS))
     if longest is not None:
         block_size = min(block_size, longest)
         del max_iters["natural_model"]
@@ -145,12 +143,12 @@ def sizes_for(
             steps /= 2
         options[section] = [
             f"--block_size={block_size}",
-            f"--batch_size={2048 // block_size}",  # the same number of tokens in every step
+            f"--batch_size={2048 // block_size}",  # about the same number of tokens in every step
             f"--max_iters={round(steps)}",
         ]
+    if longest is None:
+        options["natural_model"] += shape
     if num_tokens > LONG_TEXT:
         options["train"].append("--dropout=0.0")
         options["control_plain"].append("--dropout=0.0")
-    elif not has_natural:
-        options["natural_model"].append("--dropout=0.2")
     return options

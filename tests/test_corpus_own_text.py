@@ -75,37 +75,28 @@ def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("num_training", "num_own", "num_different", "expected"),
+    ("num_own", "num_different", "expected"),
     [
-        (100_000, 100_000, 90, ("char", 90, "the training text has only 100,000 characters")),
-        (
-            3_000_000,
-            100_000,
-            90,
-            ("learned_bpe", 1024, "the training text has 3,000,000 characters"),
-        ),
-        (
-            100_000,
-            100_000,
-            3000,
-            ("learned_bpe", 4096, "the texts have 3,000 different characters"),
-        ),
+        (100_000, 90, ("learned_bpe", 320, "the texts have 90 different characters")),
+        (100_000, 165, ("learned_bpe", 450, "the texts have 165 different characters")),
+        (100_000, 3000, ("learned_bpe", 4096, "the texts have 3,000 different characters")),
         # Byte pairs would leave fewer than 25,000 tokens of it.
-        (2_100_000, 45_000, 90, ("char", 90, "--text has only 45,000 characters")),
+        (35_000, 90, ("char", 90, "--text has only 35,000 characters")),
     ],
 )
-def test_the_rule_for_tokens(num_training, num_own, num_different, expected):
-    assert choose_tokenization(num_training, num_own, num_different) == expected
+def test_the_rule_for_tokens(num_own, num_different, expected):
+    assert choose_tokenization(num_own, num_different) == expected
 
 
 def test_sizes_follow_the_length():
     short = sizes_for(30_000, 90, True)
-    long = sizes_for(2_000_000, 5000, False)
-    assert short["train"] == ["--block_size=32", "--batch_size=64", "--max_iters=1200"]
-    assert short["control_plain"][-1] == "--max_iters=3000"
-    assert long["control_plain"][-1] == "--dropout=0.0"
-    assert long["natural_model"] == ["--block_size=128", "--batch_size=16", "--max_iters=550"]
-    assert sizes_for(60_000, 90, False)["natural_model"][-1] == "--dropout=0.2"
+    long = sizes_for(2_000_000, 4096, False)
+    assert short["train"] == ["--block_size=48", "--batch_size=42", "--max_iters=300"]
+    assert short["natural_model"][-1] == "--max_iters=1300"
+    assert sizes_for(80_000, 320, True)["train"][-1] == "--max_iters=600"
+    assert long["control_plain"][-2:] == ["--max_iters=3000", "--dropout=0.0"]
+    assert long["natural_model"][2:4] == ["--max_iters=650", "--n_layer=4"]
+    assert "natural_model" not in sizes_for(80_000, 320, True, longest=64)
 
 
 def test_settings_of_stages():

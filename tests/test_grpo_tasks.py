@@ -13,6 +13,7 @@ import train_grpo
 from common.log import read_records
 from corpus.corpus import Corpus
 from grpo import stopping
+from grpo.settings import GRPOSettings, resolve
 from losses import token_log_probs
 from reward.scorer import Scores
 from tokenization_manager import TokenizationManager
@@ -162,3 +163,21 @@ def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):
     )
     assert len(steps) == 1 and steps[0]["updates"] == 2
     assert "cap: kl_step" in torch.load(tmp_path / "policy.pt")["training"]["stop_reason"]
+
+
+@pytest.mark.parametrize(
+    ("is_ratio", "knows_tokens", "options", "credit"),
+    [
+        (True, True, {}, "exact"),
+        (True, True, {"group_size": 1, "kl": "forward", "prefixes": "natural"}, "exact"),
+        (True, True, {"reward_function": "mine.py:score", "beta": 0.1}, "token"),
+        (True, True, {"reward": "natural"}, "token"),
+        (True, True, {"credit": "token", "epsilon": 0.1}, "token"),
+        (False, True, {}, "token"),
+        (False, False, {}, "sequence"),
+        (False, False, {"reward_model_path": None, "reward_function": "mine.py:score"}, "auto"),
+    ],
+)
+def test_auto_is_the_credit_of_least_variance(is_ratio, knows_tokens, options, credit):
+    settings = GRPOSettings(**{"reward_model_path": "reward.pt", **options})
+    assert resolve(settings, is_ratio, knows_tokens).credit == credit

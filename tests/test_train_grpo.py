@@ -37,7 +37,7 @@ from grpo import stopping
 from grpo import update as update_module
 from grpo.rewards import compute_advantages, step_figures
 from grpo.rollouts import Rollouts, sample
-from grpo.settings import GRPOSettings, resolve
+from grpo.settings import GRPOSettings
 from grpo.update import Updater
 from losses import token_log_probs
 from model import GPT, GPTConfig
@@ -171,24 +171,6 @@ def test_what_the_head_does_not_know_is_refused_with_the_way_out(good, reward_mo
         assert f"credit={credit}: {reward_model} " in line and "likelihood head" in line
     for option in ({"prefixes": "natural"}, {"group_size": 1}):
         assert "credit=sequence, which" in refuse_in_one_line("train_grpo", **{**last, **option})
-
-
-@pytest.mark.parametrize(
-    ("is_ratio", "knows_tokens", "options", "credit"),
-    [
-        (True, True, {}, "exact"),
-        (True, True, {"group_size": 1, "kl": "forward", "prefixes": "natural"}, "exact"),
-        (True, True, {"reward_function": "mine.py:score", "beta": 0.1}, "token"),
-        (True, True, {"reward": "natural"}, "token"),
-        (True, True, {"credit": "token", "epsilon": 0.1}, "token"),
-        (False, True, {}, "token"),
-        (False, False, {}, "sequence"),
-        (False, False, {"reward_model_path": None, "reward_function": "mine.py:score"}, "auto"),
-    ],
-)
-def test_auto_is_the_credit_of_least_variance(is_ratio, knows_tokens, options, credit):
-    settings = GRPOSettings(**{"reward_model_path": "reward.pt", **options})
-    assert resolve(settings, is_ratio, knows_tokens).credit == credit
 
 
 def test_options_of_sampled_tokens_name_the_credit_that_they_need(good):
