@@ -80,7 +80,7 @@ train = dict(
     warmup_iters=3,
     lr_schedule="cooldown",
     keep="calibrated_loss",
-    eval_interval=120,
+    eval_interval=300,
 )
 
 natural_model = dict(
@@ -100,7 +100,7 @@ natural_model = dict(
     warmup_iters=3,
     lr_schedule="cooldown",
     keep="calibrated_loss",
-    eval_interval=250,
+    eval_interval=625,
     seed=1338,
 )
 
@@ -123,7 +123,7 @@ train_grpo = dict(
     learning_rate=8e-3,
     lr_schedule="linear",
     reward_threshold=1.0,
-    eval_interval=26,
+    eval_interval=43,
 )
 
 # The controls, which the policy is compared with. First, the generator's recipe from new weights,
@@ -146,7 +146,7 @@ control_plain = dict(
     warmup_iters=3,
     lr_schedule="cooldown",
     keep="calibrated_loss",
-    eval_interval=300,
+    eval_interval=540,
 )
 
 # Second, GRPO of sampled tokens in the seconds of the policy: groups of 8 completions.

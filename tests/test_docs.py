@@ -159,7 +159,7 @@ def make_folder(folder: Path) -> Path:
         text = re.sub(
             r"^prepare\w* = dict\(\n.*?^\)\n", "", path.read_text(), flags=re.DOTALL | re.MULTILINE
         )
-        target.write_text(re.sub("shakespeare_(play|library)_char", "shakespeare_char", text))
+        target.write_text(re.sub('"shakespeare_(play|library)"', '"shakespeare_char"', text))
     lines = make_text(1500)
     text = lines[: len(lines) // 2] + CHARACTERS + lines[len(lines) // 2 :]
     (folder / "other_novels").mkdir()

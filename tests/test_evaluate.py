@@ -103,13 +103,6 @@ def test_quality_of_text_and_passages_with_their_p_natural(
     again = evaluate(tmp_path, **options)[str(models[1])]
     assert again["quality"] == much["quality"]
     assert {share for _, share in again["passages"][0]["completion"]} == {None}
-    (tmp_path / "elsewhere").mkdir()
-    lent = Path(shutil.move(models[1], tmp_path / "elsewhere"))
-    options["checkpoints"] = [lent]
-    evaluate(tmp_path, **options)
-    assert not lent.with_suffix(".sampling.json").exists()
-    succeed("evaluate", **options, device="cpu")
-    assert lent.with_suffix(".sampling.json").exists()
 
 
 def test_a_temperature_is_written_only_beside_models_of_the_run(tmp_path, generator):
