@@ -64,13 +64,12 @@ def test_texts_that_cannot_serve_are_refused(texts, tmp_path):
 
 def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path, monkeypatch):
     own, other = map(str, texts)
-    monkeypatch.setattr(own_text, "LONG_TRAINING_TEXT", 20_000)
     monkeypatch.setattr(own_text, "MIN_TOKENS", 1000)
     folder, library, _ = make_corpora([own], [other], None, tmp_path)
     source = (folder / "tokenizer.json").read_bytes()
     assert source == (library / "tokenizer.json").read_bytes()
     segments = [("train", len(texts[1].read_text()) + 1 + 24_000), ("", 6000)]
-    expected = make_tokenizer(texts[::-1], segments, "learned_bpe", 1024)
+    expected = make_tokenizer(texts[::-1], segments, "learned_bpe", 320)
     assert source.decode() == expected.to_tokenizer_json()
 
 

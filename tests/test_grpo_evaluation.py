@@ -191,7 +191,7 @@ def stops_after(
     """The stops, with windows of four steps, after so many steps and perhaps an evaluation."""
     stops = Stops(4, threshold, has_reward_model, characters_per_token)
     stops.start({"select_loss": 2.0})
-    name = "reward" if has_reward_model else "total_reward"
+    name = "reward" if has_reward_model else "function_reward"
     for reward in rewards:
         stops.step({name: reward, "objective": reward, "kl_start": figures.get("kl_start", 0.0)})
     if figures:

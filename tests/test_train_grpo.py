@@ -98,12 +98,6 @@ def test_an_unpredictive_reward_model_is_refused_unless_allowed(good, tmp_path, 
     assert settings["reward"] == "natural" and f"Reward: {path} (natural)" in finished.out
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_gate(good, monkeypatch):
-    monkeypatch.setattr(train_grpo, "skill_on_policy", pytest.fail)
-    good["output_path"].mkdir(parents=True)
-    assert "is not a file: choose another output" in refuse_in_one_line("train_grpo", **good)
-
-
 @pytest.mark.parametrize("model", ["predictive_reward_model", "reward_model"])
 def test_a_gate_path_measures_and_trains_nothing(request, good, tmp_path, model):
     path = tmp_path / "gate.json"
@@ -143,7 +137,6 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
             {**EXACT, "prefixes": "natural", "reward_threshold": 0.5},
             ["reward_threshold=0.5", "prefixes=natural"],
         ),
-        ({"output_path": "policy.png"}, ["output_path=policy.png", "must end in .pt"]),
         ({"reward_model_path": None}, ["reward_model_path is required", "--reward_function"]),
         (
             {
