@@ -257,7 +257,7 @@ def is_ours(path: str, output_path: str | None) -> bool:
     file = Path(path)
     if output_path is None or not file.is_file():
         return file.is_file()
-    return file.resolve().parent == Path(output_path).resolve().parent
+    return file.parent.samefile(Path(output_path).parent)
 
 
 def save_temperature(path: str, temperature: float) -> None:
