@@ -211,8 +211,8 @@ def load_text_quality(
     """Return the measure of text quality for models with a context of `length` tokens, and the
     prompts of the passages that are shown.
 
-    The select part decides the temperatures. Figures and passages are of the report part, or of
-    the tokens (n,) of another split.
+    All are of the report part, or of the tokens (n,) of another split: parts of a text can differ
+    in their diversity.
     """
     natural = corpus
     if settings.word_dataset is not None:
@@ -220,15 +220,14 @@ def load_text_quality(
     library = natural.tokenizer.decode(natural.train[:MAX_CHARACTERS])[:MAX_CHARACTERS]
     if settings.split == "val":
         tokens = validation_part(corpus.val, length, "report")
-    select = validation_part(corpus.val, length, "select")
     num_samples = settings.samples
     assert num_samples is not None
     num_swept = min(SWEEP_SAMPLES, num_samples)
     tokenizer = corpus.tokenizer
-    swept = Continuations(tokenizer, select, length, num_swept, PROMPT_SHARE)
+    sweep = Continuations(tokenizer, tokens, length, num_swept, PROMPT_SHARE)
     report = Continuations(tokenizer, tokens, length, num_samples, PROMPT_SHARE)
     passages = Continuations(tokenizer, tokens, length, NUM_PASSAGES, PASSAGE_PROMPT_SHARE)
-    return TextQuality(library, swept, report), passages
+    return TextQuality(library, sweep, report), passages
 
 
 def describe_quality(quality: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from metrics.judge import Judge
 from metrics.samples import count_unknown, words_of
 from tokenization_manager import TokenizationManager
 
-TEMPERATURES = (0.6, 0.75, 0.9, 1.05, 1.2, 1.4)
+TEMPERATURES = (0.45, 0.6, 0.75, 0.9, 1.05, 1.25)
 SEED = 42  # of samples and intervals
 # The share of natural text's pairs that are counted at a time. Generated text may have fewer words.
 PAIRS_SHARE = 0.5
@@ -130,17 +130,16 @@ class DistinctPairs:
 class TextQuality:
     """Compares generated text with natural text: diversity, a judge's loss and unknown words.
 
-    library: the natural texts that the judge and the known words come from. select, report: what
-    models continue for the choice of the temperature, and for the figures.
+    library: the natural texts that the judge and the known words come from. sweep, report: rows of
+    one text that models continue for the choice of the temperature, and for the figures.
     """
 
-    def __init__(self, library: str, select: Continuations, report: Continuations) -> None:
+    def __init__(self, library: str, sweep: Continuations, report: Continuations) -> None:
         self.judge = Judge(library)
         self.known_words = frozenset(words_of(library))
-        self.select = select
+        self.sweep = sweep
         self.report = report
-        self.distinct_pairs = DistinctPairs(select.natural)
-        self.natural_select = self.figures(select.natural, select.prompts[:: select.spacing])
+        self.distinct_pairs = DistinctPairs(sweep.natural)
         self.natural = self.figures(report.natural, report.prompts[:: report.spacing])
 
     def figures(self, texts: Sequence[str], prompts: Sequence[str]) -> dict[str, Any]:
@@ -175,13 +174,13 @@ class TextQuality:
         has the same samples several times.
         """
         swept = [
-            self.select.texts(self.select.complete(completer, temperature))
+            self.sweep.texts(self.sweep.complete(completer, temperature))
             for temperature in TEMPERATURES
         ]
         sweep = []
         for temperature, texts in zip(TEMPERATURES, swept, strict=True):
-            sweep.append({"temperature": temperature, **self.figures(texts, self.select.prompts)})
-        target = self.natural_select["distinct_pairs"]
+            sweep.append({"temperature": temperature, **self.figures(texts, self.sweep.prompts)})
+        target = self.natural["distinct_pairs"]
         diversity = [point["distinct_pairs"] for point in sweep]
         temperature = temperature_at(target, diversity)
         error = self.temperature_error(swept, target)
@@ -210,7 +209,6 @@ class TextQuality:
             "judge_by_sample": losses.tolist(),
             "sweep": sweep,
             "natural": self.natural,
-            "natural_select": self.natural_select,
         }
 
     def temperature_error(self, swept: Sequence[Sequence[str]], target: float) -> float:

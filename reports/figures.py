@@ -144,7 +144,7 @@ def quality_picture(models: Mapping[str, Mapping[str, Any]]) -> Any:
         pairs = [point["distinct_pairs"] for point in points]
         losses = [point["judge_loss"] for point in points]
         axes.plot(pairs, losses, ".-", color=colour, label=label)
-        natural = quality["natural_select"]  # of the text that the sweep's prompts are from
+        natural = quality["natural"]
     if natural is None:
         return None
     place = (natural["distinct_pairs"], natural["judge_loss"])

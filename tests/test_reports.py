@@ -55,7 +55,6 @@ def evaluated(
         "unknown_words_high": unknown and unknown + 0.01,
         "sweep": [{"distinct_pairs": pairs, "judge_loss": judge} for pairs in (0.8, 0.9)],
         "natural": {"distinct_pairs": 0.861, "judge_loss": 1.811, "unknown_words": 0.046},
-        "natural_select": {"distinct_pairs": 0.87, "judge_loss": 1.79, "unknown_words": 0.04},
     }
     return {
         "characters_per_token": CHARACTERS,
