@@ -76,7 +76,7 @@ DIGITS = str.maketrans("0123456789", "abcdefghij")
 
 @pytest.mark.parametrize(("share", "is_reached"), [(0.5, True), (0.95, False), (0.1, False)])
 def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
-    natural = words(np.random.default_rng(1).random(4000), share)
+    natural = words(np.random.default_rng(1).random(20_000), share)
     tokenizer = TokenizationManager.from_text("abcdefghijklmnopqrstuvwxyz ")
     tokens = tokenizer.encode(natural)
     select, report = (
