@@ -56,10 +56,10 @@ def widened(name: str, figures: dict[str, Any], error: float) -> dict[str, Any]:
     """Widen a figure's 95% interval by an independent standard error."""
     if figures[f"{name}_low"] is None:
         return figures
+    value = figures[name]
     wider = dict(figures)
-    for end in (f"{name}_low", f"{name}_high"):
-        distance = figures[end] - figures[name]
-        wider[end] = figures[name] + math.copysign(math.hypot(distance, 1.96 * error), distance)
+    wider[f"{name}_low"] = value - math.hypot(value - figures[f"{name}_low"], 1.96 * error)
+    wider[f"{name}_high"] = value + math.hypot(figures[f"{name}_high"] - value, 1.96 * error)
     return wider
 
 

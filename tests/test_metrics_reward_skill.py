@@ -57,6 +57,8 @@ def test_another_error_widens_an_interval():
     figures = {"x": 1.0, "x_low": -2.0, "x_high": 4.0}
     wider = widened("x", figures, 4 / 1.96)
     assert wider == pytest.approx({"x": 1.0, "x_low": -4.0, "x_high": 6.0})
+    same = widened("x", {"x": 0.0, "x_low": 0.0, "x_high": 0.0}, 1.0)
+    assert same["x_low"] == -1.96 and same["x_high"] == 1.96
     none = {"x": 1.0, "x_low": None, "x_high": None}
     assert widened("x", none, 1.0) == none
 

@@ -105,7 +105,9 @@ def test_the_temperature_is_that_of_natural_diversity(share, is_reached):
 
 def test_the_temperature_of_a_share_by_hand():
     rising = [0.1, 0.2, 0.4, 0.4, 0.3, 0.8]  # the fall counts as chance, of equals the first
-    assert temperature_at(0.3, rising) == pytest.approx(np.interp(0.3, [0.2, 0.4], TEMPERATURES[1:3]))
+    assert temperature_at(0.3, rising) == pytest.approx(
+        np.interp(0.3, [0.2, 0.4], TEMPERATURES[1:3])
+    )
     assert temperature_at(0.4, rising) == TEMPERATURES[2]
     assert temperature_at(1.0, [1.0] * 6) == TEMPERATURES[0]
 
