@@ -147,7 +147,7 @@ def train(
             "settings": settings_of_model(settings, model.config),
             **losses,
         }
-        if context > best.figures.get("context", 0):
+        if context > best.figures.get("context", context):
             # Losses at shorter contexts are higher: no evaluation is compared with them.
             best.value = math.inf
             stopping.best = math.inf

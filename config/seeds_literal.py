@@ -24,6 +24,7 @@ train_grpo = dict(
     updates_per_step=1,
     optimizer="adamw",
     max_steps=80,
+    eval_interval=20,
     learning_rate=5e-4,
     lr_schedule="constant",
     beta=0.04,

@@ -26,10 +26,9 @@ OWN_TEXT = str(Path(__file__).resolve().parents[1] / "config/shakespeare_library
 LONG_TEXT = 1_000_000  # tokens; a model does not memorise a longer text and needs no dropout
 LARGE_VOCABULARY = 1000
 # The rule for the tokens of a text.
-ASCII_CHARACTERS = 100  # different ones in a text without others
 FEWEST_LEARNED = 320  # tokens: the 256 bytes and 64 pairs
 MOST_LEARNED = 4096
-CHARACTERS_OF_PAIRS = 1.5  # about: characters of a token with so few pairs
+CHARACTERS_OF_PAIRS = 2.0  # at most: characters of a token with so few pairs
 MIN_TOKENS = 25_000  # enough blocks for the gate
 MIN_TEST_CHARACTERS = 160_010  # enough for the intervals of the test text's losses
 # Sizes: those of the default, whose play has DEFAULT_TOKENS; the short contexts divide both blocks.
@@ -82,7 +81,7 @@ def make_corpora(
         held_out = [("val", tenth), ("test", tenth)]
         if tokenizer is None:
             chars = characters_of(texts)
-            method, vocab_size, reason = choose_tokenization(size, len(chars))
+            method, vocab_size, reason = choose_tokenization(size, set(chars))
             print(f"tokens: {method}, {vocab_size} ids, because {reason}")
             segments = [("train", before + train), ("", 2 * tenth)]
             tokenizer = make_tokenizer(texts, segments, method, vocab_size)
@@ -100,19 +99,19 @@ def make_corpora(
     return folder, natural_folder, num_tokens
 
 
-def choose_tokenization(num_own: int, num_different: int) -> tuple[str, int, str]:
+def choose_tokenization(num_own: int, chars: set[str]) -> tuple[str, int, str]:
     """Return the method and the vocabulary size for a text, and the reason in words.
 
-    num_own: characters of `text`, all parts. num_different: number of different characters in all
-    texts. A few byte pairs make better text than characters or many pairs in the same seconds
-    (docs/results.md), but characters beyond ASCII, of two or three bytes, need pairs of their own.
-    A short text has too few tokens as pairs. For characters the size has no meaning.
+    num_own: characters of `text`, all parts. chars: the different characters of all texts. A few
+    byte pairs make better text than characters or many pairs in the same seconds (docs/results.md),
+    but characters beyond ASCII, of two or three bytes, need pairs of their own. A short text has
+    too few tokens as pairs. For characters the size has no meaning.
     """
     if num_own < MIN_TOKENS * CHARACTERS_OF_PAIRS:
-        return "char", num_different, f"--text has only {num_own:,} characters"
-    num_beyond_ascii = max(0, num_different - ASCII_CHARACTERS)
+        return "char", len(chars), f"--text has only {num_own:,} characters"
+    num_beyond_ascii = sum(not char.isascii() for char in chars)
     vocab_size = min(MOST_LEARNED, FEWEST_LEARNED + 2 * num_beyond_ascii)
-    return "learned_bpe", vocab_size, f"the texts have {num_different:,} different characters"
+    return "learned_bpe", vocab_size, f"the texts have {num_beyond_ascii:,} characters beyond ASCII"
 
 
 def sizes_for(
@@ -120,8 +119,8 @@ def sizes_for(
 ) -> dict[str, list[str]]:
     """Return options for a text of `num_tokens`, by section of the settings file OWN_TEXT.
 
-    Short texts get fewer steps, because a model memorises them soon; so do large vocabularies,
-    because their steps take longer. `has_natural`: the natural model has read other texts. If not,
+    The generator of a short text gets fewer steps, because it memorises the text soon; models of a
+    large vocabulary do, because their steps take longer. `has_natural`: the natural model has read other texts. If not,
     it is larger than the generator and learns longer, to know more of the same text.
     `longest`: block size of an existing natural model, which then is not trained.
     """

@@ -138,8 +138,9 @@ def fetch_package(requirement: str) -> bytes:
     """Return a package's file from the user's cache, or download it into that if it is missing."""
     sha256 = requirement.partition("sha256:")[2]
     cached = Path(os.path.expanduser("~/.cache/crossover"), sha256)
-    if cached.is_file() and hash_file(cached) == sha256:
-        return cached.read_bytes()
+    with contextlib.suppress(OSError):  # not there, or not readable
+        if hash_file(cached) == sha256:
+            return cached.read_bytes()
     data = download_package(requirement)
     with contextlib.suppress(OSError), atomic_path(cached) as partial:  # the cache may be read-only
         partial.write_bytes(data)

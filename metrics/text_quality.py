@@ -94,8 +94,8 @@ class Continuations:
 class DistinctPairs:
     """Measures the share of distinct pairs of consecutive words among all pairs, ignoring case.
 
-    The share falls with the number of pairs. So it is a mean over groups of equally many pairs, a
-    little fewer than the natural texts have. If most letters of these are of scripts without spaces
+    The share falls with the number of pairs. So it is a mean over groups of equally many pairs,
+    half of what the natural texts have. If most letters of these are of scripts without spaces
     between words, pairs of characters take the place of pairs of words. The first and the last word
     of each text do not count, because they may be cut.
     """
@@ -200,10 +200,10 @@ class TextQuality:
         low, high = bootstrap_interval(share_unknown, len(texts), SEED)
         return {
             "temperature": temperature,
-            "is_reached": 0 < target < 1 and min(diversity) < target < max(diversity),
+            "is_reached": 0 < target < 1 and diversity[0] < target < max(diversity),
             **self.figures(texts, self.report.prompts),
             **widened("judge_loss", bootstrap_mean("judge_loss", losses, SEED), slope * error),
-            "judge_loss_error": float(slope * error),
+            "judge_loss_error": abs(float(slope * error)),
             "unknown_words_low": low,
             "unknown_words_high": high,
             "judge_by_sample": losses.tolist(),

@@ -19,7 +19,7 @@ class RewardModelSettings(Settings):
     data_dir: str = setting("data/reward_dataset", changeable=True)
     """reward dataset, made by prepare_reward_data.py"""
     output_path: str = setting("logs/reward_model.pt", changeable=True)
-    """the reward model; records (.jsonl) and a picture (.png) are next to it"""
+    """the reward model; its records (.jsonl) are next to it"""
     overwrite: bool = setting(False, changeable=True)
     """replace an output of other settings or inputs, or make it again"""
     head: Literal["likelihood", "position", "last"] = "likelihood"

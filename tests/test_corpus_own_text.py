@@ -69,22 +69,23 @@ def test_a_tokenizer_is_learned_from_the_training_parts_of_both(texts, tmp_path,
     source = (folder / "tokenizer.json").read_bytes()
     assert source == (library / "tokenizer.json").read_bytes()
     segments = [("train", len(texts[1].read_text()) + 1 + 24_000), ("", 6000)]
-    expected = make_tokenizer(texts[::-1], segments, "learned_bpe", 320)
+    expected = make_tokenizer(texts[::-1], segments, "learned_bpe", 322)  # a pair for \u00a7
     assert source.decode() == expected.to_tokenizer_json()
 
 
 @pytest.mark.parametrize(
-    ("num_own", "num_different", "expected"),
+    ("num_own", "num_beyond_ascii", "expected"),
     [
-        (100_000, 90, ("learned_bpe", 320, "the texts have 90 different characters")),
-        (100_000, 165, ("learned_bpe", 450, "the texts have 165 different characters")),
-        (100_000, 3000, ("learned_bpe", 4096, "the texts have 3,000 different characters")),
+        (100_000, 0, ("learned_bpe", 320, "the texts have 0 characters beyond ASCII")),
+        (100_000, 65, ("learned_bpe", 450, "the texts have 65 characters beyond ASCII")),
+        (100_000, 3000, ("learned_bpe", 4096, "the texts have 3,000 characters beyond ASCII")),
         # Byte pairs would leave fewer than 25,000 tokens of it.
-        (35_000, 90, ("char", 90, "--text has only 35,000 characters")),
+        (45_000, 10, ("char", 100, "--text has only 45,000 characters")),
     ],
 )
-def test_the_rule_for_tokens(num_own, num_different, expected):
-    assert choose_tokenization(num_own, num_different) == expected
+def test_the_rule_for_tokens(num_own, num_beyond_ascii, expected):
+    chars = {*map(chr, range(90)), *map(chr, range(1000, 1000 + num_beyond_ascii))}
+    assert choose_tokenization(num_own, chars) == expected
 
 
 def test_sizes_follow_the_length():
