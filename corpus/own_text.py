@@ -120,9 +120,9 @@ def sizes_for(
     """Return options for a text of `num_tokens`, by section of the settings file OWN_TEXT.
 
     The generator of a short text gets fewer steps, because it memorises the text soon; models of a
-    large vocabulary do, because their steps take longer. `has_natural`: the natural model has read other texts. If not,
-    it is larger than the generator and learns longer, to know more of the same text.
-    `longest`: block size of an existing natural model, which then is not trained.
+    large vocabulary do, because their steps take longer. `has_natural`: the natural model has read
+    other texts. If not, it is larger than the generator and learns longer, to know more of the same
+    text. `longest`: block size of an existing natural model, which then is not trained.
     """
     block_size = BLOCK_SIZE
     if num_tokens < SHORT_TEXT:
