@@ -25,7 +25,7 @@ from metrics.judge import Judge
 from metrics.samples import count_unknown, words_of
 from tokenization_manager import TokenizationManager
 
-TEMPERATURES = (0.45, 0.6, 0.75, 0.9, 1.05, 1.25)
+TEMPERATURES = (0.45, 0.6, 0.75, 0.9, 1.05, 1.4)
 SEED = 42  # of samples and intervals
 # The share of natural text's pairs that are counted at a time. Generated text may have fewer words.
 PAIRS_SHARE = 0.5
