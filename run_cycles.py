@@ -448,9 +448,12 @@ def main() -> None:
 
     # corpora
     ledger_path = Path(loop.folder, "cycles.json")
+    # Texts are found before the lock: a wrong path leaves nothing behind.
+    texts = {
+        "dataset": find_texts(settings.text),
+        "natural_dataset": find_texts(settings.natural_text),
+    }
     if settings.text:
-        find_texts(settings.text)  # before the lock: a wrong path leaves nothing behind
-        find_texts(settings.natural_text)
         lock_output(ledger_path)
         sizes = make_own_corpora(settings)
         if chooses_sizes:
@@ -467,7 +470,7 @@ def main() -> None:
 
     # stages
     ledger = Ledger(Path(loop.folder))
-    titles = corpus_titles(settings.text, settings.natural_text, datasets, config_path, words)
+    titles = corpus_titles(texts, datasets, config_path, words)
     ledger.start(
         {
             "settings": asdict(settings),

@@ -245,7 +245,7 @@ class TokenizationManager:
                 raise UserError("ERROR: tokenizer record: its characters are missing or repeated")
             self.vocab_size = len(self.chars)
             self._ids = np.full(sys.maxunicode + 1, -1, dtype=np.int32)  # by code point; -1: no id
-            self._ids[_code_points(self.chars)] = np.arange(self.vocab_size)
+            self._ids[code_points_of(self.chars)] = np.arange(self.vocab_size)
         elif self.method == "tokenizer":
             self._set_json(str(self.tokenizer_json))
         self.info()  # check method and vocab_size
@@ -320,7 +320,7 @@ class TokenizationManager:
         text and adds none.
         """
         if self.method == "char":
-            ids = self._ids[_code_points(text)]
+            ids = self._ids[code_points_of(text)]
             unknown = sorted({text[place] for place in np.flatnonzero(ids < 0)})
             require(
                 not unknown,
@@ -360,7 +360,8 @@ class TokenizationManager:
         return "".join(self.chars[token] for token in ids.tolist())
 
 
-def _code_points(text: str) -> np.ndarray:
+def code_points_of(text: str) -> np.ndarray:
+    """Return the code points (T,) uint32 of a text."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.process import UserError, run_child
 from common.settings import parse_settings, read_config
-from corpus.encode import ShakespeareSettings, find_texts
+from corpus.encode import ShakespeareSettings
 from data_loader import dataset_folder
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -55,24 +55,23 @@ def prepare_corpora(
 
 
 def corpus_titles(
-    text: Sequence[str],
-    natural_text: Sequence[str],
+    texts: Mapping[str, Mapping[str, Path]],
     datasets: Mapping[str, str],
     config_path: str | None,
     words: Mapping[str, Sequence[str]],
 ) -> dict[str, list[str]]:
     """Return the titles of the training texts of each of `datasets`.
 
-    They are names of files in the user's texts, or the documents that prepare.py gets for the
-    corpus that the settings file names. A corpus of unknown texts has its own name.
+    texts: the user's texts of each by hash, from `find_texts`. Titles are the names of their files,
+    or the documents that prepare.py gets for the corpus that the settings file names. A corpus of
+    unknown texts has its own name.
     """
     contents = {}
     if config_path:
         contents = read_config(config_path)
-    texts = {"dataset": text, "natural_dataset": natural_text}
     titles = {}
     for section, name in CORPORA.items():
-        found = [path.stem for path in find_texts(texts[name]).values()]
+        found = [path.stem for path in texts[name].values()]
         if not found and contents.get("run_cycles", {}).get(name) == datasets[name]:
             options = [f"--config={config_path}", f"--section={section}", *words.get(section, ())]
             found = [string.capwords(title) for title in training_documents(options)]

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tokenization_manager import code_points_of
+
 ORDER = 6  # characters of the longest n-grams; with many characters fewer, so that 62 bits suffice
 MAX_CHARACTERS = 4_000_000  # of the texts that are counted, the first; they take about 0.3 GB
 UNSEEN = 0  # id of the characters that the texts lack
@@ -29,7 +31,7 @@ class Judge:
     """
 
     def __init__(self, text: str) -> None:
-        code_points = as_code_points(text[:MAX_CHARACTERS])
+        code_points = code_points_of(text[:MAX_CHARACTERS])
         self.code_points = np.unique(code_points)
         self.base = len(self.code_points) + 1  # ids with UNSEEN
         ids = np.searchsorted(self.code_points, code_points) + 1
@@ -47,7 +49,7 @@ class Judge:
 
     def probabilities(self, text: str) -> np.ndarray:
         """Return the probability (T,) float64 of each character of a text after those before it."""
-        code_points = as_code_points(text)
+        code_points = code_points_of(text)
         places = np.searchsorted(self.code_points, code_points, "right")  # ids, if they are seen
         ids = np.where(np.isin(code_points, self.code_points), places, UNSEEN)
         probabilities = np.full(len(ids), 1 / self.base)
@@ -75,11 +77,6 @@ class Judge:
             probabilities = self.probabilities(start + text)[len(start) :]
             losses.append(-np.log(probabilities).sum() / max(1, len(text)))
         return np.array(losses)
-
-
-def as_code_points(text: str) -> np.ndarray:
-    """Return the code points (T,) uint32 of a text."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
 def packed(ids: np.ndarray, length: int, base: int) -> np.ndarray:

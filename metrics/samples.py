@@ -10,7 +10,8 @@ from collections.abc import Callable, Set
 
 import numpy as np
 
-from metrics.judge import as_code_points, packed
+from metrics.judge import packed
+from tokenization_manager import code_points_of
 
 MAX_CHARACTERS = 1 << 24  # of a text that is searched for copies
 GRAM = 12  # characters in the keys by which copies are looked up
@@ -69,7 +70,7 @@ class CopyFinder:
 
     def keys_of(self, text: str) -> np.ndarray:
         """Return a number for each run of GRAM characters, (n,) int64; equal runs share it."""
-        return packed(as_code_points(text), GRAM, BASE)
+        return packed(code_points_of(text), GRAM, BASE)
 
     def longest_copy(self, text: str) -> int:
         """Return the length of the longest copy in characters, or 0 if it has fewer than GRAM."""

@@ -147,15 +147,11 @@ class TextQuality:
 
         unknown_words is None where there are no words.
         """
-        unknown, words = self.count_words(texts).sum(0).tolist()
-        figures: dict[str, Any] = {
+        return {
             "distinct_pairs": self.distinct_pairs(texts),
             "judge_loss": self.judge.loss(texts, prompts).mean().item(),
-            "unknown_words": None,
+            "unknown_words": share_of_unknown(self.count_words(texts)),
         }
-        if words > 0:
-            figures["unknown_words"] = unknown / words
-        return figures
 
     def count_words(self, texts: Sequence[str]) -> Tensor:
         """Return how many words of each text are unknown, and how many it has, (R, 2) float64.
@@ -201,9 +197,10 @@ class TextQuality:
         return {
             "temperature": temperature,
             "is_reached": 0 < target < 1 and diversity[0] < target < max(diversity),
-            **self.figures(texts, self.report.prompts),
+            "distinct_pairs": self.distinct_pairs(texts),
             **widened("judge_loss", bootstrap_mean("judge_loss", losses, SEED), slope * error),
             "judge_loss_error": abs(float(slope * error)),
+            "unknown_words": share_of_unknown(counts),
             "unknown_words_low": low,
             "unknown_words_high": high,
             "judge_by_sample": losses.tolist(),
@@ -225,6 +222,14 @@ class TextQuality:
                 diversity.append(self.distinct_pairs(kept))
             temperatures.append(temperature_at(target, diversity))
         return float(np.std(temperatures) * np.sqrt(NUM_FOLDS - 1))
+
+
+def share_of_unknown(counts: Tensor) -> float | None:
+    """Return the share of unknown words from counts (R, 2) of `count_words`, None without words."""
+    unknown, words = counts.sum(0).tolist()
+    if words == 0:
+        return None
+    return unknown / words
 
 
 def temperature_at(target: float, diversity: Sequence[float]) -> float:

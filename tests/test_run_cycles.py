@@ -36,6 +36,7 @@ from common.files import read_json
 from common.log import read_records
 from common.process import UserError
 from corpus import missing
+from corpus.encode import find_texts
 from grpo.rollouts import draw_prompts
 from metrics.settings import EvaluateSettings
 from prepare_reward_data import crossovers_and_uniforms
@@ -380,15 +381,19 @@ def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):
     assert commands == [[str(script), *words]]
 
 
+NO_TEXTS: dict[str, dict[str, Path]] = {"dataset": {}, "natural_dataset": {}}
+
+
 def test_titles_of_documents_of_the_users_texts_and_of_unknown_texts(tmp_path):
     config = str(ROOT / "config/shakespeare_library_cpu.py")
     names = {"dataset": "shakespeare_play", "natural_dataset": "shakespeare_library"}
-    titles = missing.corpus_titles((), (), names, config, {})
+    titles = missing.corpus_titles(NO_TEXTS, names, config, {})
     assert titles["dataset"] == ["Twelfth Night"]
     assert "All's Well" in titles["natural_dataset"] and len(titles["natural_dataset"]) == 28
     (tmp_path / "my novel.txt").write_text("Once.")
     names["natural_dataset"] = "data/other"
-    titles = missing.corpus_titles([str(tmp_path)], (), names, config, {})
+    texts = {**NO_TEXTS, "dataset": find_texts([str(tmp_path)])}
+    titles = missing.corpus_titles(texts, names, config, {})
     assert titles == {"dataset": ["my novel"], "natural_dataset": ["other"]}
 
 
@@ -408,7 +413,7 @@ def test_titles_are_those_that_prepare_gets(tmp_path, section, words, titles):
     config = tmp_path / "config.py"
     config.write_text(f"prepare = {section}\nrun_cycles = dict(dataset='mine')")
     names = {"dataset": "mine", "natural_dataset": "mine"}
-    found = missing.corpus_titles((), (), names, str(config), {"prepare": words})
+    found = missing.corpus_titles(NO_TEXTS, names, str(config), {"prepare": words})
     assert found["dataset"] == titles
 
 
