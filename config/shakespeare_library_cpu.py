@@ -142,11 +142,11 @@ control_plain = dict(
     learning_rate=5e-3,
     weight_decay=0.1,
     grad_clip=0.0,
-    max_iters=2700,
+    max_iters=2150,
     warmup_iters=3,
     lr_schedule="cooldown",
     keep="calibrated_loss",
-    eval_interval=540,
+    eval_interval=430,
 )
 
 # Second, GRPO of sampled tokens in the seconds of the policy: groups of 8 completions.
