@@ -2,7 +2,7 @@
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_model_path reward_model_v1.pt
 
-Reads a generator, a reward model and/or a reward function of yours, and natural text for prompts.
+Reads a generator, a reward model and/or reward functions of yours, and natural text for prompts.
 Writes the improved generator, one JSON record per step, and a picture of the training.
 
 Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) repeats these steps:
@@ -10,12 +10,14 @@ Group Relative Policy Optimization (GRPO; Shao et al. 2024, arXiv 2402.03300) re
     sample      the policy pi_old completes each of P prompts G times: a group o_1 .. o_G
     score       frozen models read each completion: is it natural, and how probable is it under
                 the start pi_ref? The rewards r_1 .. r_G follow from the scores
-    advantages  compare a reward with its group: A_i = (r_i - mean(r)) / std(r), 0 for equal r
+    advantages  compare a reward with its group: A_i = (r_i - mean(r)) / std(r), 0 for equal r;
+                with several rewards, A is the weighted sum of the advantages of each
     update      take steps up the gradient of the objective (equation 3)
                 mean over i, t of  min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon) A) - beta KL,
                 ratio = pi(token t of o_i) / pi_old(token t of o_i), KL estimated at the sampled
                 tokens (k3). With a likelihood head, credit=auto is exact: without advantages, the
-                update descends KL(pi || m) over the whole vocabulary; m is the head's mixture
+                update descends KL(pi || m) over the whole vocabulary; m is the head's mixture.
+                Reward functions have no distribution: their advantages enter the objective above
     evaluate    measure the policy on other prompts; the best evaluated policy is kept
 
 Shapes: P prompts (prompts_per_step), G completions of each (group_size), R = P * G rows, N tokens
@@ -40,7 +42,7 @@ from grpo.evaluation import PolicyEvaluation, passes_gate, report_figures, skill
 from grpo.rewards import compute_advantages, step_figures
 from grpo.rollouts import sample
 from grpo.settings import GRPOSettings, resolve
-from grpo.stopping import Stops, selection_value
+from grpo.stopping import BestAtTask, Stops, selection_value
 from grpo.update import Updater
 from metrics.bootstrap import format_figure
 from metrics.samples import CopyFinder
@@ -63,7 +65,7 @@ from training.run import RESUME_HINT, Run
 WARMUP = 0.05  # share of the steps in which the learning rate rises: Adam's first steps are long
 FIGURES_SHOWN = ("reward", "function_reward", "kl_start", "group_std")  # beside the progress bar
 FLAT_NOTE = (
-    "the rewards of every group are equal: this step provides no gradient; use more "
+    "the rewards of every group are equal: they provide no gradient in this step; use more "
     "completions, or finer rewards"
 )
 
@@ -107,7 +109,7 @@ def main() -> None:
     stops = Stops.of(settings, corpus.characters_per_token)
     update = Updater(policy, scorer.reward_model, settings, ranks, stops.cap("kl_step"))
     schedule = Schedule(settings.lr_schedule, settings.max_steps, int(WARMUP * settings.max_steps))
-    best = Best()
+    best = BestAtTask() if settings.reward_function else Best()
     run.track(policy=policy, optimizers=update.optimizers, schedule=schedule)
     run.track(stops=stops, best=best)
     schedule.check_num_steps("max_steps", settings.max_steps)
@@ -130,41 +132,46 @@ def main() -> None:
         # Score: the models read the rows, prompts included, and return log pi_ref (R, N - 1) and
         # P(natural) (R,), all float32. A likelihood head also returns the evidence (R, N - 1):
         # log(m / pi_ref) of each token, where m is the head's mixture of pi_ref and a natural
-        # model. A reward function returns (R,) or (R, N - 1). credit=exact also needs the head's
-        # hidden states before each token, (M, C) for the M tokens in the mask.
+        # model. Each reward function returns (R,) or (R, N - 1). credit=exact also needs the
+        # head's hidden states before each token, (M, C) for the M tokens in the mask.
         keep_hidden = settings.credit == "exact"
         scores = scorer(rollouts.ids, rollouts.mask, rollouts.group_size, keep_hidden)
-        figures = step_figures(rollouts, scores, settings, ranks)
 
         # Advantages: first the rewards, (R, N - 1) of tokens or (R,) of rows. A likelihood head
         # rewards a token with log(m / pi_ref) - log(pi_old / pi_ref) = log(m / pi_old), and a row
-        # with the mean of its tokens; other heads reward a row with P(natural). The reward of a
-        # function is added. Then each reward is compared with those of its group, the G rows of the
-        # same prompt: token t with the group's tokens t. The result is (R,), one advantage for all
-        # tokens of a row, or (R, N - 1), one per token. It is None with credit=exact (what auto
-        # chooses if a likelihood head gives the whole reward): the update then computes the
-        # expectation over all V next tokens instead of comparing sampled ones.
-        advantages, advantage_figures = compute_advantages(rollouts, scores, settings, ranks)
-        figures.update(advantage_figures)
+        # with the mean of its tokens; other heads reward a row with P(natural). Then each reward is
+        # compared with those of its group, the G rows of the same prompt: token t with the group's
+        # tokens t. The result is (R, N - 1); if rows were compared, all tokens of a row share their
+        # advantage. Each function is compared by itself, and its advantages are multiplied by its
+        # weight: `advantages` maps each part of the reward (the model, each function) to its own.
+        # With credit=exact (what auto chooses with a likelihood head) the model has none: the
+        # update computes the expectation over all V next tokens instead of comparing sampled ones.
+        advantages = compute_advantages(rollouts, scores, settings)
+        figures = step_figures(rollouts, scores, advantages, settings, ranks)
         if figures.get("flat_groups") == 1 and not warned_of_flat_groups:
             warn(FLAT_NOTE)
             warned_of_flat_groups = True
 
-        # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old,
-        # the loss of each token (R, N - 1), and their mean (), as loss_type says. (With
-        # credit=exact the loss of a token is instead KL(pi || m) over the V tokens that could
-        # stand in its place.) Gradients are summed over micro-batches of rows; then AdamW takes a
-        # step. This happens at most updates_per_step times: a KL from pi_old above the cap ends
-        # the updates of a step.
-        figures.update(update(rollouts, scores, advantages, schedule.factor(step)))
+        # The figures may end the run, after this step and its evaluation.
         stops.step(figures)
-
-        # Evaluate: the loss on natural text, and fresh completions of the same prompts each time.
-        # A policy that exceeds a cap (on its KL, or on that loss) ends the run and is not kept. Of
-        # the others, the start included, the one with the lowest selection value is kept.
         num_steps = step + 1
         is_last = num_steps == settings.max_steps or stops.reason() is not None
         is_evaluated = is_last or num_steps % settings.eval_interval == 0
+
+        # Update: log pi (R, N - 1) of the same tokens, with gradient, gives the ratio to pi_old.
+        # With the sum of all advantages, the ratio gives the loss of each token (R, N - 1), and
+        # their mean (), as loss_type says. (With credit=exact the loss of a token is instead
+        # KL(pi || m) over the V tokens that could stand in its place; the loss by the advantages of
+        # functions is added to it.) Gradients are summed over micro-batches of rows; then AdamW
+        # takes a step. This happens at most updates_per_step times: a KL from pi_old above the cap
+        # ends the updates of a step. If the step is evaluated and the reward has several parts, one
+        # more pass for each of them measures its share of the gradient.
+        figures.update(update(rollouts, scores, advantages, schedule.factor(step), is_evaluated))
+
+        # Evaluate: the loss on natural text, and fresh completions of the same prompts each time.
+        # A policy that exceeds a cap (on its KL, or on that loss) ends the run and is not kept. Of
+        # the others, the start included, the one with the lowest selection value is kept; with
+        # functions, the lowest of those that are best at the task.
         if is_evaluated:
             # If the updates of this step ended early, its KL is already in kl_update.
             if (
@@ -191,7 +198,7 @@ def main() -> None:
 def load_scorer(
     settings: GRPOSettings, base: dict[str, Any], corpus: Corpus, device: torch.device
 ) -> RewardScorer:
-    """Load the reward model, the reference and the reward function; check that they fit."""
+    """Load the reward model, the reference and the reward functions; check that they fit."""
     base_path = str(settings.base_model_path)
     reference = build_model(base, base_path, device)
     if reference.config.block_size < 2:
@@ -202,20 +209,22 @@ def load_scorer(
     if settings.reward_model_path is not None:
         path = settings.reward_model_path
         contents = load_checkpoint(path)
-        names = ("the policy", "the reward model")
+        models = ("the policy", "the reward model")
         check_mode(contents, "reward", path)
-        check_same_fields(reference.config, contents["config"], *names)
-        check_same_tokens(base["tokenization"], contents["tokenization"], *names)
+        check_same_fields(reference.config, contents["config"], *models)
+        check_same_tokens(base["tokenization"], contents["tokenization"], *models)
         check_generator(path, contents["training"] or {}, base_path)
         reward_model = build_reward_model(contents, path, device)
-    function = None
-    if settings.reward_function is not None:
-        function = RewardFunction(settings.reward_function, corpus.tokenizer.decode)
+    names = settings.reward_function or ()
+    weights = settings.function_weight or (1.0,) * len(names)
+    functions = []
+    for name, weight in zip(names, weights, strict=True):
+        functions.append(RewardFunction(name, corpus.tokenizer.decode, weight))
     return RewardScorer(
         reward_model,
         reference,
         select_dtype("auto", device),
-        function=function,
+        functions=tuple(functions),
         gives_evidence=settings.reward == "evidence",
     )
 
@@ -240,10 +249,10 @@ def print_choices(settings: GRPOSettings, policy: GPT, scorer: RewardScorer, ran
     model_reward = "no model"
     if settings.reward_model_path is not None:
         model_reward = f"{settings.reward_model_path} ({settings.reward})"
-    function_reward = "no function"
-    if settings.reward_function is not None:
-        function_reward = f"{settings.reward_function} (executed)"
-    print0(f"Reward: {model_reward} and {function_reward}")
+    rewards = [model_reward]
+    for function in scorer.functions:
+        rewards.append(f"{function.name} (executed) with weight {function.weight:g}")
+    print0(f"Reward: {', '.join(rewards)}")
     print0(
         f"Credit: {settings.credit}; weight of the KL to the start in the loss: {settings.beta:g}"
     )
@@ -274,8 +283,8 @@ def input_hashes(
     }
     if settings.reward_model_path is not None:
         hashes["reward model"] = hash_model(settings.reward_model_path)
-    if scorer.function is not None:
-        hashes["reward function"] = scorer.function.sha256
+    if scorer.functions:
+        hashes["reward function"] = " ".join(function.sha256 for function in scorer.functions)
     return hashes
 
 

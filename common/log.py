@@ -24,6 +24,7 @@ T = TypeVar("T")
 SHOWN = (
     "train_loss",
     "reward",
+    "fresh_function_reward",
     "kl_mixture",
     "kl_start",
     "group_std",

@@ -5,7 +5,7 @@
 Shapes: P prompts, G completions of each, R = P * G rows, N tokens in a row.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -105,15 +105,12 @@ class PolicyEvaluation:
         scores = self.scorer(ids, mask, EVAL_SAMPLES)
         natural_mask = mask[::EVAL_SAMPLES]  # (P, N - 1)
         rewards = {
-            **named_rewards("fresh_", scores, mask),
-            **named_rewards("natural_", self.scorer(natural, natural_mask), natural_mask),
+            **named_rewards("fresh_", scores),
+            **named_rewards("natural_", self.scorer(natural, natural_mask)),
         }
-        if scores.function is not None:
-            rewards["fresh_total_reward"] = sequence_rewards(scores, log_probs, mask)
         if scores.evidence is not None:
             # KL(pi || m), estimated from tokens of pi; 0 at the optimum, the head's mixture m
-            model_scores = replace(scores, function=None)
-            rewards["kl_mixture"] = -sequence_rewards(model_scores, log_probs, mask)
+            rewards["kl_mixture"] = -sequence_rewards(scores, log_probs, mask)
         figures: dict[str, Any] = {}
         for name, values in rewards.items():
             by_prompt = values.view(len(natural), -1).mean(1)  # (R,) or (P,) -> (P,)

@@ -5,7 +5,6 @@
 Shapes: P prompts, G completions of each, R = P * G rows; N tokens in a row.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,115 +14,146 @@ from common.distributed import Ranks
 from grpo.policy_loss import group_advantages, kl_estimate, token_advantages
 from grpo.rollouts import Rollouts
 from grpo.settings import GRPOSettings
-from reward.scorer import Scores
+from reward.scorer import Scores, mean_over_mask
+
+Advantages = dict[str, Tensor]  # of each part of the reward, with its weight: (R, N - 1)
 
 
-def token_rewards(scores: Scores, log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Return the rewards (R, N - 1) of tokens: the reward model's plus the user's function's.
+def token_rewards(scores: Scores, log_probs: Tensor) -> Tensor:
+    """Return the reward model's rewards (R, N - 1) of tokens.
 
     log_probs: (R, N - 1), log pi of the policy that sampled. A likelihood head rewards a token with
     log(m/q) - log(pi/q), whose expectation is -KL(pi || m); other heads with P(token is natural).
-    A function's reward of a sequence counts for each of its tokens in the mask (R, N - 1).
     """
-    rewards = torch.zeros_like(log_probs)
     if scores.evidence is not None:
-        rewards = scores.evidence - (log_probs - scores.reference_log_probs)
-    elif scores.by_token is not None:
-        rewards = scores.by_token
-    if scores.function is None:
-        return rewards
-    return rewards + scores.function.view(len(mask), -1) * mask  # (R, 1) or (R, N - 1)
+        return scores.evidence - (log_probs - scores.reference_log_probs)
+    assert scores.by_token is not None  # credit=token needs one of the two
+    return scores.by_token
 
 
 def sequence_rewards(scores: Scores, log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Return the rewards (R,) of sequences: the reward model's plus the user's function's.
+    """Return the reward model's rewards (R,) of sequences.
 
     A likelihood head rewards a sequence with the mean reward of its tokens, other heads with
-    P(natural). A function's sequence reward is the mean of its token rewards, if it returns those.
+    P(natural).
     """
-    rewards = torch.zeros(len(mask), device=mask.device)
     if scores.evidence is not None:
-        model_scores = replace(scores, function=None)
-        rewards = mean_over_mask(token_rewards(model_scores, log_probs, mask), mask)
-    elif scores.natural is not None:
-        rewards = scores.natural
-    if scores.function is None:
-        return rewards
-    return rewards + mean_over_mask(scores.function, mask)
+        return mean_over_mask(token_rewards(scores, log_probs), mask)
+    assert scores.natural is not None  # there is a reward model
+    return scores.natural
 
 
-def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """Average values (R, N - 1) over the mask to shape (R,). Return values (R,) unchanged."""
-    if values.dim() == 1:
-        return values
-    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
-
-
-def named_rewards(prefix: str, scores: Scores, mask: Tensor) -> dict[str, Tensor]:
+def named_rewards(prefix: str, scores: Scores) -> dict[str, Tensor]:
     """Return the rewards (R,) of sequences by the names of their figures."""
     rewards = {}
     if scores.natural is not None:
         rewards[f"{prefix}reward"] = scores.natural
-    if scores.function is not None:
-        rewards[f"{prefix}function_reward"] = mean_over_mask(scores.function, mask)
+    if scores.functions:
+        rewards[f"{prefix}function_reward"] = function_rewards(scores)
+    for function in scores.functions:
+        rewards[f"{prefix}reward_{function.name}"] = function.means
     return rewards
 
 
-def compute_advantages(
-    rollouts: Rollouts, scores: Scores, settings: GRPOSettings, ranks: Ranks
-) -> tuple[Tensor | None, dict[str, float]]:
-    """Return advantages of this rank's tokens (R, N - 1) or sequences (R,), and figures.
+def function_rewards(scores: Scores) -> Tensor:
+    """Return the weighted sum (R,) of the functions' rewards of sequences; 0 without functions."""
+    total = torch.zeros_like(scores.reference_log_probs[:, 0])
+    for function in scores.functions:
+        total = total + function.weight * function.means
+    return total
 
-    An advantage compares a reward with those of its group: A_i = (r_i - mean(r)) / std(r). The
-    figure flat_groups is the share of groups whose advantages are all 0: they provide no gradient.
-    credit=exact computes the expectation over all tokens and needs no advantages: return None.
+
+def compute_advantages(rollouts: Rollouts, scores: Scores, settings: GRPOSettings) -> Advantages:
+    """Return the weighted advantages of each part of the reward on this rank.
+
+    The parts are the reward model ('model') and each function, whose advantages are multiplied by
+    its weight. An advantage compares a reward with those of its group by one part only:
+    A_i = (r_i - mean(r)) / std(r). A weight therefore means the same for rewards of any scale.
+
+    credit=token compares tokens, credit=sequence sequences. credit=exact computes the model's part
+    over all tokens of the vocabulary, so that it has no advantages here. With exact, and with auto
+    (only functions), a function's own kind of rewards decides.
     """
-    if settings.credit == "exact":
-        return None, {}
+    advantages: Advantages = {}
     log_probs = rollouts.old_log_probs
-    assert log_probs is not None  # credit=exact only
-    by_token = settings.credit == "token"
-    if settings.credit == "auto":  # only a reward function: its rewards have one kind in all calls
-        by_token = scores.function is not None and scores.function.dim() == 2
-    scale = settings.advantage_scale
-    if by_token:
-        rewards = token_rewards(scores, log_probs, rollouts.mask)  # (R, N - 1)
-        advantages = token_advantages(rewards, rollouts.mask, settings.group_size, scale)
-    else:
-        rewards = sequence_rewards(scores, log_probs, rollouts.mask)  # (R,)
-        advantages = group_advantages(rewards, settings.group_size, scale)
-    groups = advantages.view(len(advantages) // settings.group_size, -1)
-    num_flat = (groups == 0).all(1).sum().item()
-    return advantages, {"flat_groups": ranks.sum(num_flat)[0] / settings.prompts_per_step}
+    mask = rollouts.mask
+    if scores.natural is not None and settings.credit != "exact":
+        assert log_probs is not None  # natural text is for credit=exact only
+        if settings.credit == "token":
+            rewards = token_rewards(scores, log_probs)  # (R, N - 1)
+        else:
+            rewards = sequence_rewards(scores, log_probs, mask)  # (R,)
+        advantages["model"] = compare(rewards, rollouts, settings)
+    for function in scores.functions:
+        rewards = function.rewards  # (R,) or (R, N - 1)
+        if settings.credit == "sequence":
+            rewards = function.means
+        elif settings.credit == "token":
+            rewards = rewards.view(len(mask), -1).expand_as(mask)
+        advantages[function.name] = function.weight * compare(rewards, rollouts, settings)
+    return advantages
+
+
+def compare(rewards: Tensor, rollouts: Rollouts, settings: GRPOSettings) -> Tensor:
+    """Return the advantages (R, N - 1) of rewards (R,) or (R, N - 1) relative to their groups."""
+    options = (settings.group_size, settings.advantage_scale)
+    if rewards.dim() == 1:
+        return group_advantages(rewards, *options)[:, None].expand_as(rollouts.mask)
+    return token_advantages(rewards, rollouts.mask, *options)
+
+
+def total_advantages(advantages: Advantages) -> Tensor | None:
+    """Return the sum (R, N - 1) of all parts; None if there are none."""
+    if not advantages:
+        return None
+    return torch.stack(tuple(advantages.values())).sum(0)
 
 
 def step_figures(
-    rollouts: Rollouts, scores: Scores, settings: GRPOSettings, ranks: Ranks
+    rollouts: Rollouts,
+    scores: Scores,
+    advantages: Advantages,
+    settings: GRPOSettings,
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """Return mean rewards, their spread, and the KL to the start, of all ranks' completions.
 
-    Natural text, which no policy sampled, has none of these figures.
+    flat_groups is the share of groups whose advantages are all 0: they provide no gradient. Natural
+    text, which no policy sampled, has none of these figures.
     """
     figures: dict[str, Any] = {}
     log_probs = rollouts.old_log_probs
     if log_probs is None:
         return figures
     mask = rollouts.mask
-    for name, values in named_rewards("", scores, mask).items():
+    for name, values in named_rewards("", scores).items():
         rewards = ranks.gather(values)  # (P * G,)
         figures[name] = rewards.mean().item()
         if len(rewards) > 1:
             figures[f"{name}_std"] = rewards.std().item()
-    objective = ranks.gather(sequence_rewards(scores, log_probs, mask))  # (P * G,)
-    groups = objective.view(-1, rollouts.group_size)  # (P, G)
-    figures["objective"] = objective.mean().item()
-    figures["group_std"] = groups.std(1, correction=0).mean().item()
+    objective = function_rewards(scores)
+    spreads = {f"group_std_{function.name}": function.means for function in scores.functions}
+    if scores.natural is not None:
+        model_rewards = sequence_rewards(scores, log_probs, mask)
+        objective = model_rewards + objective
+        if scores.functions:
+            spreads["group_std_model"] = model_rewards
+    figures["objective"] = ranks.gather(objective).mean().item()
+    spreads["group_std"] = objective
+    for name, values in spreads.items():
+        groups = ranks.gather(values).view(-1, rollouts.group_size)  # (P, G)
+        figures[name] = groups.std(1, correction=0).mean().item()
     # Means over tokens. The mean of -log p over samples of p estimates its entropy.
     kl = kl_estimate(log_probs, scores.reference_log_probs)
     by_token = {"kl_start": kl, "entropy": -log_probs}
     if scores.evidence is not None:
         by_token["evidence"] = scores.evidence
     sums = [values[mask].sum().item() for values in by_token.values()]
-    for name, total in zip(by_token, ranks.sum(*sums), strict=True):
-        figures[name] = total / int(rollouts.totals["num_tokens"])
+    for name, value in zip(by_token, ranks.sum(*sums), strict=True):
+        figures[name] = value / int(rollouts.totals["num_tokens"])
+    total = total_advantages(advantages)
+    if total is not None:
+        groups = total.unflatten(0, (-1, settings.group_size))  # (P, G, N - 1)
+        num_flat = (groups == 0).all((1, 2)).sum().item()
+        figures["flat_groups"] = ranks.sum(num_flat)[0] / settings.prompts_per_step
     return figures

@@ -3,6 +3,7 @@
 python train_grpo.py --help
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -12,14 +13,9 @@ from common.process import UserError
 from common.settings import Errors, Settings, setting
 
 DEFAULT_BETA = 0.04  # weight of the KL penalty if the reward contains no KL
-SAMPLED_ONLY = (  # options that only apply to sampled tokens
-    "reward",
-    "reward_function",
-    "epsilon",
-    "epsilon_high",
-    "advantage_scale",
-    "beta",
-)
+SAMPLED_ONLY = ("epsilon", "epsilon_high", "advantage_scale")  # options of sampled tokens
+# Other figures than those of a function may have such names: reward_std, reward_NAME_low, ...
+RESERVED_ENDINGS = ("_model", "_std", "_low", "_high")
 
 
 @dataclass
@@ -45,7 +41,7 @@ class GRPOSettings(Settings):
     prompts_per_step: int = setting(16, minimum=1)
     """prompts (groups) per step"""
     group_size: int = setting(8, minimum=1)
-    """completions per prompt: at least 2, which are compared, or 1 with credit=exact"""
+    """completions per prompt: at least 2, which are compared, or 1 with credit=exact alone"""
     max_steps: int = setting(100, minimum=1, changeable=True)
     """maximum number of steps"""
     updates_per_step: int = setting(1, minimum=1)
@@ -58,10 +54,12 @@ class GRPOSettings(Settings):
     """after a warm-up of 5 % of max_steps; linear and cosine reach 0 at max_steps"""
     reward: Literal["evidence", "natural"] = "evidence"
     """evidence log(m/q) minus the KL to the start (likelihood head), or P(natural)"""
-    reward_function: str | None = None
-    """FILE.py:NAME, used instead of or with the reward model; the file is executed"""
+    reward_function: tuple[str, ...] | None = None
+    """FILE.py:NAME ..., used instead of or with the reward model; the files are executed"""
+    function_weight: tuple[float, ...] | None = None
+    """weight of the advantages of each reward function; None: 1 each"""
     credit: Literal["auto", "token", "sequence", "exact"] = "auto"
-    """auto: exact (over the whole vocabulary) if the reward allows it, else token, else sequence"""
+    """auto: exact (over the vocabulary) if the reward model allows it, else token, else sequence"""
     kl: Literal["forward", "reverse"] = "reverse"
     """with credit=exact: reverse is KL(policy || mixture), forward is KL(mixture || policy)"""
     prefixes: Literal["own", "natural"] = "own"
@@ -92,12 +90,16 @@ class GRPOSettings(Settings):
         """Return the options that have no effect, with the reason."""
         ignored = {}
         if self.credit == "exact":
-            ignored.update(dict.fromkeys(SAMPLED_ONLY, "credit=exact"))
+            ignored.update(dict.fromkeys(("reward", "beta"), "credit=exact"))
+            if not self.reward_function:
+                ignored.update(dict.fromkeys(SAMPLED_ONLY, "credit=exact"))
         elif self.credit != "auto":
             ignored.update(dict.fromkeys(("kl", "prefixes"), f"credit={self.credit}"))
         if not self.reward_model_path:
-            of_reward_model = ("gate_path", "reward_threshold", "reward", "kl", "prefixes")
+            of_reward_model = ("gate_path", "reward", "kl")
             ignored.update(dict.fromkeys(of_reward_model, "a reward_function and no reward model"))
+        if self.reward_function:
+            ignored.update(dict.fromkeys(("reward_threshold", "prefixes"), "a reward_function"))
         if self.prefixes == "natural":
             ignored["reward_threshold"] = "prefixes=natural, which samples no text to reward"
         return ignored
@@ -110,17 +112,22 @@ class GRPOSettings(Settings):
             errors.check(
                 value == default, f"{name}={value} is ignored with {reason}", f"Leave out {name}"
             )
+        has_function = self.reward_function and self.credit != "exact"
         errors.check(
-            bool(self.reward_function or self.reward_model_path),
+            bool(has_function or self.reward_model_path),
             "reward_model_path is required",
             "Pass the checkpoint with --reward_model_path, or your function with --reward_function",
         )
-        may_be_exact = self.credit == "exact" or (self.credit == "auto" and self.reward_model_path)
-        errors.check(
-            bool(may_be_exact) or self.group_size > 1,
-            f"group_size=1 leaves credit={self.credit} nothing to compare",
-            "Use --group_size 2 or more, or --credit exact, which compares nothing",
+        may_be_exact = self.credit == "exact" or (
+            self.credit == "auto" and bool(self.reward_model_path)
         )
+        compares_nothing = may_be_exact and not self.reward_function
+        errors.check(
+            compares_nothing or self.group_size > 1,
+            f"group_size=1 leaves credit={self.credit} nothing to compare",
+            "Use --group_size 2 or more, or --credit exact without a reward_function",
+        )
+        self.check_functions(errors)
         errors.check(
             Path(self.output_path).suffix == ".pt",
             f"output_path={self.output_path}: the name of a model must end in .pt",
@@ -128,6 +135,23 @@ class GRPOSettings(Settings):
         )
         tracker_error = check_tracker(self.tracker)
         errors.check(not tracker_error, tracker_error)
+
+    def check_functions(self, errors: Errors) -> None:
+        """Note reward functions whose records would share a name, and weights that do not fit."""
+        names = [function.rpartition(":")[2] for function in self.reward_function or ()]
+        free = {name for name in names if not f"_{name}".endswith(RESERVED_ENDINGS)}
+        errors.check(
+            len(free) == len(names),
+            f"reward_function: {' '.join(names)}: names must differ, because figures are named "
+            "after them, and must not end in _model, _std, _low or _high",
+            "Give the function another name, as in short = score",
+        )
+        weights = self.function_weight or (1.0,) * len(names)
+        errors.check(
+            len(weights) == len(names) and all(map(math.isfinite, weights)),
+            f"function_weight={weights} does not fit {len(names)} reward functions",
+            "Pass a finite number for each function",
+        )
 
 
 def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOSettings:
@@ -164,12 +188,12 @@ def choose_credit(
 ) -> Literal["token", "sequence", "exact"]:
     """Return the credit of the least variance that the reward allows, for credit=auto.
 
-    exact needs a reward that is a ratio of two models: it sums over the vocabulary, which neither
-    P(natural) nor a function's reward of sampled text allows.
+    exact needs a reward that is a ratio of two models: it sums over the vocabulary, which
+    P(natural) does not allow. Reward functions do not matter here: their part is sampled.
     """
     credit: Literal["token", "sequence", "exact"] = "sequence"
     way_out = "leave it out"
-    if is_ratio and settings.reward == "evidence" and settings.reward_function is None:
+    if is_ratio and settings.reward == "evidence":
         credit = "exact"
         way_out = "use --credit token, or leave it out"
     elif knows_tokens:

@@ -4,14 +4,16 @@ python -c "from grpo.stopping import Stops; help(Stops)"
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from common.process import warn
 from grpo.settings import GRPOSettings
+from training.optimizers import Best
 
 LARGEST_WINDOW = 10  # steps
 # A plateau: the objective has not risen by PLATEAU_MIN_DELTA in PLATEAU_WINDOWS windows of steps.
@@ -25,6 +27,7 @@ CAPS = {
     "kl_step": 0.2,  # KL from the policy before the step
     "loss_rise": 0.3,  # loss on natural text minus the start's
 }
+WIDTH_OF_INTERVAL = 3.92  # of a 95% interval, in standard errors
 
 
 @dataclass
@@ -33,7 +36,7 @@ class Stops:
 
     window: int  # steps
     reward_threshold: float  # for the mean P(natural) of a window
-    has_reward_model: bool  # False: only a user's function, which may not reward natural text
+    has_function: bool  # a user's, which may not reward natural text
     characters_per_token: float = 1.0  # figures are in nats per token, limits in nats per character
     in_nats: bool = True  # the objective: evidence is, P(natural) and a function's reward are not
     start_loss: float = math.nan  # of the starting policy on natural text
@@ -46,10 +49,10 @@ class Stops:
     def of(cls, settings: GRPOSettings, characters_per_token: float) -> "Stops":
         """Return the rules of a new run: windows of a tenth of max_steps, at most 10 steps."""
         window = max(1, min(LARGEST_WINDOW, settings.max_steps // 10))
-        has_reward_model = settings.reward_model_path is not None
-        in_nats = has_reward_model and settings.reward == "evidence"
+        has_function = bool(settings.reward_function)
+        in_nats = settings.reward_model_path is not None and settings.reward == "evidence"
         threshold = settings.reward_threshold
-        return cls(window, threshold, has_reward_model, characters_per_token, in_nats)
+        return cls(window, threshold, has_function, characters_per_token, in_nats)
 
     def cap(self, name: str) -> float:
         """Return a cap in nats per token."""
@@ -84,17 +87,17 @@ class Stops:
 
     def _check_caps(self, figures: Mapping[str, Any]) -> None:
         way_out = "lower learning_rate"
-        if not self.has_reward_model:
-            way_out = "lower learning_rate or raise beta"
+        if self.has_function:
+            way_out = "lower learning_rate or function_weight"
         for name, cap in CAPS.items():
             if name not in figures or figures[name] <= self.cap(name):
                 continue
             per_character = figures[name] / self.characters_per_token
             finding = f"{name} {per_character:.3f} > {cap} nats a character"
-            if name == "loss_rise" and not self.has_reward_model:
+            if name == "loss_rise" and self.has_function:
                 # A user who rewards other text expects the loss on natural text to rise.
                 if not self.has_warned:
-                    warn(f"{finding}; continuing, because the reward is only your function")
+                    warn(f"{finding}; continuing, because your function may ask for other text")
                 self.has_warned = True
             elif not self.broken_cap:
                 self.broken_cap = f"cap: {finding}; {way_out}"
@@ -106,7 +109,7 @@ class Stops:
         if len(self.rewards) < self.window:
             return None
         last = float(np.mean(self.rewards[-self.window :]))
-        if self.has_reward_model and last >= self.reward_threshold:
+        if not self.has_function and last >= self.reward_threshold:
             return f"reward threshold: {last:.3f} >= {self.reward_threshold}"
         min_delta = PLATEAU_MIN_DELTA
         unit = ""
@@ -131,14 +134,49 @@ class Stops:
 def selection_value(figures: Mapping[str, Any], kl: str) -> float:
     """Return the value of an evaluated policy; the policy with the lowest value is kept.
 
-    With a reward function: minus the total reward. With a likelihood head: the KL to its mixture,
-    or, for kl=forward, the loss on natural text. Otherwise the distance of P(natural) from that of
-    natural text.
+    With a reward function: the KL to the mixture if there is one, else to the start; `BestAtTask`
+    compares only the policies with the highest function reward. With a likelihood head: the KL to
+    its mixture, or, for kl=forward, the loss on natural text. Otherwise the distance of P(natural)
+    from that of natural text.
     """
-    if "fresh_total_reward" in figures:
-        return -figures["fresh_total_reward"]
+    if "fresh_function_reward" in figures:
+        return figures.get("kl_mixture", figures["kl_now"])
     if "kl_mixture" in figures and kl == "forward":
         return figures["select_loss"]
     if "kl_mixture" in figures:
         return figures["kl_mixture"]
     return abs(figures["fresh_reward"] - figures["natural_reward"])
+
+
+class BestAtTask(Best):
+    """With reward functions: keeps the policy with the lowest value among the best at the task.
+
+    The best at the task are the policies whose `fresh_function_reward` is at least the highest one
+    minus its standard error. All of them are stored, because the highest reward may still rise. A
+    policy that falls below is dropped for good.
+    """
+
+    saved = (*Best.saved, "policies")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policies: list[dict[str, Any]] = []  # value, at, figures and weights of each
+
+    def update(
+        self, value: float, at: int, weights: Iterable[tuple[str, Tensor]], figures: dict[str, Any]
+    ) -> None:
+        """Copy the weights of step `at`, drop policies that are worse at the task, and choose."""
+        policy = Best()
+        policy.update(value, at, weights, figures)
+        self.policies.append(policy.state_dict())
+        best = max(self.policies, key=task_reward)["figures"]
+        width = best["fresh_function_reward_high"] - best["fresh_function_reward_low"]
+        least = best["fresh_function_reward"] - width / WIDTH_OF_INTERVAL
+        self.policies = [each for each in self.policies if task_reward(each) >= least]
+        chosen = min(self.policies, key=lambda each: each["value"])  # of equals the earliest
+        self.load_state_dict({**chosen, "policies": self.policies})
+
+
+def task_reward(policy: Mapping[str, Any]) -> float:
+    """Return the reward of a stored policy by the functions."""
+    return policy["figures"]["fresh_function_reward"]

@@ -6,8 +6,7 @@ Shapes: P prompts, G completions of each, R = P * G rows (a rank has its share; 
 of them); N tokens in a row, V token ids, C channels; m tokens that the policy generated.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from common.device import autocast, select_dtype
 from common.distributed import Ranks, no_sync, parallel
 from generation.shared_prompts import scatter_to_mask
 from grpo import policy_loss as formulas
+from grpo.rewards import Advantages, total_advantages
 from grpo.rollouts import Rollouts
 from grpo.settings import GRPOSettings
 from model import GPT
@@ -53,17 +53,26 @@ class Updater:
         )
 
     def __call__(
-        self, rollouts: Rollouts, scores: Scores, advantages: Tensor | None, rate_factor: float
+        self,
+        rollouts: Rollouts,
+        scores: Scores,
+        advantages: Advantages,
+        rate_factor: float,
+        with_shares: bool = False,
     ) -> dict[str, float]:
         """Take updates_per_step optimizer steps; return figures of the last one.
 
-        advantages: (R,) or (R, N - 1); None for credit=exact. rate_factor: learning rate as a share
-        of its peak. Later updates end early if the policy has moved too far from pi_old.
+        advantages: of each part of the reward; the update uses their sum. rate_factor: learning
+        rate as a share of its peak. with_shares: also measure `gradient_shares` before the first
+        update. Later updates end early if the policy has moved too far from pi_old.
         """
+        total = total_advantages(advantages)
         self.optimizers.set_learning_rate_factor(rate_factor)
         figures: dict[str, float] = {"learning_rate": self.optimizers.learning_rate}
+        if with_shares:
+            figures.update(self.gradient_shares(rollouts, scores, advantages))
         for number in range(self.settings.updates_per_step):
-            figures.update(self.accumulate_gradients(rollouts, scores, advantages))
+            figures.update(self.accumulate_gradients(rollouts, scores, total, self.settings))
             if number > 0 and figures.get("kl_update", 0.0) > self.max_kl_update:
                 self.optimizers.zero_grad()
                 break
@@ -73,28 +82,60 @@ class Updater:
             figures["updates"] = number + 1
         return figures
 
+    def gradient_shares(
+        self, rollouts: Rollouts, scores: Scores, advantages: Advantages
+    ) -> dict[str, float]:
+        """Return the gradient norm of each part of the reward, as a share of the sum of the norms.
+
+        The policy does not change. Return nothing for a single part. The KL to the start (beta) is
+        not a part.
+        """
+        parts: dict[str, Tensor | None] = dict(advantages)
+        if self.settings.credit == "exact":
+            parts["model"] = None  # needs no advantages
+        if len(parts) == 1:
+            return {}
+        norms = {}
+        for name, values in parts.items():
+            settings = self.settings
+            if values is not None:
+                settings = replace(settings, credit="token", beta=0.0)  # without the other losses
+            self.accumulate_gradients(rollouts, scores, values, settings)
+            gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+            norms[name] = float(torch.nn.utils.get_total_norm(gradients))
+            self.optimizers.zero_grad()
+        total = sum(norms.values()) or 1.0  # 0 if all groups are flat
+        return {f"gradient_share_{name}": norm / total for name, norm in norms.items()}
+
     def accumulate_gradients(
-        self, rollouts: Rollouts, scores: Scores, advantages: Tensor | None
+        self,
+        rollouts: Rollouts,
+        scores: Scores,
+        advantages: Tensor | None,
+        settings: GRPOSettings,
     ) -> dict[str, float]:
         """Accumulate the gradients of all micro-batches.
 
+        advantages: (R, N - 1); None: the whole loss is that of credit=exact.
         Return the loss and the metrics, averaged over tokens.
         """
         figures: dict[str, float] = {}
         num_tokens = rollouts.totals["num_tokens"]
         for part in rollouts.micro_batches(self.policy.rows_at_a_time()):
             rows = rollouts.rows(part)
+            row_advantages = None
+            if advantages is not None:
+                row_advantages = advantages[part]
             with no_sync(self.forward, last=part.stop == len(rollouts.ids)):
-                if advantages is None:
-                    hidden = scores.hidden_rows(part, rollouts.mask)
-                    loss, metrics = self.forward(
-                        exact_loss, rows, hidden, self.reward_model, self.settings
-                    )
-                else:
-                    reference_log_probs = scores.reference_log_probs[part]
-                    loss, metrics = self.forward(
-                        sampled_loss, rows, reference_log_probs, advantages[part], self.settings
-                    )
+                loss, metrics = self.forward(
+                    loss_of_rows,
+                    rows,
+                    scores.hidden_rows(part, rollouts.mask),
+                    self.reward_model,
+                    scores.reference_log_probs[part],
+                    row_advantages,
+                    settings,
+                )
                 # DDP averages gradients over ranks; the loss of the step is a sum.
                 (loss * self.ranks.world_size).backward()
             figures["loss"] = figures.get("loss", 0.0) + loss.item()
@@ -116,70 +157,69 @@ class Updater:
         return self.ranks.sum(total)[0] / int(rollouts.totals["num_tokens"])
 
 
-def sampled_loss(
-    policy: GPT,
-    rollouts: Rollouts,
-    reference_log_probs: Tensor,
-    advantages: Tensor,
-    settings: GRPOSettings,
-) -> Loss:
-    """Return the loss of sampled tokens (equation 3 of GRPO), from advantages (R,) or (R, N - 1).
-
-    reference_log_probs: (R, N - 1), log pi_ref.
-    """
-    assert settings.beta is not None  # resolve
-    return formulas.policy_loss(
-        rollouts.log_probs(policy),  # (R, N - 1)
-        rollouts.old_log_probs,
-        advantages,
-        rollouts.mask,
-        loss_type=settings.loss_type,
-        epsilon_low=settings.epsilon,
-        epsilon_high=settings.epsilon_high,
-        reference_log_probs=reference_log_probs,
-        beta=settings.beta,
-        **rollouts.totals,
-    )
-
-
-def exact_loss(
+def loss_of_rows(
     policy: GPT,
     rollouts: Rollouts,
     hidden: Hidden,
     mixture: LikelihoodRewardModel,
+    reference_log_probs: Tensor,
+    advantages: Tensor | None,
     settings: GRPOSettings,
 ) -> Loss:
-    """Return the loss of credit=exact: at each token the divergence from the mixture over all V.
+    """Return the loss of some rows: that of credit=exact, that of sampled tokens, or their sum.
 
-    hidden: (m, C) per model of the mixture, before each token in the mask.
+    Sampled tokens (equation 3 of GRPO) need advantages (R, N - 1); with credit=exact only the
+    user's functions have any. hidden: (m, C) per model of the mixture, before each token in the
+    mask. reference_log_probs: (R, N - 1), log pi_ref.
     """
-
-    def formula(log_probs: Tensor, hidden: Hidden) -> Tensor:
-        evidence, reference_log_probs = mixture.distributions(hidden)  # (m, V) each
-        return formulas.divergence(log_probs, evidence, reference_log_probs, settings.kl)  # (m,)
-
-    losses, log_probs = over_vocabulary(policy, rollouts, hidden, formula)
-    mask = rollouts.mask.to(losses.dtype)
-    loss = formulas.average_loss(losses, mask, settings.loss_type, **rollouts.totals)
+    assert settings.beta is not None  # resolve
+    mask = rollouts.mask
+    divergence: Tensor | float = 0.0
+    if settings.credit == "exact":
+        losses, log_probs = exact_losses(policy, rollouts, hidden, mixture, settings.kl)
+        divergence = formulas.average_loss(
+            losses, mask.to(losses.dtype), settings.loss_type, **rollouts.totals
+        )
+    else:
+        log_probs = rollouts.log_probs(policy)
+    if advantages is not None:
+        loss, metrics = formulas.policy_loss(
+            log_probs,  # (R, N - 1)
+            rollouts.old_log_probs,
+            advantages,
+            mask,
+            loss_type=settings.loss_type,
+            epsilon_low=settings.epsilon,
+            epsilon_high=settings.epsilon_high,
+            reference_log_probs=reference_log_probs,
+            beta=settings.beta,
+            **rollouts.totals,
+        )
+        return divergence + loss, metrics
+    assert isinstance(divergence, Tensor)
     if rollouts.old_log_probs is None:
-        return loss, {}
-    old_log_probs = rollouts.old_log_probs.masked_fill(~rollouts.mask, 0.0)
-    return loss, formulas.ratio_metrics(log_probs.detach(), old_log_probs, mask)
+        return divergence, {}
+    old_log_probs = rollouts.old_log_probs.masked_fill(~mask, 0.0)
+    metrics = formulas.ratio_metrics(log_probs.detach(), old_log_probs, mask.to(log_probs.dtype))
+    return divergence, metrics
 
 
-def over_vocabulary(
-    policy: GPT, rollouts: Rollouts, hidden: Hidden, formula: Callable[[Tensor, Hidden], Tensor]
+def exact_losses(
+    policy: GPT, rollouts: Rollouts, hidden: Hidden, mixture: LikelihoodRewardModel, kl: str
 ) -> tuple[Tensor, Tensor]:
-    """Return a formula's values and log pi of the tokens: (R, N - 1) each, 0 outside the mask.
+    """Return the divergence from the mixture over all V at each token, and log pi of the token:
+    (R, N - 1) each, 0 outside the mask.
 
-    `formula` computes (m,) from log pi (m, V) and hidden states (m, C). With many tokens the
-    logits are computed in pieces of at most PIECE_LOGITS, and again in the backward pass.
+    With many tokens the logits are computed in pieces of at most PIECE_LOGITS, and again in the
+    backward pass.
     """
 
     def compute(tokens: Tensor, states: Tensor, *frozen: Tensor) -> Tensor:
         log_probs = policy.logits(states).float().log_softmax(-1)  # (m, V)
         chosen = log_probs.gather(1, tokens[:, None])[:, 0]  # (m,)
-        return torch.stack((formula(log_probs, frozen), chosen))  # (2, m)
+        evidence, reference_log_probs = mixture.distributions(frozen)  # (m, V) each
+        losses = formulas.divergence(log_probs, evidence, reference_log_probs, kl)  # (m,)
+        return torch.stack((losses, chosen))  # (2, m)
 
     inputs = (rollouts.tokens(), rollouts.hidden_states(policy), *hidden)
     size = max(1, PIECE_LOGITS // policy.config.vocab_size)
@@ -188,5 +228,5 @@ def over_vocabulary(
         results = [compute(*pieces[0])]
     else:
         results = [checkpoint(compute, *piece, use_reentrant=False) for piece in pieces]
-    values, log_probs = torch.cat(results, 1)  # (m,) each
-    return scatter_to_mask(values, rollouts.mask), scatter_to_mask(log_probs, rollouts.mask)
+    losses, log_probs = torch.cat(results, 1)  # (m,) each
+    return scatter_to_mask(losses, rollouts.mask), scatter_to_mask(log_probs, rollouts.mask)

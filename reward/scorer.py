@@ -1,4 +1,4 @@
-"""Score completions with the frozen reward model, the policy's start and a user's function.
+"""Score completions with the frozen reward model, the policy's start and a user's functions.
 
     python -c "from reward.scorer import RewardScorer; help(RewardScorer)"
 
@@ -21,8 +21,18 @@ from reward.user_function import RewardFunction
 
 
 @dataclass(frozen=True)
+class FunctionScores:
+    """The rewards that one of the user's functions gave to R sequences, and its weight."""
+
+    name: str
+    weight: float
+    rewards: Tensor  # (R,) of sequences, or (R, N - 1) of tokens
+    means: Tensor  # (R,): of the tokens' rewards, or the rewards of the sequences
+
+
+@dataclass(frozen=True)
 class Scores:
-    """Scores of R sequences of N tokens, from the frozen models and a user's function."""
+    """Scores of R sequences of N tokens, from the frozen models and the user's functions."""
 
     reference_log_probs: Tensor  # (R, N - 1): log pi_ref of generated tokens; 0 elsewhere
     natural: Tensor | None = None  # (R,): P(natural); None without a reward model
@@ -30,7 +40,7 @@ class Scores:
     evidence: Tensor | None = None
     # (R, N - 1): P(token is natural); None if the head has no output per token
     by_token: Tensor | None = None
-    function: Tensor | None = None  # (R,) or (R, N - 1): rewards of a user's function
+    functions: tuple[FunctionScores, ...] = ()
     # (m, C) per model of a likelihood head, before each generated token; empty unless kept
     hidden: tuple[Tensor, ...] = ()
 
@@ -48,10 +58,10 @@ class RewardScorer:
     Raise UserError if the generator of a likelihood model is not the reference.
     """
 
-    reward_model: Any  # a RewardModel; None: only a function gives rewards
+    reward_model: Any  # a RewardModel; None: only functions give rewards
     reference: GPT
     dtype: torch.dtype = torch.float32  # precision of the passes
-    function: RewardFunction | None = None  # a user's
+    functions: tuple[RewardFunction, ...] = ()  # the user's
     gives_evidence: bool = True  # False: the reward of a likelihood model is P(natural)
 
     def __post_init__(self) -> None:
@@ -74,16 +84,19 @@ class RewardScorer:
     def __call__(
         self, ids: Tensor, written: Tensor, group_size: int = 1, keep_hidden: bool = False
     ) -> Scores:
-        """Score sequences (R, N) int64 by the models and by the function, if there is one.
+        """Score sequences (R, N) int64 by the models and by the user's functions.
 
         written: (R, N - 1) bool, the generated tokens: those after the first that follow a prompt.
         group_size: consecutive sequences that share a prompt, which is read once.
         keep_hidden: keep the hidden states of a likelihood model.
         """
         scores = self.score_by_models(ids, written, group_size, keep_hidden)
-        if self.function is None:
-            return scores
-        return replace(scores, function=self.function(ids, written))
+        functions = []
+        for function in self.functions:
+            rewards = function(ids, written)
+            means = mean_over_mask(rewards, written)
+            functions.append(FunctionScores(function.short_name, function.weight, rewards, means))
+        return replace(scores, functions=tuple(functions))
 
     @torch.no_grad()
     def score_by_models(
@@ -152,6 +165,13 @@ class RewardScorer:
         if model.knows_tokens:
             scores = replace(scores, by_token=natural_probabilities(output)[:, 1:])
         return scores
+
+
+def mean_over_mask(values: Tensor, mask: Tensor) -> Tensor:
+    """Average values (R, N - 1) over the mask to shape (R,). Return values (R,) unchanged."""
+    if values.dim() == 1:
+        return values
+    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def have_same_weights(one: nn.Module, other: nn.Module) -> bool:

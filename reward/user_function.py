@@ -1,10 +1,11 @@
-"""Load and call a user's reward function: the only place that executes a user's Python.
+"""Load and call the user's reward functions: the only place that executes a user's Python.
 
     python train_grpo.py --base_model_path base_model_v1.pt --reward_function my_rewards.py:score
 
 Shapes: R sequences of N tokens.
 """
 
+import functools
 import inspect
 import runpy
 import sys
@@ -28,25 +29,30 @@ RULE = (
 
 
 class RewardFunction:
-    """A user's function in TRL's form. Its file is executed once; what it returns is checked.
+    """A user's function in TRL's form, and its weight. What it returns is checked.
 
     The function is called with those of these arguments that it takes: prompts, completions (R str
     each), prompt_ids, completion_ids (R lists of int each), ids (int64 array (R, N)) and masks
     (bool array (R, N - 1): the generated tokens after the first).
     """
 
-    def __init__(self, name: str, decode: Callable[[list[int]], str] = str) -> None:
+    def __init__(
+        self, name: str, decode: Callable[[list[int]], str] = str, weight: float = 1.0
+    ) -> None:
         """Execute FILE.py of the name FILE.py:NAME. `decode` turns token ids into text."""
-        file, _, function_name = name.rpartition(":")
+        file, _, self.short_name = name.rpartition(":")
         self.name = name
         self.path = Path(file)
         self.decode = decode
+        self.weight = weight
         if not file.endswith(".py") or not self.path.is_file():
             self._fail("must be FILE.py:NAME, FILE.py an existing file")
         self.sha256 = hash_file(self.path)
-        self.function = self._guarded(self._execute_file).get(function_name)
-        if not callable(self.function):
-            self._fail(f"{self.path} has no function {function_name!r}: choose one that it has")
+        defined = self._guarded(lambda: execute_file(self.path, self.sha256))
+        self.function: Any = defined.get(self.short_name)
+        if not callable(self.function) or isinstance(self.function, type):
+            rule = "name a function or an instance of a class"
+            self._fail(f"{self.path} has no function {self.short_name!r}: {rule}")
         self.parameters = self._guarded(lambda: inspect.signature(self.function).parameters)
         self.takes_all = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())
         self.num_dims = 0  # of the rewards: 1 (sequences) or 2 (tokens); 0 before the first call
@@ -61,9 +67,14 @@ class RewardFunction:
         arguments = self._arguments(ids, mask, lengths)
         with torch.no_grad():
             returned = self._guarded(lambda: self.function(**arguments))
+        if inspect.iscoroutine(returned):
+            returned.close()  # otherwise Python warns that it was never awaited
+            self._fail("is an async def: call asyncio.run in a plain function")
         rewards = self._guarded(lambda: _plain(returned))
         if not isinstance(rewards, list) or len(rewards) != len(lengths):
             self._fail(f"returned {returned!r:.40}, no list of R={len(lengths)} rewards; {RULE}")
+        if any(reward is None for reward in rewards):
+            self._fail("returned None for a completion: return 0.0 where it has no say")
         is_per_token = isinstance(rewards[0], list)
         numbers = rewards
         if is_per_token:
@@ -100,11 +111,6 @@ class RewardFunction:
             return arguments
         return {name: arguments[name] for name in self.parameters if name in arguments}
 
-    def _execute_file(self) -> dict[str, Any]:
-        """Return the names that the file defines. It may import other files of its folder."""
-        sys.path.append(str(self.path.resolve().parent))  # last: files there hide no other module
-        return runpy.run_path(str(self.path))
-
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; turn anything that the user's code raises into a
         UserError.
@@ -123,6 +129,16 @@ class RewardFunction:
 
     def _fail(self, finding: str) -> NoReturn:
         raise UserError(f"ERROR: reward_function={self.name}: {finding}") from None
+
+
+@functools.cache
+def execute_file(path: Path, sha256: str) -> dict[str, Any]:
+    """Return the names that a file defines. It may import other files of its folder.
+
+    Functions of the same file share one execution.
+    """
+    sys.path.append(str(path.resolve().parent))  # last: files there hide no other module
+    return runpy.run_path(str(path))
 
 
 def _plain(value: Any) -> Any:

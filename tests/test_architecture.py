@@ -43,7 +43,7 @@ BUDGETS = {
     "files at the root": 14,
     "folders": 9,
     "options of train": 38,
-    "options of train_grpo": 30,
+    "options of train_grpo": 31,
     "options of train_reward_model": 15,
     "options of prepare_reward_data": 18,
     "options of run_cycles": 10,

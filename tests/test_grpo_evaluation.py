@@ -14,7 +14,7 @@ from corpus.corpus import open_corpus
 from data_loader import WholeSplitBatches
 from generation.completions import Completer
 from grpo import evaluation
-from grpo.rewards import sequence_rewards, token_rewards
+from grpo.rewards import named_rewards, sequence_rewards, token_rewards
 from grpo.rollouts import draw_prompts, written_mask
 from grpo.settings import GRPOSettings
 from grpo.stopping import Stops, selection_value
@@ -22,7 +22,7 @@ from losses import text_log_probs
 from metrics.reward_skill import measure_skill
 from metrics.samples import CopyFinder
 from reward.heads import LikelihoodRewardModel
-from reward.scorer import RewardScorer, Scores
+from reward.scorer import FunctionScores, RewardScorer, Scores, mean_over_mask
 from training.checkpoint import build_model, load_checkpoint
 from training.optimizers import Best
 
@@ -63,16 +63,16 @@ def test_rewards_by_hand():
     )
     likelihood = Scores(start, natural, evidence, by_token)
     tokens = evidence - (log_probs - start)
-    assert torch.equal(token_rewards(likelihood, log_probs, mask), tokens)
+    assert torch.equal(token_rewards(likelihood, log_probs), tokens)
     assert sequence_rewards(likelihood, log_probs, mask).tolist() == pytest.approx([1.0, 1 / 3])
     other = Scores(start, natural, by_token=by_token)
     assert torch.equal(sequence_rewards(other, log_probs, mask), natural)
-    assert torch.equal(token_rewards(other, log_probs, mask), by_token)
-    both = Scores(start, natural, function=each)
-    assert sequence_rewards(both, log_probs, mask).tolist() == pytest.approx([5.2, 3.7])
-    alone = Scores(start, function=torch.tensor([2.0, -1.0]))
-    assert sequence_rewards(alone, log_probs, mask).tolist() == [2, -1]
-    assert token_rewards(alone, log_probs, mask).tolist() == [[0, 2, 2], [-1, -1, -1]]
+    assert torch.equal(token_rewards(other, log_probs), by_token)
+    one = FunctionScores("one", 2.0, *[torch.tensor([2.0, -1.0])] * 2)
+    two = FunctionScores("two", -1.0, each, mean_over_mask(each, mask))
+    figures = named_rewards("", Scores(start, natural, functions=(one, two)))
+    assert figures["function_reward"].tolist() == pytest.approx([4 - 5, -2 - 3])
+    assert figures["reward_one"].tolist() == [2, -1] and figures["reward_two"].tolist() == [5, 3]
 
 
 def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
@@ -184,14 +184,14 @@ def test_the_gate_by_hand(capsys, tmp_path):
 def stops_after(
     rewards: list[float],
     threshold: float = 0.9,
-    has_reward_model: bool = True,
+    has_function: bool = False,
     characters_per_token: float = 1.0,
     **figures: float,
 ) -> Stops:
     """The stops, with windows of four steps, after so many steps and perhaps an evaluation."""
-    stops = Stops(4, threshold, has_reward_model, characters_per_token)
+    stops = Stops(4, threshold, has_function, characters_per_token)
     stops.start({"select_loss": 2.0})
-    name = "reward" if has_reward_model else "function_reward"
+    name = "function_reward" if has_function else "reward"
     for reward in rewards:
         stops.step({name: reward, "objective": reward, "kl_start": figures.get("kl_start", 0.0)})
     if figures:
@@ -210,11 +210,11 @@ def test_a_plateau_ends_the_run_after_five_windows_without_a_rise():
     assert reason == "plateau: no rise of 0.001 nats a character in 5 windows"
 
 
-def test_a_threshold_is_for_a_window_and_needs_a_reward_model():
+def test_a_threshold_is_for_a_window_and_not_for_functions():
     assert stops_after([0.95] * 3).reason() is None
     assert re.match(r"reward threshold: 0\.950 >= 0\.9", stops_after([0.1, *[0.95] * 4]).reason())
     assert stops_after([0.95] * 4, threshold=0.96).reason() is None
-    alone = stops_after([5.0] * 4, has_reward_model=False)
+    alone = stops_after([5.0] * 4, has_function=True)
     assert alone.rewards == [5.0] * 4 and alone.reason() is None
 
 
@@ -236,14 +236,14 @@ def test_the_first_broken_cap_is_the_reason():
     assert re.match(r"cap: kl_start 1\.100 > 1\.0 ", stops.reason())
 
 
-def test_with_only_a_function_a_rise_of_the_loss_warns_once(capsys):
+def test_with_a_function_a_rise_of_the_loss_warns_once(capsys):
     """In the whole run, its parts together; the caps on the KL still end it."""
-    stops = stops_after([], has_reward_model=False, select_loss=2.29)
+    stops = stops_after([], has_function=True, select_loss=2.29)
     assert capsys.readouterr().err == ""
     stops.evaluation({"select_loss": 2.31})
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("WARNING: loss_rise 0.310 > 0.3 nats a character")
-    resumed = Stops(4, 0.9, has_reward_model=False)
+    resumed = Stops(4, 0.9, has_function=True)
     resumed.load_state_dict(stops.state_dict())
     resumed.evaluation({"select_loss": 2.5})
     assert resumed.reason() is None and capsys.readouterr().err == ""
@@ -251,9 +251,7 @@ def test_with_only_a_function_a_rise_of_the_loss_warns_once(capsys):
     assert "cap: kl_now" in resumed.reason()
 
 
-@pytest.mark.parametrize(
-    ("kl", "kept"), [("reverse", 20), ("forward", 10), (None, 30), ("function", 0)]
-)
+@pytest.mark.parametrize(("kl", "kept"), [("reverse", 20), ("forward", 10), (None, 30)])
 def test_the_best_policy_by_what_the_reward_asks_for(kl, kept):
     """The start is a candidate, and of equals the first is kept."""
     looks = [(0, 0.09, 0.3, 2.0), (10, 0.05, 0.4, 1.9), (20, 0.04, 0.5, 1.9), (30, 0.04, 0.58, 2.1)]
@@ -261,7 +259,6 @@ def test_the_best_policy_by_what_the_reward_asks_for(kl, kept):
     for step, mixture, fresh, loss in looks:
         figures = {"fresh_reward": fresh, "natural_reward": 0.6, "select_loss": loss}
         figures |= {} if kl is None else {"kl_mixture": mixture}
-        figures |= {"fresh_total_reward": -fresh} if kl == "function" else {}
         best.update(selection_value(figures, str(kl)), step, [("w", torch.tensor(step))], figures)
     assert (best.at, best.weights["w"].item(), best.figures["select_loss"]) == (
         kept,

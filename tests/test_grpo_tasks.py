@@ -27,7 +27,8 @@ class TaskScorer:
 
     knows_tokens = is_ratio = False
     dtype = torch.float32
-    function = reward_model = None
+    reward_model = None
+    functions = ()
 
     def __init__(self, reference, reward) -> None:
         self.reference, self.reward = reference.requires_grad_(False), reward
@@ -170,12 +171,13 @@ def test_the_last_of_several_updates_is_measured_too(grpo, share_of, tmp_path):
     [
         (True, True, {}, "exact"),
         (True, True, {"group_size": 1, "kl": "forward", "prefixes": "natural"}, "exact"),
-        (True, True, {"reward_function": "mine.py:score", "beta": 0.1}, "token"),
+        (True, True, {"reward_function": ("mine.py:score",), "epsilon": 0.1}, "exact"),
+        (True, True, {"reward_function": ("mine.py:score",), "reward": "natural"}, "token"),
         (True, True, {"reward": "natural"}, "token"),
         (True, True, {"credit": "token", "epsilon": 0.1}, "token"),
         (False, True, {}, "token"),
         (False, False, {}, "sequence"),
-        (False, False, {"reward_model_path": None, "reward_function": "mine.py:score"}, "auto"),
+        (False, False, {"reward_model_path": None, "reward_function": ("mine.py:score",)}, "auto"),
     ],
 )
 def test_auto_is_the_credit_of_least_variance(is_ratio, knows_tokens, options, credit):

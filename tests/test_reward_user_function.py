@@ -8,16 +8,10 @@ import pytest
 import torch
 from helpers import refuse_in_one_line, succeed
 
-from common.distributed import Ranks
 from common.files import hash_file
 from common.log import read_records
 from common.process import UserError
 from grpo import stopping
-from grpo.policy_loss import group_advantages, token_advantages
-from grpo.rewards import compute_advantages, sequence_rewards, token_rewards
-from grpo.rollouts import Rollouts
-from grpo.settings import GRPOSettings
-from reward.scorer import Scores
 from reward.user_function import RewardFunction
 from training.checkpoint import load_checkpoint
 
@@ -68,6 +62,7 @@ def test_another_form_than_file_and_name(named):
         ("import sys\nsys.exit('bye')\n", "SystemExit at line 2 of .*: bye"),
         ("score = 3\n", "has no function 'score'"),
         ("score = max\n", "raised ValueError: no signature found for builtin"),
+        ("class score: pass\n", "has no function 'score': name .* an instance"),
     ],
 )
 def test_a_file_that_does_not_load(made, text, expected):
@@ -82,12 +77,38 @@ def test_the_file_may_import_from_its_folder_and_is_run_as_no_script(made, tmp_p
     assert function.sha256 == hash_file(tmp_path / "mine.py")
 
 
-def test_a_partial_can_be_called(made):
-    lengths = (
-        "def lengths(completions, factor):\n    return [factor * len(t) for t in completions]\n"
-    )
-    text = f"import functools\n{lengths}score = functools.partial(lengths, factor=1)\n"
-    assert made(text)(IDS, MASK).tolist() == [2, 3]
+CALLABLES = """
+import functools, re
+
+def lengths(completions, factor):
+    return [factor * len(text) for text in completions]
+
+class Lengths:
+    def __call__(self, completions, **kwargs):
+        return [len(re.findall("[a-z]", text)) for text in completions]
+
+"""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "functools.partial(lengths, factor=1)",
+        "lambda completions, **kwargs: lengths(completions, 1)",
+        "Lengths()",
+    ],
+)
+def test_what_can_be_called_is_a_function(made, value):
+    assert made(f"{CALLABLES}score = {value}\n")(IDS, MASK).tolist() == [2, 3]
+
+
+def test_what_is_not_awaited_or_left_out_is_refused_in_one_line(made, recwarn):
+    """Without Python's own warning that a coroutine was never awaited."""
+    function = made("async def score(completions):\n    return [0, 0]\n")
+    assert "is an async def: call asyncio.run" in error_of(lambda: function(IDS, MASK))
+    function = made("def score(completions):\n    return [0, None]\n")
+    assert "None for a completion: return 0.0" in error_of(lambda: function(IDS, MASK))
+    assert not recwarn.list
 
 
 def test_the_arguments_are_those_of_trl_and_the_arrays(made):
@@ -212,21 +233,3 @@ def test_a_policy_learns_what_the_function_rewards(
     )
     (tmp_path / "letters.py").write_text(LETTERS + "# another\n")
     assert "reward function was" in refuse_in_one_line("train_grpo", **resumed)
-
-
-@pytest.mark.parametrize(
-    ("credit", "per_token"),
-    [("token", False), ("token", True), ("sequence", True), ("auto", False), ("auto", True)],
-)
-def test_advantages_are_of_tokens_or_sequences_as_credit_or_the_function_says(credit, per_token):
-    ids, mask = torch.zeros(4, 4, dtype=torch.int64), torch.ones(4, 3, dtype=torch.bool)
-    function, log_probs = torch.rand(4, 3) if per_token else torch.rand(4), torch.rand(4, 3)
-    batch = Rollouts(ids, mask, log_probs, 2, {})
-    scores = Scores(torch.rand(4, 3), evidence=torch.rand(4, 3), function=function)
-    settings = GRPOSettings(credit=credit, group_size=2, prompts_per_step=2)
-    if credit == "token" or (credit == "auto" and per_token):
-        expected = token_advantages(token_rewards(scores, log_probs, mask), mask, 2)
-    else:
-        expected = group_advantages(sequence_rewards(scores, log_probs, mask), 2)
-    advantages, figures = compute_advantages(batch, scores, settings, Ranks())
-    assert torch.equal(advantages, expected) and figures["flat_groups"] == 0

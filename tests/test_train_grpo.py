@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -35,7 +36,7 @@ from common.log import read_records
 from generation.completions import Completer
 from grpo import stopping
 from grpo import update as update_module
-from grpo.rewards import compute_advantages, step_figures
+from grpo.rewards import compute_advantages, step_figures, total_advantages
 from grpo.rollouts import Rollouts, sample
 from grpo.settings import GRPOSettings
 from grpo.update import Updater
@@ -45,6 +46,17 @@ from reward.heads import LikelihoodRewardModel, build_reward_model
 from reward.scorer import RewardScorer, Scores
 from training.checkpoint import build_model, load_checkpoint
 
+FUNCTIONS = """
+short = lambda completions, **kwargs: [-len(text.split()) for text in completions]
+
+
+class Capitals:
+    def __call__(self, completions):
+        return [[float(letter.isupper()) for letter in text] for text in completions]
+
+
+capitals = Capitals()
+"""
 EXACT = {"credit": "exact", "group_size": 1, "prompts_per_step": 16}
 
 
@@ -127,7 +139,17 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
     [
         ({"credit": "token", "group_size": 1}, ["group_size=1", "--credit exact"]),
         ({"credit": "exact", "epsilon": 0.1}, ["epsilon=0.1", "credit=exact"]),
-        ({"credit": "exact", "reward_function": "mine.py:score"}, ["reward_function"]),
+        (
+            {"reward_model_path": None, "reward_function": "mine.py:score", "credit": "exact"},
+            ["reward_model_path is required"],
+        ),
+        ({"reward_function": "mine.py:score", "prefixes": "natural"}, ["prefixes=natural"]),
+        ({"reward_function": ["a.py:score", "b.py:score"]}, ["names must differ"]),
+        ({"reward_function": "mine.py:model"}, ["names must differ"]),
+        (
+            {"reward_function": ["a.py:one", "b.py:two"], "function_weight": [1]},
+            ["(1.0,)", "2 reward functions"],
+        ),
         ({"credit": "token", "prefixes": "natural"}, ["prefixes=natural", "credit=token"]),
         (
             {"reward_model_path": None, "reward_function": "mine.py:score", "group_size": 1},
@@ -245,9 +267,10 @@ def gradient(
     policy, scorer = models
     policy.zero_grad()
     scores = scorer(batch.ids, batch.mask, keep_hidden=True)
-    advantages, _ = compute_advantages(batch, scores, settings, Ranks())
+    advantages = compute_advantages(batch, scores, settings)
     update = Updater(policy, scorer.reward_model, settings, Ranks(), math.inf)
-    figures = update.accumulate_gradients(batch, scores, advantages)
+    total = total_advantages(advantages)
+    figures = update.accumulate_gradients(batch, scores, total, settings)
     gradients = [parameter.grad.flatten() for parameter in policy.parameters()]
     return torch.cat(gradients), figures["loss"]
 
@@ -331,14 +354,14 @@ def test_rollouts_are_completions_or_rows_of_the_corpus_each_after_a_prompt_of_i
         )
     torch.testing.assert_close(batch.old_log_probs, log_probs)
     scores = Scores(log_probs, natural=torch.full((24,), 0.5))
-    figures = step_figures(batch, scores, settings, Ranks())
+    figures = step_figures(batch, scores, {}, settings, Ranks())
     assert figures["kl_start"] == pytest.approx(0, abs=1e-6) and figures["reward"] == 0.5
     assert figures["entropy"] == pytest.approx(-log_probs.mean().item())
     settings = replace(settings, prefixes="natural")
     batch = sample(completer, tokens, settings, 1, Ranks())
     assert batch.ids.shape == (24, 3) and batch.old_log_probs is None and batch.mask.all()
     assert (batch.ids.diff(dim=1) % V == 1).all() and len(batch.ids.unique(dim=0)) == V
-    assert step_figures(batch, scores, settings, Ranks()) == {}
+    assert step_figures(batch, scores, {}, settings, Ranks()) == {}
     shares = [sample(completer, tokens, settings, 1, Ranks(rank, 2)) for rank in (0, 1)]
     assert torch.equal(torch.cat([part.ids for part in shares]), batch.ids)
     assert all(part.totals == batch.totals for part in shares)
@@ -383,6 +406,7 @@ def test_more_steps_than_the_schedule_has_are_refused(good):
     [
         {"credit": "token", "optimizer": "muon"},
         {**EXACT, "prefixes": "natural", "updates_per_step": 2},
+        {"reward_function": ["mine.py:short", "mine.py:capitals"], "function_weight": [2, -1]},
     ],
     ids=str,
 )
@@ -390,8 +414,10 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
     good, tmp_path, monkeypatch, more
 ):
     """Interrupted once, and ended once: the state has the last policy, not the one that was
-    kept.
+    kept; with functions all that may be kept.
     """
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(FUNCTIONS)
     options = {
         **good,
         **more,
@@ -415,6 +441,9 @@ def test_a_run_in_parts_ends_in_the_tensors_and_records_of_an_undisturbed_one(
     assert_same_weights(weights(parts["output_path"]), weights(options["output_path"]))
     one, other = (untimed(each["output_path"].with_suffix(".jsonl")) for each in (parts, options))
     assert one == other
+    if "reward_function" in more:
+        parts_of = [figure for figure in one[2] if figure.startswith("gradient_share_")]
+        assert len(parts_of) == 3 and sum(one[2][part] for part in parts_of) == pytest.approx(1)
 
 
 def test_a_report_of_the_start_not_finite_is_not_written(monkeypatch, good):

@@ -1,0 +1,103 @@
+"""Several rewards: the advantages and gradient of each part, and which policy is kept."""
+
+import math
+from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from test_train_grpo import V, gradient, make_models, make_rollouts, settings_of
+
+from common.distributed import Ranks
+from grpo import update as update_module
+from grpo.policy_loss import group_advantages, token_advantages
+from grpo.rewards import compute_advantages, sequence_rewards, token_rewards
+from grpo.rollouts import Rollouts
+from grpo.settings import GRPOSettings
+from grpo.stopping import BestAtTask, selection_value
+from grpo.update import Updater
+from model import GPT
+from reward.scorer import FunctionScores, RewardScorer, Scores
+
+
+@pytest.mark.parametrize("credit", ["token", "sequence", "exact", "auto"])
+def test_each_part_is_compared_by_itself_and_weighted(credit):
+    """credit=auto and exact compare a function's rewards of the kind that it returns."""
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    one, two, evidence, log_probs = torch.rand(4), *torch.rand(3, 4, 3)
+    batch = Rollouts(torch.zeros(4, 4, dtype=torch.int64), mask, log_probs, 2, {})
+    functions = FunctionScores("one", 0.5, one, one), FunctionScores("two", -3.0, two, two.mean(1))
+    natural = None if credit == "auto" else torch.rand(4)
+    scores = Scores(torch.rand(4, 3), natural, evidence, functions=functions)
+
+    def of_rows(rewards: torch.Tensor) -> torch.Tensor:
+        return group_advantages(rewards, 2)[:, None].expand(4, 3)
+
+    def of_tokens(rewards: torch.Tensor) -> torch.Tensor:
+        return token_advantages(rewards, mask, 2)
+
+    expected = {"one": 0.5 * of_rows(one), "two": -3 * of_tokens(two)}
+    if credit == "token":
+        expected["one"] = 0.5 * of_tokens(one[:, None].expand(4, 3))
+        expected["model"] = of_tokens(token_rewards(scores, log_probs))
+    if credit == "sequence":
+        expected["two"] = -3 * of_rows(two.mean(1))
+        expected["model"] = of_rows(sequence_rewards(scores, log_probs, mask))
+    settings = GRPOSettings(credit=credit, group_size=2, prompts_per_step=2)
+    torch.testing.assert_close(compute_advantages(batch, scores, settings), expected)
+
+
+def test_functions_add_their_sampled_gradient_to_the_exact_one(monkeypatch):
+    """After the policy has moved, for sequences and for tokens; each part has its share."""
+    policy, scorer = make_models(0.5)
+    ids = torch.randint(V, (6, 3), generator=torch.Generator().manual_seed(0))
+    batch = make_rollouts(policy, ids)
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(1.5)
+    one = Mock(short_name="one", weight=2.0, side_effect=lambda ids, _: ids.sum(1).float())
+    two = Mock(short_name="two", weight=-0.5, side_effect=lambda ids, _: (ids[:, 1:] == 0).float())
+
+    def scored_by(model: Any, *functions: Mock) -> tuple[GPT, RewardScorer]:
+        return policy, RewardScorer(model, scorer.reference, functions=functions)
+
+    exact = settings_of(credit="exact", group_size=3, prompts_per_step=2, advantage_scale="group")
+    sampled = replace(exact, credit="auto")
+    of_model = gradient(scored_by(scorer.reward_model), batch, exact)[0]
+    of_one, of_two = (gradient(scored_by(None, each), batch, sampled)[0] for each in (one, two))
+    of_functions = gradient(scored_by(None, one, two), batch, sampled)[0]
+    both = scored_by(scorer.reward_model, one, two)
+    for logits in (2**24, V):
+        monkeypatch.setattr(update_module, "PIECE_LOGITS", logits)
+        found = gradient(both, batch, exact)[0]
+        torch.testing.assert_close(found, of_model + of_functions, rtol=1e-4, atol=1e-6)
+    policy.zero_grad()
+    scores = both[1](batch.ids, batch.mask, keep_hidden=True)
+    advantages = compute_advantages(batch, scores, exact)
+    update = Updater(policy, scorer.reward_model, exact, Ranks(), math.inf)
+    shares = update.gradient_shares(batch, scores, advantages)
+    norms = torch.stack([of_model, of_one, of_two]).norm(dim=1)
+    names = [f"gradient_share_{name}" for name in ("model", "one", "two")]
+    assert shares == pytest.approx(dict(zip(names, (norms / norms.sum()).tolist(), strict=True)))
+    assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("kl", ["kl_mixture", "kl_now"])
+def test_with_functions_the_nearest_of_the_best_at_the_task_is_kept(kl):
+    """The standard error is 0.1. The state has every policy that may still be kept."""
+    looks = [(0.0, 0.0, [0]), (0.5, 0.3, [1]), (0.45, 0.2, [1, 2]), (0.56, 0.25, [1, 3])]
+    looks += [(0.54, 0.25, [1, 3, 4]), (0.6, 0.4, [1, 3, 4, 5]), (0.601, 0.2, [3, 4, 5, 6])]
+    best, chosen = BestAtTask(), []
+    for step, (reward, divergence, stored) in enumerate(looks):
+        name, half = "fresh_function_reward", 0.196
+        figures = {name: reward, f"{name}_low": reward - half, f"{name}_high": reward + half}
+        figures |= {"kl_now": 9.0, kl: divergence, "select_loss": -reward}
+        value = selection_value(figures, "forward")
+        best.update(value, step, [("w", torch.tensor(step))], figures)
+        assert [policy["at"] for policy in best.policies] == stored
+        chosen.append(best.at)
+        resumed = BestAtTask()
+        resumed.load_state_dict(best.state_dict())
+        best = resumed
+        assert (best.value, best.weights["w"].item()) == (looks[best.at][1], best.at)
+    assert chosen == [0, 1, 2, 3, 3, 3, 6]
