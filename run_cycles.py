@@ -470,7 +470,7 @@ def main() -> None:
 
     # stages
     ledger = Ledger(Path(loop.folder))
-    titles = corpus_titles(texts, datasets, config_path, words)
+    titles = corpus_titles(texts, datasets)
     ledger.start(
         {
             "settings": asdict(settings),

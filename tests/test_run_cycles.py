@@ -381,40 +381,29 @@ def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):
     assert commands == [[str(script), *words]]
 
 
-NO_TEXTS: dict[str, dict[str, Path]] = {"dataset": {}, "natural_dataset": {}}
+def test_options_for_a_corpus_that_is_not_made_are_not_dropped(tmp_path, capsys):
+    config = write_config(tmp_path, f"prepare = {{}}\nrun_cycles = dict(dataset='{tmp_path}')\n")
+    datasets = dict.fromkeys(missing.CORPORA.values(), str(tmp_path))
+    for name in ("train.bin", "val.bin"):
+        (tmp_path / name).touch()
+    missing.prepare_corpora(datasets, str(config), {"prepare": ["--source=complete"]})
+    assert "--prepare.OPTION has no effect" in capsys.readouterr().err
+    for words in ({"prepare_natural": ["--x=1"]}, {"prepare": ["--x=1"]}):
+        with pytest.raises(UserError, match=r"OPTION is for a corpus that the settings file names"):
+            missing.prepare_corpora({**datasets, "dataset": "other"}, str(config), words)
 
 
-def test_titles_of_documents_of_the_users_texts_and_of_unknown_texts(tmp_path):
-    config = str(ROOT / "config/shakespeare_library_cpu.py")
-    names = {"dataset": "shakespeare_play", "natural_dataset": "shakespeare_library"}
-    titles = missing.corpus_titles(NO_TEXTS, names, config, {})
-    assert titles["dataset"] == ["Twelfth Night"]
-    assert "All's Well" in titles["natural_dataset"] and len(titles["natural_dataset"]) == 28
+def test_titles_of_works_of_the_users_texts_and_of_unknown_texts(tmp_path):
     (tmp_path / "my novel.txt").write_text("Once.")
-    names["natural_dataset"] = "data/other"
-    texts = {**NO_TEXTS, "dataset": find_texts([str(tmp_path)])}
-    titles = missing.corpus_titles(texts, names, config, {})
-    assert titles == {"dataset": ["my novel"], "natural_dataset": ["other"]}
-
-
-@pytest.mark.parametrize(
-    ("section", "words", "titles"),
-    [
-        ("dict(train_documents='HAMLET')", [], ["Hamlet"]),
-        (
-            "dict(train_documents='HAMLET')",
-            ["--train_documents", "MACBETH", "lear"],
-            ["Macbeth", "Lear"],
-        ),
-        ("dict(of_another_script=1)", [], ["mine"]),
-    ],
-)
-def test_titles_are_those_that_prepare_gets(tmp_path, section, words, titles):
-    config = tmp_path / "config.py"
-    config.write_text(f"prepare = {section}\nrun_cycles = dict(dataset='mine')")
-    names = {"dataset": "mine", "natural_dataset": "mine"}
-    found = missing.corpus_titles(NO_TEXTS, names, str(config), {"prepare": words})
-    assert found["dataset"] == titles
+    play = tmp_path / "play"
+    play.mkdir()
+    (play / "titles.json").write_text('["ALL\'S WELL", "hamlet"]')
+    datasets = {"dataset": str(tmp_path), "natural_dataset": str(play)}
+    texts = {"dataset": find_texts([str(tmp_path)]), "natural_dataset": {}}
+    titles = missing.corpus_titles(texts, datasets)
+    assert titles == {"dataset": ["my novel"], "natural_dataset": ["All's Well", "Hamlet"]}
+    titles = missing.corpus_titles({"dataset": {}}, {"dataset": "data/other"})
+    assert titles == {"dataset": ["other"]}
 
 
 def test_options_that_the_run_sets_itself_are_refused(tmp_path):
