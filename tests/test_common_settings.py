@@ -220,6 +220,8 @@ def test_a_settings_file_in_nanogpts_form(written):
         ("batch_size = 'a' * 99999999999", "is for numbers"),
         ("train = {'contexts': [8, 0x" + "f" * 5000 + "]}", "integer string conversion"),
         ("run_name = str(dict(a=1))", "must be a literal"),
+        ("train = dict(contexts=[{1, 2}])", "type set is not"),
+        ("run_name = b'x'", "type bytes is not"),
         ("batch_size = 1\nbatch_size = 2", "none twice"),
         ("batch_size = (", "cannot read settings file"),
         ("train = dict(batch_size=1, batch_size=2)", "keyword argument repeated"),
