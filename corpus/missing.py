@@ -56,11 +56,10 @@ def prepare_corpora(
         elif script.is_file():
             run_child("corpus", [sys.executable, str(script), *options])
         else:
-            known = sorted(path.parent.name for path in Path("data").glob("*/train.bin"))
             require(
                 is_named,
                 f"{folder} has no train.bin and val.bin, nor a prepare.py: choose another "
-                f"--dataset (data/ has {', '.join(known) or 'none'}), or use prepare_text.py",
+                "--dataset, or make it with prepare_text.py",
             )
             # In this process: another one would need seconds to start.
             prepare_shakespeare("char" if "char" in folder.name else "bpe", folder, options)
