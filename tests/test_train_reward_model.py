@@ -197,8 +197,8 @@ def test_a_likelihood_head_warns_of_data_of_another_temperature(good, tmp_path, 
     data = shutil.copytree(good["data_dir"], tmp_path / "data")
     for path in data.glob("*_metadata.txt"):
         path.write_text(path.read_text().replace("temperature: 1.0", "temperature: 0.8"))
-    options = {**good, "data_dir": data, "natural_model_path": knowing, "head": "likelihood"}
-    assert "were sampled at temperature 0.8" in call("train_reward_model", **options).err
+    good.update(data_dir=data, natural_model_path=knowing)
+    assert "were sampled at temperature 0.8" in call("train_reward_model", **good).err
 
 
 def variant(path: Path, source: Path, tokenization: dict | None = None, **config) -> Path:
