@@ -49,6 +49,11 @@ NUM_PASSAGES = 4
 PROMPT_SHARE = 1 / 8  # of the context; the model writes the rest
 PASSAGE_PROMPT_SHARE = 1 / 3
 FRESH_PROMPTS = 128  # prompts whose completions a reward model reads
+QUALITY_TITLES = {
+    "distinct_pairs": "share of distinct pairs",
+    "judge_loss": "judge's loss in nats per character",
+    "unknown_words": "share of unknown words",
+}
 
 
 def calculate_perplexity(
@@ -237,15 +242,10 @@ def describe_quality(quality: dict[str, Any]) -> None:
     if not quality["is_reached"]:
         reached = "nearest to the diversity of natural text"
     print0(f"  at temperature {quality['temperature']:.2f}, {reached}:")
-    print0(
-        f"    distinct pairs {quality['distinct_pairs']:.3f}, "
-        f"natural text {natural['distinct_pairs']:.3f}"
-    )
-    judge = format_figure(quality, "judge_loss", ".3f")
-    print0(f"    judge's loss {judge} nats per character, natural text {natural['judge_loss']:.3f}")
-    if natural["unknown_words"] is not None:
-        unknown = format_figure(quality, "unknown_words", ".3f")
-        print0(f"    unknown words {unknown}, natural text {natural['unknown_words']:.3f}")
+    for name, title in QUALITY_TITLES.items():
+        if natural[name] is not None:  # scripts without spaces have no unknown words
+            figure = format_figure(quality, name, ".3f")
+            print0(f"    {title} {figure}, natural text {natural[name]:.3f}")
 
 
 def is_ours(path: str, output_path: str | None) -> bool:

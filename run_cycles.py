@@ -23,7 +23,7 @@ from typing import Any
 from common.device import random_stream, select_device
 from common.files import atomic_path, lock_output
 from common.log import print0
-from common.process import UserError, run_child, run_main, warn
+from common.process import UserError, require, run_child, run_main, warn
 from common.settings import (
     Errors,
     Settings,
@@ -50,7 +50,6 @@ from training.checkpoint import load_checkpoint
 from training.settings import TrainSettings
 from training.stage import OUTPUTS, Stage
 
-GPT2_TOKENS = 50257
 NUM_SAMPLES = 300  # of each model, for the quality of its text, unless the section evaluate sets it
 
 
@@ -381,16 +380,12 @@ def make_own_corpora(settings: CycleSettings) -> dict[str, list[str]]:
     if settings.natural_model is not None:  # all models read its tokens
         checkpoint = load_checkpoint(settings.natural_model)
         longest = checkpoint["config"].block_size
-        if checkpoint["tokenization"]:
-            tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
-        elif checkpoint["config"].num_real_tokens == GPT2_TOKENS:
-            tokenizer = TokenizationManager("bpe")
-        else:
-            raise UserError(
-                f"ERROR: natural_model={settings.natural_model}: it does not record how its text "
-                f"is tokenized, and does not have GPT-2's {GPT2_TOKENS} tokens: use one that does, "
-                "or use --natural_text"
-            )
+        require(
+            checkpoint["tokenization"] is not None,
+            f"natural_model={settings.natural_model} does not record how its text is tokenized: "
+            "use one that does, or use --natural_text",
+        )
+        tokenizer = TokenizationManager.from_record(checkpoint["tokenization"])
     folder = Path(str(settings.out_dir))
     corpus, natural_corpus, num_tokens = make_corpora(
         settings.text, settings.natural_text, tokenizer, folder
@@ -470,7 +465,7 @@ def main() -> None:
 
     # stages
     ledger = Ledger(Path(loop.folder))
-    titles = corpus_titles(texts, datasets, config_path, words)
+    titles = corpus_titles(texts, datasets)
     ledger.start(
         {
             "settings": asdict(settings),

@@ -333,7 +333,9 @@ class TokenizationManager:
             if self.method == "bpe":
                 ids = _gpt2_encoding().encode_to_numpy(text, disallowed_special=())
             elif self.method == "tokenizer":
-                ids = np.asarray(self._library.encode(text, add_special_tokens=False).ids)
+                # fast: without the tokens' places in the text, in half the time
+                (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=False)
+                ids = np.asarray(encoding.ids)
             else:
                 ids = np.array(text.split(), dtype=np.int64)
                 self.decode(ids)  # check the range

@@ -22,7 +22,7 @@ from common.device import autocast, random_stream, seed_step, select_device, sel
 from common.distributed import Ranks, parallel, start_ranks
 from common.files import hash_bytes, hash_file, lock_output
 from common.log import RunLog, counted, format_size, print0
-from common.process import Finished, UserError, run_main
+from common.process import Finished, UserError, run_main, warn
 from common.settings import changeable, differing_settings, parse_settings
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill, skill_figures
 from model import GPT, check_same_fields
@@ -59,6 +59,12 @@ def main() -> None:
     check_origin(
         train_set.get_tokenization_info(), train_set.metadata, base, base_sha256, base_path
     )
+    temperature = train_set.metadata.get("temperature", "1.0")
+    if settings.head == "likelihood" and temperature != "1.0":
+        warn(
+            f"the reward data were sampled at temperature {temperature}, but a likelihood head "
+            "computes with the probabilities of temperature 1"
+        )
     select_rows, report_rows = loader.rows_by_part(val_set)
     train_split = (train_set.x, train_set.y)
     select_split = (val_set.x[select_rows], val_set.y[select_rows])

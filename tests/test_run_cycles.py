@@ -29,6 +29,7 @@ from helpers import (
     start,
     succeed,
     weights,
+    write_token_files,
 )
 
 import run_cycles
@@ -36,7 +37,6 @@ from common.files import read_json
 from common.log import read_records
 from common.process import UserError
 from corpus import missing
-from corpus.encode import find_texts
 from grpo.rollouts import draw_prompts
 from metrics.settings import EvaluateSettings
 from prepare_reward_data import crossovers_and_uniforms
@@ -362,59 +362,40 @@ def test_command_of_a_stage():
     assert stage.command(device="cpu")[2:] == words
 
 
-def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch):
-    """Its own prepare.py makes it; a mistyped name gets no corpus."""
-    lines = "prepare = dict(source='complete')\nrun_cycles = dict(dataset='{}')\n"
-    config = write_config(tmp_path, lines.format("novel_char"))
-    options = options_of(tmp_path / "novle_char", tmp_path / "out")
-    error = refuse_in_one_line("run_cycles", str(config), **options)
-    assert "choose another --dataset (data/ has" in error
-
-    write_config(tmp_path, lines.format(tmp_path))
+def test_the_corpus_is_made_where_it_is_missing(tmp_path, monkeypatch, capsys):
+    """Its own prepare.py makes it; a mistyped name gets no corpus; no option is dropped silently."""
+    config = write_config(tmp_path, f"prepare = {{}}\nrun_cycles = dict(dataset='{tmp_path}')\n")
     script = tmp_path / "prepare.py"
     script.touch()
     commands = []
     monkeypatch.setattr(missing, "run_child", lambda name, words: commands.append(words[1:]))
-    datasets = dict.fromkeys(missing.CORPORA.values(), str(tmp_path))
-    missing.prepare_corpora(datasets, str(config), {"prepare": ["--x=1"]})
+
+    def prepare(dataset: Path, **words: list[str]) -> None:
+        datasets = dict.fromkeys(missing.CORPORA.values(), str(dataset))
+        missing.prepare_corpora(datasets, str(config), words)
+
+    prepare(tmp_path, prepare=["--x=1"])
     words = [f"--config={config}", "--section=prepare", f"--out_dir={tmp_path}", "--x=1"]
     assert commands == [[str(script), *words]]
+    write_token_files(tmp_path, [np.arange(9)] * 2)
+    prepare(tmp_path, prepare=["--x=1"])
+    assert "--prepare.OPTION has no effect" in capsys.readouterr().err
+    with pytest.raises(UserError, match="choose another --dataset, or make it"):
+        prepare(tmp_path / "other")
+    with pytest.raises(UserError, match="OPTION is for a corpus that the settings file names"):
+        prepare(tmp_path / "other", prepare=["--x=1"])
 
 
-NO_TEXTS: dict[str, dict[str, Path]] = {"dataset": {}, "natural_dataset": {}}
-
-
-def test_titles_of_documents_of_the_users_texts_and_of_unknown_texts(tmp_path):
-    config = str(ROOT / "config/shakespeare_library_cpu.py")
-    names = {"dataset": "shakespeare_play", "natural_dataset": "shakespeare_library"}
-    titles = missing.corpus_titles(NO_TEXTS, names, config, {})
-    assert titles["dataset"] == ["Twelfth Night"]
-    assert "All's Well" in titles["natural_dataset"] and len(titles["natural_dataset"]) == 28
-    (tmp_path / "my novel.txt").write_text("Once.")
-    names["natural_dataset"] = "data/other"
-    texts = {**NO_TEXTS, "dataset": find_texts([str(tmp_path)])}
-    titles = missing.corpus_titles(texts, names, config, {})
-    assert titles == {"dataset": ["my novel"], "natural_dataset": ["other"]}
-
-
-@pytest.mark.parametrize(
-    ("section", "words", "titles"),
-    [
-        ("dict(train_documents='HAMLET')", [], ["Hamlet"]),
-        (
-            "dict(train_documents='HAMLET')",
-            ["--train_documents", "MACBETH", "lear"],
-            ["Macbeth", "Lear"],
-        ),
-        ("dict(of_another_script=1)", [], ["mine"]),
-    ],
-)
-def test_titles_are_those_that_prepare_gets(tmp_path, section, words, titles):
-    config = tmp_path / "config.py"
-    config.write_text(f"prepare = {section}\nrun_cycles = dict(dataset='mine')")
-    names = {"dataset": "mine", "natural_dataset": "mine"}
-    found = missing.corpus_titles(NO_TEXTS, names, str(config), {"prepare": words})
-    assert found["dataset"] == titles
+def test_titles_of_works_of_the_users_texts_and_of_unknown_texts(tmp_path):
+    (tmp_path / "titles.json").write_text('["ALL\'S WELL", "hamlet"]')
+    texts = {"own": {"hash": Path("my novel.txt")}, "works": {}, "unknown": {}}
+    datasets = {"own": str(tmp_path), "works": str(tmp_path), "unknown": "data/other"}
+    titles = missing.corpus_titles(texts, datasets)
+    assert titles == {
+        "own": ["my novel"],
+        "works": ["All's Well", "Hamlet"],
+        "unknown": ["other"],
+    }
 
 
 def test_options_that_the_run_sets_itself_are_refused(tmp_path):

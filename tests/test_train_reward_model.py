@@ -16,6 +16,7 @@ from helpers import (
     TINY_REWARD,
     assert_same_weights,
     assert_weights_near,
+    call,
     folder_bytes,
     refuse,
     refuse_in_one_line,
@@ -190,6 +191,14 @@ def test_an_output_is_kept_until_overwritten(good, natural_model):
     assert folder_bytes(output.parent) == before
     succeed("train_reward_model", **options, overwrite=True, seed=3)
     assert load_result(good)[0]["training"]["settings"]["seed"] == 3
+
+
+def test_a_likelihood_head_warns_of_data_of_another_temperature(good, tmp_path, knowing):
+    data = shutil.copytree(good["data_dir"], tmp_path / "data")
+    for path in data.glob("*_metadata.txt"):
+        path.write_text(path.read_text().replace("temperature: 1.0", "temperature: 0.8"))
+    good.update(data_dir=data, natural_model_path=knowing)
+    assert "were sampled at temperature 0.8" in call("train_reward_model", **good).err
 
 
 def variant(path: Path, source: Path, tokenization: dict | None = None, **config) -> Path:
