@@ -119,12 +119,11 @@ class DistinctPairs:
             pairs += pairwise(units[1:-1])
         return pairs
 
-    def __call__(self, texts: Sequence[str], part: float = 1.0) -> float:
-        """Return the share, or 0 for texts without pairs. Groups have this part of their size."""
-        size = max(1, round(part * self.size))
+    def __call__(self, texts: Sequence[str]) -> float:
+        """Return the share, or 0 for texts without pairs."""
         pairs = self.pairs(texts)
-        last = max(1, len(pairs) - size + 1)
-        groups = [pairs[start : start + size] for start in range(0, last, size)]
+        last = max(1, len(pairs) - self.size + 1)
+        groups = [pairs[start : start + self.size] for start in range(0, last, self.size)]
         return float(np.mean([len(set(group)) / max(1, len(group)) for group in groups]))
 
 
@@ -180,7 +179,7 @@ class TextQuality:
         target = self.natural["distinct_pairs"]
         diversity = [point["distinct_pairs"] for point in sweep]
         temperature = temperature_at(target, diversity)
-        error = self.temperature_error(swept)
+        error = self.temperature_error(swept, target)
         slope = np.interp(
             temperature,
             TEMPERATURES,
@@ -209,23 +208,18 @@ class TextQuality:
             "natural": self.natural,
         }
 
-    def temperature_error(self, swept: Sequence[Sequence[str]]) -> float:
+    def temperature_error(self, swept: Sequence[Sequence[str]], target: float) -> float:
         """Return the standard error of the temperature by a jackknife over folds of the samples.
 
-        swept: the texts of each temperature. A replicate leaves out every NUM_FOLDS-th sample. The
-        error is sqrt((n - 1) / n * sum of squared differences from their mean), for n folds (Efron
-        and Stein 1981, "The jackknife estimate of variance"). A replicate has fewer pairs, and so
-        have its groups, natural text's too: of larger groups it could have fewer than all samples
-        have, and the error would be up to 1.4 times too large.
+        swept: the texts of each temperature. A fold is every NUM_FOLDS-th sample (Efron and Stein
+        1981, "The jackknife estimate of variance").
         """
-        part = 1 - 1 / NUM_FOLDS
-        target = self.distinct_pairs(self.report.natural, part)
         temperatures = []
         for fold in range(NUM_FOLDS):
             diversity = []
             for texts in swept:
                 kept = [text for row, text in enumerate(texts) if row % NUM_FOLDS != fold]
-                diversity.append(self.distinct_pairs(kept, part))
+                diversity.append(self.distinct_pairs(kept))
             temperatures.append(temperature_at(target, diversity))
         return float(np.std(temperatures) * np.sqrt(NUM_FOLDS - 1))
 
