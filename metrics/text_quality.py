@@ -8,6 +8,7 @@ GANs falling short", arXiv 1811.02549). Shapes: R rows of N tokens.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -27,7 +28,7 @@ from tokenization_manager import TokenizationManager
 
 TEMPERATURES = (0.45, 0.6, 0.75, 0.9, 1.05, 1.4)
 SEED = 42  # of samples and intervals
-# The share of natural text's pairs that are counted at a time. Generated text may have fewer words.
+# The pairs that are compared, as a share of natural text's: generated text may have fewer.
 PAIRS_SHARE = 0.5
 NUM_FOLDS = 8  # of the sweep's samples, for the error of the temperature
 
@@ -92,10 +93,10 @@ class Continuations:
 
 
 class DistinctPairs:
-    """Measures the share of distinct pairs of consecutive words among all pairs, ignoring case.
+    """Measures the share of distinct pairs of consecutive words, ignoring case.
 
-    The share falls with the number of pairs. So it is a mean over groups of equally many pairs,
-    half of what the natural texts have. If most letters of these are of scripts without spaces
+    The share falls with the number of pairs. So it is that of a random part of the pairs, as many
+    as half of what the natural texts have. If most letters of these are of scripts without spaces
     between words, pairs of characters take the place of pairs of words. The first and the last word
     of each text do not count, because they may be cut.
     """
@@ -120,11 +121,21 @@ class DistinctPairs:
         return pairs
 
     def __call__(self, texts: Sequence[str]) -> float:
-        """Return the share, or 0 for texts without pairs."""
-        pairs = self.pairs(texts)
-        last = max(1, len(pairs) - self.size + 1)
-        groups = [pairs[start : start + self.size] for start in range(0, last, self.size)]
-        return float(np.mean([len(set(group)) / max(1, len(group)) for group in groups]))
+        """Return the expected share of a random part's pairs that are distinct, 0 without pairs.
+
+        Of n pairs, m are drawn without replacement. A pair that occurs c times is among them with
+        probability 1 - C(n - c, m) / C(n, m) (Hurlbert 1971, "The nonconcept of species diversity",
+        known as rarefaction).
+        """
+        counts = np.array(list(Counter(self.pairs(texts)).values()), int)
+        n = counts.sum()
+        if n == 0:
+            return 0.0
+        m = min(self.size, n)
+        earlier = np.arange(n)
+        # probabilities that none of 1, 2 .. n occurrences is drawn
+        missed = np.cumprod((n - m - earlier) / (n - earlier))
+        return float((1 - missed[counts - 1]).sum() / m)
 
 
 class TextQuality:
