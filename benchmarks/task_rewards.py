@@ -9,17 +9,17 @@ MAX_LINE = 30  # characters
 
 
 def no_letter_e(completions: list[str]) -> list[float]:
-    """Return minus the share of the letter e among the letters of each completion.
+    """Return minus the percentage of the letter e among the letters of each completion.
 
-    A completion without letters gets -1, the lowest reward.
+    A completion without letters gets -100, the lowest reward.
     """
     rewards = []
     for text in completions:
         letters = [character for character in text.lower() if character.isalpha()]
-        share = 1.0
+        percentage = 100.0
         if letters:
-            share = letters.count("e") / len(letters)
-        rewards.append(-share)
+            percentage = 100 * letters.count("e") / len(letters)
+        rewards.append(-percentage)
     return rewards
 
 
@@ -27,8 +27,8 @@ def short_lines(completions: list[str]) -> list[float]:
     """Return the share of lines of at most MAX_LINE characters among each completion's lines.
 
     Count complete lines, which lie between two line breaks of the completion, without blank ones.
-    A completion that has none gets 0: it is several times as long as a short line, so a line that
-    begins or ends outside of it is too long.
+    A completion that has none gets 0: it is longer than two short lines, so one of those that
+    begin or end outside of it is too long.
     """
     rewards = []
     for text in completions:

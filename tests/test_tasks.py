@@ -11,7 +11,7 @@ from benchmarks.task_rewards import no_letter_e, short_lines
 
 
 def test_rewards_of_texts_with_and_without_letters_and_lines():
-    assert no_letter_e(["Eel!", "to be", "..."]) == [-2 / 3, -1 / 4, -1]
+    assert no_letter_e(["Eel!", "to be", "..."]) == [-200 / 3, -25, -100]
     long = "x" * 31
     assert short_lines([f"{long}\n\n{long[1:]}\n{long}\n", f"a\n \n{long}"]) == [0.5, 0]
 
