@@ -102,12 +102,19 @@ def interval(values: list[float | None]) -> str:
     if len(measured) < len(values):
         return "-"
     mean = statistics.mean(measured)
-    degrees = len(measured) - 1
-    if not 1 <= degrees <= len(T_QUANTILES):
+    half = half_interval(measured)
+    if half is None:
         return f"{mean:.3f}"
-    error = statistics.stdev(measured) / math.sqrt(len(measured))
-    half = T_QUANTILES[degrees - 1] * error
     return f"{mean:.3f} ({mean - half:.3f} to {mean + half:.3f})"
+
+
+def half_interval(values: list[float]) -> float | None:
+    """Return half of the 95% interval of a mean, or None if T_QUANTILES has no quantile for it."""
+    degrees = len(values) - 1
+    if not 1 <= degrees <= len(T_QUANTILES):
+        return None
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return T_QUANTILES[degrees - 1] * error
 
 
 def subtract(value: float | None, other: float | None) -> float | None:

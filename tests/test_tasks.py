@@ -1,0 +1,36 @@
+"""Tests of benchmarks/task_curves.py and task_rewards.py: formulas by hand.
+
+pytest tests/test_tasks.py
+"""
+
+import numpy as np
+import pytest
+
+from benchmarks.task_curves import curve_difference, verdict
+from benchmarks.task_rewards import no_letter_e, short_lines
+
+
+def test_rewards_of_texts_with_and_without_letters_and_lines():
+    assert no_letter_e(["Eel!", "to be", "..."]) == [-200 / 3, -25, -100]
+    long = "x" * 31
+    assert short_lines([f"{long}\n\n{long[1:]}\n{long}\n", f"a\n \n{long}"]) == [0.5, 0]
+
+
+def test_curves_are_compared_where_both_have_rewards():
+    # From reward 0 to 2: losses 1, 3, 3 at 0, 1, 2, and a constant 2.
+    curve = np.array([(2, 3), (0, 1), (1, 3)])
+    assert curve_difference(curve, np.array([(5, 2), (-1, 2)])) == 0.5
+    assert curve_difference(curve, curve + 2) is None
+
+
+@pytest.mark.parametrize(
+    "differences, result",
+    [
+        ([-1, -1.1], "better"),
+        ([1, 1.1], "worse"),
+        ([-1, -2], "no difference shown"),
+        ([-1, None], "no verdict: a seed's curves share no range of task rewards"),
+    ],
+)
+def test_the_interval_over_seeds_decides(differences, result):
+    assert verdict(differences) == result
