@@ -11,7 +11,6 @@ results; report.html is the report, written after each stage. A stage is done if
 and the ledger has the same script, settings and hashes of inputs: repeat the command to continue.
 """
 
-import os
 import shutil
 import sys
 import time
@@ -40,7 +39,7 @@ from data_loader import dataset_folder
 from grpo.settings import GRPOSettings
 from metrics.reward_skill import better_than_constant
 from metrics.settings import EvaluateSettings
-from reports.ledger import Ledger
+from reports.ledger import Ledger, default_folder
 from reports.page import write_page
 from reports.summary import cycles_since_best, expectation, headline
 from reward.settings import RewardModelSettings
@@ -209,7 +208,10 @@ class Loop:
             controls.append(
                 self.train("control_plain", "control_plain", cycle, name, self.corpus, start)
             )
-        for kind, options in (("control_sampled", {"credit": "token"}), ("control_distil", {})):
+        sampled: dict[str, Any] = {"credit": "token"}
+        for name in ("reward_function", "function_weight"):  # the control learns the same task
+            sampled[name] = getattr(self.sections["train_grpo"], name)
+        for kind, options in (("control_sampled", sampled), ("control_distil", {})):
             if kind not in self.controls or not self.is_likelihood:
                 continue
             control = self.stage(
@@ -313,6 +315,9 @@ def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:
     """Raise a UserError that lists the errors in the settings of all stages, before the run."""
     errors = Errors()
     stages = loop.stages()
+    for function in loop.sections["train_grpo"].reward_function or ():
+        error = f"train_grpo: reward_function={function}: must be FILE.py:NAME of an existing file"
+        errors.check(Path(function.rpartition(":")[0]).is_file(), error)
     # Files that are yet to be made: it is not an error that they do not exist.
     paths = [loop.corpus, *[str(stage.artefact) for stage in stages]]
     for stage in stages:
@@ -411,20 +416,6 @@ def read_loop(
         argv = [*config, f"--section={name}", *words.get(name, ())]
         sections[name] = parse_settings(settings_class, script, argv, check=False)
     return Loop(settings, sections, used)
-
-
-def default_folder(sources: Sequence[str]) -> str:
-    """Return out/ and the name of the first source; raise UserError if it holds a run of other
-    sources.
-    """
-    folder = Path("out", Path(sources[0]).stem)
-    earlier = Ledger(folder).about.get("sources", sources)
-    if list(map(os.path.abspath, earlier)) != list(map(os.path.abspath, sources)):
-        raise UserError(
-            f"ERROR: {folder} holds a run of {', '.join(earlier)}, and this one is of "
-            f"{', '.join(sources)}: choose another folder with --out_dir"
-        )
-    return str(folder)
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 python -c "from pathlib import Path; from reports.ledger import Ledger; print(Ledger(Path('out')))"
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,17 @@ class Ledger:
 
 def _compared(record: Record) -> dict[str, Any]:
     return {"script": record["script"], **record["settings"], **record["inputs"]}
+
+
+def default_folder(sources: Sequence[str]) -> str:
+    """Return out/ and the name of the first source; raise UserError if it holds a run of other
+    sources.
+    """
+    folder = Path("out", Path(sources[0]).stem)
+    earlier = Ledger(folder).about.get("sources", sources)
+    if list(map(os.path.abspath, earlier)) != list(map(os.path.abspath, sources)):
+        raise UserError(
+            f"ERROR: {folder} holds a run of {', '.join(earlier)}, and this one is of "
+            f"{', '.join(sources)}: choose another folder with --out_dir"
+        )
+    return str(folder)

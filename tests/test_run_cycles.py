@@ -38,6 +38,7 @@ from common.log import read_records
 from common.process import UserError
 from corpus import missing
 from grpo.rollouts import draw_prompts
+from grpo.settings import GRPOSettings
 from metrics.settings import EvaluateSettings
 from prepare_reward_data import crossovers_and_uniforms
 from reports.ledger import Ledger
@@ -298,6 +299,23 @@ def test_controls_of_the_settings(tmp_path, text, changes, expected):
     assert found == ["base", "natural_model", *CYCLE, *expected]
 
 
+def test_a_task(tmp_path):
+    """The control of sampled tokens learns it too; a stage knows what its file has."""
+    file = tmp_path / "my.py"
+    file.write_text("f = len")
+    words = {"train_grpo": [f"--reward_function={file}:f", "--group_size=2"]}
+    settings = {stage.kind: stage.settings for stage in plan(tmp_path, words=words).stages()}
+    functions = settings["policy"].reward_function
+    assert functions == settings["control_sampled"].reward_function == (f"{file}:f",)
+    assert settings["control_distil"].reward_function is None
+    settings = GRPOSettings(dataset="scratch", reward_function=functions)
+    stage = Stage("policy", 1, Path("policy.pt"), script="train_grpo", settings=settings)
+    before = stage.identity()
+    file.write_text("f = max")
+    assert stage.identity()["settings"] == before["settings"]
+    assert stage.identity()["inputs"] != before["inputs"]
+
+
 def test_the_natural_model(tmp_path):
     """Only the natural model reads its corpus; a given one is used; other heads need none."""
     settings = {
@@ -323,10 +341,12 @@ def test_all_faults_of_all_sections_are_reported_before_anything_is_made(tmp_pat
     text = CONFIG.replace("batch_size=8, max_iters=4", "batch_size=0, max_iters=-1")
     config = write_config(tmp_path, text.replace("max_steps=2", "max_steps=0"))
     options = options_of(corpus, tmp_path / "out")
+    options["train_grpo.reward_function"] = "no.py:f"
     message = refuse("run_cycles", str(config), **options)
     assert "natural_model: batch_size=0" in message
     assert "natural_model: max_iters=-1" in message
     assert "train_grpo: max_steps=0" in message
+    assert "train_grpo: reward_function=no.py:f: must be" in message
     message = refuse_in_one_line("run_cycles", max_iters=3, **options)
     assert "run_cycles.py has no option --max_iters" in message
     assert not (tmp_path / "out").exists()

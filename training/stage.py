@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from common.files import read_json
+from common.files import hash_file, read_json
 from training.checkpoint import load_checkpoint
 from training.lineage import hash_model
 
@@ -68,6 +68,8 @@ class Stage:
             if paths and paths != ("scratch",):
                 del settings[name]
                 hashes[name] = " ".join(map(hash_input, paths))
+        for function in settings.get("reward_function") or ():
+            hashes[function] = hash_file(function.rpartition(":")[0])
         # The ledger is JSON, which turns tuples into lists.
         settings = json.loads(json.dumps(settings))
         return {"script": self.script, "settings": settings, "inputs": hashes}
