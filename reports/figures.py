@@ -51,9 +51,9 @@ GRPO = (
         "natural_reward",
     ),
     Panel(
-        "Reward function",
-        "its number",
-        {"function_reward": "training prompts"},
+        "Task reward",
+        "weighted sum of the functions",
+        {"function_reward": "training prompts", "fresh_function_reward": "select part"},
         "natural_function_reward",
     ),
     Panel("KL to the mixture", "nats per token", {"kl_mixture": ""}),
@@ -68,6 +68,7 @@ GRPO = (
 )
 # What the page shows of GRPO; its losses are divided by the characters of a token.
 PROGRESS = (
+    replace(GRPO[1], name="Task reward in steps of GRPO"),
     replace(GRPO[0], name="P(natural) in steps of GRPO"),
     Panel("Loss in steps of GRPO", "nats per character, select part", {"select_loss": "policy"}),
 )

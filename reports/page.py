@@ -23,7 +23,8 @@ from reports.passages import Passage, read_passages
 SETTINGS_SHOWN = (
     *("n_layer", "n_head", "n_embd", "block_size", "dropout", "batch_size", "max_iters"),
     *("optimizer", "learning_rate", "lr_schedule", "keep", "head", "samples_per_chunk"),
-    *("credit", "prefixes", "kl", "prompts_per_step", "group_size", "max_steps", "seed"),
+    *("reward_function", "function_weight", "credit", "prefixes", "kl"),
+    *("prompts_per_step", "group_size", "max_steps", "seed"),
 )
 FIGURES_SHOWN = ("r2", "auc", "mae_tokens", "stop_reason", "steps", "kept_step", "select_loss")
 
@@ -78,7 +79,7 @@ def _read_once(
 
 
 def result_figures(ledger: Ledger) -> list[Any]:
-    """Draw the text's quality against its diversity, and P(natural) and loss in steps of GRPO."""
+    """Draw the text's quality against its diversity, and rewards and loss in steps of GRPO."""
     cycle = summary.last_cycle(ledger)
     models = summary.evaluated_models(ledger, cycle)
     measured = {}
@@ -105,7 +106,7 @@ def stage_details(folder: Path, record: Record) -> dict[str, Any]:
             value = record[kind].get(name)
             if isinstance(value, float):
                 value = f"{value:.4g}"
-            if value is not None:
+            if value not in (None, []):
                 facts.append(f"{name} {value}")
     picture = ""
     png = folder / f"{record['name']}.png"

@@ -4,10 +4,12 @@
 
 A model's text is measured at the temperature at which it is as diverse as natural text. Losses are
 of natural text in nats per character, after calibration (metrics/calibration.py): of test.bin, or
-of the report part of val.bin if there is no test.bin. Intervals are 95%.
+of the report part of val.bin if there is no test.bin. Intervals are 95%. A run has a task if its
+GRPO has reward functions.
 """
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,34 @@ from reports.ledger import Ledger, Record
 GENERATOR = "base_model_v1"
 SEED = 42  # of the intervals
 TITLE_WORDS = 3  # shown of a title
-# With a natural model whose loss is less than this below the generator's, expect little gain.
+# With a natural model whose loss is less than this below the generator's, expect that text becomes
+# hardly more natural.
 MIN_NATURAL_GAIN = 0.1  # nats per character
 BETTER = "better"
 WORSE = "worse"
 NO_DIFFERENCE = "no difference shown"
 # The figures that are compared, and the values of the same blocks of text, or of the same prompts.
 PAIRED = {"calibrated_loss": "blocks", "judge_loss": "judge_by_sample"}
-NOT_MEASURED: dict[str, Any] = {"is_reached": False, "temperature": None, "natural": {}}
+NOT_MEASURED: dict[str, Any] = {
+    "is_reached": False,
+    "temperature": None,
+    "distinct_pairs": None,
+    "natural": {},
+}
+TASK_REWARD = "fresh_function_reward"
 # The large numbers: label and form. The last three that are measured are shown.
 NUMBERS = {
     "judge_loss": ("judge's loss of its text at natural diversity, nats per character", ".2f"),
     "unknown_words": ("unknown words in its text at natural diversity", ".1%"),
     "fresh_reward": ("P(natural) of its text at temperature 1", ".2f"),
     "calibrated_loss": ("calibrated loss on unseen text, nats per character", ".3f"),
+    TASK_REWARD: ("task reward of its text at temperature 1", ".3f"),
+}
+# With a task these are shown, and they are in the sentence by these names.
+TASK_NUMBERS = {
+    TASK_REWARD: "task reward",
+    "fresh_reward": "P(natural)",
+    "judge_loss": "judge's loss",
 }
 
 
@@ -45,15 +61,12 @@ def last_cycle(ledger: Ledger) -> int:
 
 def cycles_since_best(ledger: Ledger, cycle: int) -> int:
     """Return how many cycles before this one did not lower the loss on the select part."""
-    losses: list[float] = []
-    for version in range(2, cycle + 1):
-        policy = ledger.figures(f"base_model_v{version}")
-        if not losses:
-            losses.append(policy["start_select_loss"])
-        losses.append(policy["select_loss"])
-    if not losses:
+    policies = [ledger.figures(f"base_model_v{version}") for version in range(2, cycle + 1)]
+    if not policies:
         return 0
-    return len(losses) - 1 - losses.index(min(losses))
+    losses = [policies[0]["start_select_loss"]]
+    losses += [policy["select_loss"] for policy in policies]
+    return len(policies) - losses.index(min(losses))
 
 
 def evaluated_models(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
@@ -61,12 +74,17 @@ def evaluated_models(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
 
     They are those of evaluate.py, but calibrated losses are in nats per character, and the figures
     of `quality` are among the others. judge_loss and unknown_words are None where they were not
-    measured, and where no temperature gives natural diversity.
+    measured, and where no temperature gives natural diversity. Figures of reward functions, which
+    evaluate.py does not have, are those of train_grpo.py's report.
     """
     models = {}
     for stage in ("evaluation", "controls"):
         for name, figures in ledger.figures(f"{stage}_v{cycle + 1}").items():
-            model = {"characters_per_token": 1.0, **figures}  # 1 for ids without text
+            reported = ledger.figures(name).get("kept", {})
+            if name == GENERATOR:
+                reported = ledger.figures("base_model_v2").get("start", {})
+            # 1 for ids without text
+            model = {"characters_per_token": 1.0, **reported, **figures}
             characters = model["characters_per_token"]
             for key in ("calibrated_loss", "calibrated_loss_low", "calibrated_loss_high"):
                 if model[key] is not None:
@@ -74,10 +92,17 @@ def evaluated_models(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
             model["blocks"] = [loss / characters for loss in figures["blocks"]]
             model.update(figures.get("quality", NOT_MEASURED))
             if not model["is_reached"]:
-                model["judge_loss"] = None
-                model["unknown_words"] = None
+                model.update(judge_loss=None, unknown_words=None)
             models[name] = model
     return models
+
+
+def task_functions(ledger: Ledger) -> list[str]:
+    """Return the names of the reward functions of the last policy."""
+    functions: list[str] = []
+    for policy in ledger.finished("policy"):
+        functions = policy["settings"].get("reward_function") or []
+    return [function.rpartition(":")[2] for function in functions]
 
 
 def compare(policy: Record, other: Record, name: str) -> dict[str, Any]:
@@ -135,8 +160,9 @@ def expectation(ledger: Ledger) -> str:
     if own_loss - natural_loss >= MIN_NATURAL_GAIN:
         return ""
     return (
-        f"Expect little gain: the natural model's loss, {natural_loss:.2f} nats per character, is "
-        f"not at least {MIN_NATURAL_GAIN} below the generator's, {own_loss:.2f}. "
+        f"Expect text that is hardly more natural: the natural model's loss, {natural_loss:.2f} "
+        f"nats per character, is not at least {MIN_NATURAL_GAIN} below the generator's, "
+        f"{own_loss:.2f}. "
         "Give more text of the same kind with --natural_text."
     )
 
@@ -153,7 +179,8 @@ def sentence(ledger: Ledger) -> str:
     """Return in at most 25 words what was learned from what, and what it gained.
 
     The text decides, if the judge finds it better or worse at natural diversity. Otherwise the
-    loss on unseen text decides.
+    loss on unseen text decides. With a task, the task's reward decides, if its intervals before and
+    after do not overlap.
     """
     if not ledger.finished("base"):
         return "Nothing is trained yet."
@@ -170,6 +197,17 @@ def sentence(ledger: Ledger) -> str:
         return f"{student} is to learn from {teacher}; its text is not measured yet."
 
     before, after = before_and_after(ledger)
+    task = " + ".join(task_functions(ledger))
+    if task:
+        result = "shows no gain in"
+        if _is_below(before, after, TASK_REWARD):
+            result = "learned"
+        changes = [
+            f"{name} from {number['before']} to {number['after']}"
+            for name, number in zip(TASK_NUMBERS.values(), numbers(ledger), strict=False)
+        ]
+        return f"{student} {result} {task}: {', '.join(changes)}."
+
     learned = f"{student} learned from {teacher}"
     name = "judge_loss"
     loss = "a judge's loss"
@@ -182,8 +220,9 @@ def sentence(ledger: Ledger) -> str:
     change = f"from {before[name]:.3f} to {after[name]:.3f} nats per character"
     knows_more = _is_below(after, before, "unknown_words")
     if of_text == BETTER and knows_more:
-        unknown = [model["unknown_words"] for model in (before, after)]
-        return f"{learned}: {unknown[1]:.1%} of its words are unknown instead of {unknown[0]:.1%}."
+        share = after["unknown_words"]
+        earlier = before["unknown_words"]
+        return f"{learned}: {share:.1%} of its words are unknown instead of {earlier:.1%}."
     if result == BETTER:
         return f"{learned}: {loss} fell {change}."
     if result == WORSE:
@@ -195,11 +234,11 @@ def sentence(ledger: Ledger) -> str:
 
 def _is_below(model: Record, other: Record, name: str) -> bool:
     """Return whether the interval of a model's figure is below that of another model."""
-    if model[name] is None or other[name] is None:
+    if None in (model[name], other[name]):
         return False
     high = model[f"{name}_high"]
     low = other[f"{name}_low"]
-    return high is not None and low is not None and high < low
+    return None not in (high, low) and high < low
 
 
 def _teacher(ledger: Ledger) -> str:
@@ -242,10 +281,18 @@ def numbers(ledger: Ledger) -> list[dict[str, str]]:
     pair = before_and_after(ledger)
     if not pair:
         return []
-    natural = {**pair[0]["natural"], "fresh_reward": pair[0]["natural_reward"]}
+    natural = {
+        **pair[0]["natural"],
+        "fresh_reward": pair[0]["natural_reward"],
+        TASK_REWARD: pair[0].get("natural_function_reward"),
+    }
+    names: Iterable[str] = NUMBERS
+    if TASK_REWARD in pair[1]:
+        names = TASK_NUMBERS
     found = []
-    for name, (label, form) in NUMBERS.items():
-        values = [model[name] for model in pair]
+    for name in names:
+        label, form = NUMBERS[name]
+        values = [model.get(name) for model in pair]
         if None in values:
             continue
         if natural.get(name) is not None:

@@ -16,6 +16,7 @@ from reports.summary import (
     compare,
     evaluated_models,
     last_cycle,
+    task_functions,
 )
 
 # The label of a model by its name without version. A base model of version 2 or later is a policy.
@@ -71,18 +72,25 @@ def planned_models(ledger: Ledger) -> list[tuple[str, str, int]]:
 
 
 def comparison(ledger: Ledger) -> list[dict[str, str]]:
-    """Return the table of the models beside the policy of their cycle."""
+    """Return the table of the models beside the policy of their cycle.
+
+    It begins with the rewards of the task's functions, if there is a task.
+    """
     unmeasured = "not measured"
     if ledger.outcome == "unfinished":
         unmeasured = "in progress"
+    columns = {}
+    for function in task_functions(ledger):
+        columns[f"reward {function}"] = (f"fresh_reward_{function}", ".3f")
+    columns.update(COMPARED)
     rows = []
     for name, label, cycle in planned_models(ledger):
-        row = dict.fromkeys(("model", *COMPARED, "seconds"), unmeasured)
+        row = dict.fromkeys(("model", *columns, "seconds"), unmeasured)
         row["model"] = label
         models = evaluated_models(ledger, cycle)
         if name in models:
             policy = models[f"base_model_v{cycle + 1}"]
-            row.update(_cells(models[name], policy))
+            row.update(_cells(columns, models[name], policy))
         record = ledger.records.get(name, {})
         if "seconds" in record:
             row["seconds"] = f"{seconds_of(ledger, record):.0f}"
@@ -92,10 +100,10 @@ def comparison(ledger: Ledger) -> list[dict[str, str]]:
     return rows
 
 
-def _cells(model: Record, policy: Record) -> dict[str, str]:
-    """Return the cells of the columns COMPARED."""
+def _cells(columns: Mapping[str, tuple[str, str]], model: Record, policy: Record) -> dict[str, str]:
+    """Return the cells of columns like COMPARED."""
     cells = {}
-    for head, (figure, form) in COMPARED.items():
+    for head, (figure, form) in columns.items():
         if form:
             cells[head] = _cell(model, figure, form)
         elif model is policy:

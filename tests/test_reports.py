@@ -212,10 +212,44 @@ def test_a_natural_model_that_is_hardly_better_comes_first():
     assert len(headline(make_ledger(natural_model_v1=figures_of_natural))) == 4
     figures_of_natural = {"select_loss": 1.91 * CHARACTERS, "calibrated_loss": 1.5}
     line = headline(make_ledger(natural_model_v1=figures_of_natural))[0]
-    assert line.startswith("Expect little gain: the natural model's loss, 1.91 nats per char")
+    start = "Expect text that is hardly more natural: the natural model's loss, 1.91 nats per char"
+    assert line.startswith(start)
     assert "the generator's, 2.00. " in line and "--natural_text" in line
     earlier = make_ledger(natural_model_v1=figures_of_natural, base_model_v1={"select_loss": 2.0})
     assert len(headline(earlier)) == 4  # a record of a version without characters_per_token
+
+
+def rewarded(reward: float) -> dict:
+    """Return figures of the function short_lines, as train_grpo.py reports them."""
+    figures = {"natural_function_reward": 0.5, "distinct_pairs": 0.1}
+    for end, value in (("", reward), ("_low", reward - 0.125), ("_high", reward + 0.125)):
+        figures[f"fresh_function_reward{end}"] = value
+        figures[f"fresh_reward_short_lines{end}"] = value
+    return figures
+
+
+@pytest.mark.parametrize("reward, learned", [(0.875, "learned"), (0.5, "shows no gain in")])
+def test_a_task(tmp_path, reward, learned):
+    """Its reward decides, by intervals that do not overlap; other figures stay."""
+    policy = {**POLICY, "start": rewarded(0.25), "kept": rewarded(reward)}
+    sampled = {"kept": rewarded(0.75)}
+    ledger = make_ledger(tmp_path, base_model_v2=policy, control_sampled_v2=sampled)
+    ledger.records["base_model_v2"]["settings"]["reward_function"] = ["my.py:short_lines"]
+    assert headline(ledger) == [
+        f"A model of Twelfth Night {learned} short_lines: task reward from 0.250 to {reward:.3f}, "
+        "P(natural) from 0.25 to 0.61, judge's loss from 2.49 to 1.94.",
+        f"task reward of its text at temperature 1 (natural text: 0.500): 0.250 -> {reward:.3f}",
+        "P(natural) of its text at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
+        "judge's loss of its text at natural diversity, nats per character (natural text: 1.81): "
+        "2.49 -> 1.94",
+    ]
+    rows = comparison(ledger)
+    rewards = ["0.250", "-", f"{reward:.3f}", "-", "0.750", "-"]
+    assert [row["reward short_lines"].partition(" ")[0] for row in rows] == rewards
+    others = comparison(make_ledger())
+    assert all(one.items() < row.items() for one, row in zip(others, rows, strict=True))
+    assert further_figures(ledger) == further_figures(make_ledger())
+    assert "distillation do not know the task." in make_page(ledger, CPU)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_artefacts_and_ledger(unbroken, corpus):
     page = (out / "report.html").read_text()
     lines = printed.splitlines()[-6:]
     learned = f"A model of {corpus.name} learned from another model of the same text"
-    assert lines[0].startswith("Expect little gain: ")
+    assert lines[0].startswith("Expect text that is hardly more natural: ")
     assert lines[1] == f"{learned}, but too little text was measured for a verdict."
     assert f"<h1>{lines[1]}</h1>" in page
     assert f"-> {found['base_model_v2']['fresh_reward']:.2f}" in lines[2]
