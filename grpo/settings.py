@@ -96,10 +96,10 @@ class GRPOSettings(Settings):
         elif self.credit != "auto":
             ignored.update(dict.fromkeys(("kl", "prefixes"), f"credit={self.credit}"))
         if not self.reward_model_path:
-            of_reward_model = ("gate_path", "reward", "kl")
+            of_reward_model = ("gate_path", "reward_threshold", "reward", "kl")
             ignored.update(dict.fromkeys(of_reward_model, "a reward_function and no reward model"))
         if self.reward_function:
-            ignored.update(dict.fromkeys(("reward_threshold", "prefixes"), "a reward_function"))
+            ignored["prefixes"] = "a reward_function"
         if self.prefixes == "natural":
             ignored["reward_threshold"] = "prefixes=natural, which samples no text to reward"
         return ignored
