@@ -73,7 +73,7 @@ class CrossoverReward:
 
     As a reward function of TRL's GRPOTrainer it returns E[K] / T, with T the tokens of the prompt
     and those asked for. Text after an early end could only raise E[K]; stopping early is therefore
-    no gain. After each call, `read` holds the prompts' ids and the result of `log_probs`.
+    no gain.
     """
 
     __name__ = "crossover_reward"  # in TRL's records
@@ -89,12 +89,14 @@ class CrossoverReward:
     ) -> None:
         if tokenizer is None and isinstance(generator, str):
             tokenizer = load_tokenizer(generator)
+        self.generator_name = None  # of a model that is loaded here
         natural_tokenizer = None
         if tokenizer is not None and isinstance(natural, str):
             natural_tokenizer = load_tokenizer(natural)
         if isinstance(natural, str):
             natural = load_model(natural)
         if isinstance(generator, str):
+            self.generator_name = generator
             generator = load_model(generator)
         vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
         require(
@@ -104,7 +106,7 @@ class CrossoverReward:
         )
         self.tokenizer = tokenizer
         self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
-        self.chat_template_kwargs: dict[str, Any] = {}  # CrossoverTrainer sets it
+        self.chat_template_kwargs: dict[str, Any] = {}  # those of GRPOConfig, for GRPOTrainer
         parts: list[Any] = [
             CausalModel(natural.eval(), vocab_size),
             CausalModel(generator.eval(), vocab_size),
@@ -112,7 +114,6 @@ class CrossoverReward:
         self.head = LikelihoodRewardModel(*parts)
         self.head.mixture.data = self.head.mixture.data.to(natural.device)
         self.has_weight = False
-        self.read: tuple[Rows, Tensor, Tensor] | None = None
         if weight is not None:
             self.set_weight(weight)
 
@@ -158,16 +159,19 @@ class CrossoverReward:
 
     def __call__(self, prompts: Sequence[Any], completion_ids: Rows, **_: Any) -> list[float]:
         """Return E[K] / T of each prompt with its completion."""
+        return self.score(self.prompt_ids(prompts), completion_ids)[0]
+
+    def score(self, prompt_ids: Rows, completion_ids: Rows) -> tuple[list[float], Tensor, Tensor]:
+        """Return E[K] / T of each prompt with its completion, and the result of `log_probs`."""
         require(self.has_weight, "the reward has no weight yet: call its fit(), or pass weight=")
-        prompt_ids = self.prompt_ids(prompts)
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         lengths = [len(prompt) + self.max_completion_length for prompt in prompt_ids]
         natural, written = self.log_probs(rows)
-        self.read = prompt_ids, natural, written
         evidence = self.head.calibrated(natural - written).detach()
         probabilities = probabilities_of_rows(evidence, [len(row) for row in rows])
         expected_crossovers = probabilities.sum(1)  # (B,): E[K]
-        return (expected_crossovers.cpu() / torch.tensor(lengths)).tolist()
+        shares = (expected_crossovers.cpu() / torch.tensor(lengths)).tolist()
+        return shares, natural, written
 
     def prompt_ids(self, prompts: Sequence[Any]) -> Rows:
         """Return the token ids of prompts, texts or lists of messages, as TRL makes them."""

@@ -3,11 +3,12 @@
     python -c "from interop.crossover_trainer import CrossoverTrainer; help(CrossoverTrainer)"
 
 The reward of a token is its evidence minus the KL to the start; its advantage is relative to the
-group's mean at the same position.
+group's mean at the same position. TRL's advantages of further reward functions are added.
 Shapes: B completions of a process, at most C tokens each; R completions of all processes; G of one
-prompt.
+prompt; F reward functions.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -37,39 +38,84 @@ MAX_START_DIFFERENCE = 0.1
 class CrossoverTrainer(GRPOTrainer):
     """GRPO with token credit: the reward of a token is log(m/q) - log(pi/q), as in train_grpo.py.
 
-    The policy starts as the reward's generator q. With LoRA, pass reward and trainer the same
-    loaded model: q is this model with its adapters off. Dropout is off, as it is during sampling.
+    reward_funcs and all further arguments are GRPOTrainer's, and TRL treats these functions as it
+    does there: the advantage of a token is that of the crossover reward plus TRL's advantage of its
+    completion. The weights and processing classes of rewards are those of reward_funcs.
+
+    The policy starts as the reward's generator q. With LoRA, q is the policy with its adapters off
+    if reward and trainer have the same loaded model, or both have the same name; else the reward
+    keeps its own copy. Dropout is off, as it is during sampling.
 
     Raise UserError if the sampling is not plain, if the policy does not start as the reward's
-    generator, or if prompts differ in length and the model has no rotary positions (TRL would read
-    completions at positions different from those of the sampling).
+    generator, if the trainer has a processor of images, or if prompts differ in length and the
+    model has no rotary positions (TRL would read completions at positions different from those of
+    the sampling).
     """
 
     def __init__(
-        self, model: Any, reward: CrossoverReward, args: GRPOConfig | None = None, **kwargs: Any
+        self,
+        model: Any,
+        reward: CrossoverReward,
+        args: GRPOConfig | None = None,
+        reward_funcs: Any = None,
+        **kwargs: Any,
     ) -> None:
-        args = args or GRPOConfig("trl_model")
-        for name, allowed in PLAIN_SAMPLING.items():
-            value = getattr(args, name)
+        args = copy.copy(args or GRPOConfig("trl_model"))
+        for field, allowed in PLAIN_SAMPLING.items():
+            value = getattr(args, field)
             rule = f"must be {allowed[0]}, the sampling that the formulas score"
-            require(value in allowed, f"{name}={value}: {rule}")
+            require(value in allowed, f"{field}={value}: {rule}")
         args.disable_dropout = True
-        super().__init__(model=model, reward_funcs=reward, args=args, **kwargs)
+        # TRL needs a function. Alone, the crossover reward is one whose advantages are replaced.
+        functions = reward_funcs or [self.crossover_reward]
+        super().__init__(model=model, reward_funcs=functions, args=args, **kwargs)
+        text_only = "pass its tokenizer as processing_class, because the reward reads only text"
+        require(not self._is_vlm, f"the model has a processor of images: {text_only}")
+        name = reward.__name__
+        self.has_functions = self.reward_funcs != [self.crossover_reward]
+        if reward_funcs:
+            is_other = name not in self.reward_func_names
+            require(is_other, f"{name} is the trainer's own reward: rename the reward function")
+        elif self.has_functions:  # an environment of TRL has added its own reward
+            self.reward_weights[0] = 0
         self.reward = reward
         reward.max_completion_length = args.max_completion_length
-        reward.chat_template_kwargs = args.chat_template_kwargs or {}
         # Every process has fitted the weight for itself.
         reward.head.mixture.data = broadcast(reward.head.mixture.data)
         policy = self.accelerator.unwrap_model(self.model)
         generator = reward.head.generator
         if is_peft_model(policy):
-            is_same = policy.get_base_model() is generator.model
-            require(is_same, "with LoRA, pass the same loaded model to reward and trainer")
-            generator.model = policy  # read with its adapters off
+            is_same = generator.model in (policy, policy.get_base_model())
+            # A model with a name was loaded twice, by the reward and by TRL: keep one.
+            if is_same or model == reward.generator_name:
+                generator.model = policy  # read with its adapters off
         else:
             way_out = "pass its folder, or train with LoRA"
             is_other = policy is not generator.model
             require(is_other, f"the reward holds the model that is trained: {way_out}")
+
+    def crossover_reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        """Return E[K] / T of each completion (B); keep the models' log-probabilities."""
+        shares, self._natural, self._start = self.reward.score(self._prompt_ids, completion_ids)
+        return shares
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """Return what TRL generates; keep the prompts' token ids."""
+        generated = super()._generate(prompts)
+        self._prompt_ids: list[list[int]] = generated[0]
+        return generated
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
+    ) -> Tensor:
+        """Return the rewards (R, F) of TRL's functions; log the crossover reward beside them."""
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.crossover_reward not in self.reward_funcs:
+            shares = self.crossover_reward(completion_ids_list)
+            name = self.reward.__name__
+            self._log_metric(f"rewards/{name}/mean", sum(shares) / len(shares))
+            self._log_completion_extra(name, shares)
+        return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return TRL's batch with token advantages (B, C)."""
@@ -77,10 +123,11 @@ class CrossoverTrainer(GRPOTrainer):
         is_training = self.model.training
         B, C = batch["completion_ids"].shape
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)  # (B, C)
+        task_advantages = batch["advantages"][:, None] * mask  # (B, C)
         natural, start = self._frozen_log_probs(batch)
         kl = (self._policy_log_probs(batch) - start) * mask
         is_start = is_training and self.state.global_step == 0
-        difference = kl.abs().sum() / mask.sum()
+        difference = kl.abs().sum() / mask.sum().clamp(min=1)
         require(
             not is_start or bool(difference <= MAX_START_DIFFERENCE),
             f"the policy differs from the reward's generator by {difference:.2f} nats per token "
@@ -95,10 +142,13 @@ class CrossoverTrainer(GRPOTrainer):
         group_size = self.num_generations if is_training else self.num_generations_eval
         advantages = token_advantages(evidence - kl, mask, group_size, self.scale_rewards)
         metrics = self._metrics["train" if is_training else "eval"]
-        metrics["crossover/evidence"].append((evidence.sum() / mask.sum()).item())
-        metrics["crossover/kl_start"].append((kl.sum() / mask.sum()).item())
+        num_tokens = mask.sum().clamp(min=1)
+        metrics["crossover/evidence"].append((evidence.sum() / num_tokens).item())
+        metrics["crossover/kl_start"].append((kl.sum() / num_tokens).item())
         first = self.accelerator.process_index * B
         batch["advantages"] = advantages[first : first + B, :C]
+        if self.has_functions:
+            batch["advantages"] = batch["advantages"] + task_advantages
         return batch
 
     def _gathered(self, values: Tensor) -> Tensor:
@@ -108,29 +158,22 @@ class CrossoverTrainer(GRPOTrainer):
     def _frozen_log_probs(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the completions' log-probabilities (B, C) under the natural model and the start.
 
-        The reward function has computed them for the sequences without padding.
+        The crossover reward has computed them for the sequences without padding.
         """
-        assert self.reward.read is not None  # TRL has called the reward
-        prompts, natural, start = self.reward.read
-        masks = batch["prompt_mask"].bool()
-        prompt_ids = [
-            ids[mask].tolist() for ids, mask in zip(batch["prompt_ids"], masks, strict=True)
-        ]
-        require(
-            prompt_ids == prompts,
-            "processing_class must tokenize prompts as the reward's tokenizer does",
-        )
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None)
         require(
-            rotary is not None or bool(masks.all()),
+            rotary is not None or bool(batch["prompt_mask"].all()),
             "the model has no rotary positions: use prompts of equal length",
         )
         C = batch["completion_ids"].size(1)
         device = batch["completion_ids"].device
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        lengths = torch.tensor([len(ids) for ids in self._prompt_ids])
         # (B, C): minus one, because the first token of a sequence has no log-probability.
-        places = (lengths[:, None] - 1 + torch.arange(C)).clamp(max=natural.size(1) - 1).to(device)
-        return natural.to(device).gather(1, places), start.to(device).gather(1, places)
+        places = lengths[:, None] - 1 + torch.arange(C)
+        places = places.clamp(max=self._natural.size(1) - 1).to(device)
+        natural = self._natural.to(device).gather(1, places)
+        start = self._start.to(device).gather(1, places)
+        return natural, start
 
     @torch.no_grad()
     def _policy_log_probs(self, batch: dict[str, Any]) -> Tensor:

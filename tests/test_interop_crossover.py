@@ -122,7 +122,7 @@ def make_trainer(exported, folder, model=None, kind=None, reward=None, prompts=P
     from interop.crossover_trainer import CrossoverTrainer
 
     reward = reward or make_reward(exported)
-    adapters = options.pop("peft_config", None)
+    functions = options.pop("reward_funcs", None)
     config = {
         "max_steps": 2,
         "per_device_train_batch_size": 2 * G,
@@ -142,16 +142,10 @@ def make_trainer(exported, folder, model=None, kind=None, reward=None, prompts=P
         model or load_model(exported[0]),
         reward,
         args=GRPOConfig(str(folder), **config),
+        reward_funcs=functions,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=reward.tokenizer,
-        peft_config=adapters,
     )
-
-
-def kl_to_the_start(trainer):
-    """Return the logged KL of each step."""
-    name = "crossover/kl_start"
-    return [abs(record[name]) for record in trainer.state.log_history if name in record]
 
 
 def note_gradients(trainer, note):
@@ -217,36 +211,8 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
     note_gradients(trainer, compare)
     trainer.train()
     assert len(compared) == 2
-    first, second = kl_to_the_start(trainer)
-    assert first < 1e-4 < second
-
-
-def test_lora_reads_its_start_from_the_same_weights(exported, tmp_path):
-    from peft import LoraConfig
-
-    model = load_model(exported[0])
-    reward = CrossoverReward(
-        exported[1], model, weight=WEIGHT, tokenizer=load_tokenizer(exported[0])
-    )
-    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = make_trainer(exported, tmp_path, model, reward=reward, peft_config=lora)
-    rows = random_rows(9, 12)
-    before = reward.evidence(rows)
-    trainer.train()
-    torch.testing.assert_close(reward.evidence(rows), before)
-    first, second = kl_to_the_start(trainer)
-    assert first < 1e-5 < second
-
-
-def test_what_the_formulas_do_not_score_is_refused(exported, tmp_path):
-    with pytest.raises(UserError, match=r"temperature=0\.7: must be 1"):
-        make_trainer(exported, tmp_path, temperature=0.7)
-    with pytest.raises(UserError, match=r"the reward's generator by \d\.\d\d nats"):
-        make_trainer(exported, tmp_path, load_model(exported[1])).train()
-    trainer = make_trainer(exported, tmp_path)
-    trainer.reward.tokenizer = lambda text: {"input_ids": [[1, 2] for _ in text]}
-    with pytest.raises(UserError, match="must tokenize prompts as the reward"):
-        trainer.train()
+    first, second = [record["crossover/kl_start"] for record in trainer.state.log_history[:2]]
+    assert abs(first) < 1e-4 < abs(second)
 
 
 def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus):
@@ -294,6 +260,7 @@ def replay(generator: str, natural: str, out: str) -> None:
         (generator, natural),
         out + ".trainer",
         kind=Replay,
+        reward_funcs=[lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids]],
         prompts=["The ", "a h"],
         per_device_train_batch_size=2 * G // PartialState().num_processes,
         max_steps=1,

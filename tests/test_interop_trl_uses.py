@@ -1,0 +1,432 @@
+"""Uses of TRL's GRPOTrainer, with CrossoverTrainer in its place.
+
+pytest tests/test_interop_trl_uses.py
+"""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.process import UserError
+from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
+
+pytestmark = pytest.mark.interop
+PROMPTS = ["One.", "A longer one", "three ", "Four"]
+CHATS = [[{"role": "user", "content": text}] for text in PROMPTS]
+SETTINGS = (
+    "--max_steps 1 --num_generations 2 --per_device_train_batch_size 4 "
+    "--per_device_eval_batch_size 4 --max_completion_length 4 --learning_rate .01 "
+    "--logging_steps 1 --report_to none --save_strategy no --use_cpu True --bf16 False "
+    "--disable_tqdm True"
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of a policy and of a natural model: random models of bytes with a chat template."""
+    import transformers
+    import trl
+
+    tokenizer = transformers.ByT5Tokenizer(eos_token="<|im_end|>", padding_side="left", extra_ids=0)
+    template = Path(trl.__file__).parent / "chat_templates/qwen3.jinja"
+    tokenizer.chat_template = template.read_text()
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(1)
+    for name, spread in (("policy", 0.1), ("natural", 0.5)):
+        config = transformers.LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            initializer_range=spread,
+        )
+        model = transformers.LlamaForCausalLM(config)
+        # Many tokens end a completion, as end-of-turn tokens do.
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(3, 35)]
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return str(folder / "policy"), str(folder / "natural")
+
+
+def make_trainer(models, folder, settings="", kind=None, **arguments):
+    """Return a trainer of two prompts a step; `settings` are options of GRPOConfig."""
+    from datasets import Dataset
+    from transformers import HfArgumentParser
+    from trl import GRPOConfig
+
+    from interop.crossover_trainer import CrossoverTrainer
+
+    options = [*SETTINGS.split(), "--output_dir", str(folder), *settings.split()]
+    (args,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(options)
+    if kind is None:
+        kind = CrossoverTrainer
+    if issubclass(kind, CrossoverTrainer):
+        arguments.setdefault("reward", CrossoverReward(models[1], models[0], weight=0.5))
+    arguments.setdefault("model", models[0])
+    arguments.setdefault("train_dataset", Dataset.from_dict({"prompt": 4 * PROMPTS}))
+    return kind(args=args, **arguments)
+
+
+def capitals(completions, **_):
+    """Return the number of characters before "a" in each completion: capitals, digits, ..."""
+    return [float(sum(letter < "a" for letter in str(text))) for text in completions]
+
+
+class Long:
+    """A callable with log_extra, log_metric and a column; None where the column is 0."""
+
+    def __call__(self, completion_ids, limit, log_extra, log_metric, trainer_state, **_):
+        lengths = [len(ids) for ids in completion_ids]
+        log_extra("length", lengths)
+        log_metric("mean_length", trainer_state.global_step + sum(lengths) / len(lengths))
+        return [
+            float(n > least) if least else None for n, least in zip(lengths, limit, strict=True)
+        ]
+
+
+async def first_byte(completion_ids, **_):
+    return [ids[0] / 256 for ids in completion_ids]
+
+
+def replayed(kind):
+    """Return a subclass that generates given completions and keeps its batch before shuffling."""
+
+    class Replay(kind):
+        def _generate_single_turn(self, prompt_ids, *_, **__):
+            draw = torch.Generator().manual_seed(0)
+            lengths = torch.randint(1, 5, (len(prompt_ids),), generator=draw).tolist()
+            return [torch.randint(256, (n,), generator=draw).tolist() for n in lengths], None
+
+        def _generate_and_score_completions(self, inputs):
+            self.kept = super()._generate_and_score_completions(inputs)
+            return self.kept
+
+    return Replay
+
+
+# Functions, where a name stands for a reward model; their weights; further settings.
+FUNCTIONS = {
+    "one": ([capitals], "", ""),
+    "weights": ([capitals, first_byte], "--reward_weights .5 -2", ""),
+    "None for one function": ([capitals, Long()], "", "--scale_rewards batch"),
+    "None for all functions": ([Long()], "", "--scale_rewards none"),
+    "a reward model": (
+        [capitals, "model", Long()],
+        "--reward_weights 1 2 .3",
+        "--multi_objective_aggregation normalize_then_sum",
+    ),
+}
+
+
+@pytest.mark.parametrize(("functions", "weights", "settings"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_advantages_of_functions_are_those_of_trl(models, tmp_path, functions, weights, settings):
+    from datasets import Dataset
+    from pandas import read_parquet
+    from pandas.testing import assert_frame_equal
+    from trl import GRPOTrainer
+
+    from interop.crossover_trainer import CrossoverTrainer
+
+    tokenizer = load_tokenizer(models[0])
+
+    def train(name, kind, has_functions=True):
+        options = f"--log_completions True {settings}"
+        arguments = {}
+        if has_functions:
+            options += f" {weights}"
+            arguments["reward_funcs"] = [models[0] if f == "model" else f for f in functions]
+            arguments["reward_processing_classes"] = [tokenizer] * len(functions)
+        data = Dataset.from_dict({"prompt": PROMPTS, "limit": [2, 0, 2, 0]})
+        arguments.update(train_dataset=data, processing_class=tokenizer)
+        trainer = make_trainer(models, tmp_path / name, options, replayed(kind), **arguments)
+        trainer.train()
+        table = read_parquet(tmp_path / name / "completions/completions_00001.parquet")
+        return trainer.kept, trainer.state.log_history[0], table
+
+    crossover, own_figures, _ = train("crossover", CrossoverTrainer, has_functions=False)
+    theirs, figures, table = train("theirs", GRPOTrainer)
+    both, both_figures, both_table = train("both", CrossoverTrainer)
+    task_advantages = theirs["advantages"][:, None] * both["completion_mask"]
+    assert min(crossover["advantages"].abs().max(), task_advantages.abs().max()) > 0.01
+    torch.testing.assert_close(both["advantages"], crossover["advantages"] + task_advantages)
+    for name, value in figures.items():
+        if name.startswith(("reward", "frac", "completions", "mean_length")):
+            assert both_figures[name] == value, name
+    name = "rewards/crossover_reward/mean"
+    assert both_figures[name] == pytest.approx(own_figures[name])
+    assert_frame_equal(both_table.drop(columns="crossover_reward"), table)
+
+
+def check_training(trainer):
+    """Train; check that figures are finite and that weights change. Return the figures by name."""
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps
+    figures = {}
+    for record in trainer.state.log_history:
+        figures.update(record)
+        assert np.isfinite([value for value in record.values() if value is not None]).all(), record
+    after = trainer.model.state_dict()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    return figures
+
+
+def rollout(prompts, trainer):
+    """Return completions of a generator of the user's own, and a column for reward functions."""
+    ids = trainer.processing_class(prompts)["input_ids"]
+    written = [[5, 6, 40], [7], [8, 9], [10]]
+    zeros = [[0.0] * len(row) for row in written]
+    return {"prompt_ids": ids, "completion_ids": written, "logprobs": zeros, "score": [1, 2, 2, 3]}
+
+
+def lora(**options):
+    from peft import LoraConfig
+
+    return LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+
+
+@pytest.fixture(scope="module")
+def named(models, tmp_path_factory):
+    """Arguments of the trainer by name."""
+    from datasets import Dataset, load_dataset
+    from transformers import EarlyStoppingCallback
+
+    texts = Dataset.from_dict({"prompt": 4 * PROMPTS})
+    chats = Dataset.from_dict({"prompt": 4 * CHATS})
+    few = texts.select(range(3))  # the last batch of an evaluation is not full
+    folder = tmp_path_factory.mktemp("data")
+    file = str(folder / "chats.jsonl")
+    chats.to_json(file)
+    model = load_model(models[0])
+    return {
+        "chats": chats,
+        "iterable": texts.to_iterable_dataset(),
+        "stream": load_dataset(
+            "json", data_files=file, split="train", streaming=True, cache_dir=folder
+        ),
+        "few": few,
+        "splits": {"a": few, "b": few},
+        "rollout": rollout,
+        "score": lambda score, **_: score,
+        "module": model,
+        "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None),
+        "callbacks": [EarlyStoppingCallback(1)],
+        "lora": lora(),
+    }
+
+
+# Options of GRPOConfig, and arguments of the trainer as name=value, with values of `named`. The
+# second step of two iterations is off the policy.
+USES = """
+--loss_type grpo --num_iterations 2 --max_steps 2
+--loss_type bnpo --num_iterations 2 --max_steps 2
+--loss_type dr_grpo --num_iterations 2 --max_steps 2
+--loss_type dapo --num_iterations 2 --max_steps 2
+--loss_type cispo --num_iterations 2 --max_steps 2
+--loss_type sapo --num_iterations 2 --max_steps 2
+--loss_type vespo --num_iterations 2 --max_steps 2
+--loss_type luspo --importance_sampling_level sequence --num_iterations 2 --max_steps 2
+--loss_type grpo --importance_sampling_level sequence --num_iterations 2 --max_steps 2
+--loss_type dapo --importance_sampling_level sequence --num_iterations 2 --max_steps 2
+--scale_rewards none
+--scale_rewards batch
+--multi_objective_aggregation normalize_then_sum
+--beta .1 --use_bias_correction_kl True --num_iterations 2 --max_steps 2
+--beta .1 --sync_ref_model True --ref_model_sync_steps 1
+--epsilon .1 --epsilon_high .3 --delta 1.5 --num_iterations 2 --max_steps 2
+--off_policy_mask_threshold .1 --num_iterations 2 --max_steps 2
+--steps_per_generation 4 --gradient_accumulation_steps 2
+--generation_batch_size 8 --max_steps 2
+--num_iterations 2 --gradient_accumulation_steps 3 --max_steps 2
+--num_generations 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2
+--mask_truncated_completions True --max_completion_length 12
+--top_entropy_quantile .5
+--entropy_coef .1
+--use_adaptive_entropy True --max_steps 2
+--gradient_checkpointing_kwargs {"use_reentrant":true}
+--gradient_checkpointing False
+--pad_to_multiple_of 8
+--cast_lm_head_to_fp32 True --model_init_kwargs {"dtype":"bfloat16"}
+--bf16 True
+--max_steps -1 --num_train_epochs .5
+--shuffle_dataset False
+--cache_implementation static
+--disable_dropout False
+--optim sgd --lr_scheduler_type cosine --weight_decay .1 --max_grad_norm 0
+--report_to tensorboard --logging_steps 2
+--dataloader_num_workers 1
+--remove_unused_columns True
+--log_completions True --num_completions_to_print 1 --log_unique_prompts True
+train_dataset=chats
+train_dataset=chats --chat_template_kwargs {"enable_thinking":false}
+train_dataset=iterable
+train_dataset=stream --steps_per_generation 2 --max_steps 3
+reward_funcs=score rollout_func=rollout
+model=module optimizers=optimizers
+peft_config=lora --beta .1
+peft_config=lora --gradient_checkpointing False
+eval_dataset=few --eval_strategy steps --eval_steps 1
+eval_dataset=few --eval_strategy steps --eval_steps 1 --num_generations_eval 1
+eval_dataset=few --eval_strategy steps --eval_steps 1 --num_generations_eval 4 --log_completions True
+eval_dataset=splits --eval_strategy steps --eval_steps 1 --eval_on_start True
+eval_dataset=stream --eval_strategy steps --eval_steps 1
+eval_dataset=few callbacks=callbacks --eval_strategy steps --eval_steps 1 --save_strategy steps --load_best_model_at_end True --metric_for_best_model eval_reward
+"""
+
+
+@pytest.mark.parametrize("use", USES.strip().splitlines())
+def test_a_use_of_grpotrainer_works(models, named, tmp_path, use):
+    values, dashes, options = use.partition("--")
+    arguments = {"reward_funcs": [capitals]}
+    for argument in values.split():
+        name, value = argument.split("=")
+        arguments[name] = named[value]
+    figures = check_training(make_trainer(models, tmp_path, dashes + options, **arguments))
+    prefixes = ["", "eval_"] if "eval_dataset" in arguments else [""]
+    for prefix in prefixes:
+        assert figures[f"{prefix}reward"] >= 0 < figures[f"{prefix}rewards/crossover_reward/mean"]
+        assert f"{prefix}crossover/evidence" in figures
+
+
+def test_a_batch_of_truncated_completions_has_no_gradient(models, tmp_path):
+    settings = "--mask_truncated_completions True --max_completion_length 1"
+    trainer = make_trainer(models, tmp_path, settings)
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("load", [str, load_model])
+def test_lora_reads_its_start_from_the_same_weights(models, tmp_path, load):
+    model = load(models[0])
+    tokenizer = load_tokenizer(models[0])
+    reward = CrossoverReward(models[1], model, weight=0.5, tokenizer=tokenizer)
+    arguments = {"model": model, "reward": reward, "peft_config": lora()}
+    trainer = make_trainer(models, tmp_path, "--max_steps 2", **arguments)
+    assert reward.head.generator.model is trainer.model
+    rows = [[1, 2, 3], [4, 5]]
+    before = reward.evidence(rows)
+    check_training(trainer)
+    torch.testing.assert_close(reward.evidence(rows), before)
+    first, second = [record["crossover/kl_start"] for record in trainer.state.log_history[:2]]
+    assert abs(first) < 1e-6 < abs(second)
+
+
+def test_a_trained_adapter_is_trained_further(models, tmp_path):
+    from peft import get_peft_model
+
+    adapted = get_peft_model(load_model(models[0]), lora(init_lora_weights=False))
+    with pytest.raises(UserError, match=r"the reward's generator by \d\.\d\d nats"):
+        make_trainer(models, tmp_path, model=adapted).train()
+    start = copy.deepcopy(adapted).merge_and_unload()
+    reward = CrossoverReward(models[1], start, weight=0.5)
+    check_training(make_trainer(models, tmp_path, "--beta .1", model=adapted, reward=reward))
+
+
+@pytest.mark.parametrize("adapters", [lambda: None, lora])
+def test_a_resumed_run_is_the_uninterrupted_one(models, tmp_path, adapters):
+    settings = "--max_steps 3 --save_strategy steps --save_steps 1 --use_adaptive_entropy True"
+    weights = []
+    for start in (None, str(tmp_path / "checkpoint-1")):
+        trainer = make_trainer(
+            models, tmp_path, settings, reward_funcs=[capitals], peft_config=adapters()
+        )
+        trainer.train(resume_from_checkpoint=start)
+        weights.append(trainer.model.state_dict())
+    torch.testing.assert_close(weights[0], weights[1])
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+class Sums:
+    """An environment of TRL with a tool and a reward of its own."""
+
+    def reset(self, **_):
+        self.calls = 0
+
+    def add(self, a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: one
+            b: the other
+        """
+        self.calls += 1
+        return str(a + b)
+
+    def get_reward(self):
+        return float(self.calls)
+
+
+def test_tokens_of_tools_have_no_advantage(models, tmp_path):
+    from datasets import Dataset
+
+    from interop.crossover_trainer import CrossoverTrainer
+
+    tokenizer = load_tokenizer(models[0])
+
+    class Calling(replayed(CrossoverTrainer)):
+        """Call a tool, then say a number."""
+
+        def _generate_single_turn(self, prompt_ids, *_, **__):
+            texts = [
+                f"{row}" if "<tool_response>" in tokenizer.decode(ids) else CALL
+                for row, ids in enumerate(prompt_ids)
+            ]
+            return tokenizer([f"{text}<|im_end|>" for text in texts])["input_ids"], None
+
+    trainer = make_trainer(
+        models,
+        tmp_path,
+        "--max_completion_length 300",
+        Calling,
+        train_dataset=Dataset.from_dict({"prompt": CHATS}),
+        environment_factory=Sums,
+    )
+    figures = check_training(trainer)
+    assert figures["tools/call_frequency"] == figures["reward"] == 1
+    is_written = trainer.kept["tool_mask"] == 1
+    assert trainer.kept["completion_mask"][~is_written].any()
+    assert not trainer.kept["advantages"][~is_written].any()
+
+
+REJECTED = """
+--temperature .7
+--top_p .9
+--top_k 5
+--min_p .1
+--repetition_penalty 1.2
+--generation_kwargs {"num_beams":2}
+--vllm_structured_outputs_regex a*
+"""
+
+
+@pytest.mark.parametrize("settings", REJECTED.strip().splitlines())
+def test_sampling_that_is_not_plain_is_rejected(models, tmp_path, settings):
+    name, _ = settings.removeprefix("--").split()
+    with pytest.raises(UserError, match=f"{name}=.*: must be .*, the sampling that [^\n]*$"):
+        make_trainer(models, tmp_path, settings)
+
+
+def test_other_uses_that_cannot_work_are_rejected(models, tmp_path):
+    from transformers import ProcessorMixin
+
+    class Processor(ProcessorMixin):
+        def __init__(self):
+            self.tokenizer = load_tokenizer(models[0])
+
+    model = load_model(models[0])
+    model.config.image_token_id = 3
+    with pytest.raises(UserError, match="the reward reads only text"):
+        make_trainer(models, tmp_path, model=model, processing_class=Processor())
+    reward = CrossoverReward(models[1], model)
+    with pytest.raises(UserError, match="the reward holds the model that is trained"):
+        make_trainer(models, tmp_path, model=model, reward=reward)
+    with pytest.raises(UserError, match="has no weight yet"):
+        make_trainer(models, tmp_path, reward=reward).train()
+    with pytest.raises(UserError, match="rename the reward function"):
+        make_trainer(models, tmp_path, reward_funcs=[reward])
