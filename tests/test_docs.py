@@ -55,7 +55,7 @@ SHRINK = {
 KNOWN_OPTIONS = ["config", "section", "help", *SECTIONS, *CORPORA]
 KNOWN_OPTIONS += ["standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr"]
 KNOWN_OPTIONS += ["master_port", "num_processes", "config_file"]
-KNOWN_OPTIONS += ["whole", "gguf_file", "arm", "steps", "check", "hypothesis"]
+KNOWN_OPTIONS += ["check", "hypothesis"]
 # The 65 characters of tiny Shakespeare, so that examples with vocab_size=65 run as they are
 # printed.
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
