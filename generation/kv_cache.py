@@ -82,7 +82,7 @@ class KVCache(Context):
         self.token_positions = self._all_positions[position : self.length]
         self.row_positions = self.token_positions
         if self.length > self._capacity:
-            self._grow(self.length, rows)
+            self._grow(self.length)
         active = self._stored[:, :, :rows]  # (L, 2, A, H, S, D)
         self._new = active[..., position : self.length, :]  # (L, 2, A, H, T, D)
         self._is_single = length == 1 and self.memory.device.type == "cpu"
@@ -115,10 +115,11 @@ class KVCache(Context):
         is_causal = queries.size(2) > 1
         return F.scaled_dot_product_attention(queries, all_keys, all_values, is_causal=is_causal)
 
-    def _grow(self, end: int, rows: int) -> None:
+    def _grow(self, end: int) -> None:
         """Make room for the positions before `end`, filled from `shared` or with zeros.
 
-        Unused positions have attention weight 0, but 0 times a NaN would be NaN.
+        Unused positions have attention weight 0, but 0 times a NaN would be NaN. Active rows write
+        their positions themselves before they read them.
         """
         old = self._stored
         first = self._capacity
@@ -130,16 +131,10 @@ class KVCache(Context):
         if first:
             for before, after in zip(old, self._stored, strict=True):
                 after[..., :first, :] = before.clone()  # the two overlap in memory
-        # From the second time on, active rows write every position from here on themselves.
-        num_own = rows if first else 0
-        # In pieces: a copy of all prefixes at once would take much memory.
-        for start in range(first, self._capacity, GROWTH):
-            piece = self._stored[..., start : start + GROWTH, :]
-            piece[:, :, :num_own] = 0
-            num_copied = 0
-            if self._shared is not None and self._source_rows is not None:
-                prefixes = self._shared._stored[..., start : start + GROWTH, :]
-                prefixes = prefixes[:, :, self._source_rows[num_own:]]
-                num_copied = prefixes.size(-2)
-                piece[:, :, num_own:, :, :num_copied] = prefixes
-            piece[:, :, num_own:, :, num_copied:] = 0
+        added = self._stored[..., first:, :]
+        added.zero_()
+        if self._shared is None:
+            return
+        prefixes = self._shared._stored[..., first : self._capacity, :]
+        for target, prefix in zip(added, prefixes, strict=True):  # a copy of one layer at a time
+            target[..., : prefix.size(-2), :] = prefix[:, self._source_rows]
