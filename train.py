@@ -20,7 +20,6 @@ import torch
 from common.device import (
     autocast,
     check_compiler,
-    peak_memory_mb,
     random_stream,
     seed_step,
     select_device,
@@ -188,7 +187,6 @@ def train(
             "gradient_norm": norm,
             "learning_rate": optimizers.learning_rate,
             "tokens_per_second": tokens_per_second,
-            "peak_memory_mb": round(peak_memory_mb(ranks.device)),
         }
         run.bar.set_postfix(loss=f"{train_loss:.3f}", tok_s=f"{tokens_per_second:,}", refresh=False)
         num_steps = step + 1

@@ -9,8 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import resource
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -96,18 +94,6 @@ def total_memory(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Return the peak memory of this process in MiB: on the CUDA device, or else resident memory
-    with mapped files.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":
-        return peak / 2**20  # macOS counts bytes
-    return peak / 2**10  # Linux counts KiB
 
 
 def float64(values: Tensor) -> Tensor:

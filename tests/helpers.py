@@ -371,7 +371,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 def untimed(path: Path) -> list[dict[str, Any]]:
     """Return the records of a log without timings, which differ between equal runs."""
-    timings = ("seconds", "val_seconds", "tokens_per_second", "peak_memory_mb")
+    timings = ("seconds", "val_seconds", "tokens_per_second")
     return [
         {name: record[name] for name in record if name not in timings}
         for record in read_records(path)
