@@ -8,7 +8,6 @@ Randomness has no state: a random stream depends only on a seed and a purpose.
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -71,22 +70,13 @@ def check_compiler(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes of free memory on a device, or all bytes if the system does not report them.
+    """Return the bytes of free memory on a CUDA device.
 
     Memory that torch's allocator holds but does not use counts as free.
     """
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free, _total = torch.cuda.mem_get_info(device)
-        return free + unused
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, _total = torch.cuda.mem_get_info(device)
+    return free + unused
 
 
 def total_memory(device: torch.device) -> int | None:

@@ -91,8 +91,8 @@ def complete(
 class Completer:
     """`complete` for any number of rows: as many at a time as fit, in one cache for all calls.
 
-    Half of the free memory is for keys and values. Without CUDA at most DEFAULT_CPU_ROWS rows and
-    DEFAULT_CPU_MB are used, as more gain nothing. If memory runs out, it continues with half as
+    On CUDA, half of the free memory is for keys and values. Elsewhere at most DEFAULT_CPU_ROWS rows
+    and DEFAULT_CPU_MB are used, as more gain nothing. If memory runs out, it continues with half as
     many rows, but at least the samples of one prompt. Raise UserError if these do not fit.
     """
 
@@ -102,9 +102,9 @@ class Completer:
         self._cache: KVCache | None = None
         device = next(model.parameters()).device
         bytes_per_row = KVCache.bytes_per_row(model, length)
-        rows = free_memory(device) // 2 // bytes_per_row
-        if device.type != "cuda":
-            rows = min(rows, DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // bytes_per_row)
+        rows = min(DEFAULT_CPU_ROWS, DEFAULT_CPU_MB * 2**20 // bytes_per_row)
+        if device.type == "cuda":
+            rows = free_memory(device) // 2 // bytes_per_row
         self.rows = max(1, rows)
 
     def __call__(

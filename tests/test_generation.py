@@ -232,15 +232,14 @@ def test_dropout_is_off_meanwhile():
     assert not result.model_log_probs.requires_grad
 
 
-def test_rows_follow_from_the_free_memory(monkeypatch):
+def test_rows_follow_from_the_memory_for_the_cache(monkeypatch):
     model = tiny_model()
     row = 2 * model.config.n_layer * model.config.n_embd * N * 4
     assert KVCache.bytes_per_row(model, N) == row
     assert KVCache(model, 3, N).memory.nbytes == 3 * row
     assert Completer(model, N).rows == completions.DEFAULT_CPU_ROWS
-    for free, rows in ((100 * row, 50), (row, 1)):
-        monkeypatch.setattr(completions, "free_memory", lambda device, free=free: free)
-        assert Completer(model, N).rows == rows
+    monkeypatch.setattr(completions, "DEFAULT_CPU_MB", 50.5 * row / 2**20)
+    assert Completer(model, N).rows == 50
 
 
 def test_half_the_rows_where_memory_runs_out(monkeypatch, capsys):
