@@ -16,7 +16,7 @@ import torch
 from common.device import autocast, select_device, select_dtype
 from common.files import lock_output, read_json, write_text
 from common.log import print0
-from common.process import UserError, run_main, warn
+from common.process import UserError, require, run_main, warn
 from common.settings import Settings, parse_settings, setting
 from data_loader import read_text
 from generation.completions import generate
@@ -73,15 +73,8 @@ def encode_start(tokenizer: TokenizationManager, start: str | None) -> np.ndarra
     text = start
     if start.startswith("FILE:"):
         text = read_text(start.removeprefix("FILE:"))
-    if tokenizer.chars is not None:
-        unknown = "".join(sorted(set(text) - set(tokenizer.chars)))
-        if unknown:
-            raise UserError(
-                f"ERROR: start has {unknown!r:.100}, which the tokenizer lacks: change --start"
-            )
     tokens = tokenizer.encode(text)
-    if len(tokens) == 0:
-        raise UserError("ERROR: start is empty, or has no tokens: change --start")
+    require(len(tokens) > 0, "start is empty, or has no tokens: change --start")
     return tokens
 
 
