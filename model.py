@@ -400,14 +400,13 @@ class GPT(nn.Module):
         max_new_tokens: int | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
-        top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Continue ids (B, T) by `max_new_tokens`, or to a full block (None).
 
         See generation.completions.generate.
         """
-        return generate(self, idx, max_new_tokens, Sampling(temperature, top_k, top_p), generator)
+        return generate(self, idx, max_new_tokens, Sampling(temperature, top_k), generator)
 
 
 def rotary_angles(length: int, head_dim: int, rotary_dim: int, base: float = 10000.0) -> Tensor:

@@ -45,8 +45,6 @@ class SampleSettings(Settings):
     """lower: safer; 0: always the likeliest token; None: from evaluate.py --samples, or 0.8"""
     top_k: int | None = setting(None, minimum=1)
     """sample only from the k likeliest tokens; None: from all"""
-    top_p: float | None = setting(None, above=0, maximum=1)
-    """sample only from the likeliest tokens with this total probability; None: from all"""
     meta_path: str | None = None
     """meta.pkl or tokenizer.json; None: the checkpoint's tokenizer, else GPT-2's BPE"""
     output_path: str | None = None
@@ -113,7 +111,7 @@ def main() -> None:
         temperature, reason = choose_temperature(path)
         # not on stdout, which has the texts
         print(f"temperature {temperature:.2f}: {reason}", file=sys.stderr)
-    sampling = Sampling(temperature, settings.top_k, settings.top_p)
+    sampling = Sampling(temperature, settings.top_k)
     generator = torch.Generator().manual_seed(settings.seed)
     with autocast(device, select_dtype("auto", device)):
         rows = generate(model, idx.to(device), settings.max_new_tokens, sampling, generator)

@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p, and tokens drawn from logits by inverting the distribution function at
+"""Temperature, top-k, and tokens drawn from logits by inverting the distribution function at
 given uniforms.
 
     python -c "import torch, generation.sampling as s; print(s.sampling_distribution(torch.ones(1,
@@ -22,7 +22,6 @@ class Sampling:
 
     temperature: float = 1.0
     top_k: int | None = None
-    top_p: float | None = None
 
     def __post_init__(self) -> None:
         # A damaged checkpoint or dataset can hold any number.
@@ -30,8 +29,6 @@ class Sampling:
         require(has_temperature, f"temperature={self.temperature}: must be finite and >= 0")
         has_top_k = self.top_k is None or self.top_k >= 1
         require(has_top_k, f"top_k={self.top_k}: must be >= 1, or None")
-        has_top_p = self.top_p is None or 0 < self.top_p <= 1
-        require(has_top_p, f"top_p={self.top_p}: must be > 0 and <= 1, or None")
 
 
 def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -53,12 +50,6 @@ def sampling_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         # float32 has only 0 and infinity.
         temperature = min(max(sampling.temperature, 1e-30), 1e30)
         logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if sampling.top_p is not None and sampling.top_p < 1:
-        ordered, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        # The token that crosses top_p is kept.
-        is_outside = ordered.cumsum(-1) - ordered >= sampling.top_p
-        is_outside = torch.zeros_like(is_outside).scatter(-1, order, is_outside)
-        logits = logits.masked_fill(is_outside, -torch.inf)
     return logits.log_softmax(-1)
 
 

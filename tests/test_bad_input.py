@@ -80,7 +80,7 @@ def test_a_wrong_device_name_or_output_is_refused(script, good, tmp_path, monkey
         ("train_reward_model", {"unfreeze_layers": -2, "patience": 0, "output_path": "a.jsonl"}),
         ("train_grpo", {"beta": "nan", "reward_threshold": 1.5, "output_path": "policy.png"}),
         ("evaluate", {"samples": 1, "checkpoints": ["nowhere.pt"]}),
-        ("sample", {"temperature": "inf", "top_p": 0.0, "max_new_tokens": -1}),
+        ("sample", {"temperature": "inf", "top_k": 0, "max_new_tokens": -1}),
         ("run_cycles", {"num_cycles": 0, "perplexity_patience": 0}),
     ],
 )

@@ -28,15 +28,13 @@ SAMPLINGS = [
     Sampling(temperature=0.5),
     Sampling(temperature=2.0),
     Sampling(top_k=3),
-    Sampling(top_p=0.7),
-    Sampling(temperature=1.5, top_k=5, top_p=0.8),
+    Sampling(temperature=1.5, top_k=5),
 ]
 # The smallest temperature is greedy, the largest uniform.
 EXTREME_SAMPLINGS = [
     Sampling(5e-324),
     Sampling(1e-20, top_k=6),
     Sampling(1.7e308),
-    Sampling(1.7e308, top_p=0.99),
 ]
 PADDING = V - 2  # from this id on
 
@@ -86,16 +84,8 @@ def exact_distribution(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
     with np.errstate(over="ignore"):
         weights = np.exp((logits - logits.max()) / sampling.temperature)
     ranked = np.argsort(-weights)[: sampling.top_k]
-    total = weights[ranked].sum()
-    sum_so_far = 0.0
-    kept = []
-    for token in ranked:  # the smallest set of likeliest tokens that has top_p
-        kept.append(token)
-        sum_so_far += weights[token] / total
-        if sampling.top_p is not None and sum_so_far >= sampling.top_p:
-            break
     probabilities = np.zeros(len(weights))
-    probabilities[kept] = weights[kept] / weights[kept].sum()
+    probabilities[ranked] = weights[ranked] / weights[ranked].sum()
     return probabilities
 
 
@@ -125,10 +115,9 @@ EXTREMES = st.sampled_from([0.0, 2**-24, 0.5, LARGEST_UNIFORM])
     uniform=EXTREMES | st.integers(0, 2**24 - 1).map(lambda n: n / 2**24),
     temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 7.0, 1e38]),
     top_k=st.none() | st.integers(1, 12),
-    top_p=st.none() | st.sampled_from([1e-9, 0.3, 0.9, 1.0]),
 )
-def test_a_drawn_token_is_always_one_that_may_come(logits, uniform, temperature, top_k, top_p):
-    logits, sampling = torch.tensor([logits]), Sampling(temperature, top_k, top_p)
+def test_a_drawn_token_is_always_one_that_may_come(logits, uniform, temperature, top_k):
+    logits, sampling = torch.tensor([logits]), Sampling(temperature, top_k)
     ids, model_log_probs = sample_tokens(logits, torch.tensor([uniform]), sampling)
     token = int(ids)
     assert 0 <= token < logits.size(1)
@@ -140,17 +129,14 @@ def test_a_drawn_token_is_always_one_that_may_come(logits, uniform, temperature,
         assert logits[0, token] == logits.max()
 
 
-def test_ties_do_not_let_more_than_top_k_in_and_top_p_keeps_the_token_that_crosses_it():
+def test_ties_do_not_let_more_than_top_k_in():
     (log_probs,) = sampling_distribution(torch.zeros(1, 8), Sampling(top_k=3))
     kept = log_probs[log_probs.isfinite()]
     torch.testing.assert_close(kept, torch.full((3,), math.log(1 / 3)))
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    for top_p, kept in [(0.01, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.96, 4), (1.0, 4)]:
-        assert sampling_distribution(logits, Sampling(top_p=top_p)).isfinite().sum() == kept
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("temperature", -1), ("temperature", math.nan), ("top_k", 0), ("top_p", 2)]
+    ("name", "value"), [("temperature", -1), ("temperature", math.nan), ("top_k", 0)]
 )
 def test_impossible_samplings_are_reported(name, value):
     with pytest.raises(UserError, match=f"{name}={value}"):
@@ -283,16 +269,12 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
-@pytest.mark.parametrize(
-    "sampling", [GREEDY, Sampling(), Sampling(temperature=0.7, top_k=4, top_p=0.9)]
-)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(temperature=0.7, top_k=4)])
 @pytest.mark.parametrize(("start", "new"), [(3, 7), (4, 15), (13, 4)])
 def test_generate_within_the_block_and_sliding_beyond_it(position, sampling, start, new):
     model = tiny_model(position)
     idx = blocks(3, start)
-    result = model.generate(
-        idx, new, sampling.temperature, sampling.top_k, sampling.top_p, generator()
-    )
+    result = model.generate(idx, new, sampling.temperature, sampling.top_k, generator())
     uniforms = torch.rand(3, start + new, generator=generator())
     for end in range(start, start + new):  # without a cache, on the last block_size tokens
         logits = model(idx[:, -N:])[0][:, -1]

@@ -41,7 +41,7 @@ def test_greedy_text_is_the_likeliest_whatever_the_seed(generator):
         "start": "A",
     }
     greedy = succeed("sample", temperature=0, **options)
-    for more in ({"temperature": 0, "seed": 5}, {"top_k": 1}, {"top_p": 1e-6}):
+    for more in ({"temperature": 0, "seed": 5}, {"top_k": 1}):
         assert succeed("sample", **more, **options) == greedy
 
 
