@@ -11,7 +11,6 @@ import contextlib
 import glob
 import hashlib
 import json
-import math
 import os
 import pickle
 import re
@@ -112,21 +111,9 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 def read_json(path: str | os.PathLike) -> Any:
     """Return the value in a JSON file; raise UserError if it cannot be read."""
     try:
-        return from_json(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"ERROR: cannot read {path}: {error}") from None
-
-
-def from_json(text: str) -> Any:
-    """Return the value in a JSON text; raise ValueError for NaN and numbers that are not finite."""
-    return json.loads(text, parse_constant=_finite, parse_float=_finite)
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError(f"{number} is not a finite number")
-    return value
 
 
 def save_state(path: str | Path, contents: Mapping[str, Any]) -> None:
