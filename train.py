@@ -208,18 +208,13 @@ def output_path(settings: TrainSettings) -> Path:
     return Path(settings.out_dir, settings.checkpoint_name)
 
 
-def load_start(settings: TrainSettings, path: str | Path) -> tuple[dict[str, Any], GPT]:
-    """Return the checkpoint to start from or to evaluate, and its model.
-
-    Training crops the model if a smaller block size is set.
-    """
+def load_start(settings: TrainSettings, path: str) -> tuple[dict[str, Any], GPT]:
+    """Return the checkpoint to start from, and its model, cropped to a block size that is set."""
     start = ckpt.load_checkpoint(path)
     start["config"] = replace(start["config"], dropout=settings.dropout)
     model = ckpt.build_model(start, path).train()
-    if settings.start_path is None:
-        return start, model
     is_set = settings.block_size != TrainSettings.block_size
-    if is_set and not settings.eval_only and settings.block_size < model.config.block_size:
+    if is_set and settings.block_size < model.config.block_size:
         model.crop_block_size(settings.block_size)
     settings.check_shape(model.config)
     return start, model
@@ -352,8 +347,9 @@ def measure(
 
 def evaluate_checkpoint(settings: TrainSettings, ranks: Ranks, dtype: torch.dtype) -> None:
     """Print the losses of the checkpoint in out_dir, or of the one to start from."""
-    checkpoint, model = load_start(settings, settings.start_path or output_path(settings))
-    model = model.to(ranks.device)
+    path = settings.start_path or output_path(settings)
+    checkpoint = ckpt.load_checkpoint(path)
+    model = ckpt.build_model(checkpoint, path, ranks.device)
     corpus = open_corpus(settings.dataset, model.config.block_size + 1)
     check_tokenizer(checkpoint, corpus.tokenizer)
     for name in ("val_loss", "select_loss"):
