@@ -23,7 +23,7 @@ import torch
 from common.device import autocast, random_stream, select_device, select_dtype
 from common.distributed import Ranks, start_ranks
 from common.files import atomic_path, hash_bytes, lock_output
-from common.log import counted, print0, progress
+from common.log import counted, format_size, print0, progress
 from common.process import Finished, require, run_main
 from common.settings import differing_settings, parse_settings
 from data_loader import evenly_spaced, load_binary, load_text
@@ -210,7 +210,7 @@ def main() -> None:
     print0(f"Using device: {ranks.where}\nLoading base model from {model_path}")
     checkpoint = load_checkpoint(model_path)
     model = build_model(checkpoint, model_path, ranks.device)
-    print0(f"Loaded model with {model.num_parameters() / 1e6:.2f}M parameters")
+    print0(f"Loaded model with {format_size(model.num_parameters())}")
     N = model.config.block_size
     require(N >= 2, "block_size=1: a crossover needs a block of at least 2 tokens")
     corpus = config.data_path or config.train_bin or ""

@@ -78,10 +78,8 @@ def print0(line: str = "") -> None:
 
 
 def format_size(num_parameters: int) -> str:
-    """Return `10.65M parameters`, or below a million `803.1K parameters`."""
-    if num_parameters >= 1e6:
-        return f"{num_parameters / 1e6:.2f}M parameters"
-    return f"{num_parameters / 1e3:.1f}K parameters"
+    """Return `10.65M parameters`."""
+    return f"{num_parameters / 1e6:.2f}M parameters"
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:

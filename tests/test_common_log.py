@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.log import RunLog, counted, format_size, progress, read_records
+from common.log import RunLog, counted, progress, read_records
 from common.process import UserError
 
 VALUES = st.one_of(
@@ -59,13 +59,6 @@ def test_a_line_for_people_unless_quiet(path, capsys):
     line = "step 3 | reward 1e-09 | kl_mixture 0.5 | select_loss 0.1235 | 0 s\n"
     assert capsys.readouterr().out == line
     assert read_records(path)[0]["select_loss"] == 0.123456  # not rounded
-
-
-def test_sizes():
-    assert format_size(3_410) == "3.4K parameters"
-    assert format_size(999_949) == "999.9K parameters"
-    assert format_size(1_000_000) == "1.00M parameters"
-    assert format_size(10_650_000) == "10.65M parameters"
 
 
 @pytest.mark.parametrize(("kept", "steps"), [(-1, []), (0, []), (2, [1, 2]), (99, [1, 2, 3, 4])])
