@@ -173,11 +173,11 @@ def generate(
     )
     length = config.block_size
     if max_new_tokens is not None:
-        require(max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}: must be >= 0")
         length = idx.size(1) + max_new_tokens
     require(
         length >= idx.size(1),
-        f"the prompt's {idx.size(1)} tokens exceed block_size {length}: pass max_new_tokens",
+        f"max_new_tokens={max_new_tokens}: must be >= 0; None needs a prompt of at most "
+        f"block_size {config.block_size} tokens",
     )
     # on the CPU: the same numbers for every device
     uniforms = torch.rand(idx.size(0), length, generator=generator)

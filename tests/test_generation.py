@@ -301,7 +301,7 @@ def test_generate_fills_the_block_when_no_number_is_given():
         ((2, 0), 1, "generator", "1 token or more"),
         ((3,), 1, "generator", "must be (batch, tokens)"),
         ((1, 2), -1, "generator", "max_new_tokens=-1"),
-        ((1, N + 1), None, "generator", f"exceed block_size {N}"),
+        ((1, N + 1), None, "generator", f"at most block_size {N} tokens"),
         ((1, 2), 1, "reward", "a reward model cannot generate"),
     ],
 )
