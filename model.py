@@ -278,10 +278,6 @@ class GPT(nn.Module):
             elif parameter.dim() >= 2:
                 nn.init.orthogonal_(parameter)
 
-    def checkpoint_records(self) -> dict[str, Any]:
-        """Return what a checkpoint stores besides the config: nothing."""
-        return {}
-
     def num_parameters(self) -> int:
         """Return the number of parameters without position embeddings, as nanoGPT counts them."""
         total = sum(parameter.numel() for parameter in self.parameters())

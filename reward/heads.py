@@ -141,10 +141,6 @@ class LikelihoodRewardModel(TokenEvidence):
         """Return the config of the model of natural text, in reward mode."""
         return replace(self.natural.config, mode="reward", reward_head_type=self.head_type)
 
-    def checkpoint_records(self) -> dict[str, Any]:
-        """Return what a checkpoint stores besides the config, as plain values."""
-        return {"generator_config": replace(self.generator.config)}
-
     def rows_at_a_time(self) -> int:
         """Return how many sequences to score together: see GPT.rows_at_a_time."""
         return self.natural.rows_at_a_time()

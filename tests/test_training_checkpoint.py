@@ -186,7 +186,8 @@ def test_embeddings_that_differ_are_both_kept(tmp_path, capsys, form):
         file["model_args"] = vars(file.pop("config"))
     elif form == "likelihood":
         model, name = LikelihoodRewardModel(model, GPT(model.config)), "natural.lm_head.weight"
-        file = {"model": model.state_dict(), "config": model.config, **model.checkpoint_records()}
+        file = {"model": model.state_dict(), "config": model.config}
+        file["generator_config"] = model.generator.config
     file["model"][name] = file["model"][name] + 1
     torch.save(file, tmp_path / "untied.pt")
     loaded = ckpt.load_checkpoint(tmp_path / "untied.pt")

@@ -52,8 +52,9 @@ def save_checkpoint(
         "tokenization": tokenization,
         "data": data,
         "training": dict(training),
-        **model.checkpoint_records(),
     }
+    if hasattr(model, "generator"):  # a likelihood head
+        contents["generator_config"] = replace(model.generator.config)
     save_state(path, contents)
 
 
