@@ -83,15 +83,19 @@ class RewardDataset(Dataset):
         # Absolute, because a worker process may open it in another working directory.
         self.data_dir = Path(data_dir).absolute()
         self.split = split
-        self.check(self.data_dir.is_dir(), f"Reward dataset not found: {data_dir}")
         x_path = self.data_dir / f"{split}_x.bin"
         y_path = self.data_dir / f"{split}_y.bin"
         self.metadata_path = self.data_dir / f"{split}_metadata.txt"
         for path in (x_path, y_path, self.metadata_path):
-            self.check(path.is_file(), f"Dataset file not found: {path}")
+            require(
+                path.is_file(),
+                f"Dataset file not found: {path}\nMake the dataset with: python "
+                "prepare_reward_data.py --model_path logs/model_checkpoint.pt "
+                f"--output_dir {self.data_dir} --data_path data/shakespeare/input.txt",
+            )
         self.metadata = read_metadata(self.metadata_path)
         for key in ("tokenization_method", "vocab_size"):
-            self.check(
+            require(
                 key in self.metadata,
                 f"{self.metadata_path}: incomplete tokenization information: {key} missing",
             )
@@ -108,13 +112,13 @@ class RewardDataset(Dataset):
         self.val_tokens = self._read_size("val_tokens")
         for path, needed in {x_path: 2 * rows * width, y_path: 8 * rows}.items():
             size = path.stat().st_size
-            self.check(
+            require(
                 size == needed > 0,
                 f"{path} has {size:,} bytes, but {rows:,} samples need {needed:,} bytes: make it "
                 "again",
             )
         if self.samples_per_chunk is not None:
-            self.check(
+            require(
                 rows % self.samples_per_chunk == 0,
                 f"{self.metadata_path}: samples_per_chunk={self.samples_per_chunk} does not "
                 f"divide {rows:,} samples",
@@ -141,16 +145,8 @@ class RewardDataset(Dataset):
                 )
             return size_of_files
         is_size = re.fullmatch("[1-9][0-9]{0,14}", text) is not None
-        self.check(is_size, f"{self.metadata_path}: {key}={text}: must be a whole number >= 1")
+        require(is_size, f"{self.metadata_path}: {key}={text}: must be a whole number >= 1")
         return int(text)
-
-    def check(self, holds: bool, problem: str) -> None:
-        """Raise UserError, with a command that makes a dataset, unless `holds`."""
-        command = (
-            "python prepare_reward_data.py --model_path logs/model_checkpoint.pt "
-            f"--output_dir {self.data_dir} --data_path data/shakespeare/input.txt"
-        )
-        require(holds, f"{problem}\nMake the dataset with: {command}")
 
     def _check_rows(self, is_good: np.ndarray, problem: str) -> None:
         """Check rows by a mask (num_samples,)."""
@@ -158,7 +154,7 @@ class RewardDataset(Dataset):
             return
         count = len(is_good) - is_good.sum()
         first = np.argmin(is_good)
-        self.check(False, f"{count:,} {self.split} samples {problem}: the first is row {first}")
+        require(False, f"{count:,} {self.split} samples {problem}: the first is row {first}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling a memory map would copy the whole file.
@@ -207,9 +203,7 @@ def open_checked_splits(
     for key in SHARED_ENTRIES:
         first = train.metadata.get(key)
         second = val.metadata.get(key)
-        train.check(
-            first == second, f"the splits differ: {key} is {first} in train, {second} in val"
-        )
+        require(first == second, f"the splits differ: {key} is {first} in train, {second} in val")
     return train, val
 
 
