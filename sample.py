@@ -3,7 +3,7 @@
     python sample.py --checkpoint_path logs/model_checkpoint.pt --start "ROMEO:" --num_samples 2
 
 In: the checkpoint of a generator. Ours hold their tokenizer; nanoGPT's need --meta_path. Out: the
-texts, printed, and with --output_path also in a file.
+texts on stdout, and nothing else there.
 """
 
 import sys
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common.device import autocast, select_device, select_dtype
-from common.files import lock_output, read_json, write_text
+from common.files import read_json
 from common.log import print0
 from common.process import UserError, require, run_main, warn
 from common.settings import Settings, parse_settings, setting
@@ -47,8 +47,6 @@ class SampleSettings(Settings):
     """sample only from the k likeliest tokens; None: from all"""
     meta_path: str | None = None
     """meta.pkl or tokenizer.json; None: the checkpoint's tokenizer, else GPT-2's BPE"""
-    output_path: str | None = None
-    """file that also gets the texts; None: only print them"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
     seed: int = setting(1337, minimum=0, maximum=2**63 - 1)
@@ -102,8 +100,6 @@ def main() -> None:
         method = "bpe"
     tokenizer = choose_tokenizer(checkpoint, path, method, settings.meta_path)
     model = build_model(checkpoint, path, device)
-    if settings.output_path is not None:
-        lock_output(settings.output_path)
     start = encode_start(tokenizer, settings.start).astype("int64")
     idx = torch.from_numpy(start).repeat(settings.num_samples, 1)  # (B, T)
     temperature = settings.temperature
@@ -117,8 +113,6 @@ def main() -> None:
         rows = generate(model, idx.to(device), settings.max_new_tokens, sampling, generator)
     text = SEPARATOR.join(tokenizer.decode(row.tolist()) for row in rows)
     print0(text + SEPARATOR.removesuffix("\n"))
-    if settings.output_path is not None:
-        write_text(settings.output_path, text + "\n")
 
 
 if __name__ == "__main__":

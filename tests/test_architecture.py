@@ -48,7 +48,7 @@ BUDGETS = {
     "options of prepare_reward_data": 18,
     "options of run_cycles": 10,
     "options of evaluate": 11,
-    "options of sample": 10,
+    "options of sample": 9,
 }
 # Which modules a script may load, by folder or name. reports in train_reward_model and train_grpo,
 # grpo in evaluate and generation in reward_dataset_loader are not needed, but loaded today.
