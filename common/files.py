@@ -93,10 +93,7 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
                 piece = file.read(CHUNK)
     except UnicodeDecodeError as error:
         encoding = "LATIN1"
-        # First UTF-32: its mark begins with that of UTF-16.
-        if error.object.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-            encoding = "UTF-32"
-        elif error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             encoding = "UTF-16"
         command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > new.txt"
         remedy = f"If it is {encoding}, convert it: {command}"
