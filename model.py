@@ -34,7 +34,7 @@ CHOICES = {
 }
 # Bounds that keep the config of a damaged file from filling the memory.
 MAX_SIZE = 2**24  # of every size
-MAX_TABLE = 2**26  # of the table of positions, and of the reward head's weights
+MAX_TABLE = 2**25  # of the table of positions, and of the reward head's weights
 
 
 @dataclass
@@ -114,8 +114,6 @@ class GPTConfig:
         if self.position == "rope" and (head_size % 2 or rotated % 2 or rotated == 0):
             sizes = f"{rotated} of n_embd / n_head = {head_size} dimensions"
             return f"rotary positions need an even head size, not {sizes}"
-        if self.position == "rope" and self.block_size * head_size > MAX_SIZE:
-            return f"block_size times head size: must be <= {MAX_SIZE} for rotary positions"
         if max(self.block_size, self.reward_head_hidden_dim) * self.n_embd > MAX_TABLE:
             return f"block_size or reward_head_hidden_dim: times n_embd, must be <= {MAX_TABLE}"
         return None

@@ -311,7 +311,7 @@ def test_initialisation(mode):
         ({"n_layer": 2.0}, "n_layer=2.0: wrong type float"),
         ({"n_layer": True}, "n_layer=True: wrong type bool"),
         ({"bias": 5}, "bias=5: wrong type int"),
-        ({"block_size": 2**22, "n_embd": 16, "n_head": 1}, "for rotary positions"),
+        ({"block_size": 2**22, "n_embd": 16, "n_head": 1}, "times n_embd, must be <="),
         ({"dropout": "0.1"}, "dropout='0.1'"),
         (
             {"reward_head_type": "linear"},
