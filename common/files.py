@@ -27,10 +27,6 @@ import torch
 from common.process import UserError, require, until_main_ends
 
 GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-FILE_SUFFIXES = (
-    *(".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".json", ".resume"),
-    *(".jsonl", ".pkl", ".py", ".txt"),
-)
 CHUNK = 1 << 20  # characters or tokens that are read at a time
 
 
@@ -196,7 +192,8 @@ def is_hub_name(name: str) -> bool:
     if name in GPT2_NAMES:
         return True
     has_owner = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
-    return has_owner and not name.endswith(FILE_SUFFIXES) and not path.parent.exists()
+    is_file_name = re.search(r"\.[a-z]+$", name) is not None  # as .pt
+    return has_owner and not is_file_name and not path.parent.exists()
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> str:
