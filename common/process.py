@@ -110,7 +110,7 @@ def skip_compiler() -> None:
 def _exit(message: str, status: int, all_ranks: bool = True) -> None:
     """Print a message on stderr, on all ranks or on rank 0, and end the process."""
     if all_ranks or is_main_rank():
-        print(printable(message), file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
     if torch.distributed.is_initialized():
         # The usual exit would wait for ranks that have already ended.
         sys.stdout.flush()
@@ -165,17 +165,10 @@ def comes_from_another_rank(error: BaseException) -> bool:
     return isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error)
 
 
-def printable(message: str) -> str:
-    """Return a message with control characters and lone surrogates escaped: a terminal interprets
-    the former, and cannot encode the latter.
-    """
-    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in message)
-
-
 def warn(message: str) -> None:
     """Print a warning on stderr, on rank 0."""
     if is_main_rank():
-        print(f"WARNING: {printable(message)}", file=sys.stderr)
+        print(f"WARNING: {message}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ def end_of(main, capsys) -> tuple[int, str, str]:
     ("error", "status", "message"),
     [
         (UserError("ERROR: K=0: must be >= 1"), 2, "ERROR: K=0: must be >= 1\n"),
-        (UserError("ERROR: \x1b[31mred\ud800"), 2, "ERROR: \\x1b[31mred\\ud800\n"),
         (KeyboardInterrupt(), 130, "Interrupted. Run the same"),
         (Terminated(), 143, "Terminated. Run the same"),
         (MemoryError("no 9 TiB"), 2, "ERROR: out of memory (no 9 TiB): "),
