@@ -289,13 +289,10 @@ def longest_context(
     step: int, run: Run, settings: TrainSettings, block_size: int, num_steps: int
 ) -> int:
     """Return the longest context of the steps before `step`; before the first step, that step's."""
-    last_step = max(0, step - 1)
-    num_short = SHORT_SHARE * num_steps
-    is_new = run.first_settings["init_from"] == "scratch"  # else earlier runs had whole contexts
-    if not is_new or not settings.short_contexts or last_step >= num_short:
-        return block_size
-    num_used = int(last_step / num_short * len(settings.short_contexts)) + 1
-    return max(settings.short_contexts[:num_used])
+    if run.first_settings["init_from"] != "scratch":
+        return block_size  # earlier runs had whole contexts
+    steps = range(max(1, step))
+    return max(batch_shape(each, settings, block_size, num_steps)[0] for each in steps)
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
