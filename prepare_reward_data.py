@@ -4,12 +4,11 @@
 
 In: a generator's checkpoint and a corpus (a text, or train.bin and val.bin). Out, in output_dir,
 for each split: x.bin (uint16, samples x block_size), y.bin (float32, samples x 2: the label K/N,
-(N-K)/N), metadata.txt. Unfinished work is kept as shards in output_dir.partial-HASH, until a
-dataset is finished in output_dir. A sample depends only on (seed, split, block, sample). P: blocks.
+(N-K)/N), metadata.txt. Unfinished work is kept as shards in output_dir.partial-HASH, until its
+dataset is finished. A sample depends only on (seed, split, block, sample). P: blocks.
 G: samples of a block. N: block_size.
 """
 
-import glob
 import json
 import os
 import shutil
@@ -36,7 +35,6 @@ from tokenization_manager import TokenizationInfo, TokenizationManager
 from training.checkpoint import build_model, load_checkpoint
 from training.lineage import check_same_splits, check_tokenizer, data_record, hash_model
 
-HASH_DIGITS = 12  # of the settings, in the name of the folder for unfinished work
 SHARD_TOKENS = 1 << 17  # tokens of a shard; 16 times as many on CUDA
 # Settings that determine the samples.
 IDENTITY = ("seed", "temperature", "top_k", "samples_per_chunk", "max_blocks")
@@ -243,8 +241,8 @@ def main() -> None:
         identity[name] = getattr(config, name)
     output = Path(config.output_dir).resolve()
     # Each dataset has unfinished work of its own, so settings may change in between.
-    unfinished = f"{output.name}.partial-"
-    partial = output.with_name(unfinished + hash_bytes(json.dumps(identity).encode())[:HASH_DIGITS])
+    digits = hash_bytes(json.dumps(identity).encode())[:12]
+    partial = output.with_name(f"{output.name}.partial-{digits}")
     if ranks.rank == 0:
         lock_output(output, is_folder=True)
     if ranks.run_on_rank0(lambda: is_complete(output, identity, config.overwrite)):
@@ -282,8 +280,7 @@ def main() -> None:
     )
     shutil.rmtree(output, ignore_errors=True)
     os.replace(dataset, output)
-    for folder in output.parent.glob(glob.escape(unfinished) + "[0-9a-f]" * HASH_DIGITS):
-        shutil.rmtree(folder)
+    shutil.rmtree(partial)
     print0(
         "\n=== Dataset Creation Complete ===\n"
         f"Training samples: {num_train:,}\n"
