@@ -76,7 +76,7 @@ def main() -> None:
     hashes = [hash_file(Path(settings.data_dir, name)) for name in files]
     if settings.natural_model_path is not None:
         path = settings.natural_model_path
-        natural = load_natural_model(path, base, base_sha256, train_set.metadata)
+        natural = load_natural_model(path, base, train_set.metadata)
         hashes.append(hash_model(path))
     model = make_model(settings, natural, generator).to(ranks.device).eval()
 
@@ -177,17 +177,13 @@ def train_head(
     return best.figures, prediction
 
 
-def load_natural_model(path: str, base: Mapping, base_sha256: str, metadata: Mapping) -> GPT:
+def load_natural_model(path: str, base: Mapping, metadata: Mapping) -> GPT:
     """Return the natural model, cropped to the generator's block size.
 
     Raise UserError unless it fits the generator (`base`) and the data (`metadata`).
     """
     role = "the generator"
     contents = checkpoint.load_checkpoint(path)
-    if hash_model(path) == base_sha256:
-        raise UserError(
-            f"ERROR: {path} is the same model as {role}: choose another --natural_model_path"
-        )
     model: GPT = checkpoint.build_model(contents, path)
     check_same_tokens(contents["tokenization"], base["tokenization"], path, role)
     check_unseen(contents["data"], metadata, path)
