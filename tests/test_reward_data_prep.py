@@ -328,7 +328,7 @@ def test_finished_data(monkeypatch, tmp_path, options, reward_data):
 def test_another_split_is_refused_unless_allowed(tmp_path, options):
     options |= {"max_blocks": 2, "train_split": 0.8}
     line = refuse_in_one_line("prepare_reward_data", **options)
-    assert "train and val differ" in line and "--allow_split_mismatch" in line
+    assert "another train/validation split" in line and "--allow_split_mismatch" in line
     assert not (tmp_path / "out").exists()
     finished = call("prepare_reward_data", **options, allow_split_mismatch=True)
     assert finished.status == 0 and "WARNING" in finished.err

@@ -55,14 +55,9 @@ def check_same_splits(trained: Record | None, data: Record, allow_mismatch: bool
             "make sure that it was trained on the same train/validation split"
         )
         return
-    differing = []
-    for name in ("train", "val"):
-        if trained[f"{name}_sha256"] != data[f"{name}_sha256"]:
-            differing.append(name)
-    if not differing:
+    if all(trained[name] == data[name] for name in ("train_sha256", "val_sha256")):
         return
-    problem = "the model was trained on another train/validation split "
-    problem += f"({' and '.join(differing)} differ)"
+    problem = "the model was trained on another train/validation split"
     if allow_mismatch:
         warn(f"{problem}; continuing, because allow_split_mismatch is set")
         return
