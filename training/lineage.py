@@ -148,10 +148,8 @@ def check_unseen(trained: Record | None, metadata: Mapping[str, str], path: str)
 
     trained: the model's data record, or None. metadata: a mapping with the text's val_sha256.
     """
-    if trained is None:
-        problem = "has no record of its training text"
-    elif trained["val_sha256"] != metadata.get("val_sha256"):
-        problem = "was trained on another corpus"
-    else:
-        return
-    warn(f"{path} {problem}: make sure that it has read neither the validation nor the test text")
+    if trained is None or trained["val_sha256"] != metadata.get("val_sha256"):
+        warn(
+            f"{path} was trained on another or an unknown corpus: make sure that it has read "
+            "neither the validation nor the test text"
+        )
