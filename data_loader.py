@@ -272,7 +272,7 @@ class WholeSplitBatches:
         self.num_full = num_windows
         self.num_left = num_targets % block_size
         if most is not None and num_targets > most and num_windows > 0:
-            self.num_full = min(max(1, most // block_size), num_windows)
+            self.num_full = max(1, most // block_size)
             self.num_left = 0
         windows = evenly_spaced(np.arange(self.num_full), num_windows, max(1, self.num_full))
         self.starts = windows * block_size
