@@ -40,7 +40,8 @@ class CrossoverTrainer(GRPOTrainer):
 
     reward_funcs and all further arguments are GRPOTrainer's, and TRL treats these functions as it
     does there: the advantage of a token is that of the crossover reward plus TRL's advantage of its
-    completion. The weights and processing classes of rewards are those of reward_funcs.
+    completion. The weights and processing classes of rewards are those of reward_funcs; a weight of
+    2 makes a function count twice as much as the crossover reward.
 
     The policy starts as the reward's generator q. With LoRA, q is the policy with its adapters off
     if reward and trainer have the same loaded model, or both have the same name; else the reward
@@ -148,8 +149,17 @@ class CrossoverTrainer(GRPOTrainer):
         first = self.accelerator.process_index * B
         batch["advantages"] = advantages[first : first + B, :C]
         if self.has_functions:
-            batch["advantages"] = batch["advantages"] + task_advantages
+            batch["advantages"] = batch["advantages"] + self._task_weight() * task_advantages
         return batch
+
+    def _task_weight(self) -> float:
+        """Return the factor of TRL's advantages: 1, or the mean size of the weights.
+
+        When TRL divides by a standard deviation, a factor that all weights share cancels.
+        """
+        if self.scale_rewards == "none":
+            return 1.0
+        return self.reward_weights.abs().mean().item()
 
     def _gathered(self, values: Tensor) -> Tensor:
         """Return the values (B, C) of all processes as (R, C of the longest), padded with 0."""

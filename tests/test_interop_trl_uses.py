@@ -111,6 +111,7 @@ def replayed(kind):
 # Functions, where a name stands for a reward model; their weights; further settings.
 FUNCTIONS = {
     "one": ([capitals], "", ""),
+    "a large weight": ([capitals], "--reward_weights 3", ""),
     "weights": ([capitals, first_byte], "--reward_weights .5 -2", ""),
     "None for one function": ([capitals, Long()], "", "--scale_rewards batch"),
     "None for all functions": ([Long()], "", "--scale_rewards none"),
@@ -151,6 +152,9 @@ def test_advantages_of_functions_are_those_of_trl(models, tmp_path, functions, w
     theirs, figures, table = train("theirs", GRPOTrainer)
     both, both_figures, both_table = train("both", CrossoverTrainer)
     task_advantages = theirs["advantages"][:, None] * both["completion_mask"]
+    if "none" not in settings:  # TRL's scaling removes the common size of the weights
+        sizes = [abs(float(weight)) for weight in weights.split()[1:]] or [1.0]
+        task_advantages = task_advantages * sum(sizes) / len(sizes)
     assert min(crossover["advantages"].abs().max(), task_advantages.abs().max()) > 0.01
     torch.testing.assert_close(both["advantages"], crossover["advantages"] + task_advantages)
     for name, value in figures.items():
