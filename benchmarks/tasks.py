@@ -5,7 +5,7 @@
 Reads the models that benchmarks/seeds.py makes in out/seeds/SEED, and their corpora. train_grpo.py
 trains two families of policies for each task and seed: with the task's reward alone and several
 weights of the KL to the start, and with several weights of the task's reward beside the crossover
-reward. A pilot of each family gives the number of steps that take the same seconds of one thread.
+reward. Both families take the same seconds of one thread.
 Writes out_dir/results.json and a picture; benchmarks/task_curves.py has the verdict. Policies of
 the same options in results.json are not trained again; choose another out_dir to start over.
 """
@@ -29,7 +29,7 @@ import torch
 from benchmarks.task_curves import Record, show
 from benchmarks.task_rewards import TASKS
 from common.files import read_json, write_json
-from common.log import print0, read_records
+from common.log import print0
 from common.process import require, run_main
 from common.settings import Errors, Settings, parse_settings, setting
 from corpus.corpus import open_corpus
@@ -47,16 +47,22 @@ COMMON = {
     "lr_schedule": "linear",
     "overwrite": True,
 }
+# As many steps as take 40 seconds of one thread, without evaluations
 FAMILIES: dict[str, dict[str, Any]] = {
-    "alone": {"prompts_per_step": 16, "group_size": 8, "learning_rate": 4e-3},
+    "alone": {
+        "prompts_per_step": 16,
+        "group_size": 8,
+        "learning_rate": 4e-3,
+        "max_steps": 80,
+    },
     "crossover": {
         "prompts_per_step": 12,
         "group_size": 4,
         "updates_per_step": 3,
         "learning_rate": 8e-3,
+        "max_steps": 130,
     },
 }
-PILOT_STEPS = 20
 EVALUATIONS = 8  # during a training
 
 
@@ -64,7 +70,7 @@ EVALUATIONS = 8  # during a training
 class TasksSettings(Settings):
     """Follow a task by GRPO, with its reward alone and beside the crossover reward."""
 
-    seeds: tuple[int, ...] = (1, 2, 3)
+    seeds: tuple[int, ...] = (2, 3, 4)
     """seeds of GRPO; the models of each are in its folder in seeds_dir"""
     seeds_dir: str = "out/seeds"
     """folder of the runs of benchmarks/seeds.py"""
@@ -72,10 +78,8 @@ class TasksSettings(Settings):
     """folder for policies, results.json and tasks.png"""
     kl_weights: tuple[float, ...] = (0.04, 0.1, 0.3, 1.0)
     """weights of the KL to the start beside the task's reward alone"""
-    function_weights: tuple[float, ...] = (0.5, 1.0, 2.0)
+    function_weights: tuple[float, ...] = (0.5, 1.0, 2.0, 8.0)
     """weights of the task's reward beside the crossover reward"""
-    seconds: float = setting(50.0, above=0)
-    """seconds of GRPO for each policy, without its evaluations"""
     rate_factor: float = setting(1.0, above=0)
     """factor of the learning rates"""
     parallel: int = setting(1, minimum=1)
@@ -88,21 +92,20 @@ class TasksSettings(Settings):
             errors.check(is_given, f"{name} is empty", "Give one or more, or leave it out")
 
 
-def arms_of(settings: TasksSettings, step_seconds: dict[str, float]) -> list[Record]:
+def arms_of(settings: TasksSettings) -> list[Record]:
     """Return all arms: task, family, weight, seed, and the options of train_grpo.py."""
     weights = [("alone", weight) for weight in settings.kl_weights]
     weights += [("crossover", weight) for weight in settings.function_weights]
     arms = []
     for seed, task, (family, weight) in product(settings.seeds, TASKS, weights):
-        num_steps = round(settings.seconds / step_seconds[family])
-        options = options_of(settings, seed, task, family, weight, num_steps)
+        options = options_of(settings, seed, task, family, weight)
         arm = {"task": task, "family": family, "weight": weight, "seed": seed}
         arms.append({**arm, "options": options})
     return arms
 
 
 def options_of(
-    settings: TasksSettings, seed: int, task: str, family: str, weight: float, num_steps: int
+    settings: TasksSettings, seed: int, task: str, family: str, weight: float
 ) -> dict[str, Any]:
     """Return the options of train_grpo.py for a policy."""
     models = f"{settings.seeds_dir}/{seed}"
@@ -112,8 +115,7 @@ def options_of(
         "seed": seed,
         "base_model_path": f"{models}/base_model_v1.pt",
         "reward_function": f"{ROOT}/benchmarks/task_rewards.py:{task}",
-        "max_steps": num_steps,
-        "eval_interval": max(1, num_steps // EVALUATIONS),
+        "eval_interval": FAMILIES[family]["max_steps"] // EVALUATIONS,
         "output_path": f"{settings.out_dir}/{task}_{family}_{weight:g}_seed_{seed}.pt",
     }
     options["learning_rate"] *= settings.rate_factor
@@ -125,8 +127,8 @@ def options_of(
     return options
 
 
-def train(options: dict[str, Any]) -> list[float]:
-    """Run train_grpo.py with one thread; return the seconds since its start at each record."""
+def train(options: dict[str, Any]) -> float:
+    """Run train_grpo.py with one thread; return the seconds of its processor."""
     command = [sys.executable, str(ROOT / "train_grpo.py")]
     command += [f"--{name}={value}" for name, value in options.items()]
     policy = Path(options["output_path"])
@@ -134,17 +136,10 @@ def train(options: dict[str, Any]) -> list[float]:
     log = policy.with_suffix(".txt")
     with open(log, "w", encoding="utf-8") as file:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, env=environment, stdout=file, stderr=file)
-    require(ended.returncode == 0, f"train_grpo.py ended with {ended.returncode}: see {log}")
-    return [record["seconds"] for record in read_records(policy.with_suffix(".jsonl"))]
-
-
-def time_step(settings: TasksSettings, family: str) -> float:
-    """Return the seconds of a step, the median of a pilot."""
-    options = options_of(settings, settings.seeds[0], "no_letter_e", family, 1.0, PILOT_STEPS)
-    options["output_path"] = f"{settings.out_dir}/pilot_{family}.pt"
-    options["eval_interval"] = PILOT_STEPS
-    return float(np.median(np.diff(train(options))))
+        child = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        _, status, usage = os.wait4(child.pid, 0)
+    require(status == 0, f"train_grpo.py ended with status {status}: see {log}")
+    return usage.ru_utime
 
 
 class Measure:
@@ -202,11 +197,11 @@ def finish(arm: Record, measure: Measure, finished: Sequence[Record]) -> Record:
     policy = arm["options"]["output_path"]
     training = load_checkpoint(policy)["training"]
     outcome = {name: training[name] for name in ("steps", "kept_step", "stop_reason")}
-    record = {**arm, **outcome, "seconds": seconds[-1], **measure(policy)}
+    record = {**arm, **outcome, "seconds": seconds, **measure(policy)}
     figures = record["at_natural"]
     print0(
         f"{Path(policy).stem}: task reward {figures[arm['task']]:.3f}, judge's loss "
-        f"{figures['judge_loss']:.3f}, {seconds[-1]:.0f} s, {record['stop_reason']}"
+        f"{figures['judge_loss']:.3f}, {seconds:.0f} s, {record['stop_reason']}"
     )
     return record
 
@@ -223,11 +218,7 @@ def main() -> None:
     results["natural"] = measure.of_natural_text()
     with ThreadPoolExecutor(settings.parallel) as pool:
         results["starts"] = list(pool.map(measure, starts))
-        if "step_seconds" not in results:
-            seconds = pool.map(lambda family: time_step(settings, family), FAMILIES)
-            results["step_seconds"] = dict(zip(FAMILIES, seconds, strict=True))
-        print0(f"Seconds of a step: {results['step_seconds']}")
-        arms = arms_of(settings, results["step_seconds"])
+        arms = arms_of(settings)
         finished = results["policies"]
         results["policies"] = []
         for record in pool.map(lambda arm: finish(arm, measure, finished), arms):
