@@ -65,12 +65,7 @@ class ArmsSettings(HealSettings):
 
 def main() -> None:
     settings = parse_settings(ArmsSettings, "heal_arms")
-    if not settings.text:
-        texts = paragraphs()
-        random.Random(settings.seed).shuffle(texts)
-        path = Path(settings.out_dir, "text.txt")
-        write_text(path, "\n\n".join(texts))
-        settings.text = (str(path),)
+    settings.text = settings.text or package_text(settings)
     whole, tokenizer, blocks, held_out = load(settings)
     floor = prune(whole, settings.drop)
     train_on_text(floor, tokenizer, blocks, arguments(settings, settings.floor_steps, 2 * RATE))
@@ -95,6 +90,15 @@ def main() -> None:
         for name, by_block in values.items():
             interval = bootstrap_mean(figure, by_block, settings.seed)
             print0(f"{name:28} {format_figure(interval, figure, '.3f')}")
+
+
+def package_text(settings: HealSettings) -> tuple[str]:
+    """Write the shuffled paragraphs to a file in out_dir, and return its name."""
+    texts = paragraphs()
+    random.Random(settings.seed).shuffle(texts)
+    path = Path(settings.out_dir, "text.txt")
+    write_text(path, "\n\n".join(texts))
+    return (str(path),)
 
 
 def paragraphs() -> list[str]:

@@ -264,10 +264,12 @@ def probabilities_of_rows(evidence: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def complete(model: Any, natural: Tensor, crossovers: Tensor, seed: int) -> Tensor:
+def complete(
+    model: Any, natural: Tensor, crossovers: Tensor, seed: int, temperature: float = 1.0
+) -> Tensor:
     """Return blocks (n, T) that keep crossovers (n,) natural tokens; a model generates the rest.
 
-    natural: (n, T) int64. The model samples at temperature 1 from all tokens.
+    natural: (n, T) int64. The model samples from all tokens.
     """
     T = natural.size(1)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", T)
@@ -276,7 +278,7 @@ def complete(model: Any, natural: Tensor, crossovers: Tensor, seed: int) -> Tens
     ids = natural.clone()
     kept = model.generation_config
     model.generation_config = load_transformers().GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
+        do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=0
     )
     batches: list[Tensor] = []  # numbers of rows that have the same crossover
     for crossover in crossovers.unique():
