@@ -2,14 +2,16 @@
 
     python -m interop.train_trl --model MODEL --natural_model MODEL --text texts/ --lora_rank 16
 
-Every token has its own advantage. Start it on several GPUs with `accelerate launch --config_file
-config/accelerate/eight_gpus_fsdp2.yaml -m interop.train_trl ...`.
-In: two causal models of one vocabulary (folders or hub names) and natural text. Out: the improved
-model, or its LoRA adapter, in output_dir. An interrupted run resumes from its last checkpoint.
+Every token has its own advantage. Functions of yours (--reward_function) can add a task. Start it
+on several GPUs with `accelerate launch --config_file config/accelerate/eight_gpus_fsdp2.yaml -m
+interop.train_trl ...`.
+In: two causal models of one vocabulary (folders or hub names), and natural text or chats. Out: the
+improved model, or its LoRA adapter, in output_dir. An interrupted run resumes from its last
+checkpoint.
 Packages: requirements-interop.txt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,17 +22,20 @@ from torch import Tensor
 from common.device import random_stream, select_dtype
 from common.files import lock_output, read_json, write_json
 from common.log import print0
-from common.process import UserError, is_main_rank, run_main
+from common.process import UserError, is_main_rank, require, run_main
 from common.settings import Errors, Settings, differing_settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
-from interop.huggingface import import_optional
+from interop.huggingface import first_line, import_optional
+from reward.user_function import RewardFunction
 
 if TYPE_CHECKING:
     from interop.crossover_trainer import CrossoverTrainer
 
+MIN_BLOCKS = 16  # half of them are reported on; fewer give no interval
 MOST_BLOCKS = 128  # natural blocks for fitting the weight and measuring the reward
 FITTED = 0.1  # share of the text, at its end, for these blocks; prompts come from the rest
+DATA_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 @dataclass
@@ -42,11 +47,19 @@ class TrlSettings(Settings):
     natural_model: str | None = setting(None, model_file="required")
     """the natural model, of the same vocabulary: a folder or a hub name (required)"""
     text: tuple[str, ...] = ()
-    """UTF-8 text files, or folders of *.txt, for prompts and for the reward's weight (required)"""
+    """natural text (required): UTF-8 files, folders of *.txt, JSONL, Parquet, a saved dataset"""
+    text_column: str = "text"
+    """column of the rows: texts, or chats as lists of messages (TRL's `messages` or `prompt`)"""
+    reward_function: tuple[str, ...] = ()
+    """FILE.py:NAME of further reward functions, in TRL's form; the files are executed"""
+    function_weight: tuple[float, ...] = ()
+    """weight of each function beside the crossover reward (reward_weights); none: 1 each"""
     output_dir: str = "trl_model"
     """the folder of the result and of its checkpoints"""
     lora_rank: int = setting(0, minimum=0)
     """rank of LoRA's adapters on all linear layers; 0: train all weights"""
+    merge: bool = False
+    """with LoRA: also write the model with its adapter merged, to output_dir/merged"""
     use_vllm: bool = False
     """generate with vLLM (needs the package and a GPU)"""
     max_steps: int = setting(100, minimum=1)
@@ -67,9 +80,18 @@ class TrlSettings(Settings):
     """seed of prompts and completions"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Check that a text is named."""
+        """Check that a text is named, and the options that need each other."""
         is_named = bool(self.text) and all(self.text)
         errors.check(is_named, "text is required", "Pass files with --text a.txt b.txt")
+        is_merged_lora = self.lora_rank > 0 or not self.merge
+        errors.check(is_merged_lora, "merge=True needs LoRA", "Leave it out, or add --lora_rank 16")
+        num_functions = len(self.reward_function)
+        num_weights = len(self.function_weight)
+        errors.check(
+            num_weights in (0, num_functions),
+            f"function_weight has {num_weights} numbers for {num_functions} reward functions",
+            "Give one weight for each --reward_function, or none",
+        )
 
 
 def main() -> None:
@@ -79,7 +101,7 @@ def main() -> None:
         lock_output(folder, is_folder=True)
     record = folder / "settings.json"
     values = asdict(settings)
-    for name in ("output_dir", "max_steps", "report_to"):  # another value makes no other run
+    for name in ("output_dir", "max_steps", "report_to", "merge"):  # may change in a resumed run
         del values[name]
     compared = {name: str(value) for name, value in values.items()}
     if record.exists():
@@ -99,12 +121,13 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model()
     print0(f"Saved {settings.output_dir}")
+    if settings.merge and trainer.accelerator.is_main_process:
+        merge_adapter(settings, trainer.processing_class)
 
 
 def make_trainer(settings: TrlSettings) -> "CrossoverTrainer":
     """Return the trainer that the settings describe, after fitting its reward."""
     accelerate = import_optional("accelerate")
-    datasets = import_optional("datasets")
     peft = import_optional("peft")
     trl = import_optional("trl")
     from interop.crossover_trainer import CrossoverTrainer
@@ -116,8 +139,8 @@ def make_trainer(settings: TrlSettings) -> "CrossoverTrainer":
         raise UserError(f"ERROR: prompts_per_step={prompts}: {rule}")
     model_path = str(settings.model)
     tokenizer = load_tokenizer(model_path)
-    block_size = settings.prompt_length + settings.max_completion_length
-    prompt_tokens, blocks = split_text(settings.text, tokenizer, block_size)
+    functions = [trl_function(name) for name in settings.reward_function]
+    data, blocks = read_data(settings, tokenizer)
 
     policy = load_model(model_path, dtype=torch.float32)
     adapters = None
@@ -152,48 +175,129 @@ def make_trainer(settings: TrlSettings) -> "CrossoverTrainer":
         bf16=select_dtype("auto", state.device) == torch.bfloat16,
         use_cpu=state.device.type == "cpu",
         seed=settings.seed,
+        reward_weights=list(settings.function_weight) or None,
     )
-    num_texts = prompts * settings.max_steps
-    texts = draw_prompts(prompt_tokens, tokenizer, settings.prompt_length, num_texts, settings.seed)
     return CrossoverTrainer(
         policy,
         reward,
         args,
-        train_dataset=datasets.Dataset.from_dict({"prompt": texts}),
+        reward_funcs=functions,
+        train_dataset=data,
         processing_class=tokenizer,
         peft_config=adapters,
     )
 
 
-def split_text(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Tensor, Tensor]:
-    """Return the texts' tokens (n,) int64 for prompts, and blocks (b, length) of their last part.
+def trl_function(name: str) -> Callable[..., list[float | None]]:
+    """Return the function FILE.py:NAME as TRL takes it. Its errors become a UserError."""
+    function = RewardFunction(name)
 
-    The blocks come from the share FITTED at the end. Each begins with the tokens that the tokenizer
-    puts before a text. Raise UserError if the text is too short.
+    def rewards(**arguments: Any) -> list[float | None]:
+        return function.in_trl(arguments)
+
+    rewards.__name__ = name.rpartition(":")[2]  # in TRL's records
+    return rewards
+
+
+def read_data(settings: TrlSettings, tokenizer: Any) -> tuple[Any, Tensor]:
+    """Return the prompts, a Dataset, and natural blocks (b, T) int64 for the reward's weight.
+
+    The blocks are the share FITTED of the text or of the rows, at the end; prompts come from the
+    rest. The column `prompt` holds prompts; other chats end with an answer, which is no part of the
+    prompt. Rows of chats keep their other columns for reward functions.
     """
-    text = "".join(joined_pieces(find_texts(texts).values()))
+    datasets = import_optional("datasets")
+    column = settings.text_column
+    rows = read_rows(settings.text, column)
+    if rows is None:
+        values: Any = "".join(joined_pieces(find_texts(settings.text).values()))
+    else:
+        values = list(rows[column])
+        if all(isinstance(value, str) for value in values):
+            values = "\n".join(values)
+    cut = max(1, int(len(values) * (1 - FITTED)))
+    blocks = cut_blocks(encode(values[cut:], tokenizer), tokenizer, settings)
+    prompts = values[:cut]
+    if isinstance(values, str):
+        texts = draw_prompts(encode(prompts, tokenizer), tokenizer, settings)
+        return datasets.Dataset.from_dict({"prompt": texts}), blocks
+    if column != "prompt":
+        prompts = [chat[:-1] for chat in prompts]
+    columns = rows[:cut]
+    del columns[column]
+    columns["prompt"] = prompts
+    return datasets.Dataset.from_dict(columns), blocks
+
+
+def read_rows(paths: Sequence[str], column: str) -> Any:
+    """Return the rows of data files or of a folder as a Dataset, or None for texts."""
+    datasets = import_optional("datasets")
+    datasets.disable_progress_bars()
+    first = Path(paths[0])
+    is_saved = (first / "state.json").is_file()
+    if not is_saved and first.suffix not in DATA_FORMATS:
+        return None
     try:
-        tokens = torch.tensor(tokenizer(text=text, add_special_tokens=False)["input_ids"])
-    except Exception as error:  # raised in Rust for text that the vocabulary lacks
-        finding = f"the model's tokenizer cannot read the text: {error!s:.200}"
+        if is_saved:
+            rows = datasets.load_from_disk(first)
+        else:
+            files = list(paths)
+            rows = datasets.load_dataset(
+                DATA_FORMATS[first.suffix], data_files=files, split="train"
+            )
+    except Exception as error:  # damaged files can raise anything
+        raise UserError(f"ERROR: {first} cannot be read: {first_line(error):.200}") from None
+    names = ", ".join(rows.column_names)
+    way_out = f"choose one of {names} with --text_column"
+    require(column in rows.column_names, f"{first} has no column {column!r}: {way_out}")
+    return rows
+
+
+def encode(values: Sequence[Any], tokenizer: Any) -> Tensor:
+    """Return the tokens (n,) int64 of a text, or of chats in the tokenizer's form."""
+    try:
+        if not isinstance(values, str):
+            values = "".join(tokenizer.apply_chat_template(list(values), tokenize=False))
+        ids = tokenizer(text=values, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # raised by chat templates, and in Rust
+        finding = f"the model's tokenizer cannot read the text: {first_line(error):.200}"
         raise UserError(f"ERROR: {finding}") from None
+    return torch.tensor(ids)
+
+
+def cut_blocks(tokens: Tensor, tokenizer: Any, settings: TrlSettings) -> Tensor:
+    """Return at most MOST_BLOCKS blocks (b, T) of natural tokens (n,).
+
+    T is the length of a prompt and its completion. Each block begins with the tokens that the
+    tokenizer puts before a text. Raise UserError if there are fewer than MIN_BLOCKS.
+    """
     start = torch.tensor(tokenizer(text="")["input_ids"], dtype=torch.int64)
-    size = length - len(start)
-    cut = int(len(tokens) * (1 - FITTED))
-    num_blocks = (len(tokens) - cut) // size
-    blocks = tokens[cut : cut + num_blocks * size].view(-1, size)[:MOST_BLOCKS]
-    if len(blocks) < 16:  # half of them are reported on; fewer give no interval
-        need = f"at least {16 * size / FITTED:,.0f} are needed"
-        raise UserError(f"ERROR: the text has {len(tokens):,} tokens, but {need}: add text")
-    return tokens[:cut], torch.cat((start.expand(len(blocks), -1), blocks), 1)
+    size = settings.prompt_length + settings.max_completion_length - len(start)
+    needed = MIN_BLOCKS * size
+    finding = f"the last tenth of the text has {len(tokens):,} tokens, but {needed:,} are needed"
+    require(len(tokens) >= needed, f"{finding}: add text")
+    blocks = tokens.unfold(0, size, size)[:MOST_BLOCKS]
+    return torch.cat((start.expand(len(blocks), -1), blocks), 1)
 
 
-def draw_prompts(tokens: Tensor, tokenizer: Any, length: int, count: int, seed: int) -> list[str]:
-    """Return texts of `length` tokens at uniform places.
+def merge_adapter(settings: TrlSettings, tokenizer: Any) -> None:
+    """Write the model with the trained adapter merged to output_dir/merged."""
+    start = load_model(str(settings.model))
+    adapted = import_optional("peft").PeftModel.from_pretrained(start, settings.output_dir)
+    folder = f"{settings.output_dir}/merged"
+    adapted.merge_and_unload().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print0(f"Saved {folder}")
+
+
+def draw_prompts(tokens: Tensor, tokenizer: Any, settings: TrlSettings) -> list[str]:
+    """Return texts of prompt_length tokens at uniform places, as many as all steps need.
 
     A text whose tokens differ when it is tokenized again is left out.
     """
-    draw = random_stream(seed, "prompts")
+    length = settings.prompt_length
+    count = settings.prompts_per_step * settings.max_steps
+    draw = random_stream(settings.seed, "prompts")
     texts: list[str] = []
     for start in draw.integers(0, len(tokens) - length + 1, size=20 * count):
         ids = tokens[start : start + length].tolist()

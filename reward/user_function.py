@@ -94,6 +94,24 @@ class RewardFunction:
         self.num_dims = result.dim()
         return result
 
+    def in_trl(self, arguments: dict[str, Any]) -> list[float | None]:
+        """Return a number or None for each completion, from those of TRL's arguments it takes.
+
+        Raise UserError if the function raises anything, or returns anything else.
+        """
+
+        def numbers() -> list[float | None]:
+            rewards = self.function(**self._taken(arguments))
+            return [None if reward is None else float(reward) for reward in rewards]
+
+        rewards = self._guarded(numbers)
+        count = len(arguments["completions"])
+        if len(rewards) != count:
+            self._fail(f"returned {len(rewards)} rewards for {count} completions")
+        if not all(abs(reward or 0) <= LARGEST for reward in rewards):  # NaN fails, too
+            self._fail(f"returned {rewards!r:.40}: the rewards must be finite")
+        return rewards
+
     def _arguments(self, ids: Tensor, mask: Tensor, lengths: list[int]) -> dict[str, Any]:
         """Return copies of the arguments that the function takes."""
         rows = ids.tolist()
@@ -107,6 +125,10 @@ class RewardFunction:
             "ids": np.array(rows, dtype=np.int64),
             "masks": np.array(mask.tolist(), dtype=bool),
         }
+        return self._taken(arguments)
+
+    def _taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return those of the arguments that the function takes."""
         if self.takes_all:
             return arguments
         return {name: arguments[name] for name in self.parameters if name in arguments}
