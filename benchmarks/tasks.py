@@ -52,14 +52,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "alone": {
         "prompts_per_step": 16,
         "group_size": 8,
-        "learning_rate": 4e-3,
+        "learning_rate": 2e-3,
         "max_steps": 80,
     },
     "crossover": {
         "prompts_per_step": 12,
         "group_size": 4,
         "updates_per_step": 3,
-        "learning_rate": 8e-3,
+        "learning_rate": 2e-3,
         "max_steps": 130,
     },
 }
