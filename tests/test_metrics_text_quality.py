@@ -23,15 +23,15 @@ from tokenization_manager import TokenizationManager
 
 
 def test_distinct_pairs_by_hand():
-    """The first and the last word may be cut; a share is the mean of all parts of three pairs."""
+    """The first and the last word may be cut; a share is the mean of all parts of four pairs."""
     measure = DistinctPairs(["x a b c d e f g y"])
-    assert measure.has_words and measure.size == 3  # half of a b, b c, c d, d e, e f, f g
+    assert measure.has_words and measure.size == 4  # three quarters of a b .. f g, rounded
     assert measure(["x one two three four y"]) == 1
-    assert measure(["x Go go GO go y"]) == 1 / 3
+    assert measure(["x Go go GO go y"]) == 1 / 3  # of all three
     texts = ["x a a a y", "x a b b c d y"]
-    parts = list(combinations(measure.pairs(texts), 3))
-    assert len(parts) == math.comb(6, 3)
-    expected = np.mean([len(set(part)) / 3 for part in parts])
+    parts = list(combinations(measure.pairs(texts), 4))
+    assert len(parts) == math.comb(6, 4)
+    expected = np.mean([len(set(part)) / 4 for part in parts])
     assert measure(texts) == pytest.approx(expected)
     assert measure(["", "x y", "?"]) == 0
 
