@@ -38,10 +38,10 @@ MAX_START_DIFFERENCE = 0.1
 class CrossoverTrainer(GRPOTrainer):
     """GRPO with token credit: the reward of a token is log(m/q) - log(pi/q), as in train_grpo.py.
 
-    reward_funcs and all further arguments are GRPOTrainer's, and TRL treats these functions as it
-    does there: the advantage of a token is that of the crossover reward plus TRL's advantage of its
-    completion. The weights and processing classes of rewards are those of reward_funcs; a weight of
-    2 makes a function count twice as much as the crossover reward.
+    reward_funcs and all further arguments are GRPOTrainer's. The weights and processing classes of
+    rewards are those of reward_funcs. The advantage of a token is that of the crossover reward plus
+    TRL's advantage of its completion, times the largest weight if TRL's scaling cancels the size of
+    the weights: a function of weight 2 counts twice as much as the crossover reward.
 
     The policy starts as the reward's generator q. With LoRA, q is the policy with its adapters off
     if reward and trainer have the same loaded model, or both have the same name; else the reward
@@ -153,13 +153,15 @@ class CrossoverTrainer(GRPOTrainer):
         return batch
 
     def _task_weight(self) -> float:
-        """Return the factor of TRL's advantages: 1, or the mean size of the weights.
+        """Return the factor of TRL's advantages: 1, or the largest absolute weight.
 
-        When TRL divides by a standard deviation, a factor that all weights share cancels.
+        When TRL divides by a standard deviation, a factor that all weights share cancels. It always
+        divides with normalize_then_sum.
         """
-        if self.scale_rewards == "none":
+        is_sum = self.multi_objective_aggregation == "sum_then_normalize"
+        if is_sum and self.scale_rewards == "none":
             return 1.0
-        return self.reward_weights.abs().mean().item()
+        return self.reward_weights.abs().max().item()
 
     def _gathered(self, values: Tensor) -> Tensor:
         """Return the values (B, C) of all processes as (R, C of the longest), padded with 0."""

@@ -118,7 +118,7 @@ FUNCTIONS = {
     "a reward model": (
         [capitals, "model", Long()],
         "--reward_weights 1 2 .3",
-        "--multi_objective_aggregation normalize_then_sum",
+        "--multi_objective_aggregation normalize_then_sum --scale_rewards none",
     ),
 }
 
@@ -152,9 +152,9 @@ def test_advantages_of_functions_are_those_of_trl(models, tmp_path, functions, w
     theirs, figures, table = train("theirs", GRPOTrainer)
     both, both_figures, both_table = train("both", CrossoverTrainer)
     task_advantages = theirs["advantages"][:, None] * both["completion_mask"]
-    if "none" not in settings:  # TRL's scaling removes the common size of the weights
-        sizes = [abs(float(weight)) for weight in weights.split()[1:]] or [1.0]
-        task_advantages = task_advantages * sum(sizes) / len(sizes)
+    if weights:  # TRL's scaling removes their common size
+        sizes = [abs(float(weight)) for weight in weights.split()[1:]]
+        task_advantages = task_advantages * max(sizes)
     assert min(crossover["advantages"].abs().max(), task_advantages.abs().max()) > 0.01
     torch.testing.assert_close(both["advantages"], crossover["advantages"] + task_advantages)
     for name, value in figures.items():
@@ -393,6 +393,7 @@ def test_tokens_of_tools_have_no_advantage(models, tmp_path):
     )
     figures = check_training(trainer)
     assert figures["tools/call_frequency"] == figures["reward"] == 1
+    assert trainer._task_weight() == 1  # the environment's
     is_written = trainer.kept["tool_mask"] == 1
     assert trainer.kept["completion_mask"][~is_written].any()
     assert not trainer.kept["advantages"][~is_written].any()
