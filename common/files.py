@@ -15,6 +15,7 @@ import os
 import pickle
 import re
 import shlex
+import shutil
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -51,6 +52,16 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         raise
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder next to `path` to write to. On success it replaces the folder `path`."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # a killed process leaves one
+    yield partial
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
 
 
 def remove_leftovers(path: Path) -> None:

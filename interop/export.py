@@ -3,11 +3,10 @@
 python -m interop.export --checkpoint_path logs/model_checkpoint.pt --output_dir hf_model
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.files import lock_output, write_text
+from common.files import atomic_folder, lock_output, write_text
 from common.log import print0
 from common.process import UserError, run_main
 from common.settings import Settings, parse_settings, setting
@@ -42,29 +41,26 @@ def main() -> None:
     tokenizer = choose_tokenizer(checkpoint, path, "auto", settings.meta_path)
     state = build_model(checkpoint, path).state_dict()
 
-    # Write everything next to the output, then rename.
-    partial = output_dir.with_name(f".{output_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # a killed export leaves one
-    tokenizer_path = partial / "tokenizer.json"
-    write_text(tokenizer_path, tokenizer.to_tokenizer_json())
-    fast_tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_path))
-    if "<|endoftext|>" in fast_tokenizer.get_vocab():
-        fast_tokenizer.eos_token = "<|endoftext|>"
-    fast_tokenizer.save_pretrained(partial)
-    eos_token_id = fast_tokenizer.eos_token_id
-    model = their_model(
-        checkpoint["config"],
-        state,
-        crossover={"data": checkpoint["data"]},
-        bos_token_id=None,
-        eos_token_id=eos_token_id,
-    )
-    # Sample from the whole distribution; transformers would take the 50 likeliest tokens.
-    model.generation_config = transformers.GenerationConfig(
-        do_sample=True, top_k=0, eos_token_id=eos_token_id
-    )
-    model.save_pretrained(partial)
-    partial.rename(output_dir)
+    with atomic_folder(output_dir) as partial:
+        tokenizer_path = partial / "tokenizer.json"
+        write_text(tokenizer_path, tokenizer.to_tokenizer_json())
+        fast_tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_path))
+        if "<|endoftext|>" in fast_tokenizer.get_vocab():
+            fast_tokenizer.eos_token = "<|endoftext|>"
+        fast_tokenizer.save_pretrained(partial)
+        eos_token_id = fast_tokenizer.eos_token_id
+        model = their_model(
+            checkpoint["config"],
+            state,
+            crossover={"data": checkpoint["data"]},
+            bos_token_id=None,
+            eos_token_id=eos_token_id,
+        )
+        # Sample from the whole distribution; transformers would take the 50 likeliest tokens.
+        model.generation_config = transformers.GenerationConfig(
+            do_sample=True, top_k=0, eos_token_id=eos_token_id
+        )
+        model.save_pretrained(partial)
     print0(f"Saved {output_dir}")
 
 
