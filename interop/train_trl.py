@@ -11,16 +11,17 @@ checkpoint.
 Packages: requirements-interop.txt.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.device import random_stream, select_dtype
-from common.files import lock_output, read_json, write_json
+from common.files import atomic_folder, lock_output, read_json, write_json
 from common.log import print0
 from common.process import UserError, is_main_rank, require, run_main
 from common.settings import Errors, Settings, differing_settings, parse_settings, setting
@@ -28,9 +29,6 @@ from corpus.encode import find_texts, joined_pieces
 from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.huggingface import first_line, import_optional
 from reward.user_function import RewardFunction
-
-if TYPE_CHECKING:
-    from interop.crossover_trainer import CrossoverTrainer
 
 MIN_BLOCKS = 16  # half of them are reported on; fewer give no interval
 MOST_BLOCKS = 128  # natural blocks for fitting the weight and measuring the reward
@@ -86,11 +84,16 @@ class TrlSettings(Settings):
         is_merged_lora = self.lora_rank > 0 or not self.merge
         errors.check(is_merged_lora, "merge=True needs LoRA", "Leave it out, or add --lora_rank 16")
         num_functions = len(self.reward_function)
-        num_weights = len(self.function_weight)
+        names = {name.rpartition(":")[2] for name in self.reward_function}
         errors.check(
-            num_weights in (0, num_functions),
-            f"function_weight has {num_weights} numbers for {num_functions} reward functions",
-            "Give one weight for each --reward_function, or none",
+            len(names) == num_functions,
+            "reward_function: the names after the colon must differ, because figures have them",
+        )
+        weights = self.function_weight or (1.0,) * num_functions
+        errors.check(
+            len(weights) == num_functions and all(map(math.isfinite, weights)),
+            f"function_weight={weights}: pass a finite number for each of the {num_functions} "
+            "reward functions, or none",
         )
 
 
@@ -100,19 +103,19 @@ def main() -> None:
     if is_main_rank():
         lock_output(folder, is_folder=True)
     record = folder / "settings.json"
+    functions = [RewardFunction(name) for name in settings.reward_function]
     values = asdict(settings)
+    values["reward_function"] = {function.name: function.sha256 for function in functions}
     for name in ("output_dir", "max_steps", "report_to", "merge"):  # may change in a resumed run
         del values[name]
     compared = {name: str(value) for name, value in values.items()}
     if record.exists():
         difference = differing_settings(read_json(record), compared)
-        if difference:
-            finding = f"{folder} belongs to a different run ({difference})"
-            raise UserError(f"ERROR: {finding}: choose another output_dir")
-    trainer = make_trainer(settings)
-    if trainer.accelerator.is_main_process:
+        finding = f"{folder} belongs to a different run ({difference})"
+        require(not difference, f"{finding}: choose another output_dir")
+    trainer = make_trainer(settings)  # all processes have read the record when it returns
+    if is_main_rank():
         write_json(record, compared)
-    trainer.accelerator.wait_for_everyone()
     last = import_optional("transformers.trainer_utils").get_last_checkpoint(settings.output_dir)
     if last:
         print0(f"Resuming from {last}")
@@ -121,22 +124,21 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model()
     print0(f"Saved {settings.output_dir}")
-    if settings.merge and trainer.accelerator.is_main_process:
+    if settings.merge and is_main_rank():
         merge_adapter(settings, trainer.processing_class)
 
 
-def make_trainer(settings: TrlSettings) -> "CrossoverTrainer":
+def make_trainer(settings: TrlSettings) -> Any:
     """Return the trainer that the settings describe, after fitting its reward."""
-    accelerate = import_optional("accelerate")
     peft = import_optional("peft")
-    trl = import_optional("trl")
-    from interop.crossover_trainer import CrossoverTrainer
+    CrossoverTrainer = import_optional("interop.crossover_trainer").CrossoverTrainer
+    from accelerate import PartialState
+    from trl import GRPOConfig
 
-    state = accelerate.PartialState()
+    state = PartialState()
     prompts = settings.prompts_per_step
-    if prompts % state.num_processes:
-        rule = f"must be divisible by the {state.num_processes} processes"
-        raise UserError(f"ERROR: prompts_per_step={prompts}: {rule}")
+    rule = f"must be divisible by the {state.num_processes} processes"
+    require(prompts % state.num_processes == 0, f"prompts_per_step={prompts}: {rule}")
     model_path = str(settings.model)
     tokenizer = load_tokenizer(model_path)
     functions = [trl_function(name) for name in settings.reward_function]
@@ -145,7 +147,7 @@ def make_trainer(settings: TrlSettings) -> "CrossoverTrainer":
     policy = load_model(model_path, dtype=torch.float32)
     adapters = None
     generator = policy  # with its adapters off
-    learning_rate = settings.learning_rate or 1e-4
+    default_rate = 1e-4
     if settings.lora_rank:
         adapters = peft.LoraConfig(
             r=settings.lora_rank,
@@ -155,14 +157,14 @@ def make_trainer(settings: TrlSettings) -> "CrossoverTrainer":
         )
     else:
         generator = load_model(model_path)
-        learning_rate = settings.learning_rate or 1e-5
+        default_rate = 1e-5
     reward = CrossoverReward(settings.natural_model, generator, tokenizer=tokenizer)
     reward.fit(blocks, settings.seed)
 
-    args = trl.GRPOConfig(
+    args = GRPOConfig(
         settings.output_dir,
         max_steps=settings.max_steps,
-        learning_rate=learning_rate,
+        learning_rate=settings.learning_rate or default_rate,
         per_device_train_batch_size=settings.group_size,
         gradient_accumulation_steps=prompts // state.num_processes,
         num_generations=settings.group_size,
@@ -193,9 +195,9 @@ def trl_function(name: str) -> Callable[..., list[float | None]]:
     function = RewardFunction(name)
 
     def rewards(**arguments: Any) -> list[float | None]:
-        return function.in_trl(arguments)
+        return function.in_trl(**arguments)
 
-    rewards.__name__ = name.rpartition(":")[2]  # in TRL's records
+    rewards.__name__ = function.short_name  # in TRL's records
     return rewards
 
 
@@ -213,18 +215,24 @@ def read_data(settings: TrlSettings, tokenizer: Any) -> tuple[Any, Tensor]:
         values: Any = "".join(joined_pieces(find_texts(settings.text).values()))
     else:
         values = list(rows[column])
-        if all(isinstance(value, str) for value in values):
+        kinds = {type(value) for value in values}
+        rule = "fill all its rows with texts, or all with chats (lists of messages)"
+        require(kinds in ({str}, {list}), f"column {column!r} has empty or other values: {rule}")
+        if kinds == {str}:
             values = "\n".join(values)
     cut = max(1, int(len(values) * (1 - FITTED)))
     blocks = cut_blocks(encode(values[cut:], tokenizer), tokenizer, settings)
     prompts = values[:cut]
+    columns = {}
     if isinstance(values, str):
-        texts = draw_prompts(encode(prompts, tokenizer), tokenizer, settings)
-        return datasets.Dataset.from_dict({"prompt": texts}), blocks
-    if column != "prompt":
-        prompts = [chat[:-1] for chat in prompts]
-    columns = rows[:cut]
-    del columns[column]
+        prompts = draw_prompts(encode(prompts, tokenizer), tokenizer, settings)
+    else:
+        if column != "prompt":
+            prompts = [chat[:-1] for chat in prompts]
+        finding = f"a chat in column {column!r} has no prompt before its answer"
+        require(all(prompts), f"{finding}: leave it out, or add a message")
+        columns = rows[:cut]
+        del columns[column]
     columns["prompt"] = prompts
     return datasets.Dataset.from_dict(columns), blocks
 
@@ -234,17 +242,18 @@ def read_rows(paths: Sequence[str], column: str) -> Any:
     datasets = import_optional("datasets")
     datasets.disable_progress_bars()
     first = Path(paths[0])
+    has_splits = (first / "dataset_dict.json").is_file()
+    require(not has_splits, f"{first} holds several splits: name one, as {first}/train")
     is_saved = (first / "state.json").is_file()
     if not is_saved and first.suffix not in DATA_FORMATS:
+        require(column == "text", f"text_column={column}: {first} has no columns: leave it out")
         return None
     try:
         if is_saved:
             rows = datasets.load_from_disk(first)
         else:
-            files = list(paths)
-            rows = datasets.load_dataset(
-                DATA_FORMATS[first.suffix], data_files=files, split="train"
-            )
+            kind = DATA_FORMATS[first.suffix]
+            rows = datasets.load_dataset(kind, data_files=list(paths), split="train")
     except Exception as error:  # damaged files can raise anything
         raise UserError(f"ERROR: {first} cannot be read: {first_line(error):.200}") from None
     names = ", ".join(rows.column_names)
@@ -284,9 +293,10 @@ def merge_adapter(settings: TrlSettings, tokenizer: Any) -> None:
     """Write the model with the trained adapter merged to output_dir/merged."""
     start = load_model(str(settings.model))
     adapted = import_optional("peft").PeftModel.from_pretrained(start, settings.output_dir)
-    folder = f"{settings.output_dir}/merged"
-    adapted.merge_and_unload().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = Path(settings.output_dir) / "merged"
+    with atomic_folder(folder) as partial:
+        adapted.merge_and_unload().save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
     print0(f"Saved {folder}")
 
 
@@ -302,7 +312,7 @@ def draw_prompts(tokens: Tensor, tokenizer: Any, settings: TrlSettings) -> list[
     for start in draw.integers(0, len(tokens) - length + 1, size=20 * count):
         ids = tokens[start : start + length].tolist()
         text = tokenizer.decode(ids)
-        if tokenizer(text=text, add_special_tokens=False)["input_ids"] == ids:
+        if encode(text, tokenizer).tolist() == ids:
             texts.append(text)
         if len(texts) == count:
             return texts

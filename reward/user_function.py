@@ -5,12 +5,13 @@
 Shapes: R sequences of N tokens.
 """
 
+import contextlib
 import functools
 import inspect
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,8 +24,8 @@ from common.process import Terminated, UserError
 
 LARGEST = 1e12  # absolute value of a reward: its square is still a float32
 RULE = (
-    f"return a finite number, at most {LARGEST:g}, for every sequence, or for every sequence a "
-    "list of one for each generated token"
+    f"return a finite number, at most {LARGEST:g}, for every completion, or (train_grpo.py) for "
+    "every completion a list of one for each generated token"
 )
 
 
@@ -48,12 +49,14 @@ class RewardFunction:
         if not file.endswith(".py") or not self.path.is_file():
             self._fail("must be FILE.py:NAME, FILE.py an existing file")
         self.sha256 = hash_file(self.path)
-        defined = self._guarded(lambda: execute_file(self.path, self.sha256))
+        with self._guarded():
+            defined = execute_file(self.path, self.sha256)
         self.function: Any = defined.get(self.short_name)
         if not callable(self.function) or isinstance(self.function, type):
             rule = "name a function or an instance of a class"
             self._fail(f"{self.path} has no function {self.short_name!r}: {rule}")
-        self.parameters = self._guarded(lambda: inspect.signature(self.function).parameters)
+        with self._guarded():
+            self.parameters = inspect.signature(self.function).parameters
         self.takes_all = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())
         self.num_dims = 0  # of the rewards: 1 (sequences) or 2 (tokens); 0 before the first call
 
@@ -64,19 +67,24 @@ class RewardFunction:
         function raises anything, or returns anything but finite numbers of one kind in all calls.
         """
         lengths = mask.sum(1).tolist()
-        arguments = self._arguments(ids, mask, lengths)
-        with torch.no_grad():
-            returned = self._guarded(lambda: self.function(**arguments))
-        if inspect.iscoroutine(returned):
-            returned.close()  # otherwise Python warns that it was never awaited
-            self._fail("is an async def: call asyncio.run in a plain function")
-        rewards = self._guarded(lambda: _plain(returned))
-        if not isinstance(rewards, list) or len(rewards) != len(lengths):
-            self._fail(f"returned {returned!r:.40}, no list of R={len(lengths)} rewards; {RULE}")
-        if any(reward is None for reward in rewards):
+        prompts = []
+        completions = []
+        for row, length in zip(ids.tolist(), lengths, strict=True):
+            prompts.append(row[:-length])
+            completions.append(row[-length:])
+        arguments = {
+            "prompts": list(map(self.decode, prompts)),
+            "completions": list(map(self.decode, completions)),
+            "prompt_ids": prompts,
+            "completion_ids": completions,
+            "ids": np.array(ids.tolist()),
+            "masks": np.array(mask.tolist()),
+        }
+        rewards = self._call(arguments)
+        if None in rewards:
             self._fail("returned None for a completion: return 0.0 where it has no say")
-        is_per_token = isinstance(rewards[0], list)
         numbers = rewards
+        is_per_token = isinstance(rewards[0], list)
         if is_per_token:
             numbers = []
             for values, length in zip(rewards, lengths, strict=True):
@@ -84,9 +92,7 @@ class RewardFunction:
                 if not isinstance(values, list) or len(values) not in (length, mask.size(1)):
                     self._fail(f"returned {values!r:.40} for {length} tokens; {RULE}")
                 numbers += values[-length:]
-        result = self._guarded(lambda: torch.tensor(numbers, dtype=torch.float32)).to(ids.device)
-        if result.dim() > 1 or not (result.abs() <= LARGEST).all():  # NaN fails, too
-            self._fail(f"returned {rewards!r:.40}; {RULE}")
+        result = self._checked(numbers).to(ids.device)
         if is_per_token:
             result = result.new_zeros(mask.shape).masked_scatter(mask, result)
         if self.num_dims not in (0, result.dim()):
@@ -94,58 +100,52 @@ class RewardFunction:
         self.num_dims = result.dim()
         return result
 
-    def in_trl(self, arguments: dict[str, Any]) -> list[float | None]:
-        """Return a number or None for each completion, from those of TRL's arguments it takes.
+    def in_trl(self, **arguments: Any) -> list[float | None]:
+        """Return a number or None for each completion, from TRL's arguments.
 
         Raise UserError if the function raises anything, or returns anything else.
         """
-
-        def numbers() -> list[float | None]:
-            rewards = self.function(**self._taken(arguments))
-            return [None if reward is None else float(reward) for reward in rewards]
-
-        rewards = self._guarded(numbers)
-        count = len(arguments["completions"])
-        if len(rewards) != count:
-            self._fail(f"returned {len(rewards)} rewards for {count} completions")
-        if not all(abs(reward or 0) <= LARGEST for reward in rewards):  # NaN fails, too
-            self._fail(f"returned {rewards!r:.40}: the rewards must be finite")
+        rewards = self._call(arguments)
+        self._checked([reward for reward in rewards if reward is not None])
         return rewards
 
-    def _arguments(self, ids: Tensor, mask: Tensor, lengths: list[int]) -> dict[str, Any]:
-        """Return copies of the arguments that the function takes."""
-        rows = ids.tolist()
-        prompts = [row[:-length] for row, length in zip(rows, lengths, strict=True)]
-        completions = [row[-length:] for row, length in zip(rows, lengths, strict=True)]
-        arguments = {
-            "prompts": list(map(self.decode, prompts)),
-            "completions": list(map(self.decode, completions)),
-            "prompt_ids": prompts,
-            "completion_ids": completions,
-            "ids": np.array(rows, dtype=np.int64),
-            "masks": np.array(mask.tolist(), dtype=bool),
-        }
-        return self._taken(arguments)
+    def _call(self, arguments: dict[str, Any]) -> list[Any]:
+        """Call the function with the arguments that it takes; return a reward per completion.
 
-    def _taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return those of the arguments that the function takes."""
-        if self.takes_all:
-            return arguments
-        return {name: arguments[name] for name in self.parameters if name in arguments}
-
-    def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Return the result of `work`; turn anything that the user's code raises into a
-        UserError.
+        A reward is a number, a list of numbers or None, not yet checked.
         """
+        count = len(arguments["completions"])
+        if not self.takes_all:
+            arguments = {name: arguments[name] for name in self.parameters if name in arguments}
+        with self._guarded(), torch.no_grad():
+            rewards = _plain(self.function(**arguments))
+        if inspect.iscoroutine(rewards):
+            rewards.close()  # otherwise Python warns that it was never awaited
+            self._fail("is an async def: call asyncio.run in a plain function")
+        if not isinstance(rewards, list) or len(rewards) != count:
+            self._fail(f"returned {rewards!r:.40}, no list of {count} rewards; {RULE}")
+        return rewards
+
+    def _checked(self, numbers: list[Any]) -> Tensor:
+        """Return numbers (n,) as float32; raise UserError unless they are finite."""
+        with self._guarded():
+            result = torch.tensor(numbers, dtype=torch.float32)
+        if result.dim() > 1 or not (result.abs() <= LARGEST).all():  # NaN fails, too
+            self._fail(f"returned {numbers!r:.40}; {RULE}")
+        return result
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Turn anything that the user's code raises into a UserError."""
         try:
-            return work()
+            yield
         except (KeyboardInterrupt, Terminated):
             raise
         except BaseException as error:  # SystemExit, too
             place = ""
-            for frame, line in traceback.walk_tb(error.__traceback__):
-                if frame.f_code.co_filename == str(self.path):
-                    place = f" at line {line} of {self.path}"
+            for frame in traceback.extract_tb(error.__traceback__):
+                if frame.filename == str(self.path):
+                    place = f" at line {frame.lineno} of {self.path}"
             reason = " ".join(str(error).split())
             self._fail(f"raised {type(error).__name__}{place}: {reason:.200}; correct the function")
 
@@ -164,9 +164,9 @@ def execute_file(path: Path, sha256: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return arrays, tensors and scalars, also within lists, as Python's lists and numbers."""
+    """Return arrays, tensors, scalars and iterators, also nested, as Python's lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, Iterator)):
         return [_plain(item) for item in value]
     return value

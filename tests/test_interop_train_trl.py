@@ -28,6 +28,10 @@ class Hit:
 hit = Hit()
 fails = lambda completions: completions[9]
 short = lambda completions: [1]
+
+async def late(completions):
+    return [1.0] * len(completions)
+
 infinite = lambda completions: [float("inf")] * len(completions)
 """
 
@@ -80,8 +84,9 @@ def test_train_trl_trains_and_goes_on(options, functions, tmp_path):
     torch.testing.assert_close(merged, adapted(input_ids=ids).logits)
     assert not torch.equal(merged, expected)
     assert load_tokenizer(str(tmp_path / "trained/merged")).vocab_size == merged.size(-1)
+    functions.write_text(f"{FUNCTIONS}# another")
     printed = refuse("interop.train_trl", **{**options, "seed": 1})
-    assert "run (seed was 42, now 1)" in printed
+    assert re.search(r"run \(reward_function was .*; seed was 42, now 1\)", printed)
 
 
 @pytest.fixture
@@ -125,6 +130,22 @@ def test_train_trl_reads_rows(rows, tmp_path, name, column):
         assert prompts[0]["prompt"][0]["content"] == prompts[0]["answer"][:10]
 
 
+def test_rows_that_it_cannot_use_are_named(rows, tmp_path):
+    from datasets import Dataset, DatasetDict, load_from_disk
+
+    questions = load_from_disk(tmp_path / "rows").rename_column("prompt", "text")
+    for data, said in (
+        (Dataset.from_dict({"text": [None, "The"]}), "column 'text' has empty or other values"),
+        (questions, "a chat in column 'text' has no prompt before its answer"),
+        (DatasetDict({"train": questions}), "holds several splits"),
+    ):
+        folder = tmp_path / said
+        data.save_to_disk(folder)
+        settings = TrlSettings(**{**rows, "text": (str(folder),)})
+        with pytest.raises(UserError, match=said):
+            read_data(settings, load_tokenizer(str(rows["model"])))
+
+
 def test_train_trl_takes_chats_and_functions(rows, functions, tmp_path):
     rows["text"] = tmp_path / "rows.parquet"
     assert "rows.parquet has no column 'text': choose one of messages, answer with" in (
@@ -138,7 +159,7 @@ def test_train_trl_takes_chats_and_functions(rows, functions, tmp_path):
     assert state["log_history"][0]["rewards/hit/mean"] == -1
     rows["function_weight"] = 2
     printed = refuse("interop.train_trl", **rows)
-    assert "function_weight has 1 numbers for 2 reward functions" in printed
+    assert "a finite number for each of the 2 reward functions" in printed
 
 
 def test_train_trl_refuses_what_it_cannot_use(options, functions, corpus, tmp_path, monkeypatch):
@@ -154,8 +175,12 @@ def test_train_trl_refuses_what_it_cannot_use(options, functions, corpus, tmp_pa
         ("merge", True, "merge=True needs LoRA"),
         ("reward_function", f"{functions}:absent", "has no function 'absent'"),
         ("reward_function", f"{functions}:fails", "IndexError"),
-        ("reward_function", f"{functions}:short", "returned 1 rewards for 4 completions"),
-        ("reward_function", f"{functions}:infinite", "the rewards must be finite"),
+        ("reward_function", f"{functions}:short", "returned [1], no list of 4 rewards"),
+        ("reward_function", f"{functions}:infinite", "return a finite number"),
+        ("reward_function", f"{functions}:late", "is an async def"),
+        ("reward_function", [f"{functions}:short", "b.py:short"], "after the colon must differ"),
+        ("function_weight", "nan", "pass a finite number"),
+        ("text_column", "line", "input.txt has no columns: leave it out"),
         ("text", foreign, "tokenizer cannot read the text"),
         ("natural_model", tmp_path, "cannot be read"),
     ):
