@@ -43,6 +43,7 @@ from reports.ledger import Ledger, default_folder
 from reports.page import write_page
 from reports.summary import cycles_since_best, expectation, headline
 from reward.settings import RewardModelSettings
+from reward.user_function import RewardFunction
 from reward_data_config import RewardDataConfig
 from tokenization_manager import TokenizationManager
 from training.checkpoint import load_checkpoint
@@ -316,8 +317,10 @@ def check_stages(loop: Loop, words: Mapping[str, Sequence[str]]) -> None:
     errors = Errors()
     stages = loop.stages()
     for function in loop.sections["train_grpo"].reward_function or ():
-        error = f"train_grpo: reward_function={function}: must be FILE.py:NAME of an existing file"
-        errors.check(Path(function.rpartition(":")[0]).is_file(), error)
+        try:
+            RewardFunction(function)  # executes the file, as GRPO will after the other stages
+        except UserError as error:
+            errors.check(False, f"train_grpo: {str(error).removeprefix('ERROR: ')}")
     # Files that are yet to be made: it is not an error that they do not exist.
     paths = [loop.corpus, *[str(stage.artefact) for stage in stages]]
     for stage in stages:

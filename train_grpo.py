@@ -328,7 +328,7 @@ def report_outcome(
         curves = draw_curves(GRPO, read_records(run.log_path), title)
         if curves is not None:
             write_png(curves, run.output.with_suffix(".png"))
-    name = "the starting policy: no later one within the caps was better"
+    name = "the starting policy: no later one within the caps was preferred to it"
     if best.at > 0:
         name = f"the policy of step {best.at}"
     print0(f"\nStopped after {run.step} steps by {run.reason}; kept {name}")
@@ -338,6 +338,12 @@ def report_outcome(
         f"{training['kept']['report_loss']:.4f} after, "
         f"difference {format_figure(training, 'difference', '+.4f')}"
     )
+    if settings.reward_function:
+        print0(
+            "Task reward of fresh text: "
+            f"{format_figure(training['start'], 'fresh_function_reward')} before, "
+            f"{format_figure(training['kept'], 'fresh_function_reward')} after"
+        )
     print0(f"Saved {run.output}")
     run.save(run.step, finished=True)
 

@@ -162,8 +162,10 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+            record["step"]  # fails unless this is a record
+            records.append(record)
+        except (ValueError, TypeError, KeyError):
             if number < len(lines):
                 error = f"{path}, line {number} is not a record: move the file away to continue"
                 raise UserError(f"ERROR: {error}") from None

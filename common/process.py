@@ -8,7 +8,6 @@ status 130, SIGTERM in status 143.
 
 import contextlib
 import ctypes
-import inspect
 import os
 import signal
 import subprocess
@@ -58,7 +57,6 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
     `resume_hint` is printed after the message of an interruption.
     """
     signal.signal(signal.SIGTERM, terminate)
-    skip_compiler()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # print ? for a character that it cannot encode
     try:
@@ -92,19 +90,6 @@ def run_main(main: Callable[[], None], resume_hint: str = "Run the same command 
         if error.filename:
             message += f": {error.filename}"
         _exit(message, EXIT_BAD_INPUT)
-
-
-def skip_compiler() -> None:
-    """Keep torch's optimizers from importing its compiler, which takes a second or two.
-
-    They import it in decorators that keep it from compiling their methods. No script compiles an
-    optimizer.
-    """
-    optimizer = torch.optim.Optimizer
-    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        setattr(optimizer, name, inspect.unwrap(getattr(optimizer, name)))
-    step = inspect.unwrap(torch.optim.Adam.step)  # AdamW inherits it
-    torch.optim.Adam.step = torch.no_grad()(step)  # type: ignore[method-assign]
 
 
 def _exit(message: str, status: int, all_ranks: bool = True) -> None:

@@ -68,7 +68,8 @@ def compute_advantages(rollouts: Rollouts, scores: Scores, settings: GRPOSetting
 
     The parts are the reward model ('model') and each function, whose advantages are multiplied by
     its weight. An advantage compares a reward with those of its group by one part only:
-    A_i = (r_i - mean(r)) / std(r). A weight therefore means the same for rewards of any scale.
+    A_i = (r_i - mean(r)) / std(r). A weight therefore means the same for rewards of any scale,
+    unless advantage_scale=none leaves out std(r).
 
     credit=token compares tokens, credit=sequence sequences. credit=exact computes the model's part
     over all tokens of the vocabulary, so that it has no advantages here. With exact, and with auto

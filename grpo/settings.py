@@ -149,8 +149,9 @@ class GRPOSettings(Settings):
         weights = self.function_weight or (1.0,) * len(names)
         errors.check(
             len(weights) == len(names) and all(map(math.isfinite, weights)),
-            f"function_weight={weights} does not fit {len(names)} reward functions",
-            "Pass a finite number for each function",
+            f"function_weight={weights}: must be a finite number for each function, {len(names)} "
+            "in all",
+            "Pass as many weights as reward functions",
         )
 
 

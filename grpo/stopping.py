@@ -88,7 +88,7 @@ class Stops:
     def _check_caps(self, figures: Mapping[str, Any]) -> None:
         way_out = "lower learning_rate"
         if self.has_function:
-            way_out = "lower learning_rate or function_weight"
+            way_out += "; with a reward model lower function_weight, else raise beta"
         for name, cap in CAPS.items():
             if name not in figures or figures[name] <= self.cap(name):
                 continue
@@ -152,8 +152,9 @@ class BestAtTask(Best):
     """With reward functions: keeps the policy with the lowest value among the best at the task.
 
     The best at the task are the policies whose `fresh_function_reward` is at least the highest one
-    minus its standard error. All of them are stored, because the highest reward may still rise. A
-    policy that falls below is dropped for good.
+    minus its standard error. Several are stored, because the highest reward may still rise. A
+    policy is dropped for good if it falls below, or if one that is preferred to it has at least its
+    reward.
     """
 
     saved = (*Best.saved, "policies")
@@ -168,13 +169,18 @@ class BestAtTask(Best):
         """Copy the weights of step `at`, drop policies that are worse at the task, and choose."""
         policy = Best()
         policy.update(value, at, weights, figures)
-        self.policies.append(policy.state_dict())
-        best = max(self.policies, key=task_reward)["figures"]
+        # Of equal values the earliest comes first. A policy can be chosen later only if all those
+        # before it have a lower reward.
+        candidates = sorted([*self.policies, policy.state_dict()], key=lambda each: each["value"])
+        self.policies = candidates[:1]
+        for candidate in candidates:
+            if task_reward(candidate) > task_reward(self.policies[-1]):
+                self.policies.append(candidate)
+        best = self.policies[-1]["figures"]
         width = best["fresh_function_reward_high"] - best["fresh_function_reward_low"]
         least = best["fresh_function_reward"] - width / WIDTH_OF_INTERVAL
         self.policies = [each for each in self.policies if task_reward(each) >= least]
-        chosen = min(self.policies, key=lambda each: each["value"])  # of equals the earliest
-        self.load_state_dict({**chosen, "policies": self.policies})
+        self.load_state_dict({**self.policies[0], "policies": self.policies})
 
 
 def task_reward(policy: Mapping[str, Any]) -> float:

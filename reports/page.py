@@ -61,6 +61,7 @@ def make_page(ledger: Ledger, device: torch.device) -> str:
         status=summary.status(ledger),
         sentence=summary.sentence(ledger),
         numbers=summary.numbers(ledger),
+        functions=summary.task_functions(ledger),
         pair=summary.before_and_after(ledger),
         pictures=[as_source(figures.as_png(figure)) for figure in result_figures(ledger)],
         comparison=table.comparison(ledger),

@@ -9,7 +9,6 @@ GRPO has reward functions.
 """
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,14 @@ NUMBERS = {
     "unknown_words": ("unknown words in its text at natural diversity", ".1%"),
     "fresh_reward": ("P(natural) of its text at temperature 1", ".2f"),
     "calibrated_loss": ("calibrated loss on unseen text, nats per character", ".3f"),
+}
+TASK_NUMBERS = {  # shown with a task
     TASK_REWARD: ("task reward of its text at temperature 1", ".3f"),
+    "fresh_reward": NUMBERS["fresh_reward"],
+    "judge_loss": NUMBERS["judge_loss"],
 }
-# With a task these are shown, and they are in the sentence by these names.
-TASK_NUMBERS = {
-    TASK_REWARD: "task reward",
-    "fresh_reward": "P(natural)",
-    "judge_loss": "judge's loss",
-}
+# Those that the sentence of a task has, and their names there.
+TASK_NAMES = {TASK_REWARD: "task reward", "fresh_reward": "P(natural)"}
 
 
 def last_cycle(ledger: Ledger) -> int:
@@ -98,10 +97,11 @@ def evaluated_models(ledger: Ledger, cycle: int) -> dict[str, dict[str, Any]]:
 
 
 def task_functions(ledger: Ledger) -> list[str]:
-    """Return the names of the reward functions of the last policy."""
+    """Return the names of the reward functions of the last policy that was trained."""
     functions: list[str] = []
     for policy in ledger.finished("policy"):
-        functions = policy["settings"].get("reward_function") or []
+        if policy["script"]:  # not a copy of the generator
+            functions = policy["settings"].get("reward_function") or []
     return [function.rpartition(":")[2] for function in functions]
 
 
@@ -197,14 +197,15 @@ def sentence(ledger: Ledger) -> str:
         return f"{student} is to learn from {teacher}; its text is not measured yet."
 
     before, after = before_and_after(ledger)
-    task = " + ".join(task_functions(ledger))
+    task = "+".join(task_functions(ledger))
     if task:
         result = "shows no gain in"
         if _is_below(before, after, TASK_REWARD):
             result = "learned"
         changes = [
-            f"{name} from {number['before']} to {number['after']}"
-            for name, number in zip(TASK_NUMBERS.values(), numbers(ledger), strict=False)
+            f"{TASK_NAMES[number['name']]} from {number['before']} to {number['after']}"
+            for number in numbers(ledger)
+            if number["name"] in TASK_NAMES
         ]
         return f"{student} {result} {task}: {', '.join(changes)}."
 
@@ -277,7 +278,7 @@ def before_and_after(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def numbers(ledger: Ledger) -> list[dict[str, str]]:
-    """Return up to three figures of generator and policy as text, and what they measure."""
+    """Return up to three figures of generator and policy as text, their names and labels."""
     pair = before_and_after(ledger)
     if not pair:
         return []
@@ -286,17 +287,16 @@ def numbers(ledger: Ledger) -> list[dict[str, str]]:
         "fresh_reward": pair[0]["natural_reward"],
         TASK_REWARD: pair[0].get("natural_function_reward"),
     }
-    names: Iterable[str] = NUMBERS
+    shown = NUMBERS
     if TASK_REWARD in pair[1]:
-        names = TASK_NUMBERS
+        shown = TASK_NUMBERS
     found = []
-    for name in names:
-        label, form = NUMBERS[name]
+    for name, (label, form) in shown.items():
         values = [model.get(name) for model in pair]
         if None in values:
             continue
         if natural.get(name) is not None:
             label += f" (natural text: {natural[name]:{form}})"
         before, after = (f"{value:{form}}" for value in values)
-        found.append({"label": label, "before": before, "after": after})
+        found.append({"name": name, "label": label, "before": before, "after": after})
     return found[-3:]

@@ -12,6 +12,7 @@ from metrics.bootstrap import format_figure
 from reports.ledger import Ledger, Record
 from reports.summary import (
     GENERATOR,
+    TASK_REWARD,
     WORSE,
     compare,
     evaluated_models,
@@ -30,13 +31,14 @@ LABELS = {
 # The kinds of stages that learn from a reward model, and the stages that these need.
 LEARNING_KINDS = ("policy", "control_sampled", "control_distil")
 NEEDED_KINDS = ("natural_model", "reward_data", "reward_model", "gate", "policy")
+LOSS_VERDICT = "the policy's loss is"
 # The columns: a figure in summary.evaluated_models, and its form; "" for the policy's verdict.
 COMPARED = {
     "judge's loss of its text": ("judge_loss", ".3f"),
     "the policy's text is": ("judge_loss", ""),
     "unknown words": ("unknown_words", ".1%"),
     "loss on unseen text": ("calibrated_loss", ".3f"),
-    "the policy's loss is": ("calibrated_loss", ""),
+    LOSS_VERDICT: ("calibrated_loss", ""),
     "P(natural)": ("fresh_reward", ".3f"),
 }
 FURTHER = {
@@ -74,15 +76,15 @@ def planned_models(ledger: Ledger) -> list[tuple[str, str, int]]:
 def comparison(ledger: Ledger) -> list[dict[str, str]]:
     """Return the table of the models beside the policy of their cycle.
 
-    It begins with the rewards of the task's functions, if there is a task.
+    With a task it has the task's reward, and further_figures has the verdict on the loss instead.
     """
     unmeasured = "not measured"
     if ledger.outcome == "unfinished":
         unmeasured = "in progress"
-    columns = {}
-    for function in task_functions(ledger):
-        columns[f"reward {function}"] = (f"fresh_reward_{function}", ".3f")
-    columns.update(COMPARED)
+    columns = COMPARED
+    if task_functions(ledger):
+        columns = {"task reward": (TASK_REWARD, ".3f"), **COMPARED}
+        del columns[LOSS_VERDICT]  # the table keeps its width
     rows = []
     for name, label, cycle in planned_models(ledger):
         row = dict.fromkeys(("model", *columns, "seconds"), unmeasured)
@@ -125,15 +127,18 @@ def _cell(model: Record, figure: str, form: str) -> str:
 
 
 def further_figures(ledger: Ledger) -> list[dict[str, str]]:
-    """Return further figures of the models that are measured."""
+    """Return further figures of the measured models; with a task the reward of each function."""
+    columns = dict(FURTHER)
+    for function in task_functions(ledger):
+        columns[LOSS_VERDICT] = COMPARED[LOSS_VERDICT]  # once; the first table does not have it
+        columns[f"reward {function}"] = (f"fresh_reward_{function}", ".3f")
     rows = []
     for name, label, cycle in planned_models(ledger):
         models = evaluated_models(ledger, cycle)
         if name not in models:
             continue
         row = {"model": label, "file": name}
-        for head, (figure, form) in FURTHER.items():
-            row[head] = _cell(models[name], figure, form)
+        row.update(_cells(columns, models[name], models[f"base_model_v{cycle + 1}"]))
         row["of the way, text"] = share_of_way(models, name, "judge_loss")
         row["of the way, loss"] = share_of_way(models, name, "calibrated_loss")
         row["step kept"] = "-"

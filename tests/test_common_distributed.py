@@ -56,12 +56,15 @@ LOSSES = {
     "train": ("train_loss", "select_loss", "val_loss", "gradient_norm"),
     "train_reward_model": ("train_loss", "val_loss"),
     "train_grpo": ("reward", "loss", "gradient_norm"),
+    "train_grpo, exact": ("loss", "reward_spaces", "group_std_spaces", "gradient_share_spaces"),
 }
 
 
 @pytest.fixture
-def trainers(corpus, generator, reward_data, predictive_reward_model):
-    """Options of each trainer."""
+def trainers(tmp_path, corpus, generator, reward_data, predictive_reward_model):
+    """Options of each trainer. The exact gradient has that of a function beside it."""
+    function = tmp_path / "mine.py"
+    function.write_text("def spaces(completions): return [text.count(' ') for text in completions]")
     grpo = {"base_model_path": generator, "reward_model_path": predictive_reward_model}
     grpo.update(TINY_GRPO, dataset=corpus, max_steps=1, eval_interval=1)
     reward = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu"}
@@ -76,7 +79,7 @@ def trainers(corpus, generator, reward_data, predictive_reward_model):
         },
         "train_reward_model": reward,
         "train_grpo": {**grpo, "credit": "token", "loss_type": "dapo"},
-        "train_grpo, exact": {**grpo, "credit": "exact", "group_size": 1},
+        "train_grpo, exact": {**grpo, "credit": "exact", "reward_function": f"{function}:spaces"},
     }
 
 
@@ -92,7 +95,7 @@ def test_two_ranks_with_half_the_batch_each_do_what_one_does(tmp_path, trainers,
     assert finished.status == 0, finished.err
     one, two = (read_records(path.with_suffix(".jsonl")) for path in paths)
     assert [record["step"] for record in one] == [record["step"] for record in two]
-    for name in LOSSES[script]:
+    for name in LOSSES[work]:
         assert any(name in record for record in one)
         assert [record.get(name, 0) for record in two] == pytest.approx(
             [record.get(name, 0) for record in one], **NEAR

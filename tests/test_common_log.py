@@ -83,10 +83,11 @@ def test_a_last_line_cut_short_is_left_out_and_a_resumed_run_removes_it(path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_damage_elsewhere_is_reported_with_its_line(tmp_path):
+@pytest.mark.parametrize("line", ['{"step": ', '{"loss": 1}', "5"])
+def test_damage_elsewhere_is_reported_with_its_line(tmp_path, line):
     path = tmp_path / "log.jsonl"
     assert read_records(path) == []
-    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(UserError, match=r"log\.jsonl, line 2 "):
         read_records(path)
 

@@ -221,7 +221,7 @@ def test_a_natural_model_that_is_hardly_better_comes_first():
 
 def rewarded(reward: float) -> dict:
     """Return figures of the function short_lines, as train_grpo.py reports them."""
-    figures = {"natural_function_reward": 0.5, "distinct_pairs": 0.1}
+    figures = {"natural_function_reward": 0.5, "distinct_pairs": 0.1, "fresh_reward_no_e": 0.5}
     for end, value in (("", reward), ("_low", reward - 0.125), ("_high", reward + 0.125)):
         figures[f"fresh_function_reward{end}"] = value
         figures[f"fresh_reward_short_lines{end}"] = value
@@ -230,14 +230,24 @@ def rewarded(reward: float) -> dict:
 
 @pytest.mark.parametrize("reward, learned", [(0.875, "learned"), (0.5, "shows no gain in")])
 def test_a_task(tmp_path, reward, learned):
-    """Its reward decides, by intervals that do not overlap; other figures stay."""
+    """Its reward decides, by intervals that do not overlap; other figures stay. A later cycle
+    whose gate is closed does not forget it.
+    """
     policy = {**POLICY, "start": rewarded(0.25), "kept": rewarded(reward)}
     sampled = {"kept": rewarded(0.75)}
     ledger = make_ledger(tmp_path, base_model_v2=policy, control_sampled_v2=sampled)
-    ledger.records["base_model_v2"]["settings"]["reward_function"] = ["my.py:short_lines"]
-    assert headline(ledger) == [
-        f"A model of Twelfth Night {learned} short_lines: task reward from 0.250 to {reward:.3f}, "
-        "P(natural) from 0.25 to 0.61, judge's loss from 2.49 to 1.94.",
+    ledger.records["base_model_v2"]["settings"]["reward_function"] = [
+        "my.py:short_lines",
+        "my.py:no_e",
+    ]
+    copied = {**ledger.records["base_model_v2"], "name": "base_model_v3", "cycle": 2}
+    ledger.records["base_model_v3"] = {**copied, "script": "", "settings": {}}
+    ledger.about["titles"]["dataset"] = ["The Two Gentlemen of Verona"]
+    lines = headline(ledger)
+    assert len(lines[0].split()) <= 25
+    assert lines == [
+        f"A model of The Two Gentlemen... {learned} short_lines+no_e: task reward from 0.250 to "
+        f"{reward:.3f}, P(natural) from 0.25 to 0.61.",
         f"task reward of its text at temperature 1 (natural text: 0.500): 0.250 -> {reward:.3f}",
         "P(natural) of its text at temperature 1 (natural text: 0.93): 0.25 -> 0.61",
         "judge's loss of its text at natural diversity, nats per character (natural text: 1.81): "
@@ -245,10 +255,14 @@ def test_a_task(tmp_path, reward, learned):
     ]
     rows = comparison(ledger)
     rewards = ["0.250", "-", f"{reward:.3f}", "-", "0.750", "-"]
-    assert [row["reward short_lines"].partition(" ")[0] for row in rows] == rewards
+    assert [row["task reward"].partition(" ")[0] for row in rows] == rewards
     others = comparison(make_ledger())
-    assert all(one.items() < row.items() for one, row in zip(others, rows, strict=True))
-    assert further_figures(ledger) == further_figures(make_ledger())
+    assert all(len(row) == len(one) == 8 for one, row in zip(others, rows, strict=True))
+    further = further_figures(ledger)
+    assert [row["reward short_lines"].partition(" ")[0] for row in further] == rewards
+    assert further[0]["reward no_e"] == "0.500"
+    verdicts = [row["the policy's loss is"] for row in others]
+    assert [row["the policy's loss is"] for row in further] == verdicts
     assert "distillation do not know the task." in make_page(ledger, CPU)
 
 

@@ -226,6 +226,7 @@ def test_a_policy_learns_what_the_function_rewards(
     assert training["settings"]["beta"] == 0.04
     assert training["kept_step"] == 12
     assert "letters.py" in out and "executed" in out and "R2" not in out
+    assert re.search(r"Task reward of fresh text: 0\.\d+ \(.*\) before, 0\.\d+ \(.*\) after", out)
 
     resumed = {**options, "init_from": "resume", "allow_unpredictive_reward": True}
     assert "reward model was" in refuse_in_one_line(

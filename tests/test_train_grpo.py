@@ -148,7 +148,11 @@ def test_a_reward_model_of_another_generator_or_of_other_tokens_is_refused(
         ({"reward_function": "mine.py:model"}, ["names must differ"]),
         (
             {"reward_function": ["a.py:one", "b.py:two"], "function_weight": [1]},
-            ["(1.0,)", "2 reward functions"],
+            ["function_weight=(1.0,): must be", "2 in all"],
+        ),
+        (
+            {"reward_function": "a.py:one", "function_weight": math.nan},
+            ["function_weight=(nan,): must be a finite number"],
         ),
         ({"credit": "token", "prefixes": "natural"}, ["prefixes=natural", "credit=token"]),
         (
