@@ -76,36 +76,30 @@ def capitals(completions, **_):
     return [float(sum(letter < "a" for letter in str(text))) for text in completions]
 
 
-class Long:
+class LastByte:
     """A callable with log_extra, log_metric and a column; None where the column is 0."""
 
-    def __call__(self, completion_ids, limit, log_extra, log_metric, trainer_state, **_):
+    def __call__(self, completion_ids, factor, log_extra, log_metric, trainer_state, **_):
         lengths = [len(ids) for ids in completion_ids]
         log_extra("length", lengths)
         log_metric("mean_length", trainer_state.global_step + sum(lengths) / len(lengths))
-        return [
-            float(n > least) if least else None for n, least in zip(lengths, limit, strict=True)
-        ]
+        pairs = zip(completion_ids, factor, strict=True)
+        return [factor * ids[-1] if factor else None for ids, factor in pairs]
 
 
 async def first_byte(completion_ids, **_):
     return [ids[0] / 256 for ids in completion_ids]
 
 
-def replayed(kind):
-    """Return a subclass that generates given completions and keeps its batch before shuffling."""
+def keeping(kind):
+    """Return a subclass that keeps its batch before shuffling."""
 
-    class Replay(kind):
-        def _generate_single_turn(self, prompt_ids, *_, **__):
-            draw = torch.Generator().manual_seed(0)
-            lengths = torch.randint(1, 5, (len(prompt_ids),), generator=draw).tolist()
-            return [torch.randint(256, (n,), generator=draw).tolist() for n in lengths], None
-
+    class Keeping(kind):
         def _generate_and_score_completions(self, inputs):
             self.kept = super()._generate_and_score_completions(inputs)
             return self.kept
 
-    return Replay
+    return Keeping
 
 
 # Functions, where a name stands for a reward model; their weights; further settings.
@@ -113,10 +107,10 @@ FUNCTIONS = {
     "one": ([capitals], "", ""),
     "a large weight": ([capitals], "--reward_weights 3", ""),
     "weights": ([capitals, first_byte], "--reward_weights .5 -2", ""),
-    "None for one function": ([capitals, Long()], "", "--scale_rewards batch"),
-    "None for all functions": ([Long()], "", "--scale_rewards none"),
+    "None for one function": ([capitals, LastByte()], "", "--scale_rewards batch"),
+    "None for all functions": ([LastByte()], "", "--scale_rewards none"),
     "a reward model": (
-        [capitals, "model", Long()],
+        [capitals, "model", LastByte()],
         "--reward_weights 1 2 .3",
         "--multi_objective_aggregation normalize_then_sum --scale_rewards none",
     ),
@@ -132,25 +126,24 @@ def test_advantages_of_functions_are_those_of_trl(models, tmp_path, functions, w
 
     from interop.crossover_trainer import CrossoverTrainer
 
-    tokenizer = load_tokenizer(models[0])
+    data = Dataset.from_dict({"prompt": PROMPTS, "factor": [2, 0, 2, 0]})
 
-    def train(name, kind, has_functions=True):
-        options = f"--log_completions True {settings}"
-        arguments = {}
-        if has_functions:
-            options += f" {weights}"
-            arguments["reward_funcs"] = [models[0] if f == "model" else f for f in functions]
-            arguments["reward_processing_classes"] = [tokenizer] * len(functions)
-        data = Dataset.from_dict({"prompt": PROMPTS, "limit": [2, 0, 2, 0]})
-        arguments.update(train_dataset=data, processing_class=tokenizer)
-        trainer = make_trainer(models, tmp_path / name, options, replayed(kind), **arguments)
+    def train(name, kind, functions, weights):
+        trainer = make_trainer(
+            models,
+            tmp_path / name,
+            f"--log_completions True {settings} {weights}",
+            keeping(kind),
+            reward_funcs=[models[0] if f == "model" else f for f in functions],
+            train_dataset=data,
+        )
         trainer.train()
         table = read_parquet(tmp_path / name / "completions/completions_00001.parquet")
         return trainer.kept, trainer.state.log_history[0], table
 
-    crossover, own_figures, _ = train("crossover", CrossoverTrainer, has_functions=False)
-    theirs, figures, table = train("theirs", GRPOTrainer)
-    both, both_figures, both_table = train("both", CrossoverTrainer)
+    crossover, own_figures, _ = train("crossover", CrossoverTrainer, [], "")
+    theirs, figures, table = train("theirs", GRPOTrainer, functions, weights)
+    both, both_figures, both_table = train("both", CrossoverTrainer, functions, weights)
     task_advantages = theirs["advantages"][:, None] * both["completion_mask"]
     if weights:  # TRL's scaling removes their common size
         sizes = [abs(float(weight)) for weight in weights.split()[1:]]
@@ -180,11 +173,30 @@ def check_training(trainer):
 
 
 def rollout(prompts, trainer):
-    """Return completions of a generator of the user's own, and a column for reward functions."""
+    """Return completions of the user's own generator, and a column for reward functions.
+
+    An environment wrote the second token of the first completion.
+    """
     ids = trainer.processing_class(prompts)["input_ids"]
     written = [[5, 6, 40], [7], [8, 9], [10]]
     zeros = [[0.0] * len(row) for row in written]
-    return {"prompt_ids": ids, "completion_ids": written, "logprobs": zeros, "score": [1, 2, 2, 3]}
+    return {
+        "prompt_ids": ids,
+        "completion_ids": written,
+        "logprobs": zeros,
+        "env_mask": [[1, 0, 1], [1], [1, 1], [1]],
+        "score": [1, 2, 2, 3],
+    }
+
+
+class Game:
+    """An environment of TRL with a reward of its own."""
+
+    def reset(self, **_):
+        pass
+
+    def get_reward(self):
+        return 1.0
 
 
 def lora(**options):
@@ -197,6 +209,7 @@ def lora(**options):
 def named(models, tmp_path_factory):
     """Arguments of the trainer by name."""
     from datasets import Dataset, load_dataset
+    from peft import get_peft_model
     from transformers import EarlyStoppingCallback
 
     texts = Dataset.from_dict({"prompt": 4 * PROMPTS})
@@ -220,6 +233,9 @@ def named(models, tmp_path_factory):
         "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None),
         "callbacks": [EarlyStoppingCallback(1)],
         "lora": lora(),
+        "adapted": get_peft_model(load_model(models[0]), lora()),
+        "game": Game,
+        "none": None,
     }
 
 
@@ -270,7 +286,9 @@ train_dataset=chats --chat_template_kwargs {"enable_thinking":false}
 train_dataset=iterable
 train_dataset=stream --steps_per_generation 2 --max_steps 3
 reward_funcs=score rollout_func=rollout
+train_dataset=chats reward_funcs=none environment_factory=game
 model=module optimizers=optimizers
+model=adapted --beta .1
 peft_config=lora --beta .1
 peft_config=lora --gradient_checkpointing False
 eval_dataset=few --eval_strategy steps --eval_steps 1
@@ -309,25 +327,12 @@ def test_lora_reads_its_start_from_the_same_weights(models, tmp_path, load):
     tokenizer = load_tokenizer(models[0])
     reward = CrossoverReward(models[1], model, weight=0.5, tokenizer=tokenizer)
     arguments = {"model": model, "reward": reward, "peft_config": lora()}
-    trainer = make_trainer(models, tmp_path, "--max_steps 2", **arguments)
+    trainer = make_trainer(models, tmp_path, **arguments)
     assert reward.head.generator.model is trainer.model
     rows = [[1, 2, 3], [4, 5]]
     before = reward.evidence(rows)
     check_training(trainer)
     torch.testing.assert_close(reward.evidence(rows), before)
-    first, second = [record["crossover/kl_start"] for record in trainer.state.log_history[:2]]
-    assert abs(first) < 1e-6 < abs(second)
-
-
-def test_a_trained_adapter_is_trained_further(models, tmp_path):
-    from peft import get_peft_model
-
-    adapted = get_peft_model(load_model(models[0]), lora(init_lora_weights=False))
-    with pytest.raises(UserError, match=r"the reward's generator by \d\.\d\d nats"):
-        make_trainer(models, tmp_path, model=adapted).train()
-    start = copy.deepcopy(adapted).merge_and_unload()
-    reward = CrossoverReward(models[1], start, weight=0.5)
-    check_training(make_trainer(models, tmp_path, "--beta .1", model=adapted, reward=reward))
 
 
 @pytest.mark.parametrize("adapters", [lambda: None, lora])
@@ -343,60 +348,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(models, tmp_path, adapters):
     torch.testing.assert_close(weights[0], weights[1])
 
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-
-
-class Sums:
-    """An environment of TRL with a tool and a reward of its own."""
-
-    def reset(self, **_):
-        self.calls = 0
-
-    def add(self, a: int, b: int) -> str:
-        """Add two numbers.
-
-        Args:
-            a: one
-            b: the other
-        """
-        self.calls += 1
-        return str(a + b)
-
-    def get_reward(self):
-        return float(self.calls)
-
-
-def test_tokens_of_tools_have_no_advantage(models, tmp_path):
-    from datasets import Dataset
-
+def test_tokens_that_an_environment_wrote_have_no_advantage(models, tmp_path):
     from interop.crossover_trainer import CrossoverTrainer
 
-    tokenizer = load_tokenizer(models[0])
-
-    class Calling(replayed(CrossoverTrainer)):
-        """Call a tool, then say a number."""
-
-        def _generate_single_turn(self, prompt_ids, *_, **__):
-            texts = [
-                f"{row}" if "<tool_response>" in tokenizer.decode(ids) else CALL
-                for row, ids in enumerate(prompt_ids)
-            ]
-            return tokenizer([f"{text}<|im_end|>" for text in texts])["input_ids"], None
-
-    trainer = make_trainer(
-        models,
-        tmp_path,
-        "--max_completion_length 300",
-        Calling,
-        train_dataset=Dataset.from_dict({"prompt": CHATS}),
-        environment_factory=Sums,
-    )
-    figures = check_training(trainer)
-    assert figures["tools/call_frequency"] == figures["reward"] == 1
-    assert trainer._task_weight() == 1  # the environment's
-    is_written = trainer.kept["tool_mask"] == 1
-    assert trainer.kept["completion_mask"][~is_written].any()
-    assert not trainer.kept["advantages"][~is_written].any()
+    trainer = make_trainer(models, tmp_path, kind=keeping(CrossoverTrainer), rollout_func=rollout)
+    trainer.train()
+    is_foreign = trainer.kept["tool_mask"] == 0
+    assert trainer.kept["completion_mask"][is_foreign].any()
+    assert not trainer.kept["advantages"][is_foreign].any()
 
 
 REJECTED = """
@@ -431,6 +390,8 @@ def test_other_uses_that_cannot_work_are_rejected(models, tmp_path):
     reward = CrossoverReward(models[1], model)
     with pytest.raises(UserError, match="the reward holds the model that is trained"):
         make_trainer(models, tmp_path, model=model, reward=reward)
+    with pytest.raises(UserError, match=r"the reward's generator by \d\.\d\d nats"):
+        make_trainer(models, tmp_path, model=models[1]).train()
     with pytest.raises(UserError, match="has no weight yet"):
         make_trainer(models, tmp_path, reward=reward).train()
     with pytest.raises(UserError, match="rename the reward function"):
