@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT
+from test_interop_trl_uses import make_trainer
 
 import grpo.policy_loss as formulas
 from common.process import UserError
@@ -26,6 +27,11 @@ from training.checkpoint import build_model, load_checkpoint
 pytestmark = pytest.mark.interop
 WEIGHT, C, G = 0.8, 8, 4
 PROMPTS = ["The ", "a ho", "mor\n", "hiel"]
+# Two steps of two prompts.
+SETTINGS = (
+    f"--max_steps 2 --per_device_train_batch_size {2 * G} --num_generations {G} "
+    f"--max_completion_length {C} --gradient_checkpointing False"
+)
 
 
 @pytest.fixture(scope="module")
@@ -114,38 +120,11 @@ def test_another_vocabulary_and_a_folder_without_a_model_are_refused(exported, t
         CrossoverReward(tiny_gpt2(7), exported[0])
 
 
-def make_trainer(exported, folder, model=None, kind=None, reward=None, prompts=PROMPTS, **options):
-    """A CrossoverTrainer of the tiny generator that takes two steps of two prompts."""
+def prompts(texts):
+    """Return a dataset of prompts."""
     from datasets import Dataset
-    from trl import GRPOConfig
 
-    from interop.crossover_trainer import CrossoverTrainer
-
-    reward = reward or make_reward(exported)
-    functions = options.pop("reward_funcs", None)
-    config = {
-        "max_steps": 2,
-        "per_device_train_batch_size": 2 * G,
-        "num_generations": G,
-        "max_completion_length": C,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "learning_rate": 1e-2,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        **options,
-    }
-    return (kind or CrossoverTrainer)(
-        model or load_model(exported[0]),
-        reward,
-        args=GRPOConfig(str(folder), **config),
-        reward_funcs=functions,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=reward.tokenizer,
-    )
+    return Dataset.from_dict({"prompt": texts})
 
 
 def note_gradients(trainer, note):
@@ -165,7 +144,15 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
     model = load_model(exported[0])
     for name, weight in model.named_parameters():
         weight.requires_grad_(not name.endswith("bias"))  # which ours has not
-    trainer = make_trainer(exported, tmp_path, model, max_grad_norm=1e9)
+    trainer = make_trainer(
+        exported,
+        tmp_path,
+        f"{SETTINGS} --max_grad_norm 1e9",
+        model=model,
+        reward=make_reward(exported),
+        train_dataset=prompts(PROMPTS),
+        processing_class=load_tokenizer(exported[0]),
+    )
     compute = trainer._compute_loss
     contents = load_checkpoint(generator)
     config = contents["config"]
@@ -192,7 +179,7 @@ def test_two_steps_have_the_gradients_of_train_grpo(exported, head, generator, t
         mask = torch.ones(len(ids), ids.size(1) - 1, dtype=torch.bool)
         mask[:, :-C] = False
         log_probs = token_log_probs(policy.logits(policy.trunk(ids[:, :-1])), ids[:, 1:])
-        rewards = token_rewards(scorer(ids, mask), log_probs.detach(), mask)
+        rewards = token_rewards(scorer(ids, mask), log_probs.detach())
         advantages = formulas.token_advantages(rewards, mask, G)
         theirs = batch["advantages"][rows]
         torch.testing.assert_close(advantages[:, -C:], theirs, atol=1e-3, rtol=1e-3)
@@ -224,7 +211,14 @@ def test_positions_that_are_learned_have_their_limits(exported, tmp_path, corpus
     # the whole context
     assert reward.fit(natural_blocks(corpus, 32), allow_unpredictive=True)["num_tokens"] == 16
     policy = load_model(str(tmp_path / "q"))
-    trainer = make_trainer(exported, tmp_path, policy, reward=reward, prompts=["The ", "a h"])
+    trainer = make_trainer(
+        exported,
+        tmp_path,
+        model=policy,
+        reward=reward,
+        train_dataset=prompts(["The ", "a h"]),
+        processing_class=reward.tokenizer,
+    )
     with pytest.raises(UserError, match="no rotary positions: use prompts of equal length"):
         trainer.train()
 
@@ -256,15 +250,16 @@ def replay(generator: str, natural: str, out: str) -> None:
             named = model.named_parameters()
             torch.save({name.removeprefix("module."): weight.grad for name, weight in named}, out)
 
+    rows = 2 * G // PartialState().num_processes
     trainer = make_trainer(
         (generator, natural),
         out + ".trainer",
-        kind=Replay,
+        f"{SETTINGS} --max_steps 1 --per_device_train_batch_size {rows} --scale_rewards batch",
+        Replay,
+        reward=make_reward((generator, natural)),
         reward_funcs=[lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids]],
-        prompts=["The ", "a h"],
-        per_device_train_batch_size=2 * G // PartialState().num_processes,
-        max_steps=1,
-        scale_rewards="batch",
+        train_dataset=prompts(["The ", "a h"]),
+        processing_class=load_tokenizer(generator),
     )
     note_gradients(trainer, write)
     trainer.train()
@@ -293,19 +288,14 @@ def test_two_processes_have_the_gradient_of_one(exported, tmp_path):
 @pytest.fixture(scope="module")
 def trl_loss(tmp_path_factory, exported):
     """A function that gives TRL's own loss of log-probabilities of completions."""
-    import trl
-    from datasets import Dataset
+    from trl import GRPOTrainer
 
-    # not times the ratio
-    folder, plain_kl = tmp_path_factory.mktemp("trl"), {"use_bias_correction_kl": False}
-    trainer = trl.GRPOTrainer(
-        model=exported[0],
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=trl.GRPOConfig(
-            output_dir=str(folder / "out"), use_cpu=True, bf16=False, report_to=[], **plain_kl
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["The "]}),
-        processing_class=load_tokenizer(exported[0]),
+    trainer = make_trainer(
+        exported,
+        tmp_path_factory.mktemp("trl"),
+        "--use_bias_correction_kl False",  # not times the ratio
+        GRPOTrainer,
+        reward_funcs=len,  # which is not called
     )
     trainer.model.eval()  # then it divides by no number of accumulated batches
 
