@@ -85,6 +85,7 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     scorer = RewardScorer(LikelihoodRewardModel(best, q), reference)
     scorer.reward_model.mixture.data.fill_(30.0)
     monkeypatch.setattr(corpus_module, "INTERVAL_CHARACTERS", 16)
+    monkeypatch.setattr(evaluation, "EVAL_TOKENS", 16)  # for evaluations during the training
     opened = open_corpus(str(corpus), 17)
     copies = CopyFinder(opened.train, opened.tokenizer.decode)
     asked = evaluation.PolicyEvaluation(scorer, opened, copies, 7, "report")
@@ -103,27 +104,6 @@ def test_figures_of_a_part_are_of_its_text_alone_and_the_mixture_has_a_kl_of_0(
     assert all(tuple(row.tolist()) in windows for row in asked.prompts.natural)
     loss = -text_log_probs(reference, WholeSplitBatches(text, 16, 64)).mean().item()
     assert figures["reference"]["report_loss"] == pytest.approx(loss, abs=1e-6)
-
-
-def test_losses_are_of_a_fixed_subset_of_what_selects_and_of_all_that_reports(
-    corpus, generator, monkeypatch
-):
-    """A part within EVAL_TOKENS is read as one without a bound, to the bit."""
-    model, opened = (
-        build_model(load_checkpoint(generator), generator),
-        open_corpus(str(corpus), 17),
-    )
-    scorer = RewardScorer(None, build_model(load_checkpoint(generator), generator))
-
-    def losses(part: str, amount: int) -> torch.Tensor:
-        monkeypatch.setattr(evaluation, "EVAL_TOKENS", amount)
-        return evaluation.PolicyEvaluation(scorer, opened, None, 7, part).losses(model)
-
-    whole = losses("select", 10**6)
-    assert torch.equal(losses("select", len(whole)), whole)
-    some = losses("select", 3 * 16 + 5)
-    assert torch.allclose(some.view(3, 16), whole.view(6, 16)[[0, 2, 4]], atol=1e-6)
-    assert torch.equal(losses("report", 16), losses("report", 10**6))
 
 
 @pytest.mark.parametrize(

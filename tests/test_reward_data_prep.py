@@ -36,11 +36,9 @@ from generation import completions
 from generation.completions import complete
 from generation.kv_cache import cache_dtype
 from model import GPT, GPTConfig
-from reward.heads import build_reward_model
 from reward_data_config import RewardDataConfig
-from reward_dataset_loader import RewardDataset, create_reward_dataloaders
+from reward_dataset_loader import RewardDataset
 from tokenization_manager import TokenizationInfo, TokenizationManager, save_meta
-from training.checkpoint import load_checkpoint
 
 N = 16  # block_size of the tiny generator
 G = 4  # samples_per_chunk of the shared dataset
@@ -99,18 +97,6 @@ def test_reward_data_loading(corpus, generator, reward_data, splits):
         expected = {"seed": "42", "samples_per_chunk": "4", "meta_path": str(corpus / "meta.pkl")}
         assert expected.items() <= dataset.metadata.items()
         assert re.fullmatch("[0-9a-f]{64}", dataset.metadata["model_sha256"])
-
-
-def test_reward_model_forward(reward_data, reward_model):
-    model = build_reward_model(load_checkpoint(reward_model), reward_model)
-    x, y = next(iter(create_reward_dataloaders(str(reward_data), batch_size=8)[0]))
-    with torch.no_grad():
-        probabilities, loss = model(x, y)
-        alone, no_loss = model(x)
-    assert probabilities.shape == (8, 2) and (probabilities >= 0).all()
-    assert torch.allclose(probabilities.sum(-1), torch.ones(8))
-    assert loss.item() == pytest.approx(((probabilities - y) ** 2).mean().item(), rel=1e-5)
-    assert no_loss is None and torch.equal(alone, probabilities)
 
 
 def test_labels_are_exact_and_natural_prefixes_untouched(reward_data, splits):
