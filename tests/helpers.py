@@ -221,21 +221,6 @@ def press_ctrl_c() -> None:
     raise KeyboardInterrupt
 
 
-def kill_once_saved(
-    script: str, function: str, seconds: float, state: Path, **options: Any
-) -> None:
-    """Run a script with a slower `function`, and kill it as soon as the file `state` exists."""
-    slow = f"import time, {script}; from common import process; original = {script}.{function}\n"
-    slow += f"def slow(*a): time.sleep({seconds}); return original(*a)\n"
-    slow += f"{script}.{function} = slow; process.run_main({script}.main)"
-    process = start("-c", slow, *as_arguments(options))
-    while process.poll() is None and not state.exists():
-        time.sleep(0.005)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-
-
 def run_ranks(num_ranks: int, script: str, **options: Any) -> Finished:
     """Run a script in several processes on this machine, with the variables and the store that
     torchrun gives them.
