@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import make_text, refuse, refuse_in_one_line, succeed
+from helpers import as_arguments, make_text, refuse, refuse_in_one_line, succeed
 
 from common import files
 from data_loader import load_binary, load_text
@@ -153,21 +153,23 @@ def test_texts_that_are_too_short_and_a_folder_named_for_characters():
     assert "'char' in the name" in refused("novel.txt", name="my_char", tokenization="bpe")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"name": "a/b"}, "name=a/b: must be a plain name"),
-        ({"name": ".."}, "name=..: must be a plain name"),
-        ({"out_dir": "here"}, "one of name and out_dir"),
-        ({"tokenizer": "here"}, "tokenization and tokenizer are both given"),
-        ({"vocab_size": 300}, "vocab_size=300 is ignored without tokenization=learned_bpe"),
-        ({"tokenization": "learned_bpe", "vocab_size": 256}, "vocab_size=256: must be >= 257"),
-        ({"train_split": 1.0}, "train_split=1.0"),
-        ({"block_size": 0}, "block_size=0"),
-    ],
-)
-def test_settings_that_are_refused(options, said):
-    message = refuse("prepare_text", "novel.txt", **{"name": "novel", **PLAIN, **options})
+REFUSED = """
+--name a/b => name=a/b: must be a plain name
+--name .. => name=..: must be a plain name
+--out_dir here => one of name and out_dir
+--tokenizer here => tokenization and tokenizer are both given
+--vocab_size 300 => vocab_size=300 is ignored without tokenization=learned_bpe
+--tokenization learned_bpe --vocab_size 256 => vocab_size=256: must be >= 257
+--train_split 1.0 => train_split=1.0
+--block_size 0 => block_size=0
+"""
+
+
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_settings_that_are_refused(line):
+    options, _, said = line.partition(" => ")
+    given = as_arguments({"name": "novel", **PLAIN})
+    message = refuse("prepare_text", "novel.txt", *given, *options.split())
     assert message.count("ERROR") == 1 and f"  ERROR: {said}" in message
     assert not Path("data").exists()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import (
     TINY_TRAIN,
+    as_arguments,
     assert_same_weights,
     make_checkpoint,
     make_corpus,
@@ -91,26 +92,26 @@ def test_a_start_is_cut_to_a_smaller_context_as_in_nanogpt(options, tmp_path, co
     assert load_checkpoint(options["out_dir"] / "model_checkpoint.pt")["config"].block_size == 8
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"init_from": "scratchh"}, "init_from=scratchh"),
-        ({"n_layer": 2}, "n_layer=2: {generator}, .*n_layer=1"),
-        ({"block_size": 32}, "block_size=32: {generator}, .*block_size=16"),
-        ({"init_from": "scratch", "short_contexts": 3}, "short_contexts: 3 .*block_size=128"),
-        ({"bias": True}, "bias=True: {generator}, .*bias=False"),
-        ({"lr_schedule": "linear", "min_lr": 1e-4}, "lr_schedule=linear: .*min_lr"),
-        ({"lr_schedule": "cooldown", "decay_lr": False}, "lr_schedule=cooldown: decay_lr"),
-        ({"short_contexts": 0}, "short_contexts: 0 .*block_size=16"),
-        ({"short_contexts": [8, 24]}, "short_contexts: 24 .*block_size=16"),
-        ({"init_from": "scratch", "n_head": 3}, "n_embd=128 is not a multiple of n_head=3"),
-    ],
-)
-def test_settings_that_are_refused(options, generator, changes, problem):
-    message = refuse("train", **{**options, **changes})
-    assert message.count("ERROR: ") == 1 and re.search(
-        f"ERROR: {problem.format(generator=generator)}", message
-    )
+# Options, and what the error says.
+REFUSED = r"""
+--init_from scratchh => init_from=scratchh
+--n_layer 2 => n_layer=2: {generator}, .*n_layer=1
+--block_size 32 => block_size=32: {generator}, .*block_size=16
+--init_from scratch --short_contexts 3 => short_contexts: 3 .*block_size=128
+--bias True => bias=True: {generator}, .*bias=False
+--lr_schedule linear --min_lr 1e-4 => lr_schedule=linear: .*min_lr
+--lr_schedule cooldown --decay_lr False => lr_schedule=cooldown: decay_lr
+--short_contexts 0 => short_contexts: 0 .*block_size=16
+--short_contexts 8 24 => short_contexts: 24 .*block_size=16
+--init_from scratch --n_head 3 => n_embd=128 is not a multiple of n_head=3
+"""
+
+
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_settings_that_are_refused(options, generator, line):
+    changes, _, problem = line.format(generator=generator).partition(" => ")
+    message = refuse("train", *as_arguments(options), *changes.split())
+    assert message.count("ERROR: ") == 1 and re.search(f"ERROR: {problem}", message)
     assert not options["out_dir"].exists()
 
 
