@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.process import warn
 from grpo.settings import GRPOSettings
-from training.optimizers import Best
+from training.optimizers import Best, SavedAttributes
 
 LARGEST_WINDOW = 10  # steps
 # A plateau: the objective has not risen by PLATEAU_MIN_DELTA in PLATEAU_WINDOWS windows of steps.
@@ -31,8 +31,13 @@ WIDTH_OF_INTERVAL = 3.92  # of a 95% interval, in standard errors
 
 
 @dataclass
-class Stops:
-    """Rules that end the training. The reward of one step is noise: the rules compare windows."""
+class Stops(SavedAttributes):
+    """Rules that end the training. The reward of one step is noise: the rules compare windows.
+
+    A resumed run keeps the saved window: more steps do not lengthen it.
+    """
+
+    saved = ("window", "start_loss", "rewards", "objectives", "broken_cap", "has_warned")
 
     window: int  # steps
     reward_threshold: float  # for the mean P(natural) of a window
@@ -40,7 +45,7 @@ class Stops:
     characters_per_token: float = 1.0  # figures are in nats per token, limits in nats per character
     in_nats: bool = True  # the objective: evidence is, P(natural) and a function's reward are not
     start_loss: float = math.nan  # of the starting policy on natural text
-    rewards: list[float] = field(default_factory=list)  # per step: P(natural), or a function's
+    rewards: list[float] = field(default_factory=list)  # per step: mean P(natural)
     objectives: list[float] = field(default_factory=list)  # per step: mean of what is optimised
     broken_cap: str = ""  # the first cap that was exceeded
     has_warned: bool = False  # that the loss rises
@@ -58,16 +63,8 @@ class Stops:
         """Return a cap in nats per token."""
         return CAPS[name] * self.characters_per_token
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.window = int(state["window"])  # more steps do not lengthen it
-        self.start_loss = float(state["start_loss"])
-        self.rewards = [float(reward) for reward in state["rewards"]]
-        self.objectives = [float(objective) for objective in state["objectives"]]
-        self.broken_cap = str(state["broken_cap"])
-        self.has_warned = bool(state.get("has_warned"))  # absent in earlier versions
+        super().load_state_dict({"has_warned": False, **state})  # absent in earlier versions
 
     def start(self, evaluation: Mapping[str, Any]) -> None:
         """Record the figures of the starting policy, with which later ones are compared."""
@@ -77,7 +74,8 @@ class Stops:
         """Record the figures of a step. Natural text has no reward and no objective."""
         if "objective" in figures:
             self.objectives.append(figures["objective"])
-            self.rewards.append(figures.get("reward", figures["objective"]))
+        if "reward" in figures:
+            self.rewards.append(figures["reward"])
         self._check_caps(figures)
 
     def evaluation(self, figures: Mapping[str, Any]) -> None:
@@ -106,11 +104,11 @@ class Stops:
         """Return the reason to stop (cap, reward threshold or plateau), or None to continue."""
         if self.broken_cap:
             return self.broken_cap
-        if len(self.rewards) < self.window:
-            return None
-        last = float(np.mean(self.rewards[-self.window :]))
-        if not self.has_function and last >= self.reward_threshold:
-            return f"reward threshold: {last:.3f} >= {self.reward_threshold}"
+        last = self.rewards[-self.window :]
+        if len(last) == self.window and not self.has_function:
+            mean = float(np.mean(last))
+            if mean >= self.reward_threshold:
+                return f"reward threshold: {mean:.3f} >= {self.reward_threshold}"
         min_delta = PLATEAU_MIN_DELTA
         unit = ""
         if self.in_nats:
