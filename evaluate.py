@@ -304,11 +304,10 @@ def load_fresh_text(
     baseline = ckpt.load_checkpoint(str(settings.baseline))
     reference = ckpt.build_model(baseline, str(settings.baseline), device)
     contents = ckpt.load_checkpoint(str(settings.reward_model_path))
+    reward_model = build_reward_model(contents, str(settings.reward_model_path), device)
     names = ("the baseline", "the reward model")
-    ckpt.check_mode(contents, "reward", str(settings.reward_model_path))
     check_same_fields(reference.config, contents["config"], *names)
     check_same_tokens(baseline["tokenization"], contents["tokenization"], *names)
-    reward_model = build_reward_model(contents, str(settings.reward_model_path), device)
     scorer = RewardScorer(reward_model, reference, select_dtype("auto", device))
     if settings.part != "whole":
         tokens = validation_part(tokens, reference.config.block_size, settings.part)

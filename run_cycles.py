@@ -209,9 +209,12 @@ class Loop:
             controls.append(
                 self.train("control_plain", "control_plain", cycle, name, self.corpus, start)
             )
-        sampled: dict[str, Any] = {"credit": "token"}
-        for name in ("reward_function", "function_weight"):  # the control learns the same task
-            sampled[name] = getattr(self.sections["train_grpo"], name)
+        task = self.sections["train_grpo"]
+        sampled = {
+            "credit": "token",
+            "reward_function": task.reward_function,  # the control learns the same task
+            "function_weight": task.function_weight,
+        }
         for kind, options in (("control_sampled", sampled), ("control_distil", {})):
             if kind not in self.controls or not self.is_likelihood:
                 continue

@@ -51,7 +51,7 @@ from reports.figures import GRPO, draw_curves, write_png
 from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import RewardFunction
-from training.checkpoint import build_model, check_mode, load_checkpoint, save_checkpoint
+from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 from training.lineage import (
     check_same_splits,
     check_same_tokens,
@@ -210,15 +210,12 @@ def load_scorer(
         path = settings.reward_model_path
         contents = load_checkpoint(path)
         models = ("the policy", "the reward model")
-        check_mode(contents, "reward", path)
+        reward_model = build_reward_model(contents, path, device)
         check_same_fields(reference.config, contents["config"], *models)
         check_same_tokens(base["tokenization"], contents["tokenization"], *models)
         check_generator(path, contents["training"] or {}, base_path)
-        reward_model = build_reward_model(contents, path, device)
-    names = settings.reward_function or ()
-    weights = settings.function_weight or (1.0,) * len(names)
     functions = []
-    for name, weight in zip(names, weights, strict=True):
+    for name, weight in zip(settings.reward_function or (), settings.weights, strict=True):
         functions.append(RewardFunction(name, corpus.tokenizer.decode, weight))
     return RewardScorer(
         reward_model,

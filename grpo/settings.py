@@ -86,6 +86,11 @@ class GRPOSettings(Settings):
     seed: int = setting(42, minimum=0)
     """seed of prompts and completions"""
 
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Return the weight of each reward function."""
+        return self.function_weight or (1.0,) * len(self.reward_function or ())
+
     def ignored_options(self) -> dict[str, str]:
         """Return the options that have no effect, with the reason."""
         ignored = {}
@@ -118,12 +123,9 @@ class GRPOSettings(Settings):
             "reward_model_path is required",
             "Pass the checkpoint with --reward_model_path, or your function with --reward_function",
         )
-        may_be_exact = self.credit == "exact" or (
-            self.credit == "auto" and bool(self.reward_model_path)
-        )
-        compares_nothing = may_be_exact and not self.reward_function
+        may_be_exact = self.credit in ("auto", "exact") and not self.reward_function
         errors.check(
-            compares_nothing or self.group_size > 1,
+            may_be_exact or self.group_size > 1,
             f"group_size=1 leaves credit={self.credit} nothing to compare",
             "Use --group_size 2 or more, or --credit exact without a reward_function",
         )
@@ -146,11 +148,10 @@ class GRPOSettings(Settings):
             "after them, and must not end in _model, _std, _low or _high",
             "Give the function another name, as in short = score",
         )
-        weights = self.function_weight or (1.0,) * len(names)
         errors.check(
-            len(weights) == len(names) and all(map(math.isfinite, weights)),
-            f"function_weight={weights}: must be a finite number for each function, {len(names)} "
-            "in all",
+            len(self.weights) == len(names) and all(map(math.isfinite, self.weights)),
+            f"function_weight={self.weights}: must be a finite number for each function, "
+            f"{len(names)} in all",
             "Pass as many weights as reward functions",
         )
 
