@@ -144,7 +144,7 @@ def main() -> None:
         # tokens t. The result is (R, N - 1); if rows were compared, all tokens of a row share their
         # advantage. Each function is compared by itself, and its advantages are multiplied by its
         # weight: `advantages` maps each part of the reward (the model, each function) to its own.
-        # With credit=exact (what auto chooses with a likelihood head) the model has none: the
+        # With credit=exact (what auto chooses with a likelihood head) the model's is None: the
         # update computes the expectation over all V next tokens instead of comparing sampled ones.
         advantages = compute_advantages(rollouts, scores, settings)
         figures = step_figures(rollouts, scores, advantages, settings, ranks)

@@ -16,7 +16,8 @@ from grpo.rollouts import Rollouts
 from grpo.settings import GRPOSettings
 from reward.scorer import Scores, mean_over_mask
 
-Advantages = dict[str, Tensor]  # of each part of the reward, with its weight: (R, N - 1)
+# Of each part of the reward, with its weight: (R, N - 1); None: credit=exact computes this part.
+Advantages = dict[str, Tensor | None]
 
 
 def token_rewards(scores: Scores, log_probs: Tensor) -> Tensor:
@@ -72,13 +73,15 @@ def compute_advantages(rollouts: Rollouts, scores: Scores, settings: GRPOSetting
     unless advantage_scale=none leaves out std(r).
 
     credit=token compares tokens, credit=sequence sequences. credit=exact computes the model's part
-    over all tokens of the vocabulary, so that it has no advantages here. With exact, and with auto
-    (only functions), a function's own kind of rewards decides.
+    over all tokens of the vocabulary, so that it is None here. With exact, and with auto (only
+    functions), a function's own kind of rewards decides.
     """
     advantages: Advantages = {}
     log_probs = rollouts.old_log_probs
     mask = rollouts.mask
-    if scores.natural is not None and settings.credit != "exact":
+    if settings.credit == "exact":
+        advantages["model"] = None
+    elif scores.natural is not None:
         assert log_probs is not None  # natural text is for credit=exact only
         if settings.credit == "token":
             rewards = token_rewards(scores, log_probs)  # (R, N - 1)
@@ -104,10 +107,11 @@ def compare(rewards: Tensor, rollouts: Rollouts, settings: GRPOSettings) -> Tens
 
 
 def total_advantages(advantages: Advantages) -> Tensor | None:
-    """Return the sum (R, N - 1) of all parts; None if there are none."""
-    if not advantages:
+    """Return the sum (R, N - 1) of all parts that have advantages; None if there are none."""
+    sampled = [values for values in advantages.values() if values is not None]
+    if not sampled:
         return None
-    return torch.stack(tuple(advantages.values())).sum(0)
+    return torch.stack(sampled).sum(0)
 
 
 def step_figures(

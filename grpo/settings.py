@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.log import check_tracker
-from common.process import UserError
+from common.process import require
 from common.settings import Errors, Settings, setting
 
 DEFAULT_BETA = 0.04  # weight of the KL penalty if the reward contains no KL
@@ -97,7 +97,8 @@ class GRPOSettings(Settings):
         if self.credit == "exact":
             ignored.update(dict.fromkeys(("reward", "beta"), "credit=exact"))
             if not self.reward_function:
-                ignored.update(dict.fromkeys(SAMPLED_ONLY, "credit=exact"))
+                reason = "credit=exact, but not with credit=token"
+                ignored.update(dict.fromkeys(SAMPLED_ONLY, reason))
         elif self.credit != "auto":
             ignored.update(dict.fromkeys(("kl", "prefixes"), f"credit={self.credit}"))
         if not self.reward_model_path:
@@ -172,11 +173,17 @@ def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOS
             reward = "natural"
         if credit == "auto":
             credit = choose_credit(settings, is_ratio, knows_tokens)
-        if (credit == "exact" and not is_ratio) or (credit == "token" and not knows_tokens):
-            raise UserError(
-                f"ERROR: credit={credit}: {settings.reward_model_path} has no per-token rewards; "
-                "use --credit auto, or a reward model with a likelihood head"
-            )
+            errors = Errors()
+            replace(settings, credit=credit).check_settings(errors)
+            errors.raise_if_any()
+        is_missing = (credit == "exact" and not is_ratio) or (
+            credit == "token" and not knows_tokens
+        )
+        require(
+            not is_missing,
+            f"credit={credit}: {settings.reward_model_path} has no per-token rewards; "
+            "use --credit auto, or a reward model with a likelihood head",
+        )
     reward_has_kl = is_ratio and settings.reward == "evidence"
     if beta is None and reward_has_kl:
         beta = 0.0
@@ -193,24 +200,8 @@ def choose_credit(
     exact needs a reward that is a ratio of two models: it sums over the vocabulary, which
     P(natural) does not allow. Reward functions do not matter here: their part is sampled.
     """
-    credit: Literal["token", "sequence", "exact"] = "sequence"
-    way_out = "leave it out"
     if is_ratio and settings.reward == "evidence":
-        credit = "exact"
-        way_out = "use --credit token, or leave it out"
-    elif knows_tokens:
-        credit = "token"
-    chosen = replace(settings, credit=credit)
-    for name in chosen.ignored_options():
-        value = getattr(settings, name)
-        if value != getattr(GRPOSettings, name):
-            raise UserError(
-                f"ERROR: {name}={value} has no effect with credit={credit}, which credit=auto "
-                f"chooses for this reward: {way_out}"
-            )
-    if credit != "exact" and settings.group_size < 2:
-        raise UserError(
-            f"ERROR: group_size=1 leaves credit={credit}, which credit=auto chooses for this "
-            "reward, nothing to compare: use --group_size 2 or more"
-        )
-    return credit
+        return "exact"
+    if knows_tokens:
+        return "token"
+    return "sequence"

@@ -90,13 +90,10 @@ class Updater:
         The policy does not change. Return nothing for a single part. The KL to the start (beta) is
         not a part.
         """
-        parts: dict[str, Tensor | None] = dict(advantages)
-        if self.settings.credit == "exact":
-            parts["model"] = None  # needs no advantages
-        if len(parts) == 1:
+        if len(advantages) == 1:
             return {}
         norms = {}
-        for name, values in parts.items():
+        for name, values in advantages.items():
             settings = self.settings
             if values is not None:
                 settings = replace(settings, credit="token", beta=0.0)  # without the other losses

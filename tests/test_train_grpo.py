@@ -167,13 +167,12 @@ def test_what_the_head_does_not_know_is_refused_with_the_way_out(good, reward_mo
         line = refuse_in_one_line("train_grpo", **last, credit=credit)
         assert f"credit={credit}: {reward_model} " in line and "likelihood head" in line
     for option in ({"prefixes": "natural"}, {"group_size": 1}):
-        assert "credit=sequence, which" in refuse_in_one_line("train_grpo", **{**last, **option})
+        assert " credit=sequence" in refuse("train_grpo", **{**last, **option})
 
 
 def test_options_of_sampled_tokens_name_the_credit_that_they_need(good):
-    line = refuse_in_one_line("train_grpo", **good, epsilon=0.1)
-    assert "epsilon=0.1 has no effect with credit=exact" in line
-    assert "use --credit token" in line and not good["output_path"].parent.exists()
+    assert "but not with credit=token" in refuse("train_grpo", **good, epsilon=0.1)
+    assert not good["output_path"].parent.exists()
 
 
 @pytest.mark.parametrize("name", ["predictive_reward_model", "reward_model", None])
