@@ -176,11 +176,9 @@ def resolve(settings: GRPOSettings, is_ratio: bool, knows_tokens: bool) -> GRPOS
             errors = Errors()
             replace(settings, credit=credit).check_settings(errors)
             errors.raise_if_any()
-        is_missing = (credit == "exact" and not is_ratio) or (
-            credit == "token" and not knows_tokens
-        )
+        is_possible = {"exact": is_ratio, "token": knows_tokens, "sequence": True}
         require(
-            not is_missing,
+            is_possible[credit],
             f"credit={credit}: {settings.reward_model_path} has no per-token rewards; "
             "use --credit auto, or a reward model with a likelihood head",
         )
