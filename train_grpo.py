@@ -34,7 +34,7 @@ import torch
 from common.device import select_device, select_dtype
 from common.distributed import Ranks, start_ranks
 from common.log import check_finite, format_size, print0, read_records
-from common.process import UserError, run_main, warn
+from common.process import UserError, require, run_main, warn
 from common.settings import parse_settings
 from corpus.corpus import Corpus, open_corpus
 from generation.completions import Completer
@@ -201,10 +201,10 @@ def load_scorer(
     """Load the reward model, the reference and the reward functions; check that they fit."""
     base_path = str(settings.base_model_path)
     reference = build_model(base, base_path, device)
-    if reference.config.block_size < 2:
-        raise UserError(
-            f"ERROR: {base_path} has block_size 1, so there is nothing to complete; use 2 or more"
-        )
+    require(
+        reference.config.block_size >= 2,
+        f"{base_path} has block_size 1, so there is nothing to complete; use 2 or more",
+    )
     reward_model = None
     if settings.reward_model_path is not None:
         path = settings.reward_model_path

@@ -92,10 +92,9 @@ def read_pieces(path: str | os.PathLike) -> Iterator[str]:
         with open(path, encoding="utf-8-sig") as file:
             piece = file.read(CHUNK)
             while piece:
-                if "\0" in piece:
-                    raise UserError(
-                        f"ERROR: {path} contains a NUL character, so it is not UTF-8 text"
-                    )
+                require(
+                    "\0" not in piece, f"{path} contains a NUL character, so it is not UTF-8 text"
+                )
                 yield piece
                 piece = file.read(CHUNK)
     except UnicodeDecodeError as error:
@@ -138,8 +137,7 @@ def load_state(path: str | Path, remedy: str = "choose another file") -> dict[st
     Raise UserError, with the remedy, for any other file.
     """
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"ERROR: Model file not found: {path}")
+    require(path.is_file(), f"Model file not found: {path}")
     try:
         if zipfile.is_zipfile(path):
             _check_archive(path)

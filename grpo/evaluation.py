@@ -15,7 +15,7 @@ from torch import Tensor
 from common.device import autocast, random_stream
 from common.files import lock_output, write_json
 from common.log import counted, print0
-from common.process import UserError, is_main_rank, warn
+from common.process import UserError, is_main_rank, require, warn
 from corpus.corpus import Corpus
 from data_loader import ValidationParts, WholeSplitBatches, validation_part
 from generation.completions import Completer
@@ -171,11 +171,10 @@ def skill_on_policy(
     G = GATE_SAMPLES
     device = next(completer.model.parameters()).device
     gate = ValidationParts.of(len(tokens) // N).gate
-    if not gate:
-        raise UserError(
-            f"ERROR: {len(tokens)} validation tokens are fewer than four blocks of {N}: "
-            "use more text"
-        )
+    require(
+        len(gate) > 0,
+        f"{len(tokens)} validation tokens are fewer than four blocks of {N}: use more text",
+    )
     P = min(GATE_BLOCKS, len(gate))
     blocks = gate.start + np.arange(P) * len(gate) // P
     natural = text_rows(tokens, blocks * N, N).to(device)  # (P, N)

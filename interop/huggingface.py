@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.files import GPT2_NAMES
-from common.process import UserError, warn
+from common.process import UserError, require, warn
 from model import GPTConfig
 from tokenization_manager import TokenizationManager
 
@@ -96,11 +96,11 @@ def read_folder(folder: str | Path) -> dict[str, Any]:
     Raise UserError if files are damaged, or if GPTConfig cannot represent the model.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"ERROR: {folder} is a folder without config.json, not a model: "
-            "pass the file of a checkpoint (.pt)"
-        )
+    require(
+        (folder / "config.json").is_file(),
+        f"{folder} is a folder without config.json, not a model: "
+        "pass the file of a checkpoint (.pt)",
+    )
     load_transformers()
     tokenization = None
     num_tokens = None

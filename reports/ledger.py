@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.files import read_json, write_json
-from common.process import UserError
+from common.process import require
 from common.settings import differing_settings
 
 Record = Mapping[str, Any]
@@ -44,10 +44,7 @@ class Ledger:
             is_ledger = is_ledger and all(isinstance(name, str) for name in names)
         except (AttributeError, KeyError, TypeError):
             is_ledger = False
-        if not is_ledger:
-            raise UserError(
-                f"ERROR: {self.path} is not a ledger of this version: use another --out_dir"
-            )
+        require(is_ledger, f"{self.path} is not a ledger of this version: use another --out_dir")
 
     def start(self, about: dict[str, Any]) -> None:
         """Begin a run; earlier records stay."""
@@ -109,9 +106,9 @@ def default_folder(sources: Sequence[str]) -> str:
     """
     folder = Path("out", Path(sources[0]).stem)
     earlier = Ledger(folder).about.get("sources", sources)
-    if list(map(os.path.abspath, earlier)) != list(map(os.path.abspath, sources)):
-        raise UserError(
-            f"ERROR: {folder} holds a run of {', '.join(earlier)}, and this one is of "
-            f"{', '.join(sources)}: choose another folder with --out_dir"
-        )
+    require(
+        list(map(os.path.abspath, earlier)) == list(map(os.path.abspath, sources)),
+        f"{folder} holds a run of {', '.join(earlier)}, and this one is of "
+        f"{', '.join(sources)}: choose another folder with --out_dir",
+    )
     return str(folder)

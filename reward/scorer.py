@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.device import autocast
-from common.process import UserError
+from common.process import require
 from generation.shared_prompts import SharedPrompts, rows_of_whole_groups, scatter_to_mask
 from losses import token_log_probs
 from model import GPT
@@ -72,13 +72,12 @@ class RewardScorer:
         if model is None:
             return
         model.requires_grad_(False)
-        if not model.is_ratio:
-            return
-        if not have_same_weights(model.generator, self.reference):
-            raise UserError(
-                "ERROR: the generator in the reward model is not the policy's start: train a "
-                "reward model for this generator"
-            )
+        is_start = not model.is_ratio or have_same_weights(model.generator, self.reference)
+        require(
+            is_start,
+            "the generator in the reward model is not the policy's start: train a reward model for "
+            "this generator",
+        )
 
     @torch.no_grad()
     def __call__(

@@ -17,7 +17,7 @@ from typing import Any
 from common.distributed import Ranks
 from common.files import load_state, lock_output, save_state
 from common.log import RunLog, Tracker, print0, progress
-from common.process import Finished, UserError, flag_signals
+from common.process import Finished, UserError, flag_signals, require
 from common.settings import Settings, changeable, differing_settings
 
 RESUME_HINT = (
@@ -81,11 +81,11 @@ class Run:
                 "another output, pass --overwrite True to replace it, or pass --init_from resume "
                 "to continue that run with its own settings."
             )
-        if not (state["finished"] and self.output.exists()):
-            raise UserError(
-                f"ERROR: {self.output} has a run of these settings that was interrupted: "
-                "pass --init_from resume to continue, or --overwrite True to start over"
-            )
+        require(
+            state["finished"] and self.output.exists(),
+            f"{self.output} has a run of these settings that was interrupted: "
+            "pass --init_from resume to continue, or --overwrite True to start over",
+        )
         raise Finished(
             f"{self.output} was already made with these settings. "
             "Pass --overwrite True to make it again."
