@@ -221,6 +221,21 @@ def evenly_spaced(numbers: np.ndarray, total: int, count: int) -> np.ndarray:
     return numbers * total // count
 
 
+def check_length(tokens: np.ndarray, length: int) -> None:
+    """Raise UserError if a text (n,) is too short for a prompt and its completion."""
+    require(
+        len(tokens) >= length,
+        f"prompts of {length} tokens need at least {length} tokens of text, got {len(tokens):,}: "
+        "use more data",
+    )
+
+
+def text_rows(tokens: np.ndarray, starts: np.ndarray, length: int) -> Tensor:
+    """Return (B, length) int64: the tokens (n,) from each of B starts on."""
+    rows = tokens[starts[:, None] + np.arange(length)]
+    return torch.from_numpy(rows.astype(np.int64))
+
+
 def get_batch(
     tokens: np.ndarray,
     block_size: int,

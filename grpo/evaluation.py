@@ -17,12 +17,12 @@ from common.files import lock_output, write_json
 from common.log import counted, print0
 from common.process import UserError, is_main_rank, require, warn
 from corpus.corpus import Corpus
-from data_loader import ValidationParts, WholeSplitBatches, validation_part
+from data_loader import ValidationParts, WholeSplitBatches, text_rows, validation_part
 from generation.completions import Completer
 from generation.sampling import Sampling
 from grpo.policy_loss import kl_estimate
 from grpo.rewards import named_rewards, sequence_rewards
-from grpo.rollouts import draw_prompts, text_rows, written_mask
+from grpo.rollouts import draw_prompts, written_mask
 from grpo.settings import GRPOSettings
 from losses import text_log_probs
 from metrics import reward_skill as skills

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.device import autocast, random_stream, select_dtype
 from common.distributed import Ranks
-from common.process import UserError
+from data_loader import check_length, text_rows
 from generation.completions import Completer
 from generation.sampling import Sampling
 from generation.shared_prompts import SharedPrompts, rows_of_whole_groups, scatter_to_mask
@@ -47,11 +47,7 @@ def draw_prompts(
     Each prompt starts at a uniform offset. Its length is uniform on [1, length / 2]. Raise
     UserError if the text has fewer than `length` tokens.
     """
-    if len(tokens) < length:
-        raise UserError(
-            f"ERROR: prompts of {length} tokens need at least {length} tokens of text, got "
-            f"{len(tokens):,}: use more data"
-        )
+    check_length(tokens, length)
     draw = random_stream(seed, *purpose)
     offsets = draw.integers(0, len(tokens) - length + 1, size=num_prompts)
     lengths = draw.integers(1, max(1, length // 2) + 1, size=num_prompts)
@@ -61,12 +57,6 @@ def draw_prompts(
         torch.from_numpy(lengths)[:, None].expand(num_prompts, group_size),
         torch.from_numpy(uniforms),
     )
-
-
-def text_rows(tokens: np.ndarray, offsets: np.ndarray, length: int) -> Tensor:
-    """Return (P, length) int64: the tokens (n,) from each of P offsets on."""
-    rows = np.stack([tokens[offset : offset + length] for offset in offsets])
-    return torch.from_numpy(rows.astype(np.int64))
 
 
 def written_mask(prefix_lengths: Tensor, length: int) -> Tensor:

@@ -31,9 +31,6 @@ GRAD_CLIP = 1.0  # largest gradient norm
 # 0.8 GB at 2**24, and 2.7 GB in one piece.
 PIECE_LOGITS = 2**24
 
-Loss = tuple[Tensor, dict[str, Tensor]]  # a loss () and metrics () without gradient
-Hidden = tuple[Tensor, ...]  # hidden states (m, C) of the models of a likelihood head
-
 
 @dataclass
 class Updater:
@@ -157,14 +154,15 @@ class Updater:
 def loss_of_rows(
     policy: GPT,
     rollouts: Rollouts,
-    hidden: Hidden,
+    hidden: tuple[Tensor, ...],
     mixture: LikelihoodRewardModel,
     reference_log_probs: Tensor,
     advantages: Tensor | None,
     settings: GRPOSettings,
-) -> Loss:
-    """Return the loss of some rows: that of credit=exact, that of sampled tokens, or their sum.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss () of some rows: that of credit=exact, that of sampled tokens, or their sum.
 
+    Also return metrics () without gradient.
     Sampled tokens (equation 3 of GRPO) need advantages (R, N - 1); with credit=exact only the
     user's functions have any. hidden: (m, C) per model of the mixture, before each token in the
     mask. reference_log_probs: (R, N - 1), log pi_ref.
@@ -202,7 +200,11 @@ def loss_of_rows(
 
 
 def exact_losses(
-    policy: GPT, rollouts: Rollouts, hidden: Hidden, mixture: LikelihoodRewardModel, kl: str
+    policy: GPT,
+    rollouts: Rollouts,
+    hidden: tuple[Tensor, ...],
+    mixture: LikelihoodRewardModel,
+    kl: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence from the mixture over all V at each token, and log pi of the token:
     (R, N - 1) each, 0 outside the mask.

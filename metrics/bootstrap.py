@@ -19,12 +19,10 @@ MIN_BLOCKS = 8
 NUM_RESAMPLES = 1000
 TAILS = (0.025, 0.975)  # of a 95% interval
 
-Interval = tuple[float, float] | tuple[None, None]  # (low, high)
-
 
 def bootstrap_interval(
     statistic: Callable[[Tensor], Tensor | float], count: int, seed: int
-) -> Interval:
+) -> tuple[float, float] | tuple[None, None]:
     """Return the 95% interval of a statistic of `count` independent units.
 
     `statistic` takes the numbers of the drawn units, (count,) int64, and returns a number. The

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.device import float64
-from metrics.bootstrap import Interval, bootstrap_interval, format_figure
+from metrics.bootstrap import bootstrap_interval, format_figure
 
 # The AUC compares sequences with K/N >= MOSTLY_NATURAL with those with K/N <= MOSTLY_WRITTEN.
 MOSTLY_NATURAL = 0.9
@@ -30,7 +30,9 @@ def float64_pair(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return float64(prediction), float64(target)
 
 
-def bootstrap_r_squared(prediction: Tensor, target: Tensor, blocks: Tensor, seed: int) -> Interval:
+def bootstrap_r_squared(
+    prediction: Tensor, target: Tensor, blocks: Tensor, seed: int
+) -> tuple[float, float] | tuple[None, None]:
     """Return the interval of R2 of predictions (n,) of targets (n,), over whole natural blocks.
 
     blocks: (n,), the natural block of each sequence. R2 is NaN in a resample of equal targets.

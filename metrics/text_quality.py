@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.device import float64, random_stream
-from common.process import require
+from data_loader import check_length, text_rows
 from generation.completions import Completer
 from generation.sampling import Sampling
 from metrics.bootstrap import bootstrap_interval, bootstrap_mean, widened
@@ -53,17 +53,12 @@ class Continuations:
 
         prompt_share: the prompt's share of a row. Raise UserError if there are fewer than N tokens.
         """
-        require(
-            len(tokens) >= length,
-            f"prompts of {length} tokens need at least {length} tokens of text, got "
-            f"{len(tokens):,}: use more data",
-        )
+        check_length(tokens, length)
         self.tokenizer = tokenizer
         draw = random_stream(SEED, "samples")
         distance = (len(tokens) - length + 1) / count  # of the starts of rows
         starts = ((np.arange(count) + draw.random()) * distance).astype(int)
-        rows = tokens[starts[:, None] + np.arange(length)].astype(np.int64)
-        self.rows = torch.from_numpy(rows)  # (R, N)
+        self.rows = text_rows(tokens, starts, length)  # (R, N)
         self.prompt_length = max(1, int(prompt_share * length))
         uniforms = draw.random((count, 1, length), dtype=np.float32)
         self.uniforms = torch.from_numpy(uniforms)
