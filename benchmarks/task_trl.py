@@ -1,6 +1,6 @@
 """Let a language model follow a task in TRL, and compare how natural its text stays.
 
-    python -m benchmarks.task_trl --whole smollm2/ --gguf_file SmolLM2-135M-Instruct.Q4_1.gguf
+    python benchmarks/task_trl.py --whole smollm2/ --gguf_file SmolLM2-135M-Instruct.Q4_1.gguf
 
 The task is to write no word of more than LONGEST letters. The start is the floor of
 examples/heal_pruned_model.py. From there each of ARMS trains for equal seconds: TRL's GRPOTrainer
@@ -16,10 +16,13 @@ text lacks.
 An interrupted run continues with its first unfinished arm. Other settings need another out_dir.
 """
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
@@ -72,7 +75,7 @@ class TaskSettings(HealSettings):
     num_blocks: int = setting(216, minimum=128)
     """held-out blocks: 24 for the reward's weight, 80 for the figures, the rest for the judge"""
     seconds: float = setting(480.0, above=0)
-    """training time of each arm, in place of `steps`"""
+    """training time of each arm in seconds of the processor, in place of `steps`"""
 
 
 def short_words(completions: list[str], **_: Any) -> list[float]:
@@ -137,10 +140,10 @@ def train(
     trl = import_optional("trl")
     from interop.crossover_trainer import CrossoverTrainer
 
-    end = time.monotonic() + settings.seconds
+    end = time.process_time() + settings.seconds
 
     def stop_in_time(args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = time.monotonic() > end
+        control.should_training_stop = time.process_time() > end
 
     callback = import_optional("transformers").TrainerCallback()
     callback.on_step_end = stop_in_time

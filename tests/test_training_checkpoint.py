@@ -223,7 +223,7 @@ WRONG = [
     (contents(config=config(vocab_size=12)), "size mismatch for"),
     (contents(config=config(problem=None)), "problem"),
     (contents(config=config(block_size=HUGE)), "block_size: must be <= 16777216"),
-    (contents(config=config(block_size=1 << 24)), "must be <= 16777216 for rotary positions"),
+    (contents(config=config(block_size=1 << 24)), "times n_embd, must be <= 33554432"),
     (contents(config=config(n_layer=1 << 24)), "1,936 weights, but its config needs"),
     (contents(config=config(n_embd=1 << 16)), "its config needs 103,079,936,000 or more"),
     (contents(model=state(lm_head__weight=[1.0])), "lm_head.weight is not a dense float tensor"),
