@@ -66,12 +66,23 @@ class Ranks:
         return slice(start, end)
 
     def sum(self, *values: float) -> list[float]:
-        """Return each value summed over the ranks."""
-        return [sum(column) for column in zip(*self.collect(values), strict=True)]
+        """Return each value summed over the ranks, in float64."""
+        if self.world_size == 1:
+            return list(values)
+        # The device is the CPU or CUDA: start_ranks refuses Apple's devices, which lack float64.
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(total)
+        return total.tolist()
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return (sum of n, ...): the tensors (n, ...) of the ranks, in the order of the ranks."""
-        return torch.cat(self.collect(part.cpu())).to(part.device)
+        """Return (world_size * n, ...): the tensors (n, ...) of the ranks, which have equal shapes,
+        in the order of the ranks.
+        """
+        if self.world_size == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.world_size)]
+        torch.distributed.all_gather(parts, part.contiguous())
+        return torch.cat(parts)
 
     def check_divides(self, name: str, count: int) -> None:
         """Raise UserError unless every rank can have an equal part of a setting's count."""
