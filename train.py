@@ -289,8 +289,8 @@ def longest_context(
     step: int, run: Run, settings: TrainSettings, block_size: int, num_steps: int
 ) -> int:
     """Return the longest context of the steps before `step`; before the first step, that step's."""
-    if run.first_settings["init_from"] != "scratch":
-        return block_size  # earlier runs had whole contexts
+    if run.first_settings["init_from"] != "scratch" or not settings.short_contexts:
+        return block_size  # earlier runs had whole contexts, as all steps have without short ones
     steps = range(max(1, step))
     return max(batch_shape(each, settings, block_size, num_steps)[0] for each in steps)
 

@@ -32,8 +32,8 @@ def prepare_corpora(
     if config_path:
         contents = read_config(config_path)
     for section, name in CORPORA.items():
-        is_named = contents.get("run_cycles", {}).get(name) == datasets[name]
-        is_named = is_named and section in contents
+        named = contents.get("run_cycles", {}).get(name)
+        is_named = section in contents and named == datasets[name]
         require(
             is_named or section not in words,
             f"--{section}.OPTION is for a corpus that the settings file names and has a section "

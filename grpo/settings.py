@@ -41,7 +41,7 @@ class GRPOSettings(Settings):
     prompts_per_step: int = setting(16, minimum=1)
     """prompts (groups) per step"""
     group_size: int = setting(8, minimum=1)
-    """completions per prompt: at least 2, which are compared, or 1 with credit=exact alone"""
+    """completions per prompt: at least 2 to compare, or 1 with credit=exact and no function"""
     max_steps: int = setting(100, minimum=1, changeable=True)
     """maximum number of steps"""
     updates_per_step: int = setting(1, minimum=1)

@@ -46,6 +46,8 @@ class Scores:
 
     def hidden_rows(self, part: slice, mask: Tensor) -> tuple[Tensor, ...]:
         """Return the hidden states of some rows; mask (R, N - 1) says which tokens have states."""
+        if not self.hidden:
+            return ()  # counting the tokens would wait for the GPU
         first = int(mask[: part.start].sum())
         end = first + int(mask[part].sum())
         return tuple(states[first:end] for states in self.hidden)
