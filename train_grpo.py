@@ -335,12 +335,22 @@ def report_outcome(
         f"{training['kept']['report_loss']:.4f} after, "
         f"difference {format_figure(training, 'difference', '+.4f')}"
     )
-    if settings.reward_function:
-        print0(
-            "Task reward of fresh text: "
-            f"{format_figure(training['start'], 'fresh_function_reward')} before, "
-            f"{format_figure(training['kept'], 'fresh_function_reward')} after"
-        )
+    titles = {"fresh_reward": "P(natural)", "fresh_function_reward": "Task reward"}
+    for function in report.scorer.functions:
+        titles[f"fresh_reward_{function.short_name}"] = f"Reward {function.short_name}"
+    for name, title in titles.items():
+        if name in training["kept"]:
+            before = format_figure(training["start"], name)
+            after = format_figure(training["kept"], name)
+            print0(f"{title} of fresh text: {before} before, {after} after")
+    for function in report.scorer.functions:
+        name = f"group_std_{function.short_name}"
+        spreads = [record[name] for record in read_records(run.log_path) if name in record]
+        if spreads and max(spreads) == 0:
+            warn(
+                f"{function.short_name} gave all completions of a prompt the same reward in every "
+                "step, so it changed nothing: let it return different numbers"
+            )
     print0(f"Saved {run.output}")
     run.save(run.step, finished=True)
 

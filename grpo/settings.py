@@ -151,9 +151,9 @@ class GRPOSettings(Settings):
         )
         errors.check(
             len(self.weights) == len(names) and all(map(math.isfinite, self.weights)),
-            f"function_weight={self.weights}: must be a finite number for each function, "
-            f"{len(names)} in all",
-            "Pass as many weights as reward functions",
+            f"function_weight={self.weights}: {len(names)} finite numbers are needed, one for each "
+            "reward function",
+            "Pass as many weights as reward functions, or none",
         )
 
 

@@ -52,9 +52,10 @@ class RewardFunction:
         with self._guarded():
             defined = execute_file(self.path, self.sha256)
         self.function: Any = defined.get(self.short_name)
-        if not callable(self.function) or isinstance(self.function, type):
-            rule = "name a function or an instance of a class"
-            self._fail(f"{self.path} has no function {self.short_name!r}: {rule}")
+        if isinstance(self.function, type):
+            self._fail("is a class: name an instance of it, or a function")
+        if not callable(self.function):
+            self._fail(f"{self.path} has no function {self.short_name!r}")
         with self._guarded():
             self.parameters = inspect.signature(self.function).parameters
         self.takes_all = any(each.kind == each.VAR_KEYWORD for each in self.parameters.values())
@@ -123,7 +124,8 @@ class RewardFunction:
             rewards.close()  # otherwise Python warns that it was never awaited
             self._fail("is an async def: call asyncio.run in a plain function")
         if not isinstance(rewards, list) or len(rewards) != count:
-            self._fail(f"returned {rewards!r:.40}, no list of {count} rewards; {RULE}")
+            expected = f"no list of {count} rewards, one for each completion"
+            self._fail(f"returned {rewards!r:.40}, {expected}; {RULE}")
         return rewards
 
     def _checked(self, numbers: list[Any]) -> Tensor:
