@@ -46,8 +46,9 @@ from examples.heal_pruned_model import (
     train_on_text,
 )
 from generation.completions import Completions
-from interop.crossover_reward import CrossoverReward, complete, load_model
+from interop.crossover_reward import CrossoverReward, load_model
 from interop.huggingface import import_optional
+from interop.samples import complete
 from metrics.samples import words_of
 from metrics.text_quality import Continuations, TextQuality
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from common.process import require, run_main
 from common.settings import Settings, parse_settings, setting
 from corpus.encode import find_texts, joined_pieces
-from interop.crossover_reward import CrossoverReward, complete, load_model, load_tokenizer
+from interop.crossover_reward import CrossoverReward, load_model, load_tokenizer
 from interop.huggingface import import_optional, load_transformers
+from interop.samples import complete
 from metrics.bootstrap import bootstrap_mean, format_figure
 
 PROMPT = 32  # tokens

@@ -9,24 +9,22 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from common.device import random_stream
-from common.log import counted, print0
+from common.log import print0
 from common.process import UserError, require, warn
 from interop.huggingface import first_line, import_optional, load_transformers
+from interop.samples import Samples, draw_samples
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
 from model import GPTConfig
 from reward.heads import LikelihoodRewardModel
 from reward.mixture import fit_mixture
 from reward.posterior import natural_probabilities
 
-ROWS = 8  # sequences read or generated at a time: their logits are B * T * V numbers
+ROWS = 8  # sequences read at a time: their logits are B * T * V numbers
 SAMPLES = 2  # crossover samples of a natural block
-CROSSOVERS = 16  # different crossovers in them; samples of one crossover are generated together
 Rows = Sequence[Sequence[int]]  # token ids of sequences of any lengths
 
 
@@ -60,6 +58,23 @@ class CausalModel(nn.Module):
     def rows_at_a_time(self) -> int:
         """Return how many sequences one pass reads."""
         return ROWS
+
+
+class TwoModels(LikelihoodRewardModel):
+    """The likelihood head of two causal models, as CrossoverReward reads and fits it."""
+
+    def read(self, idx: Tensor) -> tuple[Tensor, Tensor]:
+        """Return evidence log(m/q) (B, T) and log-probabilities under q (B, T - 1) of ids (B, T).
+
+        The first token's evidence is 0.
+        """
+        natural, written = self.log_probs(idx)
+        return self.calibrated(natural - written), written
+
+    def fit(self, samples: Samples, report: Samples) -> tuple[dict[str, Any], Tensor]:
+        """Fit the mixture to samples; return figures, and P(natural) (m,) of those to report."""
+        select = (samples.ids.numpy(), samples.labels().numpy())
+        return fit_mixture(self, select, (report.ids.numpy(), report.labels().numpy()))
 
 
 class CrossoverReward:
@@ -111,7 +126,7 @@ class CrossoverReward:
             CausalModel(natural.eval(), vocab_size),
             CausalModel(generator.eval(), vocab_size),
         ]
-        self.head = LikelihoodRewardModel(*parts)
+        self.head = TwoModels(*parts)
         self.head.mixture.data = self.head.mixture.data.to(natural.device)
         self.has_weight = False
         if weight is not None:
@@ -124,31 +139,31 @@ class CrossoverReward:
         self.has_weight = True
 
     @torch.no_grad()
-    def log_probs(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities (B, T - 1) float32 of all tokens but the first under p and q.
+    def read(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return evidence log(m/q) (B, T) and log-probabilities under q (B, T - 1), float32.
 
-        They are 0 after the end of a row.
+        The evidence of the first token is 0, and the second tensor begins with the second token.
+        Both are 0 after the end of a row.
         """
+        require(self.has_weight, "the reward has no weight yet: call its fit(), or pass weight=")
         device = self.head.mixture.device
         ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, T)
         lengths = torch.tensor([len(row) for row in rows])
-        is_padding = torch.arange(1, ids.size(1)) >= lengths[:, None]  # (B, T - 1)
-        natural = []
-        written = []
+        evidence = []
+        start = []
         for part in ids.to(device).split(ROWS):
-            of_natural, of_written = self.head.log_probs(part)
-            natural.append(of_natural)
-            written.append(of_written)
-        is_padding = is_padding.to(device)
+            of_part, start_of_part = self.head.read(part)
+            evidence.append(of_part)
+            start.append(start_of_part)
+        is_padding = (torch.arange(ids.size(1)) >= lengths[:, None]).to(device)  # (B, T)
         return (
-            torch.cat(natural).masked_fill(is_padding, 0.0),
-            torch.cat(written).masked_fill(is_padding, 0.0),
+            torch.cat(evidence).masked_fill(is_padding, 0.0),
+            torch.cat(start).masked_fill(is_padding[:, 1:], 0.0),
         )
 
     def evidence(self, rows: Rows) -> Tensor:
         """Return log(m/q) (B, T) of every token; 0 for the first one and after the end of a row."""
-        natural, written = self.log_probs(rows)
-        return self.head.calibrated(natural - written).detach()
+        return self.read(rows)[0]
 
     def token_probabilities(self, rows: Rows) -> Tensor:
         """Return P(token is natural) (B, T) given its whole row; 0 after the end of a row.
@@ -162,16 +177,14 @@ class CrossoverReward:
         return self.score(self.prompt_ids(prompts), completion_ids)[0]
 
     def score(self, prompt_ids: Rows, completion_ids: Rows) -> tuple[list[float], Tensor, Tensor]:
-        """Return E[K] / T of each prompt with its completion, and the result of `log_probs`."""
-        require(self.has_weight, "the reward has no weight yet: call its fit(), or pass weight=")
+        """Return E[K] / T of each prompt with its completion, and the result of `read`."""
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         lengths = [len(prompt) + self.max_completion_length for prompt in prompt_ids]
-        natural, written = self.log_probs(rows)
-        evidence = self.head.calibrated(natural - written).detach()
+        evidence, start = self.read(rows)
         probabilities = probabilities_of_rows(evidence, [len(row) for row in rows])
         expected_crossovers = probabilities.sum(1)  # (B,): E[K]
         shares = (expected_crossovers.cpu() / torch.tensor(lengths)).tolist()
-        return shares, natural, written
+        return shares, evidence, start
 
     def prompt_ids(self, prompts: Sequence[Any]) -> Rows:
         """Return the token ids of prompts, texts or lists of messages, as TRL makes them."""
@@ -200,20 +213,11 @@ class CrossoverReward:
         count, T = blocks.shape
         is_enough = count >= 2 and T >= 2
         require(is_enough, f"{count} blocks of {T} tokens: at least two of two tokens are needed")
-        different = np.linspace(1, T - 1, CROSSOVERS).round().astype(np.int64)
-        draw = random_stream(seed, "fit")
-        drawn = draw.permutation(np.resize(different, count * SAMPLES))
-        crossovers = torch.from_numpy(drawn)  # (n * SAMPLES,)
-        natural = blocks.repeat_interleave(SAMPLES, 0)  # (n * SAMPLES, T)
-        ids = complete(self.head.generator.model, natural, crossovers, seed).numpy()
-        shares = (crossovers / T).float()
-        labels = torch.stack((shares, 1 - shares), 1).numpy()  # (n * SAMPLES, 2)
-        half = count // 2 * SAMPLES
-        select = (ids[:half], labels[:half])
-        report = (ids[half:], labels[half:])
-        figures, prediction = fit_mixture(self.head, select, report)
-        block_numbers = torch.arange(count).repeat_interleave(SAMPLES)[half:]
-        figures.update(measure_skill(prediction, shares[half:], block_numbers, T, seed))
+        samples = draw_samples(self.head.generator.model, blocks, SAMPLES, seed)
+        is_report = samples.blocks >= count // 2
+        report = samples.pick(is_report)
+        figures, prediction = self.head.fit(samples.pick(~is_report), report)
+        figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
         print0(f"Weight of the natural model: {figures['mixture']:.3f}\n{describe_skill(figures)}")
         if not better_than_constant(figures["r2_low"]):
             finding = "the reward does not predict where the generator's text begins"
@@ -261,44 +265,6 @@ def probabilities_of_rows(evidence: Tensor, lengths: Sequence[int]) -> Tensor:
     return natural_probabilities(
         evidence.masked_fill(is_impossible.to(evidence.device), -torch.inf)
     )
-
-
-@torch.no_grad()
-def complete(
-    model: Any, natural: Tensor, crossovers: Tensor, seed: int, temperature: float = 1.0
-) -> Tensor:
-    """Return blocks (n, T) that keep crossovers (n,) natural tokens; a model generates the rest.
-
-    natural: (n, T) int64. The model samples from all tokens.
-    """
-    T = natural.size(1)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", T)
-    if positions < T:
-        raise UserError(f"ERROR: blocks of {T} tokens: the generator reads at most {positions}")
-    ids = natural.clone()
-    kept = model.generation_config
-    model.generation_config = load_transformers().GenerationConfig(
-        do_sample=True, temperature=temperature, top_k=0, top_p=1.0, pad_token_id=0
-    )
-    batches: list[Tensor] = []  # numbers of rows that have the same crossover
-    for crossover in crossovers.unique():
-        rows = (crossovers == crossover).nonzero()[:, 0]
-        batches += rows.split(2 * ROWS)
-    try:
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            for rows in counted(batches, len(batches), "Crossover samples"):
-                crossover = int(crossovers[rows[0]])
-                prompts = natural[rows, :crossover].to(model.device)
-                written = model.generate(
-                    input_ids=prompts,
-                    attention_mask=torch.ones_like(prompts),
-                    max_new_tokens=T - crossover,
-                )
-                ids[rows] = written.cpu()
-    finally:
-        model.generation_config = kept
-    return ids
 
 
 def load_model(name: str, dtype: Any = "auto", gguf_file: str | None = None) -> Any:

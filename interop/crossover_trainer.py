@@ -96,8 +96,8 @@ class CrossoverTrainer(GRPOTrainer):
             require(is_other, f"the reward holds the model that is trained: {way_out}")
 
     def crossover_reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """Return E[K] / T of each completion (B); keep the models' log-probabilities."""
-        shares, self._natural, self._start = self.reward.score(self._prompt_ids, completion_ids)
+        """Return E[K] / T of each completion (B); keep what the reward has read."""
+        shares, self._evidence, self._start = self.reward.score(self._prompt_ids, completion_ids)
         return shares
 
     def _generate(self, prompts: list[Any]) -> Any:
@@ -125,7 +125,7 @@ class CrossoverTrainer(GRPOTrainer):
         B, C = batch["completion_ids"].shape
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)  # (B, C)
         task_advantages = batch["advantages"][:, None] * mask  # (B, C)
-        natural, start = self._frozen_log_probs(batch)
+        evidence, start = self._evidence_and_start(batch)
         kl = (self._policy_log_probs(batch) - start) * mask
         is_start = is_training and self.state.global_step == 0
         difference = kl.abs().sum() / mask.sum().clamp(min=1)
@@ -134,10 +134,9 @@ class CrossoverTrainer(GRPOTrainer):
             f"the policy differs from the reward's generator by {difference:.2f} nats per token "
             "at its start: make the reward from the model that is trained",
         )
-        evidence = self.reward.head.over_generator(natural - start).detach() * mask
 
         # Groups may be spread over the processes: compute advantages of all R completions.
-        evidence = self._gathered(evidence)  # (R, C of the longest)
+        evidence = self._gathered(evidence * mask)  # (R, C of the longest)
         kl = self._gathered(kl)
         mask = self._gathered(mask)
         group_size = self.num_generations if is_training else self.num_generations_eval
@@ -167,10 +166,10 @@ class CrossoverTrainer(GRPOTrainer):
         """Return the values (B, C) of all processes as (R, C of the longest), padded with 0."""
         return self.accelerator.gather(self.accelerator.pad_across_processes(values, dim=1))
 
-    def _frozen_log_probs(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the completions' log-probabilities (B, C) under the natural model and the start.
+    def _evidence_and_start(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the completions' evidence and log-probabilities under the start, both (B, C).
 
-        The crossover reward has computed them for the sequences without padding.
+        The crossover reward has read the sequences without padding.
         """
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None)
         require(
@@ -180,12 +179,12 @@ class CrossoverTrainer(GRPOTrainer):
         C = batch["completion_ids"].size(1)
         device = batch["completion_ids"].device
         lengths = torch.tensor([len(ids) for ids in self._prompt_ids])
-        # (B, C): minus one, because the first token of a sequence has no log-probability.
+        # (B, C): minus one, because the first token of a sequence is not scored.
         places = lengths[:, None] - 1 + torch.arange(C)
-        places = places.clamp(max=self._natural.size(1) - 1).to(device)
-        natural = self._natural.to(device).gather(1, places)
+        places = places.clamp(max=self._start.size(1) - 1).to(device)
+        evidence = self._evidence[:, 1:].to(device).gather(1, places)
         start = self._start.to(device).gather(1, places)
-        return natural, start
+        return evidence, start
 
     @torch.no_grad()
     def _policy_log_probs(self, batch: dict[str, Any]) -> Tensor:
