@@ -123,13 +123,7 @@ def fine_tune(model: Any, blocks: Tensor, validation: Tensor, seed: int) -> dict
     best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     while len(losses) - 1 - int(np.argmin(losses)) < PATIENCE:
         for _ in range(EVAL_STEPS):
-            rows = random_stream(seed, "step", step).choice(len(blocks), FINE_TUNED_ROWS)
-            part = blocks[torch.from_numpy(rows)]
-            logits = model.train()(input_ids=part).logits[:, :-1]
-            cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            train_on_blocks(model, optimizer, blocks, seed, step)
             step += 1
         losses.append(mean_loss(model, validation))
         print0(f"step {step}: {losses[-1]:.3f}")
@@ -137,6 +131,17 @@ def fine_tune(model: Any, blocks: Tensor, validation: Tensor, seed: int) -> dict
             best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(best)
     return {"losses": losses, "kept_step": int(np.argmin(losses)) * EVAL_STEPS}
+
+
+def train_on_blocks(model: Any, optimizer: Any, blocks: Tensor, seed: int, step: int) -> None:
+    """Take a step on random ones of the blocks (n, T)."""
+    rows = random_stream(seed, "step", step).choice(len(blocks), FINE_TUNED_ROWS)
+    part = blocks[torch.from_numpy(rows)]
+    logits = model.train()(input_ids=part).logits[:, :-1]
+    cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @torch.no_grad()
