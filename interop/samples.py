@@ -17,7 +17,7 @@ from common.log import counted
 from common.process import UserError
 from interop.huggingface import load_transformers
 
-ROWS = 16  # sequences generated at a time
+ROWS = 64  # sequences generated at a time
 CROSSOVERS = 16  # different crossovers; samples of one crossover are generated together
 
 
