@@ -29,7 +29,8 @@ from common.log import counted, print0
 from common.process import require, run_main
 from common.settings import parse_settings
 from examples.heal_pruned_model import LENGTH, HealSettings
-from interop.crossover_reward import CROSSOVERS, complete, load_model, load_tokenizer
+from interop.crossover_reward import load_model, load_tokenizer
+from interop.samples import Samples, draw_samples
 from losses import token_log_probs
 from metrics.bootstrap import format_figure
 from metrics.reward_skill import measure_skill
@@ -98,7 +99,7 @@ def read_blocks(settings: OwnTrunkSettings, tokenizer: Any) -> list[Tensor]:
     order = random_stream(settings.seed, "blocks").permutation(len(blocks))
     blocks = blocks[torch.from_numpy(order)]
     num_reported = REPORTED // PER_BLOCK
-    num_judged = min(len(blocks) // 2, max(settings.num_samples) // 2)
+    num_judged = min(len(blocks) // 2, max(settings.num_samples) // PER_BLOCK)
     num_tuned_on = len(blocks) - num_judged - num_reported - 64
     require(num_tuned_on > 0, f"the text has {len(blocks)} blocks: too few")
     return list(blocks.split([num_tuned_on, 64, num_reported, num_judged]))
@@ -154,14 +155,10 @@ def mean_loss(model: Any, blocks: Tensor) -> float:
     return torch.cat(losses).mean().item()
 
 
-def crossover_samples(model: Any, blocks: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Return samples (n, T) and labels (n, 2) [K/T, (T - K)/T], PER_BLOCK of each block in turn."""
-    natural = blocks.repeat(PER_BLOCK, 1)
-    different = np.linspace(1, LENGTH - 1, CROSSOVERS).round().astype(np.int64)
-    drawn = random_stream(seed, "crossovers").permutation(np.resize(different, len(natural)))
-    crossovers = torch.from_numpy(drawn)
-    shares = (crossovers / LENGTH).float()
-    return complete(model, natural, crossovers, seed), torch.stack((shares, 1 - shares), 1)
+def crossover_samples(model: Any, blocks: Tensor, seed: int) -> Samples:
+    """Return PER_BLOCK samples of each block (n, T): first one of each, then another of each."""
+    samples = draw_samples(model, blocks, PER_BLOCK, seed)
+    return samples.pick(torch.arange(len(samples.ids)).view(-1, PER_BLOCK).T.flatten())
 
 
 @torch.no_grad()
@@ -181,17 +178,16 @@ def measure_heads(
     model: Any, judged: Tensor, reported: Tensor, settings: OwnTrunkSettings
 ) -> list[dict[str, Any]]:
     """Return the skill on the reported blocks of heads of each layer and number of samples."""
-    samples, labels = crossover_samples(model, judged, settings.seed)
-    samples = samples[: max(settings.num_samples)]
-    inputs = head_inputs(model, samples, settings.layers)
-    report, truth = crossover_samples(model, reported, settings.seed + 1)
-    report_inputs = head_inputs(model, report, settings.layers)
-    blocks = torch.arange(len(reported)).repeat(PER_BLOCK)
+    samples = crossover_samples(model, judged, settings.seed)
+    inputs = head_inputs(model, samples.ids, settings.layers)
+    labels = samples.labels()
+    report = crossover_samples(model, reported, settings.seed + 1)
+    report_inputs = head_inputs(model, report.ids, settings.layers)
     results = []
     for number, layer in enumerate(settings.layers):
         for size in settings.num_samples:
-            size = min(size, len(samples))
-            is_select = torch.arange(size) % len(judged) % SELECTED == 0
+            size = min(size, len(labels))
+            is_select = samples.blocks[:size] % SELECTED == 0
             used = inputs[number, :size]
             torch.manual_seed(settings.seed)
             head = StateHead(inputs.size(-1))
@@ -201,7 +197,7 @@ def measure_heads(
             train_state_head(head, train, select, settings.seed, f"Layer {layer}")
             with torch.no_grad():
                 prediction = natural_share(head(report_inputs[number]))
-            skill = measure_skill(prediction, truth[:, 0], blocks, LENGTH, settings.seed)
+            skill = measure_skill(prediction, report.shares(), report.blocks, LENGTH, settings.seed)
             results.append({"layer": layer, "num_samples": size, **skill})
             print0(f"layer {layer}, {size} samples: R2 {format_figure(skill, 'r2', '.2f')}")
     return results

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from benchmarks.own_trunk import (
     FINE_TUNED_RATE,
-    PER_BLOCK,
+    SELECTED,
     OwnTrunkSettings,
     crossover_samples,
     head_inputs,
@@ -51,6 +51,7 @@ from reward.states import StateHead, train_state_head
 
 DETECTOR_LAYER = 20  # of the released model
 NUM_PAIRS = 2**16  # of tokens: places of a table, by hashing
+FITTED = 500  # blocks for the head that gives the reward
 MEASURED = 80  # blocks whose completions are judged
 # Learning rates of AdamW; None: no training. The arm's first word says how it trains.
 ARMS: dict[str, float | None] = {
@@ -106,9 +107,14 @@ def main() -> None:
         reward = CrossoverReward(generator=load_start(settings, "fine-tuned"), tokenizer=tokenizer)
         if arm.startswith("refreshed"):
             reward.refresh_every = REFRESH_EVERY
-        reward.fit(judged[:500], settings.seed)
+        fitted = Path(settings.out_dir) / "reward.pt"  # the start's, the same for all arms
+        if fitted.exists():
+            reward.load(fitted)
+        else:
+            reward.fit(judged[:FITTED], settings.seed)
+            reward.save(fitted)
         results[arm] = {"steps": train(model, arm, reward, tuned_on, settings)}
-        results[arm].update(measure(model.eval(), reward, judged[500:], reported, settings))
+        results[arm].update(measure(model.eval(), reward, judged[FITTED:], reported, settings))
         write_json(path, results)
     for arm, figures in results.items():
         print0(f"{arm}: {format_metrics(figures)}")
@@ -162,32 +168,32 @@ def measure(
     """Return the figures of a model: its loss, its text at natural diversity, and detectors."""
     tokenizer = reward.tokenizer
     figures: dict[str, Any] = {"natural_loss": mean_loss(model, reported)}
-    samples, labels = crossover_samples(model, detecting, settings.seed + 2)
-    report, truth = crossover_samples(model, reported, settings.seed + 3)
+    samples = crossover_samples(model, detecting, settings.seed + 2)
+    report = crossover_samples(model, reported, settings.seed + 3)
     released = load_start(settings, "released").eval()
     layers = (DETECTOR_LAYER,)
-    inputs = head_inputs(released, samples, layers)[0]
-    report_inputs = head_inputs(released, report, layers)[0]
+    inputs = head_inputs(released, samples.ids, layers)[0]
+    report_inputs = head_inputs(released, report.ids, layers)[0]
     torch.manual_seed(settings.seed)
     head = StateHead(inputs.size(-1))
     head.standardize.set_statistics(inputs)
     pairs = PairDetector(released.config.vocab_size)
-    is_select = torch.arange(len(samples)) % len(detecting) % 5 == 0
-    numbers = torch.arange(len(reported)).repeat(PER_BLOCK)
+    is_select = samples.blocks % SELECTED == 0
+    labels = samples.labels()
     for name, detector, read, unseen in (
         ("new_head", head, inputs, report_inputs),
-        ("new_pairs", pairs, samples, report),
+        ("new_pairs", pairs, samples.ids, report.ids),
     ):
         parts = [(read[chosen], labels[chosen]) for chosen in (~is_select, is_select)]
         train_state_head(detector, *parts, settings.seed, name)
         with torch.no_grad():
             share = natural_share(detector(unseen))
-        skill = measure_skill(share, truth[:, 0], numbers, LENGTH, settings.seed)
+        skill = measure_skill(share, report.shares(), report.blocks, LENGTH, settings.seed)
         for key in ("r2", "r2_low", "r2_high"):
             figures[f"{name}_{key}"] = skill[key]
         figures[f"{name}_natural"] = share.mean().item()
-    shares = natural_share(reward.evidence(report.tolist()))
-    skill = measure_skill(shares, truth[:, 0], numbers, LENGTH, settings.seed)
+    shares = natural_share(reward.evidence(report.ids.tolist()))
+    skill = measure_skill(shares, report.shares(), report.blocks, LENGTH, settings.seed)
     figures["own_head_r2"] = skill["r2"]
     figures["own_head_natural"] = shares.mean().item()
     rows = Continuations(
