@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 
 from benchmarks.own_trunk import (
     FINE_TUNED_RATE,
+    PER_BLOCK,
     SELECTED,
     OwnTrunkSettings,
     crossover_samples,
@@ -52,6 +53,8 @@ from reward.states import StateHead, train_state_head
 DETECTOR_LAYER = 20  # of the released model
 NUM_PAIRS = 2**16  # of tokens: places of a table, by hashing
 FITTED = 500  # blocks for the head that gives the reward
+DETECTING = 150  # blocks that the new detectors are trained on
+DETECTED = 80  # blocks that they are reported on
 MEASURED = 80  # blocks whose completions are judged
 # Learning rates of AdamW; None: no training. The arm's first word says how it trains.
 ARMS: dict[str, float | None] = {
@@ -168,8 +171,8 @@ def measure(
     """Return the figures of a model: its loss, its text at natural diversity, and detectors."""
     tokenizer = reward.tokenizer
     figures: dict[str, Any] = {"natural_loss": mean_loss(model, reported)}
-    samples = crossover_samples(model, detecting, settings.seed + 2)
-    report = crossover_samples(model, reported, settings.seed + 3)
+    samples = crossover_samples(model, detecting[:DETECTING], 2, settings.seed + 2)
+    report = crossover_samples(model, reported[:DETECTED], PER_BLOCK, settings.seed + 3)
     released = load_start(settings, "released").eval()
     layers = (DETECTOR_LAYER,)
     inputs = head_inputs(released, samples.ids, layers)[0]
