@@ -66,7 +66,7 @@ def text_pieces(path: str | Path) -> Iterator[str]:
     for piece in read_pieces(path):
         is_empty = False
         yield piece
-    require(not is_empty, f"{path} is empty: there is no text to learn from")
+    require(not is_empty, f"{path} is empty: it has no text")
 
 
 def split_boundary(num_characters: int, train_split: float = 0.9) -> int:

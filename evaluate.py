@@ -3,7 +3,8 @@
     python evaluate.py --checkpoints logs/model_checkpoint.pt --dataset shakespeare
 
 In: generators' checkpoints and a folder with train.bin, val.bin and perhaps test.bin. Out: a table,
-and JSON with --output_path.
+and JSON with --output_path. With --text and --reward_model_path: where the reward model's generator
+begins to write in a text, printed and as a page.
 """
 
 import math
@@ -18,22 +19,25 @@ from torch import Tensor, nn
 from common.device import select_device, select_dtype
 from common.files import lock_output, write_json
 from common.log import counted, print0
-from common.process import UserError, run_main, warn
+from common.process import UserError, require, run_main, warn
 from common.settings import parse_settings
 from corpus.corpus import Corpus, open_corpus
-from data_loader import WholeSplitBatches, open_token_file, validation_part
+from data_loader import WholeSplitBatches, open_token_file, read_text, validation_part
 from generation.completions import Completer
 from grpo.evaluation import PolicyEvaluation
 from losses import language_model_loss, perplexity, text_log_probs
 from metrics.bootstrap import block_means, bootstrap_blocks, format_figure
 from metrics.calibration import calibrated_losses, fit_calibration
+from metrics.reward_skill import better_than_constant
 from metrics.samples import MAX_CHARACTERS
 from metrics.settings import EvaluateSettings
 from metrics.text_quality import Continuations, TextQuality
 from model import GPT, check_same_fields
 from reports.passages import pieces
+from reports.text_page import open_page, present_text
 from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
+from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training.lineage import (
     check_same_tokens,
@@ -72,6 +76,9 @@ def calculate_perplexity(
 def main() -> None:
     settings = parse_settings(EvaluateSettings, "evaluate")
     device = select_device(settings.device)
+    if settings.text is not None:
+        find_generated_text(settings.text, settings, device)
+        return
     corpus = open_corpus(settings.dataset, 2)
     split = corpus.folder / f"{settings.split}.bin"
     tokens = open_token_file(split, settings.split, corpus.tokenizer.vocab_size, 2)
@@ -128,6 +135,32 @@ def main() -> None:
         results[path] = figures
     if settings.output_path is not None:
         write_json(settings.output_path, results)
+
+
+def find_generated_text(text_path: str, settings: EvaluateSettings, device: torch.device) -> None:
+    """Print where the reward model's generator begins to write in a text, and write its page."""
+    path = str(settings.reward_model_path)
+    contents = ckpt.load_checkpoint(path)
+    reward_model = build_reward_model(contents, path, device)
+    needed = "use a reward model with --head likelihood or position"
+    require(reward_model.knows_tokens, f"the head of {path} has no output per token: {needed}")
+    record = contents["tokenization"]
+    require(record is not None, f"{path} does not record how its text is tokenized")
+    tokenizer = TokenizationManager.from_record(record)
+    ids = tokenizer.encode(read_text(text_path))
+    page = open_page(text_path, settings.output_path)
+    skill = (contents["training"] or {}).get("skill")
+    if skill is None or not better_than_constant(skill["r2_low"]):
+        warn(f"{path} is not shown to predict where its generator begins to write")
+    present_text(
+        page,
+        Path(text_path).name,
+        f"the generator of {path}",
+        ids,
+        tokenizer.decode,
+        lambda windows: reward_model.output(windows.to(device)),
+        reward_model.config.block_size,
+    )
 
 
 def load_model(path: str, settings: EvaluateSettings, corpus: Corpus, device: torch.device) -> GPT:

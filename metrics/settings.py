@@ -3,18 +3,20 @@
 python evaluate.py --help
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from common.settings import Errors, Settings, setting
+
+READING_OPTIONS = ("text", "reward_model_path", "output_path", "device")
 
 
 @dataclass
 class EvaluateSettings(Settings):
     """Measure the loss of checkpoints, and the quality of their text at natural diversity."""
 
-    checkpoints: tuple[str, ...] = setting((), model_file="required")
-    """generators' checkpoints (required)"""
+    checkpoints: tuple[str, ...] = setting((), model_file="optional")
+    """generators' checkpoints (required, except with text)"""
     dataset: str = "shakespeare_char"
     """folder of train.bin and val.bin: a path, or a name below data/"""
     split: Literal["val", "train", "test"] = "val"
@@ -30,15 +32,22 @@ class EvaluateSettings(Settings):
     """also measure so many samples, at the temperature where they are as diverse as natural text"""
     reward_model_path: str | None = setting(None, model_file="optional")
     """also P(natural) of fresh text, and its KL to the baseline, of that model's training"""
+    text: str | None = None
+    """only find where the reward model's generator begins to write in this file, UTF-8 text"""
     word_dataset: str | None = None
     """with samples: the corpus of natural texts that judge them; None: the dataset"""
     output_path: str | None = None
-    """also write the figures here, as JSON"""
+    """also write the figures here, as JSON; with text: the page (None: TEXT.html, here)"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps"""
 
     def check_settings(self, errors: Errors) -> None:
-        """Note a part of a split that has none."""
+        """Note a part of a split that has none, and options that need others."""
+        if self.text is not None:
+            self.check_reading(errors)
+            return
+        remedy = "Pass the checkpoint with --checkpoints"
+        errors.check(bool(self.checkpoints), "checkpoints is required", remedy)
         is_val = self.split == "val" or self.part == "whole"
         errors.check(is_val, f"part is ignored when split is {self.split!r}", "Remove --part")
         is_unseen = self.split == "test" or (self.split, self.part) == ("val", "report")
@@ -49,3 +58,11 @@ class EvaluateSettings(Settings):
         errors.check(is_read or not self.reward_model_path, what, "Pass it with --baseline")
         is_used = self.samples is not None or self.word_dataset is None
         errors.check(is_used, "word_dataset needs samples", "Pass --samples, or leave it out")
+
+    def check_reading(self, errors: Errors) -> None:
+        """Check that a text comes with a reward model, and without options that have no effect."""
+        is_read = self.reward_model_path is not None
+        errors.check(is_read, "text needs a reward model: pass it with --reward_model_path")
+        for member in fields(self):
+            is_used = member.name in READING_OPTIONS or getattr(self, member.name) == member.default
+            errors.check(is_used, f"{member.name} has no effect with text: leave it out")

@@ -18,6 +18,7 @@ from common.process import warn
 from reports import figures, summary, table
 from reports.ledger import Ledger, Record
 from reports.passages import Passage, read_passages
+from reports.text_page import render
 
 # The settings and the figures of a stage that its details show.
 SETTINGS_SHOWN = (
@@ -43,8 +44,6 @@ def write_page(ledger: Ledger, device: torch.device) -> Path:
 
 def make_page(ledger: Ledger, device: torch.device) -> str:
     """Return the HTML of the page. Every text is escaped, and parts without a file are left out."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # --help does not need it
-
     passages = {}
     for record in ledger.finished("reward_model"):
         reward_data = ledger.folder / f"reward_data_v{record['cycle']}"
@@ -52,10 +51,8 @@ def make_page(ledger: Ledger, device: torch.device) -> str:
             path = ledger.folder / f"{record['name']}.pt"
             modified = path.stat().st_mtime_ns
             passages[record["name"]] = _read_once(reward_data, path, device, modified)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    return environment.get_template("page.html").render(
+    return render(
+        "page.html",
         name=ledger.folder.resolve().name,
         expectation=summary.expectation(ledger),
         status=summary.status(ledger),

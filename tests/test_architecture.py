@@ -47,7 +47,7 @@ BUDGETS = {
     "options of train_reward_model": 15,
     "options of prepare_reward_data": 18,
     "options of run_cycles": 10,
-    "options of evaluate": 11,
+    "options of evaluate": 12,
     "options of sample": 9,
 }
 # Which modules a script may load, by folder or name. reports in train_reward_model and train_grpo,
@@ -62,7 +62,11 @@ LOADS = {
     "prepare_reward_data": MODEL + "reward_data_config reward_dataset_loader",
     "train_reward_model": MODEL + "metrics reports reward reward_dataset_loader",
     "train_grpo": MODEL + "corpus.corpus grpo metrics reports reward",
-    "evaluate": MODEL + "corpus.corpus grpo metrics reports.passages reward reward_dataset_loader",
+    "evaluate": (
+        MODEL
+        + "corpus.corpus grpo metrics reports.passages reports.text_page reward "
+        + "reward_dataset_loader"
+    ),
     "sample": MODEL,
     "prepare_text": "common corpus data_loader tokenization_manager",
     "reward_dataset_loader": "common data_loader generation tokenization_manager",

@@ -3,6 +3,7 @@ tests/test_evaluate.py`
 """
 
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -167,3 +168,71 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
     message = refuse("evaluate", split="train", part="gate", samples=1)
     for said in ("checkpoints is required", "part is ignored when split is 'train'", "samples=1"):
         assert f"ERROR: {said}" in message
+
+
+# --------------------------------------------------------------------------------------------------
+# where generated text begins
+
+
+@pytest.fixture
+def reading(tmp_path, corpus, generator, predictive_reward_model, monkeypatch):
+    """Options that read a text: 300 natural characters, and as many that the generator wrote."""
+    monkeypatch.chdir(tmp_path)
+    natural = tmp_path / "natural.txt"
+    natural.write_text((corpus / "input.txt").read_text()[:300])
+    options = {"checkpoint_path": generator, "num_samples": 1, "max_new_tokens": 300}
+    written = succeed(
+        "sample", **options, start=f"FILE:{natural}", temperature=1, seed=1, device="cpu"
+    )
+    (tmp_path / "a<b.txt").write_text(written[:600])
+    return {"text": "a<b.txt", "reward_model_path": predictive_reward_model, "device": "cpu"}
+
+
+def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
+    printed = succeed("evaluate", **reading)
+    place = int(re.search(r"begins after (\d+) characters \(K = \1 of 600", printed)[1])
+    low, high = map(int, re.search(r"interval: (\d+) to (\d+) of 600", printed).groups())
+    assert low <= 300 <= high
+    assert abs(place - 300) < 20
+    page = (tmp_path / "a<b.html").read_text()
+    assert "<script" not in page and "a&lt;b.txt" in page
+    shown = re.sub(
+        "<[^>]+>", "", re.search(r'<div class="text" dir="auto">(.*)</div>', page, re.S)[1]
+    )
+    text = (tmp_path / "a<b.txt").read_text()
+    assert shown == f"{text[:place]}K{text[place:]}"
+    shades = [float(share) for share in re.findall(r"--p: ([\d.]+)", page)]
+    assert shades == sorted(shades, reverse=True)
+
+    printed = succeed("evaluate", **{**reading, "text": "natural.txt"})
+    assert printed.startswith("natural.txt is natural to its end (K = 300 of 300 tokens).")
+    assert 'id="k"' not in (tmp_path / "natural.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reward_model_path": None}, "text needs a reward model"),
+        ({"samples": 5}, "samples has no effect with text"),
+        ({"text": "absent.txt"}, "Data file not found: absent.txt"),
+        ({"text": b""}, "is empty"),
+        ({"text": b"a"}, "has 1 tokens: at least 2 are needed"),
+        ({"text": b"\xff"}, "is not UTF-8 text"),
+        ({"text": "\u0416".encode()}, r"lacks the characters '\u0416'"),
+        ({"output_path": "natural.txt"}, "natural.txt exists and is not the page of a text"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_refused(reading, tmp_path, changes, said):
+    options = {**reading, **changes}
+    if isinstance(options["text"], bytes):
+        (tmp_path / "given.txt").write_bytes(options["text"])
+        options["text"] = "given.txt"
+    given = {name: value for name, value in options.items() if value is not None}
+    assert said in refuse_in_one_line("evaluate", **given)
+    assert list(tmp_path.glob("*.html")) == []
+
+
+def test_only_heads_with_an_output_per_token_read_a_text(reading, reward_model, generator):
+    for path, said in ((reward_model, "no output per token"), (generator, "not a reward model")):
+        options = {**reading, "reward_model_path": path}
+        assert said in refuse_in_one_line("evaluate", **options)
