@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from common.log import print0
-from common.process import UserError, require, warn
+from common.process import UserError, require, run_main, warn
 from interop.huggingface import first_line, import_optional, load_transformers
 from interop.samples import Samples, draw_samples
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
@@ -300,3 +300,7 @@ def loaded(kind: Any, name: str, **options: Any) -> Any:
         return kind.from_pretrained(name, **options)
     except Exception as error:  # damaged files can raise anything
         raise UserError(f"ERROR: {name} cannot be read: {first_line(error):.300}") from None
+
+
+if __name__ == "__main__":
+    run_main(import_optional("interop.read_text").main)

@@ -221,7 +221,8 @@ def read_data(settings: TrlSettings, tokenizer: Any) -> tuple[Any, Tensor]:
         if kinds == {str}:
             values = "\n".join(values)
     cut = max(1, int(len(values) * (1 - FITTED)))
-    blocks = cut_blocks(encode(values[cut:], tokenizer), tokenizer, settings)
+    length = settings.prompt_length + settings.max_completion_length
+    blocks = cut_blocks(encode(values[cut:], tokenizer), tokenizer, length)[:MOST_BLOCKS]
     prompts = values[:cut]
     columns = {}
     if isinstance(values, str):
@@ -274,18 +275,18 @@ def encode(values: Sequence[Any], tokenizer: Any) -> Tensor:
     return torch.tensor(ids)
 
 
-def cut_blocks(tokens: Tensor, tokenizer: Any, settings: TrlSettings) -> Tensor:
-    """Return at most MOST_BLOCKS blocks (b, T) of natural tokens (n,).
+def cut_blocks(tokens: Tensor, tokenizer: Any, length: int) -> Tensor:
+    """Return the natural tokens (n,) as blocks (b, length).
 
-    T is the length of a prompt and its completion. Each block begins with the tokens that the
-    tokenizer puts before a text. Raise UserError if there are fewer than MIN_BLOCKS.
+    Each block begins with the tokens that the tokenizer puts before a text. Raise UserError if
+    there are fewer than MIN_BLOCKS.
     """
     start = torch.tensor(tokenizer(text="")["input_ids"], dtype=torch.int64)
-    size = settings.prompt_length + settings.max_completion_length - len(start)
+    size = length - len(start)
     needed = MIN_BLOCKS * size
-    finding = f"the last tenth of the text has {len(tokens):,} tokens, but {needed:,} are needed"
+    finding = f"the natural text for the fit has {len(tokens):,} tokens, but {needed:,} are needed"
     require(len(tokens) >= needed, f"{finding}: add text")
-    blocks = tokens.unfold(0, size, size)[:MOST_BLOCKS]
+    blocks = tokens.unfold(0, size, size)
     return torch.cat((start.expand(len(blocks), -1), blocks), 1)
 
 

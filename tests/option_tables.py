@@ -24,6 +24,7 @@ TABLE = re.compile(r"(<!-- options of (\S+) -->\n)(?:\|.*\n)*")
 ELSEWHERE = {
     "data/shakespeare/prepare": "corpus/encode",
     "evaluate": "metrics/settings",
+    "interop/crossover_reward": "interop/read_text",
     "prepare_reward_data": "reward_data_config",
     "train_grpo": "grpo/settings",
     "train": "training/settings",

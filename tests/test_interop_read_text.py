@@ -1,0 +1,42 @@
+"""read_text.py: a text of natural and generated tokens, from the command line to the page.
+
+pytest tests/test_interop_read_text.py
+"""
+
+import re
+
+import pytest
+from helpers import refuse_in_one_line, succeed
+
+pytestmark = pytest.mark.interop
+
+
+def test_the_beginning_of_generated_text_is_found(
+    exported, generator, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    natural = tmp_path / "natural.txt"
+    natural.write_text((corpus / "input.txt").read_text()[:300])
+    sampling = {"num_samples": 1, "max_new_tokens": 300, "temperature": 1, "seed": 1}
+    written = succeed(
+        "sample", checkpoint_path=generator, start=f"FILE:{natural}", device="cpu", **sampling
+    )
+    (tmp_path / "mixed.txt").write_text(written[:600])
+    options = {
+        "text": "mixed.txt",
+        "generator": exported[0],
+        "natural_model": exported[1],
+        "natural_text": corpus / "input.txt",
+    }
+    printed = succeed("interop.read_text", **options)
+    place = int(re.search(r"begins after (\d+) characters", printed)[1])
+    assert abs(place - 300) < 20
+    assert f"This is about the writing of {exported[0]}, at temperature 1." in printed
+    assert 'id="k"' in (tmp_path / "mixed.html").read_text()
+
+    options["natural_text"] = natural
+    options["output_path"] = "other.html"
+    (tmp_path / "natural.txt").write_text("The")
+    assert "has 3 tokens, but 256 are needed" in refuse_in_one_line("interop.read_text", **options)
+    del options["natural_text"]
+    assert "natural_text is required" in refuse_in_one_line("interop.read_text", **options)
