@@ -86,7 +86,7 @@ def present_text(
         f"{finding} (K = {crossover:,} of {n:,} tokens).",
         f"95 % interval: {interval} of {len(text):,} characters. "
         f"Probability that all of the text is natural: {reading.natural[-1]:.3f}.",
-        f"Before and after K: ...{before} | {after}...",
+        f"Around K: ...{before} | {after}",
         f"This is about the writing of {generator}, at temperature 1. It is no detector of other "
         "models, and natural text of another kind can mislead it.",
     ]

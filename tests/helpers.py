@@ -318,6 +318,17 @@ def write_token_files(folder: Path, splits: Sequence[np.ndarray]) -> None:
         np.asarray(tokens, dtype="<u2").tofile(folder / f"{name}.bin")
 
 
+def make_mixed_text(folder: Path, corpus: Path, generator: Path) -> None:
+    """Write natural.txt, 300 characters of a corpus, and mixed.txt, which the generator continues
+    to 600.
+    """
+    natural = folder / "natural.txt"
+    natural.write_text((corpus / "input.txt").read_text()[:300])
+    options = {"checkpoint_path": generator, "num_samples": 1, "max_new_tokens": 300, "seed": 1}
+    written = succeed("sample", **options, start=f"FILE:{natural}", temperature=1, device="cpu")
+    (folder / "mixed.txt").write_text(written[:600])
+
+
 def works_archive(works):
     """Return a source package with the files of `works` (name to text)."""
     buffer = io.BytesIO()

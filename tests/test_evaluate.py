@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import call, make_checkpoint, refuse, refuse_in_one_line, succeed
+from helpers import call, make_checkpoint, make_mixed_text, refuse, refuse_in_one_line, succeed
 from torch.nn import functional as F
 
 from common.files import read_json
@@ -176,16 +176,10 @@ def test_what_cannot_be_compared_or_asked_for_is_refused(
 
 @pytest.fixture
 def reading(tmp_path, corpus, generator, predictive_reward_model, monkeypatch):
-    """Options that read a text: 300 natural characters, and as many that the generator wrote."""
+    """Options that read a text, of which the generator wrote the second half."""
     monkeypatch.chdir(tmp_path)
-    natural = tmp_path / "natural.txt"
-    natural.write_text((corpus / "input.txt").read_text()[:300])
-    options = {"checkpoint_path": generator, "num_samples": 1, "max_new_tokens": 300}
-    written = succeed(
-        "sample", **options, start=f"FILE:{natural}", temperature=1, seed=1, device="cpu"
-    )
-    (tmp_path / "a<b.txt").write_text(written[:600])
-    return {"text": "a<b.txt", "reward_model_path": predictive_reward_model, "device": "cpu"}
+    make_mixed_text(tmp_path, corpus, generator)
+    return {"text": "mixed.txt", "reward_model_path": predictive_reward_model, "device": "cpu"}
 
 
 def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
@@ -194,13 +188,10 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
     low, high = map(int, re.search(r"interval: (\d+) to (\d+) of 600", printed).groups())
     assert low <= 300 <= high
     assert abs(place - 300) < 20
-    page = (tmp_path / "a<b.html").read_text()
-    assert "<script" not in page and "a&lt;b.txt" in page
-    shown = re.sub(
-        "<[^>]+>", "", re.search(r'<div class="text" dir="auto">(.*)</div>', page, re.S)[1]
-    )
-    text = (tmp_path / "a<b.txt").read_text()
-    assert shown == f"{text[:place]}K{text[place:]}"
+    page = (tmp_path / "mixed.html").read_text()
+    (shown,) = re.findall(r'<div class="text" dir="auto">(.*)</div>', page, re.DOTALL)
+    text = (tmp_path / "mixed.txt").read_text()
+    assert re.sub("<[^>]+>", "", shown) == f"{text[:place]}K{text[place:]}"
     shades = [float(share) for share in re.findall(r"--p: ([\d.]+)", page)]
     assert shades == sorted(shades, reverse=True)
 
@@ -213,6 +204,7 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
     ("changes", "said"),
     [
         ({"reward_model_path": None}, "text needs a reward model"),
+        ({"reward_model_path": "last.pt"}, "the head of last.pt has no output per token"),
         ({"samples": 5}, "samples has no effect with text"),
         ({"text": "absent.txt"}, "Data file not found: absent.txt"),
         ({"text": b""}, "is empty"),
@@ -222,7 +214,8 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
         ({"output_path": "natural.txt"}, "natural.txt exists and is not the page of a text"),
     ],
 )
-def test_a_text_that_cannot_be_read_is_refused(reading, tmp_path, changes, said):
+def test_a_text_that_cannot_be_read_is_refused(reading, reward_model, tmp_path, changes, said):
+    (tmp_path / "last.pt").symlink_to(reward_model)
     options = {**reading, **changes}
     if isinstance(options["text"], bytes):
         (tmp_path / "given.txt").write_bytes(options["text"])
@@ -230,9 +223,3 @@ def test_a_text_that_cannot_be_read_is_refused(reading, tmp_path, changes, said)
     given = {name: value for name, value in options.items() if value is not None}
     assert said in refuse_in_one_line("evaluate", **given)
     assert list(tmp_path.glob("*.html")) == []
-
-
-def test_only_heads_with_an_output_per_token_read_a_text(reading, reward_model, generator):
-    for path, said in ((reward_model, "no output per token"), (generator, "not a reward model")):
-        options = {**reading, "reward_model_path": path}
-        assert said in refuse_in_one_line("evaluate", **options)

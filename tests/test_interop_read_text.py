@@ -6,7 +6,7 @@ pytest tests/test_interop_read_text.py
 import re
 
 import pytest
-from helpers import refuse_in_one_line, succeed
+from helpers import make_mixed_text, refuse_in_one_line, succeed
 
 pytestmark = pytest.mark.interop
 
@@ -15,13 +15,7 @@ def test_the_beginning_of_generated_text_is_found(
     exported, generator, corpus, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    natural = tmp_path / "natural.txt"
-    natural.write_text((corpus / "input.txt").read_text()[:300])
-    sampling = {"num_samples": 1, "max_new_tokens": 300, "temperature": 1, "seed": 1}
-    written = succeed(
-        "sample", checkpoint_path=generator, start=f"FILE:{natural}", device="cpu", **sampling
-    )
-    (tmp_path / "mixed.txt").write_text(written[:600])
+    make_mixed_text(tmp_path, corpus, generator)
     options = {
         "text": "mixed.txt",
         "generator": exported[0],
@@ -34,9 +28,5 @@ def test_the_beginning_of_generated_text_is_found(
     assert f"This is about the writing of {exported[0]}, at temperature 1." in printed
     assert 'id="k"' in (tmp_path / "mixed.html").read_text()
 
-    options["natural_text"] = natural
-    options["output_path"] = "other.html"
-    (tmp_path / "natural.txt").write_text("The")
-    assert "has 3 tokens, but 256 are needed" in refuse_in_one_line("interop.read_text", **options)
     del options["natural_text"]
     assert "natural_text is required" in refuse_in_one_line("interop.read_text", **options)
