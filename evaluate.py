@@ -148,7 +148,7 @@ def find_generated_text(text_path: str, settings: EvaluateSettings, device: torc
     require(record is not None, f"{path} does not record how its text is tokenized")
     tokenizer = TokenizationManager.from_record(record)
     ids = tokenizer.encode(read_text(text_path))
-    page = open_page(text_path, settings.output_path)
+    page = open_page(text_path, len(ids), settings.output_path)
     skill = (contents["training"] or {}).get("skill")
     if skill is None or not better_than_constant(skill.get("r2_low")):
         warn(f"{path} is not shown to predict where its generator begins to write")

@@ -64,7 +64,7 @@ def main() -> None:
     config = generator.config.get_text_config()
     length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
     reward: Any = CrossoverReward(settings.natural_model, generator, tokenizer=tokenizer)
-    page = open_page(path, settings.output_path)
+    page = open_page(path, len(ids), settings.output_path)
     fitted = settings.reward_path
     if fitted is not None:
         lock_output(fitted)

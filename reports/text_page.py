@@ -33,11 +33,13 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def open_page(text_path: str, output_path: str | None) -> Path:
+def open_page(text_path: str, num_tokens: int, output_path: str | None) -> Path:
     """Lock and return the path of a text's page; None: the text's name with .html, here.
 
-    Raise UserError if the path has something other than such a page.
+    Raise UserError if the text is too short, or if the path has something other than such a page.
     """
+    finding = f"{text_path} has too few tokens ({num_tokens})"
+    require(num_tokens >= 2, f"{finding}: at least 2 are needed, because the first has no evidence")
     path = Path(output_path or f"{Path(text_path).stem}.html")
     lock_output(path)
     if path.exists():
@@ -62,7 +64,6 @@ def present_text(
     tokens. evidence and length: see `text_evidence`.
     """
     n = len(ids)
-    require(n > 1, f"{name} has {n} tokens: at least 2 are needed")
     reading = read_crossover(text_evidence(evidence, torch.from_numpy(ids).long(), length))
     text = decode(ids)
 

@@ -208,7 +208,7 @@ def test_the_beginning_of_generated_text_is_found(reading, tmp_path):
         ({"samples": 5}, "samples has no effect with text"),
         ({"text": "absent.txt"}, "Data file not found: absent.txt"),
         ({"text": b""}, "is empty"),
-        ({"text": b"a"}, "has 1 tokens: at least 2 are needed"),
+        ({"text": b"a"}, "has too few tokens (1)"),
         ({"text": b"\xff"}, "is not UTF-8 text"),
         ({"text": "\u0416".encode()}, r"lacks the characters '\u0416'"),
         ({"output_path": "natural.txt"}, "natural.txt exists and is not the page of a text"),
