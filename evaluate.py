@@ -32,7 +32,7 @@ from metrics.reward_skill import better_than_constant
 from metrics.samples import MAX_CHARACTERS
 from metrics.settings import EvaluateSettings
 from metrics.text_quality import Continuations, TextQuality
-from model import GPT, check_same_fields
+from model import GPT
 from reports.passages import pieces
 from reports.text_page import open_page, present_text
 from reward.heads import build_reward_model
@@ -40,6 +40,7 @@ from reward.scorer import RewardScorer
 from tokenization_manager import TokenizationManager
 from training import checkpoint as ckpt
 from training.lineage import (
+    check_same_fields,
     check_same_tokens,
     check_tokenizer,
     check_unseen,

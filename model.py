@@ -60,6 +60,9 @@ class GPTConfig:
     rotary_share: float = 1.0  # fraction of each head's dimensions that are rotated
     parallel_residual: bool = False  # True: attention and MLP both read the block's input
     tied_embeddings: bool = True  # input and output embeddings share one matrix
+    # The fields below say what a 'last' or 'position' head reads: see reward/heads.py.
+    trunk_layer: int | None = None  # number of blocks before the head, from 1. None: all
+    reads_previous: bool = False  # 'position': read log-probabilities and the token before, too
 
     @property
     def num_real_tokens(self) -> int:
@@ -107,6 +110,10 @@ class GPTConfig:
             return f"rotary_share={self.rotary_share}: must be > 0 and <= 1"
         if not 1 <= self.num_real_tokens <= self.vocab_size:
             return f"num_tokens={self.num_tokens}: must be >= 1 and <= vocab_size={self.vocab_size}"
+        if self.trunk_layer is not None and not 1 <= self.trunk_layer <= self.n_layer:
+            return f"trunk_layer={self.trunk_layer}: must be >= 1 and <= n_layer={self.n_layer}"
+        if self.reads_previous and self.reward_head_type != "position":
+            return f"reads_previous=True: needs a position head, not {self.reward_head_type}"
         if self.n_embd % self.n_head != 0:
             return f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
         head_size = self.n_embd // self.n_head
@@ -117,18 +124,6 @@ class GPTConfig:
         if max(self.block_size, self.reward_head_hidden_dim) * self.n_embd > MAX_TABLE:
             return f"block_size or reward_head_hidden_dim: times n_embd, must be <= {MAX_TABLE}"
         return None
-
-
-def check_same_fields(ours: GPTConfig, theirs: GPTConfig, our_name: str, their_name: str) -> None:
-    """Raise UserError unless two models read sequences of the same length and the same tokens."""
-    for name in ("vocab_size", "num_real_tokens", "block_size"):
-        our_value = getattr(ours, name)
-        their_value = getattr(theirs, name)
-        if our_value != their_value:
-            raise UserError(
-                f"ERROR: {name} is {our_value} in {our_name} and {their_value} in {their_name}: "
-                "they do not match; use two models of the same tokenization and size"
-            )
 
 
 # torch.load may build this class at its safe default, weights_only=True.
@@ -234,11 +229,11 @@ class GPT(nn.Module):
             head_size = config.n_embd // config.n_head
             angles = rotary_angles(config.block_size, head_size, config.rotary_size)
             self.register_buffer("rotation", angles, persistent=False)
-        if config.mode == "generator":
+        if config.mode == "generator" or config.reads_previous:
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
             if config.tied_embeddings:
                 self.transformer.wte.weight = self.lm_head.weight
-        else:
+        if config.mode == "reward":
             self.reward_head = self.make_reward_head()
         self._init_weights()
 
@@ -297,11 +292,15 @@ class GPT(nn.Module):
         activation_bytes = 64 * config.n_embd * config.n_layer * config.block_size
         return max(1, min(1024, memory // 8 // (logits_bytes + activation_bytes)))
 
-    def trunk(self, idx: Tensor, context: Context | None = None) -> Tensor:
+    def trunk(
+        self, idx: Tensor, context: Context | None = None, num_blocks: int | None = None
+    ) -> Tensor:
         """Return the hidden states (B, T, C) of token ids (B, T) after the last normalisation.
 
         `context` says what the tokens attend to: by default, to the tokens before them in their
         row. With SharedPrompts, pass its `ids` (n,) and get (n, C).
+        num_blocks: return the states after this many blocks instead, which are not normalised
+        unless it is all of them.
         """
         if context is None:
             context = Context(idx)
@@ -317,8 +316,10 @@ class GPT(nn.Module):
         else:
             rotation = self.rotation[:, context.row_positions]  # (2, T, D)
         x = self.transformer.drop(x)
-        for block in self.transformer.h:
+        for number, block in enumerate(self.transformer.h, 1):
             x = block(x, rotation, context)
+            if number == num_blocks and number < self.config.n_layer:
+                return x
         return self.transformer.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -350,7 +351,10 @@ class GPT(nn.Module):
         [P(natural), P(synthetic)] (B, 2); targets (B, 2); the loss is the mean squared error.
         """
         if self.config.mode == "reward":
-            return self._forward_reward(idx, targets)
+            probabilities = self.output(idx).softmax(-1)  # (B, 2)
+            if targets is None:
+                return probabilities, None
+            return probabilities, F.mse_loss(probabilities, targets)
         x = self.trunk(idx, kv_cache)
         if targets is None:
             return self.logits(x[:, -1:]), None
@@ -359,14 +363,14 @@ class GPT(nn.Module):
         loss = F.cross_entropy(flat_logits, targets.reshape(-1), ignore_index=-1)
         return logits, loss
 
-    def _forward_reward(self, idx: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def output(self, idx: Tensor) -> Tensor:
+        """Return the reward head's scores (B, 2) of [natural, synthetic] before the softmax."""
+        if self.config.trunk_layer is not None:
+            raise UserError("ERROR: trunk_layer: use reward.heads.make_reward_model")
         last = self.trunk(idx)[:, -1]  # (B, C)
         with full_precision(idx.device):
             last = last.to(self.transformer.wte.weight.dtype)
-            probabilities = self.reward_head(last)  # (B, 2)
-        if targets is None:
-            return probabilities, None
-        return probabilities, F.mse_loss(probabilities, targets)
+            return self.reward_head[:3](last)
 
     def pad_vocabulary(self, vocab_size: int) -> None:
         """Add or remove padding ids so that there are `vocab_size` ids; never remove a token."""

@@ -46,13 +46,14 @@ from grpo.stopping import BestAtTask, Stops, selection_value
 from grpo.update import Updater
 from metrics.bootstrap import format_figure
 from metrics.samples import CopyFinder
-from model import GPT, check_same_fields
+from model import GPT
 from reports.figures import GRPO, draw_curves, write_png
 from reward.heads import build_reward_model
 from reward.scorer import RewardScorer
 from reward.user_function import RewardFunction
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 from training.lineage import (
+    check_same_fields,
     check_same_splits,
     check_same_tokens,
     check_tokenizer,

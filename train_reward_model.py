@@ -8,7 +8,7 @@ validation blocks that selected nothing.
 Shapes: n sequences of N tokens, B of them in a batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,20 @@ from common.log import RunLog, counted, format_size, print0
 from common.process import Finished, UserError, run_main, warn
 from common.settings import changeable, differing_settings, parse_settings
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill, skill_figures
-from model import GPT, check_same_fields
+from model import GPT
 from reward.batches import Split, batch_of, batches_of
 from reward.heads import HeadRewardModel, LikelihoodRewardModel, RewardModel, make_reward_model
 from reward.mixture import fit_mixture
 from reward.settings import RewardModelSettings
+from reward.states import Standardize
 from training import checkpoint
-from training.lineage import check_origin, check_same_tokens, check_unseen, hash_model
+from training.lineage import (
+    check_origin,
+    check_same_fields,
+    check_same_tokens,
+    check_unseen,
+    hash_model,
+)
 from training.optimizers import Best, EarlyStopping, make_optimizers, take_step
 
 WEIGHT_DECAY = 0.01  # of AdamW, for matrices
@@ -133,6 +140,10 @@ def train_head(
     select_split = frozen_features(model, select_split)
     report_split = frozen_features(model, report_split)
     num_samples = len(labels)
+    # `parallel` below gives rank 0's statistics to all ranks.
+    if isinstance(model.standardize, Standardize):
+        read = head_inputs(model, (inputs, labels), "Statistics")
+        model.standardize.set_statistics(x for x, _ in read)
 
     optimizers = make_optimizers(
         model, learning_rate=settings.learning_rate, weight_decay=WEIGHT_DECAY
@@ -203,21 +214,27 @@ def make_model(settings: RewardModelSettings, natural: GPT, generator: GPT) -> R
         mode="reward",
         reward_head_type=settings.head,
         reward_head_hidden_dim=settings.reward_head_hidden_dim,
+        trunk_layer=settings.trunk_layer,
+        reads_previous=settings.reads_previous,
         dropout=0.0,
     )
     model = make_reward_model(config)
     assert not model.is_ratio, settings.head
-    model.transformer.load_state_dict(natural.transformer.state_dict())
+    model.load_state_dict(natural.state_dict(), strict=False)  # all but the head
     num_trained = settings.unfreeze_layers
-    if num_trained > config.n_layer:
+    if num_trained > model.num_blocks:
         raise UserError(
-            f"ERROR: unfreeze_layers={num_trained}, but the model has {config.n_layer} blocks; "
+            f"ERROR: unfreeze_layers={num_trained}, but the head reads {model.num_blocks} blocks; "
             "-1 means all"
         )
-    model.transformer.requires_grad_(num_trained == -1)
+    model.requires_grad_(num_trained == -1)
+    model.reward_head.requires_grad_(True)
     if num_trained > 0:
-        model.transformer.h[-num_trained:].requires_grad_(True)
-        model.transformer.ln_f.requires_grad_(True)
+        model.transformer.h[: model.num_blocks][-num_trained:].requires_grad_(True)
+    # Blocks that the head does not read are not trained.
+    model.transformer.h[model.num_blocks :].requires_grad_(False)
+    is_last = model.num_blocks == config.n_layer
+    model.transformer.ln_f.requires_grad_(num_trained != 0 and is_last)
     return model
 
 
@@ -232,7 +249,8 @@ def check_output(
     if earlier is None:
         return
     training = earlier["training"] or {}
-    recorded = {**training.get("settings", {}), **training}
+    # Files of earlier versions lack new settings, whose defaults change nothing.
+    recorded = {**asdict(RewardModelSettings()), **training.get("settings", {}), **training}
     current = {**asdict(settings), **lineage}
     for name in changeable(type(settings)):
         del current[name]
@@ -264,26 +282,31 @@ def frozen_features(model: HeadRewardModel, split: Split) -> Split:
             "They will be recomputed every epoch."
         )
         return split
-    device = model.transformer.wte.weight.device
-    features = []
-    with autocast(device, select_dtype("auto", device)):
-        for x, _ in batches_of(split, model, "Hidden states"):
-            features.append(model.pool(model.trunk(x)).float().cpu())
+    features = [x.cpu() for x, _ in head_inputs(model, split, "Hidden states")]
     return torch.cat(features), split[1]
+
+
+@torch.no_grad()
+def head_inputs(
+    model: HeadRewardModel, split: Split, description: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the head's inputs (B, ...) float32 and labels (B, 2) of a whole split."""
+    device = model.transformer.wte.weight.device
+    with autocast(device, select_dtype("auto", device)):
+        for x, y in batches_of(split, model, description):
+            yield model.read(x).float(), y
 
 
 @torch.no_grad()
 def evaluate(model: HeadRewardModel, split: Split) -> tuple[float, Tensor]:
     """Return the mean loss over a split, and P(natural) (n,) of each sequence."""
     model.eval()
-    device = model.transformer.wte.weight.device
     loss_sum = 0.0
     shares = []
-    with autocast(device, select_dtype("auto", device)):
-        for x, y in batches_of(split, model, "Evaluating"):
-            output = model.output(x)
-            loss_sum += model.loss(output, y).item() * len(y)
-            shares.append(model.share(output).cpu())
+    for x, y in head_inputs(model, split, "Evaluating"):
+        output = model.score(x)
+        loss_sum += model.loss(output, y).item() * len(y)
+        shares.append(model.share(output).cpu())
     return loss_sum / len(split[1]), torch.cat(shares)
 
 

@@ -32,45 +32,74 @@ from torch.nn import functional as F
 from common.device import full_precision
 from common.process import UserError
 from generation.context import Context
+from generation.shared_prompts import SharedPrompts
 from losses import MAX_LOG_RATIO, token_log_probs
-from model import GPT, GPTConfig, check_same_fields
+from model import GPT, GPTConfig
 from reward.posterior import crossover_loss, natural_probabilities, natural_share
+from reward.states import Standardize, with_previous
 from training.checkpoint import check_mode, load_weights
+from training.lineage import check_same_fields
 
 
 class TrunkRewardModel(GPT):
     """A head that learns from labels.
 
-    `pool` selects hidden states of the trunk; `score` maps them to the head's output.
+    `read` computes what the head reads; `score` maps it to the head's output.
     """
 
     is_ratio: ClassVar[Literal[False]] = False
     knows_tokens: ClassVar[bool]
+    standardize: nn.Module
 
-    def pool(self, hidden: Tensor) -> Tensor:
-        """Select all hidden states (B, T, C) if the head is per token, else the last (B, C)."""
-        if self.knows_tokens:
-            return hidden
-        return hidden[:, -1]
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.num_blocks = config.trunk_layer or config.n_layer  # before the states that are read
+        # The states after the last block are normalised already, and are read as they are.
+        self.standardize = nn.Identity()
+        if config.reads_previous:
+            self.standardize = Standardize(config.n_embd + 1)
+        elif self.num_blocks < config.n_layer:
+            self.standardize = Standardize(config.n_embd)
 
-    def score(self, pooled: Tensor) -> Tensor:
+    def read(self, x: Tensor, prompts: SharedPrompts | None = None) -> Tensor:
+        """Return the inputs of the head for token ids (B, T); inputs are returned as they are.
+
+        A head per token reads hidden states (B, T, C), another the last ones (B, C). With
+        reads_previous, the log-probability of each token is the last channel of (B, T, C + 1). It
+        is 0 for the first token. prompts: the ids with the prompts that rows share.
+        """
+        if x.is_floating_point():
+            return x
+        if prompts is None:
+            states = self.trunk(x, None, self.num_blocks)
+        else:
+            states = prompts.to_rows(self.trunk(prompts.ids, prompts, self.num_blocks))
+        if not self.knows_tokens:
+            return states[:, -1]
+        if self.config.reads_previous:
+            log_probs = token_log_probs(self.logits(self.trunk(x[:, :-1])), x[:, 1:])  # (B, T - 1)
+            states = torch.cat((states, F.pad(log_probs, (1, 0))[..., None]), -1)
+        return states
+
+    def score(self, inputs: Tensor) -> Tensor:
         """Return scores (B, 2) of [natural, synthetic] before the softmax, or evidence (B, T).
 
         The dtype is that of the weights, also under autocast.
         """
-        with full_precision(pooled.device):
-            pooled = pooled.to(self.transformer.wte.weight.dtype)
-            return self.reward_head[:3](pooled).squeeze(-1)  # without the softmax
+        with full_precision(inputs.device):
+            inputs = self.standardize(inputs)
+            if self.config.reads_previous:
+                inputs = with_previous(inputs)
+            inputs = inputs.to(self.transformer.wte.weight.dtype)
+            return self.reward_head[:3](inputs).squeeze(-1)  # without the softmax
 
-    def output(self, inputs: Tensor) -> Tensor:
-        """Return the head's output for token ids (B, T), or for pooled hidden states."""
-        if inputs.is_floating_point():
-            return self.score(inputs)
-        return self.score(self.pool(self.trunk(inputs)))
+    def output(self, x: Tensor) -> Tensor:
+        """Return the head's output for token ids (B, T), or for inputs of the head."""
+        return self.score(self.read(x))
 
 
 class LastRewardModel(TrunkRewardModel):
-    """Predicts K/T of a sequence from the last hidden state."""
+    """Predicts K/T of a sequence from the hidden state of its last token."""
 
     knows_tokens: ClassVar[bool] = False
 
@@ -105,14 +134,20 @@ class TokenEvidence(nn.Module):
 
 
 class PositionRewardModel(TokenEvidence, TrunkRewardModel):  # type: ignore[misc]  # no kv_cache
-    """Predicts the evidence of each token from its hidden state."""
+    """Predicts the evidence of each token from its hidden state.
+
+    With reads_previous, also from the token's log-probability, and from both of the token before.
+    """
 
     head_type = "position"
 
     def make_reward_head(self) -> nn.Sequential:
-        """Return new layers that map hidden states (..., C) to evidence (..., 1)."""
+        """Return new layers that map the inputs of tokens to evidence (..., 1)."""
+        num_inputs = self.config.n_embd
+        if self.config.reads_previous:
+            num_inputs = 2 * (num_inputs + 1)
         width = self.config.reward_head_hidden_dim
-        return nn.Sequential(nn.Linear(self.config.n_embd, width), nn.ReLU(), nn.Linear(width, 1))
+        return nn.Sequential(nn.Linear(num_inputs, width), nn.ReLU(), nn.Linear(width, 1))
 
 
 class LikelihoodRewardModel(TokenEvidence):

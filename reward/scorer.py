@@ -159,9 +159,8 @@ class RewardScorer:
         scores = Scores(scatter_to_mask(log_probs, written))
         if model is None:
             return scores
-        context = SharedPrompts(ids, prompt_lengths, group_size)  # heads read the last token too
-        states = model.trunk(context.ids, context)
-        output = model.score(model.pool(context.to_rows(states)))
+        # Heads read the last token, too.
+        output = model.score(model.read(ids, SharedPrompts(ids, prompt_lengths, group_size)))
         scores = replace(scores, natural=model.share(output).float())
         if model.knows_tokens:
             scores = replace(scores, by_token=natural_probabilities(output)[:, 1:])

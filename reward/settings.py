@@ -28,8 +28,12 @@ class RewardModelSettings(Settings):
     """model of natural text; other heads use its trunk, or with None the generator's"""
     reward_head_hidden_dim: int = setting(256, minimum=1)
     """width of the hidden layer of a last or position head"""
+    trunk_layer: int | None = setting(None, minimum=1)
+    """last, position: read the states after this many blocks; None: after all of them"""
+    reads_previous: bool = False
+    """position: also read log-probabilities, and all that is read of the token before"""
     unfreeze_layers: int = setting(0, minimum=-1)
-    """last, position: also train this many of the last blocks; 0: only the head, -1: all"""
+    """last, position: also train this many of the last blocks read; 0: only the head, -1: all"""
     learning_rate: float = setting(1e-3, above=0)
     """learning rate of AdamW for head and unfrozen blocks, constant"""
     batch_size: int = setting(64, minimum=1)

@@ -5,6 +5,7 @@
 Shapes: n sequences of T tokens, F channels of an input.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,15 +37,26 @@ class Standardize(nn.Module):
         self.register_buffer("mean", torch.zeros(num_channels))
         self.register_buffer("std", torch.ones(num_channels))
 
-    def set_statistics(self, inputs: Tensor) -> None:
-        """Store the statistics of inputs (..., F)."""
-        rows = inputs.flatten(0, -2).float()  # (m, F)
-        self.mean.copy_(rows.mean(0))
-        self.std.copy_(rows.std(0).clamp(min=1e-6))
+    @torch.no_grad()
+    def set_statistics(self, batches: Iterable[Tensor]) -> None:
+        """Store the statistics of batches (..., F), or of one tensor (n, T, F) of inputs."""
+        num_rows = 0
+        sums = torch.zeros(2, len(self.mean), dtype=torch.float64)
+        for batch in batches:
+            # float64 needs the CPU: Apple's devices lack it.
+            rows = batch.flatten(0, -2).cpu().double()  # (m, F)
+            num_rows += len(rows)
+            sums += torch.stack((rows.sum(0), rows.square().sum(0)))
+        mean, mean_square = sums / num_rows
+        self.mean.copy_(mean)
+        self.std.copy_((mean_square - mean.square()).clamp(min=0).sqrt())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return inputs (..., F) as float32 of mean 0 and standard deviation 1."""
-        return (inputs.float() - self.mean) / self.std
+        """Return inputs (..., F) as float32 of mean 0 and standard deviation 1.
+
+        A channel that never changes becomes 0.
+        """
+        return (inputs.float() - self.mean) / self.std.clamp(min=1e-6)
 
 
 def with_previous(inputs: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ BUDGETS = {
     "folders": 9,
     "options of train": 38,
     "options of train_grpo": 31,
-    "options of train_reward_model": 15,
+    "options of train_reward_model": 17,
     "options of prepare_reward_data": 18,
     "options of run_cycles": 10,
     "options of evaluate": 12,

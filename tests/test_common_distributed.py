@@ -70,6 +70,7 @@ def trainers(tmp_path, corpus, generator, reward_data, predictive_reward_model):
     reward = {"base_model_path": generator, "data_dir": reward_data, "device": "cpu"}
     # The last batch of an epoch is smaller, and odd.
     reward.update(batch_size=50, head="position", unfreeze_layers=-1, max_epochs=2)
+    reward.update(reads_previous=True)
     return {
         "train": {
             **TINY_TRAIN,

@@ -291,6 +291,9 @@ def test_initialisation(mode):
         ({"bias": 5}, "bias=5: wrong type int"),
         ({"block_size": 2**22, "n_embd": 16, "n_head": 1}, "times n_embd, must be <="),
         ({"dropout": "0.1"}, "dropout='0.1'"),
+        ({"trunk_layer": 3}, "trunk_layer=3: must be >= 1 and <= n_layer=2"),
+        ({"trunk_layer": "1"}, "trunk_layer='1': wrong type str"),
+        ({"reads_previous": True}, "reads_previous=True: needs a position head, not last"),
         (
             {"reward_head_type": "linear"},
             "reward_head_type='linear': must be one of last, position, likelihood",

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    TINY_REWARD,
     assert_same_weights,
     assert_weights_near,
     call,
@@ -37,6 +36,7 @@ from tokenization_manager import TokenizationManager
 from training.checkpoint import build_model, load_checkpoint, save_checkpoint
 
 POSITION = {"head": "position", "max_epochs": 2}
+PREVIOUS = {**POSITION, "reads_previous": True}
 LAST = {"head": "last", "max_epochs": 2}
 
 
@@ -167,9 +167,19 @@ def test_unfrozen_trunks(good, tmp_path, generator):
     assert unchanged == ["transformer.wte.weight"]
     too_many = {**last_block, "unfreeze_layers": 2}
     assert "unfreeze_layers=2" in refuse_in_one_line("train_reward_model", **too_many)
+    # of three blocks, a head reads two
+    deep = variant(tmp_path / "deep.pt", generator, n_layer=3)
+    options.update(natural_model_path=deep, overwrite=True)
+    line = refuse_in_one_line("train_reward_model", **options, trunk_layer=4)
+    assert "trunk_layer=4: must be >= 1 and <= n_layer=3" in line
+    succeed("train_reward_model", **options, trunk_layer=2)
+    ours = weights(good["output_path"])
+    theirs = trunk_of(weights(deep))
+    unread = {name for name in theirs if torch.equal(ours[name], theirs[name])}
+    assert unread == {name for name in theirs if ".h.2." in name or ".ln_f." in name}
 
 
-@pytest.mark.parametrize("head", [POSITION, LAST], ids=lambda head: head["head"])
+@pytest.mark.parametrize("head", [POSITION, LAST, PREVIOUS])
 def test_kept_hidden_states_change_nothing(monkeypatch, good, tmp_path, head):
     succeed("train_reward_model", **good, **head)
     monkeypatch.setattr(train_reward_model, "MAX_FEATURE_BYTES", 0)
@@ -270,6 +280,7 @@ def test_a_natural_model_that_does_not_fit_is_refused(
             "--natural_model_path",
         ),
         ({"unfreeze_layers": -1}, "unfreeze_layers=-1 has no effect", "--head last or position"),
+        ({"trunk_layer": 1}, "trunk_layer=1 has no effect", "--head last or position"),
         ({"output_path": "reward.jsonl"}, "must end in .pt", "Choose another name"),
     ],
 )
@@ -284,23 +295,27 @@ def test_settings_that_make_no_sense_together(good, knowing, options, said, way_
     assert not good["output_path"].parent.exists()
 
 
-def save_data(
-    folder: Path, corpus: Path, split: str, x: np.ndarray, crossovers: np.ndarray
-) -> None:
-    """Write a split of reward data of these texts and crossovers, four of each block."""
-    labels = np.stack((crossovers, 16 - crossovers), 1) / 16
+@pytest.mark.parametrize("is_shuffled", [False, True])
+@pytest.mark.parametrize("head", [LAST, POSITION, PREVIOUS])
+def test_a_layer_s_head_finds_a_signal_but_none_in_shuffled_labels(
+    good, tmp_path, generator, corpus, head, is_shuffled
+):
+    """Natural text has 12 of the 25 tokens, and generated text the others."""
+    random = np.random.default_rng(0)
+    data = tmp_path / "data"
     info = TokenizationManager(data_path=corpus).info()
-    save_reward_dataset(list(x), list(labels), str(folder), split, info, samples_per_chunk=4)
-
-
-def test_a_model_that_is_no_better_than_a_constant_is_said_to_be_none(good, tmp_path, corpus):
-    """A single sequence that differs is enough to learn from."""
-    x = np.full((48, 16), 7)
-    crossovers = np.full(48, 4)
-    x[-1, 3] = 8
-    crossovers[-1] = 5
-    for name in ("train", "val"):
-        save_data(tmp_path / "data", corpus, name, x, crossovers)
-    options = {**good, **TINY_REWARD, "data_dir": tmp_path / "data", "max_epochs": 1}
+    for split in ("train", "val"):
+        crossovers = random.integers(1, 16, 400)
+        is_written = np.arange(16) >= crossovers[:, None]
+        x = random.integers(0, 12, (400, 16)) + 12 * is_written
+        if is_shuffled:
+            random.shuffle(crossovers)
+        labels = np.stack((crossovers, 16 - crossovers), 1) / 16
+        save_reward_dataset(list(x), list(labels), str(data), split, info, samples_per_chunk=4)
+    deep = variant(tmp_path / "deep.pt", generator, n_layer=3)
+    options = {**good, **head, "base_model_path": deep, "data_dir": data}
+    options.update(trunk_layer=2, learning_rate=1e-2, max_epochs=9)
     out = succeed("train_reward_model", **options)
-    assert "beat a constant" in out and "(no interval)" in out
+    assert ("not shown to beat a constant" in out) == is_shuffled
+    skill = load_result(good)[0]["training"]["skill"]
+    assert (skill["r2_low"] > 0) != is_shuffled

@@ -130,15 +130,18 @@ def test_records_of_data_and_tokens_are_compared(capsys):
         check_same_tokens(ours, theirs, "a", "b")
 
 
-def test_what_a_checkpoint_does_not_say_is_none_or_a_default(tmp_path):
+@pytest.mark.parametrize("mode", ["generator", "reward"])
+def test_what_a_checkpoint_does_not_say_is_none_or_a_default(tmp_path, mode):
     """A user saved this file as the seeds do, before some fields existed."""
-    older = config()
-    del vars(older)["num_tokens"], vars(older)["position"], vars(older)["reward_head_type"]
-    torch.save(contents(config=older), tmp_path / "seeds.pt")
+    model = tiny_model(mode=mode)
+    older = config(mode=mode)
+    for name in ("num_tokens", "position", "reward_head_type", "trunk_layer", "reads_previous"):
+        del vars(older)[name]
+    torch.save(contents(model=model.state_dict(), config=older), tmp_path / "seeds.pt")
     loaded = ckpt.load_checkpoint(tmp_path / "seeds.pt")
-    assert loaded["config"] == CONFIG and vars(loaded["config"]) == vars(CONFIG)
+    assert vars(loaded["config"]) == vars(model.config)
     assert loaded["tokenization"] is loaded["data"] is loaded["training"] is None
-    assert torch.equal(build(loaded)(IDX)[0], tiny_model()(IDX)[0])
+    assert torch.equal(build(loaded)(IDX)[0], model(IDX)[0])
 
 
 def test_a_model_s_hash_is_that_of_its_file_or_of_the_weights_in_its_folder(tmp_path):

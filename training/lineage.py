@@ -12,6 +12,7 @@ import numpy as np
 from common.files import hash_bytes, hash_file
 from common.process import require, warn
 from data_loader import hash_tokens
+from model import GPTConfig
 from tokenization_manager import TokenizationInfo, TokenizationManager
 from training.checkpoint import find_model
 
@@ -65,6 +66,18 @@ def check_same_splits(trained: Record | None, data: Record, allow_mismatch: bool
     if allow_mismatch is not None:
         remedy += ", or --allow_split_mismatch True"
     require(False, f"{problem}: its training text may be validation text here: {remedy}")
+
+
+def check_same_fields(ours: GPTConfig, theirs: GPTConfig, our_name: str, their_name: str) -> None:
+    """Raise UserError unless two models read sequences of the same length and the same tokens."""
+    for name in ("vocab_size", "num_real_tokens", "block_size"):
+        our_value = getattr(ours, name)
+        their_value = getattr(theirs, name)
+        require(
+            our_value == their_value,
+            f"{name} is {our_value} in {our_name} and {their_value} in {their_name}: "
+            "they do not match; use two models of the same tokenization and size",
+        )
 
 
 def check_same_tokens(
