@@ -41,7 +41,7 @@ class Standardize(nn.Module):
     def set_statistics(self, batches: Iterable[Tensor]) -> None:
         """Store the statistics of batches (..., F), or of one tensor (n, T, F) of inputs."""
         num_rows = 0
-        sums = torch.zeros(2, len(self.mean), dtype=torch.float64)
+        sums = torch.zeros(2, len(self.mean), dtype=torch.float64, device="cpu")
         for batch in batches:
             # float64 needs the CPU: Apple's devices lack it.
             rows = batch.flatten(0, -2).cpu().double()  # (m, F)
