@@ -117,7 +117,7 @@ def main() -> None:
     if not better_than_constant(skill["r2_low"]):
         print0(
             "Warning: on this data the reward model is not shown to beat a constant prediction. "
-            "Try --head likelihood, a better natural model, or more data."
+            "Try --head likelihood, another --trunk_layer, a better natural model, or more data."
         )
     print0(f"Saved {output}")
 
