@@ -144,8 +144,8 @@ REFUSED = """
 --prefixes natural --reward_function a.py:f => prefixes=natural is ignored with a reward_function
 --reward_function a.py:f b.py:f => f f: names must differ
 --reward_function a.py:model => must not end in _model
---reward_function a.py:f b.py:g --function_weight 1 => function_weight=(1.0,): must be
---reward_function a.py:f --function_weight nan => function_weight=(nan,): must be a finite number
+--reward_function a.py:f b.py:g --function_weight 1 => function_weight=(1.0,): 2 finite
+--reward_function a.py:f --function_weight nan => function_weight=(nan,): 1 finite
 --reward_model_path None => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --credit exact => reward_model_path is required
 --reward_model_path None --reward_function a.py:f --group_size 1 => group_size=1 leaves credit=auto
