@@ -5,7 +5,7 @@
 The task is to write no word of more than LONGEST letters. The start is the floor of
 examples/heal_pruned_model.py. From there each of ARMS trains for equal seconds: TRL's GRPOTrainer
 with the task and a KL penalty, or CrossoverTrainer with the task and the crossover reward, whose
-natural model is the whole model.
+natural model is the whole model; or the reward is a head on the floor's own layers.
 
 Each model is measured at temperature 1, and at the temperature at which its share of distinct word
 pairs is that of natural text. The judge is a character n-gram model of held-out text, which nothing
@@ -64,6 +64,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "task, beta 1": {"beta": 1.0},
     "crossover, weight 1": {"reward_weights": [1.0]},
     "crossover, weight 4": {"reward_weights": [4.0]},
+    "head, weight 4": {"reward_weights": [4.0]},
 }
 
 
@@ -124,8 +125,13 @@ def main() -> None:
                 steps = settings.floor_steps
             else:
                 model = load_model(floor)
-                reward = CrossoverReward(whole, load_model(floor), tokenizer=tokenizer)
-                reward.fit(fitted, settings.seed)
+                start = load_model(floor)
+                if arm.startswith("head"):
+                    reward = CrossoverReward(generator=start, tokenizer=tokenizer)
+                    reward.fit(blocks, settings.seed)  # a head needs more blocks than a weight
+                else:
+                    reward = CrossoverReward(whole, start, tokenizer=tokenizer)
+                    reward.fit(fitted, settings.seed)
                 steps = train(model, arm, reward, blocks, settings)
             results[arm] = {"training": {"steps": steps}}
             results[arm].update(measure(Completer(model.eval()), quality))
