@@ -1,4 +1,4 @@
-"""The likelihood head of two Hugging Face models, as a reward function for TRL.
+"""How natural a text is by Hugging Face models, as a reward function for TRL.
 
     python -c "from interop.crossover_reward import CrossoverReward; help(CrossoverReward)"
 
@@ -17,6 +17,7 @@ from common.log import print0
 from common.process import UserError, require, run_main, warn
 from interop.huggingface import first_line, import_optional, load_transformers
 from interop.samples import Samples, draw_samples
+from interop.trunk_head import TrunkHead
 from metrics.reward_skill import better_than_constant, describe_skill, measure_skill
 from model import GPTConfig
 from reward.heads import LikelihoodRewardModel
@@ -39,17 +40,21 @@ class CausalModel(nn.Module):
         self.model = model
         self.config = GPTConfig(vocab_size=vocab_size)
 
-    def trunk(self, idx: Tensor, context: None = None) -> Tensor:
-        """Return the logits (B, T, V) of sequences (B, T), with adapters disabled.
+    def outputs(self, idx: Tensor, **options: Any) -> Any:
+        """Return what the model returns for sequences (B, T), with adapters disabled.
 
         Only right padding is allowed.
         """
         was_training = self.model.training
         without_adapters = getattr(self.model, "disable_adapter", nullcontext)
         with without_adapters():
-            logits = self.model.eval()(input_ids=idx, use_cache=False).logits
+            outputs = self.model.eval()(input_ids=idx, use_cache=False, **options)
         self.model.train(was_training)
-        return logits
+        return outputs
+
+    def trunk(self, idx: Tensor, context: None = None) -> Tensor:
+        """Return the logits (B, T, V) of sequences (B, T): see `outputs`."""
+        return self.outputs(idx).logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that `trunk` returned."""
@@ -63,6 +68,10 @@ class CausalModel(nn.Module):
 class TwoModels(LikelihoodRewardModel):
     """The likelihood head of two causal models, as CrossoverReward reads and fits it."""
 
+    missing = "the reward has no weight yet: call its fit(), or pass weight="
+    finding = "the reward does not predict where the generator's text begins"
+    way_out = "use a better natural model"
+
     def read(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Return evidence log(m/q) (B, T) and log-probabilities under q (B, T - 1) of ids (B, T).
 
@@ -71,19 +80,36 @@ class TwoModels(LikelihoodRewardModel):
         natural, written = self.log_probs(idx)
         return self.calibrated(natural - written), written
 
-    def fit(self, samples: Samples, report: Samples) -> tuple[dict[str, Any], Tensor]:
+    def fit(self, samples: Samples, report: Samples, seed: int) -> tuple[dict[str, Any], Tensor]:
         """Fit the mixture to samples; return figures, and P(natural) (m,) of those to report."""
         select = (samples.ids.numpy(), samples.labels().numpy())
         return fit_mixture(self, select, (report.ids.numpy(), report.labels().numpy()))
 
+    def describe(self, figures: dict[str, Any]) -> str:
+        """Return the fitted weight as a line of text."""
+        return f"Weight of the natural model: {figures['mixture']:.3f}"
+
+    def fitted(self) -> dict[str, Tensor]:
+        """Return what `fit` has fitted."""
+        return {"mixture": self.mixture.data.cpu()}
+
+    def set_fitted(self, tensors: dict[str, Tensor]) -> None:
+        """Set what `fitted` has returned."""
+        self.mixture.data.copy_(tensors["mixture"])
+
 
 class CrossoverReward:
-    """How natural a text is, by two causal models of one vocabulary.
+    """How natural a text is, by the generator's own hidden states or by a second model.
 
-    natural: the natural model p; generator: q, which the policy starts as. Each is a folder, a hub
-    name or a loaded model. weight: w of the mixture m = w p + (1 - w) q; None: call `fit`.
-    tokenizer: of both models; None: the generator's, loaded by its name. max_completion_length: the
-    tokens asked for, as in GRPOConfig. Both models are on one device. Raise UserError if the
+    natural: the natural model p, or None; generator: q, which the policy starts as. Each is a
+    folder, a hub name or a loaded model. With p, the reward is the likelihood head of two models of
+    one vocabulary. Without it, the reward is a small head on a layer of q, and needs `fit` or
+    `load`: see TrunkHead.
+
+    weight: w of the mixture m = w p + (1 - w) q; None: call `fit`. tokenizer: of both models; None:
+    the generator's, loaded by its name. max_completion_length: the tokens asked for, as in
+    GRPOConfig. refresh_every: optimizer steps after which CrossoverTrainer fits the head to the
+    policy's own text again; None: never. Both models are on one device. Raise UserError if the
     vocabularies differ or a model cannot be loaded.
 
     As a reward function of TRL's GRPOTrainer it returns E[K] / T, with T the tokens of the prompt
@@ -95,48 +121,42 @@ class CrossoverReward:
 
     def __init__(
         self,
-        natural: Any,
-        generator: Any,
+        natural: Any = None,
+        generator: Any = None,
         *,
         weight: float | None = None,
         tokenizer: Any = None,
         max_completion_length: int = 512,
+        refresh_every: int | None = None,
     ) -> None:
+        require(generator is not None, "the reward has no generator: pass its folder or model")
         if tokenizer is None and isinstance(generator, str):
             tokenizer = load_tokenizer(generator)
         self.generator_name = None  # of a model that is loaded here
-        natural_tokenizer = None
-        if tokenizer is not None and isinstance(natural, str):
-            natural_tokenizer = load_tokenizer(natural)
-        if isinstance(natural, str):
-            natural = load_model(natural)
         if isinstance(generator, str):
             self.generator_name = generator
             generator = load_model(generator)
-        vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
-        require(
-            natural.device == generator.device,
-            f"the natural model is on {natural.device}, the generator on {generator.device}: "
-            "move one to the other's device",
-        )
         self.tokenizer = tokenizer
         self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
         self.chat_template_kwargs: dict[str, Any] = {}  # those of GRPOConfig, for GRPOTrainer
-        parts: list[Any] = [
-            CausalModel(natural.eval(), vocab_size),
-            CausalModel(generator.eval(), vocab_size),
-        ]
-        self.head = TwoModels(*parts)
-        self.head.mixture.data = self.head.mixture.data.to(natural.device)
-        self.has_weight = False
+        self.device = generator.device
+        self.head: Any
+        if natural is None:
+            vocab_size = generator.config.get_text_config().vocab_size
+            self.head = TrunkHead(CausalModel(generator.eval(), vocab_size))
+        else:
+            self.head = two_models(natural, generator, tokenizer)
+        self.has_natural = natural is not None
+        self.is_fitted = False
         if weight is not None:
             self.set_weight(weight)
 
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
+        require(self.has_natural, f"weight={weight}: only a natural model has one; call fit()")
         require(0 < weight <= 1, f"weight={weight}: must be in (0, 1]; None: call fit()")
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
-        self.has_weight = True
+        self.is_fitted = True
 
     @torch.no_grad()
     def read(self, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -145,17 +165,16 @@ class CrossoverReward:
         The evidence of the first token is 0, and the second tensor begins with the second token.
         Both are 0 after the end of a row.
         """
-        require(self.has_weight, "the reward has no weight yet: call its fit(), or pass weight=")
-        device = self.head.mixture.device
+        require(self.is_fitted, self.head.missing)
         ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, T)
         lengths = torch.tensor([len(row) for row in rows])
         evidence = []
         start = []
-        for part in ids.to(device).split(ROWS):
+        for part in ids.to(self.device).split(ROWS):
             of_part, start_of_part = self.head.read(part)
             evidence.append(of_part)
             start.append(start_of_part)
-        is_padding = (torch.arange(ids.size(1)) >= lengths[:, None]).to(device)  # (B, T)
+        is_padding = (torch.arange(ids.size(1)) >= lengths[:, None]).to(self.device)  # (B, T)
         return (
             torch.cat(evidence).masked_fill(is_padding, 0.0),
             torch.cat(start).masked_fill(is_padding[:, 1:], 0.0),
@@ -204,29 +223,50 @@ class CrossoverReward:
     def fit(
         self, blocks: Tensor, seed: int = 0, allow_unpredictive: bool = False
     ) -> dict[str, Any]:
-        """Fit the weight on crossover samples of half the natural blocks (n, T) int64.
+        """Fit the weight or the head on crossover samples of half the natural blocks (n, T) int64.
 
         Return the figures of the other half: those of `metrics.reward_skill.measure_skill` and of
-        `reward.mixture.fit_mixture`. Raise UserError, unless it is allowed, if the interval of R2
-        includes 0 or there are too few blocks for an interval.
+        the fit. Raise UserError, unless it is allowed, if the interval of R2 includes 0 or there
+        are too few blocks for an interval.
         """
         count, T = blocks.shape
-        is_enough = count >= 2 and T >= 2
-        require(is_enough, f"{count} blocks of {T} tokens: at least two of two tokens are needed")
+        is_enough = count >= 4 and T >= 2
+        require(is_enough, f"{count} blocks of {T} tokens: at least four of two tokens are needed")
         samples = draw_samples(self.head.generator.model, blocks, SAMPLES, seed)
         is_report = samples.blocks >= count // 2
         report = samples.pick(is_report)
-        figures, prediction = self.head.fit(samples.pick(~is_report), report)
+        figures, prediction = self.head.fit(samples.pick(~is_report), report, seed)
         figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
-        print0(f"Weight of the natural model: {figures['mixture']:.3f}\n{describe_skill(figures)}")
+        print0(f"{self.head.describe(figures)}\n{describe_skill(figures)}")
         if not better_than_constant(figures["r2_low"]):
-            finding = "the reward does not predict where the generator's text begins"
-            way_out = "use a better natural model"
             if not allow_unpredictive:
-                raise UserError(f"ERROR: {finding}: {way_out}, or more text")
-            warn(f"{finding}: {way_out}; continuing, because this is allowed")
-        self.has_weight = True
+                raise UserError(f"ERROR: {self.head.finding}: {self.head.way_out}, or more text")
+            way_out = self.head.way_out
+            warn(f"{self.head.finding}: {way_out}; continuing, because this is allowed")
+        self.is_fitted = True
         return figures
+
+
+def two_models(natural: Any, generator: Any, tokenizer: Any) -> TwoModels:
+    """Return the likelihood head of a natural model, or of its name, and of a loaded generator."""
+    natural_tokenizer = None
+    if isinstance(natural, str):
+        if tokenizer is not None:
+            natural_tokenizer = load_tokenizer(natural)
+        natural = load_model(natural)
+    vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
+    require(
+        natural.device == generator.device,
+        f"the natural model is on {natural.device}, the generator on {generator.device}: "
+        "move one to the other's device",
+    )
+    parts: list[Any] = [
+        CausalModel(natural.eval(), vocab_size),
+        CausalModel(generator.eval(), vocab_size),
+    ]
+    head = TwoModels(*parts)
+    head.mixture.data = head.mixture.data.to(natural.device)
+    return head
 
 
 def common_vocab_size(

@@ -12,7 +12,7 @@ import copy
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast, is_peft_model
+from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -81,8 +81,7 @@ class CrossoverTrainer(GRPOTrainer):
             self.reward_weights[0] = 0
         self.reward = reward
         reward.max_completion_length = args.max_completion_length
-        # Every process has fitted the weight for itself.
-        reward.head.mixture.data = broadcast(reward.head.mixture.data)
+        self._share_fitted()
         policy = self.accelerator.unwrap_model(self.model)
         generator = reward.head.generator
         if is_peft_model(policy):
@@ -94,6 +93,11 @@ class CrossoverTrainer(GRPOTrainer):
             way_out = "pass its folder, or train with LoRA"
             is_other = policy is not generator.model
             require(is_other, f"the reward holds the model that is trained: {way_out}")
+
+    def _share_fitted(self) -> None:
+        """Give all processes what the first one has fitted; each has fitted for itself."""
+        (fitted,) = broadcast_object_list([self.reward.head.fitted()])
+        self.reward.head.set_fitted(fitted)
 
     def crossover_reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         """Return E[K] / T of each completion (B); keep what the reward has read."""
