@@ -7,12 +7,15 @@ Shapes: B sequences of T tokens, V token ids; n natural blocks.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from common.device import evaluating, random_stream
+from common.files import load_state, save_state
 from common.log import print0
 from common.process import UserError, require, run_main, warn
 from interop.huggingface import first_line, import_optional, load_transformers
@@ -68,6 +71,7 @@ class CausalModel(nn.Module):
 class TwoModels(LikelihoodRewardModel):
     """The likelihood head of two causal models, as CrossoverReward reads and fits it."""
 
+    kind = "a weight of two models"
     missing = "the reward has no weight yet: call its fit(), or pass weight="
     finding = "the reward does not predict where the generator's text begins"
     way_out = "use a better natural model"
@@ -80,22 +84,16 @@ class TwoModels(LikelihoodRewardModel):
         natural, written = self.log_probs(idx)
         return self.calibrated(natural - written), written
 
-    def fit(self, samples: Samples, report: Samples, seed: int) -> tuple[dict[str, Any], Tensor]:
+    def fit(self, select: Samples, report: Samples, seed: int) -> tuple[dict[str, Any], Tensor]:
         """Fit the mixture to samples; return figures, and P(natural) (m,) of those to report."""
-        select = (samples.ids.numpy(), samples.labels().numpy())
-        return fit_mixture(self, select, (report.ids.numpy(), report.labels().numpy()))
-
-    def describe(self, figures: dict[str, Any]) -> str:
-        """Return the fitted weight as a line of text."""
-        return f"Weight of the natural model: {figures['mixture']:.3f}"
+        parts = [(samples.ids.numpy(), samples.labels().numpy()) for samples in (select, report)]
+        figures, prediction = fit_mixture(self, *parts)
+        print0(f"Weight of the natural model: {figures['mixture']:.3f}")
+        return figures, prediction
 
     def fitted(self) -> dict[str, Tensor]:
-        """Return what `fit` has fitted."""
-        return {"mixture": self.mixture.data.cpu()}
-
-    def set_fitted(self, tensors: dict[str, Tensor]) -> None:
-        """Set what `fitted` has returned."""
-        self.mixture.data.copy_(tensors["mixture"])
+        """Return what `fit` changes."""
+        return {"mixture": self.mixture.data}
 
 
 class CrossoverReward:
@@ -133,6 +131,11 @@ class CrossoverReward:
         if tokenizer is None and isinstance(generator, str):
             tokenizer = load_tokenizer(generator)
         self.generator_name = None  # of a model that is loaded here
+        natural_tokenizer = None
+        if tokenizer is not None and isinstance(natural, str):
+            natural_tokenizer = load_tokenizer(natural)
+        if isinstance(natural, str):
+            natural = load_model(natural)
         if isinstance(generator, str):
             self.generator_name = generator
             generator = load_model(generator)
@@ -140,20 +143,37 @@ class CrossoverReward:
         self.max_completion_length = max_completion_length  # CrossoverTrainer sets it
         self.chat_template_kwargs: dict[str, Any] = {}  # those of GRPOConfig, for GRPOTrainer
         self.device = generator.device
+        self.refresh_every = refresh_every
+        self.is_fitted = False
+        self.figures: dict[str, Any] = {}  # of the last fit
+        self.samples: Samples | None = None  # to which the head was fitted
         self.head: Any
         if natural is None:
+            require(
+                weight is None, f"weight={weight}: is of a natural model: pass one, or call fit()"
+            )
             vocab_size = generator.config.get_text_config().vocab_size
             self.head = TrunkHead(CausalModel(generator.eval(), vocab_size))
-        else:
-            self.head = two_models(natural, generator, tokenizer)
-        self.has_natural = natural is not None
-        self.is_fitted = False
+            return
+        way_out = "leave it or the natural model out"
+        require(not refresh_every, f"refresh_every={refresh_every}: fits a head again: {way_out}")
+        vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
+        require(
+            natural.device == generator.device,
+            f"the natural model is on {natural.device}, the generator on {generator.device}: "
+            "move one to the other's device",
+        )
+        parts: list[Any] = [
+            CausalModel(natural.eval(), vocab_size),
+            CausalModel(generator.eval(), vocab_size),
+        ]
+        self.head = TwoModels(*parts)
+        self.head.mixture.data = self.head.mixture.data.to(self.device)
         if weight is not None:
             self.set_weight(weight)
 
     def set_weight(self, weight: float) -> None:
         """Set w, the natural model's weight. Near 1 the policy's target is the natural model."""
-        require(self.has_natural, f"weight={weight}: only a natural model has one; call fit()")
         require(0 < weight <= 1, f"weight={weight}: must be in (0, 1]; None: call fit()")
         self.head.mixture.data.fill_(weight).logit_(eps=1e-7)
         self.is_fitted = True
@@ -234,39 +254,83 @@ class CrossoverReward:
         require(is_enough, f"{count} blocks of {T} tokens: at least four of two tokens are needed")
         samples = draw_samples(self.head.generator.model, blocks, SAMPLES, seed)
         is_report = samples.blocks >= count // 2
-        report = samples.pick(is_report)
-        figures, prediction = self.head.fit(samples.pick(~is_report), report, seed)
-        figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
-        print0(f"{self.head.describe(figures)}\n{describe_skill(figures)}")
+        select = samples.pick(~is_report)
+        figures = self._fit_head(select, samples.pick(is_report), seed)
         if not better_than_constant(figures["r2_low"]):
+            finding = f"{self.head.finding}: {self.head.way_out}"
             if not allow_unpredictive:
-                raise UserError(f"ERROR: {self.head.finding}: {self.head.way_out}, or more text")
-            way_out = self.head.way_out
-            warn(f"{self.head.finding}: {way_out}; continuing, because this is allowed")
+                raise UserError(f"ERROR: {finding}, or more text")
+            warn(f"{finding}; continuing, because this is allowed")
         self.is_fitted = True
+        self.samples = select
         return figures
 
+    def refresh(self, policy: Any, step: int, seed: int = 0) -> dict[str, Any]:
+        """Fit the head to text that the policy writes now, after so many optimizer steps.
 
-def two_models(natural: Any, generator: Any, tokenizer: Any) -> TwoModels:
-    """Return the likelihood head of a natural model, or of its name, and of a loaded generator."""
-    natural_tokenizer = None
-    if isinstance(natural, str):
-        if tokenizer is not None:
-            natural_tokenizer = load_tokenizer(natural)
-        natural = load_model(natural)
-    vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
-    require(
-        natural.device == generator.device,
-        f"the natural model is on {natural.device}, the generator on {generator.device}: "
-        "move one to the other's device",
-    )
-    parts: list[Any] = [
-        CausalModel(natural.eval(), vocab_size),
-        CausalModel(generator.eval(), vocab_size),
-    ]
-    head = TwoModels(*parts)
-    head.mixture.data = head.mixture.data.to(natural.device)
-    return head
+        The head stays on its layer and starts from its present weights. Every natural block gets a
+        new sample, which replaces one of the block's two training samples, drawn at random. Return
+        the figures of new samples of blocks that no head is trained on, as `fit` does. Warn if the
+        interval of R2 includes 0.
+        """
+        samples = self.samples
+        if samples is None:
+            raise UserError("ERROR: the reward has no text to fit its head to: call fit()")
+        half = len(samples.natural) // 2
+        draw = random_stream(seed, "refresh", step)
+        with evaluating(policy):
+            fresh = draw_samples(policy, samples.natural, 1, int(draw.integers(2**31)))
+        which = torch.from_numpy(draw.integers(SAMPLES, size=half))
+        replaced = torch.arange(half) * SAMPLES + which
+        samples.ids[replaced] = fresh.ids[:half]
+        samples.crossovers[replaced] = fresh.crossovers[:half]
+        report = fresh.pick(fresh.blocks >= half)
+        figures = self._fit_head(samples, report, seed, [int(self.head.layer)])
+        figures["step"] = step
+        if not better_than_constant(figures["r2_low"]):
+            warn(f"step {step}: the head does not predict where the policy's text begins")
+        return figures
+
+    def _fit_head(
+        self, select: Samples, report: Samples, seed: int, *layers: Sequence[int]
+    ) -> dict[str, Any]:
+        """Fit the head to samples; print and return the figures of the samples to report."""
+        figures, prediction = self.head.fit(select, report, seed, *layers)
+        T = report.ids.size(1)
+        figures.update(measure_skill(prediction, report.shares(), report.blocks, T, seed))
+        print0(describe_skill(figures))
+        self.figures = figures
+        return figures
+
+    def save(self, path: str | Path) -> None:
+        """Write the fitted weight or head, its figures and its samples to a file."""
+        require(self.is_fitted, self.head.missing)
+        state = {
+            "kind": self.head.kind,
+            "tensors": self.head.fitted(),
+            "figures": self.figures,
+            "samples": self.samples and vars(self.samples),
+        }
+        save_state(path, state)
+
+    def load(self, path: str | Path) -> None:
+        """Read what `save` has written for the same models; nothing is executed.
+
+        Raise UserError if the file is damaged or of other models.
+        """
+        way_out = "fit the reward again"
+        state = load_state(path, way_out)
+        is_of_kind = state.get("kind") == self.head.kind
+        require(is_of_kind, f"{path} does not hold {self.head.kind}: {way_out}")
+        for name, tensor in self.head.fitted().items():
+            found = state["tensors"].get(name, torch.empty(0))
+            is_right = found.shape == tensor.shape and bool(found.isfinite().all())
+            require(is_right, f"{path} is damaged ({name} is missing or not finite): {way_out}")
+            tensor.copy_(found)
+        self.is_fitted = True
+        self.figures = state["figures"]
+        if state["samples"] is not None:
+            self.samples = Samples(**state["samples"])
 
 
 def common_vocab_size(
