@@ -149,14 +149,12 @@ class CrossoverReward:
         self.samples: Samples | None = None  # to which the head was fitted
         self.head: Any
         if natural is None:
-            require(
-                weight is None, f"weight={weight}: is of a natural model: pass one, or call fit()"
-            )
+            require(weight is None, f"weight={weight}: a head has none: pass a natural model too")
             vocab_size = generator.config.get_text_config().vocab_size
             self.head = TrunkHead(CausalModel(generator.eval(), vocab_size))
             return
-        way_out = "leave it or the natural model out"
-        require(not refresh_every, f"refresh_every={refresh_every}: fits a head again: {way_out}")
+        rule = "only a head is fitted again, and with a natural model there is none"
+        require(not refresh_every, f"refresh_every={refresh_every}: {rule}")
         vocab_size = common_vocab_size(natural, generator, natural_tokenizer, tokenizer)
         require(
             natural.device == generator.device,

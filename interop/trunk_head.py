@@ -73,11 +73,11 @@ class TrunkHead(nn.Module):
 
     def collect(self, ids: Tensor, layers: Sequence[int]) -> Tensor:
         """Return the head's inputs (L, m, T, C + 1) float16 of sequences (m, T), on the CPU."""
-        inputs = torch.empty(len(layers), *ids.shape, self.num_inputs, dtype=torch.float16)
-        batches = torch.arange(len(ids)).split(self.generator.rows_at_a_time())
-        for rows in counted(batches, len(batches), "Hidden states"):
-            inputs[:, rows] = self.inputs(ids[rows].to(self.device), layers)[0].cpu()
-        return inputs
+        inputs = []
+        batches = ids.split(self.generator.rows_at_a_time())
+        for part in counted(batches, len(batches), "Hidden states"):
+            inputs.append(self.inputs(part.to(self.device), layers)[0].cpu())
+        return torch.cat(inputs, 1)
 
     def fit(
         self, select: Samples, report: Samples, seed: int, layers: Sequence[int] = ()
@@ -115,8 +115,8 @@ class TrunkHead(nn.Module):
         best.figures["layer"] = best.at
         best.figures["val_loss_by_layer"] = losses
         print0(f"Head on layer {best.at} of {self.num_layers}; selection loss by layer: {losses}")
+        (inputs,) = self.collect(report.ids, [best.at])
         with torch.no_grad():
-            (inputs,) = self.collect(report.ids, [best.at])
             evidence = self.state_head(inputs.to(self.device))
         return best.figures, natural_share(evidence).cpu()
 
